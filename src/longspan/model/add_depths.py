@@ -13,10 +13,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.adapters import adapter_in
-from longspan.model.layers import base_of, decoder_layers, decoder_of
+from longspan.model.layers import base_of, decoder_layers, norm_after_layers
 from longspan.model.mtp.depths import PREFIX, MtpBlocks, MtpDepth, MtpDepths, depths_of
+from longspan.model.mtp.layer_inputs import CopiedLayer
 from longspan.model.mtp.weights import draw_depths, read_depths
 from longspan.model.seams.call_rules import is_prepared
+from longspan.model.seams.depth_layer import layer_to_copy
+from longspan.model.weights.empty import empty_model, stored_buffers
 from longspan.plan.cost.layer_kinds import types_of_depth
 
 
@@ -29,21 +32,25 @@ def add_mtp(
     >>> result = run_step(model, plan, documents, world, optimizer, mtp=MtpLoss(weight=0.3))
     >>> result.loss, result.mtp_losses
 
-    A depth has a decoder layer like the model's last one (of a model whose layers are attention, mixers or MLPs alone
-    those that its configuration names, `mtp_layers_block_type`), with random weights as transformers initialises
-    them, a function of the configuration and `seed` alone; or those of a folder: `weights`, one that `save_model`
-    wrote (`mtp.layers.0.…`) or that is published with them (`model.layers.61.…` after the 61 layers of DeepSeek-V3).
+    A depth has a decoder layer like the model's last one, or the last that runs without those before it (of a model
+    whose layers are attention, mixers or MLPs alone those that its configuration names, `mtp_layers_block_type`), with
+    random weights as transformers initialises them, a function of the configuration and `seed` alone; or those of a
+    folder: `weights`, one that `save_model` wrote (`mtp.layers.0.…`) or that is published with them
+    (`model.layers.61.…` after the 61 layers of DeepSeek-V3).
     They are parameters of the model, under `mtp.`; embedding and head are the model's own. Without `mtp=` the model
     trains and answers as before.
 
     Raises ModelError for a model that cannot have them, and for a folder that lacks their weights.
     """
     _check(model, depths)
-    layers = _layers_of_depth(model)
-    mtp = MtpDepths([_depth(model, layers) for _ in range(depths)])
+    copied = layer_to_copy(model)
+    layers = _layers_of_depth(model, copied)
+    mtp = MtpDepths([_depth(model, layers) for _ in range(depths)], copied)
     model.add_module(PREFIX, mtp)
     mtp.train(model.training)
     try:
+        if weights is None:
+            _make_buffers(model, mtp, copied)
         draw_depths(model, mtp, seed) if weights is None else read_depths(model, mtp, Path(weights))
     except ModelError:
         del model.mtp  # as it was
@@ -67,6 +74,12 @@ def _check(model: PreTrainedModel, depths: int) -> None:
         raise ModelError(f"{name} has {has} already; add depths once, to a stock model")
     if model.get_output_embeddings() is None or base_of(model) is model:
         raise ModelError(f"{name} has no output embedding over a base model; use a causal language model")
+    embedding, size = next(model.get_input_embeddings().parameters()), model.config.get_text_config().hidden_size
+    if embedding.shape[1] != size:
+        raise ModelError(
+            f"{name} has embeddings of {embedding.shape[1]} values and layers of {size}, with projections between, and "
+            "a depth of multi-token prediction joins rows of one width; train it without depths"
+        )
     if adapter_in(model) is not None:
         raise ModelError(
             f"{name} has an adapter already, and depths get copies of its last layer; call add_mtp first, then "
@@ -74,8 +87,8 @@ def _check(model: PreTrainedModel, depths: int) -> None:
         )
 
 
-def _layers_of_depth(model: PreTrainedModel) -> list[nn.Module]:
-    """The layers that a depth has copies of: the last one, or the last of each type that the configuration names."""
+def _layers_of_depth(model: PreTrainedModel, copied: CopiedLayer) -> list[nn.Module]:
+    """The layers that a depth has copies of: this one, or the last of each type that the configuration names."""
     layers = [*decoder_layers(model).values()]
     of_type = {str(vars(layer).get("block_type", "")): layer for layer in layers}  # of each type the last
     types = types_of_depth(model.config.get_text_config(), [*of_type])
@@ -85,17 +98,47 @@ def _layers_of_depth(model: PreTrainedModel) -> list[nn.Module]:
             f"(mtp_layers_block_type of the configuration), and of {', '.join(missing)} the model has none to copy, "
             f"only of {', '.join(sorted(of_type))}; set mtp_layers_block_type to types of these"
         )
-    return [of_type[kind] for kind in types] or layers[-1:]
+    return [of_type[kind] for kind in types] or [layers[copied.index]]
 
 
 def _depth(model: PreTrainedModel, layers: Sequence[nn.Module]) -> MtpDepth:
-    """A depth with copies of these layers and of the model's last norm, whose weights are overwritten."""
-    norm, size = _last_norm(model), model.config.get_text_config().hidden_size
-    weight = next(layers[-1].parameters())
+    """A depth with copies of these layers and of the model's last norm, whose weights are overwritten.
+
+    Where the model has no norm after its layers, as where each ends with one, its hidden states are those of a layer,
+    and so are a depth's: it has norms of the layer's last one's kind, and none at its end.
+    """
+    after, size = norm_after_layers(model), model.config.get_text_config().hidden_size
+    weight, norm = next(layers[-1].parameters()), after or _norm_inside(model, layers[-1], size)
     eh_proj = nn.Linear(2 * size, size, bias=False, device=weight.device, dtype=model.dtype)
-    norms = _copy(norm), _copy(norm), _copy(norm)
+    norms = _copy(norm), _copy(norm), nn.Identity() if after is None else _copy(norm)
     copies = [_copy(layer) for layer in layers]
     return MtpDepth(copies[0] if len(copies) == 1 else MtpBlocks(copies), norms, eh_proj)
+
+
+def _norm_inside(model: PreTrainedModel, layer: nn.Module, size: int) -> nn.Module:
+    """The last norm of whole rows inside a layer."""
+    norms = [
+        module
+        for module in layer.modules()
+        if type(module).__name__.lower().endswith("norm") and {p.numel() for p in module.parameters()} == {size}
+    ]
+    if not norms:
+        raise ModelError(
+            f"{type(model).__name__} has no norm of {size} values after its decoder layers or in the last of them "
+            f"({type(layer).__name__}), and depths of multi-token prediction need its kind; train it without them"
+        )
+    return norms[-1]
+
+
+def _make_buffers(model: PreTrainedModel, mtp: MtpDepths, copied: CopiedLayer) -> None:
+    """Give depths the buffers of a new model: Gemma 4's layers have scales there, which were trained."""
+    if not any(True for _ in stored_buffers(mtp)):
+        return
+    new = empty_model(model.config, model.dtype, type(model))
+    made = dict(stored_buffers(_depth(new, _layers_of_depth(new, copied))))
+    for depth in mtp.layers:
+        for name, buffer in stored_buffers(depth):
+            buffer.copy_(made[name])
 
 
 def _copy(module: nn.Module) -> Any:
@@ -104,18 +147,3 @@ def _copy(module: nn.Module) -> Any:
         config for inner in module.modules() if isinstance(config := vars(inner).get("config"), PreTrainedConfig)
     ]
     return deepcopy(module, {id(config): config for config in configs})
-
-
-def _last_norm(model: PreTrainedModel) -> nn.Module:
-    """The norm after the decoder layers."""
-    children = list(decoder_of(model).named_children())
-    if isinstance(norm := getattr(decoder_of(model), "norm", None), nn.Module):
-        return norm
-    norms = [child for _, child in children if type(child).__name__.lower().endswith("norm")]
-    if not norms:
-        raise ModelError(
-            f"{type(model).__name__} has no norm after its decoder layers to be found in its base model "
-            f"({', '.join(name for name, _ in children)}), and depths of multi-token prediction need its kind; train "
-            "it without them"
-        )
-    return norms[-1]

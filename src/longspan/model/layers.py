@@ -1,5 +1,6 @@
 """The base model and its decoder layers: finding them, counting those of stages, what stands in for those elsewhere."""
 
+import copy
 from typing import Any
 
 from torch import Tensor, nn
@@ -51,6 +52,16 @@ class Absent(nn.Module):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The first input as it is."""
         return (x, *[None] * (self.outputs - 1)) if self.outputs else x
+
+
+def shallow_module(module: Any) -> Any:
+    """A module of its own with the same children: what is put in a child's place is not put into the original."""
+    twin = copy.copy(module)
+    for name, value in vars(module).items():
+        if name.startswith("_") and isinstance(value, dict):
+            twin.__dict__[name] = copy.copy(value)
+    twin.__dict__.pop("forward", None)  # a forward of the instance is bound to the original
+    return twin
 
 
 def base_name(model: PreTrainedModel) -> str:
@@ -127,14 +138,34 @@ def is_in_projector(module: str) -> bool:
     return any(word in module for word in _PROJECTORS)
 
 
-def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The model's decoder layers that are here, by qualified name, in order; a wrapper's are its text model's.
+def layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """The list of the model's decoder layers and its qualified name; a wrapper's is its text model's.
 
-    Raises ModelError where they cannot be found.
+    Raises ModelError where it cannot be found.
     """
     count = model.config.get_text_config().num_hidden_layers
     inside = text_name(model) if reads_other_modalities(model) else ""
     for name, module in text_of(model).named_modules(prefix=inside):
         if isinstance(module, nn.ModuleList) and len(module) == count:
-            return {f"{name}.{i}": layer for i, layer in enumerate(module) if not isinstance(layer, Absent)}
+            return name, module
     raise ModelError(f"{type(model).__name__} has no list of {count} decoder layers (num_hidden_layers) to be found")
+
+
+def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The model's decoder layers that are here, by qualified name, in order; a wrapper's are its text model's.
+
+    Raises ModelError where they cannot be found.
+    """
+    name, layers = layer_list(model)
+    return {f"{name}.{i}": layer for i, layer in enumerate(layers) if not isinstance(layer, Absent)}
+
+
+def norm_after_layers(model: PreTrainedModel) -> nn.Module | None:
+    """The norm after the decoder layers that is here, in the module that has them or one around it; None without."""
+    around = model.get_submodule(layer_list(model)[0].rpartition(".")[0])
+    for module in (decoder_of(model), around):
+        if isinstance(norm := getattr(module, "norm", None), nn.Module):
+            return norm
+        if norms := [child for child in module.children() if type(child).__name__.lower().endswith("norm")]:
+            return norms[-1]
+    return None

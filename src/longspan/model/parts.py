@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.layers import Absent, decoder_of, other_towers, text_name
+from longspan.model.layers import Absent, decoder_of, other_towers, shallow_module, text_name
 from longspan.model.mtp.depths import PREFIX, depths_of
 
 
@@ -180,16 +180,6 @@ def _some_layers(layers: nn.Module, indices: range, outputs: int) -> nn.ModuleLi
         if i not in indices:
             some._modules[name] = Absent(layer, outputs)
     return some
-
-
-def shallow_module(module: Any) -> Any:
-    """A module of its own with the same children: what is put in a child's place is not put into the original."""
-    twin = copy.copy(module)
-    for name, value in vars(module).items():
-        if name.startswith("_") and isinstance(value, dict):
-            twin.__dict__[name] = copy.copy(value)
-    twin.__dict__.pop("forward", None)  # a forward of the instance is bound to the original
-    return twin
 
 
 def is_tied(model: PreTrainedModel) -> bool:

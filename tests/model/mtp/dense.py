@@ -17,6 +17,7 @@ from longspan.model.presets import preset_config
 from longspan.model.seams.mixers import mixers_of
 from longspan.model.small.shrink import shrunken
 from tests.model.deep import deep
+from tests.model.seams.families import tiny as of_family
 from tests.model.stock import at_random, gradients_of, tiny
 
 LENGTHS = (13, 1, 30, 7, 2, 18, 3, 9)
@@ -28,14 +29,25 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("qwen3-next-tiny", {"layer_types": ["linear_attention", "full_attention"]}),
     "qwen3-next, a scan last": ("qwen3-next-tiny", {"layer_types": ["full_attention", "linear_attention"]}),
     "bamba, a scan last": ("bamba-tiny", {"attn_layer_indices": [0]}),
-    "nemotron-h": ("", {}),  # of whose depths each has a layer of attention and one of experts
+    "nemotron-h": ("", {"n_routed_experts": 4}),  # of whose depths each has a layer of attention and one of experts
+    "zamba2": ("", {"use_shared_attention_adapter": True, "use_mem_rope": True}),  # its last layer attends too
 }
+# Inputs of each layer made of ids; keys of earlier layers in its last two; experts beside the dense network.
+GEMMA4: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4": ("gemma4", {"num_kv_shared_layers": 0}),
+    "gemma4, keys shared": ("gemma4", {"use_double_wide_mlp": True}),
+    "gemma4, experts": (
+        "gemma4 without sharing",
+        {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
+    ),
+}
+AS_CALLED = ("zamba2", *GEMMA4)  # whose layers get what is made of the rows' tokens: `as_called.py` says how
 
 
 def _hybrid(family: str) -> PreTrainedModel:
     preset, types = HYBRIDS[family]
     if not preset:
-        config: Any = shrunken(CONFIG_MAPPING[family.replace("-", "_")](n_routed_experts=4))
+        config: Any = shrunken(CONFIG_MAPPING[family.replace("-", "_")](**types))
         config.update({"vocab_size": 64})
         config._experts_implementation = "eager"
         return at_random(config)
@@ -51,6 +63,10 @@ def with_depths(family: str, depths: int, layers: int = 2) -> PreTrainedModel:
     """A tiny model in float64 with depths, none of whose weights stands at one or at nothing."""
     if family in HYBRIDS:
         model = _hybrid(family)
+    elif family in GEMMA4:
+        name, changes = GEMMA4[family]
+        model = of_family(name, vocab_size=64, vocab_size_per_layer_input=64, **changes)
+        model.config._experts_implementation = "eager"
     elif layers == 2:
         model = tiny(family, torch.float64, attention="eager", vocabulary=64)
     else:

@@ -1,6 +1,7 @@
 """Adapters beside depths of multi-token prediction: losses and every gradient are those of one process."""
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,8 @@ from longspan.errors import ModelError
 from longspan.model import add_mtp
 from longspan.testing import run_ranks
 from tests.model.lora.adapted import drawn
-from tests.model.mtp.dense import LENGTHS, WEIGHT, Answer, dense, with_depths
+from tests.model.mtp.as_called import dense_as_called
+from tests.model.mtp.dense import AS_CALLED, LENGTHS, WEIGHT, Answer, dense, with_depths
 from tests.model.stock import gradients_of, texts, tiny, worst
 from tests.mutation import mutate, restore
 
@@ -26,7 +28,7 @@ HOMES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "tp 2": (Layout(ranks=2, tp=2), {"shard_parameters": False}),
     "pp 2": (Layout(ranks=2, pp=2), {}),
 }
-FAMILIES = ("qwen3", "bamba, a scan last")
+FAMILIES = ("qwen3", "bamba, a scan last", "zamba2")
 TRAINED: dict[str, dict[str, Any]] = {"their adapters": {}, "whole": {"modules_to_save": ["mtp"]}}  # of depths
 LINEARS = ["eh_proj", "q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj", "down_proj"]
 
@@ -45,14 +47,14 @@ def wanted(family: str, trained: str) -> Answer:
         mtp: Any = model.mtp
         model.mtp = getattr(mtp, "modules_to_save", {"default": mtp})["default"]
         masks = [torch.ones(n, dtype=torch.bool).numpy() for n in LENGTHS]
-        return dense(model, texts(LENGTHS), masks, ONES)
+        return (dense_as_called if family in AS_CALLED else dense)(model, texts(LENGTHS), masks, ONES)
 
 
-def _errors(rank: int, trained: str) -> dict[str, float]:
+def _errors(rank: int, trained: str, families: Sequence[str]) -> dict[str, float]:
     errors = dict[str, float]()
     for name, (layout, options) in HOMES.items():
         with World(layout) as world, whole_float64():
-            for family in FAMILIES:
+            for family in families:
                 exact, model = wanted(family, trained), prepare(adapted(family, **TRAINED[trained]), world, **options)
                 rows = layout.tp if "sequence_parallel" in options else 1
                 plans = {
@@ -74,9 +76,10 @@ def _errors(rank: int, trained: str) -> dict[str, float]:
 
 @pytest.mark.whole
 @pytest.mark.parametrize("trained", TRAINED)
-def test_losses_and_gradients_are_those_of_one_process(trained: str) -> None:
-    for errors in run_ranks(_errors, 2, trained, timeout=300):
-        assert len(errors) == 2 * len(HOMES) * len(FAMILIES)
+@pytest.mark.parametrize("families", [FAMILIES[:2], FAMILIES[2:]], ids=["qwen3 and bamba", "zamba2"])
+def test_losses_and_gradients_are_those_of_one_process(trained: str, families: Sequence[str]) -> None:
+    for errors in run_ranks(_errors, 2, trained, families, timeout=300):
+        assert len(errors) == 2 * len(HOMES) * len(families)
         assert all(error <= EXACT for error in errors.values()), errors
 
 

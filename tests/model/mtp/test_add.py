@@ -1,5 +1,6 @@
 """Adding depths: which weights they get, what is saved and read again, and what is refused."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,16 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from longspan import Layout, MtpLoss, World, add_mtp, load_model, plan_fixed, prepare, run_step, save_model
 from longspan.errors import CommError, LongspanError, LossError, ModelError
+from longspan.model.small.shrink import shrunken
 from longspan.testing import run_ranks
 from longspan.train import build_optimizer, load_checkpoint, save_checkpoint
 from tests.model.mtp.dense import LENGTHS, with_depths
 from tests.model.seams.families import FAMILIES
-from tests.model.stock import texts, tiny, weights_of
+from tests.model.stock import config_of, texts, tiny, weights_of
 
 
 def _depths(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -138,15 +141,46 @@ def test_steps_refuse_what_is_no_loss_of_their_model() -> None:
         assert missing.startswith(CommError.__name__) and "mtp=" in missing
 
 
-def _refused_in_the_step(rank: int) -> str:
-    family, values = FAMILIES["gemma4"]
-    with World(Layout(ranks=1)) as world:
-        model = prepare(add_mtp(load_model(config=getattr(transformers, family)(**values))), world)
-        run_step(model, plan_fixed((5,), world.home, cp=1), [list(range(5))], world)
-        with pytest.raises(ModelError, match="gives its last decoder layer, beside hidden states, tensors") as error:
-            run_step(model, plan_fixed((5,), world.home, cp=1), [list(range(5))], world, mtp=MtpLoss())
-    return str(error.value)
+def _family(name: str, **changes: Any) -> PreTrainedModel:
+    config_class, values = FAMILIES[name]
+    return load_model(config=getattr(transformers, config_class)(**values | changes), sharded=True)
 
 
-def test_a_last_layer_that_gets_what_earlier_ones_made_is_refused() -> None:
-    assert "train it without multi-token prediction" in run_ranks(_refused_in_the_step, 1)[0]
+def test_models_whose_layers_take_something_else_are_refused_before_weights_are_drawn() -> None:
+    refused: dict[str, PreTrainedModel] = {"embeddings of 24 values and layers of 32": _family("opt, norms after")}
+    if "gemma3n_text" in CONFIG_MAPPING:
+        small = shrunken(CONFIG_MAPPING["gemma3n_text"]())
+        refused[r"hidden states of shape \(4, 1, 2, \d+\) for two rows .* several streams"] = load_model(config=small)
+    for message, model in refused.items():
+        with pytest.raises(ModelError, match=message):
+            add_mtp(model)
+        assert not hasattr(model, "mtp")
+
+
+def test_the_layer_that_is_copied_is_the_last_with_keys_of_its_own() -> None:
+    depth = add_mtp(_family("gemma4")).mtp.layers[0]
+    assert depth.mtp_block.self_attn.layer_idx == 1 and not depth.mtp_block.self_attn.is_kv_shared_layer
+    assert add_mtp(_family("gemma4 without sharing")).mtp.copied.index == 3
+
+
+def test_a_model_without_a_norm_after_its_layers_has_none_in_its_depths() -> None:
+    depth = add_mtp(_family("opt, norms after", word_embed_proj_dim=32)).mtp.layers[0]
+    assert isinstance(depth.post_norm, torch.nn.Identity) and type(depth.enorm) is torch.nn.LayerNorm
+    assert type(add_mtp(_family("opt")).mtp.layers[0].post_norm) is torch.nn.LayerNorm
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_drawn_depths_begin_as_a_new_model_does(sharded: bool) -> None:
+    """Gemma 4's layers are scaled by a buffer, which is trained; Apertus' activations begin at constants."""
+    family, values = FAMILIES["gemma4 without sharing"]
+    for config in (getattr(transformers, family)(**values), config_of("apertus")):
+        model = load_model(config=config, sharded=sharded)
+        for layer in model.model.layers:
+            dict(layer.named_buffers()).get("layer_scalar", torch.zeros(1)).fill_(7.0)
+        with World(Layout(ranks=1), backend="gloo") as world:
+            weights = prepare(add_mtp(model), world).state_dict()
+        constants = {"layer_scalar": 1.0, "alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.3))}
+        found = {n: x for n, x in _depths(weights).items() if n.rpartition(".")[2] in constants}
+        assert found and all(
+            float(x) == pytest.approx(constants[n.rpartition(".")[2]], rel=1e-6) for n, x in found.items()
+        )

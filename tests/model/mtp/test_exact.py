@@ -25,7 +25,8 @@ from longspan import (
 from longspan.doctor.float64 import whole_float64
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.testing import run_ranks
-from tests.model.mtp.dense import LENGTHS, WEIGHT, Answer, dense, with_depths
+from tests.model.mtp.as_called import dense_as_called
+from tests.model.mtp.dense import AS_CALLED, LENGTHS, WEIGHT, Answer, dense, with_depths
 from tests.model.stock import gradients_of, texts, worst
 
 EXACT = 1e-11
@@ -68,6 +69,26 @@ ROWS = [
     Case("qwen3-moe", layers=3, settings=(*_ROWS, ("activation_checkpointing", "full")), plans=_TWO),
 ]
 _SEVERAL = [Case("nemotron-h", depths=1)]  # layers of a depth
+# Layers that get what is made of the rows' tokens.
+_FULL = ("activation_checkpointing", "full")
+OF_TOKENS = [
+    Case("zamba2", settings=(_FULL,), plans=("one cp", "padded", "dynamic")),
+    Case("gemma4, keys shared", settings=(_FULL,)),
+    Case("gemma4", labelled=True),
+    Case("gemma4, experts", depths=1, plans=_TWO),
+    Case("zamba2", depths=1, labelled=True, settings=(("shard_parameters", False),), plans=_TWO),
+]
+OF_TOKENS_SPLIT = [
+    Case("zamba2", plans=_TWO),
+    Case("zamba2", settings=(*_ROWS, _FULL), plans=_TWO),
+    Case("gemma4, keys shared", plans=_TWO),
+    Case("gemma4", depths=1, settings=(_FULL,), plans=_TWO),
+]
+OF_TOKENS_STAGES = [
+    Case("zamba2", plans=_TWO),
+    Case("zamba2", settings=(_FULL, ("pipeline_schedule", "zbv"), ("virtual_stages", 2)), plans=_TWO),
+    Case("zamba2", depths=1, settings=(("pipeline_schedule", "zero_bubble"), ("shard_parameters", False)), plans=_TWO),
+]
 SPLIT = [
     Case(),
     Case("llama", settings=(("shard_parameters", False),)),
@@ -124,9 +145,9 @@ def _weights(case: Case) -> list[float]:
 def wanted(case: Case) -> Answer:
     """What one process says."""
     with whole_float64():
-        return dense(
-            with_depths(case.family, case.depths, case.layers).train(), texts(LENGTHS), _masks(case), _weights(case)
-        )
+        reference = dense_as_called if case.family in AS_CALLED else dense
+        model = with_depths(case.family, case.depths, case.layers).train()
+        return reference(model, texts(LENGTHS), _masks(case), _weights(case))
 
 
 def documents_of(case: Case) -> list[Any]:
@@ -175,7 +196,7 @@ def _errors(rank: int, home: Layout, cases: list[Case]) -> dict[str, float]:
         pytest.param(Layout(ranks=1), FEW[1:], marks=pytest.mark.whole),
         pytest.param(Layout(ranks=2), CASES, marks=pytest.mark.whole),
         (Layout(ranks=3), FEW[1:]),
-        (Layout(ranks=2), HYBRID[:1]),
+        (Layout(ranks=2), [*HYBRID[:1], Case("gemma4, keys shared", depths=1, plans=("dynamic",))]),
         pytest.param(Layout(ranks=3), HYBRID, marks=pytest.mark.whole),
         pytest.param(Layout(ranks=2, dp_replicate=2), FEW, marks=pytest.mark.whole),
         pytest.param(Layout(ranks=4, tp=2), SPLIT + _SEVERAL, marks=pytest.mark.whole),
@@ -185,12 +206,17 @@ def _errors(rank: int, home: Layout, cases: list[Case]) -> dict[str, float]:
         (Layout(ranks=2, pp=2), STAGES[4:5]),
         pytest.param(Layout(ranks=2, pp=2), STAGES, marks=pytest.mark.whole),
         pytest.param(Layout(ranks=4, pp=2), STAGES, marks=pytest.mark.whole),
+        pytest.param(Layout(ranks=2), OF_TOKENS, marks=pytest.mark.whole),
+        pytest.param(Layout(ranks=3), OF_TOKENS[:2], marks=pytest.mark.whole),
+        pytest.param(Layout(ranks=4, tp=2), OF_TOKENS_SPLIT, marks=pytest.mark.whole),
+        pytest.param(Layout(ranks=2, pp=2), OF_TOKENS_STAGES, marks=pytest.mark.whole),
+        pytest.param(Layout(ranks=4, tp=2, pp=2), OF_TOKENS_SPLIT[1:2], marks=pytest.mark.whole),
     ],
     ids=[
         "1 slot",
         "2 slots",
         "3 slots",
-        "a hybrid on 2 slots",
+        "a hybrid and inputs of tokens on 2 slots",
         "hybrids on 3 slots",
         "2 replicas",
         "2 slots of tp 2",
@@ -200,10 +226,16 @@ def _errors(rank: int, home: Layout, cases: list[Case]) -> dict[str, float]:
         "2 stages",
         "2 stages, all",
         "2 slots of 2 stages",
+        "inputs of tokens on 2 slots",
+        "inputs of tokens on 3 slots",
+        "inputs of tokens on 2 slots of tp 2",
+        "inputs of tokens in 2 stages",
+        "inputs of tokens in 2 stages of rows split over tp 2",
     ],
 )
 def test_every_plan_gives_the_losses_and_gradients_of_one_process(home: Layout, cases: list[Case]) -> None:
-    for errors in run_ranks(_errors, home.ranks if isinstance(home.ranks, int) else len(home.ranks), home, cases):
+    ranks = home.ranks if isinstance(home.ranks, int) else len(home.ranks)
+    for errors in run_ranks(_errors, ranks, home, cases, timeout=280):
         assert all(error <= EXACT for error in errors.values()), {k: e for k, e in errors.items() if not e <= EXACT}
 
 

@@ -1,8 +1,14 @@
 """What multi-token prediction could get wrong without an error, put into the code: the test would show it."""
 
+import math
+
+import pytest
+
 from longspan import Layout, MtpLoss, World, plan_fixed, prepare, run_step
 from longspan.doctor.float64 import whole_float64
+from longspan.errors import ModelError
 from longspan.testing import run_ranks
+from tests.model.mtp.as_called import dense_as_called
 from tests.model.mtp.dense import LENGTHS, WEIGHT, dense, with_depths
 from tests.model.stock import gradients_of, texts, worst
 from tests.mutation import each_mutated
@@ -40,6 +46,18 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     "no last norm": (DEPTHS, "self.post_norm(states_of(", "(states_of("),
 }
 
+INPUTS = "model.mtp.layer_inputs"
+OF_TOKENS: dict[str, tuple[str, str, str]] = {
+    "the rows' own ids": (INPUTS, "input_ids=ids[None], **others", "input_ids=named['input_ids'], **others"),
+    "no gradient of the embedding": (INPUTS, "_Embedded(embedded)", "_Embedded(embedded.detach())"),
+    "the inputs of another layer": (INPUTS, "layers[self._copied.index]", "layers[0]"),
+    "a layer without keys of its own": (
+        "model.seams.depth_layer",
+        "(index for index in range(last - 1",
+        "(last for index in range(last - 1",
+    ),
+}
+
 
 def _errors(rank: int) -> dict[str, float]:
     """The largest error of a step by what is wrong; of a change that raises, infinity."""
@@ -60,5 +78,32 @@ def _errors(rank: int) -> dict[str, float]:
 
 def test_mutations_are_noticed() -> None:
     for errors in run_ranks(_errors, 2):
+        assert errors.pop("nothing") < 1e-11
+        assert all(error > 1e-6 for error in errors.values()), errors
+
+
+def _errors_of_tokens(rank: int) -> dict[str, float]:
+    """The same where layers get what is made of the rows' tokens."""
+    errors, documents = dict[str, float](), texts(LENGTHS)
+    with World(Layout(ranks=2)) as world, whole_float64():
+        exact = dense_as_called(with_depths("gemma4, keys shared", 2).train(), documents)
+        plan = plan_fixed(LENGTHS, world.home, cp=2, max_tokens_per_slot=24)
+        for name in each_mutated(OF_TOKENS):
+            try:
+                model = prepare(with_depths("gemma4, keys shared", 2), world)
+            except ModelError:
+                errors[name] = math.inf
+                continue
+            result = run_step(model, plan, documents, world, mtp=MtpLoss(weight=WEIGHT))
+            losses = zip(result.mtp_losses, exact.mtp_losses, strict=True)
+            found = gradients_of(model)
+            of_losses = max(abs(loss / there - 1) for loss, there in losses)
+            errors[name] = max(of_losses, worst(found, exact.gradients))
+    return errors
+
+
+@pytest.mark.whole
+def test_mutations_of_inputs_that_are_made_of_tokens_are_noticed() -> None:
+    for errors in run_ranks(_errors_of_tokens, 2, timeout=280):
         assert errors.pop("nothing") < 1e-11
         assert all(error > 1e-6 for error in errors.values()), errors

@@ -14,12 +14,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from longspan.comm import World
 from longspan.doctor.float64 import whole_float64
-from longspan.errors import ModelError
 from longspan.layout import Layout
-from longspan.model import add_mtp, load_model, prepare, save_model
-from longspan.model.parts import parts_of
+from longspan.model import load_model, prepare, save_model
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.pipeline.stages import refuse_inexact
 from longspan.model.small.shrink import shrunken
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
@@ -153,14 +150,6 @@ def test_equals_one_process() -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_every_schedule(tp: int) -> None:
     _check([case for case in CASES if case.tp == tp])
-
-
-def test_depths_of_multi_token_prediction_are_refused_before_anything_is_cut() -> None:
-    model = zamba2()
-    refuse_inexact(model, parts_of(model))
-    add_mtp(model, 1)
-    with pytest.raises(ModelError, match="gives its layers the embedding beside hidden states, which a depth"):
-        refuse_inexact(model, parts_of(model))
 
 
 # ---- training, checkpoints and folders

@@ -10,22 +10,20 @@ and formulas are those of transformers' `MtpLayer`, which serves generation and 
 
 The embedding of a placeholder is the row of the image in its place, as in the passes that draft tokens of published
 models (vLLM shifts the rows of images with the ids of a draft, SGLang's `qwen3_5_mtp` the embeddings of the model).
-Rows stay where they are, at their own positions, so that a block is called with whatever the model gave its last
-decoder layer in the same pass: shard, rotary embeddings, kernel. Which ids are whose is in `train/reading`.
+Rows stay where they are, at their own positions, so that a block is called with whatever the model gives the layer that
+it is a copy of: shard, rotary embeddings, kernel (`layer_inputs.py`). Which ids are whose is in `train/reading`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from longspan.bridge.splice import tokens_ahead
 from longspan.errors import ModelError
-from longspan.model.layers import decoder_layers
+from longspan.model.mtp.layer_inputs import CopiedLayer, LayerInputs
 from longspan.model.mtp.names import PREFIX
 
 
@@ -40,7 +38,10 @@ class MtpBlocks(nn.ModuleList):
 
 
 class MtpDepth(nn.Module):
-    """One depth: norms, a projection of twice the hidden size, and a decoder layer (or `MtpBlocks`) of the model's."""
+    """One depth: norms, a projection of twice the hidden size, and a decoder layer (or `MtpBlocks`) of the model's.
+
+    Where the model has no norm after its layers `post_norm` is `nn.Identity()`.
+    """
 
     def __init__(self, block: nn.Module, norms: tuple[nn.Module, nn.Module, nn.Module], eh_proj: nn.Linear) -> None:
         super().__init__()
@@ -60,17 +61,24 @@ def states_of(output: Any) -> Tensor:
 
 
 class MtpDepths(nn.Module):
-    """All depths of a model, its attribute `mtp`."""
+    """All depths of a model, its attribute `mtp`; each is a copy of the layer `copied`, or has it last."""
 
-    def __init__(self, depths: list[MtpDepth]) -> None:
+    def __init__(self, depths: list[MtpDepth], copied: CopiedLayer) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(depths)
+        self.layers, self.copied = nn.ModuleList(depths), copied
 
 
 def depths_of(model: nn.Module) -> tuple[MtpDepth, ...]:
     """The depths that `add_mtp` gave a model, in order; none for another model."""
     mtp = model._modules.get(PREFIX)
     return tuple(depth for depth in mtp.layers if isinstance(depth, MtpDepth)) if isinstance(mtp, MtpDepths) else ()
+
+
+def copied_layer(model: nn.Module) -> CopiedLayer:
+    """The layer of a model that its depths copy."""
+    mtp = model._modules[PREFIX]
+    assert isinstance(mtp, MtpDepths)
+    return mtp.copied
 
 
 def mtp_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -83,20 +91,6 @@ def mtp_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return blocks
 
 
-class LayerArguments:
-    """What the model gave its last decoder layer beside hidden states; filled while a pass runs."""
-
-    def __init__(self) -> None:
-        self.args: tuple[Any, ...] = ()
-        self.kwargs: Mapping[str, Any] = {}
-
-    def note(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Forward pre-hook of the layer."""
-        self.args = args[1:]
-        # Routers of depths are not counted: some of their rows have no token.
-        self.kwargs = {name: value for name, value in kwargs.items() if name not in ("hidden_states", "router")}
-
-
 def refuse_bypass(model: nn.Module, reached: Sequence[nn.Module]) -> None:
     """Raise ModelError for a depth in which no module is among those that reach our attention, or are mixers."""
     for i, depth in enumerate(depths_of(model)):
@@ -107,37 +101,20 @@ def refuse_bypass(model: nn.Module, reached: Sequence[nn.Module]) -> None:
             )
 
 
-@contextmanager
-def last_layer_arguments(model: PreTrainedModel) -> Iterator[LayerArguments]:
-    """Notes what the model's last decoder layer is called with inside."""
-    arguments = LayerArguments()
-    *_, last = decoder_layers(model).values()
-    handle = last.register_forward_pre_hook(arguments.note, with_kwargs=True, prepend=True)
-    try:
-        yield arguments
-    finally:
-        handle.remove()
-
-
 def deeper_states(
-    model: PreTrainedModel, hidden: Tensor, future_ids: Tensor, arguments: LayerArguments, shard: Any = None
+    model: PreTrainedModel, hidden: Tensor, future_ids: Tensor, inputs: LayerInputs, shard: Any = None
 ) -> tuple[Tensor, ...]:
     """The hidden states (T, D) of each depth, of the model's last ones (1, T, D) and ids (depths, T) of later tokens.
 
     A later token that is an image's placeholder has the image's row as its embedding, by the `shard`. Raises ModelError
-    where the last layer was given what is of its own rows: a depth has none of that.
+    where the layer that depths copy was given what is of its own rows, and it is not known how that is made.
     """
-    if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((arguments.args, dict(arguments.kwargs)))):
-        raise ModelError(
-            f"{type(model).__name__.removeprefix('FSDP')} gives its last decoder layer, beside hidden states, tensors "
-            "that depend on its parameters (inputs or keys of other layers), which a depth of multi-token prediction "
-            "has not; train it without multi-token prediction (no mtp=, mtp.depths = 0)"
-        )
     embedding: Any = model.get_input_embeddings()
     states = list[Tensor]()
     for number, (depth, ids) in enumerate(zip(depths_of(model), future_ids, strict=True), 1):
         with tokens_ahead(shard, number):
             embedded = embedding(ids[None])
-        hidden = depth(embedded, hidden, *arguments.args, **arguments.kwargs)
+        args, kwargs = inputs.of(ids, embedded)
+        hidden = depth(embedded, hidden, *args, **kwargs)
         states.append(hidden.squeeze(0))
     return tuple(states)

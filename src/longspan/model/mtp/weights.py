@@ -13,7 +13,7 @@ from longspan.errors import ModelError
 from longspan.model.hf_folder import weight_files
 from longspan.model.mtp.depths import MtpDepths, mtp_blocks
 from longspan.model.mtp.names import PREFIX, as_ours, own_name
-from longspan.model.weights.empty import is_empty
+from longspan.model.weights.empty import is_empty, stored_buffers
 from longspan.model.weights.fill import WeightSource
 from longspan.model.weights.folder import FolderWeights
 from longspan.model.weights.held import HeldPart
@@ -45,21 +45,23 @@ def read_depths(model: PreTrainedModel, mtp: MtpDepths, folder: Path) -> None:
 class _Drawn:
     """Each depth is drawn at once, for modules may draw those inside them, from a seed of its own: `seed` and its name.
 
-    A depth is known here by its names and shapes alone, without memory.
+    A depth is known here by its names and shapes alone, without memory, and by what buffers it has.
     """
 
     def __init__(self, model: PreTrainedModel, mtp: MtpDepths, seed: int) -> None:
         self._initialise, self._seed = model._init_weights, seed
         self._depths = {f"{PREFIX}.layers.{i}": deepcopy(depth).to("meta") for i, depth in enumerate(mtp.layers)}
+        self._buffers = {f"{PREFIX}.{name}": buffer.clone() for name, buffer in stored_buffers(mtp)}
 
     def __str__(self) -> str:
         return "the drawn depths"
 
     def read(self, wanted: Mapping[str, HeldPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """The wanted part of each parameter, by name."""
+        """The wanted part of each parameter, by name; buffers are as they are."""
+        yield from ((name, buffer) for name, buffer in self._buffers.items() if name in wanted)
         for path, depth in self._depths.items():
             drawn = draw(path, depth, device, seed=self._seed, initialise=self._initialise)
-            for name, tensor in drawn.state_dict().items():
+            for name, tensor in drawn.named_parameters():
                 if part := wanted.get(f"{path}.{name}"):
                     yield f"{path}.{name}", tensor.detach()[part.block or ...].to(part.dtype)
 

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.comm.groups.channel import summed
 from longspan.errors import ModelError
+from longspan.model.layers import shallow_module
 from longspan.model.local_tensors import add_gradient, local_tensor, without_earlier_gradients
-from longspan.model.parts import shallow_module
 
 
 class SharedParameter(NamedTuple):

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
 from longspan.model.layers import decoder_of
-from longspan.model.mtp.depths import depths_of
 from longspan.model.parts import Parts, shallow_copy, trace_parts
 from longspan.model.pipeline.copies import (
     SharedParameter,
@@ -121,11 +120,6 @@ def refuse_inexact(model: PreTrainedModel, parts: Parts) -> None:
         raise ModelError(
             f"{name} gives {more[0]} hidden states from before the part ahead of it, which a pipeline stage does not "
             "have: use pp 1"
-        )
-    if more and depths_of(model):
-        raise ModelError(
-            f"{name} gives its layers the embedding beside hidden states, which a depth of multi-token prediction has "
-            "not; train it without multi-token prediction (no add_mtp, mtp.depths = 0)"
         )
     if not unchanged:
         raise ModelError(

@@ -16,16 +16,21 @@ from torch.overrides import TorchFunctionMode
 VALUES_READ = "the forward read values of tensors on the meta device, which were made up"
 
 
-def run_on_meta(model: nn.Module, shard: object, **more: Any) -> Any:
-    """What the model's forward returns for two rows, on the meta device; of `more`, None leaves an argument out."""
+def run_on_meta(model: nn.Module, shard: object, *, gradients: bool = False, **more: Any) -> Any:
+    """What the model's forward returns for two rows, on the meta device; of `more`, None leaves an argument out.
+
+    With `gradients`, what is made of parameters requires a gradient, of frozen ones too.
+    """
     ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
     inputs = {"input_ids": ids, "position_ids": ids, "use_cache": False, "shard": shard, **more}
     inputs = {name: value for name, value in inputs.items() if value is not None}
     settings: Any = _config  # torch.nonzero has no shape there unless all elements are taken to be nonzero
-    values = _MadeUpValues()
+    values, tensors = _MadeUpValues(), _on_meta(model)
+    for name in dict(model.named_parameters(remove_duplicate=False)) if gradients else ():
+        tensors[name].requires_grad_(tensors[name].is_floating_point())
     try:
-        with torch.no_grad(), settings.patch(meta_nonzero_assume_all_nonzero=True), values:
-            return functional_call(model, _on_meta(model), (), inputs, tie_weights=False)
+        with torch.set_grad_enabled(gradients), settings.patch(meta_nonzero_assume_all_nonzero=True), values:
+            return functional_call(model, tensors, (), inputs, tie_weights=False)
     except Exception as error:
         if values.read:
             error.add_note(VALUES_READ)

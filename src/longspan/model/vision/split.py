@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from longspan.model.layers import base_name, base_of, other_towers, text_of
-from longspan.model.parts import shallow_module
+from longspan.model.layers import base_name, base_of, other_towers, shallow_module, text_of
 from longspan.model.vision.image_encoder import ImageEncoder
 from longspan.model.vision.image_tokens import ImageTokens, image_tokens
 

@@ -4,6 +4,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
+from inspect import signature
 
 import torch
 from torch import Tensor, nn
@@ -72,12 +73,28 @@ def draw(
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
         torch.manual_seed(_seed_of(path, seed))
         drawn.apply(initialise)  # children before parents, as transformers does
+    for inner in drawn.modules():
+        _as_made(inner)
     if left := [name for name, parameter in drawn.named_parameters() if parameter.isnan().any()]:
         raise ModelError(
             f"{path}: {', '.join(left[:4])} ({type(module).__name__}) get no random values by the model's own "
             "_init_weights; read weights from a folder"
         )
     return drawn
+
+
+def _as_made(module: nn.Module) -> None:
+    """Fill what is left of a module's own parameters as its class makes them, where that asks for no arguments.
+
+    Apertus' activations have parameters that begin at constants.
+    """
+    left = {name: p for name, p in module.named_parameters(recurse=False) if p.isnan().any()}
+    asked = signature(type(module)).parameters.values() if left else ()
+    if not left or any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in asked):
+        return
+    made = type(module)(**({"dtype": torch.float32} if any(p.name == "dtype" for p in asked) else {}))
+    for name, parameter in left.items():
+        parameter.copy_(made.get_parameter(name))
 
 
 def _seed_of(path: str, seed: int) -> int:

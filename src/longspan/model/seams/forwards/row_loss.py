@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.layers import base_of
-from longspan.model.mtp.depths import deeper_states, depths_of, last_layer_arguments, refuse_bypass
+from longspan.model.mtp.depths import copied_layer, deeper_states, depths_of, refuse_bypass
+from longspan.model.mtp.layer_inputs import layer_inputs
 from longspan.model.seams.hint import doctor_hint
 from longspan.model.seams.meta_pass import run_on_meta
 from longspan.model.seams.mixers import mixers_of
@@ -75,9 +76,9 @@ def add_row_loss(model: PreTrainedModel, *, probe: bool = True) -> None:
         head = OutputHead(model, forward)
         if future_ids is None:
             return row_loss(base_of(model)(*args, **kwargs).last_hidden_state.squeeze(0), head)  # (T, D)
-        with last_layer_arguments(model) as arguments:
+        with layer_inputs(model, copied_layer(model)) as inputs:
             hidden = base_of(model)(*args, **kwargs).last_hidden_state  # (1, T, D)
-        deeper = deeper_states(model, hidden, future_ids, arguments, kwargs.get("shard"))
+        deeper = deeper_states(model, hidden, future_ids, inputs, kwargs.get("shard"))
         return row_loss(hidden.squeeze(0), head, *deeper)
 
     model.forward = with_row_loss
@@ -109,7 +110,8 @@ def _try(model: PreTrainedModel) -> None:
             return head((deeper or (hidden,))[-1].detach().requires_grad_())
 
     depths, probe = depths_of(model), Probe()
-    deeper = {"future_ids": torch.zeros(len(depths), 2, dtype=torch.long, device="meta")} if depths else {}
+    ids = torch.zeros(len(depths), 2, dtype=torch.long, device="meta")
+    deeper: dict[str, Any] = {"future_ids": ids} if depths else {}
     try:
         made = run_on_meta(model, probe, row_loss=logits, **deeper)
     except Exception as error:

@@ -1,0 +1,145 @@
+"""What a depth's layer is called with beside hidden states: what the model gives the layer that it is a copy of.
+
+Where some of that is of the rows' own tokens, a depth's layer gets what the model would give it for the tokens that the
+depth reads: the model's own forward runs on these with a stand-in for every layer, which notes what it is called with.
+So Zamba 2's layers get the embedding of the later tokens, and Gemma 4's their inputs of each layer. What earlier layers
+made, as keys and values that Gemma 4's last layers share, is in none of that. Which layer is copied is found out in
+`seams/depth_layer.py`.
+"""
+
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from longspan.errors import ModelError
+from longspan.model.layers import Absent, layer_list, norm_after_layers, shallow_module
+
+Call = tuple[tuple[Any, ...], Mapping[str, Any]]  # what a layer is called with beside hidden states
+_NOT_FOR_DEPTHS = ("hidden_states", "router")  # some rows of a depth have no token: its routers are not counted
+
+
+@dataclass(frozen=True)
+class CopiedLayer:
+    """The layer that depths copy, by its index; `of_tokens`: it is called with what is made of the rows' tokens.
+
+    `outputs`: how many values a layer returns in a tuple; 0: a tensor.
+    """
+
+    index: int
+    of_tokens: bool = False
+    outputs: int = 0
+
+
+class NotedLayer(Absent):
+    """Stands for a decoder layer, hands hidden states on, and keeps what it was called with."""
+
+    def __init__(self, layer: nn.Module, outputs: int) -> None:
+        super().__init__(layer, outputs)
+        self.hidden_states: Tensor | None = None
+        self.call: Call = ((), {})
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The first input as it is."""
+        self.hidden_states, self.call = x, (args, _for_depths(kwargs))
+        return super().forward(x)
+
+
+class _Embedded(nn.Module):
+    """Stands for an embedding whose rows are there already."""
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        return self.rows
+
+
+def without_layers(
+    model: PreTrainedModel, embedded: Tensor, outputs: int, *, keep: Container[int] = ()
+) -> tuple[Any, list[nn.Module]]:
+    """The module around a model's decoder layers with stand-ins for them, and these; layers `keep` are themselves.
+
+    Its embedding gives the rows `embedded` (1, T, D) whatever the ids are, and it has no norm after the layers.
+    """
+    name, layers = layer_list(model)
+    path, _, own = name.rpartition(".")
+    around, embedding, norm = model.get_submodule(path), model.get_input_embeddings(), norm_after_layers(model)
+    bare, stands = shallow_module(around), shallow_module(layers)
+    for child, module in around.named_children():
+        if module is embedding:
+            bare._modules[child] = _Embedded(embedded)
+        elif module is norm:
+            bare._modules[child] = Absent()
+    for child, layer in layers.named_children():
+        stands._modules[child] = layer if int(child) in keep else NotedLayer(layer, outputs)
+    bare._modules[own] = stands
+    return bare, [*stands]
+
+
+class LayerInputs:
+    """What depths' layers are called with beside hidden states, filled while a pass of the model runs."""
+
+    def __init__(self, model: PreTrainedModel, copied: CopiedLayer) -> None:
+        self._model, self._copied = model, copied
+        self._noted: Call = ((), {})  # of the layer, or, where inputs are made of tokens, of what is around the layers
+
+    def note(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Forward pre-hook."""
+        self._noted = args, kwargs
+
+    def of(self, ids: Tensor, embedded: Tensor) -> Call:
+        """The inputs of a layer that reads these ids (T,), whose embedding is (1, T, D).
+
+        Raises ModelError where the layer was given what is of its own rows, and that did not show before.
+        """
+        args, kwargs = self._noted
+        if not self._copied.of_tokens:
+            call = args[1:], _for_depths(kwargs)
+            if made_of_parameters(call):
+                raise ModelError(
+                    f"{type(self._model).__name__.removeprefix('FSDP')} gives its last decoder layer, beside hidden "
+                    "states, tensors that depend on its parameters, and its forward does not show on the meta device "
+                    "how they are made of later tokens; train it without multi-token prediction (no mtp=, "
+                    "mtp.depths = 0)"
+                )
+            return call
+        bare, layers = without_layers(self._model, embedded, self._copied.outputs)
+        named = dict(zip(signature(bare.forward).parameters, args, strict=False)) | dict(kwargs)
+        others = {name: value for name, value in named.items() if not (name == "input_ids" or _is_of_rows(value))}
+        bare.forward(input_ids=ids[None], **others)
+        layer: Any = layers[self._copied.index]
+        return layer.call
+
+
+@contextmanager
+def layer_inputs(model: PreTrainedModel, copied: CopiedLayer) -> Iterator[LayerInputs]:
+    """Notes inside what the model, in a pass, gives the layer that depths copy."""
+    inputs, (name, layers) = LayerInputs(model, copied), layer_list(model)
+    noted = model.get_submodule(name.rpartition(".")[0]) if copied.of_tokens else layers[copied.index]
+    handle = noted.register_forward_pre_hook(inputs.note, with_kwargs=True, prepend=True)
+    try:
+        yield inputs
+    finally:
+        handle.remove()
+
+
+def made_of_parameters(call: Call) -> bool:
+    """Whether a tensor among these inputs, in a pass with gradients, is made of a parameter."""
+    return any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((call[0], dict(call[1]))))
+
+
+def _for_depths(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name not in _NOT_FOR_DEPTHS}
+
+
+def _is_of_rows(value: Any) -> bool:
+    """Whether an input of the model is made of the rows' tokens, as hidden states are: such inputs are no integers."""
+    return isinstance(value, Tensor) and torch.is_floating_point(value)

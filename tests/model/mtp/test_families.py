@@ -1,0 +1,67 @@
+"""Depths behind every family that the census calls exact: losses and every gradient are those of one process."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from bench.census.models import default_config
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from longspan import Layout, MtpLoss, World, add_mtp, plan_fixed, prepare, run_step
+from longspan.doctor.float64 import whole_float64
+from longspan.model.small.shrink import shrunken, tiny_model
+from longspan.testing import run_ranks
+from tests.model.mtp.as_called import dense_as_called
+from tests.model.mtp.dense import WEIGHT, Answer
+from tests.model.stock import gradients_of
+
+EXACT, SMALL_SHARE = 1e-11, 1e-3  # biases of keys have gradients of nothing but rounding
+REFUSED = ("gemma3n_text",)  # `test_add.py` says why
+CENSUS = json.loads((Path(__file__).parents[3] / "bench/records/census.json").read_text())["models"]
+NAMES = [
+    name
+    for name, model in CENSUS.items()
+    if model["status"] == "exact" and name.partition("+")[0] in CONFIG_MAPPING and name not in REFUSED
+]
+A_RUN = 8
+LENGTHS = (13, 1, 5, 2)
+
+
+def _model(name: str) -> Any:
+    model = add_mtp(tiny_model(shrunken(default_config(name)), torch.float64, attention="eager"), 2)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.startswith("mtp."):
+                parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.train()
+
+
+def _error(result: Any, gradients: dict[str, torch.Tensor], exact: Answer) -> float:
+    assert gradients.keys() == exact.gradients.keys(), sorted(gradients.keys() ^ exact.gradients.keys())[:4]
+    pairs = zip((result.loss, *result.mtp_losses), (exact.loss, *exact.mtp_losses), strict=True)
+    least = SMALL_SHARE * float(torch.stack([x.norm() for x in exact.gradients.values()]).norm())
+    of_gradients = [(gradients[n] - x).norm() / max(float(x.norm()), least) for n, x in exact.gradients.items()]
+    return float(max(*(abs(loss / there - 1) for loss, there in pairs), *of_gradients))
+
+
+def _errors(rank: int, names: Sequence[str]) -> dict[str, float]:
+    documents, errors = [np.arange(n) * 7 % 40 + 3 for n in LENGTHS], dict[str, float]()
+    with World(Layout(ranks=2)) as world, whole_float64():
+        for name in names:
+            exact, model = dense_as_called(_model(name), documents), prepare(_model(name), world)
+            result = run_step(model, plan_fixed(LENGTHS, world.home, cp=2), documents, world, mtp=MtpLoss(WEIGHT))
+            errors[name] = _error(result, gradients_of(model), exact)
+    return errors
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("first", range(0, len(NAMES), A_RUN), ids=lambda first: NAMES[first])
+def test_depths_behind_a_family_are_exact(first: int) -> None:
+    names = NAMES[first : first + A_RUN]
+    for errors in run_ranks(_errors, 2, names, timeout=590):
+        assert all(errors[name] < EXACT for name in names), errors
