@@ -226,6 +226,11 @@ def _wrong(rank: int) -> list[str]:
             lambda: linear_scan(q, k, v, g, None, shard),
             lambda: causal_conv(v, torch.ones(3, 4), None, shard),
             lambda: causal_conv(v.flatten(1), torch.ones(3, 4), None, shard),
+            lambda: causal_conv(v.flatten(1), torch.ones(6, 0), None, shard),
+            lambda: causal_conv(v.flatten(1), torch.ones(6, 4), torch.ones(1), shard),
+            lambda: causal_conv(v.flatten(1), torch.ones(6, 4, dtype=torch.bfloat16), None, shard),
+            lambda: causal_conv(v.flatten(1), torch.ones(6, 4), None, shard, kernels=("conv1d",)),
+            lambda: linear_scan(q, k, v, g, beta, shard, kernels=("mamba",)),
         )
         for call in calls:
             try:
@@ -243,4 +248,9 @@ def test_tensors_that_do_not_fit_are_refused_with_their_shapes() -> None:
         "linear_scan got g of (7, 2, 4), wanted (7, 2, 1); the shard holds 7 rows",
         "causal_conv got x of (7, 2, 3); the shard holds 7 rows: (T, C)",
         "causal_conv got weight of (3, 4) for 6 channels: (C, W)",
+        "causal_conv got weight of (6, 0) for 6 channels: (C, W)",
+        "causal_conv got bias of (1,) for 6 channels: (C,)",
+        "causal_conv got x, weight and bias of float64, bfloat16; torch's convolution needs one dtype",
+        "'conv1d' is no kernel of state-space layers; use torch, mamba_ssm, causal_conv1d",
+        "'mamba' is no kernel of state-space layers; use torch, mamba_ssm, causal_conv1d",
     ]

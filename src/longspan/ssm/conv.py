@@ -39,12 +39,29 @@ def causal_conv(
     for (`kernels/asked.py`). Raises LayoutError for tensors that do not fit the shard or each other, and for a kernel
     that was asked for and cannot, before any communication.
     """
+    parameters = (weight,) if bias is None else (weight, bias)
+    _check(x, parameters, shard)
+    kernel = choose_convolution(x, weight, kernels)
+    if kernel.name == "torch" and len({y.dtype for y in (x, *parameters)}) > 1:
+        dtypes = ", ".join(str(y.dtype).removeprefix("torch.") for y in (x, *parameters))
+        raise LayoutError(f"causal_conv got x, weight and bias of {dtypes}; torch's convolution needs one dtype")
+    return _Convolved.apply(chains_of(shard), kernel, silu, x, *parameters)  # pyright: ignore[reportReturnType]
+
+
+def _check(x: Tensor, parameters: tuple[Tensor, ...], shard: SequenceShard) -> None:
+    """Raises LayoutError: an error of a kernel would come once rows are on their way, for which others wait."""
+    weight, *biases = parameters
     if x.ndim != 2 or x.shape[0] != shard.local_rows:
         raise LayoutError(f"causal_conv got x of {tuple(x.shape)}; the shard holds {shard.local_rows} rows: (T, C)")
-    if weight.ndim != 2 or weight.shape[0] != x.shape[1]:
-        raise LayoutError(f"causal_conv got weight of {tuple(weight.shape)} for {x.shape[1]} channels: (C, W)")
-    parameters = (weight,) if bias is None else (weight, bias)
-    return _Convolved.apply(chains_of(shard), choose_convolution(x, weight, kernels), silu, x, *parameters)  # pyright: ignore[reportReturnType]
+    channels = x.shape[1]
+    if weight.ndim != 2 or weight.shape[0] != channels or not weight.shape[1]:
+        raise LayoutError(f"causal_conv got weight of {tuple(weight.shape)} for {channels} channels: (C, W)")
+    for bias in biases:
+        if tuple(bias.shape) != (channels,):
+            raise LayoutError(f"causal_conv got bias of {tuple(bias.shape)} for {channels} channels: (C,)")
+    if len({y.device for y in (x, *parameters)}) > 1:
+        devices = ", ".join(str(y.device) for y in (x, *parameters))
+        raise LayoutError(f"causal_conv got x, weight and bias on {devices}; put them on one device")
 
 
 class _Convolved(torch.autograd.Function):

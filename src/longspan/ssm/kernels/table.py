@@ -26,8 +26,9 @@ _KERNELS = (
 def choose(recurrence: Recurrence, asked: Sequence[str] = ()) -> Kernel:
     """The first kernel that can do this recurrence, or the one asked for: `mamba_ssm` for those without a delta term.
 
-    Raises LayoutError where the one asked for cannot.
+    Raises LayoutError where the one asked for cannot, or is none.
     """
+    check_names(asked)
     if TORCH_ALONE in asked:
         return TORCH
     if MAMBA.name in asked and not recurrence.delta:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from longspan.ssm.kernels.asked import TORCH_ALONE, refuse
+from longspan.ssm.kernels.asked import TORCH_ALONE, check_names, refuse
 from longspan.ssm.kernels.convolutions.by_causal_conv1d import PACKAGE_CONVOLUTION
 from longspan.ssm.kernels.convolutions.by_fla import FLA_CONVOLUTION
 from longspan.ssm.kernels.convolutions.by_torch import TORCH_CONVOLUTION
@@ -12,7 +12,8 @@ from longspan.ssm.kernels.convolutions.call import ConvolutionKernel
 
 
 def choose_convolution(x: Tensor, weight: Tensor, asked: Sequence[str] = ()) -> ConvolutionKernel:
-    """The kernel for rows x (T, C) and weight (C, W). Raises LayoutError where the one asked for cannot."""
+    """The kernel for rows x (T, C) and weight (C, W). Raises LayoutError where the one asked for cannot, or is none."""
+    check_names(asked)
     if TORCH_ALONE in asked:
         return TORCH_CONVOLUTION
     if PACKAGE_CONVOLUTION.name in asked:
