@@ -103,7 +103,7 @@ def _gemma4(model: Any, call: Call, later: Tensor, ids: Tensor) -> Call:
     text, kwargs = decoder_of(model), call[1] | {"shared_kv_states": {}}
     if not text.hidden_size_per_layer_input:
         return call[0], kwargs
-    inputs = text.project_per_layer_inputs(later, text.get_per_layer_inputs(ids[None]))
+    inputs = text.project_per_layer_inputs(later, text.get_per_layer_inputs(ids[None], later))
     return (inputs[:, :, _copied(model)],), kwargs
 
 
