@@ -23,8 +23,8 @@ from tests.train.data.images.test_mutations import MUTATIONS as OF_IMAGE_ROWS
 from tests.train.evaluation.test_mutations import MUTATIONS as OF_EVALUATIONS
 from tests.train.multimodal.test_mutations import MUTATIONS as OF_MODALITIES
 from tests.train.own_loss.test_mutations import MUTATIONS as OF_LOSSES
+from tests.train.steps.shared_stages.test_parity import MUTANTS as OF_SHARED_STAGES
 from tests.train.steps.test_matrix import MUTATIONS as OF_STEPS
-from tests.train.steps.test_shared_stages import MUTANTS as OF_SHARED_STAGES
 
 CHANGES = [
     *OF_ATTENTION,

@@ -4,9 +4,9 @@ An embedding that the head is tied to, or that multi-token prediction needs, is 
 Zamba 2's blocks of attention and an MLP are on every stage with a layer that calls them.
 
 Once a step, before the gradient norm and the optimizer, every rank that has a copy gets the sum of all copies'
-gradients, added in the order of the pipeline's ranks. The optimizer, which knows one copy a rank, then does the same to
-each. Where a rank holds several stages, the copy of its first one is trained, and the others are made equal to it
-before every pass.
+gradients, added in the order of the pipeline's ranks, a slice by each. The optimizer, which knows one copy a rank, then
+does the same to each. Where a rank holds several stages, the copy of its first one is trained, and the others are made
+equal to it before every pass.
 """
 
 from collections import defaultdict
@@ -189,14 +189,19 @@ def _place(model: nn.Module, name: str) -> _Place:
 
 @torch.no_grad()
 def _sum_over_holders(parameter: nn.Parameter, holders: Sequence[int], world: World) -> None:
-    """Replace a gradient by the sum of those at these pipeline positions, added in this order on each."""
+    """Replace a gradient by the sum of those at these pipeline positions.
+
+    Each of them adds one slice of all, in the order of positions, and gives the others its sum.
+    """
     pipeline = world.channels.pipeline
     if parameter.grad is None:  # of a stage that made no use of it in this step
         parameter.grad = torch.zeros_like(parameter)
     gradient = local_tensor(parameter.grad)
-    own = gradient.contiguous()
-    parts = {holder: own if holder == pipeline.index else torch.empty_like(own) for holder in holders}
-    others = [holder for holder in holders if holder != pipeline.index]
-    arriving = [(holder, parts[holder]) for holder in others]
-    pipeline.exchange([(holder, own) for holder in others], arriving, "sum of gradients that stages share").wait()
-    gradient.copy_(summed([*parts.values()]))
+    own, what = gradient.contiguous(), "sum of gradients that stages share"
+    slices = dict(zip(holders, own.view(-1).tensor_split(len(holders)), strict=True))
+    mine = slices.pop(pipeline.index)
+    parts = {holder: mine if holder == pipeline.index else torch.empty_like(mine) for holder in holders}
+    pipeline.exchange([*slices.items()], [(holder, parts[holder]) for holder in slices], what).wait()
+    mine.copy_(summed([*parts.values()]))
+    pipeline.exchange([(holder, mine) for holder in slices], [*slices.items()], what).wait()
+    gradient.copy_(own)

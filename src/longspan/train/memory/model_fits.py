@@ -6,7 +6,6 @@ It is what no configuration can do without, from the shapes of the parameters: a
 
 import math
 import re
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,33 +29,23 @@ _MOMENTS = {"adamw": 2, "sgd": 0}  # per weight; other optimizers are not counte
 
 @dataclass(frozen=True)
 class NeededBytes:
-    """The least bytes of a model on one rank: all are sharded but `gathered`.
-
-    `received`, after the passes for which layers are gathered, are gradients of a parameter that other stages share.
-    """
+    """The least bytes of a model on one rank: `weights`, `gradients` and `states` are sharded, `gathered` is not."""
 
     weights: int
     gradients: int
     states: int
     gathered: int
     shards: int
-    received: int = 0
-
-    @property
-    def _sharded(self) -> int:
-        return self.weights + self.gradients + self.states
 
     @property
     def total(self) -> int:
-        """The most at a time."""
-        return self._sharded + max(self.gathered, self.received)
+        """All of them."""
+        return self.weights + self.gradients + self.states + self.gathered
 
     def shards_that_fit(self, room: int) -> int:
         """How many shards of the parameters leave each small enough; 0 where no number does."""
         left = room - self.gathered
-        if left <= 0:
-            return 0
-        return math.ceil(max(self._sharded / left, (self._sharded + self.received) / room) * self.shards)
+        return 0 if left <= 0 else math.ceil((self.total - self.gathered) * self.shards / left)
 
 
 def check_model_fits(
@@ -114,21 +103,19 @@ def needed_bytes(
     gathers = shards > 1 or compute_dtype != getattr(torch, config.model.dtype)
     alone = home.pp // len(ranks)  # ranks that share what cannot be told apart
     moments = _MOMENTS.get(config.train.optimizer, 0)
-    holders = Counter(p for models in ranks for p in {p for stage in models for p in stage.parameters()})
     needs = list[NeededBytes]()
     for models in ranks:
         copies = [p for stage in models for p in stage.parameters()]
         trained = [p for p in copies if p.requires_grad and training]
-        received = max(((holders[p] - 1) * _bytes(p) for p in trained), default=0)
         sizes = (
             sum(map(_bytes, copies)),
             sum(map(_bytes, trained)),
             moments * sum(map(_bytes, dict.fromkeys(trained))),
         )
-        weights, gradients, states, received = (int(x / home.tp / shards / alone) for x in (*sizes, received))
+        weights, gradients, states = (int(x / home.tp / shards / alone) for x in sizes)
         numbers = sum(_gathered(config, stage, home) for stage in models) / alone if gathers else 0
         gathered = int(numbers * compute_dtype.itemsize)
-        needs.append(NeededBytes(weights, gradients, states, gathered, shards, received))
+        needs.append(NeededBytes(weights, gradients, states, gathered, shards))
     return max(needs, key=lambda needed: needed.total)
 
 
@@ -173,8 +160,7 @@ def _check(config: RunConfig, needed: NeededBytes, room: Room, home: Layout) -> 
     if needed.total <= room.size:
         return
     parts = [("weights", needed.weights), ("gradients", needed.gradients), ("optimizer states", needed.states)]
-    later = ("gradients of other stages", needed.received)
-    parts.append(later if needed.received > needed.gathered else ("gathered layers", needed.gathered))
+    parts.append(("gathered layers", needed.gathered))
     figures = ", ".join(f"{name} {_gib(size)}" for name, size in parts if size)
     raise ConfigError(
         f"the model does not fit: a rank needs at least {_gib(needed.total)} before any activation ({figures}; "
