@@ -17,8 +17,9 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.experts import routing_trial
+from longspan.model.experts import gate, routing_trial
 from longspan.model.experts.routing_trial import refuse_routing, try_routing
+from longspan.model.small.shrink import shrunken
 from longspan.plan import plan_fixed
 from longspan.testing import backend
 from longspan.train import run_step
@@ -246,3 +247,20 @@ def test_without_its_comparisons_the_trial_lets_them_pass(name: str, monkeypatch
     with mutated((PATH, old, new)):
         reasons = try_routing(on_meta(Qwen3MoeConfig(num_hidden_layers=2))).reasons
         assert not any(re.search(NOT_EXACT[case][1], reason) for reason in reasons)
+
+
+class _Learnt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.silu(self.slope * x)
+
+
+def test_gates_are_modules_or_functions() -> None:
+    """LFM2-MoE's experts have torch's function."""
+    assert gate._is_silu(nn.SiLU()) and gate._is_silu(torch.nn.functional.silu)
+    assert not any(map(gate._is_silu, (nn.GELU(), torch.nn.functional.gelu, _Learnt())))
+    if "lfm2_moe" in CONFIG_MAPPING:
+        assert try_routing(on_meta(shrunken(CONFIG_MAPPING["lfm2_moe"]()))).reasons == ()

@@ -4,6 +4,7 @@ Where a model's gate is this one, as transformers has it by default, and Triton 
 code, as everything is on CPUs.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -37,10 +38,12 @@ def _is_plain(experts: Any) -> bool:
 
 @cache
 @torch.no_grad()
-def _is_silu(activation: nn.Module) -> bool:
-    """Tried by numbers, as transformers has several classes for it."""
+def _is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
+    """Tried by numbers, as transformers has several classes for it, and LFM2-MoE torch's function."""
+    if isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None:
+        return False
     x = torch.linspace(-20.0, 20.0, 81)
-    return next(activation.parameters(), None) is None and torch.allclose(activation(x), silu(x), rtol=1e-6)
+    return torch.allclose(activation(x), silu(x), rtol=1e-6)
 
 
 class _Gated(torch.autograd.Function):
