@@ -9,6 +9,7 @@ made, as keys and values that Gemma 4's last layers share, is in none of that. W
 
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -78,6 +79,8 @@ def without_layers(
             bare._modules[child] = _Embedded(embedded)
         elif module is norm:
             bare._modules[child] = Absent()
+        elif embedded.is_meta and not any(True for _ in module.parameters()):
+            bare._modules[child] = deepcopy(module)  # some rotary embeddings keep what they made of a pass
     for child, layer in layers.named_children():
         stands._modules[child] = layer if int(child) in keep else NotedLayer(layer, outputs)
     bare._modules[own] = stands
