@@ -10,6 +10,7 @@ from longspan.attention.kernels.table import Kernel
 from longspan.errors import AttentionError
 from longspan.model.experts.moe import use_experts
 from longspan.model.seams.attention_calls import IMPLEMENTATION
+from longspan.model.seams.layer_numbers import number_layers
 from longspan.model.seams.probe import RecordedCall, probe_model
 from longspan.model.small.shrink import reads_images_alone
 
@@ -51,6 +52,7 @@ def _without_memory(config: PreTrainedConfig) -> PreTrainedModel:
         automatic = AutoModelForImageTextToText if reads_images_alone(config) else AutoModelForCausalLM
         model = automatic.from_config(type(config).from_dict(config.to_dict()), dtype=torch.bfloat16)
     model.set_attn_implementation(IMPLEMENTATION)
+    number_layers(model)
     use_experts(model)
     return model
 
