@@ -21,7 +21,7 @@ EVERY = [
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize(("errors", "case"), EVERY, ids=str)
+@pytest.mark.parametrize(("errors", "case"), EVERY, ids=[f"{errors.__name__} {case}" for errors, case in EVERY])
 def test_results_and_gradients_are_those_of_float64(errors, case, dtype: torch.dtype) -> None:
     found = errors(case, "cuda", dtype)
     assert max(found.values()) <= BOUNDS[dtype], found
