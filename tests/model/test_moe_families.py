@@ -49,9 +49,15 @@ REFUSED["pp 2", "gemma4_text"] = "has parameters that its pipeline plan does not
 REFUSED |= {(PARTS, family): _NO_PLACE for family in ("afmoe", "gemma4_text")}
 
 
+@cache
 def has_losses(family: str) -> bool:
-    """Whether transformers defines a loss of the family's routers (Llama 4 has the coefficient, and no such loss)."""
-    return family != "llama4_text" and hasattr(family_model(family).config, "router_aux_loss_coef")
+    """Whether transformers gives the logits of the family's routers (some have the coefficient of a loss alone)."""
+    model = family_model(family).eval()
+    if family == "llama4_text" or not hasattr(model.config, "router_aux_loss_coef"):
+        return False
+    with torch.no_grad():
+        ids = torch.zeros((1, 3), dtype=torch.long)
+        return model(input_ids=ids, use_cache=False, output_router_logits=True).router_logits is not None
 
 
 def stock_step(family: str) -> MoeStock:

@@ -32,7 +32,7 @@ from longspan.errors import ModelError
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.pipeline.split_backward import backward_to_input, backward_to_weights
 from longspan.model.pipeline.stages import Stage, StageInput
-from longspan.model.placement.sharding import widen_gradients
+from longspan.model.placement.sharding import unshard, widen_gradients
 
 
 class ScheduledStage(PipelineStage):
@@ -137,6 +137,9 @@ class ScheduledStage(PipelineStage):
             self.submod.set_is_last_backward(False)
             self.submod.set_reshard_after_backward(False)
             self.submod.set_requires_gradient_sync(False)
+        # In torch 2.11 blocks of several modules may have been freed after a forward pass that followed a recomputation:
+        # the stage would have shards for parameters, which no graph knows.
+        unshard(self.submod)
         if backward_type == "weight":
             backward_to_weights(bwd_kwargs["param_groups"])
             widen_gradients(self.submod)

@@ -216,6 +216,15 @@ def widen_gradients(model: nn.Module) -> None:
             parameter.to_accumulated_grad_if_needed()
 
 
+def unshard(model: nn.Module) -> None:
+    """Gather what FSDP2 has freed, and have the modules hold their gathered parameters; nothing where all do.
+
+    For passes that FSDP2 does not see. All ranks call it together.
+    """
+    for module in fsdp_modules(model):
+        module.unshard()
+
+
 def reshard(model: nn.Module) -> None:
     """Free parameters that FSDP2 kept gathered after a forward pass without a backward pass.
 
