@@ -119,7 +119,7 @@ def faulty(
     trap = Trap(fault, later.get(place, 0)) if fault is not None and place else None
     patches: dict[str, tuple[Any, str]] = {
         "planning": (PlanChoice, "plan"),
-        "agreement on the plan": (ControlGroup, "agree"),
+        "agreement on the plan": (ControlGroup, "agree_on_flags"),
         "forward pass": (attention_calls, "attend"),
         "forward pass of the last portion": (attention_calls, "attend"),
         "reduction": (ControlGroup, "sum_of_arrays"),
