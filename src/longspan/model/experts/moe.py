@@ -138,8 +138,10 @@ def _record_routing(router: nn.Module, args: tuple[Any, ...], output: tuple[Tens
     layer = _layer_arguments.get()
     if layer is None or layer.sums is None or isinstance(layer.shard, Probe):
         return None
-    logits, weights, chosen = output
-    return logits, layer.sums.record(router, logits, weights, chosen, layer.shard.real_rows), chosen
+    turned = not output[0].is_floating_point()  # Granite's in transformers 5.17 name the experts first
+    logits, weights, chosen = reversed(output) if turned else output
+    weights = layer.sums.record(router, logits, weights, chosen, layer.shard.real_rows)
+    return (chosen, weights, logits) if turned else (logits, weights, chosen)
 
 
 def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
