@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-MOST = 138  # about 3.7 s a test on 4 H200: a whole run stays under ten minutes (bench/records/tests-nccl-4xH200.md)
+MOST = 190  # about 3.7 s a test with messages on 4 H200, under ten minutes (bench/records/tests-nccl-4xH200.md)
 PARTS: dict[str, tuple[str, ...]] = {
     "comm": (
         "bridge/test_bridge.py::test_an_encoder_through_a_bridge_equals_the_dense_computation",
@@ -77,6 +77,21 @@ PARTS: dict[str, tuple[str, ...]] = {
         "model/test_tensor_parallel.py::test_equals_the_stock_model llama float64",
         "model/test_tensor_parallel.py::test_equals_the_stock_model qwen3-moe float64",
         "model/test_tensor_parallel.py::test_parameters_after_three_steps",
+    ),
+    "mixers": (
+        "kernels/test_on_gpus.py::test_results_and_gradients_are_those_of_float64",
+        "kernels/test_on_gpus.py::test_many_rows_of_few_features",
+        "ssm/test_parity.py::test_the_whole_table 2-7",
+        "ssm/test_parity.py::test_the_whole_table 4-7",
+        "ssm/test_parity.py::test_scans_in_float32_are_as_near_as_float32_is",
+        "ssm/test_parity.py::test_other_documents_keep_their_bits",
+        "model/mtp/test_exact.py::test_every_plan_gives_the_losses_and_gradients_of_one_process 2 slots]",
+        "model/mtp/test_exact.py::test_every_plan_gives_the_losses_and_gradients_of_one_process 2 stages]",
+        "model/mtp/test_exact.py::test_every_plan_gives_the_losses_and_gradients_of_one_process ep",
+        "model/mtp/test_exact.py::test_depths_compute_in_the_type_of_the_layers",
+        "train/steps/shared_stages/test_parity.py::test_equals_one_process",
+        "train/steps/shared_stages/test_parity.py::test_every_schedule 1",
+        "train/steps/shared_stages/test_training.py::test_three_clipped_steps",
     ),
     "train": (
         "train/multimodal/test_checkpoints.py::test_training_goes_through_homes_of_both_modules",

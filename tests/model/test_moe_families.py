@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from packaging.version import Version
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -29,6 +28,7 @@ from tests.model.moe_families import FAMILIES, family_model
 from tests.model.moe_models import MoeStock, router_losses
 from tests.model.stock import gradients_of, texts, worst
 from tests.mutation import mutated
+from tests.versions import transformers_before
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
 WEIGHTS = RouterCoefficients(balance=0.5, z=0.1)
@@ -51,7 +51,7 @@ REFUSED["ep 2", "llama4_text"] = "the home has ep 2, but Llama4ForCausalLM has n
 REFUSED["pp 2", "gemma4_text"] = "has parameters that its pipeline plan does not place"
 REFUSED |= {(PARTS, family): _NO_PLACE for family in ("afmoe", "gemma4_text")}
 # What families lack in a transformers before the one that this table is of: plans, and Aria's experts as one module.
-OLDER = Version(transformers.__version__) < Version("5.23")
+OLDER = transformers_before("5.23")
 LACKING = "has no tensor-parallel plan|has no experts to deal out|AriaTextForCausalLM cannot be probed"
 
 

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -26,6 +24,7 @@ from longspan.train import run_step
 from tests.model.moe_families import FAMILIES, family_model
 from tests.model.stock import texts, tiny
 from tests.mutation import mutated
+from tests.versions import transformers_before
 
 PATH = "model.experts.routing_trial"
 
@@ -205,9 +204,9 @@ def test_a_class_that_cannot_be_tried_is_refused(monkeypatch: pytest.MonkeyPatch
 # ---- families
 
 
-@pytest.mark.skipif(Version(transformers.__version__) < Version("5.21"), reason="its mixture of experts does not run")
+@pytest.mark.skipif(transformers_before("5.21"), reason="its mixture of experts does not run")
 def test_doge_mixes_the_logits_of_rows() -> None:
-    doge = transformers.DogeConfig(is_moe=True)
+    doge = CONFIG_MAPPING["doge"](is_moe=True)
     with pytest.raises(ModelError, match=r"rows influence each other outside attention, first in layers\.0\.mlp"):
         refuse_routing(on_meta(doge))
 

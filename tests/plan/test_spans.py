@@ -27,8 +27,10 @@ def test_a_document_that_is_one_span_takes_what_torch_counts_without_a_mask() ->
         model(torch.arange(rows)[None], use_cache=False).logits.sum().backward()
     shape = ModelShape.of(config)
     assert shape.span_layers == shape.layers == 4
-    assert model_flops(shape, [rows], spans=[rows]) == counter.get_total_flops()
-    assert model_flops(shape, [rows, rows], spans=[rows]) < 2 * counter.get_total_flops()
+    angles = sum(flops for name, of in counter.get_flop_counts().items() if "rotary" in name for flops in of.values())
+    counted = counter.get_total_flops() - angles  # a product in transformers 5.17, which no plan counts
+    assert model_flops(shape, [rows], spans=[rows]) == counted
+    assert model_flops(shape, [rows, rows], spans=[rows]) < 2 * counted
 
 
 def test_pairs_are_those_of_the_layout() -> None:
