@@ -92,7 +92,7 @@ def tiny(
 def _norms_in_float64(model: PreTrainedModel) -> None:
     """transformers' norms compute in float32, and a GPU may add a row's squares in another order for other rows."""
     for name, module in list(model.named_modules()):
-        if type(module).__name__.endswith("RMSNorm"):
+        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
             norm = torch.nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon)
             norm.weight = module.weight
             model.set_submodule(name, norm)

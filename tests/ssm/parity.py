@@ -71,9 +71,11 @@ def scan_error(
     wanted = by_rows(*given, lengths)  # pyright: ignore[reportArgumentType]
     dout = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
     exact = torch.autograd.grad(wanted, [x for x in given if x is not None], dout)
-    leaves = [None if x is None else shard.scatter(x.detach().to(dtype)).requires_grad_() for x in given]
+    leaves = [
+        None if x is None else shard.scatter(x.detach().to(shard.rows.device, dtype)).requires_grad_() for x in given
+    ]
     out = linear_scan(*leaves, shard)  # pyright: ignore[reportArgumentType]
-    (out * shard.scatter(dout.to(dtype))).sum().backward()
+    (out * shard.scatter(dout.to(out))).sum().backward()
     found = [out, *(x.grad for x in leaves if x is not None)]
     return _worst(found, [wanted, *exact], shard)
 
@@ -85,9 +87,10 @@ def conv_error(width: int, lengths: Sequence[int], shard: SequenceShard, world: 
     wanted = convolved(x, weight, bias, lengths)
     dout = torch.randn(wanted.shape, generator=generator, dtype=torch.float64)
     exact = torch.autograd.grad(wanted, (x, weight, bias), dout)
-    local = [shard.scatter(x.detach()).requires_grad_(), *(p.detach().clone().requires_grad_() for p in (weight, bias))]
+    here = [p.detach().to(world.device, copy=True) for p in (x, weight, bias)]
+    local = [p.requires_grad_() for p in (shard.scatter(here[0]), *here[1:])]
     out = causal_conv(*local, shard)
-    (out * shard.scatter(dout)).sum().backward()
+    (out * shard.scatter(dout.to(out))).sum().backward()
     summed = [world.control.sum_over_slots(p.grad.flatten().tolist()) for p in local[1:]]  # pyright: ignore
     of_weights = [
         relative_error(torch.tensor(s, dtype=torch.float64), e.flatten())
@@ -101,7 +104,7 @@ def _worst(found: Sequence[Tensor], exact: Sequence[Tensor], shard: SequenceShar
     errors = []
     for x, whole in zip(found, exact, strict=True):
         rows = shard.rows >= 0
-        difference = (x.detach() - shard.scatter(whole.detach()))[rows]
+        difference = (x.detach() - shard.scatter(whole.detach().to(x.device)))[rows]
         assert not torch.isnan(difference).any()
         errors.append((difference.norm() / whole.norm().clamp(min=1e-9)).item())
     return max(errors)

@@ -67,14 +67,15 @@ def _changed(rank: int) -> tuple[bool, bool]:
         batch = MicroBatch((Group((0, 1, 2), (0, 1, 2, 3), lengths, partition="contiguous"),))
         shard = bind(batch, world)
         others = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)) != changed
+        others = others.to(world.device)
         kept = shard.scatter(others)
         outs = []
         for seed in (0, 1):
-            given = [x.detach() for x in inputs("delta", sum(lengths), 2, 4, 3) if x is not None]
+            given = [x.detach().to(world.device) for x in inputs("delta", sum(lengths), 2, 4, 3) if x is not None]
             if seed:
                 given = [torch.where(others.view(-1, *[1] * (x.ndim - 1)), x, 0.5 * x) for x in given]
             local = [shard.scatter(x) for x in given]
-            conv = causal_conv(local[2].flatten(1), torch.ones(6, 4, dtype=torch.float64), None, shard)
+            conv = causal_conv(local[2].flatten(1), local[2].new_ones(6, 4), None, shard)
             outs.append((linear_scan(*local, shard), conv))  # pyright: ignore[reportCallIssue]
         same = [torch.equal(a[kept], b[kept]) and not torch.equal(a, b) for a, b in zip(*outs, strict=True)]
         return same[0] or not (~kept).any().item(), same[1] or not (~kept).any().item()

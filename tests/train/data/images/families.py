@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from longspan.model.small.shrink import shrunken
 from tests.train.data.images.folders import PARTS, TURNS, saved
+from tests.versions import transformers_before
 
 TILE, PINPOINTS = {"height": 16, "width": 16}, [[16, 32], [32, 16], [32, 32]]
 _IMAGE, _SOFT = {"image_token": "<image>"}, ("<fake_token_around_image>", "<image>", "<end_of_utterance>")
@@ -189,11 +190,15 @@ FAMILIES: dict[str, Family] = {
         )
     },
 }
+# They lack in transformers 5.17 processors, a small copy, a run of the stock model, or a mask without jumps of time.
+LATER = ("hyperclovax_vision_v2", "lfm3_vl", "cohere_compass", "vipllava", "cosmos3_edge")
 
 
 def family_folder(folder: Path, name: str) -> Path:
     """A folder with the tokenizer, the template and the processor of a family; skipped where there is none."""
     family = FAMILIES[name]
+    if name in LATER and transformers_before("5.23"):
+        pytest.skip(f"transformers {transformers.__version__} cannot run {name} itself")
     if name == "smolvlm":
         pytest.importorskip("num2words")  # its processor cannot be made without
     kind, settings_of_image = family.image
