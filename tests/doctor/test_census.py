@@ -43,7 +43,7 @@ REFUSED = {
     "mamba": "linear_attention",
     "bart": "encoder_attn",
     "gemma3_text+bidirectional": "not causal",
-    "deepseek_v32": "indexed_attention",
+    "deepseek_v32": "layers 0, 1 are of type",
 }
 WITH_IMAGES = {
     "qwen3_vl_moe": "experts, DeepStack, positions in three parts",

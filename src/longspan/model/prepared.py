@@ -68,7 +68,7 @@ def prepare_language_model(
     Raises ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
     """
     pipeline_settings = PipelineSettings(pipeline_schedule, world.home.pp, virtual_stages)
-    # A backward pass in two parts loses the gradients of parameters that FSDP2 frees after a forward pass.
+    # A stage's micro-batches alternate: layers that free their parameters would gather them for each pass of each.
     frees_parameters = reshard_after_forward and world.home.pp == 1
     placement = Placement(
         world,

@@ -137,8 +137,8 @@ class ScheduledStage(PipelineStage):
             self.submod.set_is_last_backward(False)
             self.submod.set_reshard_after_backward(False)
             self.submod.set_requires_gradient_sync(False)
-        # In torch 2.11 blocks of several modules may have been freed after a forward pass that followed a recomputation:
-        # the stage would have shards for parameters, which no graph knows.
+        # torch 2.11 may have freed blocks of several modules after a forward pass that followed a recomputation: the
+        # stage's parameters would be shards, which no graph knows, and its gradients lost.
         unshard(self.submod)
         if backward_type == "weight":
             backward_to_weights(bwd_kwargs["param_groups"])
