@@ -5,6 +5,7 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,10 +16,12 @@ from longspan.errors import LayoutError
 from longspan.ssm import causal_conv, conv, linear_scan, state_bytes
 from longspan.ssm.chains import Chains
 from longspan.ssm.kernels.convolutions.by_torch import TORCH_CONVOLUTION
+from longspan.ssm.scan import scan
 from longspan.testing import backend, run_ranks
 from tests.mutation import mutated
-from tests.ssm.parity import LENGTHS, batches, measure, scan_error
-from tests.ssm.recurrence import KINDS, inputs
+from tests.reference import relative_error
+from tests.ssm.parity import LENGTHS, SIZE, WIDTH, batches, measure, scan_error
+from tests.ssm.recurrence import KINDS, by_rows, inputs
 
 IN_CI = {
     1: ("ragged",),
@@ -55,6 +58,31 @@ def _in_float32(rank: int) -> list[float]:
 def test_scans_in_float32_are_as_near_as_float32_is() -> None:
     for errors in run_ranks(_in_float32, 4):
         assert len(errors) == 2 * len(LENGTHS) * len(KINDS) and 1e-9 < max(errors) <= 2e-5, errors
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_strong_decays_keep_their_digits(kind: str) -> None:
+    """Of A_log, which sums what the rows' decays get, each times its decay: Mamba 2 draws decays up to e⁻⁴⁰ a row."""
+    lengths, heads = (70, 1, 2, 19), 6
+    given = [None if x is None else x.detach() for x in inputs(kind, sum(lengths), heads, SIZE, WIDTH)]
+    *_, g, _ = given
+    assert g is not None
+    g *= torch.logspace(-1, 2.5, heads, dtype=torch.float64)[:, None]
+    dout = torch.randn(sum(lengths), heads, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def of_decays(dtype: torch.dtype) -> torch.Tensor:
+        leaves = [None if x is None else x.to(dtype, copy=True).requires_grad_() for x in given]
+        if dtype == torch.float64:
+            out = by_rows(*leaves, lengths)  # pyright: ignore[reportArgumentType]
+        else:
+            initial = torch.zeros(len(lengths), heads, SIZE, WIDTH)
+            out, _ = scan(*leaves, initial, np.array(lengths))  # pyright: ignore[reportArgumentType]
+        (out * dout.to(dtype)).sum().backward()
+        gradient = leaves[3].grad  # pyright: ignore[reportOptionalMemberAccess]
+        assert gradient is not None
+        return (gradient.double() * g).sum((0, 2))
+
+    assert relative_error(of_decays(torch.float32), of_decays(torch.float64)) <= 1e-6
 
 
 # ---- each document is its own
