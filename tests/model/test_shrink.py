@@ -151,6 +151,16 @@ def test_true_heads_are_those_of_the_model_in_every_layer() -> None:
     gemma4 = pytest.importorskip("transformers.models.gemma4").Gemma4TextConfig()
     model = tiny_model(shrunken(gemma4, true_heads=True), torch.float32)
     assert [layer.self_attn.head_dim for layer in model.model.layers] == [256, 512]
+    zamba2 = shrunken(CONFIG_MAPPING["zamba2"](), true_heads=True)  # runs: heads of Mamba 2 follow the width too
+    assert (zamba2.attention_head_dim, zamba2.n_mamba_heads) == (160, 40)
+
+
+def test_scales_of_scores_leave_no_softmax_of_one_key() -> None:
+    """Granite says 1 by default, where a released model says 1 / 64: gradients would be rounding and nothing else."""
+    granite = shrunken(CONFIG_MAPPING["granite"](), true_heads=True)
+    size = granite.hidden_size // granite.num_attention_heads
+    assert granite.attention_multiplier == pytest.approx(1.5 / size**0.5)
+    assert shrunken(CONFIG_MAPPING["granite"](attention_multiplier=0.015625)).attention_multiplier == 0.015625
 
 
 def test_weights_depend_on_the_seed_alone_and_no_parameter_is_constant() -> None:

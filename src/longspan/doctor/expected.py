@@ -19,10 +19,12 @@ from longspan.doctor.stock import (
 )
 from longspan.errors import LongspanError
 from longspan.model.vision.trial_documents import TrialDocument
+from longspan.plan.cost.model_shape import read_experts
 
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}
 ROUNDING = 2  # so many times the stock model's own error: in bfloat16, and in float32 where that is above EXACT
-MOST_ROUNDING = 1e-4  # in float32: an error of its own beyond half of this is none of rounding, but of a routing, say
+MOST_ROUNDING = 1e-3  # in float32: an error of its own beyond half of this is none of rounding
+MOST_BESIDE_ROUTERS = 1e-4  # where it may be a row that another expert got
 
 
 def error_text(error: BaseException) -> str:
@@ -70,7 +72,8 @@ class Stock:
             except (RuntimeError, TypeError):  # two types in one product, say
                 continue
             between = ROUNDING * _worst(answer, exact)
-            return max(least, between) if between <= MOST_ROUNDING else least
+            routed = read_experts(self.config.get_text_config()).of_layer > 1
+            return max(least, between) if between <= (MOST_BESIDE_ROUTERS if routed else MOST_ROUNDING) else least
         return least
 
     def _exact(self, with_routers: bool) -> Expected:

@@ -4,6 +4,7 @@ Widths keep whole ratios to the hidden size, head counts keep their kind (as man
 scalings of rotary positions keep their type. Attributes that no rule knows stay as they are.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ _WINDOWS += ("keep_window_size", "local_attention_window_len")
 _LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions", "context_length")
 _LENGTHS += ("max_source_positions", "model_max_length")
 _VOCABULARIES = ("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size")
+_SCORE_SCALES = ("attention_multiplier",)
 _DROPOUT = re.compile(r"drop|_pdrop$|^dropout")
 _NETWORK = re.compile(
     r"(intermediate|ffn|ff|feed_forward|inner).*(size|dim|mlp)$|^(n_inner|d_inner|dff|dim_ff)$|ffn_dim$"
@@ -97,6 +99,8 @@ class _Rules:
             return self._filled(name)
         if isinstance(value, float) and _DROPOUT.search(name):
             return 0.0
+        if isinstance(value, float) and name in _SCORE_SCALES:  # Granite's default, 1, leaves softmaxes of one key
+            return min(value, 1.5 / math.sqrt(self.sizes.head_size))
         if isinstance(value, bool) or not isinstance(value, int) or value == 0:
             return value
         return self._integer(name, value)
@@ -138,6 +142,7 @@ class _Rules:
         derived = {
             "mamba_n_heads": expand * self.small_hidden // 16,
             "mamba_num_heads": expand * self.small_hidden // 16,
+            "n_mamba_heads": expand * self.small_hidden // 16,
             "mamba_d_ssm": expand * self.small_hidden,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 2 * max(1, value // (self.values.get("linear_num_key_heads") or value)),
