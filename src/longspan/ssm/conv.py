@@ -19,7 +19,7 @@ from longspan.errors import LayoutError
 from longspan.ssm.chains import Chains, chains_of
 from longspan.ssm.halo import Halo, halo_of
 from longspan.ssm.kernels.convolutions import Convolution, ConvolutionKernel, Gradients, choose_convolution
-from longspan.ssm.state_pass import joined
+from longspan.ssm.state_pass import joined, refuse_no_shard
 
 
 @outside_graphs
@@ -51,6 +51,7 @@ def causal_conv(
 def _check(x: Tensor, parameters: tuple[Tensor, ...], shard: SequenceShard) -> None:
     """Raises LayoutError: an error of a kernel would come once rows are on their way, for which others wait."""
     weight, *biases = parameters
+    refuse_no_shard("causal_conv", shard)
     if x.ndim != 2 or x.shape[0] != shard.local_rows:
         raise LayoutError(f"causal_conv got x of {tuple(x.shape)}; the shard holds {shard.local_rows} rows: (T, C)")
     channels = x.shape[1]

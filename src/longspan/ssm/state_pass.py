@@ -62,7 +62,17 @@ def kernel_of(v: Tensor, key_size: int, *, delta: bool, by_channel: bool = False
     return choose(Recurrence(v.dtype, v.device, key_size, v.shape[-1], delta=delta, by_channel=by_channel), asked)
 
 
+def refuse_no_shard(caller: str, shard: object) -> None:
+    """Raise LayoutError for anything but a shard."""
+    if not isinstance(shard, SequenceShard):
+        raise LayoutError(f"{caller} got {type(shard).__name__} for a shard; give bind(micro_batch, world)")
+
+
 def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, shard: SequenceShard) -> None:
+    refuse_no_shard("linear_scan", shard)
+    for name, x in (("k", k), ("v", v), ("g", g)):
+        if x.ndim != 3:
+            raise LayoutError(f"linear_scan got {name} of {tuple(x.shape)}; it has rows, heads and numbers of a head")
     rows, (groups, size), heads = shard.local_rows, k.shape[1:], v.shape[1]
     wanted: dict[str, tuple[tuple[int, ...], Tensor]] = {
         "q": ((rows, groups, size), q),
