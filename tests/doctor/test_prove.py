@@ -40,6 +40,14 @@ def test_a_mixture_with_sinks_and_windows_is_exact() -> None:
     assert all(o.gradient_error is not None and 0 < o.gradient_error < 1e-13 for o in outcomes)
 
 
+def test_half_precision_of_a_mixture_allows_rounding_alone() -> None:
+    """A row that rounding sends to another expert would be allowed, and anything beside it."""
+    for family in ("mixtral", "granitemoe"):
+        cases = [Case(dtype="bfloat16", cp=2), Case(dtype="bfloat16", cp=2, router_losses=family == "mixtral")]
+        for outcome in prove(small(family), cases, 2):
+            assert outcome.status == "exact" and outcome.tolerance is not None and outcome.tolerance < 0.1, outcome
+
+
 def test_the_stock_model_forgets_a_document_before_the_next() -> None:
     """Rotary frequencies of type "dynamic" grow with the longest document that a stock model saw."""
     config = small("llama")

@@ -1,12 +1,14 @@
 """What the stock model says in each dtype of the cases, and how far from it a case may be: by rounding alone."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
 from longspan.doctor.cases import Case
+from longspan.doctor.every_expert import with_every_expert
 from longspan.doctor.ranks import Expected
 from longspan.doctor.stock import (
     NO_ROUTER,
@@ -59,8 +61,22 @@ class Stock:
         if dtype == torch.float32:
             answer = self._answer(dtype, dtype, with_routers)
             return Expected(answer, self._bound_of_float32(answer, with_routers), whole=False)
-        answer = self._answer(dtype, torch.float32, with_routers)
-        return Expected(answer, ROUNDING * _worst(self._answer(dtype, dtype, with_routers), answer), whole=False)
+        stock = self._without_choice
+        answer, own = (stock._answer(dtype, compute, with_routers) for compute in (torch.float32, dtype))
+        return Expected(answer, ROUNDING * _worst(own, answer), whole=False, every_expert=stock is not self)
+
+    @cached_property
+    def _without_choice(self) -> "Stock":
+        """Of the model whose rows get every expert; this one where it has none to choose, or cannot run so."""
+        every = with_every_expert(self.config)
+        if every is self.config:
+            return self
+        stock = Stock(every, self.documents)
+        try:
+            stock._answer(torch.bfloat16, torch.bfloat16, False)
+        except Exception:  # of the model's own code
+            return self
+        return stock
 
     def _bound_of_float32(self, answer: Answer, with_routers: bool) -> float:
         """EXACT, or what two computations in float32 may differ by: gradients that cancel out have few digits left."""

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 from longspan.attention import choose_type
 from longspan.comm import World
 from longspan.doctor.cases import TEXTS, Case, Packed, plan_of
+from longspan.doctor.every_expert import with_every_expert
 from longspan.doctor.images import item_documents
 from longspan.doctor.outcomes import Outcome, WorldFacts
 from longspan.doctor.stock import (
@@ -51,11 +52,15 @@ from longspan.train.step_check import check_step
 
 @dataclass(frozen=True)
 class Expected:
-    """What the stock model says in one dtype, how far a case may be from it, and the mode both are computed in."""
+    """What the stock model says in one dtype, how far a case may be from it, and the mode both are computed in.
+
+    `every_expert`: of the model whose rows get every expert.
+    """
 
     answer: Answer
     tolerance: float
     whole: bool
+    every_expert: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,9 @@ class CaseRun:
         """Prepare a model as the first of these cases wants it, which all of them do."""
         self.task, self.world, self.dtype = task, world, getattr(torch, first.dtype)
         self.refusal, self.model = "", nn.Module()
-        self.whole = task.expected[first.dtype, False, first.encoder > 0].whole
+        expected = task.expected[first.dtype, False, first.encoder > 0]
+        self.whole = expected.whole
+        self.config = with_every_expert(task.config) if expected.every_expert else task.config
         self.documents: Any = item_documents(task.config, task.images) if first.encoder else task.documents
         self._began = time.perf_counter()
         try:
@@ -131,7 +138,7 @@ class CaseRun:
             "activation_checkpointing": first.recompute,
             "sequence_parallel": first.sequence_parallel,
         }
-        model = tiny_model(self.task.config, self.dtype, images=first.encoder > 0)
+        model = tiny_model(self.config, self.dtype, images=first.encoder > 0)
         if not first.encoder:
             return prepare(model, self.world, **options)
         home = Layout(len(self.task.home.ranks), tp=first.encoder)

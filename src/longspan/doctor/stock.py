@@ -156,7 +156,7 @@ def _router_losses(model: PreTrainedModel, layers: tuple[Tensor, ...]) -> tuple[
     balance = rows.shape[1] * (chosen.sum((0, 1)) / len(rows) * rows.softmax(-1).mean(0)).sum()
     of_family = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     if of_family is not None:
-        detached = tuple(layer.detach() for layer in layers)
+        detached = tuple(layer.detach().float() for layer in layers)
         expected = float(of_family(detached, rows.shape[1], top_k))
         if abs(expected - balance.item()) > 1e-5 * balance.item():
             raise ModelError(

@@ -12,7 +12,7 @@ def proof_text(proof: Proof, heading: Sequence[str], seconds: float) -> str:
     """The heading, a line for each case, and a verdict."""
     rows = [(_mark(outcome), outcome.case.name, outcome.status, found(outcome)) for outcome in proof.outcomes]
     table = text_table(("", "case", "result", "found"), rows, left=4)
-    return "\n".join([*heading, "", table, "", *_of_rounding(proof), verdict(proof, seconds)])
+    return "\n".join([*heading, "", table, "", verdict(proof, seconds)])
 
 
 def verdict(proof: Proof, seconds: float) -> str:
@@ -24,18 +24,6 @@ def verdict(proof: Proof, seconds: float) -> str:
     parts = [f"{number} {status}" for status, number in numbers.items() if number]
     word = "proven" if proof.good else "NOT proven"
     return f"{word} on this machine: of {counted(len(proof.outcomes), 'case')} {', '.join(parts)} ({seconds:.0f} s)"
-
-
-def _of_rounding(proof: Proof) -> list[str]:
-    """Where an error may be one of half precision: wrong there alone, and exact in a wider type."""
-    wrong = [o for o in proof.outcomes if o.status in ("wrong", "crashed")]
-    wider = [o for o in proof.outcomes if o.case.dtype != "bfloat16" and o.status == "exact"]
-    if not wrong or not wider or any(o.status == "crashed" or o.case.dtype != "bfloat16" for o in wrong):
-        return []
-    return [
-        "wrong in bfloat16 alone, exact in float32: in a mixture of experts, rounding may send a row that is near two "
-        "experts to another, and gradients then differ by more than rounding"
-    ]
 
 
 def found(outcome: Outcome) -> str:

@@ -22,8 +22,8 @@ _HEAD_SIZES = ("head_dim", "swa_head_dim", "kv_channels", "d_head", "dim_head", 
 _HEAD_SIZES += ("global_head_dim",)
 _OF_LATENTS = ("qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_PICKED = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
-_GROUPS = ("n_group", "num_expert_group")
+PICKED = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
+EXPERT_GROUPS = ("n_group", "num_expert_group")
 _WINDOWS = ("sliding_window", "sliding_window_size", "attention_window_size", "local_attention", "window_size")
 _WINDOWS += ("keep_window_size", "local_attention_window_len")
 _LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions", "context_length")
@@ -115,8 +115,8 @@ class _Rules:
         simple = {
             **dict.fromkeys(_HEADS, self.sizes.heads),
             **dict.fromkeys(_EXPERTS, min(value, self.sizes.experts)),
-            **dict.fromkeys(_PICKED, min(value, 2)),
-            **dict.fromkeys(_GROUPS, min(value, 2)),
+            **dict.fromkeys(PICKED, min(value, 2)),
+            **dict.fromkeys(EXPERT_GROUPS, min(value, 2)),
             **dict.fromkeys(_WINDOWS, WINDOW),
             **dict.fromkeys(_LENGTHS, self._positions()),
             **dict.fromkeys(_VOCABULARIES, self.sizes.vocabulary),
