@@ -16,6 +16,7 @@ from longspan.doctor.cases import Case
 from longspan.doctor.outcomes import Outcome
 from longspan.doctor.prove import Ranks, run_proof
 from longspan.model.small.shrink import shrunken
+from tests.versions import transformers_before
 
 EXACT = {
     "gpt_oss": "sinks, a window in every other layer, yarn, experts",
@@ -43,7 +44,7 @@ REFUSED = {
     "mamba": "linear_attention",
     "bart": "encoder_attn",
     "gemma3_text+bidirectional": "not causal",
-    "deepseek_v32": "layers 0, 1 are of type",
+    "deepseek_v32": "deepseek_sparse_attention" if transformers_before("5.23") else "indexed_attention",
 }
 WITH_IMAGES = {
     "qwen3_vl_moe": "experts, DeepStack, positions in three parts",

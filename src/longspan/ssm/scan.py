@@ -71,13 +71,14 @@ def scan(
     decay, last = g.cumsum(2), g.sum(2, keepdim=True)  # (N, H, 1, K or 1)
     after = torch.cat([g[:, :, 1:], torch.zeros_like(last)], 2).flip(2).cumsum(2).flip(2)  # last − decay
     new, state_share = v, None
-    if beta is not None:
+    fades = None if q is None and beta is None else _fades(g)
+    if beta is not None and fades is not None:
         weight = cut(beta.unsqueeze(-1))
-        system = _products(weight * k, k, g).tril(-1) + torch.eye(chunk, dtype=k.dtype, device=k.device)
+        system = _products(weight * k, k, fades).tril(-1) + torch.eye(chunk, dtype=k.dtype, device=k.device)
         right = torch.cat([weight * v, weight * k * decay.exp()], -1)
         solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
         new, state_share = solved.split([v.shape[-1], k.shape[-1]], -1)
-    inner = None if q is None else _products(cut(q), k, g)
+    inner = None if q is None or fades is None else _products(cut(q), k, fades)
     reading = None if q is None else cut(q) * decay.exp()
     writing, fading = (k * after.exp()).mT, last.exp().mT  # (N, H, K, C), (N, H, K or 1, 1)
 
@@ -98,19 +99,22 @@ def scan(
     return laid_out.index_select(0, chunks.back), final
 
 
-def _products(a: Tensor, b: Tensor, g: Tensor) -> Tensor:
-    """a_i · exp(g_{j+1} + … + g_i) b_j of the pairs i ≥ j of each chunk: (N, H, C, C), 0 elsewhere.
+def _fades(g: Tensor) -> Tensor:
+    """exp(g_{j+1} + … + g_i) of the pairs i ≥ j of each chunk, (N, H, C, C, K or 1), and 1 elsewhere.
 
     Each sum is one of its own, as in Mamba 2's segsum (arXiv:2405.21060, listing 1): differences of sums from the
     chunk's first row on would leave their rounding, in the gradient of g above all.
     """
-    chunk = a.shape[2]
-    later = torch.ones(chunk, chunk, dtype=torch.bool, device=a.device).triu()  # whose g is in no sum of the column
-    if g.shape[-1] == 1:
-        sums = g.expand(*g.shape[:3], chunk).masked_fill(later, 0).cumsum(2)
-        return (a @ b.mT * sums.exp()).tril()
-    sums = g.unsqueeze(3).expand(*g.shape[:3], chunk, -1).masked_fill(later[..., None], 0).cumsum(2)
-    return torch.einsum("nhic,nhjc,nhijc->nhij", a, b, sums.exp()).tril()
+    chunk = g.shape[2]
+    later = torch.ones(chunk, chunk, dtype=torch.bool, device=g.device).triu()  # whose g is in no sum of the column
+    return g.unsqueeze(3).expand(*g.shape[:3], chunk, -1).masked_fill(later[..., None], 0).cumsum(2).exp()
+
+
+def _products(a: Tensor, b: Tensor, fades: Tensor) -> Tensor:
+    """a_i · fades_ij b_j of the pairs i ≥ j of each chunk: (N, H, C, C), 0 elsewhere."""
+    if fades.shape[-1] == 1:
+        return (a @ b.mT * fades.squeeze(-1)).tril()
+    return torch.einsum("nhic,nhjc,nhijc->nhij", a, b, fades).tril()
 
 
 def summaries(
