@@ -1,7 +1,7 @@
 """Mixtures of experts without a choice, for proofs in half precision.
 
 Rounding there sends a row that is near two experts to another one than in float32: gradients of that row differ
-altogether, the stock model's own error is up to 1, and twice that would allow anything. Where every expert takes every
+altogether, and twice the stock model's own error would allow far more than rounding. Where every expert takes every
 row only rounding is left. Which experts a row gets is proven in wider types.
 """
 
