@@ -12,7 +12,7 @@ import numpy as np
 
 from longspan.train.data.order.packs import Pack, Piece, pack_of
 from longspan.train.data.order.permutation import Integers
-from longspan.train.data.order.uncut import UncutSpans
+from longspan.train.data.order.uncut import EqualBorders, UncutBorders, UncutSpans
 from longspan.train.data.step_order import StepOrder
 
 
@@ -35,22 +35,24 @@ class PackOrder:
     Packs are cut from the endless stream of epochs, so each has `pack_to` tokens, and the last of an epoch goes on in
     the next. `evaluation` are the documents that `order` holds out: they are not packed.
 
-    A cut that falls into a span of `uncut` is moved back to its start. Cuts are then nearer to each other by the
-    longest span less a token, so that no pack has more than `pack_to`: a pack has fewer tokens, and another number.
+    A cut that falls into a span of `uncut` is moved back to its start, and the next pack begins there: packs have at
+    most `pack_to` tokens, and fewer where a span does not fit in.
     """
 
     def __init__(
         self, order: StepOrder, *, pack_to: int, tokens_per_step: int, across: bool, uncut: UncutSpans | None = None
     ) -> None:
         self.stream, self.evaluation, self.version = order.stream, order.evaluation, order.version
-        self._across, self._uncut = across, uncut
-        self._pack = pack_to if uncut is None else pack_to + 1 - uncut.longest  # tokens between cuts
-        self._tokens = max(1, tokens_per_step // pack_to) * self._pack  # of a step
+        self._across, packs = across, max(1, tokens_per_step // pack_to)
+        self._equal = [pack_to] * packs if uncut is None else None
+        self._borders = (
+            EqualBorders(pack_to, packs) if uncut is None else UncutBorders(order.stream, uncut, pack_to, packs)
+        )
 
     def lengths_of_step(self, step: int) -> list[int]:
         """The tokens of each document of a step, as a planner takes them."""
-        if self._across and self._uncut is None:
-            return [self._pack] * (self._tokens // self._pack)
+        if self._across and self._equal is not None:
+            return list(self._equal)
         pieces = self._pieces(step)
         lengths = pieces.stops - pieces.starts
         return (np.bincount(pieces.packs, lengths).astype(np.int64) if self._across else lengths).tolist()
@@ -74,10 +76,16 @@ class PackOrder:
 
     def steps_of_epochs(self, epochs: float) -> int:
         """The steps until every training document was trained on so many times; the last may reach into the next."""
-        return -(-self.stream.tokens_before(self.stream.place_after(epochs)) // self._tokens)
+        return self._borders.steps_to(self.stream.tokens_before(self.stream.place_after(epochs)))
+
+    def mean_pack(self) -> float:
+        """The tokens of a pack, in the mean of the first steps."""
+        borders = self._borders.of_step(0)
+        return float(borders[-1] - borders[0]) / (len(borders) - 1)
 
     def _pieces(self, step: int) -> _Pieces:
-        begin, end = step * self._tokens, (step + 1) * self._tokens
+        borders = self._borders.of_step(step)
+        begin, end = int(borders[0]), int(borders[-1])
         part, ids, begins = self.stream.at_token(begin), list[Integers](), list[Integers]()
         while True:
             first = max(0, int(np.searchsorted(part.ends, begin - part.before, side="right")) - 1)
@@ -88,16 +96,8 @@ class PackOrder:
                 break
             part = self.stream.after(part)
         documents, begun = np.concatenate(ids), np.concatenate(begins)
-        borders = self._borders(documents, begun, np.arange(begin, end + 1, self._pack))
         cuts = np.union1d(np.maximum(begun, borders[0]), borders[:-1])
         cuts = cuts[cuts < borders[-1]]
         of_cut = np.searchsorted(begun, cuts, side="right") - 1
         starts, stops = cuts - begun[of_cut], np.append(cuts[1:], borders[-1]) - begun[of_cut]
         return _Pieces(documents[of_cut], starts, stops, np.searchsorted(borders, cuts, side="right") - 1)
-
-    def _borders(self, documents: Integers, begun: Integers, cuts: Integers) -> Integers:
-        """Cuts of the stream (n,), those in a span that stays whole moved back; documents begin at `begun`."""
-        if self._uncut is None:
-            return cuts
-        of_cut = np.searchsorted(begun, cuts, side="right") - 1
-        return begun[of_cut] + self._uncut.cuts(documents[of_cut], cuts - begun[of_cut])

@@ -1,7 +1,8 @@
 """Packs of documents with images: none is cut in an image, and each is read as the same tokens as one document."""
 
+import pickle
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from longspan.model.hf_folder import read_configuration
 from longspan.testing import run_ranks
 from longspan.train.config.sections import DataConfig, RunConfig, TrainConfig
 from longspan.train.data.corpus_images.image_documents import ImagePacks, show_images
+from longspan.train.data.order.source import EQUAL_CUTS
 from longspan.train.data.order.uncut import UncutSpans
 from longspan.train.data.pack_order import PackOrder
 from longspan.train.data.step_order import StepOrder
@@ -35,7 +37,7 @@ PLACEHOLDER = 260
 @settings(deadline=None, max_examples=40)
 @given(
     documents=st.lists(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6)), max_size=4), min_size=2, max_size=12),
-    pack_to=st.integers(11, 40),
+    pack_to=st.integers(6, 40),
     across=st.booleans(),
 )
 def test_packs_are_the_stream_with_each_span_whole(
@@ -47,7 +49,7 @@ def test_packs_are_the_stream_with_each_span_whole(
         -1, 3
     )
     order = StepOrder([len(ids) for ids in corpus], tokens_per_step=2 * pack_to, seed=1, eval_documents=1)
-    packs = PackOrder(order, pack_to=pack_to, tokens_per_step=2 * pack_to, across=across, uncut=UncutSpans.of(*spans.T))
+    packs = PackOrder(order, pack_to=pack_to, tokens_per_step=2 * pack_to, across=across, uncut=UncutSpans(*spans.T))
     stream, read = np.concatenate([corpus[d] for d in order.stream.at(0).ids[:400]]), list[np.ndarray]()
     for step in range(3):
         made = packs.select(corpus, step)
@@ -57,9 +59,53 @@ def test_packs_are_the_stream_with_each_span_whole(
             for document, start, stop in pack.pieces:
                 number = next(d for d, ids in enumerate(corpus) if ids is document)
                 assert not any(a < cut < b for d, a, b in spans if d == number for cut in (start, stop))
-        read += [pack[np.arange(len(pack))] for pack in made]
+            read.append(pack[np.arange(len(pack))])
     text = np.concatenate(read)
     assert text[: len(stream)].tolist() == stream[: len(text)].tolist()
+    if across:  # a pack is shorter than it may be only where the next span does not fit in
+        _check_greedy(list(accumulate(map(len, read), initial=0)), _in_stream(order, corpus, spans), pack_to)
+
+
+def _in_stream(order: StepOrder, corpus: list[np.ndarray], spans: np.ndarray) -> list[tuple[int, int]]:
+    """The spans of the first 400 documents of the stream, in its tokens."""
+    documents = order.stream.at(0).ids[:400].tolist()
+    begins = accumulate((len(corpus[d]) for d in documents), initial=0)
+    return [(begin + a, begin + b) for d, begin in zip(documents, begins, strict=False) for s, a, b in spans if s == d]
+
+
+def _check_greedy(borders: list[int], spans: list[tuple[int, int]], pack_to: int) -> None:
+    for begin, end in pairwise(borders):
+        full = begin + pack_to
+        assert end == next((a for a, b in spans if a < full < b), full)
+
+
+def test_borders_are_the_same_wherever_they_are_asked_for() -> None:
+    """Beyond the steps that are kept together too, of another process, and of an epoch's end."""
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(9, 40, 300)
+    starts = draw.integers(0, lengths - 8)
+    spans = UncutSpans(np.arange(300), starts, starts + draw.integers(1, 9, 300))
+    order = StepOrder(lengths, tokens_per_step=32, seed=3, eval_documents=1)
+    packs = PackOrder(order, pack_to=16, tokens_per_step=32, across=True, uncut=spans)
+    late = [packs.lengths_of_step(step) for step in (300, 3, 64, 65)]
+    other = pickle.loads(pickle.dumps(packs))
+    assert [other.lengths_of_step(step) for step in (300, 3, 64, 65)] == late
+    taken = list(accumulate(sum(other.lengths_of_step(step)) for step in range(700)))
+    for epochs in (0.5, 1.0, 2.0):
+        tokens = order.stream.tokens_before(order.stream.place_after(epochs))
+        assert packs.steps_of_epochs(epochs) == 1 + next(i for i, total in enumerate(taken) if total >= tokens)
+    assert packs.steps_of_epochs(0.0) == 0
+
+
+def test_a_large_image_shortens_its_own_pack_alone() -> None:
+    """41 documents of one image of 6 tokens each; in one it takes 64."""
+    lengths, images = np.full(41, 16), np.full(41, 6)
+    lengths[7], images[7] = 74, 64
+    spans = UncutSpans(np.arange(41), np.full(41, 5), 5 + images)
+    order = StepOrder(lengths, tokens_per_step=640, seed=0, eval_documents=0)
+    packs = PackOrder(order, pack_to=160, tokens_per_step=640, across=True, uncut=spans)
+    tokens = [length for step in range(20) for length in packs.lengths_of_step(step)]
+    assert np.mean(tokens) > 0.95 * 160 and sum(length < 160 - 5 for length in tokens) <= 20 * 640 // lengths.sum() + 1
 
 
 def _spans(document: int, parts: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
@@ -117,8 +163,10 @@ def test_packs_without_room_for_an_image_are_refused() -> None:
     spans = {"document": np.array([0]), "start": np.array([2]), "stop": np.array([22])}
     images = type("Table", (), {"column": lambda _, name: spans[name], "__len__": lambda _: 1})()
     corpus: Any = SimpleNamespace(lengths=np.array([40, 30]), targets=None, images=images, source_of=None)
-    with pytest.raises(ConfigError, match=r"data.pack_to is 38, and an image takes 20 tokens, .* set it to 39 or more"):
-        step_order_of(_config(pack_to=38), corpus)
+    with pytest.raises(ConfigError, match=r"data.pack_to is 19, and an image takes 20 tokens, .* set it to 20 or more"):
+        step_order_of(_config(pack_to=19), corpus)
+    with pytest.raises(ConfigError, match="an older version of longspan began the run"):
+        step_order_of(_config(pack_to=20), corpus, version=EQUAL_CUTS)
 
 
 @pytest.mark.whole

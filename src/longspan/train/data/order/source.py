@@ -10,7 +10,8 @@ from longspan.errors import DataError, counted
 from longspan.train.data.order.permutation import Epochs, FirstEpochs, Integers, Shuffled
 
 HELD_OUT, EPOCH, EVAL_SET = 0, 1, 2  # which of the seed's streams
-FIRST_ORDER, ORDER = 1, 2  # that of earlier versions, with which the runs that they began go on, and that of new runs
+FIRST_ORDER, ORDER = 1, 3  # that of earlier versions, with which the runs that they began go on, and that of new runs
+EQUAL_CUTS = 2  # the last order that cut packs with images at equal distances
 
 
 class Mixture(NamedTuple):

@@ -9,7 +9,7 @@ from longspan.train.all_ranks import LogLine
 from longspan.train.config.defaults import with_steps
 from longspan.train.config.sections import RunConfig
 from longspan.train.data.documents import Corpus
-from longspan.train.data.order.source import ORDER, Mixture
+from longspan.train.data.order.source import EQUAL_CUTS, ORDER, Mixture
 from longspan.train.data.order.uncut import UncutSpans
 from longspan.train.data.pack_order import PackOrder
 from longspan.train.data.step_order import StepOrder
@@ -50,19 +50,24 @@ def step_order_of(config: RunConfig, corpus: Corpus, *, version: int = ORDER) ->
     )
     if not data.pack_to:
         return order
-    across = data.pack_attention == "across"
-    return PackOrder(order, pack_to=data.pack_to, tokens_per_step=tokens, across=across, uncut=_uncut(config, corpus))
+    across, uncut = data.pack_attention == "across", _uncut(config, corpus)
+    if uncut is not None and version <= EQUAL_CUTS:
+        raise ConfigError(
+            f"an older version of longspan began the run in {config.run.dir}, and cut its packs (data.pack_to) with "
+            "images at other places; set run.dir to a new folder, with model.path as a model exported from the run"
+        )
+    return PackOrder(order, pack_to=data.pack_to, tokens_per_step=tokens, across=across, uncut=uncut)
 
 
 def _uncut(config: RunConfig, corpus: Corpus) -> UncutSpans | None:
     """The placeholders of each image, which no pack cuts. Raises ConfigError where packs have no room for one."""
     if corpus.images is None or not len(corpus.images):
         return None
-    spans = UncutSpans.of(*(np.asarray(corpus.images.column(name)) for name in ("document", "start", "stop")))
-    if config.data.pack_to < (least := 2 * spans.longest - 1):
+    spans = UncutSpans(*(np.asarray(corpus.images.column(name)) for name in ("document", "start", "stop")))
+    if config.data.pack_to < spans.longest:
         raise ConfigError(
             f"data.pack_to is {config.data.pack_to}, and an image takes {spans.longest} tokens, which no pack cuts; "
-            f"set it to {least} or more, or to 0: micro-batches hold several documents without padding"
+            f"set it to {spans.longest} or more, or to 0: micro-batches hold several documents without padding"
         )
     return spans
 
@@ -78,6 +83,8 @@ def documents_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
     if config.data.pack_to:
         within = "across documents" if config.data.pack_attention == "across" else "within documents"
         line += f"; packed to {config.data.pack_to:,} tokens (data.pack_to), attention {within}"
+        if isinstance(order, PackOrder) and (mean := order.mean_pack()) < config.data.pack_to:
+            line += f"; no image is cut, so that a pack has {mean:,.0f} in the mean of the first step"
     if config.train.tokens_per_step > tokens:
         line += (
             f"; a step of {config.train.tokens_per_step:,} tokens (train.tokens_per_step) reads documents repeatedly"
