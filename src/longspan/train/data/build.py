@@ -5,7 +5,7 @@ Tokens are made in `store/`, once for all runs that ask for the same.
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -92,8 +92,9 @@ class _CorpusOfRun:
         if (old := self._old) is None:
             return []
         asked, changes = self._settings.asked(), list[str]()
+        defaults = {field.name: field.default for field in fields(DataConfig)}  # of keys that an older version had not
         for key in old.asked.keys() | asked.keys() if not old.old else old.asked.keys():
-            before, now = old.asked.get(key), asked.get(key)
+            before, now = old.asked.get(key, defaults.get(key)), asked.get(key)
             if before != now:
                 prefix = self._settings.prefix if key in ("path", "max_document_tokens") else "data."
                 changes.append(f"{prefix}{key} was {before!r} and is {now!r}")

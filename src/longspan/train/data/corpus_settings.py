@@ -11,7 +11,7 @@ from longspan.train.data.files import STDLIB, files_of_other_kinds, find_files
 from longspan.train.data.first_rows import kind_of_files
 from longspan.train.data.left_out import left_out_lines
 from longspan.train.data.rows.encoding import RowEncoding
-from longspan.train.data.rows.lines import rows_line, unseen_line
+from longspan.train.data.rows.lines import names_line, rows_line, unseen_line
 from longspan.train.data.rows.sample import RowSettings
 from longspan.train.data.store.cache import NONE, cache_folder
 from longspan.train.data.store.manifest import Manifest
@@ -19,7 +19,11 @@ from longspan.train.data.store.recipe import Recipe
 from longspan.train.data.store.sources import CorpusFile, Source
 from longspan.train.data.tokenizer import TextTokenizer
 
-_DECIDING = ("max_document_tokens", "on_bad")  # keys of [data] that decide documents, beside paths and RowSettings
+_DECIDING = (
+    "max_document_tokens",
+    "on_bad",
+    "check_images",
+)  # keys of [data] that decide documents, beside paths and RowSettings
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ def what_is_left_out(settings: CorpusSettings, run_dir: Path, manifest: Manifest
     """Lines on what is cut or in no document; `key` is what cuts."""
     other_kinds, longest = settings.other_kinds(run_dir), settings.data.max_document_tokens
     yield from left_out_lines(manifest.left_out, longest, other_kinds, manifest.skipped, key=key, bad=manifest.bad)
+    yield from (names_line(name, texts) for name, texts in manifest.names_as_text.items())
     if (unseen := unseen_line(manifest.left_out, settings.data.turns)) is not None:
         yield unseen
 
@@ -91,7 +96,7 @@ def recipe_of(
     for number, _ in enumerate(settings.paths()):
         of_source = [file for file in files if file.source == number]
         kind = kind_of_files(of_source, skip_bad=data.on_bad == "skip")
-        encodings.append(RowEncoding(kind, tokenizer, settings.row_settings()))
+        encodings.append(RowEncoding(kind, tokenizer, settings.row_settings(), data.check_images == "pixels"))
     return Recipe(
         path=" and ".join(f"{key} {path!r}" for key, path in settings.paths()),
         files=files,

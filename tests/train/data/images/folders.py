@@ -76,6 +76,12 @@ def write_images(folder: Path, sizes: list[tuple[int, int]], seed: int = 0) -> l
     return names
 
 
+def with_broken_pixels(data: bytes) -> bytes:
+    """A .png whose header and end are whole, and whose pixels cannot be decoded."""
+    at = data.index(b"IDAT") + 4
+    return data[:at] + bytes(40) + data[at + 40 :]
+
+
 def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
     """Rows as lines of JSON."""
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from longspan.train.data.images.image_file import ImageFile
 from longspan.train.data.images.processor import load_processor
 from longspan.train.data.left_out import parts_of
 from longspan.train.data.tokenizer import load_tokenizer
-from tests.train.data.images.folders import llava_folder, qwen_folder, write_images, write_rows
+from tests.train.data.images.folders import llava_folder, qwen_folder, with_broken_pixels, write_images, write_rows
 
 Image = pytest.importorskip("PIL.Image")
 SIZES = [(20, 33), (16, 16), (8, 24), (64, 40)]
@@ -194,13 +194,13 @@ def test_bad_rows_are_named(case: str, tmp_path: Path) -> None:
     assert "rows.jsonl, line 1: " in str(error.value) and message.format(folder=tmp_path) in str(error.value)
 
 
-def test_a_truncated_image_is_named_when_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_pixels_are_named_when_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, names = qwen_folder(tmp_path / "model"), write_images(tmp_path, [(40, 40)])
     data = (tmp_path / names[0]).read_bytes()
-    (tmp_path / names[0]).write_bytes(data[: len(data) // 2])
+    (tmp_path / names[0]).write_bytes(with_broken_pixels(data))
     corpus = corpus_of(tmp_path, [{"text": "<image>", "images": names}], model)
     documents = documents_of(corpus, model, monkeypatch)
-    with pytest.raises(DataError, match=r"image 1 of rows\.jsonl, the line at byte 0 \(.*0\.png\): .* no image"):
+    with pytest.raises(DataError, match=r"image 1 of rows\.jsonl, the line at byte 0 \(.*0\.png\): .*check_images = "):
         documents.read(0)
 
 

@@ -88,7 +88,10 @@ class ImageReader:
                 pictures.append(file.load())
             except DataError as error:
                 frame = f", frame {placed.image.frame + number + 1}" if placed.image.frame >= 0 else ""
-                raise DataError(f"{self._where(placed)}{frame}: {error}") from error
+                raise DataError(
+                    f'{self._where(placed)}{frame}: {error} (a run in a new folder with data.check_images = "pixels" '
+                    'finds such images before its first step, and with data.on_bad = "skip" leaves their rows out)'
+                ) from error
         return pictures
 
     def _files(self, placed: PlacedImage) -> list[ImageFile]:

@@ -74,11 +74,15 @@ def row_of_line(line: bytes, where: str, folder: str = "") -> Row | BadRow:
     return Row(where, record, folder)
 
 
-def without_nulls(value: Any) -> Any:
-    """A value of a table without keys that have no value: an Arrow struct has each key in every row."""
+def values_of_record(record: dict[str, Any]) -> dict[str, Any]:
+    """A row of a table, whose values have no keys without a value: an Arrow struct has each key in every row."""
+    return {key: _without_nulls(value) for key, value in record.items()}
+
+
+def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _rows_of_table(chunk: Chunk) -> Iterator[PlacedRow]:
@@ -86,7 +90,7 @@ def _rows_of_table(chunk: Chunk) -> Iterator[PlacedRow]:
 
     for batch in pyarrow.ipc.open_stream(chunk.data):
         for number, record in enumerate(batch.to_pylist(), chunk.first):
-            yield PlacedRow(number, Row(f"{chunk.name}, row {number + 1}", without_nulls(record), chunk.folder))
+            yield PlacedRow(number, Row(f"{chunk.name}, row {number + 1}", values_of_record(record), chunk.folder))
 
 
 def _beginning(line: bytes) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.errors import DataError
-from longspan.train.data.formats.chunk import CHUNK_BYTES, Chunk, without_nulls
+from longspan.train.data.formats.chunk import CHUNK_BYTES, Chunk, values_of_record
 from longspan.train.data.formats.lines import folder_of, readable
 from longspan.train.data.formats.packages import needed
 from longspan.train.data.rows.sample import Row
@@ -38,7 +38,7 @@ class ParquetFile:
         with readable(self.name, self.path):
             group = bisect_right(self._ends, position) - 1
             (record,) = self._group(group).slice(position - self._ends[group], 1).to_pylist()
-        return Row(f"{self.name}, row {position + 1}", without_nulls(record), folder_of(self.path))
+        return Row(f"{self.name}, row {position + 1}", values_of_record(record), folder_of(self.path))
 
     @cached_property
     def _file(self) -> Any:
@@ -76,7 +76,7 @@ class ArrowFile:
     def row_at(self, position: int) -> Row:
         """The row of this number."""
         (record,) = self._table.slice(position, 1).to_pylist()
-        return Row(f"{self.name}, row {position + 1}", without_nulls(record), folder_of(self.path))
+        return Row(f"{self.name}, row {position + 1}", values_of_record(record), folder_of(self.path))
 
     @cached_property
     def _table(self) -> Any:

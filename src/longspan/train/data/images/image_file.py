@@ -5,7 +5,10 @@ them (which also looks behind the pixels of a PNG).
 """
 
 import io
+import re
+import warnings
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +21,9 @@ if TYPE_CHECKING:
 
 Size = tuple[int, int]  # height, width
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # the EXIF tag, and its values that exchange height and width
+_TAIL = 64  # bytes in which a whole file says that it ends
+_ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "GIF": b";"}
+_SHOWN = 80  # characters of each end of a path in messages
 
 
 class ImageFile(NamedTuple):
@@ -27,10 +33,16 @@ class ImageFile(NamedTuple):
     data: bytes = b""
 
     def size(self) -> Size:
-        """Height and width of the upright image. Raises DataError for what is missing, or no image."""
+        """Height and width of the upright image. Raises DataError for what is missing, no image, or cut off.
+
+        Pixels are read only where the file does not end as a whole one does.
+        """
         with self._open() as image:
-            turned = _orientation(image) in _TURNED
-            return (image.width, image.height) if turned else (image.height, image.width)
+            turned, kind = _orientation(image) in _TURNED, image.format or ""
+            size = (image.width, image.height) if turned else (image.height, image.width)
+        if not self._has_end(kind):
+            self.load()
+        return size
 
     def load(self) -> "Image":
         """The upright image in three channels. Raises DataError for what is missing, or broken."""
@@ -47,6 +59,18 @@ class ImageFile(NamedTuple):
         stat = Path(self.path).stat()
         return stat.st_size, stat.st_mtime_ns
 
+    def _has_end(self, kind: str) -> bool:
+        """Whether the file ends as whole ones of its kind do; of a kind that does not tell, it does."""
+        if kind != "WEBP" and kind not in _ENDS:
+            return True
+        with Path(self.path).open("rb") if self.path else io.BytesIO(self.data) as file:
+            length = file.seek(0, io.SEEK_END)
+            if kind == "WEBP":
+                file.seek(4)
+                return int.from_bytes(file.read(4), "little") + 8 <= length
+            file.seek(max(0, length - _TAIL))
+            return _ENDS[kind] in file.read()
+
     @contextmanager
     def _open(self) -> "Iterator[Image]":
         pil: Any = needed_pillow()
@@ -54,15 +78,32 @@ class ImageFile(NamedTuple):
             with pil.open(self.path or io.BytesIO(self.data)) as image:
                 yield image
         except FileNotFoundError as error:
-            raise DataError(f"{self.path} does not exist") from error
+            raise DataError(f"{self._name} does not exist") from error
         except DataError:
             raise
+        except pil.DecompressionBombError as error:
+            pixels = re.search(r"\d+", str(error))
+            raise DataError(
+                f"{self._name} has {int(pixels.group()) if pixels else 0:,} pixels, and at most "
+                f"{2 * pil.MAX_IMAGE_PIXELS:,} are read, as one with more fills the memory; store it with fewer: "
+                "processors make a large image smaller"
+            ) from error
+        except pil.UnidentifiedImageError as error:  # its own words are the path, or an address in memory
+            raise DataError(f"{self._name} is no image that Pillow can read: it knows no such format") from error
         except Exception as error:  # decoders raise errors of any kind for broken files
-            raise DataError(f"{self._name} is no image that Pillow can read: {error}") from error
+            reason = (isinstance(error, OSError) and error.strerror) or error
+            raise DataError(f"{self._name} is no image that Pillow can read: {reason}") from error
 
     @property
     def _name(self) -> str:
-        return self.path or f"an image of {len(self.data):,} bytes in the row"
+        return shown_path(self.path) or f"an image of {len(self.data):,} bytes in the row"
+
+
+def shown_path(path: str) -> str:
+    """A path as messages write it: of a long one both ends."""
+    if len(path) <= 2 * _SHOWN:
+        return path
+    return f"{path[:_SHOWN]}…{path[-_SHOWN:]} ({len(path):,} characters)"
 
 
 def _orientation(image: Any) -> int:
@@ -72,12 +113,17 @@ def _orientation(image: Any) -> int:
     return int(image.getexif().get(_ORIENTATION, 0))
 
 
+@lru_cache(maxsize=1)
 def needed_pillow() -> Any:
-    """The module PIL.Image. Raises DataError, with what installs it, where it is missing."""
+    """The module PIL.Image. Raises DataError, with what installs it, where it is missing.
+
+    Pillow warns of images of more than half of the pixels that it reads, which leaves nothing to do: it is quiet here.
+    """
     try:
         from PIL import Image
     except ImportError as error:
         raise DataError(
             "images are read with Pillow, which is not installed: pip install 'longspan[images]'"
         ) from error
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
     return Image

@@ -5,6 +5,7 @@ How long a document may be is not its business: a sample is as long as its row.
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
@@ -15,7 +16,7 @@ from longspan.errors import DataError
 from longspan.train.data.images.stock_processor import has_processor
 from longspan.train.data.rows.chat import ChatEncoding
 from longspan.train.data.rows.kinds import Kind, kind_of
-from longspan.train.data.rows.media.named_media import has_media, row_and_media
+from longspan.train.data.rows.media.named_media import has_media_keys, media_beside, names_read_as_text, row_and_media
 from longspan.train.data.rows.media.placeholders import RowImages
 from longspan.train.data.rows.media.row_media import NOTHING_SHOWN, RowMedia
 from longspan.train.data.rows.messages import messages_of
@@ -36,12 +37,14 @@ class RowEncoding:
     >>> encoding = RowEncoding("messages", load_tokenizer("model-folder"))
     >>> encoding.encode([Row("chat.jsonl, line 1", {"messages": […]})])
 
+    With `check_pixels` images are decoded, and a row with a broken one is bad; what others become does not change.
     Raises DataError for rows of messages where the tokenizer has no chat template.
     """
 
     kind: Kind
     tokenizer: TextTokenizer
     settings: RowSettings = field(default_factory=RowSettings)
+    check_pixels: bool = False
 
     def __post_init__(self) -> None:
         if self.kind == "messages":
@@ -49,9 +52,16 @@ class RowEncoding:
 
     def encode(self, rows: Sequence[Row]) -> list[Sample | BadRow]:
         """What becomes of the rows, in their order; a conversation that is split gives a sample for each turn."""
-        if self.kind == "text" and not any(has_media(row.values) for row in rows):
+        if self.kind == "text" and not any(has_media_keys(row.values) for row in rows):
             return encode_texts(rows, self.tokenizer.parsing(self.settings.parse_special_tokens))
         return [result for i, row in enumerate(rows) for result in self._encoded(i, row)]
+
+    def names_as_text(self, rows: Sequence[Row]) -> Counter[str]:
+        """In how many texts `<image>` and the like stand for nothing that is shown, where a model takes images."""
+        counts = Counter[str]()
+        for row in rows if self.images is not None else ():
+            counts.update(names_read_as_text(row.values))
+        return counts
 
     @cached_property
     def digest(self) -> str:
@@ -120,13 +130,17 @@ class RowEncoding:
         """A row's values, in which images and videos are parts of messages without more, and these in their order."""
         values = row.values
         if self.images is None:
-            if has_media(values):
+            plain = self.kind in ("text", "input_ids")  # beside these a column "image" need not be one
+            if (beside := media_beside(values, lists=plain)) is not None:
                 raise RowError(
-                    f"it has images, and the folder of the tokenizer ({self.tokenizer.folder}) has no image processor; "
-                    "train a model that takes images, from its folder with preprocessor_config.json, or leave them out"
+                    f"it has {beside}, and the folder of the tokenizer ({self.tokenizer.folder}) has no image "
+                    "processor; train a model that takes images, from its folder with preprocessor_config.json, or leave them "
+                    "out"
                 )
             return values, NOTHING_SHOWN
         changed, media = row_and_media(row)
+        if self.check_pixels:
+            media.check_pixels()
         if media and self.kind == "input_ids":
             raise RowError("images stand beside input_ids; give text or messages, whose placeholders are made here")
         return changed, media

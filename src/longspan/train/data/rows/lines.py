@@ -49,6 +49,15 @@ def special_line(special: dict[str, int], *, parsed: bool) -> str:
     return f"names of special tokens stand in the texts {times}: {named}{more}; they {read} ({hint})"
 
 
+def names_line(name: str, texts: int) -> str:
+    """That `<image>`, say, stands in so many texts of rows that have none."""
+    rows, kind = "of a row" if texts == 1 else "of rows", name.strip("<>")
+    return (
+        f"{name} stands in {counted(texts, 'text')} {rows} that name no {kind} by it, and is read there as these "
+        f'{len(name)} characters; of a row with the key "{kind}s" it would be counted (docs/multimodal.md)'
+    )
+
+
 def unseen_line(left_out: LeftOut, turns: Turns) -> str | None:
     """What of assistant turns is no target, as the chat template leaves it out or it is blank; None: nothing."""
     unseen = {"thought": left_out.unseen_thoughts, "other text": left_out.unseen_texts}

@@ -25,6 +25,8 @@ def _message(message: Any, name: str, images: bool) -> dict[str, Any]:
         raise RowError(f"{name} needs an object with a string role; found {shown(message)}{hint}")
     content = message.get("content")
     if isinstance(content, list):
+        content = [_without_nulls(part) for part in content]  # templates ask whether a part has a key
+        message = {**message, "content": content}
         for k, part in enumerate(content):
             if images and part in ({"type": "image"}, {"type": "video"}):
                 continue
@@ -36,6 +38,10 @@ def _message(message: Any, name: str, images: bool) -> dict[str, Any]:
         raise RowError(f"{name}.content is {kind_of_value(content)}; give a string: {shown(content)}")
     _check_calls(message.get("tool_calls"), f"{name}.tool_calls")
     return message
+
+
+def _without_nulls(part: Any) -> Any:
+    return {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else part
 
 
 def _check_calls(calls: Any, name: str) -> None:

@@ -111,6 +111,7 @@ class _Writer:
             targets=self._targets,
             skipped=tuple(notes.skipped),
             special=dict(notes.special.most_common()),
+            names_as_text=dict(sorted(notes.names_as_text.items())),
             bad=tuple(notes.bad),
             left_out=LeftOut(**notes.left_out),
         )

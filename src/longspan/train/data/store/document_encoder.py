@@ -35,11 +35,11 @@ class Piece(NamedTuple):
 
 class Notes:
     """What is to be said of some rows: how many there are, what of them is left out (fields of LeftOut), names of
-    special tokens in them, the first bad ones, and files that are not UTF-8."""
+    special tokens in them, names of images that are texts, the first bad ones, and files that are not UTF-8."""
 
     def __init__(self) -> None:
         self.rows = 0
-        self.left_out, self.special = Counter[str](), Counter[str]()
+        self.left_out, self.special, self.names_as_text = Counter[str](), Counter[str](), Counter[str]()
         self.bad, self.skipped = list[str](), list[str]()
 
     def add(self, other: "Notes") -> None:
@@ -47,6 +47,7 @@ class Notes:
         self.rows += other.rows
         self.left_out.update(other.left_out)
         self.special.update(other.special)
+        self.names_as_text.update(other.names_as_text)
         self.bad += other.bad[: SHOWN - len(self.bad)]
         self.skipped += other.skipped
 
@@ -121,6 +122,7 @@ class _Documents:
         if encoding.kind == "text":
             texts = (row.values.get("text") for row in rows)
             self._notes.special.update(encoding.tokenizer.count_special(t for t in texts if isinstance(t, str)))
+        self._notes.names_as_text.update(encoding.names_as_text(rows))
         previous, start = -1, 0
         for sample in encoding.encode(rows):
             if isinstance(sample, BadRow):

@@ -20,7 +20,8 @@ class Manifest:
     """What was made: kinds of rows of each source, counts, and what was left out.
 
     `key` names everything that decided it. Every text begins with the tokens `opening` (None: an older version built
-    it, and did not say) and ends with `closing`; `special` says how often the names of special tokens stand in texts.
+    it, and did not say) and ends with `closing`; `special` says how often the names of special tokens stand in texts,
+    `names_as_text` in how many texts `<image>` and the like stand for nothing that is shown.
     `dtype` is of tokens (empty: none are stored, and rows are read again), `codes` of their codes (empty: none).
     """
 
@@ -44,6 +45,7 @@ class Manifest:
     closing: tuple[str, ...] = ()
     special: dict[str, int] = field(default_factory=dict[str, int])
     bad: tuple[str, ...] = ()
+    names_as_text: dict[str, int] = field(default_factory=dict[str, int])
     left_out: LeftOut = field(default_factory=LeftOut)
 
     def to_json(self) -> str:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 VERSION = 1  # of what the same recipe makes
 _IN_PROCESS_BYTES = {"text": 32 << 20, "input_ids": 32 << 20}  # corpora that one process encodes; 4 MiB of other kinds
+_WITH_PIXELS_BYTES = 1 << 18  # likewise, where each row names images that are decoded
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Recipe:
     def key(self) -> str:
         """SHA-256 of everything that decides the documents: equal recipes have equal keys, wherever their files lie."""
         digests = [encoding.digest for encoding in self.encodings]
-        digest = hashlib.sha256(json.dumps([VERSION, digests, self.longest, self.skip_bad]).encode())
+        checked = ["pixels"] * self.checks_pixels
+        digest = hashlib.sha256(json.dumps([VERSION, digests, self.longest, self.skip_bad, *checked]).encode())
         for file, source in zip(self.files, self.sources, strict=True):
             digest.update(f"{file.source} {source.sha256} {source.name}\n".encode())
             if self.images:  # paths of images begin there
@@ -52,6 +54,11 @@ class Recipe:
         return any(encoding.images is not None for encoding in self.encodings)
 
     @property
+    def checks_pixels(self) -> bool:
+        """Whether images are decoded."""
+        return self.images and any(encoding.check_pixels for encoding in self.encodings)
+
+    @property
     def encoder(self) -> DocumentEncoder:
         """What encodes rows, in any process."""
         small = all(e.kind != "input_ids" and e.tokenizer.size <= 1 << 16 for e in self.encodings)
@@ -62,4 +69,5 @@ class Recipe:
         """How many processes encode: one where it is done before others have started."""
         size = sum(source.bytes for source in self.sources)
         small = min(_IN_PROCESS_BYTES.get(encoding.kind, 4 << 20) for encoding in self.encodings)
+        small = min(small, _WITH_PIXELS_BYTES) if self.checks_pixels else small
         return 1 if size <= small else self.workers or cores()

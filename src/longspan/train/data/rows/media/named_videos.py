@@ -1,27 +1,31 @@
 """Videos of a row: lists of frames, with frames a second or the time of each."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
 from longspan.errors import counted
-from longspan.train.data.images.image_file import ImageFile
 from longspan.train.data.images.video_file import VideoFile
+from longspan.train.data.rows.media.entries import check_keys, image_of
 from longspan.train.data.rows.values import RowError, kind_of_value, shown
 
 FPS = 2.0  # frames a second where a row says nothing, as Qwen's own qwen-vl-utils has it for lists of frames
 _RATES = ("fps", "sample_fps")
+TIMES = (*_RATES, "timestamps")
 
-ReadImage = Callable[[Any, str, str], ImageFile]  # of an entry, the folder of its file, and its name
 
-
-def video(entry: Any, folder: str, name: str, read: ReadImage, said: Mapping[str, Any] | None = None) -> VideoFile:
+def video_of(entry: Any, folder: str, name: str, beside: Mapping[str, Any] | None = None) -> VideoFile:
     """A video as a row has it: a list of frames, or an object with `frames` and `fps` or `timestamps`.
 
-    `said` holds fps and timestamps beside it. Raises RowError for what is none.
+    These may also stand `beside` a list. Raises RowError for what is none.
     """
-    said = entry if isinstance(entry, dict) else said or {}
-    frames = said.get("frames") if isinstance(entry, dict) else entry
+    times = {key: beside[key] for key in TIMES if beside and beside.get(key) is not None}
+    frames = entry
+    if isinstance(entry, dict):
+        check_keys(entry, ("frames", *TIMES), name)
+        if times:
+            raise RowError(f"{name} has {', '.join(times)} beside an object of frames; give them in one place")
+        frames, times = entry.get("frames"), entry
     if not isinstance(frames, list):
         what = shown(frames) if isinstance(frames, str) else kind_of_value(frames)
         raise RowError(
@@ -30,9 +34,8 @@ def video(entry: Any, folder: str, name: str, read: ReadImage, said: Mapping[str
         )
     if not frames:
         raise RowError(f"{name} has no frames; leave it out")
-    files = tuple(read(frame, folder, f"{name}.frames[{i}]") for i, frame in enumerate(frames))
-    times, interval = _times(said, len(files), name)
-    return VideoFile(files, times, interval)
+    files = tuple(image_of(frame, folder, f"{name}.frames[{i}]") for i, frame in enumerate(frames))
+    return VideoFile(files, *_times(times, len(files), name))
 
 
 def _times(said: Mapping[str, Any], frames: int, name: str) -> tuple[tuple[float, ...], float]:

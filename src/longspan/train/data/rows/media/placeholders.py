@@ -20,7 +20,7 @@ from longspan.train.data.images.processor import Grid, Processor, load_processor
 from longspan.train.data.images.stock_processor import digest_of
 from longspan.train.data.images.video_file import VideoFile, joined_paths, joined_stamp
 from longspan.train.data.images.video_processor import VideoProcessor
-from longspan.train.data.rows.media.named_media import PARTS, check_counts, kinds_named, names
+from longspan.train.data.rows.media.named_media import PARTS, check_counts, kinds_by_name, kinds_named, names
 from longspan.train.data.rows.media.row_media import RowMedia
 from longspan.train.data.rows.sample import Sample, SampleImage
 from longspan.train.data.rows.template import ChatTemplate
@@ -29,7 +29,7 @@ from longspan.train.data.rows.values import RowError, check_strings, string
 from longspan.train.data.tokenizer import TextTokenizer
 from longspan.train.document import NO_TARGET
 
-_RULES = "what an image is among others of its document is its processor's"  # another sentence for other rules
+_RULES = "images are named by parts, else by texts of rows with a key for them"  # another sentence for other rules
 _WORDS = ("Zq0before", "Zq1behind")
 
 
@@ -135,7 +135,7 @@ class RowImages:
 
     def text_sample(self, values: Mapping[str, Any], media: RowMedia) -> Sample:
         """The sample of a text in which images and videos are named, with what the tokenizer puts around texts."""
-        text, named = string(values.get("text"), "text"), names(media)
+        text, named = string(values.get("text"), "text"), names(kinds_by_name(values))
         added = self.tokenizer.engine.get_added_tokens_decoder().values()
         special = pattern_of({token.content for token in added if token.special})
         check_counts(kinds_named(text, named), media, "its text")

@@ -3,8 +3,10 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from longspan.errors import DataError
 from longspan.train.data.images.image_file import ImageFile
 from longspan.train.data.images.video_file import VideoFile
+from longspan.train.data.rows.values import RowError
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,17 @@ class RowMedia:
     def first(self, images: int, videos: int) -> "RowMedia":
         """So many of each, from the beginning."""
         return RowMedia(self.images[:images], self.videos[:videos])
+
+    def check_pixels(self) -> None:
+        """Read the pixels of all. Raises RowError, naming it, for one that is broken."""
+        files = [(f"images[{i}]", file) for i, file in enumerate(self.images)]
+        for i, video in enumerate(self.videos):
+            files += [(f"videos[{i}]: frames[{k}]", file) for k, file in enumerate(video.frames)]
+        for name, file in files:
+            try:
+                file.load()
+            except DataError as error:
+                raise RowError(f"{name}: {error}") from error
 
     def in_order(self, kinds: Sequence[str]) -> Iterator[tuple[str, ImageFile | VideoFile]]:
         """Each with its name (`images[0]`), where these kinds ("image", "video") follow one another."""
