@@ -52,6 +52,8 @@ class ImageEncoder(nn.Module):
 
 def rows_of_images(base: Any, inputs: Sequence[ImageInput]) -> list[Tensor]:
     """What a model's get_image_features makes of images: rows (n, D) end to end, and those for deeper layers."""
+    twice = len(inputs) == 1 and _has_one_row(base, inputs[0])
+    inputs = [*inputs, *inputs] if twice else inputs
     order = encoding_order(inputs)
     arguments = image_arguments(base, [inputs[i] for i in order], next(base.parameters()))
     out = base.get_image_features(**arguments, return_dict=True)
@@ -59,7 +61,18 @@ def rows_of_images(base: Any, inputs: Sequence[ImageInput]) -> list[Tensor]:
     if rows is None:  # Llama 4, whose forward pass projects what its tower made
         rows = base.multi_modal_projector(out.last_hidden_state)
     parts = (rows, *(getattr(out, "deepstack_features", None) or ()))
-    return [_joined(part, order) for part in parts]
+    joined = [_joined(part, order) for part in parts]
+    return [part[: len(part) // 2] for part in joined] if twice else joined
+
+
+def _has_one_row(base: Any, image: ImageInput) -> bool:
+    """Whether an image is one row of a model with Pixtral's tower, which drops the dim of rows where there is but one
+    in a call, and then fails (Mistral 3 and others in transformers 5.17 to 5.23)."""
+    vision: Any = getattr(base.config, "vision_config", None)
+    if image.size is None or getattr(vision, "model_type", "") != "pixtral":
+        return False
+    side = vision.patch_size * getattr(base.config, "spatial_merge_size", 1)
+    return (image.size[0] // side) * (image.size[1] // side) == 1
 
 
 def _joined(parts: Any, order: Sequence[int]) -> Tensor:

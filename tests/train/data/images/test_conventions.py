@@ -76,24 +76,34 @@ THEIRS: dict[str, Callable[[Path], Row]] = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    qwen_folder(tmp_path / "model")
-    write_images(tmp_path, SIZES)
-    return tmp_path
-
-
 ASKS_FOR_KEYS = (
     "{% if c.type == 'image' %}",
     "{% if 'image' in c or c.type == 'image' %}",
 )  # as Qwen2-VL's template does
 
 
-@pytest.mark.parametrize("name", THEIRS)
-def test_rows_of_other_trainers(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    template = folder / "model" / "chat_template.jinja"
+def filled(folder: Path) -> Path:
+    """A folder with a model's and two images."""
+    template = qwen_folder(folder / "model") / "chat_template.jinja"
     template.write_text(template.read_text().replace(*ASKS_FOR_KEYS))
-    assert shown(folder, THEIRS[name](folder), monkeypatch) == shown(folder, OURS, monkeypatch)
+    write_images(folder, SIZES)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return filled(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which rows are written one after another."""
+    return filled(tmp_path_factory.mktemp("shared"))
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_rows_of_other_trainers(name: str, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown(shared, THEIRS[name](shared), monkeypatch) == shown(shared, OURS, monkeypatch)
 
 
 def test_a_column_of_one_image_in_a_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,15 +187,20 @@ REFUSED: dict[str, tuple[Row, str]] = {
     "wrong base64": ({"images": [{"bytes": "%%"}], "messages": NAMES_ONE}, "images[0].bytes is no base64 ("),
     "an empty data: URL": ({"image": "data:,", "messages": NAMES_ONE}, "which brings no bytes"),
     "a web address": ({"images": ["http://a/b.png"], "messages": NAMES_ONE}, "nothing is downloaded"),
+    "a pair": ({"messages": asks("who?"), "rejected_response": "a dog"}, 'it has "rejected_response", and a pair of'),
+    "boxes": (
+        {"image": "0.png", "objects": {"bbox": [[1, 2, 3, 4]]}, "messages": asks("<image>find <bbox>")},
+        'holds <bbox>, for which "objects" has words or boxes',
+    ),
     "a file of a host": ({"image": "file://a/b.png", "messages": NAMES_ONE}, "a file of the host 'a'"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(name: str, folder: Path) -> None:
+def test_what_is_refused(name: str, shared: Path) -> None:
     row, message = REFUSED[name]
     with pytest.raises(DataError) as error:
-        corpus_of(folder, [row], folder / "model")
+        corpus_of(shared, [row], shared / "model")
     assert "rows.jsonl, line 1: " in str(error.value) and message in str(error.value)
     assert len(str(error.value)) < 500
 

@@ -15,7 +15,7 @@ from typing import Any
 from longspan.errors import DataError
 from longspan.train.data.images.stock_processor import has_processor
 from longspan.train.data.rows.chat import ChatEncoding
-from longspan.train.data.rows.kinds import Kind, kind_of
+from longspan.train.data.rows.kinds import Kind, check_other_keys, kind_of
 from longspan.train.data.rows.media.named_media import has_media_keys, media_beside, names_read_as_text, row_and_media
 from longspan.train.data.rows.media.placeholders import RowImages
 from longspan.train.data.rows.media.row_media import NOTHING_SHOWN, RowMedia
@@ -100,6 +100,7 @@ class RowEncoding:
 
     def _samples(self, row: Row) -> list[Sample]:
         values, media = self._with_media(row)
+        check_other_keys(values)
         if self.kind == "messages":
             return self._chat.samples(values, media=media)
         if self.kind == "text" and media and self.images is not None:
@@ -134,8 +135,8 @@ class RowEncoding:
             if (beside := media_beside(values, lists=plain)) is not None:
                 raise RowError(
                     f"it has {beside}, and the folder of the tokenizer ({self.tokenizer.folder}) has no image "
-                    "processor; train a model that takes images, from its folder with preprocessor_config.json, or leave them "
-                    "out"
+                    "processor; train a model that takes images, from its folder with preprocessor_config.json, or "
+                    "leave them out"
                 )
             return values, NOTHING_SHOWN
         changed, media = row_and_media(row)

@@ -1,10 +1,11 @@
 """Which kind of rows a file holds, seen from their keys. What the keys hold is checked where rows are encoded."""
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from longspan.errors import DataError
 from longspan.train.data.rows.sample import Row
+from longspan.train.data.rows.values import RowError, strings
 
 Kind = Literal["text", "messages", "prompt+completion", "input_ids"]
 KEYS: dict[Kind, tuple[str, ...]] = {
@@ -19,6 +20,8 @@ _SHOWN: dict[Kind, str] = {
     "prompt+completion": "prompt and completion",
     "input_ids": "input_ids (tokens)",
 }
+_REJECTED = ("rejected_response", "rejected_messages")  # ms-swift's, as are `objects` and what names them
+_OF_OBJECTS = ("<ref-object>", "<bbox>")
 _HINTS = {
     "conversations": '; rename it to messages, each turn as {"role": …, "content": …}',
     "chosen": "; pairs of answers are for a loss of one's own (docs/losses.md)",
@@ -55,6 +58,22 @@ def kind_of_row(row: Row) -> Kind:
         hint = next((hint for key, hint in _HINTS.items() if key in row.values), "")
         raise DataError(f"{row.where}: needs {_kinds()}; found keys {sorted(row.values)}{hint}")
     return kinds[0]
+
+
+def check_other_keys(values: Mapping[str, Any]) -> None:
+    """Raise RowError for keys of other trainers without which the texts of a conversation say something else."""
+    if pair := next((key for key in _REJECTED if values.get(key)), None):
+        raise RowError(
+            f'it has "{pair}", and a pair of answers is for a loss of one\'s own (docs/losses.md); to train on its '
+            "messages alone leave the key out"
+        )
+    keys = ("messages", "prompt", "completion") if values.get("objects") else ()
+    for where, text in (place for key in keys for place in strings(values.get(key), key)):
+        if name := next((name for name in _OF_OBJECTS if name in text), None):
+            raise RowError(
+                f'{where} holds {name}, for which "objects" has words or boxes that are not put in here; write them '
+                "into the text as the model takes them"
+            )
 
 
 def rows_hold(kind: Kind) -> str:
