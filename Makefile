@@ -14,7 +14,7 @@ VLM    ?= runs/vlm
 
 help:
 	@sed -n '1,4p' Makefile
-	@echo "#   make vlm      train a small vision-language model on handwritten digits, write its report (under six minutes)"
+	@echo "#   make vlm      train a small vision-language model on handwritten digits, write its report"
 	@echo "#   make check    format, lint, types, import contracts"
 	@echo "#   make format   let ruff rewrite what make check would complain of"
 	@echo "#   make test-all the tests, and the whole tables of attention and of training (hours on two cores)"

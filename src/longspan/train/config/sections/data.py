@@ -30,7 +30,7 @@ class DataConfig:
     """A row that gives no document is an error that names file and line, or is counted and skipped."""
     check_images: Literal["headers", "pixels"] = "headers"
     """How images are looked at when tokens are made: headers and ends of files, by which those that were cut off are
-    bad rows; or pixels: every image is decoded once, which takes milliseconds each, so that none is found broken later.
+    bad rows; or pixels: every image is decoded once, so that none is found broken in a step.
     """
     cache: str = ""
     """Folder where tokens are kept for all runs that ask for the same; none: they are not kept, and rows are tokenized
