@@ -60,15 +60,11 @@ class ImageFile(NamedTuple):
         return stat.st_size, stat.st_mtime_ns
 
     def _has_end(self, kind: str) -> bool:
-        """Whether the file ends as whole ones of its kind do; of a kind that does not tell, it does."""
-        if kind != "WEBP" and kind not in _ENDS:
+        """Whether the file ends as whole ones of its kind do; one of a kind that does not tell does."""
+        if kind not in _ENDS:
             return True
         with Path(self.path).open("rb") if self.path else io.BytesIO(self.data) as file:
-            length = file.seek(0, io.SEEK_END)
-            if kind == "WEBP":
-                file.seek(4)
-                return int.from_bytes(file.read(4), "little") + 8 <= length
-            file.seek(max(0, length - _TAIL))
+            file.seek(max(0, file.seek(0, io.SEEK_END) - _TAIL))
             return _ENDS[kind] in file.read()
 
     @contextmanager

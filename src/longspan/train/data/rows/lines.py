@@ -50,11 +50,10 @@ def special_line(special: dict[str, int], *, parsed: bool) -> str:
 
 
 def names_line(name: str, texts: int) -> str:
-    """That `<image>`, say, stands in so many texts of rows that have none."""
-    rows, kind = "of a row" if texts == 1 else "of rows", name.strip("<>")
+    """That `<image>`, say, stands in so many texts in which it names nothing."""
     return (
-        f"{name} stands in {counted(texts, 'text')} {rows} that name no {kind} by it, and is read there as these "
-        f'{len(name)} characters; of a row with the key "{kind}s" it would be counted (docs/multimodal.md)'
+        f"{name} stands in {counted(texts, 'text')}, and is read as these {len(name)} characters there: their rows have "
+        f'no key "{name.strip("<>")}s", or parts of messages that name what is shown (docs/multimodal.md)'
     )
 
 

@@ -15,8 +15,7 @@ from longspan.train.data.images.image_file import ImageFile, shown_path
 from longspan.train.data.rows.values import RowError, kind_of_value
 
 _LONGEST_PATH = 4096  # characters, which no system takes more of
-_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
-_BASE64_OF_IMAGES = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")  # how PNG, JPEG, GIF and WebP begin
+_BASE64 = re.compile(r"(?:iVBORw0|/9j/|R0lGOD|UklGR)[A-Za-z0-9+/\s]{64,}={0,2}\s*")  # of PNG, JPEG, GIF and WebP
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{1,11}://|file:", re.IGNORECASE)
 
 
@@ -59,7 +58,7 @@ def _path(entry: str, name: str) -> str:
     """The path that an entry is, or that its file: URL has."""
     scheme = _SCHEME.match(entry)
     if scheme is None:
-        if entry.startswith(_BASE64_OF_IMAGES) and _BASE64.fullmatch(entry):
+        if _BASE64.fullmatch(entry):
             raise RowError(
                 f"{name} looks like an image as base64, of {len(entry):,} characters; write it as "
                 '"data:image/png;base64,…", or as {"bytes": "…"}'
