@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from longspan.errors import DataError
-from longspan.train.data.order.source import FIRST_ORDER, ORDER, Mixture
+from longspan.train.data.order.source import EQUAL_CUTS, FIRST_ORDER, ORDER, Mixture
 from longspan.train.data.step_order import StepOrder, some_documents
 from longspan.train.run.set_up import resume
 
@@ -94,7 +94,10 @@ def test_the_order_of_each_version_never_changes(version: int, tokens: int, step
     assert sha256(text.encode()).hexdigest()[:16] == digest
 
 
-@pytest.mark.parametrize(("state", "version"), [({"step": 3}, FIRST_ORDER), ({"step": 3, "order": 2}, ORDER)])
+@pytest.mark.parametrize(
+    ("state", "version"),
+    [({"step": 3}, FIRST_ORDER), ({"step": 3, "order": 2}, EQUAL_CUTS), ({"step": 3, "order": 3}, ORDER)],
+)
 def test_a_resumed_run_keeps_the_order_that_it_began_with(
     state: dict[str, int], version: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

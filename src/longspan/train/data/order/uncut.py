@@ -69,7 +69,7 @@ class UncutBorders:
 
     def __init__(self, stream: DocumentStream, spans: UncutSpans, size: int, packs: int) -> None:
         self._stream, self._spans, self._size, self._packs = stream, spans, size, packs
-        self._kept = array("q", [0])
+        self._begins = array("q", [0])
         self._block, self._of_part = lru_cache(maxsize=2)(self._borders), lru_cache(maxsize=2)(self._spans_of)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -78,20 +78,20 @@ class UncutBorders:
     def of_step(self, step: int) -> Integers:
         """Where the packs of a step (packs + 1,) begin, and the last ends."""
         block, index = divmod(step, _STRIDE)
-        while len(self._kept) <= block:
-            self._block(len(self._kept) - 1)
+        while len(self._begins) <= block:
+            self._block(len(self._begins) - 1)
         return self._block(block)[index * self._packs : (index + 1) * self._packs + 1]
 
     def steps_to(self, token: int) -> int:
         """The steps that it takes until so many tokens of the stream are taken."""
-        while self._kept[-1] < token:
-            self._block(len(self._kept) - 1)
-        block = max(0, bisect_left(self._kept, token) - 1)
+        while self._begins[-1] < token:
+            self._block(len(self._begins) - 1)
+        block = max(0, bisect_left(self._begins, token) - 1)
         return block * _STRIDE + int(np.searchsorted(self._block(block)[:: self._packs], token))
 
     def _borders(self, block: int) -> Integers:
         """The borders of 64 steps, with that at which the next ones begin."""
-        border, borders = self._kept[block], array("q", [self._kept[block]])
+        border, borders = self._begins[block], array("q", [self._begins[block]])
         part = self._stream.at_token(border)
         while len(borders) <= _STRIDE * self._packs:
             border += self._size
@@ -102,8 +102,8 @@ class UncutBorders:
             if span >= 0 and border < stops[span]:
                 border = starts[span]
             borders.append(border)
-        if block == len(self._kept) - 1:
-            self._kept.append(border)
+        if block == len(self._begins) - 1:
+            self._begins.append(border)
         return np.array(borders, dtype=np.int64)
 
     def _spans_of(self, first: int) -> tuple[list[int], list[int]]:

@@ -52,7 +52,7 @@ class RowEncoding:
 
     def encode(self, rows: Sequence[Row]) -> list[Sample | BadRow]:
         """What becomes of the rows, in their order; a conversation that is split gives a sample for each turn."""
-        if self.kind == "text" and not any(has_media_keys(row.values) for row in rows):
+        if self.kind == "text" and not any(self._may_show(row.values) for row in rows):
             return encode_texts(rows, self.tokenizer.parsing(self.settings.parse_special_tokens))
         return [result for i, row in enumerate(rows) for result in self._encoded(i, row)]
 
@@ -90,6 +90,10 @@ class RowEncoding:
         with suppress(DataError):  # texts need none
             template = ChatTemplate.of(self.tokenizer, self.settings.date_string)
         return RowImages(self.tokenizer, template)
+
+    def _may_show(self, values: Mapping[str, Any]) -> bool:
+        """Whether a row of text has more than its text to be looked at."""
+        return has_media_keys(values) if self.images is not None else media_beside(values, lists=True) is not None
 
     def _encoded(self, i: int, row: Row) -> list[Sample | BadRow]:
         try:

@@ -52,8 +52,8 @@ def special_line(special: dict[str, int], *, parsed: bool) -> str:
 def names_line(name: str, texts: int) -> str:
     """That `<image>`, say, stands in so many texts in which it names nothing."""
     return (
-        f"{name} stands in {counted(texts, 'text')}, and is read as these {len(name)} characters there: their rows have "
-        f'no key "{name.strip("<>")}s", or parts of messages that name what is shown (docs/multimodal.md)'
+        f"{name} stands in {counted(texts, 'text')}, and is read as these {len(name)} characters there: their rows "
+        f'have no key "{name.strip("<>")}s", or parts of messages that name what is shown (docs/multimodal.md)'
     )
 
 

@@ -111,15 +111,15 @@ def row_and_media(row: Row) -> tuple[dict[str, Any], RowMedia]:
 
     Raises RowError for what is none, and where a row shows nothing that its plain texts name.
     """
-    beside, brought = media_of(row.values, row.folder), _Brought(row.folder)
+    beside, of_parts = media_of(row.values, row.folder), _PartMedia(row.folder)
     changed, named = dict(row.values), names(kinds_by_name(row.values))
     for key in _CONVERSATIONS:
         if isinstance(row.values.get(key), list):
-            changed[key] = brought.without(row.values[key], key, named)
-    media = RowMedia(beside.images or brought.images, beside.videos or brought.videos)
+            changed[key] = of_parts.without(row.values[key], key, named)
+    media = RowMedia(beside.images or of_parts.images, beside.videos or of_parts.videos)
     for kind, here, there in (
-        ("image", beside.images, brought.images),
-        ("video", beside.videos, brought.videos),
+        ("image", beside.images, of_parts.images),
+        ("video", beside.videos, of_parts.videos),
     ):
         if here and there:
             raise RowError(f'{len(there)} parts bring {kind}s, and the row has "{kind}s" too; give them in one place')
@@ -129,7 +129,7 @@ def row_and_media(row: Row) -> tuple[dict[str, Any], RowMedia]:
     return changed, media
 
 
-class _Brought:
+class _PartMedia:
     """The images and videos that parts of messages bring themselves, of a row of a file in this folder."""
 
     def __init__(self, folder: str) -> None:
