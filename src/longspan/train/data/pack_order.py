@@ -78,10 +78,10 @@ class PackOrder:
         """The steps until every training document was trained on so many times; the last may reach into the next."""
         return self._borders.steps_to(self.stream.tokens_before(self.stream.place_after(epochs)))
 
-    def mean_pack(self) -> float:
-        """The tokens of a pack, in the mean of the first steps."""
-        borders = self._borders.of_step(0)
-        return float(borders[-1] - borders[0]) / (len(borders) - 1)
+    def mean_pack(self, steps: int = 64) -> float:
+        """The tokens of a pack, in the mean of the first so many steps."""
+        borders = self._borders.of_step(steps - 1)
+        return float(borders[-1]) / (steps * (len(borders) - 1))
 
     def _pieces(self, step: int) -> _Pieces:
         borders = self._borders.of_step(step)

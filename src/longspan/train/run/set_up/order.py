@@ -84,7 +84,7 @@ def documents_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
         within = "across documents" if config.data.pack_attention == "across" else "within documents"
         line += f"; packed to {config.data.pack_to:,} tokens (data.pack_to), attention {within}"
         if isinstance(order, PackOrder) and (mean := order.mean_pack()) < config.data.pack_to:
-            line += f"; no image is cut, so that a pack has {mean:,.0f} in the mean of the first step"
+            line += f"; no image is cut, so that a pack has {mean:,.1f} in the mean of the first 64 steps"
     if config.train.tokens_per_step > tokens:
         line += (
             f"; a step of {config.train.tokens_per_step:,} tokens (train.tokens_per_step) reads documents repeatedly"
