@@ -34,8 +34,6 @@ class PlanFlags(ImageFlags, PricingFlags, ClosingFlags, SourceFlags):
 
     slots: int
     """Slots of the home: ranks / (tensor-parallel degree x pipeline stages)."""
-    max_tokens_per_slot: int = 0
-    """Rows that a slot holds in one micro-batch, at most; 0: no limit."""
     planner: Literal["auto", "fixed", "padded", "dynamic"] = "auto"
     """fixed: packed, one degree; padded: one document a row, padded; dynamic: a degree for each document; auto: fixed
     where --cp is given, else dynamic."""
@@ -100,10 +98,8 @@ def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> tuple[Pla
     it is impossible.
     """
     home = Layout(flags.slots)
-    cap = flags.max_tokens_per_slot or None
     options = plan_options(
         flags,
-        max_tokens_per_slot=cap,
         cost=cost,
         node_size=flags.node_size,
         micro_batch_multiple=flags.micro_batch_multiple,

@@ -1,7 +1,7 @@
 """`longspan simulate`: what planners and degrees would cost on a cluster, without one. Imports no torch."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from longspan.plan.planners.options import PlanOptions
 from longspan.plan.simulate.evaluation_plan import plan_evaluation, widest_degree
 from longspan.plan.simulate.simulate import RowBytes, Simulation, shared_by, simulate
 from longspan.plan.simulate.which_degree import which_degree
+from longspan.plan.simulate.which_type import typed_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +51,6 @@ class SimulateFlags(PricingFlags, ClosingFlags, SourceFlags):
     """Pipeline stages."""
     vpp: int = 1
     """Model chunks of each stage (interleaved schedule)."""
-    max_tokens_per_slot: int = 8192
-    """Rows that a slot holds in one micro-batch, at most; 0: no limit."""
     node_size: int = 8
     """Ranks of one host."""
     mode: Literal["lockstep", "free"] = "lockstep"
@@ -93,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
     if flags.plot:
         raise ConfigError(f"--plot {flags.plot} draws the degrees of an evaluation; add --which-eval-degree")
     rows = list(_compared(flags, lengths, home))
-    print(comparison_json(title, rows) if flags.json else "\n".join([comparison_table(title, rows), *notes_on(flags)]))
+    print(comparison_json(title, rows) if flags.json else "\n".join([comparison_table(title, rows), *_notes(flags)]))
     return 0
 
 
@@ -125,17 +124,21 @@ def _print_degrees(flags: SimulateFlags, title: str, lengths: Sequence[int], hom
     accumulation = flags.accumulation or flags.pp
     print(degrees_json(title, comparison) if flags.json else degrees_table(title, comparison, accumulation))
     if not flags.json:
-        print("\n".join(notes_on(flags)), end="\n" if notes_on(flags) else "")
+        print("\n".join(_notes(flags)), end="\n" if _notes(flags) else "")
     if flags.plot:
         write_file(flags.plot, degrees_picture(title, comparison))
         print(f"wrote {flags.plot}", file=sys.stderr if flags.json else sys.stdout)
+
+
+def _notes(flags: SimulateFlags) -> Sequence[str]:
+    return notes_on(flags, flags.cp_comm_type or "auto")
 
 
 def _options(flags: SimulateFlags, home: Layout) -> PlanOptions:
     cost, node_size = _machine(flags)
     return plan_options(
         flags,
-        max_tokens_per_slot=flags.max_tokens_per_slot or None,
+        cp_comm_type=flags.cp_comm_type or "auto",
         cost=with_weights(cost, flags, slots=home.slots, node_size=node_size, tp=flags.tp),
         node_size=node_size,
         mode=flags.mode,
@@ -147,35 +150,39 @@ def _compared(flags: SimulateFlags, lengths: Sequence[int], home: Layout) -> Ite
     options, cap = _options(flags, home), flags.max_tokens_per_slot
     fit = [d for d in degrees_of(flags, home) if not cap or max(lengths) <= cap * d][:5] or [home.slots]
     padded = partial(plan_padded, lengths, home, fit[0])
-    yield f"padded, cp {fit[0]}", _tried(padded, lengths, home, options, fit[0], flags)
+    yield f"padded, cp {fit[0]}", _fastest(padded, home, options, fit[0], flags)
     for degree in fit:
         fixed = partial(plan_fixed, lengths, home, degree)
-        yield f"fixed, cp {degree}", _tried(fixed, lengths, home, options, degree, flags)
-    widest = widest_degree(home, options)
-    yield "dynamic", _tried(partial(plan_dynamic, lengths, home), lengths, home, options, widest, flags)
+        yield f"fixed, cp {degree}", _fastest(fixed, home, options, degree, flags)
+    yield "dynamic", _fastest(partial(plan_dynamic, lengths, home), home, options, None, flags)
 
 
-def _tried(
-    planner: Callable[..., Plan],
-    lengths: Sequence[int],
-    home: Layout,
-    options: PlanOptions,
-    widest: int,
-    flags: SimulateFlags,
+def _fastest(
+    planner: partial[Plan], home: Layout, options: PlanOptions, cp: int | None, flags: SimulateFlags
 ) -> Simulation | str:
-    """One plan's simulation, or why there is none: the other rows are worth printing all the same."""
+    """The simulation of a planner's fastest plan over communication types, at a degree or of dynamic degrees; or why
+    there is none: the other rows are worth printing all the same.
+    """
+    simulations, refusals = list[Simulation](), list[str]()
+    for typed in [options] if options.cost.states else typed_options(options, home, cp):
+        try:
+            simulations.append(_simulated(planner, home, typed, cp, flags))
+        except LongspanError as error:
+            refusals.append(str(error))
+    return min(simulations, key=lambda simulation: simulation.seconds) if simulations else refusals[0]
 
+
+def _simulated(
+    planner: partial[Plan], home: Layout, options: PlanOptions, cp: int | None, flags: SimulateFlags
+) -> Simulation:
     def make(options: PlanOptions) -> Plan:
         return planner(options=options)
 
     def evaluated(options: PlanOptions) -> Plan:
-        return plan_evaluation(make, lengths, home, options, widest)
+        return plan_evaluation(make, planner.args[0], home, options, cp or widest_degree(home, options))
 
-    try:
-        plan, _ = planned(evaluated if flags.evaluation else make, options)
-        return simulate(plan, pp=flags.pp, vpp=flags.vpp, row_bytes=_row_bytes(flags))
-    except LongspanError as error:
-        return str(error)
+    plan, _ = planned(evaluated if flags.evaluation else make, options)
+    return simulate(plan, pp=flags.pp, vpp=flags.vpp, row_bytes=_row_bytes(flags))
 
 
 def _saved(flags: SimulateFlags) -> Iterator[tuple[str, Simulation]]:

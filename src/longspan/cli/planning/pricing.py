@@ -20,12 +20,16 @@ from longspan.plan.cost.model_shape import read_query_heads
 from longspan.plan.micro_batch import PartitionKind
 from longspan.plan.planners.options import PlanKeywords
 from longspan.plan.simulate.which_partition import which_partition
+from longspan.plan.simulate.which_type import priced_by_type
 
 DEFAULT_HEADS = 32  # of Qwen3-8B, which the default cost is of
 
 NO_HEADS = (
     "a2a: the model's query heads are not known, and a degree that does not divide them cannot be trained;\n"
     "--model FOLDER or --heads N keeps to degrees that do"
+)
+NOT_COMPARED = (
+    "a2a and a2a+p2p are not compared, for the model's query heads are not known; --model FOLDER or --heads N adds them"
 )
 UNPRICED = (
     "free mode: gathering sharded parameters and summing their gradients, once a step, is not in these seconds;\n"
@@ -49,10 +53,12 @@ class PricingFlags:
     """With --model: depths of multi-token prediction behind it, which run in training steps; evaluations leave them
     out."""
     cp_comm_type: Literal["", "p2p", "all_gather", "a2a", "a2a+p2p", "auto"] = ""
-    """How the slots of a group share attention; auto: chosen for each group, and by simulate --which-eval-degree for
-    each degree; empty: p2p, of hybrids the fastest."""
+    """How the slots of a group share attention; empty: of plan p2p, of hybrids the fastest, and of simulate the fastest
+    for each row of a table; auto: chosen for each group, and by simulate as where it is empty."""
     hierarchical_context_parallel_sizes: tuple[int, ...] = ()
     """With a2a+p2p: the a2a and the p2p size."""
+    max_tokens_per_slot: int = 8192
+    """Rows that a slot holds in one micro-batch, at most; 0: no limit, as if memory had none."""
 
 
 def read_price(flags: PricingFlags, *, training: bool = True) -> Cost:
@@ -88,29 +94,32 @@ def plan_options(flags: PricingFlags, **keywords: Unpack[PlanKeywords]) -> PlanO
     sizes = flags.hierarchical_context_parallel_sizes or None
     hybrid = (keywords.get("cost") or DEFAULT_COST).states is not None
     said = PlanKeywords(
+        max_tokens_per_slot=flags.max_tokens_per_slot or None,
         cp_comm_type=flags.cp_comm_type or ("auto" if hybrid else "p2p"),
         hierarchical_context_parallel_sizes=sizes,
         heads=heads_of(flags),
     )
-    return PlanOptions(**keywords | said)
+    return PlanOptions(**said | keywords)
 
 
 def planned(
     make: Callable[[PlanOptions], Plan], options: PlanOptions, partition: Literal["auto"] | PartitionKind = "auto"
 ) -> tuple[Plan, str]:
-    """The plan of these options and, of a hybrid, why its rows are dealt out as they are; "" otherwise.
-
-    A `partition` "auto" of another model is zigzag.
+    """The plan of these options, priced under their type, and, of a hybrid, why its rows are dealt out as they are;
+    "" otherwise. A `partition` "auto" of another model is zigzag.
     """
     if options.cost.states is None:
-        return make(replace(options, partition="zigzag" if partition == "auto" else partition)), ""
+        return make(priced_by_type(replace(options, partition="zigzag" if partition == "auto" else partition))), ""
     choice = which_partition(lambda way: make(way).predicted_seconds, options, partition)
     return make(choice.options), f"rows {choice.reason}"
 
 
-def notes_on(flags: PricingFlags) -> Sequence[str]:
-    """What a reader of the plan has to know."""
-    return [NO_HEADS] if "a2a" in flags.cp_comm_type and not flags.model and heads_of(flags) is None else []
+def notes_on(flags: PricingFlags, types: str | None = None) -> Sequence[str]:
+    """What a reader of the plan has to know; `types` are those of the plans, where the flags do not say them."""
+    if flags.model or heads_of(flags) is not None:
+        return []
+    types = flags.cp_comm_type if types is None else types
+    return [NO_HEADS] if "a2a" in types else [NOT_COMPARED] if types == "auto" else []
 
 
 @dataclass(frozen=True, kw_only=True)

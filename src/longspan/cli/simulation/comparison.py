@@ -7,13 +7,15 @@ from typing import Any
 from longspan.cli.planning.pricing import UNPRICED
 from longspan.errors import counted
 from longspan.plan.simulate.simulate import Simulation
+from longspan.plan.simulate.which_type import type_of
 from longspan.report.text_table import text_table
 from longspan.report.value_text import bytes_text, number_text, seconds_text
 
 Row = tuple[str, Simulation | str]  # a plan's name; its simulation, or why there is none
 
 _COMPARISON_NOTE = """\
-x bound: over what no plan can beat on these slots and stages. bubble: share of a stage's time that the pipeline
+type: how groups share attention, of each plan the fastest (--cp-comm-type chooses one for all). x bound: over what no
+plan of that type can beat on these slots and stages. bubble: share of a stage's time that the pipeline
 leaves empty; idle: share that slots wait for slower ones. peak rows and kept: what the fullest slot's first stage
 holds for its backward passes, as rows of the whole model and in bytes. ring: bytes of the step on all links."""
 NO_MACHINE = "no machine"
@@ -38,16 +40,16 @@ def comparison_table(title: str, rows: Sequence[Row]) -> str:
     """Simulations as text: a line for each, the plans that are not possible, and notes."""
     simulations, timed = _simulations(rows), _timed(rows)
     free = [simulation for _, simulation in simulations if simulation.plan.mode == "free"]
-    names = ["plan", "seconds" if timed else "relative", "x bound", "micro-batches", "bubble", "idle"]
+    names = ["plan", "type", "seconds" if timed else "relative", "x bound", "micro-batches", "bubble", "idle"]
     names += ["peak rows", "kept", "ring inside", "ring across", *(["closing"] if free else [])]
-    lines = [(name, *_columns(s), *([_closing(s)] if free else [])) for name, s in simulations]
+    lines = [(name, type_of(s.plan), *_columns(s), *([_closing(s)] if free else [])) for name, s in simulations]
     failed = [f"{name}: not possible: {reason}" for name, reason in rows if isinstance(reason, str)]
     notes = [_COMPARISON_NOTE, *([_CLOSING_NOTE] if free else [])]
     if not all(simulation.closing_seconds for simulation in free):
         notes.append(UNPRICED)
     if not timed:
         notes.append(UNTIMED)
-    return "\n".join([title, "", text_table(names, lines), *failed, "", *notes])
+    return "\n".join([title, "", text_table(names, lines, left=2), *failed, "", *notes])
 
 
 def comparison_json(title: str, rows: Sequence[Row]) -> str:
@@ -88,6 +90,7 @@ def _closing(simulation: Simulation) -> str:
 def _as_object(simulation: Simulation) -> dict[str, Any]:
     return {
         "planner": simulation.plan.planner,
+        "cp_comm_type": type_of(simulation.plan),
         "seconds": simulation.seconds,
         "predicted_seconds": simulation.plan.predicted_seconds,
         "lower_bound_seconds": simulation.lower_bound_seconds,

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from longspan.layout import Layout
 from longspan.plan.check import check_comm_types, heads_allow
-from longspan.plan.hierarchy import levels_at
 from longspan.plan.plan import Plan
 from longspan.plan.planners.options import PlanOptions
 from longspan.plan.simulate.simulate import simulate
+from longspan.plan.simulate.which_type import priced_by_type
 
 MOST_ROUNDS = 8  # micro-batches for each stage, beyond which a fuller pipeline gains less than a ninth
 
@@ -46,18 +46,7 @@ def plan_evaluation(
 
 def evaluation_options(options: PlanOptions) -> PlanOptions:
     """The options priced for forward passes alone under their own communication type."""
-    sizes = options.hierarchical_context_parallel_sizes
-    inner = 1 if sizes is None else sizes if isinstance(sizes, int) else sizes[0]
-    return replace(options, cost=options.cost.forward_only().under(options.cp_comm_type, inner))
-
-
-def options_at_degree(options: PlanOptions, cp: int) -> PlanOptions:
-    """The options with the levels of a2a+p2p, where a layer has them, fitted to a degree."""
-    sizes = options.hierarchical_context_parallel_sizes
-    if sizes is None or "a2a+p2p" not in check_comm_types(options.cp_comm_type):
-        return options
-    levels = levels_at(sizes if isinstance(sizes, int) else tuple(sizes), cp)
-    return replace(options, hierarchical_context_parallel_sizes=levels)
+    return priced_by_type(replace(options, cost=options.cost.forward_only()))
 
 
 def widest_degree(home: Layout, options: PlanOptions, most: int = 0) -> int:

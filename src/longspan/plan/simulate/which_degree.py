@@ -6,7 +6,7 @@ each document once, packed so that the pipeline is used best, under the fastest 
 `plan_dynamic`, a degree for each document. All are priced as forward passes alone (`Cost.forward_only`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from longspan.errors import PlanError, counted
@@ -19,12 +19,12 @@ from longspan.plan.planners.fixed import plan_fixed
 from longspan.plan.planners.options import PlanOptions
 from longspan.plan.simulate.evaluation_plan import (
     evaluation_options,
-    options_at_degree,
     plan_evaluation,
     widest_degree,
 )
 from longspan.plan.simulate.pipeline_time import run_pipeline
 from longspan.plan.simulate.simulate import Simulation, simulate
+from longspan.plan.simulate.which_type import type_text, typed_options
 from longspan.plan.timeline import timeline
 
 NAMED = 4  # of the degrees beside the best, in a line of reasons
@@ -54,9 +54,7 @@ class DegreeChoice:
     @property
     def cp_comm_type(self) -> str:
         """The communication type, with its sizes where it has two levels."""
-        types, sizes = self.options.cp_comm_type, self.options.hierarchical_context_parallel_sizes
-        name = types if isinstance(types, str) else "/".join(dict.fromkeys(types))
-        return f"{name} {sizes}" if "a2a+p2p" in name else name
+        return type_text(self.options.cp_comm_type, [self.options.hierarchical_context_parallel_sizes])
 
 
 @dataclass(frozen=True)
@@ -137,8 +135,8 @@ def which_degree(
     4
 
     `options` are those of the plans, with the cost of a slot. Their `cp_comm_type` "auto" takes at each degree the
-    fastest type: p2p, all_gather and, where the query `heads` are known, a2a and a2a+p2p with the widest first level
-    inside a node. Degrees (default: all that divide the slots) at which the longest document does not fit, or that the
+    fastest type: p2p, all_gather and, where the query `heads` are known, a2a and a2a+p2p with a first level inside a
+    node. Degrees (default: all that divide the slots) at which the longest document does not fit, or that the
     heads do not allow, are left out. `accumulation` micro-batches keep the pipeline full (default: the stages).
     `max_tokens_per_slot` None takes the longest document. Raises PlanError where no degree is possible.
     """
@@ -200,41 +198,13 @@ def _filled(lengths: tuple[int, ...], slots: int, cp: int, accumulation: int) ->
 def _planned(evaluation: _Evaluation, cp: int) -> tuple[Simulation, PlanOptions]:
     """The plan under the fastest type, and its options. The limit of rows that suits the pipeline suits every type."""
     lengths, home = evaluation.lengths, evaluation.home
-    first, *others = _typed_options(evaluation, cp)
+    first, *others = typed_options(evaluation.options, home, cp)
     plan = plan_evaluation(lambda options: plan_fixed(lengths, home, cp, options=options), lengths, home, first, cp)
     planned = [(evaluation.simulated(plan), first)]
     for options in others:
         limited = replace(evaluation_options(options), max_tokens_per_slot=plan.max_tokens_per_slot)
         planned.append((evaluation.simulated(plan_fixed(lengths, home, cp, options=limited)), options))
     return min(planned, key=lambda one: one[0].seconds)
-
-
-def _typed_options(evaluation: _Evaluation, cp: int) -> list[PlanOptions]:
-    """The options under each type that comes into question at a degree."""
-    options = evaluation.options
-    if options.cp_comm_type != "auto":
-        return [options_at_degree(options, cp)]
-    if cp == 1:
-        return [_under(options, "p2p")]
-    kinds: list[tuple[str, int]] = [("p2p", 1), ("all_gather", 1)]
-    if options.heads is not None and heads_allow(cp, options.heads, ("a2a",), evaluation.home.tp):
-        kinds = [("a2a", 1)] if options.partition == "contiguous" else [*kinds, ("a2a", 1)]
-    kinds += [("a2a+p2p", inner) for inner in _first_levels(evaluation, cp)]
-    return [_under(options, kind, (inner, cp // inner) if inner > 1 else None) for kind, inner in kinds]
-
-
-def _under(options: PlanOptions, kind: str, sizes: tuple[int, int] | None = None) -> PlanOptions:
-    return replace(options, cp_comm_type=kind, hierarchical_context_parallel_sizes=sizes)
-
-
-def _first_levels(evaluation: _Evaluation, cp: int) -> Iterator[int]:
-    """The widest first level of two, inside a node, that the heads allow; none where they are not known."""
-    options = evaluation.options
-    if options.heads is None or options.partition == "contiguous":
-        return
-    heads = options.heads // evaluation.home.tp
-    fit = [i for i in range(2, cp) if cp % i == 0 and options.node_size % i == 0 and heads % i == 0]
-    yield from fit[-1:]
 
 
 def _dynamic(evaluation: _Evaluation, options: PlanOptions) -> tuple[Simulation | None, tuple[str, ...]]:

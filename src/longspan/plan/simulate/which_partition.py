@@ -13,6 +13,7 @@ from longspan.errors import LongspanError, PlanError
 from longspan.plan.cost.cost import Cost
 from longspan.plan.micro_batch import PARTITIONS, PartitionKind
 from longspan.plan.planners.options import PlanOptions
+from longspan.plan.simulate.which_type import priced_by_type
 
 TYPES = ("a2a", "p2p")  # all_gather takes more memory the longer the documents are, which is not weighed
 CLOSE = 1.02  # of the fastest: of ways so close the first is taken, contiguous before zigzag and a2a before p2p
@@ -87,9 +88,7 @@ def priced_as(cost: Cost, options: PlanOptions) -> Cost:
     """A hybrid's cost for groups of these options; the cost of another model as it is."""
     if cost.states is None:
         return cost
-    sizes = options.hierarchical_context_parallel_sizes
-    inner = 1 if sizes is None else sizes if isinstance(sizes, int) else sizes[0]
-    return cost.under(options.cp_comm_type, inner).dealt(options.partition)
+    return priced_by_type(replace(options, cost=cost)).cost.dealt(options.partition)
 
 
 def name_of(options: PlanOptions) -> str:

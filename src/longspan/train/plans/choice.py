@@ -13,9 +13,10 @@ from longspan.plan.hierarchy import levels_at
 from longspan.plan.micro_batch import PartitionKind
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.planners.options import PlanKeywords
-from longspan.plan.simulate.evaluation_plan import options_at_degree, plan_evaluation, widest_degree
+from longspan.plan.simulate.evaluation_plan import plan_evaluation, widest_degree
 from longspan.plan.simulate.simulate import shared_by
 from longspan.plan.simulate.which_partition import priced_as
+from longspan.plan.simulate.which_type import options_at_degree
 from longspan.train.config.bounds import AUTO
 from longspan.train.config.eval_inheritance import held_out_set
 from longspan.train.config.eval_set import EvalConfig
