@@ -11,6 +11,7 @@ from longspan.cli.main import main
 from longspan.layout import Layout
 from longspan.plan import Cost, plan_fixed
 from longspan.plan.cost.model_cost import cost_on_h200
+from longspan.plan.simulate.distributions import sample_lengths
 from longspan.plan.simulate.simulate import simulate
 from tests.report.runs import write_run
 
@@ -18,7 +19,7 @@ from tests.report.runs import write_run
 @pytest.mark.whole
 def test_the_case_of_8192_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", "--world", "8192", "--tp", "2", "--pp", "4", "--same", "1024x8192", "--which-eval-degree"]
-    assert main(words) == 0
+    assert main([*words, "--cp-comm-type", "p2p"]) == 0
     out = capsys.readouterr().out
     assert "8,192 ranks = 1,024 slots x tp 2 x pp 4" in out
     assert "cp 1, filled up to 4 micro-batches a pass to keep the pipeline full: 4,096 document-steps for 1,024" in out
@@ -65,6 +66,69 @@ def test_planners_beside_each_other(words: list[str], capsys: pytest.CaptureFixt
     assert rows.keys() == {"padded, cp 4", "fixed, cp 4", "fixed, cp 8", "dynamic"}
     assert all(row["seconds"] >= row["lower_bound_seconds"] * 0.999999 for row in rows.values())
     assert rows["padded, cp 4"]["seconds"] > rows["fixed, cp 4"]["seconds"]
+
+
+def test_fixed_plans_are_compared_under_their_fastest_type(capsys: pytest.CaptureFixture[str]) -> None:
+    """As rings, fixed plans would seem to take half as long again as the dynamic one."""
+    words = ["simulate", "--distribution", "lognorm", "--seed", "1", "--slots", "32", "--json"]
+    assert main(words) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["plans"]}
+    lengths = sample_lengths("lognorm", 32 * 32768, seed=1, longest=131072).tolist()
+    for cp in (16, 32):
+        seconds = {}
+        for kind, inner in (("p2p", 1), ("all_gather", 1), ("a2a", 1), *(("a2a+p2p", inner) for inner in (2, 4, 8))):
+            cost, sizes = Cost().under(kind, inner), (inner, cp // inner) if inner > 1 else None
+            plan = plan_fixed(
+                lengths,
+                Layout(32),
+                cp,
+                max_tokens_per_slot=8192,
+                cost=cost,
+                cp_comm_type=kind,
+                hierarchical_context_parallel_sizes=sizes,
+            )
+            seconds[f"{kind} {sizes}" if sizes else kind] = plan.predicted_seconds
+        row = rows[f"fixed, cp {cp}"]
+        assert row["seconds"] == pytest.approx(min(seconds.values()), rel=1e-12)
+        assert row["seconds"] < 0.8 * seconds["p2p"]
+        assert row["cp_comm_type"] == min(seconds, key=lambda name: seconds[name])
+    assert rows["dynamic"]["seconds"] < rows["fixed, cp 32"]["seconds"] < 1.01 * rows["dynamic"]["seconds"]
+    assert main(words[:-1]) == 0
+    out = capsys.readouterr().out
+    assert "0.7% less time than the fastest plan of one degree (fixed, cp 32 under a2a+p2p (8, 4))" in out
+    assert main([*words, "--cp-comm-type", "p2p"]) == 0
+    rings = {row["name"]: row for row in json.loads(capsys.readouterr().out)["plans"]}
+    assert {row["cp_comm_type"] for row in rings.values()} == {"p2p"}
+    assert rings["fixed, cp 16"]["seconds"] > 1.3 * rows["fixed, cp 16"]["seconds"]
+
+
+def test_a2a_is_not_compared_where_heads_are_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cost.json").write_text("{}")
+    words = ["simulate", "--slots", "16", "--same", "2x40000", "--cost", str(tmp_path / "cost.json")]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "a2a and a2a+p2p are not compared" in out and "a2a+p2p (" not in out
+    assert main([*words, "--heads", "32"]) == 0
+    assert "are not compared" not in (out := capsys.readouterr().out) and "a2a+p2p (" in out
+
+
+def test_kept_activations_follow_checkpointing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", "--slots", "4", "--same", "8x8192", "--cp-comm-type", "p2p"]
+    kept = {}
+    for kind in ("full", "selective", "none"):
+        assert main([*words, "--activation-checkpointing", kind, "--json"]) == 0
+        kept[kind] = json.loads(capsys.readouterr().out)["plans"][1]["activation_bytes"]
+        assert main([*words, "--activation-checkpointing", kind]) == 0
+        assert f"kept, {kind}" in capsys.readouterr().out
+    assert kept["full"] == 8192 * 36 * 4096 * 2 and kept["selective"] == kept["full"] + 8192 * 36 * (4096 * 2 + 4 * 32)
+    assert 15 < kept["none"] / kept["full"] < 25
+    assert main(words) == 0
+    assert "--activation-checkpointing none, which training has by itself" in capsys.readouterr().out
+    mixture = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    mixture |= {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 32, "vocab_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps(mixture))
+    assert main([*words, "--model", str(tmp_path), "--activation-checkpointing", "none"]) == 0
+    assert "experts and shared blocks are not counted" in capsys.readouterr().out
 
 
 def test_saved_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,8 @@ from longspan.layout import Layout
 from longspan.plan import Cost, Group, MicroBatch, Plan, PlanOptions, plan_fixed
 from longspan.plan.simulate.distributions import DISTRIBUTIONS, sample_lengths
 from longspan.plan.simulate.pipeline_time import run_pipeline
-from longspan.plan.simulate.simulate import RowBytes, shared_by, simulate, simulate_run
+from longspan.plan.simulate.row_bytes import RowBytes
+from longspan.plan.simulate.simulate import shared_by, simulate, simulate_run
 from longspan.plan.simulate.which_degree import which_degree
 from tests.plan.cases import bounded, plans
 

@@ -29,9 +29,10 @@ from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import heads_allow
 from longspan.plan.planners.options import PlanOptions
 from longspan.plan.simulate.evaluation_plan import plan_evaluation, widest_degree
-from longspan.plan.simulate.simulate import RowBytes, Simulation, shared_by, simulate
+from longspan.plan.simulate.row_bytes import QWEN3_8B, Checkpointing, RowBytes
+from longspan.plan.simulate.simulate import Simulation, shared_by, simulate
 from longspan.plan.simulate.which_degree import which_degree
-from longspan.plan.simulate.which_type import typed_options
+from longspan.plan.simulate.which_type import type_of, typed_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,9 @@ class SimulateFlags(PricingFlags, ClosingFlags, SourceFlags):
     """Ranks of one host."""
     mode: Literal["lockstep", "free"] = "lockstep"
     """How slots wait for each other; free needs --pp 1."""
+    activation_checkpointing: Checkpointing = "full"
+    """What of the layers rows are counted by in the column "kept", as train.activation_checkpointing says it; seconds
+    are without recomputation."""
     evaluation: Switch = False
     """Forward passes only."""
     which_eval_degree: Switch = False
@@ -77,7 +81,8 @@ def main(argv: Sequence[str]) -> int:
     if flags.plans:
         rows: list[Row] = list(_saved(flags))
         title = title_of_saved_plans(rows)
-        print(comparison_json(title, rows) if flags.json else comparison_table(title, rows))
+        table = comparison_table(title, rows, flags.activation_checkpointing)
+        print(comparison_json(title, rows) if flags.json else table)
         return 0
     home = home_of(flags)
     lengths, source = read_lengths(flags, home.slots)
@@ -92,7 +97,8 @@ def main(argv: Sequence[str]) -> int:
     if flags.plot:
         raise ConfigError(f"--plot {flags.plot} draws the degrees of an evaluation; add --which-eval-degree")
     rows = list(_compared(flags, lengths, home))
-    print(comparison_json(title, rows) if flags.json else "\n".join([comparison_table(title, rows), *_notes(flags)]))
+    table = comparison_table(title, rows, flags.activation_checkpointing)
+    print(comparison_json(title, rows) if flags.json else "\n".join([table, *_notes(flags)]))
     return 0
 
 
@@ -182,7 +188,7 @@ def _simulated(
         return plan_evaluation(make, planner.args[0], home, options, cp or widest_degree(home, options))
 
     plan, _ = planned(evaluated if flags.evaluation else make, options)
-    return simulate(plan, pp=flags.pp, vpp=flags.vpp, row_bytes=_row_bytes(flags))
+    return simulate(plan, pp=flags.pp, vpp=flags.vpp, row_bytes=_row_bytes(flags, plan))
 
 
 def _saved(flags: SimulateFlags) -> Iterator[tuple[str, Simulation]]:
@@ -200,11 +206,12 @@ def _saved(flags: SimulateFlags) -> Iterator[tuple[str, Simulation]]:
             backward = plan.cost.passes != "forward" and not flags.evaluation
             yield (
                 file.stem,
-                simulate(plan, cost=price, pp=flags.pp, vpp=flags.vpp, backward=backward, row_bytes=_row_bytes(flags)),
+                simulate(plan, cost=price, pp=flags.pp, vpp=flags.vpp, backward=backward, row_bytes=_row_bytes(flags, plan)),
             )
 
 
-def _row_bytes(flags: SimulateFlags) -> RowBytes:
+def _row_bytes(flags: SimulateFlags, plan: Plan) -> RowBytes:
     """Of the model that is named, in bfloat16, or of Qwen3-8B; depths run in steps alone."""
     depths = 0 if flags.evaluation else flags.mtp_depths
-    return RowBytes.of(flags.model, depths=depths) if flags.model else RowBytes()
+    exchanged, checkpointing = "a2a" in type_of(plan), flags.activation_checkpointing
+    return RowBytes.of(flags.model or QWEN3_8B, depths=depths, checkpointing=checkpointing, exchanged=exchanged)

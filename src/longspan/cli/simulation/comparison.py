@@ -6,6 +6,7 @@ from typing import Any
 
 from longspan.cli.planning.pricing import UNPRICED
 from longspan.errors import counted
+from longspan.plan.simulate.row_bytes import Checkpointing
 from longspan.plan.simulate.simulate import Simulation
 from longspan.plan.simulate.which_type import type_of
 from longspan.report.text_table import text_table
@@ -15,9 +16,19 @@ Row = tuple[str, Simulation | str]  # a plan's name; its simulation, or why ther
 
 _COMPARISON_NOTE = """\
 type: how groups share attention, of each plan the fastest (--cp-comm-type chooses one for all). x bound: over what no
-plan of that type can beat on these slots and stages. bubble: share of a stage's time that the pipeline
-leaves empty; idle: share that slots wait for slower ones. peak rows and kept: what the fullest slot's first stage
-holds for its backward passes, as rows of the whole model and in bytes. ring: bytes of the step on all links."""
+plan of that type can beat on these slots and stages. bubble: share of a stage's time that the pipeline leaves empty;
+idle: share that slots wait for slower ones. peak rows and kept: what the fullest slot's first stage holds for its
+backward passes, as rows of the whole model and as bytes of activations in bfloat16,
+{kept}.
+Weights, gradients, optimizer states, logits and second forward passes are not counted. sent: bytes of the step on all
+links."""
+_KEPT = {
+    "full": "of layers recomputed in full their inputs alone; --activation-checkpointing none, which training has by "
+    "itself,\nkeeps several times as much",
+    "selective": "of layers recomputed selectively their inputs and outputs of attention",
+    "none": "of layers without recomputation all that their backward passes read",
+}
+LEAST_DIFFERENCE = 5e-4  # of two plans, that is worth a number
 NO_MACHINE = "no machine"
 UNTIMED = (
     "relative: the plans are of a run on CPUs, whose speed nothing told; the numbers only compare plans.\n"
@@ -36,20 +47,34 @@ def title_of_saved_plans(rows: Sequence[Row]) -> str:
     return f"{counted(len(rows), 'saved plan')}{together}, priced for {sources}"
 
 
-def comparison_table(title: str, rows: Sequence[Row]) -> str:
-    """Simulations as text: a line for each, the plans that are not possible, and notes."""
+def comparison_table(title: str, rows: Sequence[Row], kept: Checkpointing) -> str:
+    """Simulations as text: a line for each, the plans that are not possible, and notes; `kept` says of which activations.
+    """
     simulations, timed = _simulations(rows), _timed(rows)
     free = [simulation for _, simulation in simulations if simulation.plan.mode == "free"]
     names = ["plan", "type", "seconds" if timed else "relative", "x bound", "micro-batches", "bubble", "idle"]
-    names += ["peak rows", "kept", "ring inside", "ring across", *(["closing"] if free else [])]
+    names += ["peak rows", f"kept, {kept}", "sent inside", "sent across", *(["closing"] if free else [])]
     lines = [(name, type_of(s.plan), *_columns(s), *([_closing(s)] if free else [])) for name, s in simulations]
     failed = [f"{name}: not possible: {reason}" for name, reason in rows if isinstance(reason, str)]
-    notes = [_COMPARISON_NOTE, *([_CLOSING_NOTE] if free else [])]
+    notes = [_COMPARISON_NOTE.format(kept=_KEPT[kept]), *([_CLOSING_NOTE] if free else [])]
     if not all(simulation.closing_seconds for simulation in free):
         notes.append(UNPRICED)
     if not timed:
         notes.append(UNTIMED)
-    return "\n".join([title, "", text_table(names, lines, left=2), *failed, "", *notes])
+    return "\n".join([title, "", text_table(names, lines, left=2), *failed, *against_fixed(rows), "", *notes])
+
+
+def against_fixed(rows: Sequence[Row]) -> list[str]:
+    """The dynamic plan beside the fastest plan of one degree, in a line; none where either is missing."""
+    of_kind = {kind: [row for row in _simulations(rows) if row[1].plan.planner == kind] for kind in ("fixed", "dynamic")}
+    if not of_kind["fixed"] or len(of_kind["dynamic"]) != 1:
+        return []
+    name, best = min(of_kind["fixed"], key=lambda row: row[1].seconds)
+    difference = of_kind["dynamic"][0][1].seconds / best.seconds - 1
+    less = f"{abs(difference):.1%} {'less' if difference < 0 else 'more'} time than"
+    words = "as much time as" if abs(difference) < LEAST_DIFFERENCE else less
+    kind = f" under {type_of(best.plan)}" if type_of(best.plan) else ""
+    return [f"the dynamic plan takes {words} the fastest plan of one degree ({name}{kind})"]
 
 
 def comparison_json(title: str, rows: Sequence[Row]) -> str:

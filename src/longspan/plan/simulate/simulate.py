@@ -6,53 +6,17 @@ weights' own memory) is not in the numbers. `which_degree.py` asks it which eval
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longspan.errors import PlanError
 from longspan.plan.cost.bound import lower_bound_seconds
-from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.cost.cost import Cost
-from longspan.plan.cost.layer_kinds import has_shared_blocks, layer_kinds
 from longspan.plan.plan import Plan
 from longspan.plan.simulate.pipeline_time import PipelineRun, run_pipeline
+from longspan.plan.simulate.row_bytes import RowBytes
 from longspan.plan.timeline import GroupTable
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowBytes:
-    """Bytes of one row; the defaults are Qwen3-8B in bfloat16, each layer recomputed in the backward pass.
-
-    `kept`: what the backward pass needs of a row in all layers together. `on_each_stage`: what every stage keeps of it
-    besides. `between_stages`: what a pipeline sends on.
-
-    >>> RowBytes.of({"model_type": "zamba2", "hidden_size": 4096, "num_hidden_layers": 36}).between_stages
-    16384
-    """
-
-    kept: float = 36 * 4096 * 2
-    between_stages: float = 4096 * 2
-    on_each_stage: float = 0.0
-
-    @classmethod
-    def of(cls, config: Any, *, bytes_per_value: int = 2, depths: int = 0) -> "RowBytes":
-        """Of a model's configuration: an object or dict like transformers', a config.json or its folder.
-
-        Layers of Zamba 2 read the embedding too, which stages hand on and keep. Each of `depths` of multi-token
-        prediction keeps what its layer starts from, and the two rows that this is projected from, before and after they
-        are joined. Raises PlanError without hidden_size.
-        """
-        read = ConfigReader.of(config)
-        read.require("hidden_size")
-        row = read.count("hidden_size") * bytes_per_value
-        with_embedding = has_shared_blocks(read)
-        return cls(
-            kept=(len(layer_kinds(read)) + 5 * depths) * row,
-            between_stages=(1 + with_embedding) * row,
-            on_each_stage=with_embedding * row,
-        )
 
 
 @dataclass(frozen=True, eq=False)

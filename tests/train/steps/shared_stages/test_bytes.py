@@ -19,7 +19,8 @@ from longspan.model.pipeline.copies import shared_parameters
 from longspan.model.pipeline.schedules import ScheduledStage
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.pipeline.stages import with_stand_ins
-from longspan.plan.simulate.simulate import RowBytes, simulate
+from longspan.plan.simulate.row_bytes import RowBytes
+from longspan.plan.simulate.simulate import simulate
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
 from longspan.train.config.sections import ParallelConfig, RunConfig
