@@ -55,16 +55,16 @@ def priced_by_type(options: PlanOptions) -> PlanOptions:
 
 
 def type_text(types: str | Sequence[str], sizes: Iterable[int | Sequence[int] | None] = ()) -> str:
-    """A type, or those of a list, with its levels (a2a, p2p) where it has two.
+    """A type, or those of a list, with its levels (a2a, p2p) where it has two; of several levels the widest a2a.
 
-    >>> type_text("a2a+p2p", [(4, 2)]), type_text("a2a+p2p", [(4, 2), (4, 3)]), type_text(["p2p", "a2a", "p2p"])
-    ('a2a+p2p (4, 2)', 'a2a+p2p (4, 2) to (4, 3)', 'p2p/a2a')
+    >>> type_text("a2a+p2p", [(4, 2)]), type_text("a2a+p2p", [(2, 2), (4, 3)]), type_text(["p2p", "a2a", "p2p"])
+    ('a2a+p2p (4, 2)', 'a2a+p2p, a2a of 4 at most', 'p2p/a2a')
     """
     name = types if isinstance(types, str) else "/".join(dict.fromkeys(types))
     levels = sorted({tuple(s) for s in sizes if s is not None and not isinstance(s, int)})
     if "a2a+p2p" not in name or not levels:
         return name
-    return f"{name} {' to '.join(map(str, levels if len(levels) == 1 else (levels[0], levels[-1])))}"
+    return f"{name} {levels[0]}" if len(levels) == 1 else f"{name}, a2a of {levels[-1][0]} at most"
 
 
 def type_of(plan: Plan) -> str:
