@@ -6,7 +6,7 @@
     python bench/plans/planner.py --before earlier.json                        # beside the figures of an earlier commit
 
 Every plan is priced by the same cost model (`Cost()`), and every time is divided by the same lower bound, area and
-longest document. Static plans have the fastest of a few degrees and of all communication types; the others are rings. Planning times are CPU seconds of this process on one core (`time.process_time`), so that other load
+longest document. Plans of one degree have the fastest of three degrees and of all communication types; the others are rings. Planning times are CPU seconds of this process on one core (`time.process_time`), so that other load
 on the machine counts as little as it can; the first plan of the process is not counted.
 """
 
@@ -27,12 +27,11 @@ import numpy as np
 from numpy.typing import NDArray
 from strong_bound import strong_bound
 
-from longspan import Layout, plan_dynamic
+from longspan import Layout, plan_dynamic, plan_fixed
 from longspan.cli.machine import machine, machine_text
 from longspan.plan import Cost, PlanOptions, lower_bound_seconds
-from longspan.plan.planners.bin_packing import first_fit
 from longspan.plan.simulate.distributions import sample_lengths
-from longspan.plan.simulate.which_type import priced_by_type, type_text, typed_options
+from longspan.plan.simulate.which_type import priced_by_type, type_of, typed_options
 
 NAMES = ("lognorm", "bimodal", "uniform", "files", "expo")
 LONGEST = 131072
@@ -76,32 +75,18 @@ def padded_seconds(lengths: NDArray[np.int64], slots: int, cp: int) -> float:
     return seconds * math.ceil(len(lengths) / (slots // cp))
 
 
-def static_plan(lengths: NDArray[np.int64], slots: int, cap: int) -> tuple[float, int, str]:
-    """The fastest of static degrees under all communication types: seconds, degree and type."""
+def static_plan(lengths: list[int], slots: int, cap: int) -> tuple[float, int, str]:
+    """The fastest of packed plans of one degree, under all communication types: seconds, degree and type."""
     least = min(slots, max(1, LONGEST // cap))
-    options, home = PlanOptions(cp_comm_type="auto", heads=HEADS, cost=COST), Layout(slots)
-    degrees = [cp for cp in (least, 2 * least, 4 * least) if slots % cp == 0]
+    options, home = PlanOptions(cp_comm_type="auto", heads=HEADS, cost=COST, max_tokens_per_slot=cap), Layout(slots)
     plans = (
-        (first_fit_seconds(lengths, slots, cap, cp, priced_by_type(typed).cost), cp, name_of_type(typed))
-        for cp in degrees
+        plan_fixed(lengths, home, cp, options=priced_by_type(typed))
+        for cp in (least, 2 * least, 4 * least)
+        if slots % cp == 0
         for typed in typed_options(options, home, cp)
     )
-    return min(plans)
-
-
-def name_of_type(options: PlanOptions) -> str:
-    """The type of these options, with its levels."""
-    return type_text(options.cp_comm_type, [options.hierarchical_context_parallel_sizes])
-
-
-def first_fit_seconds(lengths: NDArray[np.int64], slots: int, cap: int, cp: int, cost: Cost) -> float:
-    """Static degree: first-fit decreasing into bins of cp x cap rows, bins dealt to the groups by falling work."""
-    rows = np.sort(lengths)[::-1]
-    bins = np.array(first_fit(rows.tolist(), cp * cap))
-    tokens, squares = np.bincount(bins, rows), np.bincount(bins, rows.astype(np.float64) ** 2)
-    order = np.argsort(-cost.work_seconds(tokens, squares), kind="stable")
-    seconds = cost.group_seconds(tokens, squares, cp, cp <= 8)[order] + cost.micro_batch_seconds
-    return float(np.maximum.reduceat(seconds, np.arange(0, len(seconds), slots // cp)).sum())
+    best = min(plans, key=lambda plan: plan.predicted_seconds)
+    return best.predicted_seconds, best.micro_batches[0].groups[0].degree, type_of(best)
 
 
 class Megatron:
@@ -159,8 +144,8 @@ def row(name: str, slots: int, cap: int, seed: int, megatron: Megatron | None) -
     figures: dict[str, Any] = {"lengths": name, "slots": slots, "cap": cap, "documents": len(lengths), "bound": bound}
     figures["strong_bound"] = strong_bound(lengths, slots, cap, COST).seconds / bound
     figures["padded"] = padded_seconds(rows, slots, cp) / bound
-    seconds, static_cp, kind = static_plan(rows, slots, cap)
-    figures["first_fit"] = {"cp": static_cp, "type": kind, "ratio": seconds / bound}
+    seconds, static_cp, kind = static_plan(lengths, slots, cap)
+    figures["static"] = {"cp": static_cp, "type": kind, "ratio": seconds / bound}
     figures["lockstep"], plan = measured(lengths, slots, cap)
     figures["fast"], _ = measured(lengths, slots, cap, effort="fast")
     figures["warm"], _ = measured(lengths_of(name, slots, cap, seed + 1).tolist(), slots, cap, warm=plan)
@@ -193,7 +178,7 @@ def markdown(record: dict[str, Any]) -> str:
         with_peer = any("megatron" in r for r in record["rows"])
         peer = "Megatron (s) | " if with_peer else ""
         lines += [
-            f"| slots | lengths | padded | static, first fit | {peer}lockstep (s) | fast (s) | warm (s) | free (s) |"
+            f"| slots | lengths | padded | one degree, packed | {peer}lockstep (s) | fast (s) | warm (s) | free (s) |"
         ]
         lines += ["| --- " * (8 + with_peer) + "|"]
         lines += [_line(r, with_peer) for r in record["rows"] if r["cap"] == cap] + [""]
@@ -212,7 +197,7 @@ def _line(r: dict[str, Any], with_peer: bool) -> str:
         f"{r['slots']}",
         r["lengths"],
         f"{r['padded']:.1f}",
-        f"{r['first_fit']['ratio']:.3f} (cp {r['first_fit']['cp']}, {r['first_fit']['type']})",
+        f"{r['static']['ratio']:.3f} (cp {r['static']['cp']}, {r['static']['type']})",
     ]
     cells += [cell("megatron")] * with_peer + [cell(key) for key in ("lockstep", "fast", "warm", "free")]
     return f"| {' | '.join(cells)} |"
@@ -247,8 +232,9 @@ def main() -> None:
         "note": (
             f"Batches of {TOKENS_PER_SLOT} tokens a slot, longest {LONGEST}, seed {flags.seed} (warm: the next seed, "
             f"from the plan before); `files` draws from {len(file_tokens())} files of this machine. The bound is area "
-            "and longest document. Static plans have the fastest of three degrees and of all communication types, of a model "
-            f"with {HEADS} query heads; the others are rings. In brackets, CPU seconds of one core; other jobs may have shared the caches."
+            "and longest document. Plans of one degree (plan_fixed) have the fastest of three degrees and of all "
+            f"communication types, of a model with {HEADS} query heads; the others are rings. In brackets, CPU seconds of "
+            "one core; other jobs may have shared the caches."
         ),
         "rows": rows,
     }

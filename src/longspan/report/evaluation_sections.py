@@ -76,7 +76,7 @@ def _sets_table(sets: dict[str, list[EvalRow]]) -> str:
         values = dict(row.metrics)
         cells = [row.name or HELD_OUT, f"{row.step:,}", f"{row.loss:.6f}", row.perplexity]
         cells += [_metric_text(name, values[name]) if name in values else "–" for name in metrics]
-        cells += [f"{row.documents:,}" if row.documents else "–", f"{row.tokens:,}", _degree_text(row)]
+        cells += [f"{row.documents:,}" if row.documents else "–", f"{row.tokens:,}", row.degree]
         body.append(tag("tr", *(tag("td", text(cell)) for cell in cells)))
     head = tag("thead", tag("tr", *(tag("th", text(name)) for name in names)))
     return tag("div", tag("table", head, tag("tbody", *body)), class_="scroll")
@@ -84,10 +84,6 @@ def _sets_table(sets: dict[str, list[EvalRow]]) -> str:
 
 def _metric_text(name: str, value: float) -> str:
     return f"{100 * value:.2f}%" if name == "token_accuracy" else number_text(value, 5)
-
-
-def _degree_text(row: EvalRow) -> str:
-    return f"{row.cp}, {row.planner}" if row.planner == "dynamic" else str(row.cp)
 
 
 def _bucket_charts(sets: dict[str, list[EvalRow]]) -> Iterator[Chart]:
@@ -105,7 +101,7 @@ def degrees_table(rows: Sequence[EvalRow]) -> str:
     """The same weights on the same documents at several degrees, beside each other."""
     base, memory = rows[0], any(row.activation_bytes for row in rows)
     names = ("cp", "loss", "perplexity", "tokens", *(["added memory of a GPU"] * memory), "relative difference", "")
-    head = tag("thead", tag("tr", *(tag("th", name) for name in names)))
+    head = tag("thead", tag("tr", *(tag("th", name, class_=_minor(name)) for name in names)))
     table = tag("table", head, tag("tbody", *(_degree_row(row, base, memory=memory) for row in rows)))
     note = (
         f"The weights after step {base.step:,}, the same documents. "
@@ -120,5 +116,11 @@ def _degree_row(row: EvalRow, base: EvalRow, *, memory: bool) -> str:
     verdict = ("reference", None) if row is base else ("✓ equal", "good") if good else ("✗ differs", "bad")
     difference = "" if row is base else f"{relative:+.1e}"
     added = [bytes_text(row.activation_bytes)] * memory
-    cells = (_degree_text(row), f"{row.loss:.9f}", row.perplexity, f"{row.tokens:,}", *added, difference)
-    return tag("tr", *(tag("td", cell) for cell in cells), tag("td", verdict[0], class_=verdict[1]))
+    cells = (row.degree, f"{row.loss:.9f}", row.perplexity, f"{row.tokens:,}", *added, difference)
+    figures = (tag("td", cell, class_="minor" if i in (2, 3) else None) for i, cell in enumerate(cells))
+    return tag("tr", *figures, tag("td", verdict[0], class_=verdict[1]))
+
+
+def _minor(name: str) -> str | None:
+    """The class of columns that narrow pages leave out."""
+    return "minor" if name in ("perplexity", "tokens") else None

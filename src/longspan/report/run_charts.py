@@ -8,6 +8,8 @@ import numpy as np
 
 from longspan.report.charts.chart import Chart, Series
 from longspan.report.charts.series import smooth
+from longspan.report.evaluation_sections import SAME, relative_spread
+from longspan.report.evaluations.rows import EvalRow
 from longspan.report.run_folder import MTP_LOSS, RunFolder
 
 
@@ -23,13 +25,40 @@ def loss_chart(run: RunFolder, width: int) -> Chart:
     series = [Series("training", run.step, loss, 0, "faint" if window > 1 else "line")]
     if window > 1:
         series.append(Series(f"training, averaged over {window} steps", run.step, smooth(loss, window), 0))
-    for place, cp in enumerate(sorted({r.cp for r in run.held_out})):
-        rows = [r for r in run.held_out if r.cp == cp]
+    for place, (name, rows) in enumerate(_held_out(run)):
         x, y = np.array([r.step for r in rows]), np.array([r.loss for r in rows])
-        series.append(Series(f"evaluation, cp {cp}", x, y, 1 + place, "marks"))
+        series.append(Series(name, x, y, 1 + place, "marks"))
     uniform = ((math.log(vocab), f"ln V = {math.log(vocab):.3f}, a uniform guess"),) if vocab else ()
     title, label = "Training and evaluation", "nats per predicted token"
     return Chart(title, tuple(series), label, width=width, height=360, references=uniform, y_format="loss")
+
+
+def _held_out(run: RunFolder) -> Iterator[tuple[str, list[EvalRow]]]:
+    """Evaluations of the held-out documents by degree, with names: the degree that was evaluated most often first, and
+    those whose every loss equals its loss at that step named with it, for their marks would lie on its own.
+    """
+    by_degree = dict[str, list[EvalRow]]()
+    for row in run.held_out:
+        by_degree.setdefault(row.degree, []).append(row)
+    if not by_degree:
+        return
+    main = max(by_degree, key=lambda degree: len(by_degree[degree]))
+    losses = {row.step: row.loss for row in by_degree[main]}
+    equal = {
+        degree: rows
+        for degree, rows in by_degree.items()
+        if degree != main and all(relative_spread([losses.get(r.step, np.inf), r.loss]) <= SAME for r in rows)
+    }
+    steps = sorted({row.step for rows in equal.values() for row in rows})
+    beside = f"; equal at {', '.join(equal)} after step {', '.join(f'{step:,}' for step in steps[-2:])}" if equal else ""
+    yield f"evaluation, {_plans(main)}{beside}", by_degree[main]
+    for degree, rows in by_degree.items():
+        if degree != main and degree not in equal:
+            yield f"evaluation, {_plans(degree)}", rows
+
+
+def _plans(degree: str) -> str:
+    return "dynamic plans" if degree == "dynamic" else f"cp {degree}"
 
 
 def small_charts(run: RunFolder) -> Iterator[Chart]:
@@ -39,7 +68,7 @@ def small_charts(run: RunFolder) -> Iterator[Chart]:
     spiky = len(norm) > 0 and float(norm.min()) > 0 and float(norm.max()) > 30 * float(np.median(norm))
     yield Chart("Speed", curves("tokens_per_second", 0), "tokens per second", zero=True)
     yield from _shares(run)
-    yield Chart("Packing efficiency", curves("efficiency", 2), "tokens / rows laid out", y_format="percent")
+    yield Chart("Rows used", curves("efficiency", 2), "of as many as the fullest slot has", y_format="percent")
     yield Chart("Time of a step", curves("seconds", 3), "seconds", zero=True)
     yield Chart("Gradient norm", curves("grad_norm", 1), "before clipping", log=spiky)
     yield Chart("Learning rate", curves("lr", 4, window=1), "per step", zero=True)

@@ -84,7 +84,7 @@ class RunFolder:
         path = Path(path)
         rows, notes = _metric_rows(path)
         train = {int(row["step"]): row for row in rows if "loss" in row}  # a resumed run repeats steps: the last counts
-        evaluations = {(r.step, r.name, r.cp): r for r in map(EvalRow.from_row, rows) if r}
+        evaluations = {row.place: row for row in map(EvalRow.from_row, rows) if row}
         plans, plan_notes = _plans(path / "plans")
         summary = _json_object(path / "summary.json", notes)
         config_text, config = _config(path, notes)

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from longspan.errors import counted
 from longspan.report.charts.chart import chart_figure
-from longspan.report.evaluation_sections import both_widths, evaluation_sections, relative_spread
+from longspan.report.evaluation_sections import SAME, both_widths, evaluation_sections, relative_spread
 from longspan.report.evaluations.passkey_section import passkey_section
 from longspan.report.evaluations.rows import last_rows
 from longspan.report.evaluations.samples_section import samples_section
@@ -20,6 +21,8 @@ from longspan.train.run.records.facts import RunFacts
 
 _DEGREES = ("tp", "pp", "vpp", "ep", "dp_replicate")  # of [parallel]; 1 is not worth a word
 LAST = 10  # steps in "final loss"
+CARDS = 4  # in a row, at most
+HALF = 560  # width of a chart of which two fill a row
 
 
 def run_sections(run: RunFolder) -> Iterator[str]:
@@ -34,7 +37,7 @@ def run_sections(run: RunFolder) -> Iterator[str]:
         yield passkey_section(run.passkey)
     if run.samples:
         yield samples_section(run.samples)
-    yield section("Steps", tag("div", *map(chart_figure, small_charts(run)), class_="grid-3"))
+    yield section("Steps", tag("div", *_small_figures(run), class_="grid-3"))
     if run.notes:
         yield section("Left out", tag("ul", *(tag("li", text(note)) for note in run.notes), class_="notes"))
     if run.config_text:
@@ -48,7 +51,23 @@ def _header(run: RunFolder) -> str:
     versions = run.summary.get("versions")
     made = [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, dict) else []
     lines = (tag("p", text(" · ".join(line)), class_="sub") for line in (parts, made) if line)
-    return tag("header", title, *lines)
+    story = "; ".join(_story(run))
+    return tag("header", title, *lines, tag("p", text(f"{story[:1].upper()}{story[1:]}."), class_="story") if story else "")
+
+
+def _story(run: RunFolder) -> Iterator[str]:
+    """What came of the run: how the loss went, and whether degrees agree."""
+    loss, seconds = finite(run.train["loss"]), finite(run.train["seconds"])
+    if len(loss) > 1:
+        took = f" in {seconds_text(float(seconds.sum()))} of steps" if len(seconds) else ""
+        yield f"loss {loss[0]:.3g} → {loss[-LAST:].mean():.3g}{took}"
+    rows = list(run.final or last_rows(run.held_out))
+    if not rows:
+        return
+    degrees, spread = ", ".join(row.degree for row in rows), relative_spread([row.loss for row in rows])
+    same = "the same" if spread <= SAME else "different"
+    many = f", {same} at degrees {degrees} to {spread:.1e}" if len(rows) > 1 else ""
+    yield f"{rows[0].loss:.4g} on documents that it never saw{many}"
 
 
 def _ending(run: RunFolder) -> str:
@@ -76,7 +95,9 @@ def _described(run: RunFolder) -> Iterator[str]:
     if planner:
         free = ", free" if value("context", "mode") == "free" else ""
         yield f"{planner} plans{free}" + (f", cp {degree}" if degree and planner != "dynamic" else "")
-    if value("context", "eval_context_parallel_size"):
+    if value("context", "eval_planner") == "dynamic":
+        yield "evaluated by dynamic plans"
+    elif value("context", "eval_context_parallel_size"):
         yield f"evaluated at cp {value('context', 'eval_context_parallel_size')}"
 
 
@@ -86,11 +107,23 @@ def _facts(facts: RunFacts) -> str:
 
 
 def _figures(run: RunFolder) -> str:
-    cards = (
+    cards = [
         tag("div", tag("dt", text(name)), tag("dd", text(value)), tag("p", text(detail)), class_="card")
         for name, value, detail in _key_figures(run)
-    )
-    return tag("section", tag("dl", *cards, class_="cards"), aria_label="key figures")
+    ]
+    rows = -(-len(cards) // CARDS)
+    columns = f"--columns: {-(-len(cards) // rows) if rows else 1}"
+    return tag("section", tag("dl", *cards, class_="cards", style=columns), aria_label="key figures")
+
+
+def _small_figures(run: RunFolder) -> Iterator[str]:
+    """Three charts a row, and at the end two, so that none stands alone."""
+    charts = list(small_charts(run))
+    halves = {0: 0, 1: 4, 2: 2}[len(charts) % 3] if len(charts) > 1 else 0
+    for chart in charts[: len(charts) - halves]:
+        yield chart_figure(chart)
+    for chart in charts[len(charts) - halves :]:
+        yield chart_figure(replace(chart, width=HALF), css_class="half")
 
 
 def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
@@ -102,7 +135,7 @@ def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
         yield "training loss", f"{mean:.4f}", detail
     rows = list(run.final or last_rows(run.held_out))
     if rows:
-        degrees = ", ".join(str(r.cp) for r in rows)
+        degrees = ", ".join(row.degree for row in rows)
         spread = relative_spread([r.loss for r in rows])
         same = f"; degrees {degrees} differ by {spread:.1e}" if len(rows) > 1 else f"; degree {degrees}"
         yield "evaluation loss", f"{rows[0].loss:.4f}", f"after step {rows[0].step:,}{same}"
@@ -110,13 +143,10 @@ def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
     if len(speed):
         yield "tokens per second", number_text(float(np.median(speed))), "median of all steps"
     yield from _shares(run)
-    packing = finite(run.train["efficiency"])
-    if len(packing):
-        yield "packing efficiency", f"{100 * packing.mean():.1f}%", f"mean; lowest step {100 * packing.min():.1f}%"
     seconds = finite(run.train["seconds"])
     if len(seconds):
-        tokens = finite(run.train["tokens"]).sum()
-        detail = f"{counted(len(seconds), 'step')}, {number_text(tokens)} tokens"
+        tokens, targets = (finite(run.train[name]).sum() for name in ("tokens", "targets"))
+        detail = f"{counted(len(seconds), 'step')}, {number_text(tokens)} tokens, {number_text(targets)} targets"
         yield "time in steps", seconds_text(float(seconds.sum())), detail
     memory = finite(run.train["memory_bytes"])
     if len(memory) and memory.max() > 0:

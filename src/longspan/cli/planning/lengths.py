@@ -53,7 +53,7 @@ def read_lengths(flags: SourceFlags, slots: int) -> tuple[tuple[int, ...], str]:
         known = "--lengths FILE.json, --data PATH, --distribution NAME and --same COUNTxLENGTH"
         raise ConfigError(f"give one of {known}; got {drawn}")
     if flags.same:
-        return _same(flags.same), f"--same {flags.same}"
+        return _same(flags.same), "equal lengths"
     if flags.lengths:
         return lengths_from_json(flags.lengths), flags.lengths
     if flags.data:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -14,9 +15,10 @@ from longspan.report.charts.document import chart_document
 from longspan.report.text_table import text_table
 from longspan.report.value_text import seconds_text
 
+SAME = 5e-3  # relative difference up to which a dynamic plan is no line of its own
 _NOTE = """\
 filled: one document a group and micro-batch, documents repeated to fill the last pass. planned: each document once,
-under --cp-comm-type (auto: the fastest type of each degree); micro-batches, rows (the most that a slot holds at once)
+under the fastest type of each degree (--cp-comm-type chooses one); micro-batches, rows (the most that a slot holds at once)
 and bubble are the planned evaluation's. Memory of activations goes with the rows."""
 
 
@@ -104,25 +106,32 @@ def rows_of_slot(plan: Plan) -> int:
 
 
 def degrees_picture(title: str, comparison: DegreeComparison) -> str:
-    """Seconds over the degrees, filled and planned, and lines at the first one filled and at the dynamic plan.
-
-    An SVG document.
+    """Seconds over the degrees, filled and planned, with words at the best one, and lines at the first one filled and
+    at the dynamic plan, where that takes another time than the best. An SVG document.
     """
-    choices, dynamic = comparison.choices, comparison.dynamic
+    choices, best = comparison.choices, comparison.best
     places = np.arange(len(choices), dtype=np.float64)
     filled = Series("filled up, documents repeated", places, _array([c.filled_seconds for c in choices]), 0)
     planned = Series("planned, each once", places, _array([c.planned.seconds for c in choices]), 1, "marks")
-    first = choices[0]
-    lines = [(first.filled_seconds, f"cp {first.cp}, filled up, {seconds_text(first.filled_seconds)}")]
-    lines += [(dynamic.seconds, f"dynamic plan, {seconds_text(dynamic.seconds)}")] if dynamic else []
+    first, dynamic = choices[0], comparison.dynamic
+    lines = [(first.filled_seconds, f"cp {first.cp}, filled up: {seconds_text(first.filled_seconds)}")]
+    same = dynamic is not None and abs(dynamic.seconds / best.planned.seconds - 1) < SAME
+    if dynamic and not same:
+        lines.append((dynamic.seconds, f"dynamic plan: {seconds_text(dynamic.seconds)}"))
+    kind = f", {best.cp_comm_type}" if best.cp > 1 else ""
+    faster = f"{first.filled_seconds / best.planned.seconds:.1f} times faster than cp {first.cp} filled up"
+    also = ", as the dynamic plan" if same else ""
+    words = f"cp {best.cp}{kind}: {seconds_text(best.planned.seconds)}{also}; {faster}"
+    doubled = all(b.cp == 2 * a.cp for a, b in pairwise(choices))
     chart = Chart(
-        title=title,
+        title=f"Predicted time of an evaluation over its degree\n{title}",
         series=(filled, planned),
-        y_label="predicted seconds of an evaluation",
-        x_label="context-parallel degree",
-        width=720,
-        height=320,
+        y_label="predicted seconds, logarithmic axis",
+        x_label=f"context-parallel degree, {'logarithmic axis' if doubled else 'one after another'}",
+        width=760,
+        height=340,
         references=tuple(lines),
+        notes=((float(choices.index(best)), best.planned.seconds, words),),
         x_names=tuple(f"{c.cp}" for c in choices),
         log=True,
     )

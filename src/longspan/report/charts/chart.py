@@ -19,7 +19,9 @@ from longspan.report.value_text import bytes_text, number_text
 Format = Literal["number", "loss", "percent", "bytes"]
 MAX_POINTS = 900  # of one curve, in the drawing and under the crosshair
 FLAT = 1e-9  # a relative difference that is rounding
-MARK_SIZE, MARK_ROOM = 5.0, 13.0
+MARK_SIZE = 5.0
+WORDS, CHARACTER = 10, 6.8  # height of a label, and width of one of its letters
+NAME_ROOM = 0.03  # of the x axis, beside the first and the last of named places
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Series:
 class Chart:
     """What to draw, in data units. `references` are horizontal lines with a label; `zero` puts 0 on the y axis.
 
-    `x_names` name x 0, 1, 2 and so on, in place of numbers.
+    `x_names` name x 0, 1, 2 and so on, in place of numbers; `notes` are words below a point (x, y).
     """
 
     title: str
@@ -47,6 +49,7 @@ class Chart:
     width: int = 370
     height: int = 190
     references: tuple[tuple[float, str], ...] = ()
+    notes: tuple[tuple[float, float, str], ...] = ()
     x_names: tuple[str, ...] = ()
     y_format: Format = "number"
     log: bool = False
@@ -94,6 +97,7 @@ def _elements(chart: Chart, drawn: Sequence[Series], frame: _Frame) -> Iterator[
     yield _axes(chart, frame)
     yield from _curves(drawn, frame)
     yield _references(chart, frame)
+    yield from _notes(chart, frame)
 
 
 def _drawing(chart: Chart, drawn: Sequence[Series]) -> str:
@@ -123,21 +127,20 @@ def _frame(chart: Chart, drawn: Sequence[Series]) -> _Frame:
     if high - low < FLAT * abs(high):
         low = high
     if chart.log:
-        low, high = low / 1.15, high * 1.15
+        low, high = low / (2.2 if chart.notes else 1.15), high * 1.15
     else:
         low = min(low, 0.0) if chart.zero else low
         room = (high - low) * 0.06 or abs(high) * 0.05 or 1.0
         low, high = low - (0 if chart.zero and low == 0 else room), high + room
     x_low, x_high = float(x.min()), float(x.max())
-    if x_low == x_high:
-        x_low, x_high = x_low - 0.5, x_high + 0.5
+    if x_low == x_high or chart.x_names:
+        room = 0.5 if x_low == x_high else NAME_ROOM * (x_high - x_low)
+        x_low, x_high = x_low - room, x_high + room
     return _Frame(52, chart.width - 14, 10, chart.height - 36, (x_low, x_high), (low, high), chart.log)
 
 
 def _axes(chart: Chart, frame: _Frame) -> str:
-    spaced = byte_ticks if chart.y_format == "bytes" else ticks
-    parts = []
-    marks = log_ticks(*frame.y) if frame.log else spaced(*frame.y, chart.height // 40)
+    parts, marks = list[str](), _y_ticks(chart, frame)
     digits = _digits(marks)
     for value in marks:
         y = float(frame.up(value))
@@ -152,11 +155,16 @@ def _axes(chart: Chart, frame: _Frame) -> str:
     return "".join(parts)
 
 
+def _y_ticks(chart: Chart, frame: _Frame) -> list[float]:
+    spaced = byte_ticks if chart.y_format == "bytes" else ticks
+    return log_ticks(*frame.y) if frame.log else spaced(*frame.y, chart.height // 40)
+
+
 def _x_ticks(chart: Chart, frame: _Frame) -> list[tuple[float, str]]:
     if chart.x_names:
         return list(enumerate(chart.x_names))
-    values = ticks(*frame.x, max(3, chart.width // 110))
-    return [(value, number_text(value)) for value in values if value == int(value)]
+    values = [value for value in ticks(*frame.x, max(3, chart.width // 110)) if value == int(value)]
+    return [(value, number_text(value, _digits(values))) for value in values]
 
 
 def _tick(value: float, y_format: Format, digits: int) -> str:
@@ -166,37 +174,44 @@ def _tick(value: float, y_format: Format, digits: int) -> str:
 
 
 def _digits(marks: Sequence[float]) -> int:
-    """Enough digits to tell neighbouring ticks apart."""
+    """Digits by which every tick is written as it is, three at least."""
     if len(marks) < 2:
         return 4
-    most, step = max(map(abs, marks)), marks[1] - marks[0]
-    return max(3, 1 + math.floor(math.log10(most)) - math.floor(math.log10(step) + 1e-9))
+    close = 1e-3 * (marks[1] - marks[0])
+    exact = (n for n in range(3, 16) if all(abs(float(f"{mark:.{n}g}") - mark) <= close for mark in marks))
+    return next(exact, 16)
 
 
 def _references(chart: Chart, frame: _Frame) -> str:
-    parts = []
+    """Lines over the whole width, and their words above or below, where no grid line goes through them."""
+    parts, grid = list[str](), [float(frame.up(value)) for value in _y_ticks(chart, frame)]
     for value, words in chart.references:
         y = float(frame.up(value))
-        below = 14 if y < frame.top + 18 else -6
+        crossed = any(y - WORDS - 6 <= line <= y - 4 for line in grid)
+        below = y < frame.top + 18 or (crossed and not any(y + 3 <= line <= y + WORDS + 6 for line in grid))
         parts.append(tag("path", class_="reference", d=f"M{frame.left} {y:.1f}H{frame.right}"))
-        parts.append(label(words, frame.right - 2, y + below, "end", "label halo"))
+        parts.append(label(words, frame.right - 2, y + (14 if below else -6), "end", "label halo"))
     return "".join(parts)
 
 
+def _notes(chart: Chart, frame: _Frame) -> Iterator[str]:
+    """Words below points, that stay inside the drawing."""
+    for x, y, words in chart.notes:
+        width = CHARACTER * len(words)
+        start = max(frame.left + 4, min(float(frame.across(x)) - width / 2, frame.right - width))
+        yield label(words, start, float(frame.up(y)) + 22, "start", "label halo strong")
+
+
 def _curves(drawn: Sequence[Series], frame: _Frame) -> Iterator[str]:
-    """The curves, and over them all marks: one that would lie on an earlier one stands to the left of it."""
-    marks, taken = list[str](), list[tuple[float, float]]()
+    """The curves, and over them all marks, each where its value is."""
+    marks = list[str]()
     for series in drawn:
         points = list(zip(frame.across(series.x).tolist(), frame.up(series.y).tolist(), strict=True))
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
         yield tag("path", class_=f"curve {series.kind} c{series.color}", d=path)
         if series.kind != "marks" and len(points) > 1:
             continue
-        for x, y in points:
-            while any(abs(x - other) < MARK_ROOM and abs(y - level) < MARK_ROOM for other, level in taken):
-                x -= MARK_ROOM
-            taken.append((x, y))
-            marks.append(mark(series.color, x, y, MARK_SIZE))
+        marks += [mark(series.color, x, y, MARK_SIZE) for x, y in points]
     yield from marks
 
 

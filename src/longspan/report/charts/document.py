@@ -7,7 +7,7 @@ HEAD = 42  # above the drawing, beside the lines of the title: unit and legend
 LINE = 17
 # The light colours of page.css; a document shows the same on a dark page, on its own white ground.
 _STYLE = """
-text{font:12px system-ui,sans-serif;fill:#5d6670}.title{font-weight:600;fill:#1d2126}.tick{font-size:11px}
+text{font:12px system-ui,sans-serif;fill:#5d6670}.title,.strong{font-weight:600;fill:#1d2126}.tick{font-size:11px}
 .grid{stroke:#ecece8;fill:none}.grid.short,.axis{stroke:#9aa4af;fill:none}
 .reference{stroke:#5d6670;stroke-dasharray:4 3;fill:none}.halo{paint-order:stroke;stroke:#fff;stroke-width:4px}
 .curve{fill:none;stroke-width:1.8;stroke-linejoin:round}.curve.faint{opacity:.38}.mark{stroke:#fff;stroke-width:1.2}

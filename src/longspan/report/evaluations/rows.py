@@ -60,6 +60,17 @@ class EvalRow:
         )
 
     @property
+    def degree(self) -> str:
+        """Its degree in words; "dynamic" where a plan chose one for each document, of which `cp` is the largest."""
+        return "dynamic" if self.planner == "dynamic" else str(self.cp)
+
+    @property
+    def place(self) -> tuple[int, str, bool, int]:
+        """What is evaluated where: of the rows of one place, the last counts. Largest degrees of dynamic plans vary."""
+        dynamic = self.planner == "dynamic"
+        return self.step, self.name, dynamic, 0 if dynamic else self.cp
+
+    @property
     def perplexity(self) -> str:
         """exp(loss) in words."""
         return f"{math.exp(self.loss):,.3f}" if self.loss < 50 else "over 1e21"
