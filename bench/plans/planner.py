@@ -6,7 +6,8 @@
     python bench/plans/planner.py --before earlier.json                        # beside the figures of an earlier commit
 
 Every plan is priced by the same cost model (`Cost()`), and every time is divided by the same lower bound, area and
-longest document. Plans of one degree have the fastest of three degrees and of all communication types; the others are rings. Planning times are CPU seconds of this process on one core (`time.process_time`), so that other load
+longest document. Plans of one degree have the fastest of three degrees and of all communication types; the others are
+rings. Planning times are CPU seconds of this process on one core (`time.process_time`), so that other load
 on the machine counts as little as it can; the first plan of the process is not counted.
 """
 
@@ -233,8 +234,8 @@ def main() -> None:
             f"Batches of {TOKENS_PER_SLOT} tokens a slot, longest {LONGEST}, seed {flags.seed} (warm: the next seed, "
             f"from the plan before); `files` draws from {len(file_tokens())} files of this machine. The bound is area "
             "and longest document. Plans of one degree (plan_fixed) have the fastest of three degrees and of all "
-            f"communication types, of a model with {HEADS} query heads; the others are rings. In brackets, CPU seconds of "
-            "one core; other jobs may have shared the caches."
+            f"communication types, of a model with {HEADS} query heads; the others are rings. In brackets, CPU seconds "
+            "of one core; other jobs may have shared the caches."
         ),
         "rows": rows,
     }

@@ -4,12 +4,16 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from longspan.cli.main import main
+from longspan.cli.plan import PlanFlags
+from longspan.cli.simulate import SimulateFlags
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan
 from longspan.plan.cost.model_cost import cost_on_h200
@@ -140,24 +144,26 @@ def test_the_closing_of_free_mode_is_priced_by_weights_and_said_where_it_is_not(
     assert "closing  " not in out and "is not in these seconds;\n--weights N adds it for a model of N parameters" in out
     assert main(["plan", *base[:-2]]) == 0 and "--weights" not in capsys.readouterr().out
     page = tmp_path / "plan.html"
-    assert main(["plan", *base, "--weights", "1e9", "--html", str(page)]) == 0
+    assert main(["plan", *base, "--weights", "1e9", "--plot", str(page)]) == 0
     assert "of these, closing" in page.read_text()
 
 
 def test_table_and_files(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = {kind: tmp_path / f"plan.{kind}" for kind in ("html", "trace")}
-    words = [word for kind, path in files.items() for word in (f"--{kind}", str(path))]
+    files = {kind: tmp_path / f"plan.{kind}" for kind in ("html", "svg", "trace")}
+    words = ["--plot", str(files["html"]), str(files["svg"]), "--trace", str(files["trace"])]
     assert main(["plan", "--lengths", lengths, "--slots", "4", "--cp", "2", *words]) == 0
     out = capsys.readouterr().out
     assert "fixed plan, lockstep: 4 slots" in out and "x the lower bound" in out and "planned in" in out
     assert all(f"wrote {path}" in out for path in files.values())
     assert files["html"].read_text().startswith("<!doctype html>")
+    drawn = "".join(ElementTree.fromstring(files["svg"].read_text()).itertext())
+    assert "plan of 4 documents" in drawn and "nothing to do" in drawn and "predicted seconds" in drawn
     assert json.loads(files["trace"].read_text())["traceEvents"]
 
 
 def test_png_file(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    assert main(["plan", "--lengths", lengths, "--slots", "4", "--png", str(tmp_path / "a.png")]) == 0
+    assert main(["plan", "--lengths", lengths, "--slots", "4", "--plot", str(tmp_path / "a.png")]) == 0
     assert (tmp_path / "a.png").stat().st_size > 1000 and "wrote" in capsys.readouterr().out
 
 
@@ -173,7 +179,14 @@ BAD = [
     (["--slots", "4", "--same", "2x5", "--cp", "2", "--planner", "dynamic"], "use --min-cp and --max-cp"),
     (["--slots", "4", "--same", "2x90", "--max-tokens-per-slot", "9"], "90"),
     (["--slots", "0", "--same", "2x5"], "--slots is 0"),
-    (["--slots", "4", "--same", "2x5", "--html", "/nowhere/x.html"], "cannot write /nowhere/x.html"),
+    (
+        ["--slots", "4", "--same", "2x5", "--plot", "/nowhere/x.html"],
+        "cannot write /nowhere/x.html: there is no folder",
+    ),
+    (["--slots", "4", "--same", "2x5", "--plot", "x.jpg"], "--plot x.jpg: a plan is drawn as .html, .svg or .png"),
+    (["--slots", "4", "--same", "4x262144"], "more than the 32768 that cp 4 x max_tokens_per_slot 8192 hold"),
+    (["--slots", "4", "--same", "2x5", "--tflops", "-1"], "--tflops -1: a speed must be above 0"),
+    (["--slots", "4", "--same", "2x5", "--tflops", "400", "--cost", "x"], "give one of --tflops and --cost"),
     (["--slots", "4", "--same", "2x5", "--weights", "8e9"], "--mode is lockstep; add --mode free, or leave --weights"),
     (["--slots", "4", "--same", "2x5", "--mode", "free", "--weights", "-1"], "--weights is -1; give a model's number"),
     (["--slots", "4", "--same", "2x5", "--dp-replicate", "2"], "--dp-replicate 2 is how the weights of --weights"),
@@ -245,6 +258,33 @@ def test_a_model_without_attention_is_planned_for(tmp_path: Path, capsys: pytest
     for kind in ("a2a", "p2p"):
         assert main([*words, "--cp-comm-type", kind]) == 0
         assert "not known" not in capsys.readouterr().out
+
+
+def test_plan_and_simulate_hold_as_many_rows() -> None:
+    rows = {field.default for kind in (PlanFlags, SimulateFlags) for field in fields(kind) if "per_slot" in field.name}
+    assert rows == {8192}
+
+
+def test_devices_of_another_speed_price_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--same", "4x900", "--slots", "2", "--cp", "1"]
+    plan, _ = planned([*words, "--tflops", "400"], capsys)
+    usual, _ = planned(words, capsys)
+    assert plan.predicted_seconds == pytest.approx(usual.predicted_seconds, rel=0.01)
+    fast, _ = planned([*words, "--tflops", "800"], capsys)
+    launch = usual.cost.micro_batch_seconds
+    assert (plan.predicted_seconds - launch) / (fast.predicted_seconds - launch) == pytest.approx(2)
+    assert fast.cost.source == "Qwen3-8B on GPUs of 800 TFLOP/s"
+
+
+def test_a_type_prices_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--same", "8x20000", "--slots", "16", "--cp", "16", "--cp-comm-type"]
+    levels = ["--hierarchical-context-parallel-sizes", "8", "2"]
+    seconds = {}
+    for kind, more in (("p2p", []), ("a2a", []), ("a2a+p2p", levels)):
+        plan, _ = planned([*words, kind, *more], capsys)
+        assert plan.cost == Cost().under(kind, 8 if more else 1)
+        seconds[kind] = plan.predicted_seconds
+    assert seconds["a2a+p2p"] < seconds["p2p"]
 
 
 def test_a_model_prices_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

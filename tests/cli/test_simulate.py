@@ -34,14 +34,31 @@ def test_the_picture_of_degrees(tmp_path: Path, capsys: pytest.CaptureFixture[st
     root = ElementTree.fromstring(file.read_text())
     texts = ["".join(element.itertext()) for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"1", "2", "4", "8", "filled up, documents repeated", "planned, each once"} <= set(texts)
-    assert any(text.startswith("dynamic plan, ") for text in texts)
+    assert "predicted seconds, logarithmic axis" in texts and "context-parallel degree, logarithmic axis" in texts
+    assert any(text.endswith("times faster than cp 1 filled up") for text in texts)
+    assert sum("dynamic plan" in text for text in texts) == 1 and not any("--same" in text for text in texts)
     marks = [element for element in root.iter() if element.get("class", "").startswith("mark")]
     assert len(marks) == 1 + 4  # of the legend, and of each degree
-    assert any(text.startswith("cp 1, filled up, ") for text in texts)
+    assert any(text.startswith("cp 1, filled up: ") for text in texts)
     assert main([*words[:-1], str(tmp_path / "no" / "folder.svg")]) == 2
     assert "cannot write" in capsys.readouterr().err
-    assert main(["simulate", "--slots", "8", "--same", "8x64", "--plot", str(file)]) == 2
-    assert "add --which-eval-degree" in capsys.readouterr().err
+    assert main([*words[:-1], str(tmp_path / "degrees.png")]) == 2
+    assert "degrees.png: a comparison is drawn as .svg or .html" in capsys.readouterr().err
+
+
+def test_the_picture_of_planners(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [tmp_path / "planners.svg", tmp_path / "planners.html"]
+    words = ["simulate", "--distribution", "expo", "--longest", "30000", "--slots", "8", "--plot", *map(str, files)]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    root = ElementTree.fromstring(files[0].read_text())
+    texts = ["".join(element.itertext()) for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    names = ["padded, cp 4", "fixed, cp 4", "fixed, cp 8", "dynamic"]
+    assert [text for text in texts if text in names] == names and any("lower bound, " in text for text in texts)
+    bars = [float(e.get("width", "0")) for e in root.iter() if e.get("class", "").startswith("mark")]
+    assert bars[0] == max(bars) and bars[3] <= bars[2]  # the padded one is cut
+    assert any("the fastest plan of one degree" in text for text in texts)
+    assert files[1].read_text().startswith("<!doctype html>") and all(f"wrote {file}" in out for file in files)
 
 
 def test_degrees_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,9 @@ from longspan.plan.simulate.which_type import priced_by_type, type_of, type_text
     ],
 )
 def test_types_at_a_degree(cp: int, heads: int | None, tp: int, partition: str, expected: list[str]) -> None:
-    options = PlanOptions(cp_comm_type="auto", heads=heads, partition="contiguous" if partition != "zigzag" else "zigzag")
+    options = PlanOptions(
+        cp_comm_type="auto", heads=heads, partition="contiguous" if partition != "zigzag" else "zigzag"
+    )
     ways = typed_options(options, Layout(48 * tp, tp=tp), cp)
     assert [type_text(way.cp_comm_type, [way.hierarchical_context_parallel_sizes]) for way in ways] == expected
     for way in ways:

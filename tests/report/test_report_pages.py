@@ -204,6 +204,71 @@ def test_a_resumed_run_counts_the_last_row_of_a_step(tmp_path: Path) -> None:
     assert run.step.tolist() == [1, 2, 3] and run.train["loss"].tolist() == [5.0, 4.0, 3.0]
 
 
+def test_a_usual_step_shows_first(tmp_path: Path) -> None:
+    """Not the first one, which may be half empty: the step whose ratio to its bound is the median."""
+    run = write_run(tmp_path)
+    saved = Plan.from_json((run / "plans" / "step-000001.json").read_bytes())
+    for step, ratio in ((1, 1.9), (30, 1.2), (60, 1.1)):
+        bound = saved.predicted_seconds / ratio
+        (run / "plans" / f"step-{step:06d}.json").write_text(replace(saved, lower_bound_seconds=bound).to_json())
+    html = write_report(run).read_text()
+    assert re.findall(r'<option value="\d" selected>([^<]*)', html) == ["step 30"]
+    shown = [hidden == "" for hidden in re.findall(r'data-plan-index="\d"( hidden)?', html)]
+    assert shown == [False, True, False, False]
+    assert [card.count('picture scroll"><svg') for card in html.split('class="plan"')[1:]] == [0, 1, 0, 0]
+
+
+def test_the_page_begins_with_what_came_of_the_run(tmp_path: Path) -> None:
+    content = page_of(write_run(tmp_path / "run")).content
+    assert (
+        "Loss 7.44 → 5.5 in 18 s of steps; 4.6 on documents that it never saw, the same at degrees 1, 2, 4" in content
+    )
+    assert "60 steps, 240K tokens, 239K targets" in content and "packing efficiency" not in content.lower()
+    differing = [{"cp": 1, "eval_loss": 4.0, "eval_tokens": 9}, {"cp": 2, "eval_loss": 4.1, "eval_tokens": 9}]
+    (tmp_path / "run" / "summary.json").write_text(json.dumps({"eval_at_degrees": differing}))
+    assert (
+        "4 on documents that it never saw, different at degrees 1, 2 to 2.5e-02." in page_of(tmp_path / "run").content
+    )
+
+
+def test_equal_evaluations_of_a_step_are_one_mark(tmp_path: Path) -> None:
+    rows = [{"step": 60, "eval_loss": 4.6 * (1 + d), "eval_tokens": 9, "cp": cp} for cp, d in ((1, 1e-9), (2, 0.01))]
+    run = write_run(tmp_path, rows=[*map(train_row, range(1, 61)), {"step": 30, "eval_loss": 5.0, "cp": 4}, *rows])
+    chart = page_of(run).charts[0]
+    names = [series["name"] for series in chart["series"] if series["name"].startswith("evaluation")]
+    assert names == ["evaluation, cp 4; equal at 1 after step 60", "evaluation, cp 2"]
+
+
+def test_evaluations_by_dynamic_plans_are_called_so_everywhere(tmp_path: Path) -> None:
+    """Their largest degree is no degree of the evaluation, and may be another one each time."""
+    run = write_run(tmp_path, rows=[train_row(step) for step in range(1, 61)])
+    (run / "config.toml").write_text(
+        '[context]\nplanner = "dynamic"\neval_planner = "dynamic"\neval_context_parallel_size = 1\n'
+    )
+    rows = [
+        {"step": step, "eval_loss": 4.5, "eval_tokens": 9, "cp": cp, "planner": "dynamic"}
+        for step, cp in ((30, 4), (60, 2))
+    ]
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in [*map(train_row, range(1, 61)), *rows])
+    )
+    (run / "summary.json").write_text("{}")
+    page = page_of(run)
+    names = [series["name"] for series in page.charts[0]["series"] if series["name"].startswith("evaluation")]
+    assert names == ["evaluation, dynamic plans"]
+    assert "evaluated by dynamic plans" in page.content and "evaluated at cp" not in page.content
+    assert "after step 60; degree dynamic" in page.content and "2, dynamic" not in page.content
+
+
+@pytest.mark.parametrize("extra", [0, 1, 2])
+def test_no_chart_and_no_figure_stands_alone_in_a_row(extra: int, tmp_path: Path) -> None:
+    columns = dict(list({"router_balance_loss": 1.0, "router_z_loss": 2.0}.items())[:extra])
+    html = write_report(write_run(tmp_path, rows=[train_row(step, **columns) for step in range(1, 9)])).read_text()
+    grid = html.split('class="grid-3"')[1].split("</section>")[0]
+    halves, charts = grid.count('class="chart half"'), grid.count('class="chart')
+    assert (charts - halves) % 3 == 0 and halves % 2 == 0 and charts == 6 + extra
+
+
 def test_degrees_that_differ_are_named(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     table = [{"cp": 1, "eval_loss": 4.0, "eval_tokens": 9}, {"cp": 2, "eval_loss": 4.0001, "eval_tokens": 9}]

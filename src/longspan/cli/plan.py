@@ -5,12 +5,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 from longspan.cli.flags import Switch, check_least, parse_flags
 from longspan.cli.planning.images import ImageFlags, image_notes, with_images
 from longspan.cli.planning.lengths import SourceFlags, read_lengths
+from longspan.cli.planning.pictures import check_pictures, kind_of_picture, write_file
 from longspan.cli.planning.pricing import (
     UNPRICED,
     ClosingFlags,
@@ -56,18 +56,17 @@ class PlanFlags(ImageFlags, PricingFlags, ClosingFlags, SourceFlags):
     """Rows of a slot are laid out in multiples of this (sequence parallelism)."""
     json: Switch = False
     """Print the plan as JSON, and nothing else, on standard output."""
-    html: str = ""
-    """Write a page with the picture of the plan to this file."""
+    plot: tuple[str, ...] = ()
+    """Draw the plan to these files: .html (a page to explore), .svg, or .png (needs the viz extra)."""
     trace: str = ""
     """Write the plan as Chrome trace (chrome://tracing, ui.perfetto.dev) to this file."""
-    png: str = ""
-    """Write the picture of the plan to this file (needs the viz extra)."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     flags = parse_flags(PlanFlags, argv, "longspan plan")
     check_weights(flags, free=flags.mode == "free")
+    check_pictures(flags.plot, ("html", "svg", "png"), "a plan")
     check_least(flags, slots=1, max_tokens_per_slot=0, cp=0, max_cp=0, max_image_rows=0)
     lengths, source = read_lengths(flags, flags.slots)
     began = time.perf_counter()
@@ -120,27 +119,22 @@ def _planned(flags: PlanFlags, kind: str, lengths: Sequence[int], home: Layout, 
 
 
 def _write_files(flags: PlanFlags, plan: Plan, source: str) -> list[str]:
-    wrote = []
-    if flags.html:
-        from longspan.report import plan_page
-
-        write_file(flags.html, plan_page(plan, title=f"plan of {counted(len(plan.lengths), 'document')} from {source}"))
-        wrote.append(flags.html)
+    title = f"plan of {counted(len(plan.lengths), 'document')} from {source}"
+    for path in flags.plot:
+        _draw(plan, path, title)
     if flags.trace:
         from longspan.report import chrome_trace
 
         write_file(flags.trace, chrome_trace(plan))
-        wrote.append(flags.trace)
-    if flags.png:
-        from longspan.report import write_png
-
-        wrote.append(str(write_png(plan, flags.png)))
-    return wrote
+    return [*flags.plot, *([flags.trace] if flags.trace else [])]
 
 
-def write_file(path: str, content: str) -> None:
-    """Write a file that a flag names. Raises ConfigError for what the disk refuses."""
-    try:
-        Path(path).write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+def _draw(plan: Plan, path: str, title: str) -> None:
+    """Write the picture of a plan as the kind of file that its name says."""
+    from longspan.report import plan_document, plan_page, write_png
+
+    kind = kind_of_picture(path)
+    if kind == "png":
+        write_png(plan, path)
+    else:
+        write_file(path, plan_page(plan, title=title) if kind == "html" else plan_document(plan, title=title))

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from longspan.cli.flags import Switch, check_least, parse_flags
-from longspan.cli.plan import write_file
 from longspan.cli.planning.lengths import SourceFlags, read_lengths
+from longspan.cli.planning.pictures import check_pictures, kind_of_picture, write_file
 from longspan.cli.planning.pricing import (
     ClosingFlags,
     PricingFlags,
@@ -21,7 +21,13 @@ from longspan.cli.planning.pricing import (
     read_price,
     with_weights,
 )
-from longspan.cli.simulation.comparison import Row, comparison_json, comparison_table, title_of_saved_plans
+from longspan.cli.simulation.comparison import (
+    Row,
+    comparison_json,
+    comparison_picture,
+    comparison_table,
+    title_of_saved_plans,
+)
 from longspan.cli.simulation.degrees import degrees_json, degrees_picture, degrees_table
 from longspan.errors import ConfigError, LongspanError, counted
 from longspan.layout import Layout
@@ -33,6 +39,8 @@ from longspan.plan.simulate.row_bytes import QWEN3_8B, Checkpointing, RowBytes
 from longspan.plan.simulate.simulate import Simulation, shared_by, simulate
 from longspan.plan.simulate.which_degree import which_degree
 from longspan.plan.simulate.which_type import type_of, typed_options
+from longspan.report.markup import tag
+from longspan.report.page import page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +73,8 @@ class SimulateFlags(PricingFlags, ClosingFlags, SourceFlags):
     """Instead: price an evaluation of the documents at each degree, filled up and planned, beside a dynamic plan."""
     accumulation: int = 0
     """With --which-eval-degree: micro-batches that keep the pipeline full; 0: the stages."""
-    plot: str = ""
-    """With --which-eval-degree: draw the seconds of each degree to this SVG file."""
+    plot: tuple[str, ...] = ()
+    """Draw the seconds of each row of the table to these files, .svg or .html."""
     plans: tuple[str, ...] = ()
     """Instead: simulate these saved plans, or those in a run's folder."""
     json: Switch = False
@@ -78,11 +86,13 @@ def main(argv: Sequence[str]) -> int:
     flags = parse_flags(SimulateFlags, argv, "longspan simulate")
     check_least(flags, world=0, slots=0, tp=1, pp=1, vpp=1, max_tokens_per_slot=0, node_size=1, accumulation=0)
     check_weights(flags, free=flags.mode == "free" or bool(flags.plans))
+    check_pictures(flags.plot, ("svg", "html"), "a comparison")
     if flags.plans:
         rows: list[Row] = list(_saved(flags))
         title = title_of_saved_plans(rows)
         table = comparison_table(title, rows, flags.activation_checkpointing)
         print(comparison_json(title, rows) if flags.json else table)
+        _draw(flags, title, comparison_picture(title, rows) if flags.plot else "")
         return 0
     home = home_of(flags)
     lengths, source = read_lengths(flags, home.slots)
@@ -94,11 +104,10 @@ def main(argv: Sequence[str]) -> int:
     if flags.which_eval_degree:
         _print_degrees(flags, title, lengths, home)
         return 0
-    if flags.plot:
-        raise ConfigError(f"--plot {flags.plot} draws the degrees of an evaluation; add --which-eval-degree")
     rows = list(_compared(flags, lengths, home))
     table = comparison_table(title, rows, flags.activation_checkpointing)
     print(comparison_json(title, rows) if flags.json else "\n".join([table, *_notes(flags)]))
+    _draw(flags, title, comparison_picture(title, rows) if flags.plot else "")
     return 0
 
 
@@ -131,9 +140,16 @@ def _print_degrees(flags: SimulateFlags, title: str, lengths: Sequence[int], hom
     print(degrees_json(title, comparison) if flags.json else degrees_table(title, comparison, accumulation))
     if not flags.json:
         print("\n".join(_notes(flags)), end="\n" if _notes(flags) else "")
-    if flags.plot:
-        write_file(flags.plot, degrees_picture(title, comparison))
-        print(f"wrote {flags.plot}", file=sys.stderr if flags.json else sys.stdout)
+    _draw(flags, title, degrees_picture(title, comparison) if flags.plot else "")
+
+
+def _draw(flags: SimulateFlags, title: str, picture: str) -> None:
+    """Write a picture to the files that the flags name, as it is or in a page."""
+    for path in flags.plot:
+        heading = title.splitlines()[0]
+        figure = tag("figure", picture, class_="chart")
+        write_file(path, page(heading, [figure]) if kind_of_picture(path) == "html" else picture)
+        print(f"wrote {path}", file=sys.stderr if flags.json else sys.stdout)
 
 
 def _notes(flags: SimulateFlags) -> Sequence[str]:
@@ -206,7 +222,9 @@ def _saved(flags: SimulateFlags) -> Iterator[tuple[str, Simulation]]:
             backward = plan.cost.passes != "forward" and not flags.evaluation
             yield (
                 file.stem,
-                simulate(plan, cost=price, pp=flags.pp, vpp=flags.vpp, backward=backward, row_bytes=_row_bytes(flags, plan)),
+                simulate(
+                    plan, cost=price, pp=flags.pp, vpp=flags.vpp, backward=backward, row_bytes=_row_bytes(flags, plan)
+                ),
             )
 
 

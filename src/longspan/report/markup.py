@@ -1,6 +1,7 @@
 """HTML and SVG elements as strings, escaped in one place."""
 
 from html import escape
+from importlib.resources import files
 
 
 def tag(element: str, *content: str, **attributes: object) -> str:
@@ -27,6 +28,11 @@ def _attribute(name: str, value: object) -> str:
 def text(value: object) -> str:
     """Plain text as markup."""
     return escape(str(value))
+
+
+def style_sheet() -> str:
+    """The style of pages, for a drawing that stands alone."""
+    return files("longspan.report").joinpath("page.css").read_text(encoding="utf-8")
 
 
 def section(title: str, *content: str) -> str:

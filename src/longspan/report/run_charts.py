@@ -50,7 +50,9 @@ def _held_out(run: RunFolder) -> Iterator[tuple[str, list[EvalRow]]]:
         if degree != main and all(relative_spread([losses.get(r.step, np.inf), r.loss]) <= SAME for r in rows)
     }
     steps = sorted({row.step for rows in equal.values() for row in rows})
-    beside = f"; equal at {', '.join(equal)} after step {', '.join(f'{step:,}' for step in steps[-2:])}" if equal else ""
+    beside = (
+        f"; equal at {', '.join(equal)} after step {', '.join(f'{step:,}' for step in steps[-2:])}" if equal else ""
+    )
     yield f"evaluation, {_plans(main)}{beside}", by_degree[main]
     for degree, rows in by_degree.items():
         if degree != main and degree not in equal:

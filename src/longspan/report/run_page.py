@@ -22,7 +22,7 @@ from longspan.train.run.records.facts import RunFacts
 _DEGREES = ("tp", "pp", "vpp", "ep", "dp_replicate")  # of [parallel]; 1 is not worth a word
 LAST = 10  # steps in "final loss"
 CARDS = 4  # in a row, at most
-HALF = 560  # width of a chart of which two fill a row
+HALF = 460  # width of a chart of which two fill a row
 
 
 def run_sections(run: RunFolder) -> Iterator[str]:
@@ -52,7 +52,9 @@ def _header(run: RunFolder) -> str:
     made = [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, dict) else []
     lines = (tag("p", text(" · ".join(line)), class_="sub") for line in (parts, made) if line)
     story = "; ".join(_story(run))
-    return tag("header", title, *lines, tag("p", text(f"{story[:1].upper()}{story[1:]}."), class_="story") if story else "")
+    return tag(
+        "header", title, *lines, tag("p", text(f"{story[:1].upper()}{story[1:]}."), class_="story") if story else ""
+    )
 
 
 def _story(run: RunFolder) -> Iterator[str]:

@@ -69,11 +69,35 @@ def test_rounding_is_not_drawn_as_a_curve() -> None:
     assert max(heights) - min(heights) < 0.2
 
 
-def test_marks_at_one_place_stand_beside_each_other() -> None:
+def test_every_mark_is_where_its_value_is() -> None:
+    """Also where several lie on each other: a mark beside its place would say another step."""
     x, y = np.array([10.0, 20.0]), np.array([5.0, 4.0])
-    series = tuple(Series(f"cp {cp}", x, y + 1e-9 * cp, cp, "marks") for cp in range(3))
+    series = tuple(Series(f"cp {cp}", x, y + 1e-9 * cp, 0, "marks") for cp in range(3))
     drawing = chart_figure(Chart("Loss", series, "nats", width=480))
-    shapes = re.findall(r'class="mark c\d"[^>]*?(?:cx="|x="|d="M)([\d.]+)', drawing)
-    places = [float(place) for place in shapes[-6:]]
-    assert len(places) == 6 and len({round(place) for place in places}) == 6
-    assert min(abs(a - b) for i, a in enumerate(places) for b in places[:i]) > 6
+    places = [float(x) for x in re.findall(r'class="mark c0" cx="([\d.]+)"', drawing) if x != "11.0"]  # of the legend
+    assert len(places) == 6 and len(set(places)) == 2
+
+
+def test_named_places_leave_room_for_their_names_and_notes_stay_inside() -> None:
+    series = (Series("planned", np.arange(4), np.array([4.0, 1.0, 2.0, 9.0]), 0, "marks"),)
+    words = "degree 2 takes least, by far"
+    names = ("1", "2", "4", "1024")
+    for place in range(4):
+        chart = Chart("Time", series, "s", width=480, x_names=names, notes=((place, 1.0, words),), log=True)
+        (svg,) = ElementTree.fromstring(chart_figure(chart)).iter("svg")
+        texts = {element.text: element for element in svg.iter("text")}
+        assert float(texts["1024"].attrib["x"]) + 4 * 3.5 < 480
+        note = texts[words]
+        assert float(note.attrib["x"]) >= 52 and float(note.attrib["x"]) + 6.5 * len(words) < 480
+        assert float(note.attrib["y"]) < chart.height - 36
+
+
+def test_words_of_a_reference_do_not_lie_on_a_grid_line() -> None:
+    for value in np.linspace(1.0, 9.0, 33).tolist():
+        series = (Series("loss", STEPS, np.array([0.0, 10.0, 3.0, 4.0, 5.0])),)
+        figure = ElementTree.fromstring(chart_figure(Chart("Loss", series, "nats", references=((value, "bound"),))))
+        grid = [
+            float(re.findall(r" ([\d.]+)H", e.attrib["d"])[0]) for e in figure.iter("path") if e.get("class") == "grid"
+        ]
+        (word,) = [float(e.attrib["y"]) for e in figure.iter("text") if e.text == "bound"]
+        assert not [line for line in grid if word - 8 < line < word], value

@@ -55,6 +55,9 @@ def test_ticks_are_round_and_inside(low: float, width: float, count: int) -> Non
         assert np.allclose(np.diff(found), step, rtol=1e-6)
     if width > 1e-2 * abs(low):
         assert len({number_text(t, _digits(found)) for t in found}) == len(found)
+    if len(found) > 1 and max(map(abs, found)) < 1e4:
+        texts = [float(number_text(t, _digits(found)).replace(",", "")) for t in found]
+        assert np.allclose(texts, found, rtol=0, atol=2e-3 * (found[1] - found[0]))
 
 
 @pytest.mark.parametrize(
@@ -84,3 +87,9 @@ def test_ticks_are_round_and_inside(low: float, width: float, count: int) -> Non
 )
 def test_written_values(found: object, wanted: object) -> None:
     assert found == (pytest.approx(wanted) if isinstance(wanted, list) else wanted)
+
+
+def test_ticks_of_quarter_steps_are_written_in_full() -> None:
+    """7.575 is not 7.58: labels at equal distances have equal differences."""
+    found = ticks(7.57, 7.69, 5)
+    assert [number_text(t, _digits(found)) for t in found] == ["7.575", "7.6", "7.625", "7.65", "7.675"]

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from longspan.errors import ConfigError
-from longspan.plan import Group, MicroBatch, Plan
-from longspan.report import chrome_trace, gantt_svg, write_png
-from longspan.report.plan_pictures.bars import plan_bars
+from longspan.layout import Layout
+from longspan.plan import Group, MicroBatch, Plan, plan_dynamic
+from longspan.report import chrome_trace, gantt_svg, plan_document, write_png
+from longspan.report.markup import style_sheet
+from longspan.report.plan_pictures.bars import FILLS, plan_bars
 from tests.report.runs import mixed_plan
 
 EMPTY = Plan(4, (), (MicroBatch(), MicroBatch()), 0)
@@ -49,8 +51,40 @@ def test_colours_repeat_for_one_document_and_differ_between_the_longest() -> Non
     bars = [(r.attrib["data-d"], r.attrib["class"]) for r in tree.iter("rect") if "data-d" in r.attrib]
     assert all(len({css for d, css in bars if d == document}) == 1 for document, _ in bars)
     plan = mixed_plan(16)
-    longest = sorted(range(len(plan.lengths)), key=lambda d: -plan.lengths[d])[:8]
-    assert len({dict(bars)[str(d)] for d in longest}) == 8
+    areas = {bar.document: (bar.stop - bar.start) * bar.slots for bar in plan_bars(plan).bars}
+    largest = sorted(areas, key=lambda d: -areas[d])[:8]
+    assert len({dict(bars)[str(d)] for d in largest}) == 8
+    rows = ElementTree.fromstring(gantt_svg(plan, unit="rows")).iter("rect")
+    assert all(
+        dict(bars).get(r.attrib["data-d"], r.attrib["class"]) == r.attrib["class"] for r in rows if "data-d" in r.attrib
+    )
+
+
+@pytest.mark.parametrize("slots", [4, 16, 64])
+def test_neighbours_have_other_colours(slots: int) -> None:
+    picture = plan_bars(mixed_plan(slots))
+    bars = [b for b in picture.bars if b.slots > 1 or slots <= 16]
+    for a in bars:
+        for b in bars:
+            together = a.start < b.stop and b.start < a.stop and b.slot == a.slot + a.slots
+            after = a.stop == b.start and a.slot < b.slot + b.slots and b.slot < a.slot + a.slots
+            if a.document != b.document and (together or after):
+                assert picture.color_of[a.document] != picture.color_of[b.document], (a, b)
+
+
+def test_fills_are_those_of_the_page() -> None:
+    sheet = style_sheet()
+    assert all(f".k{place} {{ fill: {fill}; }}" in sheet for place, fill in enumerate(FILLS))
+
+
+def test_a_plan_is_an_svg_document_of_its_own() -> None:
+    document = plan_document(mixed_plan(16), title="a<b>")
+    root = ElementTree.fromstring(document)
+    width, height = (float(x) for x in root.attrib["viewBox"].split()[2:])
+    assert root.attrib["xmlns"] if "xmlns" in root.attrib else root.tag.startswith("{http://www.w3.org/2000/svg}")
+    sizes = [svg.attrib for svg in root.iter("{http://www.w3.org/2000/svg}svg") if svg is not root]
+    assert all({"width", "height"} <= size.keys() for size in sizes)  # a style does not size what is inside
+    assert (width, height) > (1100, 300) and "a&lt;b&gt;" in document and "in another colour" in document
 
 
 def test_a_summary_of_several_slots_says_when_they_are_busy() -> None:
@@ -104,6 +138,21 @@ def test_png_draws_a_document_on_its_slots_for_as_long_as_it_takes(
     write_png(plan, tmp_path / "plan.png")
     bars = plan_bars(plan).bars
     assert {(bar.start, bar.slot, bar.stop - bar.start, bar.slots) for bar in bars} <= set(drawn)
+
+
+def test_png_of_few_slots_names_documents_and_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    axes = pytest.importorskip("matplotlib.axes")
+    names, lines = list[str](), list[float]()
+    text, axhline = axes.Axes.text, axes.Axes.axhline
+    monkeypatch.setattr(
+        axes.Axes, "text", lambda self, x, y, name, **look: (names.append(name), text(self, x, y, name, **look))[1]
+    )
+    monkeypatch.setattr(axes.Axes, "axhline", lambda self, y, **look: (lines.append(y), axhline(self, y, **look))[1])
+    lengths = [60000, 42000, 20000, *range(500, 6000, 300)]
+    plan = plan_dynamic(lengths, Layout(4), max_tokens_per_slot=16384, node_size=2)
+    path = write_png(plan, tmp_path / "plan.png")
+    assert int.from_bytes(path.read_bytes()[20:24], "big") > 600 and lines == [2]
+    assert {"0 · 60,000", "1 · 42,000", "2 · 20,000"} <= set(names) and len(names) > len(lengths) // 2
 
 
 def test_png_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from longspan.plan.cost.model_cost import cost_on_h200
 from longspan.plan.cost.model_shape import read_query_heads
 from longspan.plan.micro_batch import PartitionKind
 from longspan.plan.planners.options import PlanKeywords
+from longspan.plan.simulate.row_bytes import QWEN3_8B
 from longspan.plan.simulate.which_partition import which_partition
 from longspan.plan.simulate.which_type import priced_by_type
 
@@ -47,6 +48,9 @@ class PricingFlags:
     model: str = ""
     """Folder or config.json of a transformers model: without --cost its sizes price the plan, on H200s; its query heads
     limit the degrees of a2a."""
+    tflops: float = 0.0
+    """What a device sustains, in 1e12 FLOP/s: prices the sizes of --model, or of Qwen3-8B, on such devices, whose links
+    carry 350 GB/s inside a host and 40 elsewhere; 0: as --cost and --model say."""
     heads: int = 0
     """Query heads of the model, where there is no --model; 0: the 32 of Qwen3-8B, and not known with --cost."""
     mtp_depths: int = 0
@@ -73,9 +77,20 @@ def read_price(flags: PricingFlags, *, training: bool = True) -> Cost:
             f"--mtp-depths {depths} with {found if depths > 0 else 'depths below 0'}; give --model FOLDER, whose last "
             "layer depths are like, and a number from 0"
         )
+    if flags.tflops:
+        return _price_at(flags, depths if training else 0)
     if flags.model and not flags.cost:
         return cost_on_h200(flags.model, depths=depths if training else 0)
     return read_cost(flags.cost, "--cost")
+
+
+def _price_at(flags: PricingFlags, depths: int) -> Cost:
+    """The cost of a model on devices of so many TFLOP/s."""
+    if flags.cost or not 0 < flags.tflops < math.inf:
+        found = f"--cost {flags.cost}, which has its own speed" if flags.cost else "a speed must be above 0"
+        raise ConfigError(f"--tflops {flags.tflops:g}: {found}; give one of --tflops and --cost, such as --tflops 400")
+    cost = Cost.for_model(flags.model or QWEN3_8B, tflops=flags.tflops, depths=depths)
+    return replace(cost, source=f"{'the model' if flags.model else 'Qwen3-8B'} on GPUs of {flags.tflops:g} TFLOP/s")
 
 
 def heads_of(flags: PricingFlags) -> int | None:

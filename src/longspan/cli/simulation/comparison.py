@@ -9,6 +9,7 @@ from longspan.errors import counted
 from longspan.plan.simulate.row_bytes import Checkpointing
 from longspan.plan.simulate.simulate import Simulation
 from longspan.plan.simulate.which_type import type_of
+from longspan.report.charts.bar_chart import NamedBar, bar_document
 from longspan.report.text_table import text_table
 from longspan.report.value_text import bytes_text, number_text, seconds_text
 
@@ -48,8 +49,7 @@ def title_of_saved_plans(rows: Sequence[Row]) -> str:
 
 
 def comparison_table(title: str, rows: Sequence[Row], kept: Checkpointing) -> str:
-    """Simulations as text: a line for each, the plans that are not possible, and notes; `kept` says of which activations.
-    """
+    """Simulations as text: a line for each, the plans that are not possible, and notes on what is `kept`."""
     simulations, timed = _simulations(rows), _timed(rows)
     free = [simulation for _, simulation in simulations if simulation.plan.mode == "free"]
     names = ["plan", "type", "seconds" if timed else "relative", "x bound", "micro-batches", "bubble", "idle"]
@@ -66,7 +66,9 @@ def comparison_table(title: str, rows: Sequence[Row], kept: Checkpointing) -> st
 
 def against_fixed(rows: Sequence[Row]) -> list[str]:
     """The dynamic plan beside the fastest plan of one degree, in a line; none where either is missing."""
-    of_kind = {kind: [row for row in _simulations(rows) if row[1].plan.planner == kind] for kind in ("fixed", "dynamic")}
+    of_kind = {
+        kind: [row for row in _simulations(rows) if row[1].plan.planner == kind] for kind in ("fixed", "dynamic")
+    }
     if not of_kind["fixed"] or len(of_kind["dynamic"]) != 1:
         return []
     name, best = min(of_kind["fixed"], key=lambda row: row[1].seconds)
@@ -75,6 +77,27 @@ def against_fixed(rows: Sequence[Row]) -> list[str]:
     words = "as much time as" if abs(difference) < LEAST_DIFFERENCE else less
     kind = f" under {type_of(best.plan)}" if type_of(best.plan) else ""
     return [f"the dynamic plan takes {words} the fastest plan of one degree ({name}{kind})"]
+
+
+def comparison_picture(title: str, rows: Sequence[Row]) -> str:
+    """A bar for the seconds of each plan, with its type, and a line at the least bound. An SVG document."""
+    simulations, timed = _simulations(rows), _timed(rows)
+    bars = [NamedBar(name, s.seconds, _words(s, timed), int(s.plan.planner == "dynamic")) for name, s in simulations]
+    bound = min((s.lower_bound_seconds for _, s in simulations), default=0.0)
+    line = (bound, f"lower bound{f', {seconds_text(bound)}' if timed else ''}")
+    unit = "predicted seconds" if timed else "predicted time, of no machine"
+    heading = "\n".join(
+        [f"Predicted time of a step: {title.splitlines()[0]}", *title.splitlines()[1:], *against_fixed(rows)]
+    )
+    return bar_document(heading, bars, unit, line)
+
+
+def _words(simulation: Simulation, timed: bool) -> str:
+    """What stands behind the bar of a plan."""
+    bound = f"{simulation.seconds / simulation.lower_bound_seconds:.3f} x bound"
+    return " · ".join(
+        filter(None, [seconds_text(simulation.seconds) if timed else "", type_of(simulation.plan), bound])
+    )
 
 
 def comparison_json(title: str, rows: Sequence[Row]) -> str:

@@ -18,8 +18,8 @@ from longspan.report.value_text import seconds_text
 SAME = 5e-3  # relative difference up to which a dynamic plan is no line of its own
 _NOTE = """\
 filled: one document a group and micro-batch, documents repeated to fill the last pass. planned: each document once,
-under the fastest type of each degree (--cp-comm-type chooses one); micro-batches, rows (the most that a slot holds at once)
-and bubble are the planned evaluation's. Memory of activations goes with the rows."""
+under the fastest type of each degree (--cp-comm-type chooses one); micro-batches, rows (the most that a slot holds at
+once) and bubble are the planned evaluation's. Memory of activations goes with the rows."""
 
 
 def degrees_table(title: str, comparison: DegreeComparison, accumulation: int) -> str:

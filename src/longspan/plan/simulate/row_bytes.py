@@ -23,6 +23,7 @@ QWEN3_8B = {
     "num_key_value_heads": 8,
     "head_dim": 128,
     "intermediate_size": 12288,
+    "vocab_size": 151936,
 }
 
 
@@ -53,10 +54,10 @@ class RowBytes:
     ) -> "RowBytes":
         """Of a model's configuration: an object or dict like transformers', a config.json or its folder.
 
-        `checkpointing` is what `train.activation_checkpointing` says; heads are `exchanged` under a2a. Layers of Zamba 2
-        read the embedding too, which stages hand on and keep. Each of `depths` of multi-token prediction keeps what its
-        layer starts from, and the two rows that this is projected from, before and after they are joined. Raises
-        PlanError without hidden_size, and under "none" for layers whose rows are not counted.
+        `checkpointing` is what `train.activation_checkpointing` says, and heads are `exchanged` under a2a. Layers of
+        Zamba 2 read the embedding too, which stages hand on and keep. Each of `depths` of multi-token prediction keeps
+        what its layer starts from, and the two rows that this is projected from, before and after they are joined.
+        Raises PlanError without hidden_size, and under "none" for layers whose rows are not counted.
         """
         read = ConfigReader.of(config)
         read.require("hidden_size")
@@ -64,7 +65,9 @@ class RowBytes:
         with_embedding = has_shared_blocks(read)
         layers = len(layer_kinds(read)) + depths
         return cls(
-            kept=layers * row + 4 * depths * row + _beside_inputs(read, checkpointing, exchanged, depths, bytes_per_value),
+            kept=layers * row
+            + 4 * depths * row
+            + _beside_inputs(read, checkpointing, exchanged, depths, bytes_per_value),
             between_stages=(1 + with_embedding) * row,
             on_each_stage=with_embedding * row,
         )
@@ -86,12 +89,15 @@ def _beside_inputs(
         return attending * (output + exchanged * inputs)
     if has_shared_blocks(read) or any(kind.mixes or kind.feeds == "experts" for kind in kinds):
         raise PlanError(
-            'activations of state-space layers, experts and shared blocks are not counted where checkpointing is "none"; '
+            'activations of state-space layers, experts and shared blocks are not counted under checkpointing "none"; '
             'use "selective" or "full", or let train.max_tokens_per_slot = "auto" measure them'
         )
-    # Behind what the layer starts from: two norms' outputs, the input of the second, and of a gated MLP both products, the
-    # activation, and their product. Norms are taken to keep their inputs alone, as fused ones do.
+    # Behind what the layer starts from: two norms' outputs, the input of the second, and of a gated MLP both products,
+    # the activation, and their product. Norms are taken to keep their inputs alone, as fused ones do.
     hidden, fed = read.count("hidden_size"), feed_forward_weights(read, "dense")
     products, width = fed.all // fed.last, fed.last // hidden
     normed = (query + key) * bytes_per_value * read.family.startswith(NORMED_HEADS)
-    return attending * (output + inputs + normed) + len(kinds) * (3 * hidden + (2 * products - 2) * width) * bytes_per_value
+    return (
+        attending * (output + inputs + normed)
+        + len(kinds) * (3 * hidden + (2 * products - 2) * width) * bytes_per_value
+    )

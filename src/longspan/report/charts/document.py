@@ -6,7 +6,7 @@ from longspan.report.markup import label, tag, text
 HEAD = 42  # above the drawing, beside the lines of the title: unit and legend
 LINE = 17
 # The light colours of page.css; a document shows the same on a dark page, on its own white ground.
-_STYLE = """
+STYLE = """
 text{font:12px system-ui,sans-serif;fill:#5d6670}.title,.strong{font-weight:600;fill:#1d2126}.tick{font-size:11px}
 .grid{stroke:#ecece8;fill:none}.grid.short,.axis{stroke:#9aa4af;fill:none}
 .reference{stroke:#5d6670;stroke-dasharray:4 3;fill:none}.halo{paint-order:stroke;stroke:#fff;stroke-width:4px}
@@ -31,7 +31,7 @@ def chart_document(chart: Chart) -> str:
         tag(
             "svg",
             tag("title", text(f"{'; '.join(titles)}: {chart.y_label} over {chart.x_label}")),
-            tag("style", _STYLE),
+            tag("style", STYLE),
             tag("rect", width=width, height=height, fill="#fff"),
             *(label(line, 12, 18 + LINE * i, "start", "" if i else "title") for i, line in enumerate(titles)),
             *legend,

@@ -17,6 +17,16 @@ from longspan.plan.timeline import GroupTable, slot_rows
 
 Unit = Literal["seconds", "rows"]
 
+# Paul Tol's light scheme and, last, a shade darker: told apart with any colour vision, dark labels readable on all. The
+# same as in page.css.
+FILLS = (
+    *("#77aadd", "#ee8866", "#44bb99", "#eedd88", "#ffaabb", "#99ddff", "#bbcc33", "#c9a6d9"),
+    *("#5f93c8", "#d8714e", "#35a384", "#d6c46a", "#ea8ea2", "#7cc6ec", "#a3b322", "#b28cc5"),
+)
+HUES = 8
+MOST_COLORED = 2400  # bars, the largest ones, whose neighbours have other colours
+NEAR = 0.02  # of the whole time: bars of the same slots so close are neighbours
+
 
 class Bar(NamedTuple):
     """One document of one group on `slots` neighbouring slots from `slot` on."""
@@ -68,9 +78,10 @@ class PlanBars:
 
     @cached_property
     def color_of(self) -> dict[int, int]:
-        """A colour index for each document: longest first, so that the long ones differ."""
-        order = sorted(range(len(self.plan.lengths)), key=lambda d: (-self.plan.lengths[d], d))
-        return {document: place for place, document in enumerate(order)}
+        """A colour of FILLS for each document, the same in time and in rows; see `_colors`."""
+        bars = self.bars if self.unit == "seconds" else plan_bars(self.plan).bars
+        large = sorted(bars, key=lambda bar: -(bar.stop - bar.start) * bar.slots)[:MOST_COLORED]
+        return dict.fromkeys(range(len(self.plan.lengths)), 0) | _colors(large)
 
     def thinned(self, x_scale: float, y_scale: float, limit: int = 2400) -> tuple[list[Bar], list[Summary]]:
         """At most `limit` bars worth drawing at these scales (pixels a unit, pixels a slot); the others summed up."""
@@ -90,6 +101,36 @@ def plan_bars(plan: Plan, cost: Cost | None = None, unit: Unit = "seconds") -> P
     make = _by_rows if unit == "rows" else _by_seconds
     panels, bars = make(plan, plan.cost if cost is None else cost)
     return PlanBars(plan, unit, tuple(panels), tuple(bars))
+
+
+def _colors(bars: Sequence[Bar]) -> dict[int, int]:
+    """A colour for each document of these bars, the largest first: of hues that no neighbour has, the one with the
+    least area so far. So large documents all differ, and small ones repeat the colours of small ones.
+    """
+    neighbours, areas = _neighbours(bars), np.zeros(len(FILLS))
+    colors: dict[int, int] = {}
+    for place, bar in enumerate(bars):
+        if bar.document in colors:
+            continue
+        taken = {colors[bars[other].document] for other in neighbours[place] if bars[other].document in colors}
+        hues = {color % HUES for color in taken}
+        colors[bar.document] = min(
+            range(len(FILLS)), key=lambda color: (color in taken, color % HUES in hues, areas[color], color)
+        )
+        areas[colors[bar.document]] += (bar.stop - bar.start) * bar.slots
+    return colors
+
+
+def _neighbours(bars: Sequence[Bar]) -> list[list[int]]:
+    """The bars that touch each bar, beside or above, or almost."""
+    slot, slots, start, stop = (np.array([bar[i] for bar in bars]) for i in (3, 4, 5, 6))
+    gap = NEAR * float(stop.max(initial=0.0))
+    shared = (slot[:, None] < (slot + slots)[None]) & (slot[None] < (slot + slots)[:, None])
+    touching = (slot[:, None] <= (slot + slots)[None]) & (slot[None] <= (slot + slots)[:, None])
+    together = (start[:, None] < stop[None]) & (start[None] < stop[:, None])
+    close = (start[:, None] <= stop[None] + gap) & (start[None] <= stop[:, None] + gap)
+    both = (shared & close) | (touching & together)
+    return [np.flatnonzero(row).tolist() for row in both]
 
 
 def group_times(plan: Plan, cost: Cost) -> list[np.ndarray]:

@@ -17,7 +17,6 @@ from longspan.report.value_text import number_text, ranges_text, seconds_text
 
 WIDTH = 1120
 _LEFT, _TOP, _BOTTOM, _RIGHT = 54, 26, 40, 12
-_COLORS = 16  # fills in page.css: eight hues, each in two shades
 
 
 def row_height(slots: int) -> float:
@@ -103,7 +102,7 @@ class _Canvas:
         inset = 0.5 if self.height >= 5 else 0.0
         rect = tag(
             "rect",
-            class_=f"b k{self.picture.color_of[bar.document] % _COLORS}",
+            class_=f"b k{self.picture.color_of[bar.document]}",
             data_d=bar.document,
             x=x,
             y=y + inset,

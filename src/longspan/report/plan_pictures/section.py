@@ -5,9 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from longspan.errors import counted
 from longspan.plan import Cost, Plan
-from longspan.report.markup import key, tag, text
-from longspan.report.plan_pictures.gantt import gantt_svg
+from longspan.report.markup import key, label, style_sheet, tag, text
+from longspan.report.plan_pictures.gantt import PATTERNS, WIDTH, gantt_svg
 from longspan.report.value_text import number_text, seconds_text
+
+HEAD, FOOT = 68, 44  # above and below the drawing of a document: title and facts, and legend
 
 
 def plan_section(
@@ -30,24 +32,67 @@ def plan_section(
     return tag("section", title, controls, *cards, _legend(), id="plans")
 
 
-def _legend() -> str:
-    box = {"width": 22, "height": 12}
-    keys = (
-        (key(tag("rect", class_="b k0", **box)), "a document: one colour, one block over the slots that share it"),
-        (key(tag("rect", class_="many", **box)), "busy with documents too short to draw apart"),
-        (key(tag("rect", class_="launch", **box)), "fixed time of a micro-batch"),
-        (key(tag("rect", class_="panel", **box), tag("rect", fill="url(#idle)", **box)), "nothing to do"),
+def plan_document(plan: Plan, cost: Cost | None = None, *, title: str = "plan") -> str:
+    """The picture of one plan in time as the text of an .svg file, with its title and its legend.
+
+    >>> Path("plan.svg").write_text(plan_document(plan))
+    """
+    picture, facts = gantt_svg(plan, cost), [f"{name} {value}" for name, value in _plan_facts(plan, None)]
+    height = float(picture.split('viewBox="0 0 ', 1)[1].split('"', 1)[0].split()[1])
+    lines = " · ".join(facts[:5]), " · ".join(facts[5:])
+    entries = (
+        tag("g", _sized(drawing, 22, 12), label(words, 28, 10, "start"), transform=f"translate({x} {y})")
+        for (drawing, words), (x, y) in zip(_keys(), _places(HEAD + height), strict=True)
     )
+    return tag(
+        "svg",
+        tag("style", style_sheet()),
+        PATTERNS,
+        tag("rect", fill="var(--card)", width=WIDTH, height=round(HEAD + height + FOOT)),
+        tag("text", text(title), x=12, y=22, style="font-size: 15px; font-weight: 600; fill: var(--ink)"),
+        *(label(line, 12, 42 + 16 * i, "start") for i, line in enumerate(lines)),
+        tag("g", _sized(picture, WIDTH, height), transform=f"translate(0 {HEAD})"),
+        *entries,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {WIDTH} {round(HEAD + height + FOOT)}",
+    )
+
+
+def _sized(svg: str, width: float, height: float) -> str:
+    """A drawing with a size of its own, which it needs inside another drawing."""
+    return svg.replace("<svg", f'<svg width="{width:g}" height="{height:g}"', 1)
+
+
+def _places(top: float) -> Iterator[tuple[int, int]]:
+    """Where entries of a document's legend stand: two in a row."""
+    yield from ((54 + 540 * column, round(top) + 4 + 18 * row) for row in range(2) for column in range(2))
+
+
+def _legend() -> str:
     note = (
         "Times are predicted by the plan's cost model, not measured. Within a micro-batch the documents of the widest "
         "groups come first here, whatever a slot's own order."
     )
-    entries = (tag("li", drawing, words) for drawing, words in keys)
+    entries = (tag("li", drawing, words) for drawing, words in _keys())
     return tag("ul", *entries, class_="legend") + tag("p", note, class_="note")
 
 
+def _keys() -> tuple[tuple[str, str], ...]:
+    """The drawing and the words of each entry of the legend."""
+    box = {"width": 22, "height": 12}
+    return (
+        (
+            key(tag("rect", class_="b k0", **box)),
+            "a document: one block over the slots that share it, in another colour than its neighbours",
+        ),
+        (key(tag("rect", class_="many", **box)), "busy with documents too short to draw apart"),
+        (key(tag("rect", class_="launch", **box)), "fixed time of a micro-batch"),
+        (key(tag("rect", class_="panel", **box), tag("rect", fill="url(#idle)", **box)), "nothing to do"),
+    )
+
+
 def _usual(plans: Sequence[tuple[str, Plan]]) -> int:
-    """The place of the plan whose step is the median by ratio to the bound, the better of two; evaluations come last."""
+    """The place of the plan whose step is the median by ratio to the bound, the better of two; steps before others."""
     steps = [place for place, (name, _) in enumerate(plans) if not name.startswith("evaluation")] or range(len(plans))
     by_ratio = sorted(steps, key=lambda place: (math.isnan(ratio := plans[place][1].ratio), ratio))
     return by_ratio[(len(by_ratio) - 1) // 2]
@@ -71,7 +116,7 @@ def _plan_facts(plan: Plan, took: float | None) -> Iterator[tuple[str, str]]:
     yield "micro-batches", f"{len(plan.micro_batches)} on {counted(plan.slots, 'slot')}"
     if degrees:
         yield "degrees", ", ".join(map(str, degrees)) if len(degrees) <= 6 else f"{degrees[0]} to {degrees[-1]}"
-    yield "rows of the fullest slot's, mean", f"{100 * plan.efficiency:.0f}%"
+    yield "rows used", f"{100 * plan.efficiency:.0f}% of the fullest slot's"
     if plan.cost.source:
         yield "predicted", seconds_text(plan.predicted_seconds)
     if took is not None:
