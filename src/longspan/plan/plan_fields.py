@@ -45,7 +45,10 @@ class PlanFields:
 
     @cached_property
     def efficiency(self) -> float:
-        """Packing efficiency: tokens / (slots x micro-batches x rows of the fullest slot), between 0 and 1."""
+        """Rows used: tokens / (slots x micro-batches x rows of the fullest slot), between 0 and 1.
+
+        A plan that is balanced by time need not fill its slots.
+        """
         rows = slot_rows(self.micro_batches, self.slots, self.row_multiple)
         return self.tokens / (rows.size * int(rows.max())) if rows.any() else 0.0
 
