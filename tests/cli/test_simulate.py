@@ -127,14 +127,16 @@ def test_a2a_is_not_compared_where_heads_are_not_known(tmp_path: Path, capsys: p
 
 def test_kept_activations_follow_checkpointing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", "--slots", "4", "--same", "8x8192", "--cp-comm-type", "p2p"]
-    kept = {}
+    sizes = {}
     for kind in ("full", "selective", "none"):
         assert main([*words, "--activation-checkpointing", kind, "--json"]) == 0
-        kept[kind] = json.loads(capsys.readouterr().out)["plans"][1]["activation_bytes"]
+        sizes[kind] = json.loads(capsys.readouterr().out)["plans"][1]["activation_bytes"]
         assert main([*words, "--activation-checkpointing", kind]) == 0
         assert f"kept, {kind}" in capsys.readouterr().out
-    assert kept["full"] == 8192 * 36 * 4096 * 2 and kept["selective"] == kept["full"] + 8192 * 36 * (4096 * 2 + 4 * 32)
-    assert 15 < kept["none"] / kept["full"] < 25
+    assert sizes["full"] == 8192 * 36 * 4096 * 2 and sizes["selective"] == sizes["full"] + 8192 * 36 * (
+        4096 * 2 + 4 * 32
+    )
+    assert 15 < sizes["none"] / sizes["full"] < 25
     assert main(words) == 0
     assert "--activation-checkpointing none, which training has by itself" in capsys.readouterr().out
     mixture = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}

@@ -38,7 +38,7 @@ from longspan.plan.simulate.evaluation_plan import plan_evaluation, widest_degre
 from longspan.plan.simulate.row_bytes import QWEN3_8B, Checkpointing, RowBytes
 from longspan.plan.simulate.simulate import Simulation, shared_by, simulate
 from longspan.plan.simulate.which_degree import which_degree
-from longspan.plan.simulate.which_type import type_of, typed_options
+from longspan.plan.simulate.which_type import options_of_types, type_of
 from longspan.report.markup import tag
 from longspan.report.page import page
 
@@ -172,29 +172,29 @@ def _compared(flags: SimulateFlags, lengths: Sequence[int], home: Layout) -> Ite
     options, cap = _options(flags, home), flags.max_tokens_per_slot
     fit = [d for d in degrees_of(flags, home) if not cap or max(lengths) <= cap * d][:5] or [home.slots]
     padded = partial(plan_padded, lengths, home, fit[0])
-    yield f"padded, cp {fit[0]}", _fastest(padded, home, options, fit[0], flags)
+    yield f"padded, cp {fit[0]}", _fastest_simulation(padded, home, options, fit[0], flags)
     for degree in fit:
         fixed = partial(plan_fixed, lengths, home, degree)
-        yield f"fixed, cp {degree}", _fastest(fixed, home, options, degree, flags)
-    yield "dynamic", _fastest(partial(plan_dynamic, lengths, home), home, options, None, flags)
+        yield f"fixed, cp {degree}", _fastest_simulation(fixed, home, options, degree, flags)
+    yield "dynamic", _fastest_simulation(partial(plan_dynamic, lengths, home), home, options, None, flags)
 
 
-def _fastest(
+def _fastest_simulation(
     planner: partial[Plan], home: Layout, options: PlanOptions, cp: int | None, flags: SimulateFlags
 ) -> Simulation | str:
     """The simulation of a planner's fastest plan over communication types, at a degree or of dynamic degrees; or why
     there is none: the other rows are worth printing all the same.
     """
     simulations, refusals = list[Simulation](), list[str]()
-    for typed in [options] if options.cost.states else typed_options(options, home, cp):
+    for typed in [options] if options.cost.states else options_of_types(options, home, cp):
         try:
-            simulations.append(_simulated(planner, home, typed, cp, flags))
+            simulations.append(_simulation(planner, home, typed, cp, flags))
         except LongspanError as error:
             refusals.append(str(error))
     return min(simulations, key=lambda simulation: simulation.seconds) if simulations else refusals[0]
 
 
-def _simulated(
+def _simulation(
     planner: partial[Plan], home: Layout, options: PlanOptions, cp: int | None, flags: SimulateFlags
 ) -> Simulation:
     def make(options: PlanOptions) -> Plan:

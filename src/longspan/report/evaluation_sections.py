@@ -101,7 +101,7 @@ def degrees_table(rows: Sequence[EvalRow]) -> str:
     """The same weights on the same documents at several degrees, beside each other."""
     base, memory = rows[0], any(row.activation_bytes for row in rows)
     names = ("cp", "loss", "perplexity", "tokens", *(["added memory of a GPU"] * memory), "relative difference", "")
-    head = tag("thead", tag("tr", *(tag("th", name, class_=_minor(name)) for name in names)))
+    head = tag("thead", tag("tr", *(tag("th", name, class_=_column_class(name)) for name in names)))
     table = tag("table", head, tag("tbody", *(_degree_row(row, base, memory=memory) for row in rows)))
     note = (
         f"The weights after step {base.step:,}, the same documents. "
@@ -121,6 +121,6 @@ def _degree_row(row: EvalRow, base: EvalRow, *, memory: bool) -> str:
     return tag("tr", *figures, tag("td", verdict[0], class_=verdict[1]))
 
 
-def _minor(name: str) -> str | None:
+def _column_class(name: str) -> str | None:
     """The class of columns that narrow pages leave out."""
     return "minor" if name in ("perplexity", "tokens") else None

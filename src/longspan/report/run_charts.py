@@ -25,7 +25,7 @@ def loss_chart(run: RunFolder, width: int) -> Chart:
     series = [Series("training", run.step, loss, 0, "faint" if window > 1 else "line")]
     if window > 1:
         series.append(Series(f"training, averaged over {window} steps", run.step, smooth(loss, window), 0))
-    for place, (name, rows) in enumerate(_held_out(run)):
+    for place, (name, rows) in enumerate(_evaluations_by_degree(run)):
         x, y = np.array([r.step for r in rows]), np.array([r.loss for r in rows])
         series.append(Series(name, x, y, 1 + place, "marks"))
     uniform = ((math.log(vocab), f"ln V = {math.log(vocab):.3f}, a uniform guess"),) if vocab else ()
@@ -33,7 +33,7 @@ def loss_chart(run: RunFolder, width: int) -> Chart:
     return Chart(title, tuple(series), label, width=width, height=360, references=uniform, y_format="loss")
 
 
-def _held_out(run: RunFolder) -> Iterator[tuple[str, list[EvalRow]]]:
+def _evaluations_by_degree(run: RunFolder) -> Iterator[tuple[str, list[EvalRow]]]:
     """Evaluations of the held-out documents by degree, with names: the degree that was evaluated most often first, and
     those whose every loss equals its loss at that step named with it, for their marks would lie on its own.
     """
@@ -53,13 +53,13 @@ def _held_out(run: RunFolder) -> Iterator[tuple[str, list[EvalRow]]]:
     beside = (
         f"; equal at {', '.join(equal)} after step {', '.join(f'{step:,}' for step in steps[-2:])}" if equal else ""
     )
-    yield f"evaluation, {_plans(main)}{beside}", by_degree[main]
+    yield f"evaluation, {_degree_name(main)}{beside}", by_degree[main]
     for degree, rows in by_degree.items():
         if degree != main and degree not in equal:
-            yield f"evaluation, {_plans(degree)}", rows
+            yield f"evaluation, {_degree_name(degree)}", rows
 
 
-def _plans(degree: str) -> str:
+def _degree_name(degree: str) -> str:
     return "dynamic plans" if degree == "dynamic" else f"cp {degree}"
 
 

@@ -21,7 +21,7 @@ from longspan.plan.micro_batch import PartitionKind
 from longspan.plan.planners.options import PlanKeywords
 from longspan.plan.simulate.row_bytes import QWEN3_8B
 from longspan.plan.simulate.which_partition import which_partition
-from longspan.plan.simulate.which_type import priced_by_type
+from longspan.plan.simulate.which_type import with_price_of_type
 
 DEFAULT_HEADS = 32  # of Qwen3-8B, which the default cost is of
 
@@ -87,8 +87,8 @@ def read_price(flags: PricingFlags, *, training: bool = True) -> Cost:
 def _price_at(flags: PricingFlags, depths: int) -> Cost:
     """The cost of a model on devices of so many TFLOP/s."""
     if flags.cost or not 0 < flags.tflops < math.inf:
-        found = f"--cost {flags.cost}, which has its own speed" if flags.cost else "a speed must be above 0"
-        raise ConfigError(f"--tflops {flags.tflops:g}: {found}; give one of --tflops and --cost, such as --tflops 400")
+        reason = f"--cost {flags.cost}, which has its own speed" if flags.cost else "a speed must be above 0"
+        raise ConfigError(f"--tflops {flags.tflops:g}: {reason}; give one of --tflops and --cost, such as --tflops 400")
     cost = Cost.for_model(flags.model or QWEN3_8B, tflops=flags.tflops, depths=depths)
     return replace(cost, source=f"{'the model' if flags.model else 'Qwen3-8B'} on GPUs of {flags.tflops:g} TFLOP/s")
 
@@ -124,7 +124,7 @@ def planned(
     "" otherwise. A `partition` "auto" of another model is zigzag.
     """
     if options.cost.states is None:
-        return make(priced_by_type(replace(options, partition="zigzag" if partition == "auto" else partition))), ""
+        return make(with_price_of_type(replace(options, partition="zigzag" if partition == "auto" else partition))), ""
     choice = which_partition(lambda way: make(way).predicted_seconds, options, partition)
     return make(choice.options), f"rows {choice.reason}"
 

@@ -20,10 +20,10 @@ type: how groups share attention, of each plan the fastest (--cp-comm-type choos
 plan of that type can beat on these slots and stages. bubble: share of a stage's time that the pipeline leaves empty;
 idle: share that slots wait for slower ones. peak rows and kept: what the fullest slot's first stage holds for its
 backward passes, as rows of the whole model and as bytes of activations in bfloat16,
-{kept}.
+{activations}.
 Weights, gradients, optimizer states, logits and second forward passes are not counted. sent: bytes of the step on all
 links."""
-_KEPT = {
+_ACTIVATIONS = {
     "full": "of layers recomputed in full their inputs alone; --activation-checkpointing none, which training has by "
     "itself,\nkeeps several times as much",
     "selective": "of layers recomputed selectively their inputs and outputs of attention",
@@ -48,23 +48,23 @@ def title_of_saved_plans(rows: Sequence[Row]) -> str:
     return f"{counted(len(rows), 'saved plan')}{together}, priced for {sources}"
 
 
-def comparison_table(title: str, rows: Sequence[Row], kept: Checkpointing) -> str:
-    """Simulations as text: a line for each, the plans that are not possible, and notes on what is `kept`."""
+def comparison_table(title: str, rows: Sequence[Row], checkpointing: Checkpointing) -> str:
+    """Simulations as text: a line for each, the plans that are not possible, and notes."""
     simulations, timed = _simulations(rows), _timed(rows)
     free = [simulation for _, simulation in simulations if simulation.plan.mode == "free"]
     names = ["plan", "type", "seconds" if timed else "relative", "x bound", "micro-batches", "bubble", "idle"]
-    names += ["peak rows", f"kept, {kept}", "sent inside", "sent across", *(["closing"] if free else [])]
+    names += ["peak rows", f"kept, {checkpointing}", "sent inside", "sent across", *(["closing"] if free else [])]
     lines = [(name, type_of(s.plan), *_columns(s), *([_closing(s)] if free else [])) for name, s in simulations]
     failed = [f"{name}: not possible: {reason}" for name, reason in rows if isinstance(reason, str)]
-    notes = [_COMPARISON_NOTE.format(kept=_KEPT[kept]), *([_CLOSING_NOTE] if free else [])]
+    notes = [_COMPARISON_NOTE.format(activations=_ACTIVATIONS[checkpointing]), *([_CLOSING_NOTE] if free else [])]
     if not all(simulation.closing_seconds for simulation in free):
         notes.append(UNPRICED)
     if not timed:
         notes.append(UNTIMED)
-    return "\n".join([title, "", text_table(names, lines, left=2), *failed, *against_fixed(rows), "", *notes])
+    return "\n".join([title, "", text_table(names, lines, left=2), *failed, *comparison_with_fixed(rows), "", *notes])
 
 
-def against_fixed(rows: Sequence[Row]) -> list[str]:
+def comparison_with_fixed(rows: Sequence[Row]) -> list[str]:
     """The dynamic plan beside the fastest plan of one degree, in a line; none where either is missing."""
     of_kind = {
         kind: [row for row in _simulations(rows) if row[1].plan.planner == kind] for kind in ("fixed", "dynamic")
@@ -82,17 +82,19 @@ def against_fixed(rows: Sequence[Row]) -> list[str]:
 def comparison_picture(title: str, rows: Sequence[Row]) -> str:
     """A bar for the seconds of each plan, with its type, and a line at the least bound. An SVG document."""
     simulations, timed = _simulations(rows), _timed(rows)
-    bars = [NamedBar(name, s.seconds, _words(s, timed), int(s.plan.planner == "dynamic")) for name, s in simulations]
+    bars = [
+        NamedBar(name, s.seconds, _bar_words(s, timed), int(s.plan.planner == "dynamic")) for name, s in simulations
+    ]
     bound = min((s.lower_bound_seconds for _, s in simulations), default=0.0)
     line = (bound, f"lower bound{f', {seconds_text(bound)}' if timed else ''}")
     unit = "predicted seconds" if timed else "predicted time, of no machine"
     heading = "\n".join(
-        [f"Predicted time of a step: {title.splitlines()[0]}", *title.splitlines()[1:], *against_fixed(rows)]
+        [f"Predicted time of a step: {title.splitlines()[0]}", *title.splitlines()[1:], *comparison_with_fixed(rows)]
     )
     return bar_document(heading, bars, unit, line)
 
 
-def _words(simulation: Simulation, timed: bool) -> str:
+def _bar_words(simulation: Simulation, timed: bool) -> str:
     """What stands behind the bar of a plan."""
     bound = f"{simulation.seconds / simulation.lower_bound_seconds:.3f} x bound"
     return " · ".join(

@@ -13,7 +13,7 @@ from longspan.plan.check import check_comm_types, heads_allow
 from longspan.plan.plan import Plan
 from longspan.plan.planners.options import PlanOptions
 from longspan.plan.simulate.simulate import simulate
-from longspan.plan.simulate.which_type import priced_by_type
+from longspan.plan.simulate.which_type import with_price_of_type
 
 MOST_ROUNDS = 8  # micro-batches for each stage, beyond which a fuller pipeline gains less than a ninth
 
@@ -46,7 +46,7 @@ def plan_evaluation(
 
 def evaluation_options(options: PlanOptions) -> PlanOptions:
     """The options priced for forward passes alone under their own communication type."""
-    return priced_by_type(replace(options, cost=options.cost.forward_only()))
+    return with_price_of_type(replace(options, cost=options.cost.forward_only()))
 
 
 def widest_degree(home: Layout, options: PlanOptions, most: int = 0) -> int:

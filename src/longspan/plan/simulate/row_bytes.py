@@ -67,13 +67,13 @@ class RowBytes:
         return cls(
             kept=layers * row
             + 4 * depths * row
-            + _beside_inputs(read, checkpointing, exchanged, depths, bytes_per_value),
+            + _bytes_beside_inputs(read, checkpointing, exchanged, depths, bytes_per_value),
             between_stages=(1 + with_embedding) * row,
             on_each_stage=with_embedding * row,
         )
 
 
-def _beside_inputs(
+def _bytes_beside_inputs(
     read: ConfigReader, checkpointing: Checkpointing, exchanged: bool, depths: int, bytes_per_value: int
 ) -> float:
     """Bytes that all layers keep of a row beside what they start from."""

@@ -24,7 +24,7 @@ from longspan.plan.simulate.evaluation_plan import (
 )
 from longspan.plan.simulate.pipeline_time import run_pipeline
 from longspan.plan.simulate.simulate import Simulation, simulate
-from longspan.plan.simulate.which_type import type_text, typed_options
+from longspan.plan.simulate.which_type import options_of_types, type_text
 from longspan.plan.timeline import timeline
 
 NAMED = 4  # of the degrees beside the best, in a line of reasons
@@ -198,7 +198,7 @@ def _filled(lengths: tuple[int, ...], slots: int, cp: int, accumulation: int) ->
 def _planned(evaluation: _Evaluation, cp: int) -> tuple[Simulation, PlanOptions]:
     """The plan under the fastest type, and its options. The limit of rows that suits the pipeline suits every type."""
     lengths, home = evaluation.lengths, evaluation.home
-    first, *others = typed_options(evaluation.options, home, cp)
+    first, *others = options_of_types(evaluation.options, home, cp)
     plan = plan_evaluation(lambda options: plan_fixed(lengths, home, cp, options=options), lengths, home, first, cp)
     planned = [(evaluation.simulated(plan), first)]
     for options in others:

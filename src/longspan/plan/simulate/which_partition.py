@@ -13,7 +13,7 @@ from longspan.errors import LongspanError, PlanError
 from longspan.plan.cost.cost import Cost
 from longspan.plan.micro_batch import PARTITIONS, PartitionKind
 from longspan.plan.planners.options import PlanOptions
-from longspan.plan.simulate.which_type import priced_by_type
+from longspan.plan.simulate.which_type import with_price_of_type
 
 TYPES = ("a2a", "p2p")  # all_gather takes more memory the longer the documents are, which is not weighed
 CLOSE = 1.02  # of the fastest: of ways so close the first is taken, contiguous before zigzag and a2a before p2p
@@ -88,7 +88,7 @@ def priced_as(cost: Cost, options: PlanOptions) -> Cost:
     """A hybrid's cost for groups of these options; the cost of another model as it is."""
     if cost.states is None:
         return cost
-    return priced_by_type(replace(options, cost=cost)).cost.dealt(options.partition)
+    return with_price_of_type(replace(options, cost=cost)).cost.dealt(options.partition)
 
 
 def name_of(options: PlanOptions) -> str:

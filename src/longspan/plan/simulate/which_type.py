@@ -16,10 +16,10 @@ from longspan.plan.plan import Plan
 from longspan.plan.planners.options import PlanOptions
 
 
-def typed_options(options: PlanOptions, home: Layout, cp: int | None = None) -> list[PlanOptions]:
+def options_of_types(options: PlanOptions, home: Layout, cp: int | None = None) -> list[PlanOptions]:
     """The options under each type that comes into question at a degree, rings first; None: in a dynamic plan.
 
-    >>> [o.cp_comm_type for o in typed_options(PlanOptions(cp_comm_type="auto", heads=8), Layout(8), 4)]
+    >>> [o.cp_comm_type for o in options_of_types(PlanOptions(cp_comm_type="auto", heads=8), Layout(8), 4)]
     ['p2p', 'all_gather', 'a2a', 'a2a+p2p']
 
     A type of `options` other than "auto" is the only one. Under "auto" these are p2p, all_gather and, where the query
@@ -29,13 +29,13 @@ def typed_options(options: PlanOptions, home: Layout, cp: int | None = None) -> 
     if options.cp_comm_type != "auto":
         return [options if cp is None else options_at_degree(options, cp)]
     if cp == 1:
-        return [_under(options, "p2p")]
-    rings = [_under(options, "p2p"), _under(options, "all_gather")]
+        return [_with_type(options, "p2p")]
+    rings = [_with_type(options, "p2p"), _with_type(options, "all_gather")]
     exchanged = options.heads is not None and (cp is None or heads_allow(cp, options.heads, ("a2a",), home.tp))
     if exchanged and options.partition == "contiguous":
-        return [_under(options, "a2a")]
-    levels = (_under(options, "a2a+p2p", sizes) for sizes in _levels(options, home, cp))
-    return [*rings, *([_under(options, "a2a")] if exchanged else []), *levels]
+        return [_with_type(options, "a2a")]
+    levels = (_with_type(options, "a2a+p2p", sizes) for sizes in _levels(options, home, cp))
+    return [*rings, *([_with_type(options, "a2a")] if exchanged else []), *levels]
 
 
 def options_at_degree(options: PlanOptions, cp: int) -> PlanOptions:
@@ -47,7 +47,7 @@ def options_at_degree(options: PlanOptions, cp: int) -> PlanOptions:
     return replace(options, hierarchical_context_parallel_sizes=levels)
 
 
-def priced_by_type(options: PlanOptions) -> PlanOptions:
+def with_price_of_type(options: PlanOptions) -> PlanOptions:
     """The options with the cost of groups of their own communication type; "auto" is priced as a ring."""
     sizes = options.hierarchical_context_parallel_sizes
     inner = 1 if sizes is None else sizes if isinstance(sizes, int) else sizes[0]
@@ -75,7 +75,7 @@ def type_of(plan: Plan) -> str:
     return type_text(names, (g.hierarchical_context_parallel_sizes for g in groups)) if names else ""
 
 
-def _under(options: PlanOptions, kind: str, sizes: int | tuple[int, int] | None = None) -> PlanOptions:
+def _with_type(options: PlanOptions, kind: str, sizes: int | tuple[int, int] | None = None) -> PlanOptions:
     return replace(options, cp_comm_type=kind, hierarchical_context_parallel_sizes=sizes)
 
 

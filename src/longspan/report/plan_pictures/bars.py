@@ -78,10 +78,10 @@ class PlanBars:
 
     @cached_property
     def color_of(self) -> dict[int, int]:
-        """A colour of FILLS for each document, the same in time and in rows; see `_colors`."""
+        """A colour of FILLS for each document, the same in time and in rows; see `_document_colors`."""
         bars = self.bars if self.unit == "seconds" else plan_bars(self.plan).bars
         large = sorted(bars, key=lambda bar: -(bar.stop - bar.start) * bar.slots)[:MOST_COLORED]
-        return dict.fromkeys(range(len(self.plan.lengths)), 0) | _colors(large)
+        return dict.fromkeys(range(len(self.plan.lengths)), 0) | _document_colors(large)
 
     def thinned(self, x_scale: float, y_scale: float, limit: int = 2400) -> tuple[list[Bar], list[Summary]]:
         """At most `limit` bars worth drawing at these scales (pixels a unit, pixels a slot); the others summed up."""
@@ -103,7 +103,7 @@ def plan_bars(plan: Plan, cost: Cost | None = None, unit: Unit = "seconds") -> P
     return PlanBars(plan, unit, tuple(panels), tuple(bars))
 
 
-def _colors(bars: Sequence[Bar]) -> dict[int, int]:
+def _document_colors(bars: Sequence[Bar]) -> dict[int, int]:
     """A colour for each document of these bars, the largest first: of hues that no neighbour has, the one with the
     least area so far. So large documents all differ, and small ones repeat the colours of small ones.
     """
@@ -112,10 +112,10 @@ def _colors(bars: Sequence[Bar]) -> dict[int, int]:
     for place, bar in enumerate(bars):
         if bar.document in colors:
             continue
-        taken = {colors[bars[other].document] for other in neighbours[place] if bars[other].document in colors}
-        hues = {color % HUES for color in taken}
+        used = {colors[bars[other].document] for other in neighbours[place] if bars[other].document in colors}
+        hues = {color % HUES for color in used}
         colors[bar.document] = min(
-            range(len(FILLS)), key=lambda color: (color in taken, color % HUES in hues, areas[color], color)
+            range(len(FILLS)), key=lambda color: (color in used, color % HUES in hues, areas[color], color)
         )
         areas[colors[bar.document]] += (bar.stop - bar.start) * bar.slots
     return colors

@@ -19,7 +19,7 @@ def plan_section(
 
     The step that shows first is a usual one.
     """
-    first = _usual(plans)
+    first = _usual_step(plans)
     options = (tag("option", text(name), value=i, selected=i == first) for i, (name, _) in enumerate(plans))
     choice = tag("label", "plan ", tag("select", *options, id="plan-choice")) if len(plans) > 1 else ""
     buttons = (
@@ -41,7 +41,7 @@ def plan_document(plan: Plan, cost: Cost | None = None, *, title: str = "plan") 
     height = float(picture.split('viewBox="0 0 ', 1)[1].split('"', 1)[0].split()[1])
     lines = " · ".join(facts[:5]), " · ".join(facts[5:])
     entries = (
-        tag("g", _sized(drawing, 22, 12), label(words, 28, 10, "start"), transform=f"translate({x} {y})")
+        tag("g", _with_size(drawing, 22, 12), label(words, 28, 10, "start"), transform=f"translate({x} {y})")
         for (drawing, words), (x, y) in zip(_keys(), _places(HEAD + height), strict=True)
     )
     return tag(
@@ -51,14 +51,14 @@ def plan_document(plan: Plan, cost: Cost | None = None, *, title: str = "plan") 
         tag("rect", fill="var(--card)", width=WIDTH, height=round(HEAD + height + FOOT)),
         tag("text", text(title), x=12, y=22, style="font-size: 15px; font-weight: 600; fill: var(--ink)"),
         *(label(line, 12, 42 + 16 * i, "start") for i, line in enumerate(lines)),
-        tag("g", _sized(picture, WIDTH, height), transform=f"translate(0 {HEAD})"),
+        tag("g", _with_size(picture, WIDTH, height), transform=f"translate(0 {HEAD})"),
         *entries,
         xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {WIDTH} {round(HEAD + height + FOOT)}",
     )
 
 
-def _sized(svg: str, width: float, height: float) -> str:
+def _with_size(svg: str, width: float, height: float) -> str:
     """A drawing with a size of its own, which it needs inside another drawing."""
     return svg.replace("<svg", f'<svg width="{width:g}" height="{height:g}"', 1)
 
@@ -91,7 +91,7 @@ def _keys() -> tuple[tuple[str, str], ...]:
     )
 
 
-def _usual(plans: Sequence[tuple[str, Plan]]) -> int:
+def _usual_step(plans: Sequence[tuple[str, Plan]]) -> int:
     """The place of the plan whose step is the median by ratio to the bound, the better of two; steps before others."""
     steps = [place for place, (name, _) in enumerate(plans) if not name.startswith("evaluation")] or range(len(plans))
     by_ratio = sorted(steps, key=lambda place: (math.isnan(ratio := plans[place][1].ratio), ratio))
