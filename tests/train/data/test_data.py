@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from longspan import Layout, SequenceShard, plan_fixed
 from longspan.errors import DataError
@@ -17,7 +18,7 @@ from longspan.train.data.corpus_settings import CorpusSettings
 from longspan.train.data.documents import Corpus, Manifest
 from longspan.train.data.files import find_files
 from longspan.train.data.left_out import LeftOut
-from longspan.train.data.tokenizer import load_tokenizer
+from longspan.train.data.tokenizer import load_tokenizer, train_tokenizer
 from longspan.train.reading.read_rows import read_inputs_and_labels
 from tests.train.small import write_texts
 
@@ -29,6 +30,11 @@ def build(
     log = (said if said is not None else []).append
     tokenizer = load_tokenizer(data.tokenizer) if data.tokenizer else None
     return ensure_corpus(CorpusSettings(data), tmp_path / "run", tokenizer=tokenizer, resumed=resumed, log=log)
+
+
+def make_folder(path: Path) -> Path:
+    path.mkdir(parents=True)
+    return path
 
 
 def test_stdlib_is_the_librarys_own_sources() -> None:
@@ -272,3 +278,39 @@ def test_positions_outside_a_document_are_refused(tmp_path: Path) -> None:
             corpus[1][np.array(positions)]
     with pytest.raises(IndexError):
         corpus[len(corpus)]
+
+
+def test_other_settings_of_a_tokenizer_make_other_documents_in_the_same_cache(tmp_path: Path) -> None:
+    folder, texts, cache = tmp_path / "tokenizer", tmp_path / "texts", str(tmp_path / "cache")
+    train_tokenizer(["hello there"], 300).save_pretrained(make_folder(folder))
+    (make_folder(texts) / "a.txt").write_text("hello <tool> there " * 5)
+    keys = {"tokenizer": str(folder), "cache": cache, "max_document_tokens": 0}
+    before = build(tmp_path, texts, **keys)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["added_tokens_decoder"] = {str(load_tokenizer(folder).size): {"content": "<tool>", "normalized": False}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    after = build(tmp_path / "new", texts, **keys)
+    assert after.lengths.sum() < before.lengths.sum()
+    assert after[0][np.arange(len(after[0]))].tolist()[:-1] == AutoTokenizer.from_pretrained(folder)(
+        (texts / "a.txt").read_text()
+    )["input_ids"]
+    with pytest.raises(DataError, match="the tokenizer is another one"):
+        build(tmp_path, texts, resumed=True, **keys)
+
+
+def test_a_trained_tokenizer_is_the_one_that_transformers_reads_beside_the_config(tmp_path: Path) -> None:
+    (make_folder(tmp_path / "run") / "config.json").write_text('{"model_type": "qwen2"}')  # which has a class of its own
+    texts, text = make_folder(tmp_path / "texts"), "e\u0301 123 or so\n" * 9  # an accent apart, which it joins
+    (texts / "a.txt").write_text(text)
+    corpus = build(tmp_path, texts, max_document_tokens=0)
+    stock = AutoTokenizer.from_pretrained(tmp_path / "run")
+    assert type(stock).__name__ == "Qwen2Tokenizer"
+    assert corpus[0][np.arange(len(corpus[0]))].tolist()[:-1] == stock(text)["input_ids"]
+    build(tmp_path, texts, max_document_tokens=0, resumed=True)
+
+
+def test_a_tokenizer_that_is_read_otherwise_beside_the_models_config_is_refused(tmp_path: Path) -> None:
+    train_tokenizer(["hello there"], 300).save_pretrained(make_folder(tmp_path / "tokenizer"))
+    (make_folder(tmp_path / "run") / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(DataError, match=r"reads it there with the class Qwen2Tokenizer, and in its own folder with"):
+        build(tmp_path, write_texts(tmp_path / "texts"), tokenizer=str(tmp_path / "tokenizer"))

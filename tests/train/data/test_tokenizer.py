@@ -140,3 +140,14 @@ def test_a_folder_whose_files_cannot_be_read_names_them(tmp_path: Path, file: st
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     with pytest.raises(DataError, match=rf"{file} and no tokenizer.json: pip install sentencepiece tiktoken protobuf"):
         load_tokenizer(tmp_path)
+
+
+def test_a_token_that_the_settings_alone_add_is_in_the_digest(tmp_path: Path) -> None:
+    train_tokenizer(TEXTS, 300).save_pretrained(tmp_path)
+    before, settings = load_tokenizer(tmp_path), json.loads((tmp_path / "tokenizer_config.json").read_text())
+    token = {"content": "<tool>", "special": False, "normalized": False}
+    settings["added_tokens_decoder"] = {str(before.size): token}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    after = load_tokenizer(tmp_path)
+    assert len(after.encode(["a <tool> b"])[0]) < len(before.encode(["a <tool> b"])[0])
+    assert after.digest != before.digest

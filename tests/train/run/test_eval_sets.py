@@ -26,11 +26,14 @@ from longspan.train.evaluation.passkey.documents import passkey_documents
 from longspan.train.evaluation.passkey.grid import PasskeyGrid
 from longspan.train.loggers import scalars
 from longspan.train.run.config_check import check_config
+from longspan.train.run.evaluations.sets import open_set
 from longspan.train.run.long_documents import check_known
 from longspan.train.run.loop import train
 from longspan.train.run.progress import ProgressDisplay
 from longspan.train.run.records.metrics_log import read_metrics
 from longspan.train.run.result import TrainResult
+from longspan.train.run.run_corpus import shared_corpus
+from tests.train.data.rows.families import write_folder
 from tests.train.small import small_config, train_rank, without_times, write_texts
 
 HERE = "tests.train.run.eval_metrics"
@@ -239,3 +242,17 @@ def test_keys_that_were_retrieved_are_in_rows_lines_and_the_report(
     assert (grid.lengths, grid.depths, grid.samples, grid.step, grid.cp) == ((400, 420), (0.0, 1.0), 1, 6, 2)
     assert grid == result.named[-1].passkey and grid.table() in text
     assert "Passkey retrieval (keys): " in write_report(config.run.dir).read_text()
+
+
+def test_rows_of_a_set_are_encoded_as_the_training_data_are(tmp_path: Path) -> None:
+    """The tokens that end a turn are in generation_config.json, which the run's folder has later, if at all."""
+    tokenizer, rows = write_folder(tmp_path / "tokenizer", "phi3"), tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"messages": [{"role": r, "content": "so"} for r in ("user", "assistant")]}))
+    degrees = {"context__context_parallel_size": 1, "context__eval_context_parallel_size": 1}
+    keys = {"data__path": str(rows), "data__tokenizer": str(tokenizer), "data__eval_documents": 0, **degrees}
+    config = small_config(tmp_path, eval=[{"name": "a", "path": str(rows)}], **keys)
+    model = preset_config("qwen3-tiny", vocab_size=400)
+    with World(check_config(config, 1), backend="gloo") as world:
+        trained = shared_corpus(config, world, model, resumed=False, log=lambda _: None)
+        evaluated = open_set(config, config.eval[0], world, lambda _: None).documents.corpus  # type: ignore[attr-defined]
+    assert trained.manifest.encodings == evaluated.manifest.encodings

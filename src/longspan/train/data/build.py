@@ -23,7 +23,7 @@ from longspan.train.data.store.manifest import Manifest
 from longspan.train.data.store.recipe import Recipe
 from longspan.train.data.store.record import FILE, Record, read_record
 from longspan.train.data.store.sources import KnownSums, LogLine, differences
-from longspan.train.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+from longspan.train.data.tokenizer import TextTokenizer, as_saved_beside, load_tokenizer, train_tokenizer
 from longspan.train.disk import write_atomically
 
 ROWS = "rows"  # folder of documents whose tokens are not stored, in the corpus's folder
@@ -125,12 +125,14 @@ class _CorpusOfRun:
         data = self._settings.data
         paths = ", ".join(path for _, path in self._settings.paths())
         self._log(f"training a tokenizer of {data.vocab_size} entries on {paths}")
-        return train_tokenizer(sample_texts(self._files), data.vocab_size)
+        trained = train_tokenizer(sample_texts(self._files), data.vocab_size)
+        return as_saved_beside(trained, self._run_dir / "config.json")
 
     def _made(self, recipe: Recipe, tokenizer: TextTokenizer, *, trained: bool) -> Corpus:
         """The corpus of this recipe, which is recorded in the run's folder; what is special about it is said."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
         tokenizer.parsing(recipe.encodings[0].settings.parse_special_tokens).save_pretrained(self._run_dir)
+        _check_saved(tokenizer, self._run_dir)
         for line in rows_lines(self._settings, recipe):
             self._log(line)
         documents = self._documents(recipe)
@@ -205,6 +207,20 @@ def _is_whole(folder: Path) -> bool:
     except (DataError, OSError, KeyError, TypeError, ValueError):
         return False
     return True
+
+
+def _check_saved(tokenizer: TextTokenizer, run_dir: Path) -> None:
+    """Raise DataError where the run's folder, and so the models that it saves, have another tokenizer than the corpus.
+
+    Which class reads a tokenizer's files is decided by the config.json beside them too.
+    """
+    saved = load_tokenizer(run_dir)
+    if (saved.digest, _around(saved)) != (tokenizer.digest, _around(tokenizer)):
+        raise DataError(
+            f"the tokenizer in {tokenizer.folder or run_dir} gives other ids beside the config.json of the run's model: "
+            f"transformers reads it there with the class {saved.kind}, and in its own folder with {tokenizer.kind}; "
+            "name a tokenizer of the model's kind with data.tokenizer"
+        )
 
 
 def _around(tokenizer: TextTokenizer) -> tuple[str, ...]:

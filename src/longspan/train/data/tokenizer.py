@@ -8,11 +8,13 @@ tokens in a text are plain text unless they are to be parsed.
 import hashlib
 import json
 import re
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -28,14 +30,16 @@ END_OF_TEXT = "<|endoftext|>"
 class TextTokenizer:
     """A tokenizer and the token that ends a text (None where it has none).
 
-    Two tokenizers of equal `digest` (SHA-256 of tokenizer.json as it is read) and equal `opening` and `closing` give
-    equal ids. `folder` is what it was read from; None: it was trained here.
+    Two tokenizers of equal `digest` (SHA-256 of the engine without what it puts around a text) and equal `opening` and
+    `closing` give equal ids. `folder` is what it was read from (None: it was trained here), `kind` the class of
+    transformers that read it.
     """
 
     engine: Tokenizer
     end: int | None
     digest: str
     folder: Path | None = None
+    kind: str = "Tokenizer"
 
     @cached_property
     def size(self) -> int:
@@ -123,6 +127,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     return _ready(engine, engine.token_to_id(END_OF_TEXT))
 
 
+def as_saved_beside(tokenizer: TextTokenizer, config: Path) -> TextTokenizer:
+    """A trained tokenizer as transformers reads it from a folder with this config.json, where there is one.
+
+    For some kinds of models transformers takes a class of its own, which cuts a text into words in its own way.
+    """
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(Path(folder))
+        if config.is_file():
+            shutil.copyfile(config, Path(folder) / config.name)
+        return replace(load_tokenizer(folder), folder=None)
+
+
 def load_tokenizer(folder: str | Path) -> TextTokenizer:
     """Load the tokenizer of a folder, as transformers does by its tokenizer_config.json.
 
@@ -140,10 +156,9 @@ def load_tokenizer(folder: str | Path) -> TextTokenizer:
         engine = Tokenizer.from_file(str(file))
     except Exception as error:  # the Rust side raises plain Exception
         raise DataError(f"{file} is not a tokenizer: {error}") from error
-    tokenizer = replace(_ready(engine, engine.token_to_id(END_OF_TEXT)), folder=folder)
-    if not settings.is_file():
-        return tokenizer
-    return replace(_as_transformers_reads(folder), digest=tokenizer.digest)
+    if settings.is_file():
+        return _as_transformers_reads(folder)
+    return replace(_ready(engine, engine.token_to_id(END_OF_TEXT)), folder=folder)
 
 
 def _check_settings(settings: Path) -> None:
@@ -186,7 +201,7 @@ def _as_transformers_reads(folder: Path) -> TextTokenizer:
         raise DataError(
             f"the tokenizer in {folder} cannot be loaded by transformers: {type(error).__name__}: {error}"
         ) from error
-    return replace(_ready(engine, end), folder=folder)
+    return replace(_ready(engine, end), folder=folder, kind=type(stock).__name__)
 
 
 def check_vocabulary(tokenizer_size: int, embedding_rows: int, *, tokenizer: str, model: str) -> None:
@@ -203,4 +218,11 @@ def _ready(engine: Tokenizer, end: int | None) -> TextTokenizer:
     engine.no_truncation()
     engine.no_padding()
     engine.encode_special_tokens = True
-    return TextTokenizer(engine, end, hashlib.sha256(engine.to_str().encode()).hexdigest())
+    return TextTokenizer(engine, end, _digest(engine))
+
+
+def _digest(engine: Tokenizer) -> str:
+    """SHA-256 of all that decides ids but the post-processor, of which transformers writes an empty one in two ways."""
+    decides: dict[str, object] = json.loads(engine.to_str())
+    del decides["post_processor"]
+    return hashlib.sha256(json.dumps(decides).encode()).hexdigest()

@@ -29,11 +29,13 @@ def shared_corpus(config: RunConfig, world: World, model: PreTrainedConfig, *, r
     directory = Path(config.run.dir)
 
     def build() -> None:
-        tokenizer = _tokenizer(config)
+        tokenizer = given_tokenizer(config)
         preset = PRESETS.get(config.model.preset_name)
         if tokenizer is None or preset is None or preset.rows:  # the embedding of a tiny preset takes any tokenizer
             check_tokenizer(config, model, config.data.vocab_size if tokenizer is None else tokenizer.size)
         directory.mkdir(parents=True, exist_ok=True)
+        if not (resumed and (directory / "config.json").is_file()):
+            model.save_pretrained(directory)  # by which transformers reads the tokenizer beside it
         with naming_file(directory / "corpus"):
             built = ensure_corpus(CorpusSettings(config.data), directory, tokenizer=tokenizer, resumed=resumed, log=log)
         log(f"corpus: {corpus_line(built, [path for _, path in CorpusSettings(config.data).paths()])}")
@@ -66,7 +68,7 @@ def check_tokenizer(config: RunConfig, model: PreTrainedConfig, size: int) -> No
     check_vocabulary(size, rows, tokenizer=str(tokenizer), model=source or config.model.preset_name)
 
 
-def _tokenizer(config: RunConfig) -> TextTokenizer | None:
+def given_tokenizer(config: RunConfig) -> TextTokenizer | None:
     """The tokenizer that data.tokenizer names, else the model folder's; None: one is to be trained."""
     if config.data.tokenizer:
         return load_tokenizer(config.data.tokenizer)

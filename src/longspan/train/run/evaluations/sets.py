@@ -28,7 +28,7 @@ from longspan.train.data.tokenizer import load_tokenizer
 from longspan.train.disk import naming_file
 from longspan.train.evaluation.metrics import Metric
 from longspan.train.evaluation.passkey.documents import PasskeyDocuments, passkey_documents
-from longspan.train.run.run_corpus import open_corpus
+from longspan.train.run.run_corpus import given_tokenizer, open_corpus
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,8 @@ def _shared_corpus(config: RunConfig, entry: EvalConfig, world: World, log: LogL
         folder.parent.mkdir(exist_ok=True)
         say = lambda text: log(f"evaluation set {entry.name}: {text}")  # noqa: E731
         with naming_file(folder):
-            ensure_corpus(settings, directory, tokenizer=load_tokenizer(directory), resumed=False, log=say)
+            tokenizer = given_tokenizer(config) or load_tokenizer(directory)
+            ensure_corpus(settings, directory, tokenizer=tokenizer, resumed=False, log=say)
 
     on_first_rank(world, build, DataError)
     return on_every_rank(world, partial(open_corpus, directory / settings.folder), DataError)
