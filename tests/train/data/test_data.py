@@ -1,9 +1,12 @@
 """Corpora: which files, which documents, and which rows a rank reads."""
 
 import json
+import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +19,7 @@ from longspan.train.config.sections import DataConfig
 from longspan.train.data.build import ensure_corpus
 from longspan.train.data.corpus_settings import CorpusSettings
 from longspan.train.data.documents import Corpus, Manifest
-from longspan.train.data.files import find_files
+from longspan.train.data.files import files_of_other_kinds, find_files
 from longspan.train.data.left_out import LeftOut
 from longspan.train.data.tokenizer import load_tokenizer, train_tokenizer
 from longspan.train.reading.read_rows import read_inputs_and_labels
@@ -291,15 +294,18 @@ def test_other_settings_of_a_tokenizer_make_other_documents_in_the_same_cache(tm
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     after = build(tmp_path / "new", texts, **keys)
     assert after.lengths.sum() < before.lengths.sum()
-    assert after[0][np.arange(len(after[0]))].tolist()[:-1] == AutoTokenizer.from_pretrained(folder)(
-        (texts / "a.txt").read_text()
-    )["input_ids"]
+    assert (
+        after[0][np.arange(len(after[0]))].tolist()[:-1]
+        == AutoTokenizer.from_pretrained(folder)((texts / "a.txt").read_text())["input_ids"]
+    )
     with pytest.raises(DataError, match="the tokenizer is another one"):
         build(tmp_path, texts, resumed=True, **keys)
 
 
 def test_a_trained_tokenizer_is_the_one_that_transformers_reads_beside_the_config(tmp_path: Path) -> None:
-    (make_folder(tmp_path / "run") / "config.json").write_text('{"model_type": "qwen2"}')  # which has a class of its own
+    (make_folder(tmp_path / "run") / "config.json").write_text(
+        '{"model_type": "qwen2"}'
+    )  # which has a class of its own
     texts, text = make_folder(tmp_path / "texts"), "e\u0301 123 or so\n" * 9  # an accent apart, which it joins
     (texts / "a.txt").write_text(text)
     corpus = build(tmp_path, texts, max_document_tokens=0)
@@ -314,3 +320,68 @@ def test_a_tokenizer_that_is_read_otherwise_beside_the_models_config_is_refused(
     (make_folder(tmp_path / "run") / "config.json").write_text('{"model_type": "qwen2"}')
     with pytest.raises(DataError, match=r"reads it there with the class Qwen2Tokenizer, and in its own folder with"):
         build(tmp_path, write_texts(tmp_path / "texts"), tokenizer=str(tmp_path / "tokenizer"))
+
+
+def save_as_datasets(folder: Path, files: Mapping[str, int], *named: str, **settings: Any) -> Path:
+    """A folder as `save_to_disk` leaves it: tables of so many rows, of which state.json names some."""
+    pyarrow: Any = pytest.importorskip("pyarrow")
+    folder.mkdir(exist_ok=True)
+    for name, rows in files.items():
+        table = pyarrow.table({"text": [f"row {i} of a table" for i in range(rows)]})
+        with pyarrow.ipc.new_stream(folder / name, table.schema) as stream:
+            stream.write_table(table)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": n} for n in named], **settings}))
+    return folder
+
+
+def test_of_a_saved_data_set_the_files_are_read_that_its_state_names(tmp_path: Path) -> None:
+    """`map` of datasets leaves its cache beside them, `shuffle` one of indices."""
+    data = save_as_datasets(tmp_path / "data", {"data-0.arrow": 4, "cache-1.arrow": 3}, "data-0.arrow")
+    (data / "dataset_info.json").write_text("{}")
+    assert list(find_files(str(data))) == ["data-0.arrow"] and not files_of_other_kinds(str(data))
+    said = list[str]()
+    assert len(build(tmp_path, data, said=said)) == 4 and not [line for line in said if line.startswith("left out")]
+    for named, message in (
+        (("data-0.arrow", "data-1.arrow"), "2 files, of which 1 are not"),
+        (("../a.arrow",), "1 are"),
+    ):
+        save_as_datasets(data, {}, *named)
+        with pytest.raises(DataError, match=message):
+            find_files(str(data))
+    save_as_datasets(data, {}, "data-0.arrow", _indices_data_files=[{"filename": "indices.arrow"}])
+    with pytest.raises(DataError, match="a selection of rows"):
+        find_files(str(data))
+    (data / "state.json").write_text('["of another program"]')
+    assert list(find_files(str(data))) == ["cache-1.arrow", "data-0.arrow"]
+    (tmp_path / "data" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(DataError, match=r"several splits of a data set; give one of .*/data/train, .*/data/test"):
+        find_files(str(tmp_path))
+
+
+def test_folders_behind_links_are_read_once(tmp_path: Path) -> None:
+    texts, other = write_texts(tmp_path / "texts", count=2), write_texts(tmp_path / "other", count=3)
+    for link, target in (("a", other), ("b", other), ("loop", texts), ("up", tmp_path), ("c", texts / "d")):
+        (texts / link).symlink_to(target)
+    write_texts(texts / "d", count=1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "of_the_run.txt").write_text("of the run")
+    (other / "back").symlink_to(tmp_path / "run")
+    files = find_files(str(texts), leave_out=(tmp_path / "run",))
+    assert [*files] == ["a/file00.py", "a/file01.py", "a/file02.py", "d/file00.py", "file00.py", "file01.py"]
+
+
+def test_what_is_nearly_read_is_said(tmp_path: Path) -> None:
+    for name, hint in (
+        ("a.json", "rows of JSON are read one object a line, as .jsonl"),
+        ("a.JSONL", "in small letters"),
+    ):
+        (make_folder(tmp_path / name) / name).write_text("[]")
+        for path in (tmp_path / name, tmp_path / name / name):
+            with pytest.raises(DataError, match=hint):
+                find_files(str(path))
+
+
+def test_a_pipe_is_no_file_of_a_corpus(tmp_path: Path) -> None:
+    os.mkfifo(make_folder(tmp_path / "texts") / "a.txt")
+    with pytest.raises(DataError, match="a.txt of the corpus .* is no regular file"):
+        build(tmp_path, tmp_path / "texts")

@@ -95,7 +95,7 @@ def test_a_path_beside_sources_is_an_error() -> None:
     check_data(replace(config, data=replace(data, path="")))
 
 
-@pytest.mark.parametrize("module", ["zstandard", "pyarrow.parquet"])
+@pytest.mark.parametrize("module", ["pyarrow", "pyarrow.parquet"])
 def test_a_missing_package_is_named_with_what_installs_it(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     package = module.partition(".")[0]

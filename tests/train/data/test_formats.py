@@ -44,6 +44,10 @@ def contents(corpus: Corpus) -> list[tuple[list[int], list[int], int]]:
     return result
 
 
+def zstd(data: bytes) -> bytes:
+    return pytest.importorskip("pyarrow").compress(data, codec="zstd", asbytes=True)
+
+
 def rows_as(form: str, folder: Path, rows: list[dict[str, Any]]) -> Path:
     """A file of these rows."""
     folder.mkdir(parents=True)
@@ -54,7 +58,7 @@ def rows_as(form: str, folder: Path, rows: list[dict[str, Any]]) -> Path:
     elif form == "jsonl.gz":
         path.write_bytes(gzip.compress(lines))
     elif form == "jsonl.zst":
-        path.write_bytes(pytest.importorskip("zstandard").compress(lines))
+        path.write_bytes(zstd(lines[: len(lines) // 2]) + zstd(lines[len(lines) // 2 :]))
     elif form == "parquet":
         parquet = pytest.importorskip("pyarrow.parquet")
         table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
@@ -137,3 +141,36 @@ def test_two_builders_at_once_and_one_that_was_interrupted(tmp_path: Path, monke
         one, two = threads.map(build, ("one", "two"))
     assert contents(one) == contents(two) and one.manifest == two.manifest
     assert len([entry for entry in (tmp_path / "cache").iterdir() if (entry / "corpus.json").is_file()]) == 1
+
+
+@pytest.mark.parametrize("on_bad", ["error", "skip"])
+@pytest.mark.parametrize("end", [".gz", ".zst"])
+def test_a_compressed_file_that_was_cut_off_is_refused(tmp_path: Path, end: str, on_bad: str) -> None:
+    lines = b"".join(json.dumps({"text": f"row {i} of many"}).encode() + b"\n" for i in range(5000))
+    whole, path = gzip.compress(lines) if end == ".gz" else zstd(lines), tmp_path / f"rows.jsonl{end}"
+    for size in (0, 7, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(DataError, match=rf"rows.jsonl{end} .*cannot be decompressed, perhaps it was cut off: "):
+            corpus_of(tmp_path, path=str(path), on_bad=on_bad)
+    path.write_bytes(b"no such stream")
+    with pytest.raises(DataError, match="cannot be decompressed"):
+        corpus_of(tmp_path, path=str(path), on_bad=on_bad)
+
+
+def test_an_integer_that_python_does_not_read_is_a_bad_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "some text"}\n{"text": "more", "id": ' + "9" * 10_000 + "}\n")
+    with pytest.raises(DataError, match=r"rows.jsonl, line 2: an integer of more than 4,300 digits"):
+        corpus_of(tmp_path, path=str(path))
+    assert corpus_of(tmp_path, path=str(path), on_bad="skip").manifest.left_out.bad_rows == 1
+
+
+@pytest.mark.parametrize("cache", ["kept", "none"])
+def test_byte_order_marks_of_files_that_were_joined(tmp_path: Path, cache: str) -> None:
+    mark, path = b"\xef\xbb\xbf", tmp_path / "rows.jsonl"
+    rows = [json.dumps({"text": text}).encode() + b"\n" for text in TEXTS]
+    path.write_bytes(b"".join(rows))
+    plain = contents(corpus_of(tmp_path, path=str(path), cache=str(tmp_path / "plain")))
+    path.write_bytes(mark + rows[0] + mark + b"\n" + mark + b"".join(rows[1:]) + mark)
+    marked = corpus_of(tmp_path, path=str(path), cache="none" if cache == "none" else str(tmp_path / "cache"))
+    assert contents(marked) == plain

@@ -5,6 +5,7 @@ table its number, in a file that is one text 0.
 """
 
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -48,23 +49,29 @@ def rows_of(chunk: Chunk) -> Iterator[PlacedRow]:
     elif chunk.form == "table":
         yield from _rows_of_table(chunk)
     else:
-        position, data = chunk.position, chunk.data
-        if position == 0 and data.startswith(BYTE_ORDER_MARK):
-            position, data = len(BYTE_ORDER_MARK), data[len(BYTE_ORDER_MARK) :]
-        for number, line in enumerate(data.split(b"\n"), chunk.first + 1):
-            if line.strip():
+        position = chunk.position
+        for number, line in enumerate(chunk.data.split(b"\n"), chunk.first + 1):
+            if line.removeprefix(BYTE_ORDER_MARK).strip():
                 yield PlacedRow(position, row_of_line(line, f"{chunk.name}, line {number}", chunk.folder))
             position += len(line) + 1
 
 
 def row_of_line(line: bytes, where: str, folder: str = "") -> Row | BadRow:
-    """The row of a line of JSON in a file of this folder, or why it is none."""
+    """The row of a line of JSON in a file of this folder, or why it is none.
+
+    Where files were joined, a byte order mark may begin any line.
+    """
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = json.loads(line.removeprefix(BYTE_ORDER_MARK).decode("utf-8"))
     except UnicodeDecodeError as error:
         return BadRow(where, f"byte {error.start + 1} of the line is not UTF-8")
     except json.JSONDecodeError as error:
         return BadRow(where, f"not JSON ({error.msg} at column {error.colno}): {_beginning(line)}")
+    except ValueError:
+        digits = f"{sys.get_int_max_str_digits():,}"
+        return BadRow(
+            where, f"an integer of more than {digits} digits, which no key of a row takes: {_beginning(line)}"
+        )
     except RecursionError:
         return BadRow(where, f"JSON that is nested too deeply: {_beginning(line)}")
     if not isinstance(record, dict):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from longspan.errors import DataError
-from longspan.train.data.formats.chunk import BYTE_ORDER_MARK, CHUNK_BYTES, Chunk, row_of_line
+from longspan.train.data.formats.chunk import CHUNK_BYTES, Chunk, row_of_line
 from longspan.train.data.formats.packages import needed
 from longspan.train.data.rows.sample import BadRow, Row
 
@@ -37,15 +37,11 @@ class LineFile:
     def row_at(self, position: int) -> Row | BadRow:
         """The row whose line begins at this byte."""
         with readable(self.name, self.path):
-            if self._stream is None or (self._compressed and self._stream.tell() > position):
+            if self._stream is None or (_is_compressed(self.name) and self._stream.tell() > position):
                 self._stream = self._opened()
-            _forward(self._stream, position, seekable=not self._compressed)
+            _forward(self._stream, position, seekable=not _is_compressed(self.name))
             line = self._stream.readline()
-        return row_of_line(line.removeprefix(BYTE_ORDER_MARK), f"{self.name}, byte {position}", folder_of(self.path))
-
-    @property
-    def _compressed(self) -> bool:
-        return self.name.endswith((GZIP, ZSTD))
+        return row_of_line(line, f"{self.name}, byte {position}", folder_of(self.path))
 
     def _opened(self) -> BinaryIO:
         raw = self.path.open("rb")
@@ -82,24 +78,45 @@ def readable(name: str, path: Path) -> Iterator[None]:
     """Turn errors of reading a file into DataErrors that name it."""
     try:
         yield
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{name} of the corpus ({path}) cannot be decompressed: {error}") from error
-    except OSError as error:
-        raise DataError(f"cannot read {name} of the corpus ({path}): {error.strerror or error}") from error
-    except Exception as error:
-        if type(error).__name__ != "ZstdError":
-            raise
-        raise DataError(f"{name} of the corpus ({path}) cannot be decompressed: {error}") from error
+    except (EOFError, zlib.error, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise DataError(f"cannot read {name} of the corpus ({path}): {error.strerror}") from error
+        reason = "cannot be decompressed, perhaps it was cut off" if _is_compressed(name) else "cannot be read"
+        raise DataError(f"{name} of the corpus ({path}) {reason}: {error}") from error
+
+
+def _is_compressed(name: str) -> bool:
+    return name.endswith((GZIP, ZSTD))
 
 
 def _decompressed(raw: BinaryIO, name: str) -> BinaryIO:
+    """The lines of a file. What reads them raises OSError or EOFError where a compressed file ends too early."""
+    if _is_compressed(name) and not raw.read(1):
+        raise EOFError("it has 0 bytes")
+    raw.seek(0)
     if name.endswith(GZIP):
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw, mode="rb"))
     if name.endswith(ZSTD):
-        zstandard: Any = needed("zstandard", name)
-        reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-        return io.BufferedReader(reader, CHUNK_BYTES)
+        return io.BufferedReader(_ZstdStream(needed("pyarrow", name).CompressedInputStream(raw, "zstd")), CHUNK_BYTES)
     return raw
+
+
+class _ZstdStream(io.RawIOBase):
+    """pyarrow's stream, which does not say where it is. That of zstandard ends quietly where a file was cut off."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._position = stream, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count: int = self._stream.readinto(buffer)
+        self._position += count
+        return count
+
+    def tell(self) -> int:
+        return self._position
 
 
 def _forward(stream: BinaryIO, position: int, *, seekable: bool) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from stat import S_ISREG
 
 from longspan.errors import DataError
 from longspan.train.disk import write_atomically
@@ -62,6 +63,10 @@ class KnownSums:
     def _source(self, file: CorpusFile) -> Source:
         try:
             path, stat = str(file.path.absolute()), file.path.stat()
+            if not S_ISREG(stat.st_mode):
+                raise DataError(
+                    f"{file.name} of the corpus ({file.path}) is no regular file; give one, or leave it out"
+                )
             old = self._known.get(path)
             if old is not None and (old.bytes, old.modified_ns) == (stat.st_size, stat.st_mtime_ns):
                 return Source(file.name, old.bytes, old.modified_ns, old.sha256, path)
