@@ -165,6 +165,8 @@ IMPOSSIBLE = [
     (4, {"train.optimizer": "sgd", "train.betas": (0.8, 0.9)}, r'a key of adamw, and .* \'sgd\'; give "betas=…"'),
     (4, {"train.optimizer": "adam"}, r"train.optimizer is 'adam'; use adamw or sgd, or the dotted name"),
     (4, {"train.optimizer_arguments": ("foo=1",)}, r"'adamw' has no argument 'foo'; known: betas, eps, amsgrad"),
+    (4, {"train.optimizer_arguments": ("foreach=true",)}, r"'adamw' refuses its parameters or arguments .*fused"),
+    (4, {"train.optimizer": "torch.optim.Rprop", "train.weight_decay": 0.1}, r"knows no weight decay"),
     (4, {"train.stochastic_rounding": True}, r'in bfloat16, and model.dtype is "float32"; leave it out'),
     (4, {"train.decay_steps": 5}, r'train.decay_steps is 5 and train.schedule is "cosine"'),
     (4, {"train.seed": -1}, r"train.seed is -1"),

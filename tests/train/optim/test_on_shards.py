@@ -86,7 +86,9 @@ def test_a_class_is_tried_on_every_way_of_sharding(home: Layout) -> None:
 NAMES = [
     ("adam", r"train.optimizer is 'adam'; use adamw or sgd, or the dotted name of a class, such as torch.optim"),
     ("torch.optim.Lion", r"'torch.optim.Lion' cannot be imported: .*install its package, or correct the name"),
-    ("lion.Lion", r"'lion.Lion' cannot be imported: No module named 'lion'"),
+    ("lion.Lion", r"'lion.Lion' cannot be imported: ModuleNotFoundError: No module named 'lion'"),
+    ("..x", r"'..x' cannot be imported: TypeError"),
+    ("..torch.optim.Adam", r"'..torch.optim.Adam' cannot be imported: TypeError"),
     ("torch.nn.Linear", r"no class of torch.optim.Optimizer"),
     ("torch.optim.LBFGS", r"'torch.optim.LBFGS' cannot train here: it evaluates the loss several times in a step"),
     ("torch.optim.SparseAdam", r"it updates sparse gradients"),
@@ -104,6 +106,9 @@ ARGUMENTS = [
     ("sgd", ["momentom=0.9"], r"'sgd' has no argument 'momentom'; known: momentum, dampening, nesterov, "),
     ("sgd", ["lr=1"], r"has lr, which is train.lr"),
     ("adamw", ["betas=[0.8, 0.9]"], r"has betas, which is train.betas"),
+    ("adamw", ["amsgrad=maybe"], r"'adamw' is given amsgrad='maybe', which is true or false"),
+    ("adamw", ["foreach=1"], r"'adamw' is given foreach=1, which is true or false"),
+    ("sgd", ["params=1"], r"'sgd' has no argument 'params'; known: momentum"),
 ]
 
 

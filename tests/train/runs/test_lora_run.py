@@ -206,6 +206,7 @@ def test_a_target_that_the_model_has_not(tmp_path: Path) -> None:
     config = replace(config, context=replace(config.context, eval_context_parallel_size=1))
     with pytest.raises(ModelError, match=r"'q_prj', which is no linear of Qwen3ForCausalLM; did you mean 'q_proj'"):
         run_ranks(train_rank, 1, config, 1, timeout=60)
+    assert not (tmp_path / "run").exists(), "it is said before anything is read or made"
 
 
 def test_the_learning_rate_of_adapters_has_a_default() -> None:

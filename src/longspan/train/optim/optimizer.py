@@ -169,9 +169,10 @@ def optimizer_class(name: str) -> type[Optimizer]:
         )
     try:
         kind = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever the name, or the module when it is imported, raises
         raise ConfigError(
-            f"train.optimizer {name!r} cannot be imported: {error}; install its package, or correct the name"
+            f"train.optimizer {name!r} cannot be imported: {type(error).__name__}: {error}; install its package, or "
+            "correct the name"
         ) from error
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise ConfigError(f"train.optimizer {name!r} is {kind!r}, no class of torch.optim.Optimizer")
@@ -214,11 +215,21 @@ def parsed_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for the first argument that the optimizer's class does not know, with those that it knows."""
+    """Raise ConfigError for the first argument that the optimizer's class does not know, with those that it knows, and
+    for a switch that is neither true nor false."""
     kind = optimizer_class(name)
-    if unknown := [key for key in arguments if not _takes(kind, key)]:
-        known = [key for key in inspect.signature(kind).parameters if key not in ("params", *_BY_KEY)]
+    parameters = inspect.signature(kind).parameters
+    if unknown := [key for key in arguments if key == "params" or not _takes(kind, key)]:
+        known = [key for key in parameters if key not in ("params", *_BY_KEY)]
         raise ConfigError(f"train.optimizer {name!r} has no argument {unknown[0]!r}; known: {', '.join(known)}")
+    for key, value in arguments.items():
+        if key in parameters and _is_switch(parameters[key]) and not isinstance(value, bool | None):
+            raise ConfigError(f"train.optimizer {name!r} is given {key}={value!r}, which is true or false")
+
+
+def _is_switch(parameter: inspect.Parameter) -> bool:
+    words = {*re.findall(r"\w+", str(parameter.annotation))} - {"class", "typing", "Optional", "Union", "None"}
+    return isinstance(parameter.default, bool) or words == {"bool"}
 
 
 def _takes(kind: type[Optimizer], argument: str) -> bool:

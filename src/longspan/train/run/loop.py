@@ -40,6 +40,7 @@ from longspan.train.run.records.metrics_log import read_metrics
 from longspan.train.run.records.open_records import Records, open_records
 from longspan.train.run.result import LAST_STEPS, TrainResult
 from longspan.train.run.saves import Saves
+from longspan.train.run.set_up.model import check_targets
 from longspan.train.run.set_up.set_up import set_up
 from longspan.train.run.stop_signal import StopSignal, received_signal
 from longspan.train.run.training_run import TrainingRun
@@ -55,6 +56,7 @@ def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainRes
     is at work in the folder.
     """
     check_config(config, len(world.home.ranks))
+    check_targets(config, world)
     with StopSignal() as stop, run_lock(Path(config.run.dir), world, display.log):
         display.log(settings_line(config))
         names = config.run.loggers if is_first_rank(world) else ()

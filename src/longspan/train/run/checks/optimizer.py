@@ -26,6 +26,13 @@ def check_optimizer(config: RunConfig) -> None:
             f'{config.model.dtype}"; leave it out, or use model.dtype = "bfloat16"'
         )
     if train.optimizer != "adamw" or train.optimizer_arguments:
-        from longspan.train.optim.optimizer import OptimizerChoice  # brings torch, which --help does without
+        _try(train)
 
-        OptimizerChoice.of(train)
+
+def _try(train: TrainConfig) -> None:
+    """Raise ConfigError for an optimizer that refuses its arguments over a matrix, which every model has."""
+    from torch import nn  # which --help does without
+
+    from longspan.train.optim.optimizer import OptimizerChoice, groups_of
+
+    OptimizerChoice.of(train).over(groups_of(nn.Linear(2, 2, bias=False), train.optimizer, train.weight_decay))

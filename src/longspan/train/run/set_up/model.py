@@ -1,19 +1,43 @@
 """The model of a run, fit for its data, and prepared."""
 
+import warnings
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from longspan.comm import World
 from longspan.errors import ModelError, RunFolderError
+from longspan.model.weights.empty import empty_model, images_class
 from longspan.train.all_ranks import LogLine, on_every_rank, on_first_rank
-from longspan.train.config.sections import RunConfig
-from longspan.train.mtp.depths import depths_line
+from longspan.train.config.sections import LoraSection, RunConfig
+from longspan.train.mtp.depths import depths_line, with_depths
 from longspan.train.run.checks.encoder import check_images
 from longspan.train.run.long_documents import configuration_for
 from longspan.train.run.run_corpus import check_tokenizer
 from longspan.train.run.set_up.data import RunData
 from longspan.train.run.set_up.kept_files import keep_model_files
-from longspan.train.training import AnyModel, configuration_of, loaded_model, prepared_model, unread_model
+from longspan.train.training import AnyModel, adapted, configuration_of, loaded_model, prepared_model, unread_model
+
+
+def check_targets(config: RunConfig, world: World) -> None:
+    """Raise ModelError on every rank where [lora] names targets or parts that the model has not; nothing is read.
+
+    A model that is read with its towers where the corpus has images, and without them otherwise, is left to
+    `prepared_for`.
+    """
+    if not config.lora.rank or (not config.lora.targets and config.lora.parts == LoraSection().parts):
+        return
+
+    def check() -> None:
+        configuration = configuration_of(config, config.data.vocab_size)
+        architecture = images_class(configuration, images=False)
+        if architecture is not None or not hasattr(configuration, "vision_config"):
+            model = empty_model(configuration, torch.float32, architecture)
+            with warnings.catch_warnings(action="ignore"):  # of what is left out, which the run says later
+                adapted(config, with_depths(config, model, read=False))
+
+    on_first_rank(world, check, ModelError)
 
 
 def prepared_for(data: RunData, config: RunConfig, world: World, log: LogLine, *, resumed: bool) -> AnyModel:
