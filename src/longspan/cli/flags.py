@@ -5,7 +5,11 @@ help texts are the docstrings of their fields.
 """
 
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from io import StringIO
+from itertools import takewhile
+from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
@@ -15,7 +19,7 @@ from longspan.cli.processes import Device
 from longspan.errors import ConfigError
 from longspan.train.config.defaults import resolved
 from longspan.train.config.eval_set import EvalConfig
-from longspan.train.config.file import nearest, present_word, read_file
+from longspan.train.config.file import kind_text, nearest, present_word, read_file
 from longspan.train.config.sections import (
     DataConfig,
     EncoderSection,
@@ -28,6 +32,7 @@ from longspan.train.config.sections import (
 Flags = TypeVar("Flags")
 _BOOLEANS = ("true", "false", "True", "False")
 _NUMBERS = {int: "an integer", float: "a number"}
+_EXAMPLES = {int: "2 4", float: "0.9 0.95", str: "first second"}  # of lists
 
 
 def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, default: Flags | None = None) -> Flags:
@@ -35,11 +40,25 @@ def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, default: Flag
 
     >>> parse_flags(ReportFlags, ["runs/first", "--json"], "longspan report")
 
-    The same for numbers, choices and true or false that are missing or none. `--help` prints and leaves; it is tyro's.
+    The same for whatever else is missing or none. `--help` prints and leaves; it is tyro's.
     """
     words = _checked_words(argv, flag_types(kind), prog)
     known: dict[str, Any] = {} if default is None else {"default": default}
-    return tyro.cli(kind, prog=prog, args=words, use_underscores=True, **known)
+    refusal = StringIO()
+    try:
+        with redirect_stderr(refusal):
+            return tyro.cli(kind, prog=prog, args=words, use_underscores=True, **known)
+    except SystemExit as end:
+        if not end.code:
+            raise
+        raise ConfigError(f"{_text_of_box(refusal.getvalue())}; see {prog} --help") from None
+
+
+def _text_of_box(box: str) -> str:
+    """What tyro says in the box of an error, above the rule in it."""
+    lines = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
+    above = list(takewhile(lambda line: not line.startswith("──"), lines))
+    return " ".join(" ".join(above or [box]).split()).rstrip(".")
 
 
 def check_least(flags: Any, **least: int) -> None:
@@ -63,7 +82,7 @@ def flag_types(kind: type) -> dict[str, Any]:
 def _checked_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[str]:
     """The words with true and false as Python writes them. Raises ConfigError for a flag that does not exist."""
     words: list[str] = []
-    for word, following in zip(argv, [*argv, "--"][1:], strict=True):
+    for place, (word, following) in enumerate(zip(argv, [*argv, "--"][1:], strict=True), 1):
         if not word.startswith("--"):
             words.append(word if not words else _as_python(word, types.get(words[-1])))
             continue
@@ -73,6 +92,10 @@ def _checked_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> lis
         kind = types.get(flag)
         if kind is bool and not equals and following not in _BOOLEANS:
             words += [flag, "True"] if "." in flag else [flag]  # `--parallel.sequence_parallel` alone; `--json`
+        elif _list_of(kind) is not None:
+            behind = [value] if equals else list(takewhile(lambda other: not other.startswith("--"), argv[place:]))
+            _check_list(flag, behind, kind)
+            words.append(f"{flag}={value}" if equals else flag)
         elif equals:
             _check_value(flag, value, kind)
             words.append(f"{flag}={_as_python(value, kind)}")
@@ -83,7 +106,7 @@ def _checked_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> lis
 
 
 def _check_value(flag: str, value: str | None, kind: Any) -> None:
-    """Raise ConfigError where a word is missing, or no value of a flag that takes one; lists are tyro's to read."""
+    """Raise ConfigError where a word is missing, or no value of a flag that takes one."""
     if kind is None:  # --help
         return
     if get_origin(kind) is Literal and present_word(value, kind) not in get_args(kind):
@@ -97,6 +120,22 @@ def _check_value(flag: str, value: str | None, kind: Any) -> None:
     else:
         return
     raise ConfigError(f"{flag} is {value!r}; {advice}" if value is not None else f"{flag} has no value; {advice}")
+
+
+def _list_of(kind: Any) -> Any:
+    """The list that a flag takes, alone or among other kinds of values; None for other flags."""
+    options = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    return next((option for option in options if get_origin(option) is tuple), None)
+
+
+def _check_list(flag: str, behind: Sequence[str], kind: Any) -> None:
+    """Raise ConfigError where the words behind a flag do not begin with the values of its list."""
+    value, *more = get_args(_list_of(kind))
+    count = len(behind) if more == [...] else 1 + len(more)
+    values = behind[:count]
+    if not values or len(values) < count or not all(value is str or _is_number(word, value) for word in values):
+        text = f"is {' '.join(values)!r}" if values else "has no value"
+        raise ConfigError(f"{flag} {text}; it must be {kind_text(kind)}, as in {flag} {_EXAMPLES[value]}")
 
 
 def _is_number(word: str, kind: type[int] | type[float]) -> bool:
