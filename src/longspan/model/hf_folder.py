@@ -1,4 +1,7 @@
-"""Hugging Face folders on disk: the configuration that one holds, and its files of weights; nothing is downloaded."""
+"""Hugging Face folders on disk: the configuration that one holds, its files of weights, and what its files are called.
+
+Nothing is downloaded.
+"""
 
 import json
 from collections.abc import Iterator
@@ -11,6 +14,28 @@ from transformers.utils import logging
 from longspan.errors import ModelError
 from longspan.model.presets import PRESETS
 
+FAST_TOKENIZER = "tokenizer.json"
+VOCABULARIES = (  # of tokenizers of any kind
+    FAST_TOKENIZER,
+    "tokenizer.model",
+    "tokenizer.model.v3",
+    "tekken.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tiktoken.model",
+)
+TOKENIZER_FILES = (
+    *VOCABULARIES,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates",
+)
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 

@@ -3,7 +3,6 @@
 Training checkpoints, which hold optimizer state and stay sharded, are not in this module.
 """
 
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial as partial_of
@@ -33,6 +32,7 @@ from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.state import groups_of_all_stages
 from longspan.model.vision.image_encoder import ImageEncoder
 from longspan.model.weights.empty import empty_model
+from longspan.model.weights.saved_folder import OF_ADAPTER, OF_MODEL, partial_folder, put_in_place
 from longspan.model.weights.write import WeightWriter, unit_of
 
 
@@ -46,8 +46,9 @@ def save_model(
 ) -> None:
     """Write the full weights to a folder that stock transformers loads; all ranks call it together.
 
-    The home's first rank writes safetensors, configuration and tokenizer next to `folder` and renames, so an
-    interrupted save leaves what was there. It is sent a decoder layer at a time, so no rank holds the whole model.
+    The home's first rank writes safetensors, configuration and tokenizer next to `folder`. Once all are written they
+    take the places of an older model's or adapter's (of an adapter: of an older adapter's), so an interrupted save
+    leaves what was there. Other files of the folder stay. The first rank is sent a decoder layer at a time, so no rank holds the whole model.
     `dtype` is that of the files, the parameters' own by default. Of a model with an adapter the adapter alone is
     written, as stock peft loads it, with what is trained of an encoder as its `modules_to_save`. A vision-language
     model (`prepare(…, encoder=…)`) is written whole, under its own class and names. Raises ModelError on every rank
@@ -64,18 +65,18 @@ def save_model(
         cast = ({name: x.to(dtype=kind) for name, x in group.items()} for group in groups)
         _save_adapter(adapter, target, world, tokenizer, cast, beside.modules)
         return
-    partial = target.with_name(f"{target.name}.partial")
     told = partial_of(_told, target)
-    empty = result_or_first_error(world, lambda: _opened(model, partial, kind) if writes else None, told)
-    writer = None if empty is None else WeightWriter(partial, empty, cast=kind is not None)
+    opened = result_or_first_error(world, lambda: _opened(model, target, kind) if writes else None, told)
+    writer = None if opened is None else WeightWriter(*opened, cast=kind is not None)
     for group in chain(_groups(model, world), *(_groups_of(e.module.state_dict(), writes=writes) for e in encoders)):
         result_or_first_error(world, lambda group=group: None if writer is None else writer.write(group), told)
 
     def finish() -> None:
-        if writer is not None and empty is not None:
+        if writer is not None and opened is not None:
             writer.finish()
+            partial, empty = opened
             write_beside_weights(empty, partial, tokenizer)
-            put_in_place(partial, target)
+            put_in_place(partial, target, OF_MODEL)
 
     result_or_first_error(world, finish, told)
 
@@ -137,11 +138,9 @@ def _save_adapter(
     tensors = {name: x for group in groups for name, x in group.items()}
 
     def write() -> None:
-        partial = target.with_name(f"{target.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        partial = partial_folder(target)
         write_adapter(partial, adapter, tensors, tokenizer, beside)
-        put_in_place(partial, target)
+        put_in_place(partial, target, OF_ADAPTER)
 
     writes = world.rank == world.home.ranks[0]
     result_or_first_error(world, lambda: write() if writes else None, partial_of(_told, target))
@@ -169,17 +168,18 @@ def _groups_of(state: Mapping[str, Tensor], *, writes: bool) -> Iterator[dict[st
         yield {name: x.detach().cpu() for name, x in whole.items()} if writes else {}
 
 
-def _opened(model: PreTrainedModel | PipelineModel, partial: Path, dtype: torch.dtype | None) -> PreTrainedModel:
-    """The stock model of a prepared one, without memory, and an empty folder for it."""
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+def _opened(
+    model: PreTrainedModel | PipelineModel, target: Path, dtype: torch.dtype | None
+) -> tuple[Path, PreTrainedModel]:
+    """An empty folder for a prepared model, and its stock model, without memory."""
+    partial = partial_folder(target)
     architecture = model.architecture if isinstance(model, PipelineModel) else type(model)
     stock = next(kind for kind in architecture.__mro__ if not issubclass(kind, FSDPModule))
     empty = empty_model(stock_configuration(model.config), dtype or next(model.parameters()).dtype, stock)
     if depths := model.depths if isinstance(model, PipelineModel) else len(depths_of(model)):
         add_mtp(empty, depths)
     empty.generation_config = model.generation_config
-    return empty
+    return partial, empty
 
 
 def stock_configuration(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -203,13 +203,3 @@ def write_beside_weights(empty: PreTrainedModel, folder: Path, files: Any) -> No
         generation = empty.generation_config if empty.can_generate() else None
         if generation is not None and not (folder / "generation_config.json").is_file():
             generation.save_pretrained(folder)
-
-
-def put_in_place(partial: Path, folder: Path) -> None:
-    """Give a finished folder its name, in place of one that is there."""
-    old = folder.with_name(f"{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    partial.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)

@@ -20,8 +20,9 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from longspan.errors import DataError
+from longspan.model.hf_folder import FAST_TOKENIZER
 from longspan.train.data.long_texts import PIECE, has_pieces, ids_in_pieces
-from longspan.train.data.tokenizer_files import FAST, copy_tokenizer_files, vocabulary_files
+from longspan.train.data.tokenizer_files import copy_tokenizer_files, vocabulary_files
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -147,7 +148,7 @@ def load_tokenizer(folder: str | Path) -> TextTokenizer:
     the folder or its files are missing or unreadable.
     """
     folder = Path(folder).expanduser()
-    file, settings = folder / FAST, folder / "tokenizer_config.json"
+    file, settings = folder / FAST_TOKENIZER, folder / "tokenizer_config.json"
     if settings.is_file():
         _check_settings(settings)
     if not file.is_file():

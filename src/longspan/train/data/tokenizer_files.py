@@ -3,42 +3,20 @@
 import shutil
 from pathlib import Path
 
+from longspan.model.hf_folder import TOKENIZER_FILES, VOCABULARIES
 from longspan.train.data.images.stock_processor import FILES
 
-FAST = "tokenizer.json"
-_VOCABULARIES = (
-    FAST,
-    "tokenizer.model",
-    "tokenizer.model.v3",
-    "tekken.json",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tiktoken.model",
-)
-_TOKENIZER = (
-    *_VOCABULARIES,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates",
-    *FILES,
-)
 GENERATION = "generation_config.json"
 
 
 def vocabulary_files(folder: Path) -> list[str]:
     """The files of a folder that hold a tokenizer's vocabulary, of whatever kind; empty where it has no tokenizer."""
-    return [name for name in _VOCABULARIES if (folder / name).is_file()]
+    return [name for name in VOCABULARIES if (folder / name).is_file()]
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> None:
     """Copy the tokenizer's files byte for byte, chat templates too, in place of those of another one in `target`."""
-    for name in _TOKENIZER:
+    for name in (*TOKENIZER_FILES, *FILES):
         _replace(source / name, target / name)
 
 
