@@ -4,6 +4,7 @@ Nothing is downloaded.
 """
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging
 
-from longspan.errors import ModelError
+from longspan.errors import ModelError, counted
 from longspan.model.presets import PRESETS
 
 FAST_TOKENIZER = "tokenizer.json"
@@ -36,6 +37,12 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "additional_chat_templates",
 )
+OF_FOLDER = {"local_files_only": True, "trust_remote_code": False}  # of whatever transformers reads from a folder
+OWN_MODEL = (
+    "use a folder in transformers' own format, or make the model in a program of your own and give it to "
+    "longspan.prepare"
+)
+_ADAPTER = "adapter_config.json"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -50,17 +57,48 @@ def read_configuration(path: Path) -> PreTrainedConfig:
     if not file.is_file():
         raise ModelError(f"{path} has no config.json; {instead_of(path) or _folder_or_preset()}")
     try:
-        return AutoConfig.from_pretrained(file, local_files_only=True)
+        config = AutoConfig.from_pretrained(file, **OF_FOLDER)
     except Exception as error:  # json, huggingface_hub and transformers each raise their own
-        raise ModelError(f"the model in {path} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise ModelError(f"the model in {path} cannot be loaded: {why_refused(error, OWN_MODEL)}") from error
+    _forget_code(config)
+    return config
+
+
+def _forget_code(config: PreTrainedConfig) -> None:
+    """Take out what would have transformers run other code than its own: a folder's, or a kernel's of the hub."""
+    vars(config).pop("auto_map", None)
+    parts = (getattr(config, name, None) for name in config.sub_configs)
+    for part in (config, *(part for part in parts if isinstance(part, PreTrainedConfig))):
+        for key in ("_attn_implementation", "_experts_implementation"):
+            if "/" in str(getattr(part, key, None)):
+                setattr(part, key, None)
+
+
+def why_refused(error: Exception, instead: str) -> str:
+    """Why transformers could not read a folder, in one line, with what to do `instead` of running the folder's code."""
+    text = " ".join(str(error).split())
+    if "trust_remote_code" in text:
+        return f"its auto_map names Python code of its own, and no code of a folder is run; {instead}"
+    if "weights_only" in text:
+        return "its weights are a pickle with more than tensors in it, which may be code; give them as safetensors"
+    return f"{type(error).__name__}: {text}"
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """A folder's files of weights. Raises ModelError where there are none, or where some of its index are missing."""
+    """A folder's files of weights.
+
+    Raises ModelError where there are none, where some of its index are missing or outside the folder, and where an
+    adapter lies beside them, for which transformers would load another model.
+    """
     if not folder.is_dir():
         raise ModelError(f"there is no model folder {folder}; {_folder_or_preset()}")
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} has no config.json; {instead_of(folder) or _folder_or_preset()}")
+    if (folder / _ADAPTER).is_file():
+        raise ModelError(
+            f"{folder} holds a model and an adapter of peft ({_ADAPTER}) beside it; put the adapter's files into a "
+            "folder of their own, or merge them into the model"
+        )
     weights = next((name for name in _WEIGHTS if (folder / name).is_file()), None)
     if weights is None:
         raise ModelError(
@@ -71,9 +109,15 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _indexed(folder: Path, index: Path) -> list[Path]:
     try:
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files: list[str] = sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+        outside = [name for name in files if os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] == ".."]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} is damaged: {type(error).__name__}: {error}") from error
+    if outside:
+        raise ModelError(
+            f"{index} names {counted(len(outside), 'file')} outside its folder ({outside[0]}), which are not read; put "
+            "them, or links to them, into the folder"
+        )
     if missing := [name for name in files if not (folder / name).is_file()]:
         raise ModelError(f"{folder} lacks {len(missing)} of {len(files)} weight files: {', '.join(missing[:4])}")
     return [folder / name for name in files]
@@ -81,7 +125,7 @@ def _indexed(folder: Path, index: Path) -> list[Path]:
 
 def instead_of(folder: Path) -> str:
     """What to give instead of a folder that holds an adapter of peft; nothing for another folder."""
-    if not (folder / "adapter_config.json").is_file():
+    if not (folder / _ADAPTER).is_file():
         return ""
     run = folder.resolve().parent
     name = str(run) if (run / "config.toml").is_file() else "RUN"

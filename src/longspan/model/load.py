@@ -3,6 +3,8 @@
 How models are saved is in `save.py`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,14 @@ from transformers import (
 )
 
 from longspan.errors import ModelError
-from longspan.model.hf_folder import no_progress_bars, read_configuration, weight_files
+from longspan.model.hf_folder import (
+    OF_FOLDER,
+    OWN_MODEL,
+    no_progress_bars,
+    read_configuration,
+    weight_files,
+    why_refused,
+)
 from longspan.model.prepared import vocabulary_size
 from longspan.model.presets import PRESETS, preset_config
 from longspan.model.weights.empty import empty_model, images_class
@@ -104,7 +113,8 @@ def _drawn(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_images:
     automatic = AutoModelForCausalLM if with_images is None else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = automatic.from_config(deepcopy(config), dtype=torch.float32)
+        with _naming(config):
+            model = automatic.from_config(deepcopy(config), dtype=torch.float32, trust_remote_code=False)
     for parameter in model.parameters():  # drawn in float32, so that every dtype holds the same numbers, rounded
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
@@ -113,9 +123,22 @@ def _drawn(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_images:
 
 def _to_be_drawn(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_images: Any) -> PreTrainedModel:
     """A model without memory for its parameters, and what draws them."""
-    model = empty_model(config, dtype, with_images)
+    with _naming(config):
+        model = empty_model(config, dtype, with_images)
     fill_when_prepared(model, RandomWeights(model, seed))
     return model
+
+
+@contextmanager
+def _naming(config: PreTrainedConfig) -> Iterator[None]:
+    """Turn what a model's class raises when it is made into a ModelError that names the configuration."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:  # whatever a class makes of its sizes
+        name = f"{type(config).__name__}{f' of {path}' if (path := config._name_or_path) else ''}"
+        raise ModelError(f"no model can be made of the {name}: {why_refused(error, OWN_MODEL)}") from error
 
 
 def _from_folder(
@@ -123,14 +146,14 @@ def _from_folder(
 ) -> PreTrainedModel:
     weight_files(folder)
     automatic = AutoModelForCausalLM if with_images is None else AutoModelForImageTextToText
-    changed = {} if config is None else {"config": config}
+    config = config or read_configuration(folder)
     try:
         with no_progress_bars():
             loaded: Any = automatic.from_pretrained(
-                folder, dtype=dtype, local_files_only=True, output_loading_info=True, **changed
+                folder, config=config, dtype=dtype, output_loading_info=True, **OF_FOLDER
             )
     except Exception as error:  # json, safetensors, torch, huggingface_hub and transformers each raise their own
-        raise ModelError(f"the model in {folder} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise ModelError(f"the model in {folder} cannot be loaded: {why_refused(error, OWN_MODEL)}") from error
     model, loading_info = loaded
     if absent := sorted(loading_info["missing_keys"]):
         raise ModelError(
@@ -154,6 +177,6 @@ def _to_be_read(folder: Path, config: PreTrainedConfig | None, dtype: torch.dtyp
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # json, huggingface_hub and transformers each raise their own
-        raise ModelError(f"the model in {folder} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise ModelError(f"the model in {folder} cannot be loaded: {why_refused(error, OWN_MODEL)}") from error
     fill_when_prepared(model, FolderWeights(folder, files, model))
     return model

@@ -30,7 +30,7 @@ def empty_model(
     config = deepcopy(config)  # transformers writes the dtype into it
     with _parameters_on_meta():
         if architecture is None:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         else:
             model = architecture._from_config(config, dtype=dtype)
     apart = _dtypes_apart(model, dtype)

@@ -20,11 +20,15 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from longspan.errors import DataError
-from longspan.model.hf_folder import FAST_TOKENIZER
+from longspan.model.hf_folder import FAST_TOKENIZER, OF_FOLDER, why_refused
 from longspan.train.data.long_texts import PIECE, has_pieces, ids_in_pieces
 from longspan.train.data.tokenizer_files import copy_tokenizer_files, vocabulary_files
 
 END_OF_TEXT = "<|endoftext|>"
+_OWN_CODE = (
+    "where its tokenizer.json alone makes the tokenizer, take auto_map and tokenizer_class out of tokenizer_config.json, "
+    "or name the folder of a tokenizer in transformers' own format"
+)
 
 
 @dataclass(frozen=True)
@@ -196,11 +200,11 @@ def _as_transformers_reads(folder: Path) -> TextTokenizer:
     from transformers import AutoTokenizer
 
     try:
-        stock = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        stock = AutoTokenizer.from_pretrained(folder, **OF_FOLDER)
         engine, end = stock.backend_tokenizer, stock.eos_token_id
     except Exception as error:  # json, tokenizers, huggingface_hub and transformers each raise their own
         raise DataError(
-            f"the tokenizer in {folder} cannot be loaded by transformers: {type(error).__name__}: {error}"
+            f"the tokenizer in {folder} cannot be loaded by transformers: {why_refused(error, _OWN_CODE)}"
         ) from error
     return replace(_ready(engine, end), folder=folder, kind=type(stock).__name__)
 

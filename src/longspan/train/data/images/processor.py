@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from longspan.errors import DataError
+from longspan.model.hf_folder import why_refused
 from longspan.model.vision.image_arguments import GRIDS, IN_DOCUMENT
 from longspan.model.vision.image_tokens import Grid, ImageInput
 from longspan.train.data.images.image_file import Size, needed_pillow
@@ -40,7 +41,7 @@ def load_processor(folder: Path) -> "Processor":
     except Exception as error:  # json, transformers and huggingface_hub each raise their own
         raise DataError(
             f"the image processor in {folder} cannot be loaded by transformers without torchvision: "
-            f"{type(error).__name__}: {error}"
+            f"{why_refused(error, 'give a folder whose processor is one of transformers')}"
         ) from error
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.errors import DataError
+from longspan.model.hf_folder import OF_FOLDER
 
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
@@ -27,15 +28,13 @@ def load_stock(folder: Path) -> Any:
 
     def parts(cls: Any, path: Any, *_: Any, **__: Any) -> list[Any]:
         made = {
-            "tokenizer": lambda: AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False),
-            "image_processor": lambda: AutoImageProcessor.from_pretrained(
-                path, local_files_only=True, trust_remote_code=False, backend="pil"
-            ),
+            "tokenizer": lambda: AutoTokenizer.from_pretrained(path, **OF_FOLDER),
+            "image_processor": lambda: AutoImageProcessor.from_pretrained(path, backend="pil", **OF_FOLDER),
         }
         return [made[name]() if name in made else None for name in cls.get_attributes()]
 
     unchecked = {"_get_arguments_from_pretrained": classmethod(parts), "check_argument_for_proper_class": _no_check}
-    made = type(stock.__name__, (stock,), unchecked).from_pretrained(folder, local_files_only=True)
+    made = type(stock.__name__, (stock,), unchecked).from_pretrained(folder, **OF_FOLDER)
     for needed in ("image_processor", "image_token"):
         if getattr(made, needed, None) is None:
             raise DataError(f"{stock.__name__}, the processor in {folder}, has no {needed}; images need one that has")

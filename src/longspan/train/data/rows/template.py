@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from longspan.errors import DataError
+from longspan.model.hf_folder import OF_FOLDER
 from longspan.train.data.images.processor import load_processor
 from longspan.train.data.images.stock_processor import has_processor
 from longspan.train.data.rows.kinds import rows_hold
@@ -63,7 +64,7 @@ class ChatTemplate:
                 f"{rows_hold('messages')}, and a tokenizer that is trained on the corpus has no chat template; name "
                 "the folder of a chat model's with data.tokenizer or model.path"
             )
-        stock: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        stock: Any = AutoTokenizer.from_pretrained(folder, **OF_FOLDER)
         if not stock.chat_template and has_processor(folder):
             stock.chat_template = load_processor(folder.absolute()).stock.chat_template
         if not stock.chat_template:
