@@ -80,7 +80,10 @@ WRONG = [
     (["train", "--parallel.pipeline_schedule", "1f1"], "--parallel.pipeline_schedule is '1f1'; use one of 1f1b, gpipe"),
     (["train", "--train.activation_checkpointing=selectiv"], "--train.activation_checkpointing is 'selectiv'; use one"),
     (["plan", "--planner", "dynamc"], "--planner is 'dynamc'; use one of auto, fixed, padded, dynamic"),
-    (["train", "--train.betas", "0.9"], "--train.betas is '0.9'; it must be a list of 2 numbers, as in --train.betas 0"),
+    (
+        ["train", "--train.betas", "0.9"],
+        "--train.betas is '0.9'; it must be a list of 2 numbers, as in --train.betas 0",
+    ),
     (["train", "--train.betas=0.9", "--json"], "--train.betas is '0.9'; it must be a list of 2 numbers"),
     (["train", "--train.betas", "0.9", "x", "a.toml"], "--train.betas is '0.9 x'; it must be a list of 2 numbers"),
     (

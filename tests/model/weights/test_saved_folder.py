@@ -1,6 +1,5 @@
 """What a saved model takes the place of in its folder, and what stays; interrupted at any file nothing is lost."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ def model_on(world: World, *, rank: int = 0) -> Any:
 def test_a_model_replaces_an_older_one_and_nothing_else(tmp_path: Path, world: World) -> None:
     folder, model = write_files(tmp_path / "model", OTHERS | OLD | ADAPTER), model_on(world)
     save_model(model, folder, world)
-    assert files_of(folder) == {*OTHERS, *NEW} and os.listdir(tmp_path) == ["model"]
+    assert files_of(folder) == {*OTHERS, *NEW} and [path.name for path in tmp_path.iterdir()] == ["model"]
     assert all((folder / name).read_text() == text for name, text in OTHERS.items())
     stock = AutoModelForCausalLM.from_pretrained(folder)
     assert all(p.equal(model.get_parameter(name).full_tensor()) for name, p in stock.named_parameters())
@@ -100,7 +99,9 @@ def test_nothing_is_lost_or_mixed_where_a_save_is_interrupted(
     except KeyboardInterrupt:
         pass
     of_models = [(folder / name).read_text() == "new" for name in {*OLD, *new} if (folder / name).is_file()]
-    assert not (folder / "config.json").is_file() or all(of_models) or (not any(of_models) and len(of_models) == len(OLD))
+    assert (
+        not (folder / "config.json").is_file() or all(of_models) or (not any(of_models) and len(of_models) == len(OLD))
+    )
     everywhere = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
     assert everywhere.count("new") == len(new)
     assert all(of_models) or len(everywhere) == len(OTHERS) + len(OLD) + len(new) + 1

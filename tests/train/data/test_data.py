@@ -383,5 +383,5 @@ def test_what_is_nearly_read_is_said(tmp_path: Path) -> None:
 
 def test_a_pipe_is_no_file_of_a_corpus(tmp_path: Path) -> None:
     os.mkfifo(make_folder(tmp_path / "texts") / "a.txt")
-    with pytest.raises(DataError, match="a.txt of the corpus .* is no regular file"):
+    with pytest.raises(DataError, match=r"a.txt of the corpus .* is no regular file"):
         build(tmp_path, tmp_path / "texts")

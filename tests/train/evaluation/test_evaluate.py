@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from longspan.errors import DataError, EvaluationError, EvaluationStopped, Longs
 from longspan.testing import backend, run_ranks
 from longspan.train import EvaluationOptions, PlanChoice, TargetRows
 from longspan.train.evaluation import portions
-from longspan.train.evaluation.metrics import Mean
+from longspan.train.evaluation.metrics import Mean, copied
 from longspan.train.evaluation.result import Evaluation
 from longspan.train.evaluation.row_sums import edges_to
 from tests.model.deep import deep
@@ -250,6 +251,41 @@ def test_a_metric_without_a_count_is_refused_in_one_process() -> None:
         options = EvaluationOptions(metrics={"broken": lambda rows: 1 / 0})  # type: ignore
         with pytest.raises(EvaluationError, match="'broken' failed on two made rows"):
             evaluate(model, DOCUMENTS, PlanChoice.fixed(1), world, options)
+
+
+class Keeping:
+    """A metric that keeps what it is given, with a model of its own and perhaps something that is not copied."""
+
+    def __init__(self, *more: Any) -> None:
+        self.rows, self.total, self.model, self.more = list[Any](), torch.zeros(()), torch.nn.Linear(1, 1), more
+
+    def __call__(self, rows: Any) -> tuple[Any, int]:
+        assert self.model(torch.ones(1)).numel()
+        self.rows.append(rows.losses)
+        self.total += len(rows.losses)
+        return rows.losses.sum(), len(rows.losses)
+
+
+def test_a_metric_keeps_rows_of_documents_alone() -> None:
+    kept, first, locked, method = list[int](), Keeping(), Keeping(Lock()), Keeping()
+
+    def closure(rows: Any, *, scale: int = 1) -> tuple[Any, int]:
+        kept.append(len(rows.losses) * scale)
+        return rows.losses.sum(), len(rows.losses)
+
+    metrics = {"closure": closure, "first": first, "locked": locked, "method": method.__call__}
+    with World(Layout(ranks=1), backend="gloo", device="cpu") as world:
+        model = prepare(deep("qwen3", torch.float64, vocabulary=VOCABULARY), world)
+        result = evaluate(model, DOCUMENTS, PlanChoice.fixed(1), world, EvaluationOptions(metrics=metrics))
+    totals = [sum(kept), *(int(metric.total) for metric in (first, locked, method))]
+    assert totals == [result.targets] * 4
+    assert [sum(map(len, metric.rows)) for metric in (first, locked, method)] == [result.targets] * 3
+
+
+def test_a_copy_of_a_metric_shares_its_weights() -> None:
+    metric = Keeping()
+    copy: Any = copied(metric)
+    assert copy.model.weight is metric.model.weight and copy.total is not metric.total
 
 
 def test_a_set_is_planned_once() -> None:

@@ -4,13 +4,17 @@ A metric is a function of such rows to (sum, count). A mean over ranks' or micro
 documents are dealt out; sums and counts do not.
 """
 
+import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from numbers import Real
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import IO, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longspan.errors import EvaluationError, counted
 
@@ -89,12 +93,19 @@ def check_metrics(
     vocabulary: int | None,
     device: torch.device,
 ) -> None:
-    """Try each metric on two made rows of logits. Raises EvaluationError, naming it, where it gives no (sum, count)."""
+    """Try a copy of each metric on two made rows of logits; one that cannot be copied is left to its first rows.
+
+    Raises EvaluationError, naming the metric, where it gives no (sum, count).
+    """
     for name, metric in {**metrics, **document_metrics}.items():
         if name in BUILT_IN:
             raise EvaluationError(f"a metric is called {name!r}, which every evaluation has; give it another name")
         try:
-            made = metric(_made_rows(vocabulary or 8, device))
+            copy = copied(metric)
+        except Exception:
+            continue
+        try:
+            made = copy(_made_rows(vocabulary or 8, device))
         except Exception as error:
             raise EvaluationError(
                 f"the metric {name!r} failed on two made rows (logits of shape (2, {vocabulary or 8})): "
@@ -112,6 +123,46 @@ def columns_of(name: str, made: Any, rows: int) -> Tensor:
         f"the metric of documents {name!r} gave {str(made)[:200]} for {counted(rows, 'row')}; return (values, counts), "
         f"two tensors of shape ({rows},); a row that does not count has the count 0"
     )
+
+
+class _Copier(pickle.Pickler):
+    """Copies what an object keeps, and what a function has around it; code and weights of models are shared."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self.shared: list[Any] = []
+
+    def persistent_id(self, obj: Any) -> int | None:
+        """The number of an object that is shared; None of one that is copied."""
+        is_code = isinstance(obj, type | ModuleType | CodeType) or (
+            isinstance(obj, FunctionType) and not obj.__closure__
+        )
+        if not is_code and not isinstance(obj, nn.Parameter):
+            return None
+        self.shared.append(obj)
+        return len(self.shared) - 1
+
+    def reducer_override(self, obj: Any) -> Any:
+        """How a function with something around it is made again."""
+        if not isinstance(obj, FunctionType):
+            return NotImplemented
+        around = [cell.cell_contents for cell in obj.__closure__ or ()]
+        settings = {name: getattr(obj, name) for name in ("__defaults__", "__kwdefaults__")}
+        return _function, (obj.__code__, obj.__module__, around), (vars(obj), settings)
+
+
+def _function(code: CodeType, module: str, around: Sequence[Any]) -> FunctionType:
+    return FunctionType(code, vars(sys.modules[module]), None, None, tuple(map(CellType, around)))
+
+
+def copied(metric: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a metric, so that what it keeps of made rows is not kept. Raises whatever it cannot be copied for."""
+    file = BytesIO()
+    copier = _Copier(file)
+    copier.dump(metric)
+    reader = pickle.Unpickler(BytesIO(file.getvalue()))
+    reader.persistent_load = copier.shared.__getitem__
+    return reader.load()
 
 
 def _made_rows(vocabulary: int, device: torch.device) -> TargetRows:
