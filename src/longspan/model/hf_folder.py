@@ -110,7 +110,7 @@ def weight_files(folder: Path) -> list[Path]:
 def _indexed(folder: Path, index: Path) -> list[Path]:
     try:
         files: list[str] = sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
-        outside = [name for name in files if os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] == ".."]
+        outside = [name for name in files if Path(os.path.normpath(name)).parts[:1] in (("..",), ("/",))]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} is damaged: {type(error).__name__}: {error}") from error
     if outside:

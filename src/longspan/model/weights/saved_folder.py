@@ -3,7 +3,6 @@
 What else lies there stays: a README, a tokenizer where none is saved, other folders.
 """
 
-import os
 import re
 import shutil
 from pathlib import Path
@@ -43,9 +42,10 @@ def put_in_place(partial: Path, folder: Path, replaced: str) -> None:
     if not folder.exists():
         partial.rename(folder.resolve())
         return
-    made = sorted(os.listdir(partial), key=_CONFIGURATIONS.__contains__)
+    made = sorted((path.name for path in partial.iterdir()), key=_CONFIGURATIONS.__contains__)
     pattern = f"{replaced}|{_OF_TOKENIZER}" if {*made} & {*TOKENIZER_FILES} else replaced
-    going = [name for name in os.listdir(folder) if name in made or re.fullmatch(pattern, name)]
+    names = [path.name for path in folder.iterdir()]
+    going = [name for name in names if name in made or re.fullmatch(pattern, name)]
     old = Path(mkdtemp(prefix=f"{folder.resolve().name}.replaced-", dir=partial.parent))
     for name in sorted(going, key=_CONFIGURATIONS.__contains__, reverse=True):
         (folder / name).rename(old / name)

@@ -217,7 +217,7 @@ def _check_saved(tokenizer: TextTokenizer, run_dir: Path) -> None:
     saved = load_tokenizer(run_dir)
     if (saved.digest, _around(saved)) != (tokenizer.digest, _around(tokenizer)):
         raise DataError(
-            f"the tokenizer in {tokenizer.folder or run_dir} gives other ids beside the config.json of the run's model: "
+            f"tokenizer {tokenizer.folder or run_dir} gives other ids beside the config.json of the run's model: "
             f"transformers reads it there with the class {saved.kind}, and in its own folder with {tokenizer.kind}; "
             "name a tokenizer of the model's kind with data.tokenizer"
         )

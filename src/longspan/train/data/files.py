@@ -71,7 +71,7 @@ def _folders(root: Path, is_left_out: Callable[[Path], bool]) -> Iterator[tuple[
     seen, places = set[tuple[int, int]](), [root]
     for place in places:
         for folder, folders, names in os.walk(place, onerror=_raise_unreadable):
-            here, stat = Path(folder), os.stat(folder)
+            here, stat = Path(folder), Path(folder).stat()
             inside = [] if (stat.st_dev, stat.st_ino) in seen else [n for n in folders if not is_left_out(here / n)]
             places += [here / name for name in sorted(inside) if (here / name).is_symlink()]
             folders[:] = [name for name in inside if not (here / name).is_symlink()]

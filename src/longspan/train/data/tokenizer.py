@@ -26,8 +26,8 @@ from longspan.train.data.tokenizer_files import copy_tokenizer_files, vocabulary
 
 END_OF_TEXT = "<|endoftext|>"
 _OWN_CODE = (
-    "where its tokenizer.json alone makes the tokenizer, take auto_map and tokenizer_class out of tokenizer_config.json, "
-    "or name the folder of a tokenizer in transformers' own format"
+    "where its tokenizer.json alone makes the tokenizer, take auto_map and tokenizer_class out of "
+    "tokenizer_config.json, or name the folder of a tokenizer in transformers' own format"
 )
 
 

@@ -20,8 +20,8 @@ class EvaluationOptions:
     loss_chunk_rows: int = 0
     """Rows whose logits are formed at a time; 0: by a budget of bytes."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    """Metrics beside the built-in ones, by name: functions of TargetRows to (sum, count). A copy of each is tried on two
-    made rows first; what it keeps in variables of its module is not copied."""
+    """Metrics beside the built-in ones, by name: functions of TargetRows to (sum, count). A copy of each is tried on
+    two made rows first; what it keeps in variables of its module is not copied."""
     document_metrics: Mapping[str, DocumentMetric] = field(default_factory=dict)
     """Metrics of each document, by name: functions of TargetRows to the values and the counts of rows, two tensors
     (n,), which are added up for every document; a row that does not count has the count 0."""
