@@ -49,10 +49,10 @@ def save_model(
     The home's first rank writes safetensors, configuration and tokenizer next to `folder`. Once all are written they
     take the places of an older model's or adapter's (of an adapter: of an older adapter's), so an interrupted save
     leaves what was there. Other files of the folder stay. The first rank is sent a decoder layer at a time, so no rank
-    holds the whole model. `dtype` is that of the files, the parameters' own by default. Of a model with an adapter the adapter alone is
-    written, as stock peft loads it, with what is trained of an encoder as its `modules_to_save`. A vision-language
-    model (`prepare(…, encoder=…)`) is written whole, under its own class and names. Raises ModelError on every rank
-    where writing failed.
+    holds the whole model. `dtype` is that of the files, the parameters' own by default. Of a model with an adapter the
+    adapter alone is written, as stock peft loads it, with what is trained of an encoder as its `modules_to_save`. A
+    vision-language model (`prepare(…, encoder=…)`) is written whole, under its own class and names. Raises ModelError
+    on every rank where writing failed.
     """
     encoders = _encoders_of(model)
     model = model.language_model if isinstance(model, MultimodalModel) else model
