@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ from longspan.train.config.sections import DataConfig, SourceConfig
 from longspan.train.data.build import ensure_corpus
 from longspan.train.data.corpus_settings import CorpusSettings
 from longspan.train.data.documents import Corpus
+from longspan.train.data.formats.row_file import row_file
 from longspan.train.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+from longspan.train.data.tokenizer_files import ends_of_generation
 from longspan.train.document import targets_of
 
 TEXTS = ["def layout(rank):\n    return rank\n", "für alle Ränge: übrig " * 9, "plan " * 30, "one\ntwo", "a b c d e"]
@@ -174,3 +178,35 @@ def test_byte_order_marks_of_files_that_were_joined(tmp_path: Path, cache: str) 
     path.write_bytes(mark + rows[0] + mark + b"\n" + mark + b"".join(rows[1:]) + mark)
     marked = corpus_of(tmp_path, path=str(path), cache="none" if cache == "none" else str(tmp_path / "cache"))
     assert contents(marked) == plain
+
+
+def test_an_arrow_file_that_ends_between_two_batches_is_refused(tmp_path: Path) -> None:
+    pyarrow: Any = pytest.importorskip("pyarrow")
+    path, table = tmp_path / "rows.arrow", pyarrow.table({"text": ["some text of a row"] * 99})
+    with pyarrow.ipc.new_stream(path, table.schema) as stream:
+        stream.write_table(table, max_chunksize=10)
+    assert len(corpus_of(tmp_path, path=str(path))) == 99
+    whole, rows = path.read_bytes(), list[int]()
+    for size in range(8, len(whole), 8):
+        path.write_bytes(whole[:size])
+        with pytest.raises(DataError, match=r"cannot read rows.arrow of the corpus"):
+            row_file("rows.arrow", path).chunks().__next__()
+        with suppress(pyarrow.ArrowInvalid, OSError):
+            rows.append(len(pyarrow.ipc.open_stream(whole[:size]).read_all()))
+    assert {10, 20, 90} <= {*rows}, "pyarrow reads some of these"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "x"}', '{"eos_token_id": [1, "x"]}', "9" * 10_000])
+def test_ends_of_generation_that_are_none_are_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(
+        DataError, match=r"generation_config.json (is no JSON object|has eos_token_id 'x'; give the id)"
+    ):
+        ends_of_generation(tmp_path)
+
+
+def test_a_name_that_is_not_utf8_is_said(tmp_path: Path) -> None:
+    with open(os.fsencode(tmp_path) + b"/a\xff.txt", "w") as file:  # noqa: PTH123
+        file.write("some text")
+    with pytest.raises(DataError, match=r"a.udcff.txt' of a file of the corpus is not UTF-8"):
+        corpus_of(tmp_path / "run", path=str(tmp_path))

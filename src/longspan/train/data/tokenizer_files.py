@@ -1,8 +1,10 @@
 """The files of a Hugging Face folder that a run keeps: tokenizer, image processor, and how the model generates."""
 
+import json
 import shutil
 from pathlib import Path
 
+from longspan.errors import DataError, shortened
 from longspan.model.hf_folder import TOKENIZER_FILES, VOCABULARIES
 from longspan.train.data.images.stock_processor import FILES
 
@@ -39,6 +41,24 @@ def keep_generation(source: Path | None, folder: Path) -> None:
         (folder / GENERATION).unlink(missing_ok=True)
     else:
         _replace(source / GENERATION, folder / GENERATION)
+
+
+def ends_of_generation(folder: Path) -> set[int]:
+    """The ids at which a folder's model stops generating, none where that is not written down.
+
+    Raises DataError for what is no id.
+    """
+    file = folder / GENERATION
+    if not file.is_file():
+        return set()
+    try:
+        named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{file} is no JSON object: {error}") from error
+    ids = [i for i in (named if isinstance(named, list) else [named]) if i is not None]
+    if wrong := [i for i in ids if type(i) is not int or not 0 <= i < 1 << 32]:
+        raise DataError(f"{file} has eos_token_id {shortened(wrong[0])}; give the id of a token, or a list of them")
+    return {*ids}
 
 
 def _replace(source: Path, target: Path) -> None:

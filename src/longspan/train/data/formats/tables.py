@@ -13,6 +13,8 @@ from longspan.train.data.formats.lines import folder_of, readable
 from longspan.train.data.formats.packages import needed
 from longspan.train.data.rows.sample import Row
 
+_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of Arrow's, which reads on quietly where it is missing
+
 
 class ParquetFile:
     """A .parquet file. To reach a row its row group is read, and kept until a row of another group is asked for."""
@@ -85,9 +87,12 @@ class ArrowFile:
         def read(path: Path) -> Any:
             mapped = pyarrow.memory_map(str(path))
             try:
-                return pyarrow.ipc.open_stream(mapped).read_all()
+                table = pyarrow.ipc.open_stream(mapped).read_all()
             except pyarrow.ArrowInvalid:
                 return pyarrow.ipc.open_file(mapped).read_all()
+            if mapped.size() < len(_END) or mapped.read_at(len(_END), mapped.size() - len(_END)) != _END:
+                raise pyarrow.ArrowInvalid("it was cut off: there is no mark of its end")
+            return table
 
         return _opened(read, self.name, self.path)
 

@@ -1,6 +1,5 @@
 """A tokenizer's chat template: messages as text, by transformers' own renderer, on a day that does not change."""
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from longspan.train.data.images.stock_processor import has_processor
 from longspan.train.data.rows.kinds import rows_hold
 from longspan.train.data.rows.values import RowError
 from longspan.train.data.tokenizer import TextTokenizer
-from longspan.train.data.tokenizer_files import GENERATION
+from longspan.train.data.tokenizer_files import ends_of_generation
 
 Message = Mapping[str, Any]
 _DAY_FORMAT = "%d %b %Y"
@@ -115,9 +114,6 @@ def _dates(template: str, day: str) -> dict[str, Any]:
 
 def _ends(tokenizer: TextTokenizer, folder: Path) -> tuple[str, ...]:
     """The tokens at which generation stops: the tokenizer's end of text, and those of generation_config.json."""
-    ids, file = {tokenizer.end}, folder / GENERATION
-    if file.is_file():
-        named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        ids |= set(named) if isinstance(named, list) else {named}
-    names = (tokenizer.engine.id_to_token(i) for i in sorted(i for i in ids if i is not None))
+    ids = ends_of_generation(folder) | ({tokenizer.end} if tokenizer.end is not None else set[int]())
+    names = (tokenizer.engine.id_to_token(i) for i in sorted(ids))
     return tuple(name for name in names if name is not None)

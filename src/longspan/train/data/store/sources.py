@@ -61,8 +61,10 @@ class KnownSums:
         return sources
 
     def _source(self, file: CorpusFile) -> Source:
+        path = str(file.path.absolute())
         try:
-            path, stat = str(file.path.absolute()), file.path.stat()
+            stat = file.path.stat()
+            path.encode()
             if not S_ISREG(stat.st_mode):
                 raise DataError(
                     f"{file.name} of the corpus ({file.path}) is no regular file; give one, or leave it out"
@@ -71,6 +73,8 @@ class KnownSums:
             if old is not None and (old.bytes, old.modified_ns) == (stat.st_size, stat.st_mtime_ns):
                 return Source(file.name, old.bytes, old.modified_ns, old.sha256, path)
             return Source(file.name, stat.st_size, stat.st_mtime_ns, sha256_of(file.path), path)
+        except UnicodeEncodeError as error:
+            raise DataError(f"the path {path!r} of a file of the corpus is not UTF-8; give it another name") from error
         except OSError as error:
             raise DataError(f"cannot read {file.name} of the corpus ({file.path}): {error.strerror}") from error
 
