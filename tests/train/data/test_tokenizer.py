@@ -151,3 +151,14 @@ def test_a_token_that_the_settings_alone_add_is_in_the_digest(tmp_path: Path) ->
     after = load_tokenizer(tmp_path)
     assert len(after.encode(["a <tool> b"])[0]) < len(before.encode(["a <tool> b"])[0])
     assert after.digest != before.digest
+
+
+def test_no_code_of_a_tokenizers_folder_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question"))
+    train_tokenizer(TEXTS, 300).save_pretrained(tmp_path)
+    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "own.py").write_text("from pathlib import Path\nPath(__file__ + '.ran').touch()\n")
+    with pytest.raises(DataError, match="no code of a folder is run; where its tokenizer.json alone makes") as refused:
+        load_tokenizer(tmp_path)
+    assert "trust_remote_code" not in str(refused.value) and not list(tmp_path.glob("*.ran"))
