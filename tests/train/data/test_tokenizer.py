@@ -159,6 +159,6 @@ def test_no_code_of_a_tokenizers_folder_is_run(tmp_path: Path, monkeypatch: pyte
     settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "own.py").write_text("from pathlib import Path\nPath(__file__ + '.ran').touch()\n")
-    with pytest.raises(DataError, match="no code of a folder is run; where its tokenizer.json alone makes") as refused:
+    with pytest.raises(DataError, match=r"no code of a folder is run; where its tokenizer.json alone makes") as refused:
         load_tokenizer(tmp_path)
     assert "trust_remote_code" not in str(refused.value) and not list(tmp_path.glob("*.ran"))
