@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -190,14 +189,6 @@ def test_signals_reach_the_ranks_of_a_script_and_nothing_stays_behind(tmp_path: 
 def test_an_answer_survives_an_error_that_does_not_pickle() -> None:
     answer = rank_process._failure(AwkwardError(1, 2))
     assert answer.pickled is None and "AwkwardError: 1 and 2" in answer.text
-
-
-def test_a_second_signal_kills_ranks_that_did_not_heed_the_first() -> None:
-    sent: list[int] = []
-    forwarding = launch._Forwarding(SimpleNamespace(signal=sent.append))  # pyright: ignore[reportArgumentType]
-    for number in (signal.SIGTERM, signal.SIGINT):
-        forwarding._forward(number, None)
-    assert sent == [signal.SIGTERM, signal.SIGKILL] and forwarding.seen == signal.SIGINT
 
 
 SAW = rank_process.Answer(False, pickle.dumps(CommError("rank 2 does not answer")), summary="saw", consequence=True)

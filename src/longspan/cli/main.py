@@ -5,6 +5,7 @@ no torch.
 """
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from importlib import import_module
 
 from longspan import __version__
 from longspan.errors import ConfigError, LongspanError
+from longspan.launch.stop_signals import Interrupted, interruptible
 
 VERBS = {
     "train": "train a model on text; checkpoints, metrics and a report in the run's folder",
@@ -24,24 +26,27 @@ VERBS = {
     "doctor": "check versions, kernels, process groups and exactness on this machine",
 }
 _MODULES = {"bench": "longspan.bench.benches"}  # of verbs that are not in this folder
-EXIT_ERROR, EXIT_INTERRUPT = 2, 130
+EXIT_ERROR = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a verb; returns the exit code: 0, 2 for an error, 130 for an interrupt, or what the verb returns."""
+    """Run a verb; returns the exit code: 0, 2 for an error, 130 for SIGINT, 143 for SIGTERM, or what it returns."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     try:
-        return _run(words)
+        with interruptible():
+            return _run(words)
     except LongspanError as error:
         if debug:
             traceback.print_exc()
         print(error_line(error), file=sys.stderr, flush=True)
         return EXIT_ERROR
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPT
+    except KeyboardInterrupt as error:
+        interrupted = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
+        if os.environ.get("RANK", "0") == "0":  # torchrun's other ranks got it too
+            print(f"interrupted by {interrupted}", file=sys.stderr, flush=True)
+        return interrupted.status
     except BrokenPipeError:  # the reader of a pipe, `| head`, has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

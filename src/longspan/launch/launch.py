@@ -13,16 +13,16 @@ forwards signals.
 
 import os
 import pickle
-import signal
 import tempfile
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from longspan.errors import CommError
+from longspan.launch.fork_server import kill_fork_server
 from longspan.launch.local_ranks import LocalRanks
+from longspan.launch.stop_signals import Forwarding
 
 
 def run_local(
@@ -41,7 +41,8 @@ def run_local(
     `fn` must be importable (a function at the top of a module or script). `timeout` bounds the whole call in seconds;
     when one rank fails, the others have `grace` seconds to say what they saw and are then killed. `threads` is torch's
     number of threads in each rank (None: the CPUs shared out evenly). Output of the ranks goes where the caller's
-    goes. SIGINT and SIGTERM are forwarded to the ranks once and waited for; a second one kills them.
+    goes. SIGINT and SIGTERM are forwarded to the ranks once and waited for; a second one, more than a second later,
+    kills them. Where ranks end by such a signal, it has its usual effect here too.
 
     The first failing rank's error is raised again here, with its type and its traceback as the cause. CommError names
     a rank that was killed or left without an answer, and the ranks that still ran when the time was up.
@@ -49,45 +50,29 @@ def run_local(
     if n < 1:
         raise CommError(f"{n} ranks were asked for; give a count of at least 1")
     payload = pickled_call(fn, args)
-    with tempfile.TemporaryDirectory(prefix="longspan-ranks-") as folder:
+    with tempfile.TemporaryDirectory(prefix="longspan-ranks-") as folder, _no_server_of_an_interrupted_start():
         ranks = LocalRanks(n, Path(folder), threads or max(1, usable_cores() // n), payload)
         try:
-            with _Forwarding(ranks) as forwarding:
-                ranks.start()
+            ranks.start()
+            with Forwarding(ranks) as forwarding:
                 ranks.collect(timeout, grace)
         finally:
             ranks.end()
     if ranks.failure is not None:
-        forwarding.repeat()
+        if ranks.ended_by(forwarding.sent):
+            forwarding.repeat()
         raise ranks.failure
     return [rank.answer.value() for rank in ranks.ranks if rank.answer is not None]
 
 
-class _Forwarding:
-    """While ranks run, SIGINT and SIGTERM go to them instead of ending their launcher."""
-
-    def __init__(self, ranks: LocalRanks) -> None:
-        self.ranks = ranks
-        self.seen: int | None = None
-        self.before: dict[int, Any] = {}
-
-    def __enter__(self) -> "_Forwarding":
-        if threading.current_thread() is threading.main_thread():
-            self.before = {s: signal.signal(s, self._forward) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def _forward(self, number: int, _: FrameType | None) -> None:
-        self.ranks.signal(number if self.seen is None else signal.SIGKILL)
-        self.seen = number
-
-    def repeat(self) -> None:
-        """Ranks that failed because of a forwarded signal: let it have its usual effect here too."""
-        if self.seen is not None:
-            signal.raise_signal(self.seen)
+@contextmanager
+def _no_server_of_an_interrupted_start() -> Iterator[None]:
+    """End the fork server too where ranks are interrupted while they start: it may import for long, for nobody."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        kill_fork_server()
+        raise
 
 
 def pickled_call(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:

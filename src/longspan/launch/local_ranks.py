@@ -8,7 +8,7 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +51,7 @@ class LocalRank:
         self.index, self.process, self.pipe = index, process, pipe
         self.answer: Answer | None = None
         self.death: str | None = None
+        self.killed_by = 0  # the signal that it died of
         self.waiting = True  # for its answer
 
     def receive(self) -> None:
@@ -59,7 +60,7 @@ class LocalRank:
             self.answer = pickle.loads(self.pipe.recv_bytes())
         except EOFError:
             self.process.join()
-            self.death = _end_of(self.process.exitcode)
+            self.death, self.killed_by = _end_of(self.process.exitcode), -min(0, self.process.exitcode or 0)
         self.waiting = False
 
     def send(self, task: Task) -> None:
@@ -94,6 +95,7 @@ class LocalRanks:
     def start(self) -> None:
         """Start every rank."""
         streams = (Descriptor(1), Descriptor(2))
+        self.ranks = self._all
         for index in range(self._n):
             here, there = self._context.Pipe()
             task = None if self._payload is None else self._task(index, self._n, self._payload)
@@ -102,7 +104,6 @@ class LocalRanks:
             process.start()
             there.close()
             self._all.append(LocalRank(index, process, here))
-        self.ranks = self._all
 
     def ready(self, timeout: float) -> bool:
         """Whether the ranks of the call before have put back what it changed, and live."""
@@ -150,10 +151,7 @@ class LocalRanks:
         if not self.failed:
             running = [rank for rank in self.ranks if rank.waiting]
             return self._too_late(running, timeout) if running else None
-        # A killed rank comes first, then an error of a rank itself, then what others saw of it.
-        first = min(
-            self.failed, key=lambda rank: 0 if rank.death else 2 if rank.answer and rank.answer.consequence else 1
-        )
+        first = self._first_failed()
         if first.death is not None or first.answer is None:
             error: BaseException = CommError(f"rank {first.index} of {len(self.ranks)} {first.death}")
             if where := _dump(self.folder, first.index):
@@ -164,6 +162,19 @@ class LocalRanks:
             end = rank.answer.summary if rank.answer else rank.death or "was still running and was killed"
             error.add_note(f"rank {rank.index}: {end}")
         return error
+
+    def _first_failed(self) -> LocalRank:
+        """The rank whose failure counts: a killed one, before an error of a rank itself, before what others saw of it."""
+        return min(
+            self.failed, key=lambda rank: 0 if rank.death else 2 if rank.answer and rank.answer.consequence else 1
+        )
+
+    def ended_by(self, signals: Sequence[int]) -> bool:
+        """Whether these signals, which were sent to the ranks, are why they failed."""
+        if not signals or not self.failed:
+            return False
+        first = self._first_failed()
+        return first.killed_by in signals or isinstance(self.failure, KeyboardInterrupt)
 
     def _too_late(self, running: list[LocalRank], timeout: float | None) -> CommError:
         for rank in running:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from longspan.errors import CommError
+from longspan.launch.stop_signals import unblocked
 
 READY = b"ready"  # a rank that takes tasks says so once nothing is left of the one before
 DEAD_KEY = "longspan/dead/"  # the launcher writes here, under the rank, how a rank died
@@ -110,6 +111,8 @@ class RankError(Exception):
 
 def rank_main(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Descriptor) -> None:
     """The whole life of a rank."""
+    if not spec.folder.is_dir():  # the launcher was interrupted while it waited for this process
+        os._exit(0)
     _set_up(spec, out, err)
     if spec.task is not None:
         _answer(spec.rank, spec.task, pipe)
@@ -121,12 +124,13 @@ def rank_main(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Des
 
 
 def _answer(rank: int, task: Task, pipe: connection.Connection) -> None:
-    """Make one call and send what it returned or raised."""
+    """Make one call and send what it returned or raised; signals are heeded in the call alone."""
     os.environ.clear()
     os.environ.update(task.environment)
     try:
-        fn, args = pickle.loads(task.payload)
-        result = fn(rank, *args)
+        with unblocked():
+            fn, args = pickle.loads(task.payload)
+            result = fn(rank, *args)
         message = Answer(True, pickle.dumps(result))
     except BaseException as error:
         message = _failure(error)

@@ -6,8 +6,7 @@ from types import FrameType
 from typing import Any
 
 from longspan.comm import World
-
-_SAME_PRESS = 1.0  # seconds: a terminal and a launcher may both deliver one Ctrl-C
+from longspan.launch.stop_signals import SAME_PRESS, SIGNALS, Interrupted
 
 
 class StopSignal:
@@ -17,7 +16,7 @@ class StopSignal:
     ...     while not stop.received:
     ...         work()
 
-    A second one, more than a second later, raises KeyboardInterrupt. Open it in the main thread.
+    A second one, more than a second later, raises Interrupted. Open it in the main thread.
     """
 
     def __init__(self) -> None:
@@ -26,7 +25,7 @@ class StopSignal:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignal":
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -39,8 +38,8 @@ class StopSignal:
 
     def _note(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
-        if self.received and now - self._at > _SAME_PRESS:
-            raise KeyboardInterrupt(f"{signal.Signals(number).name} again")
+        if self.received and now - self._at > SAME_PRESS:
+            raise Interrupted(number)
         if not self.received:
             self.received, self._at = signal.Signals(number).name, now
 

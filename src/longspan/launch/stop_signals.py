@@ -1,0 +1,131 @@
+"""SIGINT and SIGTERM, from the start of a command to its end: what they do in its launcher, and how they reach ranks.
+
+While a command imports and starts its ranks, a signal raises `Interrupted` in it. The fork server heeds neither signal,
+wherever a terminal or a supervisor sends them, and ranks heed them once they call their function. While ranks run, a
+signal goes to them. What a run makes of it is in `train/run/stop_signal.py`.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Protocol
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SAME_PRESS = 1.0  # seconds: a terminal, a supervisor and a launcher may all deliver one Ctrl-C, or one request to end
+
+
+class Interrupted(KeyboardInterrupt):
+    """A command that SIGINT or SIGTERM ended; `status` is its exit status, as a shell gives it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number, self.status = number, 128 + number
+
+    def __str__(self) -> str:
+        return signal.Signals(self.number).name
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """While open, a first SIGINT or SIGTERM raises Interrupted; so does one that comes more than a second later.
+
+    In another thread than the main one, which alone receives signals, nothing is done; a signal that is ignored stays
+    so.
+    """
+    last = [-SAME_PRESS]
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if now - last[0] > SAME_PRESS:
+            last[0] = now
+            raise Interrupted(number)
+
+    heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = _handle(interrupt, heeded)
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
+@contextmanager
+def blocked() -> Iterator[None]:
+    """While open, the signals wait; a process that is started inside never gets them, until it opens `unblocked`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def unblocked() -> Iterator[None]:
+    """While open, signals reach this thread; those that came before do so now."""
+    before = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class Ranks(Protocol):
+    """What signals are sent to."""
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every rank that still runs."""
+        ...
+
+
+class Forwarding:
+    """While open, SIGINT and SIGTERM go to ranks instead of ending their launcher.
+
+    A second one, more than a second later, kills the ranks. `sent` are all that were sent.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.sent: list[int] = []
+        self._ranks, self._since = ranks, 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Forwarding":
+        self._before = _handle(self._forward, SIGNALS)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _restore(self._before)
+
+    def _forward(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.sent:
+            self._since = now
+            self._send(number, number)
+        elif now - self._since > SAME_PRESS:
+            name = signal.Signals(number).name
+            text = f"longspan: {name} again: the processes are killed, and what they have not saved is lost\n"
+            os.write(2, text.encode())  # the handler may have interrupted a print
+            self._send(number, signal.SIGKILL)
+
+    def _send(self, number: int, to_ranks: int) -> None:
+        self.received = number
+        self.sent.append(to_ranks)
+        self._ranks.signal(to_ranks)
+
+    def repeat(self) -> None:
+        """Let the last signal have its usual effect here too."""
+        signal.raise_signal(self.received)
+
+
+def _handle(handler: Any, numbers: Any) -> dict[int, Any]:
+    """Set a handler of signals, where this thread may; returns those that were there."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    return {number: signal.signal(number, handler) for number in numbers}
+
+
+def _restore(handlers: dict[int, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

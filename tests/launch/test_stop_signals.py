@@ -1,0 +1,183 @@
+"""Signals to a command, at whatever moment and to whomever: one line, a status, and nothing left behind."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import forkserver
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from longspan.errors import CheckpointError
+from longspan.launch import stop_signals
+from longspan.launch.launch import run_local
+from longspan.launch.stop_signals import SIGNALS, Forwarding, Interrupted, interruptible
+from tests.train.small import small_config
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def test_one_press_is_forwarded_once_and_a_later_one_kills(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    received, now = list[int](), [50.0]
+    monkeypatch.setattr(stop_signals.time, "monotonic", lambda: now[0])
+    forwarding = Forwarding(SimpleNamespace(signal=received.append))
+    for seconds, number in ((0.0, signal.SIGTERM), (0.0, signal.SIGTERM), (0.9, signal.SIGTERM), (1.1, signal.SIGINT)):
+        now[0] = 50.0 + seconds
+        forwarding._forward(number, None)
+    assert received == forwarding.sent == [signal.SIGTERM, signal.SIGKILL]
+    killed = "longspan: SIGINT again: the processes are killed, and what they have not saved is lost\n"
+    assert capfd.readouterr().err == killed
+    with interruptible(), pytest.raises(Interrupted, match="SIGINT"):
+        forwarding.repeat()
+
+
+def test_a_command_is_interrupted_once_by_a_press_that_comes_twice() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with interruptible(), pytest.raises(Interrupted) as raised:
+        signal.raise_signal(signal.SIGTERM)
+    with interruptible():
+        with pytest.raises(Interrupted):
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+    again = pickle.loads(pickle.dumps(raised.value))
+    assert (again.number, again.status, str(again)) == (signal.SIGTERM, 143, "SIGTERM")
+
+
+def masked(rank: int) -> list[int]:
+    return sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+
+@on_linux
+def test_ranks_heed_signals_and_the_fork_server_does_not() -> None:
+    assert run_local(masked, 2) == [[], []]
+    status = Path(f"/proc/{forkserver._forkserver._forkserver_pid}/status").read_text()  # pyright: ignore
+    mask = int(status.partition("SigBlk:")[2].split()[0], 16)
+    assert all(mask >> (number - 1) & 1 for number in SIGNALS)
+
+
+def fail_after_a_signal(rank: int, folder: Path) -> None:
+    """A rank that heeds the signal, and then cannot save."""
+    received = list[int]()
+    signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    (folder / str(rank)).touch()
+    while not received:
+        time.sleep(0.01)
+    raise CheckpointError("the disk is full")
+
+
+def test_an_error_after_a_signal_is_raised_and_not_hidden_by_it(tmp_path: Path) -> None:
+    def send() -> None:
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    with interruptible(), pytest.raises(CheckpointError, match="the disk is full"):
+        run_local(fail_after_a_signal, 2, (tmp_path,))
+    sender.join()
+
+
+def children_of(pid: int) -> dict[int, str]:
+    """The command lines of a process's children."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return {int(child): Path(f"/proc/{child}/cmdline").read_bytes().decode().replace("\0", " ") for child in children}
+
+
+def fork_server_of(pid: int) -> int:
+    """The fork server that a launcher has started; 0 for none."""
+    return next((child for child, line in children_of(pid).items() if "multiprocessing.forkserver" in line), 0)
+
+
+def fork_server_starts(pid: int) -> bool:
+    return fork_server_of(pid) > 0
+
+
+def a_rank_is_there(pid: int) -> bool:
+    server = fork_server_of(pid)
+    return server > 0 and bool(children_of(server))
+
+
+def press_once(process: "subprocess.Popen[str]", number: int) -> None:
+    process.send_signal(number)
+
+
+def press_in_the_group(process: "subprocess.Popen[str]", number: int) -> None:
+    os.killpg(process.pid, number)
+
+
+def press_as_timeout_does(process: "subprocess.Popen[str]", number: int) -> None:
+    process.send_signal(number)
+    os.killpg(process.pid, number)
+
+
+def of_session(pid: int) -> list[str]:
+    """The processes of a session that live."""
+    fields = [
+        path.read_text().rpartition(")")[2].split() for path in Path("/proc").glob("[0-9]*/stat") if path.exists()
+    ]
+    return [state for state, _, _, session, *_ in fields if int(session) == pid and state != "Z"]
+
+
+def interrupted(words: list[str], when: Callable[[int], bool], press: Any, number: int) -> tuple[int, str, str]:
+    """Status, output and errors of a command that gets a signal at a moment."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    process = subprocess.Popen(
+        [sys.executable, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while not when(process.pid):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.01)
+    press(process, number)
+    out, err = process.communicate(timeout=60)
+    while of_session(process.pid):
+        assert time.monotonic() < deadline, "processes are left"
+        time.sleep(0.05)
+    return process.returncode, out, err
+
+
+def test_a_command_that_reads_its_configuration_is_interrupted_in_one_line(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.toml")
+
+    def reads(pid: int) -> bool:
+        return bool(os.open(tmp_path / "config.toml", os.O_WRONLY))  # waits for the reader
+
+    words = ["-m", "longspan", "train", str(tmp_path / "config.toml")]
+    assert interrupted(words, reads, press_in_the_group, signal.SIGTERM) == (143, "", "interrupted by SIGTERM\n")
+
+
+MOMENTS = [
+    (fork_server_starts, press_as_timeout_does, signal.SIGTERM),
+    pytest.param(fork_server_starts, press_in_the_group, signal.SIGINT, marks=pytest.mark.whole),
+    pytest.param(a_rank_is_there, press_as_timeout_does, signal.SIGTERM, marks=pytest.mark.whole),
+    pytest.param(a_rank_is_there, press_in_the_group, signal.SIGINT, marks=pytest.mark.whole),
+    pytest.param(a_rank_is_there, press_once, signal.SIGTERM, marks=pytest.mark.whole),
+]
+
+
+@on_linux
+@pytest.mark.parametrize(("when", "press", "number"), MOMENTS)
+def test_a_signal_while_processes_start_ends_them_in_one_line(
+    when: Callable[[int], bool], press: Any, number: signal.Signals, tmp_path: Path
+) -> None:
+    config = small_config(tmp_path)
+    keys = {"data.path": config.data.path, "run.dir": config.run.dir, "context.eval_context_parallel_size": 2}
+    words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+    done = interrupted(["-m", "longspan", "train", "--world", "2", *words], when, press, number)
+    assert done == (128 + number, "", f"interrupted by {number.name}\n")
