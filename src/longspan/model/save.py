@@ -52,13 +52,26 @@ def save_model(
     holds the whole model. `dtype` is that of the files, the parameters' own by default. Of a model with an adapter the
     adapter alone is written, as stock peft loads it, with what is trained of an encoder as its `modules_to_save`. A
     vision-language model (`prepare(…, encoder=…)`) is written whole, under its own class and names. Raises ModelError
-    on every rank where writing failed.
+    on every rank where writing failed, CommError where a rank is lost.
     """
     encoders = _encoders_of(model)
     model = model.language_model if isinstance(model, MultimodalModel) else model
-    model, writes, target = _prepared(model), world.rank == world.home.ranks[0], Path(folder)
+    model, target = _prepared(model), Path(folder)
     kind = None if dtype is None else torch_dtype(dtype)
+    with world.watch.naming(f"writing of {target}", world.home.ranks):  # its gathers are DTensor's
+        _save(model, encoders, target, world, tokenizer, kind)
 
+
+def _save(
+    model: PreTrainedModel | PipelineModel,
+    encoders: Sequence[Encoder],
+    target: Path,
+    world: World,
+    tokenizer: Any,
+    kind: torch.dtype | None,
+) -> None:
+    """Write the weights in files of `kind`; entered by all ranks, of which the home's first writes."""
+    writes = world.rank == world.home.ranks[0]
     if (adapter := adapter_of(model)) is not None:
         beside = _trained_beside(encoders)
         groups = chain(_groups(model, world), *(_groups_of(state, writes=writes) for state in beside.states))

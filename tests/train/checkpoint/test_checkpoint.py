@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from longspan import Layout, World
 from longspan.comm import waiting
 from longspan.errors import CheckpointError, CommError
-from longspan.model import load_model, prepare
+from longspan.model import load_model, prepare, save_model
 from longspan.testing import backend, run_ranks
 from longspan.train.checkpoint import checkpoint as checkpoint_module
 from longspan.train.checkpoint import files as files_module
@@ -36,6 +36,7 @@ from longspan.train.checkpoint.files import (
     read_state,
     step_of,
 )
+from longspan.train.checkpoint.storage import HashingWriter, PatientReader
 from longspan.train.optim.optimizer import build_optimizer
 
 
@@ -385,5 +386,41 @@ def test_a_full_disk_is_every_ranks_error_and_the_older_checkpoint_stays(tmp_pat
 def test_a_rank_that_is_killed_while_saving_leaves_the_older_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CommError, match=r"rank 0 of 2 was killed by signal 9"):
         run_ranks(interrupted_rank, 2, 2, tmp_path, "kill")
-    assert (tmp_path / "step-000002.partial").is_dir()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"], "the other rank removes what is unfinished"
     assert latest_checkpoint(tmp_path, print) == tmp_path / "step-000001"
+
+
+def killed_rank(rank: int, root: Path, lost: int, inside: str) -> None:
+    """A rank is killed inside torch's own writing or reading of a checkpoint, or its gathers of a model."""
+    with World(Layout(3), backend=backend(), timeout=20) as world:
+        model, optim = opened(world)
+        path = save_checkpoint(root, model, optim, world, step=1, state={})
+        kind, method = {
+            "save": (HashingWriter, "write_data"),
+            "load": (PatientReader, "read_data"),
+            "model": (DTensor, "full_tensor"),
+        }[inside]
+        if rank == lost:
+            setattr(kind, method, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        world.step = 2
+        if inside == "save":
+            save_checkpoint(root, model, optim, world, step=2, state={})
+        if inside == "model":
+            save_model(model, root.with_name("model"), world)
+        load_checkpoint(path, model, optim, world)
+
+
+@pytest.mark.parametrize(("lost", "inside"), [(0, "save"), (1, "save"), (1, "load"), (1, "model")])
+def test_the_other_ranks_name_one_that_is_killed_while_all_write_or_read(
+    tmp_path: Path, lost: int, inside: str
+) -> None:
+    with pytest.raises(CommError, match=rf"rank {lost} of 3 was killed by signal 9") as raised:
+        run_ranks(killed_rank, 3, tmp_path / "run", lost, inside)
+    what = {
+        "save": "writing of checkpoint step-000002",
+        "load": "reading of checkpoint step-000001",
+        "model": r"writing of \S+/model",
+    }[inside]
+    report = rf"rank \d: CommError: '{what}' of step 2 .* rank {lost} does not answer: it was killed by signal 9"
+    assert [bool(re.match(report, note)) for note in raised.value.__notes__] == [True, True], raised.value.__notes__
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-000001"]

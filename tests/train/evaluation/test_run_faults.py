@@ -107,7 +107,10 @@ def test_a_run_goes_on_after(
             run_ranks(train_with, 2, config, name)
         if not issubclass(error, LongspanError):
             assert any(re.search(said, note) for note in raised.value.__notes__), raised.value.__notes__
-    assert not (Path(config.run.dir) / "model").exists()
+    folder = Path(config.run.dir)
+    assert not (folder / "model").exists()
+    saved = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert saved == {"step-000001", "step-000002"}, "a step is saved before its evaluation"
     run_ranks(train_rank, 2, config, 2)
     rows, weights = left_by(config)
     assert rows == straight[0] and not differences(straight[1], weights)

@@ -75,6 +75,10 @@ class FailureReports:
             return report
         return self._read(f"{number}/report", ANSWER_SECONDS + 2) or "another rank requested one, and did not post it"
 
+    def has_died(self, rank: int) -> bool:
+        """Whether a launcher has posted that a rank died; False under those that post nothing, such as torchrun."""
+        return self._root.check([f"{DEAD_KEY}{rank}"])
+
     def _collect(self, number: int) -> str:
         deadline = time.monotonic() + ANSWER_SECONDS
         while True:
@@ -88,7 +92,7 @@ class FailureReports:
 
     def _deaths(self, missing: Sequence[int]) -> dict[int, str]:
         """How missing ranks died, where a launcher has posted it."""
-        dead = [rank for rank in missing[:64] if self._root.check([f"{DEAD_KEY}{rank}"])]
+        dead = [rank for rank in missing[:64] if self.has_died(rank)]
         return {rank: self._root.get(f"{DEAD_KEY}{rank}").decode() for rank in dead}
 
     def _entries(self, key: str) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ The answers that other ranks get meanwhile are in `answering`, what they exchang
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 
 import torch
@@ -146,6 +146,12 @@ class Watch:
         if operation is None:
             return f"computing in step {self.step}, after '{self.finished}'"
         return f"in {operation} for {time.monotonic() - operation.started:.1f} s"
+
+    def has_died(self, rank: int) -> bool:
+        """Whether a rank is known to be dead, by its launcher."""
+        with suppress(RuntimeError):  # the store does not answer
+            return self.reports is not None and self.reports.has_died(rank)
+        return False
 
     def _report(self, since: float) -> str:
         """The report of a collective entered at `since`: the first rank that notices requests it, all read it."""

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.optim import Optimizer
 
 from longspan.comm import World
-from longspan.errors import CheckpointError
+from longspan.errors import CheckpointError, CommError
 from longspan.model.adapters import adapter_of
 from longspan.model.vision.join import are_of_both
 from longspan.train.all_ranks import LogLine, is_first_rank, on_every_rank, on_first_rank
@@ -71,7 +71,7 @@ def save_checkpoint(
 
     `root` is on storage that all machines share. `state` is whatever else a resumed run wants to see, as JSON. The
     newest `keep` good checkpoints stay (0: all). Returns the checkpoint's folder. Raises CheckpointError on every rank
-    where any could not write; an older checkpoint is never damaged.
+    where any could not write, CommError that says which where a rank is lost; an older checkpoint is never damaged.
     """
     root = Path(root)
     path = checkpoint_path(root, step)
@@ -80,9 +80,11 @@ def save_checkpoint(
     try:
         digests = _write(folder, tensors_to_save(model, optimizer), world)
         on_first_rank(world, lambda: publish(folder, path, {"step": step, **(state or {})}, digests), CheckpointError)
-    except CheckpointError as error:
-        if is_first_rank(world):
+    except (CheckpointError, CommError) as error:
+        if is_first_rank(world) or world.watch.has_died(world.home.ranks[0]):
             shutil.rmtree(folder, ignore_errors=True)  # what it takes may be what the disk lacks
+        if isinstance(error, CommError):
+            raise
         raise CheckpointError(f"checkpoint {path} could not be written: {error}") from error
     on_first_rank(world, lambda: prune(root, keep), CheckpointError)
     return path
@@ -129,7 +131,7 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer | N
     never had a gradient keeps none. Gradients are dropped. The optimizer keeps its own hyperparameters (lr, weight
     decay, betas, eps): a resumed run follows its own configuration, and sets the learning rate of each step. Files are
     not compared with their hashes here (`find_checkpoint` does). Raises CheckpointError where the folder is missing,
-    belongs to another model, or lacks moments of parameters that were frozen.
+    belongs to another model, or lacks moments of parameters that were frozen, and CommError where a rank is lost.
     """
     path = Path(path)
     state, stored = on_first_rank(world, lambda: (read_state(path), _stored_names(path)), CheckpointError)
@@ -141,7 +143,10 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer | N
         leave_without_moments(path, moments, model, optimizer, tensors, world)
     hyperparameters = {name: tensors["optimizer"].pop(name) for name in _hyperparameters(tensors)}
     try:
-        dcp.load(tensors, storage_reader=PatientReader(path, world), process_group=world.control.group)
+        with world.watch.during(f"reading of checkpoint {path.name}", world.home.ranks):
+            dcp.load(tensors, storage_reader=PatientReader(path, world), process_group=world.control.group)
+    except CommError:
+        raise
     except (Exception, CheckpointException) as error:  # other shapes and unreadable files alike
         raise CheckpointError(f"checkpoint {path} does not fit this model: {_reason(error)}") from error
     optimizers = [optimizer] if optimizer is not None and optimizer.state else []
@@ -155,7 +160,10 @@ def _write(folder: Path, tensors: dict[str, Any], world: World) -> list[dict[str
     """Write the files of all ranks; returns the size and hash of each rank's."""
     writer = HashingWriter(folder, world)
     try:
-        dcp.save(tensors, storage_writer=writer, process_group=world.control.group)
+        with world.watch.during(f"writing of checkpoint {folder.name.removesuffix(PARTIAL)}", world.home.ranks):
+            dcp.save(tensors, storage_writer=writer, process_group=world.control.group)
+    except CommError:
+        raise
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         raise CheckpointError(_reason(error)) from error
     return world.control.gather_objects(writer.digests)

@@ -46,6 +46,11 @@ class Saves:
         save_checkpoint(run.checkpoints, run.model, run.optimizer, run.world, step=self.done, state=state, keep=keep)
         self._saved, self._since = self.done, time.monotonic()
 
+    def save_rest(self) -> None:
+        """The same, unless the last checkpoint has these weights."""
+        if self.done > self._saved:
+            self.save()
+
     @contextmanager
     def before_errors(self) -> Iterator[None]:
         """Where every rank leaves with the same error, write what was trained since the last checkpoint before that.
