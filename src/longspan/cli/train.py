@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from longspan.cli.flags import parse_train
 from longspan.cli.processes import processes_of, reports_here, run_on_ranks, say
+from longspan.launch.stop_signals import Interrupted
 from longspan.train.config.sections import RunConfig
 from longspan.train.run.config_check import check_config
 
@@ -22,7 +23,11 @@ def main(argv: Sequence[str]) -> int:
     check_config(config, ranks)
     say(processes.note, sys.stderr if flags.json else sys.stdout)
     args = (config, ranks, processes.backend, flags.json)
-    result: TrainResult = run_on_ranks(train_rank, args, ranks, compile_cache=config.run.compile_cache)
+    try:
+        result: TrainResult = run_on_ranks(train_rank, args, ranks, compile_cache=config.run.compile_cache)
+    except Interrupted as interrupted:  # before the run heeded signals, or a second one
+        interrupted.status = config.run.stopped_status or interrupted.status
+        raise
     if reports_here():
         _show(result, "adapter, for stock peft" if config.lora.rank else "Hugging Face folder", as_json=flags.json)
     return config.run.stopped_status if result.stopped else 0
@@ -37,7 +42,7 @@ def train_rank(rank: int, config: RunConfig, ranks: int, backend: str, to_stderr
     home = check_config(config, ranks)
     with World(home, backend=backend, timeout=config.run.timeout_seconds) as world:
         stream = (sys.stderr if to_stderr else sys.stdout) if rank == 0 else None
-        with ProgressDisplay(config.train.steps, stream) as display:
+        with ProgressDisplay(config.train.steps, stream, log_every=config.run.log_every) as display:
             return train(config, world, display)
 
 

@@ -35,7 +35,7 @@ def test_the_pinned_defaults() -> None:
     config = load_config()
     assert (config.model.preset, config.model.dtype) == ("qwen3-tiny", "float32")
     assert (config.data.path, config.data.tokenizer, config.data.vocab_size) == ("stdlib", "", 2048)
-    assert (config.data.max_document_tokens, config.data.eval_documents) == (2048, 32)
+    assert (config.data.max_document_tokens, config.data.eval_documents) == (2048, "auto")
     assert (config.context.planner, config.context.context_parallel_size, config.context.cp_comm_type) == (
         "fixed",
         2,

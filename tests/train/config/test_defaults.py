@@ -92,7 +92,7 @@ def test_one_line_says_what_a_run_does() -> None:
     assert line == (
         "[train] steps = 300, tokens_per_step = 65536, lr = 1e-05, warmup_steps = 15, eval_every = 100, save_every = 0,"
         " save_minutes = 30.0; [data] max_document_tokens = 0, "
-        "eval_documents = 32; [context] planner = fixed, context_parallel_size = 1, "
+        "eval_documents = auto; [context] planner = fixed, context_parallel_size = 1, "
         "cp_comm_type = p2p, partition = zigzag, max_tokens_per_slot = auto; eval_context_parallel_size = 4"
     )
     assert settings_line(load_config(None, OWN)).endswith("; evaluation as in training")

@@ -51,7 +51,7 @@ def test_the_lines_of_a_run_on_gpus() -> None:
         "data": "48,213 documents of 1,213,456,789 tokens, longest 131,072, 32 of them held out",
         "steps": "300, of which 100 are done, each of up to 262,144 tokens",
         "optimizer": "adamw, lr 1e-05 at most",
-        "report": "runs/moe/report.html",
+        "report": "runs/moe/report.html when the run ends, or now: longspan report runs/moe",
     }
     chosen = facts(evaluated="evaluation at cp 4, a2a: 32 documents in 0.2 s predicted; cp 1 0.5 s")
     assert ("evaluation", "at cp 4, a2a: 32 documents in 0.2 s predicted; cp 1 0.5 s") in chosen.lines()

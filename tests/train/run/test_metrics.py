@@ -2,9 +2,11 @@
 
 import io
 import json
+import math
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,40 @@ def test_without_a_terminal_there_are_plain_lines_and_few() -> None:
     assert max(map(len, lines)) <= 80, lines
 
 
+def test_lines_come_as_often_as_is_asked_for_and_every_thirty_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, now = io.StringIO(), [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    display = ProgressDisplay(300, out, log_every=25)
+    for step in range(1, 76):
+        now[0] += 1.0 if step <= 50 else 12.0
+        display.show_step(ROW | {"step": step, "seconds": 1.0 if step <= 50 else 12.0})
+    steps = [int(line.split()[1].split("/")[0]) for line in out.getvalue().splitlines()]
+    assert steps == [1, 25, 50, *range(52, 75, 2), 75], "two steps of 12 s, not three, in 30 s"
+
+
+def test_what_takes_long_is_told_of_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.02)
+
+    def wait_for(words: str) -> None:
+        deadline = time.monotonic() + 20
+        while not re.search(rf"^{words}: \d+ s so far$", out.getvalue(), re.MULTILINE):
+            assert time.monotonic() < deadline, out.getvalue()
+            time.sleep(0.005)
+
+    with ProgressDisplay(300, out) as display:
+        wait_for("setting up")
+        display.begin_step(7)
+        wait_for("step 7/300")
+        display.show_step(ROW | {"step": 7})
+        wait_for("after step   7/300")
+        display.show_evaluating("books", 3, 40)
+        wait_for("evaluation of books, 3 of 40 micro-batches done")
+    lines = out.getvalue()
+    time.sleep(0.1)
+    assert out.getvalue() == lines, "nothing is written after the end"
+
+
 def test_on_gpus_a_line_says_how_much_of_them_the_model_uses() -> None:
     out = io.StringIO()
     with ProgressDisplay(300, out) as display:
@@ -90,10 +126,12 @@ def test_on_gpus_a_line_says_how_much_of_them_the_model_uses() -> None:
     ("seconds", "left"), [(59, "0:59 left"), (3599, "59:59 left"), (3600, "1:00 h left"), (190_000, "52:46 h left")]
 )
 def test_the_time_that_is_left(seconds: int, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, clock = io.StringIO(), iter((0.0, seconds * 0.9))
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    out, now = io.StringIO(), [0.0]
+    monkeypatch.setattr(progress, "LINE_SECONDS", math.inf)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     with ProgressDisplay(20, out) as display:
         display.show_step(ROW | {"step": 1})
+        now[0] = seconds * 0.9
         display.show_step(ROW | {"step": 10, "loss": 2.0})
     assert out.getvalue().splitlines()[1].endswith(f"  {left}")
 
@@ -139,7 +177,7 @@ def test_one_signal_asks_and_a_second_one_aborts(number: signal.Signals, monkeyp
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)  # the same press, delivered twice
         assert stop.received == number.name
-        monkeypatch.setattr(stop_module, "_SAME_PRESS", 0.0)
+        monkeypatch.setattr(stop_module, "SAME_PRESS", 0.0)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
     assert signal.getsignal(number) is before

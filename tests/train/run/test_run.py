@@ -1,5 +1,6 @@
 """Whole runs, small: what they leave, that they resume bit for bit, at another size, and leave when told to."""
 
+import io
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from longspan import World
 from longspan.errors import (
     CheckpointError,
     ConfigError,
@@ -35,9 +37,13 @@ from longspan.train.config.file import load_config, to_toml
 from longspan.train.config.sections import RunConfig
 from longspan.train.data.order.source import ORDER
 from longspan.train.run import lock as run_lock
+from longspan.train.run.config_check import check_config
+from longspan.train.run.loop import train
+from longspan.train.run.progress import ProgressDisplay
 from longspan.train.run.records.facts import RunFacts
 from longspan.train.run.records.metrics_log import read_metrics
 from longspan.train.run.result import TrainResult
+from longspan.train.run.set_up import order
 from tests.train.small import small_config, train_rank, without_times
 
 
@@ -364,7 +370,7 @@ def test_sigterm_to_the_launcher_saves_and_leaves(straight: tuple[RunConfig, Tra
     command = [sys.executable, "-m", "longspan.cli.main", "train", str(tmp_path / "config.toml"), "--world", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
     ) as process:
         metrics, deadline = Path(config.run.dir) / "metrics.jsonl", time.monotonic() + 60
         while len(read_metrics(metrics)) < 3:
@@ -376,6 +382,7 @@ def test_sigterm_to_the_launcher_saves_and_leaves(straight: tuple[RunConfig, Tra
             rf"error: another run is at work in \S+run: process \d+ on {gethostname()}; wait", second.stderr
         )
         process.send_signal(signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGTERM)  # as `timeout` and other supervisors do
         out, err = process.communicate(timeout=60)
     assert process.returncode == 75, err
     last = read_metrics(metrics)[-1]["step"]
@@ -383,3 +390,30 @@ def test_sigterm_to_the_launcher_saves_and_leaves(straight: tuple[RunConfig, Tra
     saved = Path(config.run.dir) / "checkpoints" / f"step-{last:06d}"
     assert saved.is_dir() and json.loads((saved / "state.json").read_text())["step"] == last
     assert (Path(config.run.dir) / "report.html").is_file()
+
+
+def test_a_resumed_run_holds_out_what_it_began_with_and_tells_of_another_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = {"context__context_parallel_size": 1, "context__eval_context_parallel_size": 1}
+    config = small_config(tmp_path, data__eval_documents="auto", train__steps=3, train__eval_every=0, **alone)
+    first = lines_of(config)
+    assert "; 1 held out (data.eval_documents)" in first and "the schedule now ends" not in first
+    assert load_config(tmp_path / "run" / "config.toml").data.eval_documents == 1
+    monkeypatch.setattr(order, "ONE_IN", 3)
+    longer = lines_of(replace(config, train=replace(config.train, steps=5)))
+    assert "; 1 held out (data.eval_documents)" in longer
+    rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
+    assert (
+        f"the schedule now ends at step 5: lr {rows[3]['lr']:.3g} at step 4, where it had 0.0006 (train.steps was 3)"
+        in longer
+    )
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5] and rows[2]["lr"] == pytest.approx(6e-4) < rows[3]["lr"]
+
+
+def lines_of(config: RunConfig) -> str:
+    """What a run prints that this process alone makes."""
+    out = io.StringIO()
+    with World(check_config(config, 1), backend="gloo") as world, ProgressDisplay(config.train.steps, out) as display:
+        train(config, world, display)
+    return out.getvalue()

@@ -1,6 +1,7 @@
 """Runs of `longspan train` on rows: chats, whose targets are counted by hand; and one text in every form."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from longspan.train.data.documents import Corpus
 from longspan.train.data.step_order import StepOrder
 from longspan.train.data.tokenizer import load_tokenizer
 from longspan.train.run.records.metrics_log import read_metrics
-from longspan.train.run.set_up.order import step_order_of, with_steps_of_epochs
+from longspan.train.run.set_up.order import held_out_count, step_order_of, with_steps_of_epochs
 from tests.train.data.test_formats import rows_as
 from tests.train.runs.homes import losses_of_run
 from tests.train.runs.test_lora_run import write_base
@@ -93,11 +94,25 @@ def test_one_text_in_every_form_gives_the_same_losses(tmp_path: Path, base: Path
     assert len(losses["text"]) >= 3 and all(of_form == losses["text"] for of_form in losses.values()), losses
 
 
-@pytest.mark.parametrize(("tokens_per_step", "few"), [(4096, True), (64, False)])
-def test_epochs_of_few_steps_are_told_how_to_have_more(tmp_path: Path, tokens_per_step: int, few: bool) -> None:
+FEW = [  # tokens a step -> what is logged, where two epochs have 3,800 tokens in documents of 50
+    (4096, "few updates: 1 step of up to 4,096 tokens .*; --train.tokens_per_step 76 makes at least 50 of"),
+    (120, "few updates: 38 steps of up to 120 tokens .*; --train.tokens_per_step 76 makes at least 50 of"),
+    (64, ""),
+    (50, ""),
+]
+
+
+@pytest.mark.parametrize(("tokens_per_step", "words"), FEW)
+def test_epochs_of_few_steps_are_told_how_to_have_more(tmp_path: Path, tokens_per_step: int, words: str) -> None:
     config = small_config(tmp_path, train__epochs=2.0, train__tokens_per_step=tokens_per_step, train__warmup_steps=0)
     lengths, lines = np.full(40, 50), list[str]()
     with_steps_of_epochs(
         config, StepOrder(lengths, tokens_per_step=tokens_per_step, seed=0, eval_documents=2), lines.append
     )
-    assert ("fewer tokens a step (train.tokens_per_step) make more steps" in lines[0]) is few
+    assert len(lines) == 1 + bool(words) and re.match(words, lines[-1] if words else ""), lines
+
+
+def test_a_tenth_of_few_documents_is_held_out_unless_a_number_is_given() -> None:
+    counts = {documents: held_out_count("auto", documents) for documents in (1, 2, 7, 153, 319, 320, 9000)}
+    assert counts == {1: 0, 2: 1, 7: 1, 153: 15, 319: 31, 320: 32, 9000: 32}
+    assert [held_out_count(count, 40) for count in (0, 32, 60)] == [0, 32, 60]

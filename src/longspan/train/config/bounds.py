@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, get_type_hints
 
-AUTO = "auto"  # for context.max_tokens_per_slot and model.compute_dtype
+AUTO = "auto"  # for context.max_tokens_per_slot, data.eval_documents and model.compute_dtype
 NOT_GIVEN = -1  # of a number whose default depends on other keys; of a word it is ""
 
 

@@ -1,13 +1,15 @@
 """What an evaluation shows while it goes: a progress bar on a terminal, else lines; nothing but on the first rank."""
 
+import time
 from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from longspan.errors import counted
+from longspan.train.run.progress import LINE_SECONDS
 
-LINES = 10  # of one evaluation, at most, where there is no terminal
+LINES = 10  # of one evaluation, where there is no terminal and it is short
 
 
 class EvalDisplay:
@@ -21,7 +23,8 @@ class EvalDisplay:
         self._stream = stream
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
-        self._said: dict[str, int] = {}  # tenths of each evaluation
+        self._tenths: dict[str, int] = {}  # of each evaluation, that were shown
+        self._written = time.monotonic()  # when the last line was
 
     def __enter__(self) -> "EvalDisplay":
         return self
@@ -37,6 +40,7 @@ class EvalDisplay:
             self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         elif self._stream is not None:
             print(text, file=self._stream, flush=True)
+            self._written = time.monotonic()
 
     def progress(self, title: str, done: int, count: int) -> None:
         """So many micro-batches of an evaluation are done, of so many."""
@@ -44,8 +48,10 @@ class EvalDisplay:
             return
         if self._stream.isatty():
             self._advance(title, done, count)
-        elif (tenths := LINES * done // max(count, 1)) > self._said.get(title, 0):
-            self._said[title] = tenths
+            return
+        tenths = LINES * done // max(count, 1)
+        if tenths > self._tenths.get(title, 0) or time.monotonic() - self._written >= LINE_SECONDS:
+            self._tenths[title] = tenths
             self.log(f"{title}: {done:,} of {counted(count, 'micro-batch', 'es')}")
 
     def _advance(self, title: str, done: int, count: int) -> None:

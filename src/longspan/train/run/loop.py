@@ -108,6 +108,7 @@ class _Loop:
             stopped = self.evaluations.after_step(run.done, unless_recorded=True)
         with saves.before_errors():
             while saves.done < settings.steps and not stopped:
+                self.display.begin_step(saves.done + 1)
                 row, plan = _step(run, plans, saves.done)
                 saves.done += 1
                 _, failure = result_or_error(partial(self.record_step, row, plan), RunFolderError)
@@ -115,10 +116,12 @@ class _Loop:
                 stopped, minutes_over = _agreed(run.world, stop, failure, saves)
                 if saves.done in (run.done + 1, settings.steps) or stopped:
                     save_plan(run, plan, f"step-{saves.done:06d}")
+                if stopped or saves.due(minutes_over=minutes_over):
+                    saves.save()  # before an evaluation, in which the step would be lost; it changes no weights
                 if saves.done < settings.steps and not stopped:
                     stopped = self.evaluations.after_step(saves.done)
-                if stopped or saves.due(minutes_over=minutes_over):
-                    saves.save()
+                    if stopped:
+                        saves.save_rest()
         return saves.done, stopped
 
     def record_step(self, row: dict[str, Any], plan: Plan) -> None:

@@ -1,5 +1,6 @@
 """What a run shows while it goes: a progress bar on a terminal, else plain lines; nothing but on the first rank."""
 
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any, TextIO
@@ -10,7 +11,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColum
 from longspan.errors import counted
 from longspan.train.evaluation.passkey.grid import PasskeyGrid
 
-LINE_EVERY = 10  # steps, where there is no terminal
+LINE_SECONDS = 30.0  # where there is no terminal, no longer without a line
 BAR, LEAST_BAR, REMAINING, SLACK = 24, 8, 7, 5  # columns of a terminal; figures may become longer by some
 
 _COUNT = TextColumn("{task.fields[what]} {task.completed}/{task.total}")
@@ -19,13 +20,21 @@ _COUNT = TextColumn("{task.fields[what]} {task.completed}/{task.total}")
 class ProgressDisplay:
     """Shows steps and evaluations of a run; silent where `stream` is None.
 
+    Where the stream is no terminal it has a line for every `log_every` steps, and one at least every 30 seconds, from a
+    thread where nothing else writes one: a step, an evaluation or the set-up of a run may take many minutes.
+
     >>> with ProgressDisplay(300, sys.stdout) as display:
     ...     display.log("607 files")
     ...     display.show_step({"step": 1, "loss": 7.6, "tokens_per_second": 9000.0, "memory_bytes": 2**29})
     """
 
-    def __init__(self, steps: int, stream: TextIO | None) -> None:
-        self._steps, self._stream = steps, stream
+    def __init__(self, steps: int, stream: TextIO | None, *, log_every: int = 10) -> None:
+        self._steps, self._stream, self._log_every = steps, stream, log_every
+        self._plain = stream is not None and not stream.isatty()
+        self._writing, self._ended = threading.Lock(), threading.Event()
+        self._work, self._begun = "setting up", time.monotonic()  # what takes time now, and since when
+        self._written = self._begun  # when the last line was
+        self._thread: threading.Thread | None = None
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._since: tuple[float, int] | None = None
@@ -34,9 +43,15 @@ class ProgressDisplay:
         self._bar_alone = False  # of an evaluation, with none of steps beside it
 
     def __enter__(self) -> "ProgressDisplay":
+        if self._plain:
+            self._thread = threading.Thread(target=self._break_silence, name="longspan progress", daemon=True)
+            self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
         self.end_bar()
 
     def expect(self, steps: int) -> None:
@@ -48,15 +63,22 @@ class ProgressDisplay:
         if self._progress is not None:
             self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
         elif self._stream is not None:
-            print(text, file=self._stream, flush=True)
+            with self._writing:
+                print(text, file=self._stream, flush=True)
+                self._written = time.monotonic()
+
+    def begin_step(self, step: int) -> None:
+        """A training step (counted from 1) begins."""
+        self._begin(f"step {step}/{self._steps}")
 
     def show_step(self, row: Mapping[str, Any]) -> None:
         """Show a training step, given its row of metrics."""
+        self._begin(f"after {self._step(row)}")  # it may be saved or evaluated
         if self._stream is None:
             return
-        if self._stream.isatty():
+        if not self._plain:
             self._advance(row)
-        elif row["step"] % LINE_EVERY == 0 or row["step"] in (1, self._steps):
+        elif row["step"] % self._log_every == 0 or row["step"] in (1, self._steps) or self._silent(row):
             self.log("  ".join(filter(None, (self._step(row), *_figures(row), self._remaining(row["step"])))))
 
     def show_evaluation(self, row: Mapping[str, Any]) -> None:
@@ -71,8 +93,10 @@ class ProgressDisplay:
             self.log(PasskeyGrid.from_json(row["passkey"]).table())
 
     def show_evaluating(self, name: str, done: int, count: int) -> None:
-        """Show on a terminal how many micro-batches of an evaluation are done, and of how many, until it ends."""
-        if self._stream is None or not self._stream.isatty():
+        """Show how many micro-batches of an evaluation are done, and of how many, until it ends."""
+        what = f"evaluation of {name}" if name else "evaluation"
+        if self._stream is None or self._plain:
+            self._begin(f"{what}, {done:,} of {counted(count, 'micro-batch', 'es')} done", again=done > 0)
             return
         if self._evaluating is None:
             self._bar_alone = self._progress is None
@@ -81,7 +105,6 @@ class ProgressDisplay:
                     _COUNT, BarColumn(BAR), TimeRemainingColumn(), console=Console(file=self._stream)
                 )
                 self._progress.start()
-            what = f"evaluation of {name}" if name else "evaluation"
             self._evaluating = self._progress.add_task("", total=count, what=what)
         assert self._progress is not None
         self._progress.update(self._evaluating, completed=done)
@@ -99,6 +122,21 @@ class ProgressDisplay:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+    def _begin(self, work: str, *, again: bool = False) -> None:
+        """Note what takes time from now on; `again`: it goes on with what was noted before."""
+        self._work, self._begun = work, self._begun if again else time.monotonic()
+
+    def _silent(self, row: Mapping[str, Any]) -> bool:
+        """Whether another step of this one's time would come too late for the next line."""
+        return time.monotonic() - self._written + row.get("seconds", 0.0) > LINE_SECONDS
+
+    def _break_silence(self) -> None:
+        """Write a line when there has been none for long."""
+        while not self._ended.wait(min(1.0, LINE_SECONDS / 4)):
+            now = time.monotonic()
+            if now - self._written >= LINE_SECONDS:
+                self.log(f"{self._work}: {now - self._begun:.0f} s so far")
 
     def _step(self, row: Mapping[str, Any]) -> str:
         return f"step {row['step']:>{len(str(self._steps))}}/{self._steps}"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from longspan.train.config.bounds import NonNegativeInt, PositiveFloat
+from longspan.train.config.bounds import NonNegativeInt, PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,9 @@ class RunSection:
     """Folder where kernels compiled for GPUs are kept for later runs; empty: longspan/kernels in the user's cache."""
     loggers: tuple[str, ...] = ()
     """Where rows of metrics go too: tensorboard, wandb (extras), or a class of your own by its dotted name."""
+    log_every: PositiveInt = 10
+    """Where the output is no terminal, a line of progress every so many steps; one comes every 30 seconds in any
+    case."""
     timeout_seconds: PositiveFloat = 600.0
     """How long a rank waits for the others before it says which one is missing."""
     stopped_status: NonNegativeInt = 0

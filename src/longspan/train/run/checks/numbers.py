@@ -47,7 +47,8 @@ def _check_bounds(values: Any, kind: type[Any], prefix: str, leave_out: Collecti
             raise ConfigError(f"{prefix}{key} is 1; a document of one token predicts nothing: use 2 or more")
         if isinstance(value, str):
             if value != AUTO:
-                what = "a degree" if key.endswith("parallel_size") else "a number of rows"
+                what = {"eval_documents": "a number of documents"}.get(key, "a number of rows")
+                what = "a degree" if key.endswith("parallel_size") else what
                 raise ConfigError(f'{prefix}{key} is {value!r}; give {what}, or "{AUTO}"')
             continue
         if key in leave_out:

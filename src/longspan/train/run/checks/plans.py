@@ -69,7 +69,7 @@ def _choices(config: RunConfig, *, training: bool, heads: int | None = None) -> 
     if training:
         pack = _Limit("data.pack_to", config.data.pack_to)
         yield PlanChoice.training(config, heads=heads), pack if pack.value else limit
-    if config.data.eval_documents > 0 or not training:
+    if config.data.eval_documents != 0 or not training:
         yield PlanChoice.evaluation(config, heads=heads), limit
     for entry in config.eval:
         choice = PlanChoice.evaluation(config, entry, heads=heads)

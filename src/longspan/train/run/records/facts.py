@@ -5,6 +5,7 @@ As values; `facts_of.py` finds them. Needs no torch, for the report reads them t
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from longspan.errors import counted
@@ -86,7 +87,10 @@ class RunFacts:
         done = f", of which {self.done:,} are done" if self.done else ""
         yield "steps", f"{self.steps:,}{done}, each of up to {self.tokens_per_step:,} tokens"
         yield "optimizer", f"{self.optimizer}, lr {self.lr:g} at most"
-        yield "report", self.report
+        yield (
+            "report",
+            f"{self.report} when the run ends, or now: longspan report {Path(self.report).parent}",
+        )
         if self.uncounted:
             yield "no MFU", f"model FLOPs are not counted: {self.uncounted}"
         if self.caution:

@@ -15,7 +15,8 @@ from longspan.train.data.pack_order import PackOrder
 from longspan.train.data.step_order import StepOrder
 from longspan.train.optim.schedule import Schedule
 
-FEW_STEPS = 10  # a run of epochs with fewer is told how to have more
+FEW_STEPS = 50  # a run of epochs with fewer is told how it would have more
+HELD_OUT, ONE_IN = 32, 10  # documents that are held out where nothing is said: one in so many, at most so many
 
 
 def with_steps_of_epochs(config: RunConfig, order: StepOrder | PackOrder, log: LogLine) -> RunConfig:
@@ -30,10 +31,31 @@ def with_steps_of_epochs(config: RunConfig, order: StepOrder | PackOrder, log: L
     log(
         f"train.epochs {config.train.epochs:g}: {counted(steps, 'step')} over {counted(documents, 'document')} "
         f"({counted(tokens, 'token')}), in place of train.steps; {config.train.warmup_steps} of warm-up"
-        + "; fewer tokens a step (train.tokens_per_step) make more steps"
-        * (steps < FEW_STEPS)
     )
+    if steps < FEW_STEPS:
+        log(_few_steps_line(config, order))
     return config
+
+
+def _few_steps_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
+    """What makes more steps of the same documents, of which a step takes one at the least."""
+    tokens, taken = int(config.train.epochs * order.stream.tokens), config.train.tokens_per_step
+    fewer = max(tokens // FEW_STEPS, config.data.pack_to or int(order.lengths.max()))
+    line = f"few updates: {counted(config.train.steps, 'step')} of up to {taken:,} tokens may change little; "
+    if tokens // fewer <= config.train.steps:
+        return line + "more epochs (train.epochs), or more documents, make more"
+    return line + f"--train.tokens_per_step {fewer} makes at least {tokens // fewer} of the same documents"
+
+
+def held_out_count(asked: int | str, documents: int) -> int:
+    """How many of so many documents are held out: as asked for, or one in ten (at least one, of several), at most 32.
+
+    >>> [held_out_count("auto", documents) for documents in (1, 7, 153, 5000)]
+    [0, 1, 15, 32]
+    """
+    if isinstance(asked, int):
+        return asked
+    return min(HELD_OUT, max(1, documents // ONE_IN), documents - 1)
 
 
 def step_order_of(config: RunConfig, corpus: Corpus, *, version: int = ORDER) -> StepOrder | PackOrder:
@@ -43,7 +65,7 @@ def step_order_of(config: RunConfig, corpus: Corpus, *, version: int = ORDER) ->
         corpus.lengths,
         tokens_per_step=tokens,
         seed=config.train.seed,
-        eval_documents=data.eval_documents,
+        eval_documents=held_out_count(data.eval_documents, len(corpus)),
         targets=corpus.targets,
         mixture=Mixture(corpus.source_of, tuple(s.weight for s in data.sources)) if data.sources else None,
         version=version,

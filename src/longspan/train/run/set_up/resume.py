@@ -1,7 +1,8 @@
 """Going on with a run: from which checkpoint, and with which configuration. Weights and documents stay its own."""
 
 import json
-from dataclasses import asdict
+import math
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from longspan.train.all_ranks import LogLine, on_first_rank
 from longspan.train.checkpoint.checkpoint import find_checkpoint
 from longspan.train.checkpoint.files import read_state, remove_unfinished
 from longspan.train.config.bounds import AUTO
-from longspan.train.config.sections import ModelConfig, RunConfig
+from longspan.train.config.sections import ModelConfig, RunConfig, TrainConfig
 from longspan.train.data.order.source import FIRST_ORDER, ORDER
+from longspan.train.optim.schedule import Schedule
 
 # What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
 _FIXED_SECTIONS = ("model", "data", "lora")
@@ -60,6 +62,14 @@ def order_version(checkpoint: Path | None, world: World) -> int:
     return state.get("order", FIRST_ORDER)
 
 
+def with_held_out_of(config: RunConfig, checkpoint: Path | None, world: World) -> RunConfig:
+    """The configuration in which "auto" documents are held out as many as when the run began; entered by all ranks."""
+    if checkpoint is None or config.data.eval_documents != AUTO:
+        return config
+    state = on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
+    return replace(config, data=replace(config.data, eval_documents=state["config"]["data"]["eval_documents"]))
+
+
 def check_steps_left(config: RunConfig, world: World, checkpoint: Path, log: LogLine) -> None:
     """Raise ConfigError for a checkpoint beyond the last step, and for a finished run under other keys.
 
@@ -75,6 +85,27 @@ def check_steps_left(config: RunConfig, world: World, checkpoint: Path, log: Log
         _check_finished(*_before_and_now(config, state), checkpoint, log)
 
 
+def rate_line(config: RunConfig, state: dict[str, Any]) -> str:
+    """How the next step's learning rate differs from that under the schedule of a checkpoint's state; "" where not."""
+    done, kinds = int(state["step"]), fields(TrainConfig)
+    trained = state.get("config", {}).get("train", {})
+    before = TrainConfig(**{f.name: _as_tuple(trained[f.name]) for f in kinds if f.name in trained})
+    was, now = (Schedule.of(train).lr_at(done) for train in (before, config.train))
+    if math.isclose(was, now):
+        return ""
+    keys = ("lr", "steps", "schedule", "warmup_steps", "decay_steps", "min_lr_ratio")
+    changes = [f"train.{key} was {a}" for key in keys if (a := getattr(before, key)) != getattr(config.train, key)]
+    return (
+        f"the schedule now ends at step {config.train.steps}: lr {now:.3g} at step {done + 1}, where it had {was:.3g} "
+        f"({', '.join(changes)})"
+    )
+
+
+def _as_tuple(value: Any) -> Any:
+    """A list of JSON as a configuration has it."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 def _before_and_now(config: RunConfig, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The configuration of a checkpoint, and one of now, as JSON keeps them."""
     return _with_preset(state.get("config", {})), _with_preset(json.loads(json.dumps(asdict(config))))
@@ -87,7 +118,7 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
     for name in (name for name in fixed if name not in _FREE_KEYS):
         section, _, key = name.partition(".")
         was, value = before.get(section, {}).get(key), now[section][key]
-        if was is not None and was != value:
+        if was is not None and value not in (was, AUTO):
             raise ConfigError(
                 f"{name} was {was!r} when {path} was saved and is {value!r} now; "
                 f"set it back, or set run.dir to a new folder"

@@ -28,7 +28,7 @@ from longspan.train.run.set_up.data import RunData, open_data
 from longspan.train.run.set_up.model import prepared_for
 from longspan.train.run.set_up.order import source_lines, with_steps_of_epochs
 from longspan.train.run.set_up.partition import with_partition
-from longspan.train.run.set_up.resume import check_steps_left, checkpoint_to_resume
+from longspan.train.run.set_up.resume import check_steps_left, checkpoint_to_resume, rate_line, with_held_out_of
 from longspan.train.run.training_run import TrainingRun
 from longspan.train.training import AnyModel, configuration_of, optimizer_of
 
@@ -40,10 +40,12 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     """
     directory = Path(config.run.dir)
     checkpoint = checkpoint_to_resume(config, world, log)
+    config = with_held_out_of(config, checkpoint, world)
     if config.model.path and checkpoint is None:
         on_every_rank(world, lambda: weight_files(Path(config.model.path)), ModelError)
     named = on_every_rank(world, lambda: configuration_of(config, config.data.vocab_size), ModelError)
     data = open_data(config, named, checkpoint, world, log)
+    config = replace(config, data=replace(config.data, eval_documents=len(data.order.evaluation)))
     asked, config = config, with_steps_of_epochs(config, data.order, log)
     for line in source_lines(config, data.order):
         log(line)
@@ -56,8 +58,11 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     optimizer = optimizer_of(config, world, model)
     done = 0
     if checkpoint is not None:
-        done = int(load_checkpoint(checkpoint, model, optimizer, world)["step"])
+        state = load_checkpoint(checkpoint, model, optimizer, world)
+        done = int(state["step"])
         log(f"going on from {checkpoint}: {done} of {config.train.steps} steps are done")
+        if done < config.train.steps and (line := rate_line(config, state)):
+            log(line)
     if done < config.train.steps:  # a finished run keeps the configuration that it was trained with
         on_first_rank(world, lambda: write_atomically(directory / "config.toml", to_toml(asked)), RunFolderError)
         warn_of_lost_updates(config, log)
