@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
+from multiprocessing import util
 from pathlib import Path
 
 import pytest
@@ -112,6 +114,20 @@ def test_the_others_get_a_grace_and_are_then_killed() -> None:
     with pytest.raises(ValueError, match="boom"):
         launch.run_local(fail_or_linger, 2, grace=0.5)
     assert time.monotonic() - before < 50
+
+
+def leave_a_lock(rank: int, folder: Path, how: str) -> None:
+    """A rank that makes what Python unlinks when a process ends, as tqdm's lock is."""
+    util.Finalize(None, (folder / str(rank)).touch, exitpriority=0)
+    if how == "error" and rank == 1:
+        raise ValueError("boom")
+
+
+@pytest.mark.parametrize("how", ["result", "error"])
+def test_ranks_end_what_multiprocessing_made_in_them(how: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="boom") if how == "error" else nullcontext():
+        run_ranks(leave_a_lock, 2, tmp_path, how)
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
 
 
 def test_what_cannot_be_started_is_refused() -> None:

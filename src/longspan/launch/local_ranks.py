@@ -164,7 +164,7 @@ class LocalRanks:
         return error
 
     def _first_failed(self) -> LocalRank:
-        """The rank whose failure counts: a killed one, before an error of a rank itself, before what others saw of it."""
+        """The rank whose failure counts: a killed one, before an error of its own, before what others saw of it."""
         return min(
             self.failed, key=lambda rank: 0 if rank.death else 2 if rank.answer and rank.answer.consequence else 1
         )

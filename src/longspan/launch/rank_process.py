@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, util
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, Protocol
@@ -120,6 +120,7 @@ def rank_main(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Des
         assert spec.state is not None
         _serve(spec.rank, spec.state(), pipe)
     pipe.close()
+    util._run_finalizers(0)  # pyright: ignore[reportAttributeAccessIssue]  (of locks, such as tqdm's, and pools)
     os._exit(0)  # no destructor may wait for a rank that is gone
 
 

@@ -53,6 +53,8 @@ def test_the_lines_of_a_run_on_gpus() -> None:
         "optimizer": "adamw, lr 1e-05 at most",
         "report": "runs/moe/report.html when the run ends, or now: longspan report runs/moe",
     }
+    resumed = dict(facts(sessions=[[0, 2], [9, 3], [1200, 1]]).lines())["resumed"]
+    assert resumed == "at step 9 on 3 ranks, at step 1,200 on 1 rank"
     chosen = facts(evaluated="evaluation at cp 4, a2a: 32 documents in 0.2 s predicted; cp 1 0.5 s")
     assert ("evaluation", "at cp 4, a2a: 32 documents in 0.2 s predicted; cp 1 0.5 s") in chosen.lines()
     text = facts_text(facts()).splitlines()

@@ -398,17 +398,19 @@ def test_a_resumed_run_holds_out_what_it_began_with_and_tells_of_another_rate(
     alone = {"context__context_parallel_size": 1, "context__eval_context_parallel_size": 1}
     config = small_config(tmp_path, data__eval_documents="auto", train__steps=3, train__eval_every=0, **alone)
     first = lines_of(config)
-    assert "; 1 held out (data.eval_documents)" in first and "the schedule now ends" not in first
-    assert load_config(tmp_path / "run" / "config.toml").data.eval_documents == 1
+    count = load_config(tmp_path / "run" / "config.toml").data.eval_documents
+    assert f"; {count} held out (data.eval_documents)" in first and "the schedule now ends" not in first
     monkeypatch.setattr(order, "ONE_IN", 3)
     longer = lines_of(replace(config, train=replace(config.train, steps=5)))
-    assert "; 1 held out (data.eval_documents)" in longer
+    assert f"; {count} held out (data.eval_documents)" in longer, "and not a third, as a run that begins now would"
     rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
     assert (
         f"the schedule now ends at step 5: lr {rows[3]['lr']:.3g} at step 4, where it had 0.0006 (train.steps was 3)"
         in longer
     )
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5] and rows[2]["lr"] == pytest.approx(6e-4) < rows[3]["lr"]
+    assert "\nresumed    at step 3 on 1 rank\n" in longer and "\nresumed" not in first
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["sessions"] == [[0, 1], [3, 1]]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5] and rows[2]["lr"] < rows[3]["lr"]
 
 
 def lines_of(config: RunConfig) -> str:

@@ -181,6 +181,35 @@ def test_evaluation_with_and_without_the_adapter(
     alone = record("--without-adapter", "--compare", config.model.path)
     assert alone["eval_loss"] == pytest.approx(alone["compare"]["evaluations"][0]["eval_loss"], rel=1e-14)
     assert alone["eval_loss"] > losses[-1]
+    both = [
+        "--compare",
+        "base",
+        "--world",
+        "2",
+        "--context.eval_context_parallel_size",
+        "1",
+        "--model.dtype",
+        "float64",
+    ]
+    assert eval_main([config.run.dir, *both]) == 0
+    first, base = losses[-1], alone["eval_loss"]
+    assert capsys.readouterr().out.startswith(
+        f"held out: loss of {config.run.dir} {first:.6f}, of {config.run.dir} without adapter {base:.6f}, "
+        f"difference {base - first:+.6f} ± 0."
+    )
+
+
+@pytest.mark.parametrize("words", [["--without-adapter"], ["--compare", "base"]])
+def test_what_has_no_adapter_is_not_evaluated_without_one(
+    words: list[str], trained: tuple[RunConfig, list[float]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = small_config(tmp_path)
+    Path(whole.run.dir).mkdir()
+    (Path(whole.run.dir) / "config.toml").write_text(to_toml(whole))
+    for target, why in ((trained[0].model.path, "is no run"), (whole.run.dir, r"trains no adapter \(lora.rank is 0\)")):
+        assert cli_main(["eval", target, "--data", str(tmp_path), *words]) == 2
+        assert re.search(rf"{words[0]}.* is given, and \S+ {why}; leave it out", capfd.readouterr().err)
+    assert cli_main(["eval", trained[0].run.dir, "--without-adapter", "--compare", "base"]) == 2
 
 
 WRONG = {

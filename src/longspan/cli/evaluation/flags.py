@@ -28,6 +28,7 @@ from longspan.train.evaluate_saved.request import EvalRequest, Subject
 from longspan.train.evaluate_saved.targets import SavedWeights, named_paths, saved_weights
 
 PROG = "longspan eval"
+BASE = "base"  # as what --compare compares with
 Repeated = UseAppendAction[tuple[str, ...]]
 
 
@@ -82,7 +83,8 @@ class EvalFlags:
     without_adapter: Switch = False
     """Of a run that trains an adapter ([lora]): evaluate its base model alone."""
     compare: str = ""
-    """Another run, checkpoint or Hugging Face folder, to be evaluated on the same documents in the same layout."""
+    """Another run, checkpoint or Hugging Face folder, to be evaluated on the same documents in the same layout; base:
+    the run's model without the adapter that it trains."""
     degrees: str = ""
     """Context-parallel degrees with commas between, such as 1,2,4, at each of which the documents are evaluated."""
     metrics: Repeated = ()
@@ -120,13 +122,16 @@ def request_of(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalRequest
     _check_passkey(flags)
     given = given_keys(argv)
     _check_keys(given)
-    first = _subject(argv, saved_weights(flags.target), flags)
+    first = _subject(argv, saved_weights(flags.target), flags, base=flags.without_adapter)
     config, changes = fitted_home(first.config, ranks, given)
     for name in flags.set:
         entry_of(config, name, given)
     subjects = [replace(first, config=config)]
     if flags.compare:
-        other = _subject(argv, saved_weights(flags.compare), flags)
+        base = flags.compare == BASE
+        weights = saved_weights(flags.target if base else flags.compare)
+        base |= flags.without_adapter and weights.run_dir is not None  # a folder is a whole model
+        other = _subject(argv, weights, flags, base=base)
         subjects.append(replace(other, config=_evaluated_as(config, other.config)))
     return EvalRequest(
         subjects=tuple(subjects),
@@ -158,6 +163,8 @@ def _check_values(flags: EvalFlags) -> None:
         raise ConfigError(f"--seconds is {flags.seconds:g}; give a number above 0, or 0 for no limit")
     if flags.data and flags.set:
         raise ConfigError("--data and --set are given; evaluate texts, or sets of the run, in one call")
+    if flags.without_adapter and flags.compare == BASE:
+        raise ConfigError("--without-adapter and --compare base are given, which would compare a model with itself")
     if flags.degrees and flags.compare:
         raise ConfigError("--degrees and --compare are given; compare degrees, or weights, in one call")
 
@@ -203,14 +210,21 @@ def _check_keys(given: frozenset[str]) -> None:
             raise ConfigError(f"--context.{key} is a key of training, and evaluation does not read it; leave it out")
 
 
-def _subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags) -> Subject:
-    """The weights, and the configuration that their run and the flags make together."""
-    if weights.run_dir is None:
+def _subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, *, base: bool) -> Subject:
+    """The weights, without their adapter for `base`, and the configuration that their run and the flags make together.
+
+    Raises ConfigError where there is no adapter to leave out.
+    """
+    config = None if weights.run_dir is None else load_config(weights.run_dir / "config.toml")
+    if base and (config is None or not config.lora.rank):
+        asked = "--without-adapter" if flags.without_adapter else f"--compare {BASE}"
+        why = "is no run" if config is None else "trains no adapter (lora.rank is 0)"
+        raise ConfigError(f"{asked} is given, and {weights.path} {why}; leave it out, or name a run with [lora]")
+    if config is None.run_dir is None:
         model = ModelConfig(path=str(weights.path), **_given_values(flags.model))
         config = RunConfig(model, DataConfig(max_document_tokens=0), flags.parallel, flags.context)
         config = replace(config, encoder=_encoder(config.encoder, flags.encoder))
         return Subject(weights, resolved(config))
-    config = load_config(weights.run_dir / "config.toml")
     flags = parse_eval(argv, config)
     config = replace(
         config,
@@ -220,12 +234,8 @@ def _subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags) -> Su
         encoder=_encoder(config.encoder, flags.encoder),
         run=replace(config.run, dir=str(weights.run_dir)),
     )
-    if flags.without_adapter and not config.lora.rank:
-        raise ConfigError(
-            f"--without-adapter is given, and {weights.path} trains no adapter (lora.rank is 0); leave it out"
-        )
-    config = replace(config, lora=LoraSection()) if flags.without_adapter else config
-    return Subject(weights, config)
+    config = replace(config, lora=LoraSection()) if base else config
+    return Subject(replace(weights, base=base), config)
 
 
 def _encoder(encoder: EncoderSection, given: EncoderLayout) -> EncoderSection:

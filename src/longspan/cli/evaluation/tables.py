@@ -22,24 +22,26 @@ def tables_of(results: Sequence[SubjectResult], ranks: int) -> str:
 
 
 def _tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]:
+    first = results[0]
+    pairs = [(difference, other) for other in results[1:] for difference in differences(first, other)]
+    if pairs:
+        yield "\n".join(_difference_line(difference, first, other) for difference, other in pairs)
     for result in results:
         yield f"{_title(result)} on {counted(ranks, 'rank')}\n{_evaluations(result)}"
         yield from (f"passkey at cp {grid.cp}, {grid.table()}" for _, grid in grids_of([result]))
-    first = results[0]
     for name in dict.fromkeys(of_set.evaluation.name for of_set in first.sets):
         at_degrees = [of_set.evaluation for of_set in first.sets if of_set.evaluation.name == name]
         if len(at_degrees) > 1:
             yield f"{name or HELD_OUT}: {comparison_table(at_degrees)}"
         if len(results) == 1:
             yield from _bucket_tables(at_degrees[0].name, at_degrees[0].by_length, at_degrees[0].by_position)
-    for other in results[1:]:
-        for difference in differences(first, other):
-            yield from _difference(difference, first, other)
+    for difference, other in pairs:
+        yield from _difference(difference, first, other)
 
 
 def _title(result: SubjectResult) -> str:
     step, parallel = result.sets[0].evaluation.step, result.config.parallel
-    words = [str(result.weights.path)] + ([f"step {step}"] if result.weights.run_dir is not None else [])
+    words = [result.weights.title] + ([f"step {step}"] if result.weights.run_dir is not None else [])
     words += [f"{key} {degree}" for key in HOME if (degree := getattr(parallel, key)) > 1]
     return ", ".join(words)
 
@@ -89,10 +91,19 @@ def _range(first: int, last: int) -> str:
     return f"{first:,} to {last:,}"
 
 
+def _difference_line(difference: Difference, first: SubjectResult, other: SubjectResult) -> str:
+    """What most want to know of two models."""
+    return (
+        f"{difference.name or HELD_OUT}: {difference.unit.replace('_', ' ')} of {first.weights.title} "
+        f"{difference.first:.6f}, of {other.weights.title} {difference.other:.6f}, "
+        f"difference {difference.difference:+.6f}{_error(difference.standard_error)}"
+    )
+
+
 def _difference(difference: Difference, first: SubjectResult, other: SubjectResult) -> Iterator[str]:
     unit = difference.unit.replace("_", " ")
     lines = [
-        f"{difference.name or HELD_OUT}: {unit} of {other.weights.path} beside {first.weights.path}",
+        f"{difference.name or HELD_OUT}: {unit} of {other.weights.title} beside {first.weights.title}",
         f"difference {difference.difference:+.6f}{_error(difference.standard_error)}; of documents, each counted once, "
         f"{difference.document_difference:+.6f}{_error(difference.document_standard_error)}",
         f"{difference.lower:,} of {counted(difference.documents, 'document')} have a lower value",
@@ -103,7 +114,7 @@ def _difference(difference: Difference, first: SubjectResult, other: SubjectResu
     if len(difference.by_length) > 1:
         rows += [(_range(start, last), a, b, documents) for start, last, a, b, documents in difference.by_length]
     table = text_table(
-        ("tokens", str(first.weights.path), str(other.weights.path), "difference", "documents"),
+        ("tokens", first.weights.title, other.weights.title, "difference", "documents"),
         [(name, f"{a:.6f}", f"{b:.6f}", f"{b - a:+.6f}", f"{documents:,}") for name, a, b, documents in rows],
     )
     yield "\n".join([*lines, table])

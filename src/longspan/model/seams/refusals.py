@@ -174,5 +174,6 @@ class _RefusesDDP:
     def __iter__(self) -> Iterator[str]:
         raise ModelError(
             f"{self._name} was prepared: its gradients are summed over the slots by run_step; do not wrap it in "
-            "DistributedDataParallel, nor give it to accelerator.prepare"
+            "DistributedDataParallel, nor give it to accelerator.prepare or a Trainer, which do that; what takes their "
+            'place is in docs/own-loop.md, "From a Trainer script"'
         )

@@ -175,7 +175,7 @@ def _at_degrees(choice: PlanChoice, degrees: Sequence[int], longest: int) -> lis
 
 
 def _title(fit: _Fit, of_name: NamedDocuments, choice: PlanChoice) -> str:
-    words = [fit.checked.subject.weights.path.name, of_name.name]
+    words = [fit.checked.subject.weights.title.rpartition("/")[2], of_name.name]
     words.append("dynamic cp" if choice.planner == "dynamic" else f"cp {choice.degree}")
     return ", ".join(filter(None, words))
 

@@ -30,7 +30,7 @@ def subject_record(result: SubjectResult) -> dict[str, Any]:
     """What was evaluated, in which layout, and the row of every evaluation."""
     parallel = asdict(result.config.parallel)
     return {
-        "target": str(result.weights.path),
+        "target": result.weights.title,
         "kind": result.weights.kind,
         "parallel": {key: parallel[key] for key in HOME},
         "changes": [asdict(change) for change in result.changes],
@@ -53,7 +53,7 @@ def comm_types(result: SetResult) -> list[str]:
 def grids_of(results: Sequence[SubjectResult]) -> list[tuple[str, PasskeyGrid]]:
     """Every evaluation of passkey retrieval; with the weights' path, where there are several."""
     return [
-        (str(result.weights.path) if len(results) > 1 else "", grid)
+        (result.weights.title if len(results) > 1 else "", grid)
         for result in results
         for of_set in result.sets
         if (grid := of_set.evaluation.passkey) is not None
@@ -63,7 +63,7 @@ def grids_of(results: Sequence[SubjectResult]) -> list[tuple[str, PasskeyGrid]]:
 def document_rows(results: Sequence[SubjectResult]) -> list[dict[str, Any]]:
     """One object for every document of every evaluation: target, set, cp, document, source, tokens, targets, loss."""
     return [
-        {"target": str(result.weights.path), "set": of_set.evaluation.name, "cp": of_set.evaluation.cp, **row}
+        {"target": result.weights.title, "set": of_set.evaluation.name, "cp": of_set.evaluation.cp, **row}
         for result in results
         for of_set in result.sets
         for row in of_set.evaluation.document_rows(of_set.sources)

@@ -13,11 +13,20 @@ _SAVED = "give RUN, RUN/checkpoints/step-NNNNNN, or a folder with config.json an
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """Weights on disk: those of a checkpoint of `run_dir` (None: the newest good one), or of the folder `path`."""
+    """Weights on disk: those of a checkpoint of `run_dir` (None: the newest good one), or of the folder `path`.
+
+    `base`: of a run that trains an adapter, the weights without it.
+    """
 
     path: Path
     run_dir: Path | None = None
     checkpoint: Path | None = None
+    base: bool = False
+
+    @property
+    def title(self) -> str:
+        """How results call them."""
+        return f"{self.path} without adapter" if self.base else str(self.path)
 
     @property
     def kind(self) -> Literal["run", "checkpoint", "folder"]:

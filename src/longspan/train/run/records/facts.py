@@ -23,7 +23,7 @@ class RunFacts:
     evaluations have their degree, where their cost chose it; `mixers` is how state-space layers run, `mtp` which tokens
     further ahead are predicted, `encoder` where images are encoded, "" without any; `rows` is why a hybrid's rows are
     dealt out as they are, where their cost chose; `caution` is what a user of these devices would want to change, ""
-    for nothing.
+    for nothing; `sessions` are the steps that were done when each began, and its ranks, this one last.
     """
 
     model: str
@@ -64,6 +64,7 @@ class RunFacts:
     encoder: str = ""
     rows: str = ""
     caution: str = ""
+    sessions: tuple[tuple[int, int], ...] = ()
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Name and text of each line, for the console and the report."""
@@ -86,6 +87,8 @@ class RunFacts:
         yield "data", f"{documents}, longest {self.longest:,}{held_out}"
         done = f", of which {self.done:,} are done" if self.done else ""
         yield "steps", f"{self.steps:,}{done}, each of up to {self.tokens_per_step:,} tokens"
+        if resumed := [f"at step {step:,} on {counted(ranks, 'rank')}" for step, ranks in self.sessions if step]:
+            yield "resumed", ", ".join(resumed)
         yield "optimizer", f"{self.optimizer}, lr {self.lr:g} at most"
         yield (
             "report",
@@ -107,8 +110,9 @@ class RunFacts:
     def from_json(cls, values: dict[str, Any]) -> "RunFacts | None":
         """The facts of a run.json; None where they are of another release."""
         try:
-            return cls(**{**values, "kernels": tuple(values["kernels"])})
-        except (KeyError, TypeError):
+            sessions = tuple((step, ranks) for step, ranks in values.get("sessions", ()))
+            return cls(**{**values, "kernels": tuple(values["kernels"]), "sessions": sessions})
+        except (KeyError, TypeError, ValueError):
             return None
 
 

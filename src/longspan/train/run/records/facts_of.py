@@ -1,5 +1,7 @@
 """Finds the facts of a run that is set up, on all ranks together: what its first rank says before the first step."""
 
+import json
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -47,6 +49,7 @@ def facts_of(run: TrainingRun) -> RunFacts:
         encoder=_encoder(run),
         rows=run.why_partition,
         caution=execution.why_slow(),
+        sessions=_sessions(run),
     )
 
 
@@ -78,6 +81,15 @@ def _steps(run: TrainingRun) -> dict[str, Any]:
     train = run.config.train
     names = ("steps", "tokens_per_step", "optimizer", "lr")
     return {"done": run.done, **{name: getattr(train, name) for name in names}}
+
+
+def _sessions(run: TrainingRun) -> tuple[tuple[int, int], ...]:
+    """The sessions of the run so far, but for those whose steps are all trained again, and this one."""
+    earlier = tuple[tuple[int, int], ...]()
+    with suppress(OSError, ValueError):
+        facts = RunFacts.from_json(json.loads((run.dir / "run.json").read_text(encoding="utf-8")))
+        earlier = (facts.sessions or ((facts.done, facts.ranks),)) if facts is not None else ()
+    return (*(session for session in earlier if session[0] < run.done), (run.done, len(run.world.home.ranks)))
 
 
 def _parameters(run: TrainingRun) -> tuple[int, int, int]:
