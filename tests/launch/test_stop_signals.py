@@ -29,7 +29,8 @@ def test_one_press_is_forwarded_once_and_a_later_one_kills(
 ) -> None:
     received, now = list[int](), [50.0]
     monkeypatch.setattr(stop_signals.time, "monotonic", lambda: now[0])
-    forwarding = Forwarding(SimpleNamespace(signal=received.append))
+    ranks: Any = SimpleNamespace(signal=received.append)
+    forwarding = Forwarding(ranks)
     for seconds, number in ((0.0, signal.SIGTERM), (0.0, signal.SIGTERM), (0.9, signal.SIGTERM), (1.1, signal.SIGINT)):
         now[0] = 50.0 + seconds
         forwarding._forward(number, None)

@@ -5,6 +5,7 @@ import os
 import signal
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
+from typing import Any
 
 from longspan.launch.stop_signals import blocked
 
@@ -54,7 +55,7 @@ def start_fork_server() -> ForkServerContext:
 
 def kill_fork_server() -> None:
     """End the fork server, which may be importing still; the next `start_fork_server` starts another."""
-    server = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
+    server: Any = forkserver._forkserver
     if server._forkserver_pid is not None:
         os.kill(server._forkserver_pid, signal.SIGKILL)
         server._stop()

@@ -406,7 +406,7 @@ def killed_rank(rank: int, root: Path, lost: int, inside: str) -> None:
         if inside == "save":
             save_checkpoint(root, model, optim, world, step=2, state={})
         if inside == "model":
-            save_model(model, root.with_name("model"), world)
+            save_model(model, root.with_name("model"), world)  # pyright: ignore[reportArgumentType]
         load_checkpoint(path, model, optim, world)
 
 

@@ -220,7 +220,7 @@ def _subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, *, ba
         asked = "--without-adapter" if flags.without_adapter else f"--compare {BASE}"
         why = "is no run" if config is None else "trains no adapter (lora.rank is 0)"
         raise ConfigError(f"{asked} is given, and {weights.path} {why}; leave it out, or name a run with [lora]")
-    if config is None.run_dir is None:
+    if config is None:
         model = ModelConfig(path=str(weights.path), **_given_values(flags.model))
         config = RunConfig(model, DataConfig(max_document_tokens=0), flags.parallel, flags.context)
         config = replace(config, encoder=_encoder(config.encoder, flags.encoder))

@@ -40,7 +40,8 @@ def with_steps_of_epochs(config: RunConfig, order: StepOrder | PackOrder, log: L
 def _few_steps_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
     """What makes more steps of the same documents, of which a step takes one at the least."""
     tokens, taken = int(config.train.epochs * order.stream.tokens), config.train.tokens_per_step
-    fewer = max(tokens // FEW_STEPS, config.data.pack_to or int(order.lengths.max()))
+    least = int(order.lengths.max()) if isinstance(order, StepOrder) else config.data.pack_to
+    fewer = max(tokens // FEW_STEPS, least)
     line = f"few updates: {counted(config.train.steps, 'step')} of up to {taken:,} tokens may change little; "
     if tokens // fewer <= config.train.steps:
         return line + "more epochs (train.epochs), or more documents, make more"
