@@ -410,7 +410,10 @@ def killed_rank(rank: int, root: Path, lost: int, inside: str) -> None:
         load_checkpoint(path, model, optim, world)
 
 
-@pytest.mark.parametrize(("lost", "inside"), [(0, "save"), (1, "save"), (1, "load"), (1, "model")])
+LOST = [(0, "save"), (1, "model"), *(pytest.param(1, inside, marks=pytest.mark.whole) for inside in ("save", "load"))]
+
+
+@pytest.mark.parametrize(("lost", "inside"), LOST)
 def test_the_other_ranks_name_one_that_is_killed_while_all_write_or_read(
     tmp_path: Path, lost: int, inside: str
 ) -> None:
