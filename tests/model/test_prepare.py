@@ -221,6 +221,9 @@ def test_others_do_not_save_or_wrap_a_prepared_model(tmp_path: Path) -> None:
             "call longspan.save_model(" in said for said in refusals if said not in wrapping
         )
         assert len(wrapping) == 4 and all("in DistributedDataParallel, nor give it to acc" in said for said in wrapping)
+        assert all(said.endswith('docs/own-loop.md, "From a Trainer script"') for said in wrapping)
+    page = Path(__file__).parents[2] / "docs/own-loop.md"
+    assert "\n## From a Trainer script\n" in page.read_text(encoding="utf-8")
 
 
 def _unwritable(rank: int, folder: str) -> str:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from longspan.train.evaluate_saved import display as display_module
+from longspan.train.evaluate_saved.display import EvalDisplay
 from longspan.train.memory.live_bytes import peak_memory_bytes
 from longspan.train.run import progress
 from longspan.train.run import stop_signal as stop_module
@@ -110,6 +112,17 @@ def test_what_takes_long_is_told_of_meanwhile(monkeypatch: pytest.MonkeyPatch) -
     lines = out.getvalue()
     time.sleep(0.1)
     assert out.getvalue() == lines, "nothing is written after the end"
+
+
+def test_a_long_evaluation_of_saved_weights_has_a_line_every_thirty_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, now = io.StringIO(), [0.0]
+    monkeypatch.setattr(display_module.time, "monotonic", lambda: now[0])
+    with EvalDisplay(out) as display:
+        for done, seconds in ((1, 10.0), (2, 31.0), (3, 50.0), (4, 62.0), (40, 63.0)):
+            now[0] = seconds
+            display.progress("books", done, 400)
+    shown = [int(line.split()[1]) for line in out.getvalue().splitlines()]
+    assert shown == [2, 4, 40], "by time, and at a tenth"
 
 
 def test_on_gpus_a_line_says_how_much_of_them_the_model_uses() -> None:
