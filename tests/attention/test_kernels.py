@@ -201,6 +201,27 @@ def test_cudnn_splits_a_causal_tile_with_more_keys_than_rows(monkeypatch):
             assert relative_error(a, b) <= 1e-12
 
 
+def test_torch_flash_sums_gradients_of_some_heads_at_a_time(monkeypatch):
+    """Of whole groups of heads, as many as its 32 bits count: rows, and a block more for each tile, of 64 columns."""
+    launch = Launch(Tiling.of([Tile(0, 5, 0, 7, right=0)]), torch.device("meta"))
+    q, k, v = (torch.randn(shape) for shape in ((5, 6, 20), (7, 3, 20), (7, 3, 12)))
+    saved, counts = Saved(q, k, v, torch.randn(5, 6, 12), torch.randn(5, 6)), []
+
+    def gradients(some, *_):
+        dout, q, k, v, out, lse = some
+        assert dout.shape[1] == q.shape[1] == out.shape[1] == lse.shape[1] == 2 * k.shape[1] == 2 * v.shape[1]
+        counts.append(q.shape[1] * (len(q) + 128) * 64)
+        return q, k, v
+
+    monkeypatch.setattr(torch_flash, "_gradients", gradients)
+    for most, calls in ((2**31 - 1, 1), (4 * 133 * 64, 2), (3 * 133 * 64, 3)):
+        monkeypatch.setattr(torch_flash, "MOST", most)
+        counts.clear()
+        joined = torch_flash.backward(torch.randn(5, 6, 12), saved, launch, AttentionCall(6, 3, 20, 12))
+        assert len(counts) == calls and max(counts) <= most
+        assert all(torch.equal(x, y) for x, y in zip(joined, (q, k, v), strict=True))
+
+
 def test_torch_flash_and_cudnn_take_these_arguments():
     """Shapes through torch's own meta functions, where there is no GPU to run on."""
     for kernel in (torch_flash, cudnn):

@@ -31,6 +31,7 @@ from longspan.model.seams.attention_calls import IMPLEMENTATION, check_call
 from longspan.model.seams.call_rules import CallRules, is_prepared, position_table
 from longspan.model.seams.first_pass import FirstPass
 from longspan.model.seams.forwards.fused_norms import fuse_norms
+from longspan.model.seams.forwards.long_norms import split_long_norms
 from longspan.model.seams.forwards.llama4 import scale_queries_by_position
 from longspan.model.seams.forwards.rope_by_length import choose_frequencies_by_document
 from longspan.model.seams.forwards.row_loss import add_row_loss
@@ -83,6 +84,8 @@ def prepare_language_model(
     check_kernels(model, mixer_kernels, placement.dtype_of(model), world.device)
     if fused_norms == "on" or (fused_norms == "auto" and world.device.type == "cuda"):
         fuse_norms(model, required=fused_norms == "on")
+    if world.device.type == "cuda":
+        split_long_norms(model)
     routing_draws = try_routing(model).draws
     execution = _connect(model, placement, attention_kernel, mixer_kernels, probe=probe)
     with without_adapter(model) if adapter else nullcontext():  # each rank drops an adapter's inputs for its own rows

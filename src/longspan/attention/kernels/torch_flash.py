@@ -1,15 +1,21 @@
 """torch's FlashAttention 2 on CUDA: bfloat16 and float16, all tiles of a launch in one variable-length call.
 
 Causal and window masks are aligned to the last key (FlashAttention 2.1 on), as tiles are. One head size, a multiple of
-8: smaller ones are padded with zeros. Log-sum-exp is (heads, rows) for variable lengths (torch 2.6 on).
+8: smaller ones are padded with zeros. Log-sum-exp is (heads, rows) for variable lengths (torch 2.6 on). Backward goes
+some heads at a time where all have more elements than its sums can count.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from longspan.attention.call import AttentionCall, Saved
 from longspan.attention.geometry.launch import Launch
-from longspan.attention.sums.rows import padded
+from longspan.attention.sums.rows import joined_heads, padded
+
+MOST = 2**31 - 1  # elements of the sums for dq
+_BLOCK_ROWS = 128
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -35,9 +41,19 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttentionCall) ->
     assert call.softcap is None and call.dropout is None
     q, k, v, out, lse = saved
     size = _head_size(q, v)
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)  # seed and offset, unread at dropout 0
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        *(padded(x, size) for x in (dout, q, k, v, out)),
+    tensors, at_once = [*(padded(x, size) for x in (dout, q, k, v, out)), lse], _kv_heads_at_once(q, k, launch)
+    slices = zip(*(x.split(at_once * (x.shape[1] // k.shape[1]), 1) for x in tensors), strict=True)
+    parts = [_gradients(some, launch, call) for some in slices]
+    dq, dk, dv = (joined_heads(gradients) for gradients in zip(*parts, strict=True))
+    return dq[..., : q.shape[2]], dk[..., : k.shape[2]], dv[..., : v.shape[2]]
+
+
+def _gradients(saved: Sequence[Tensor], launch: Launch, call: AttentionCall) -> tuple[Tensor, ...]:
+    """dq, dk and dv of dout, q, k, v and out, all of one head size, and lse."""
+    *tensors, lse = saved
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=lse.device)  # seed and offset, unread at dropout 0
+    return torch.ops.aten._flash_attention_backward(
+        *tensors,
         lse.transpose(0, 1).contiguous(),
         *launch.cu_seqlens,
         *_longest(launch),
@@ -48,7 +64,16 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttentionCall) ->
         scale=call.scale,
         **_window(launch),
     )
-    return dq[..., : q.shape[2]], dk[..., : k.shape[2]], dv[..., : v.shape[2]]
+
+
+def _kv_heads_at_once(q: Tensor, k: Tensor, launch: Launch) -> int:
+    """Key heads, with their query heads, whose sums for dq the kernel can count: in 32 bits, in whole blocks of rows.
+
+    Past them it writes to other places (an illegal address on an H200, torch 2.11).
+    """
+    rows = q.shape[0] + _BLOCK_ROWS * len(launch.tiling)
+    of_key_head = rows * (q.shape[1] // k.shape[1]) * -(-q.shape[2] // 64) * 64
+    return max(1, MOST // of_key_head)
 
 
 def _is_causal(launch: Launch) -> bool:

@@ -2,7 +2,8 @@
 
 A program owns a block of rows (or of keys) of one tile and head, and walks the keys (or rows) that it meets. `blocks`
 (n, 2) lists them: tile and first row in it. Row i of a tile of `rows` rows and `keys` keys is aligned to key
-i + keys − rows; it sees `left` keys before that one and `right` after it.
+i + keys − rows; it sees `left` keys before that one and `right` after it. Offsets are in 64 bits: heads may lie a whole
+tensor of rows apart.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -83,7 +84,7 @@ def forward(
 ):
     """out and lse of ROWS rows: one pass over their keys with a running largest score (FlashAttention 2)."""
     tile, start = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     kv_head = head // group
     q_start, k_start = tl.load(q_ends + tile), tl.load(k_ends + tile)
     rows, keys = tl.load(q_ends + tile + 1) - q_start, tl.load(k_ends + tile + 1) - k_start
@@ -122,7 +123,7 @@ def forward(
         result = tl.dot(weights.to(v_block.dtype), v_block, result * faded[:, None])
         largest = higher
     _store(out, row, out_row, rows, result / total[:, None], V_SIZE, V_WIDTH)
-    tl.store(lse + row * lse_row, largest / _LOG2_E + tl.log(total), mask=row < rows)
+    tl.store(lse + row.to(tl.int64) * lse_row, largest / _LOG2_E + tl.log(total), mask=row < rows)
 
 
 @triton.jit
@@ -193,7 +194,7 @@ def query_gradients(
 ):
     """dq of ROWS rows, from the log-sum-exp over the keys of all blocks."""
     tile, start = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     kv_head = head // group
     q_start, k_start = tl.load(q_ends + tile), tl.load(k_ends + tile)
     rows, keys = tl.load(q_ends + tile + 1) - q_start, tl.load(k_ends + tile + 1) - k_start
@@ -209,8 +210,8 @@ def query_gradients(
     aligned = row + (keys - rows)
     q_block = _loaded(q, row, q_row, rows, SIZE, WIDTH)
     dout_block = _loaded(dout, row, dout_row, rows, V_SIZE, V_WIDTH)
-    row_lse = tl.load(lse + row * lse_row, mask=row < rows, other=0.0) * _LOG2_E
-    row_delta = tl.load(delta + row * delta_row, mask=row < rows, other=0.0)
+    row_lse = tl.load(lse + row.to(tl.int64) * lse_row, mask=row < rows, other=0.0) * _LOG2_E
+    row_delta = tl.load(delta + row.to(tl.int64) * delta_row, mask=row < rows, other=0.0)
     first = start + keys - rows
     low, high = 0, keys
     if HAS_LEFT:
@@ -281,7 +282,7 @@ def key_gradients(
 ):
     """dk, dv or both of KEYS keys: all query heads of theirs one after another, so that nothing is added at once."""
     tile, start = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1).to(tl.int64)
     q_start, k_start = tl.load(q_ends + tile), tl.load(k_ends + tile)
     rows, keys = tl.load(q_ends + tile + 1) - q_start, tl.load(k_ends + tile + 1) - k_start
     q += q_start.to(tl.int64) * q_row
@@ -303,13 +304,14 @@ def key_gradients(
         of_k = tl.zeros((KEYS, WIDTH), tl.float32)
     if WANTS_V:
         of_v = tl.zeros((KEYS, V_WIDTH), tl.float32)
-    for head in range(kv_head * group, kv_head * group + group):
+    for member in range(0, group):
+        head = kv_head * group + member
         for at in range(low, high, ROWS):
             row = at + tl.arange(0, ROWS)
             aligned = row + shift
             q_block = _loaded(q + head * q_head, row, q_row, rows, SIZE, WIDTH)
             dout_block = _loaded(dout + head * dout_head, row, dout_row, rows, V_SIZE, V_WIDTH)
-            row_lse = tl.load(lse + head * lse_head + row * lse_row, mask=row < rows, other=0.0) * _LOG2_E
+            row_lse = tl.load(lse + head * lse_head + row.to(tl.int64) * lse_row, mask=row < rows, other=0.0) * _LOG2_E
             scores = tl.dot(k_block, tl.trans(q_block)) * scale
             slope = 1.0
             if HAS_CAP:
@@ -320,7 +322,7 @@ def key_gradients(
             if WANTS_V:
                 of_v = tl.dot(weights.to(dout_block.dtype), dout_block, of_v)
             if WANTS_K:
-                row_delta = tl.load(delta + row * delta_row + head, mask=row < rows, other=0.0)
+                row_delta = tl.load(delta + row.to(tl.int64) * delta_row + head, mask=row < rows, other=0.0)
                 dscores = weights * (tl.dot(v_block, tl.trans(dout_block)) - row_delta[None, :]) * slope
                 of_k = tl.dot(dscores.to(q_block.dtype), q_block, of_k)
     if WANTS_K:

@@ -34,9 +34,9 @@ def merge(
     WIDTH: tl.constexpr,
 ):
     """total ← total + σ(lse − total_lse) · (out − total), for PAIRS (row, head) pairs of `size` columns each."""
-    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
     real = pair < pairs
-    row, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
+    row, head = pair // heads, pair % heads
     into = row
     if HAS_INDEX:
         into = tl.load(index + row, mask=real, other=0)

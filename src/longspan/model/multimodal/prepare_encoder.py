@@ -22,6 +22,7 @@ from longspan.model.multimodal.split_encoder import split_encoder
 from longspan.model.multimodal.tp_plan import parts_to_split
 from longspan.model.placement.recompute import Recomputation, checkpointed
 from longspan.model.placement.sharding import Sharding, shard_over_slots
+from longspan.model.seams.forwards.long_norms import split_long_norms
 
 _PREPARED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # the key of the world of each prepared encoder
 
@@ -70,6 +71,8 @@ def prepare_encoder(
     units = _blocks(module, blocks, recomputation)
     parts = parts_to_split(module, units, world.home.tp, tp_plan)
     _refuse_unlike_weights(module, world)
+    if world.device.type == "cuda":
+        split_long_norms(module)
     trials = split_encoder(module, units, parts, world) if world.home.tp > 1 else []
     for block in units.values():
         _recompute(block, recomputation)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from longspan.errors import ModelError
+from longspan.model.seams.forwards.long_norms import in_pieces
 from longspan.model.seams.forwards.norm_formula import NormFormula
 
 _EPS = ("variance_epsilon", "eps")
@@ -62,7 +63,7 @@ def _one_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Tensor:
     assert isinstance(weight, Tensor)
     if x.dtype != weight.dtype or x.dtype == torch.float64:
         return type(norm).forward(norm, x)
-    return rms_norm(x, weight.shape, weight, _eps_of(norm))
+    return in_pieces(lambda rows: rms_norm(rows, weight.shape, weight, _eps_of(norm)), x)
 
 
 def _one_pass(norm: nn.Module, formula: NormFormula, x: Tensor, gate: Tensor | None = None) -> Tensor:

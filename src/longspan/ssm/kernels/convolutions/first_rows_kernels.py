@@ -61,7 +61,7 @@ def write_first_kernel(
 ):
     """One program has BLOCK channels of the first rows of one run."""
     run = tl.program_id(1)
-    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    channel = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # channels may lie all rows apart
     start, count, table = tl.load(starts + run), tl.load(counts + run), tables + run * BEFORE
     for row in tl.static_range(BEFORE):
         inside = (channel < CHANNELS) & (count > row)
@@ -99,7 +99,7 @@ def owed_kernel(
 ):
     """The same, of gradients: every arrived row is read by the rows of one run alone."""
     run = tl.program_id(1)
-    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    channel = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # channels may lie all rows apart
     start, count, table = tl.load(starts + run), tl.load(counts + run), tables + run * BEFORE
     column = tl.arange(0, COLUMNS)[:, None]  # of the rows before the run
     total = tl.zeros((COLUMNS, BLOCK), dtype=tl.float32)
