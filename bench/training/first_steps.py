@@ -3,7 +3,7 @@
 python bench/training/first_steps.py --ranks 2 --longest 256 --tail 256 --steps 6 --out record.json  # on CPUs, tiny
 python bench/training/first_steps.py --ranks 4 --out bench/records/first-steps.json -- --model.preset qwen3-8b
 
-Every step holds one document of `--longest` tokens and a long tail of `--tail` tokens; with `--tails drawn` each step's
+Seconds to the first line and to step 1 are those of the command. Every step holds one document of `--longest` tokens and a long tail of `--tail` tokens; with `--tails drawn` each step's
 tail is another one. What follows `--` are flags of `longspan train`. Runs are ended after `--steps` steps, without a
 checkpoint. Steady is the median of the second half of a run's steps; the worst ratio is that of steps from the second.
 Among --runs, `bench` is `longspan bench step` on the documents of the first step, with the same flags.
@@ -131,13 +131,9 @@ def command_of(options: argparse.Namespace, data: Path, run: Path, tokens: int) 
 
 
 def _longspan(options: argparse.Namespace, verb: list[str], ours: dict[str, object], theirs: list[str]) -> list[str]:
-    """A command of longspan with so many processes, under torchrun where there are GPUs."""
+    """A command of longspan with so many processes."""
     words = [word for name, value in ours.items() for word in (f"--{name}", str(value))]
-    module = ["-m", "longspan", *verb]
-    if torch.cuda.is_available():
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
-        return [sys.executable, *torchrun, *module, *words, *theirs]
-    return [sys.executable, *module, "--world", str(options.ranks), *words, *theirs]
+    return [sys.executable, "-m", "longspan", *verb, "--world", str(options.ranks), *words, *theirs]
 
 
 def bench(options: argparse.Namespace, lengths: list[int], folder: Path) -> dict[str, Any]:
@@ -168,7 +164,7 @@ def timed(words: list[str], options: argparse.Namespace, run: Path) -> dict[str,
     with lines.open("w") as out:
         process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            rows, first, last = _watched(process, run / "metrics.jsonl", options, started)
+            rows, line, first, last = _watched(process, run / "metrics.jsonl", lines, options, started)
         finally:
             end_with_workers(process, str(run))
     text = lines.read_text(errors="replace")
@@ -180,6 +176,7 @@ def timed(words: list[str], options: argparse.Namespace, run: Path) -> dict[str,
         "seconds": seconds,
         "seconds_between_steps": round((last - first) / (len(rows) - 1), 3),
         "warm_up_seconds": float(warm_up[1]) if warm_up else None,
+        "seconds_to_first_line": round(line - started, 1),
         "seconds_to_first_step": round(first - started, 1),
         "steady_seconds": steady,
         "worst_ratio": round(max(seconds[1:]) / steady, 3),
@@ -190,19 +187,23 @@ def timed(words: list[str], options: argparse.Namespace, run: Path) -> dict[str,
 
 
 def _watched(
-    process: subprocess.Popen[bytes], file: Path, options: argparse.Namespace, started: float
-) -> tuple[list[dict[str, Any]], float, float]:
-    """The rows of steps as they come, until there are enough or the run has ended; when the first and the last came."""
-    rows, first = list[dict[str, Any]](), 0.0
+    process: subprocess.Popen[bytes], file: Path, printed: Path, options: argparse.Namespace, started: float
+) -> tuple[list[dict[str, Any]], float, float, float]:
+    """The rows of steps as they come, until there are enough or the run has ended.
+
+    Also when the first line was printed, and when the first row and the last came.
+    """
+    rows, first_line, first = list[dict[str, Any]](), 0.0, 0.0
     while len(rows) < options.steps and time.time() - started < options.timeout:
         ended = process.poll() is not None
         lines = file.read_text().splitlines() if file.is_file() else []
         rows = [row for row in map(json.loads, filter(_whole, lines)) if "loss" in row]
+        first_line = first_line or (time.time() if printed.stat().st_size else 0.0)
         first = first or (time.time() if rows else 0.0)
         if ended:
             break
         time.sleep(0.05)
-    return rows[: options.steps], first, time.time()
+    return rows[: options.steps], first_line, first, time.time()
 
 
 def _whole(line: str) -> bool:
@@ -210,7 +211,17 @@ def _whole(line: str) -> bool:
 
 
 def as_markdown(record: dict[str, Any]) -> str:
-    names = ("run", "warm-up", "steps, seconds", "steady", "worst from the second", "first", "tokens/s", "until step 1")
+    names = (
+        "run",
+        "warm-up",
+        "steps, seconds",
+        "steady",
+        "worst from the second",
+        "first",
+        "tokens/s",
+        "to the first line",
+        "to step 1",
+    )
     rows = [
         (
             row["run"],
@@ -219,7 +230,10 @@ def as_markdown(record: dict[str, Any]) -> str:
             f"{row['steady_seconds']:.3f} s",
             *(f"{row[name]:.2f}" if name in row else "" for name in ("worst_ratio", "first_ratio")),
             f"{row['tokens_per_second']:,.0f}",
-            f"{row['seconds_to_first_step']:.0f} s" if "seconds_to_first_step" in row else "",
+            *(
+                f"{row[name]:.1f} s" if name in row else ""
+                for name in ("seconds_to_first_line", "seconds_to_first_step")
+            ),
         )
         for row in record["rows"]
     ]

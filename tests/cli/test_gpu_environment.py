@@ -1,12 +1,13 @@
-"""What ranks on GPUs find in their environment; a fake torch stands for the GPU."""
+"""What ranks on GPUs find in their environment; GPUs are made up."""
 
 import os
 from pathlib import Path
 
 import pytest
-import torch
 
+from longspan.cli import gpu_environment
 from longspan.cli.gpu_environment import cache_folder, set_gpu_environment
+from longspan.cli.gpus import NONE, Gpus
 from longspan.errors import ConfigError
 
 NAMES = (
@@ -20,8 +21,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A machine with H200s, an empty environment and a cache of the user's."""
     monkeypatch.setattr(os, "environ", {key: value for key, value in os.environ.items() if key not in NAMES})
     monkeypatch.setitem(os.environ, "XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(gpu_environment, "find_gpus", lambda: Gpus(2, (9, 0)))
     return tmp_path / "longspan" / "kernels"
 
 
@@ -54,6 +54,6 @@ def test_a_folder_that_cannot_be_written(gpu: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_is_set_without_gpus(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gpu_environment, "find_gpus", lambda: NONE)
     set_gpu_environment()
     assert not gpu.exists() and not any(name in os.environ for name in NAMES)

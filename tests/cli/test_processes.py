@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from longspan.cli import processes
+from longspan.cli.main import main
 from longspan.cli.processes import Processes, processes_of
 from longspan.errors import ConfigError
 
@@ -14,15 +15,20 @@ CASES: list[tuple[int, dict[str, str], dict[str, Any], Processes]] = [
     (0, {}, {"world": 0}, Processes(1, "gloo")),
     (0, {}, {"world": 2}, Processes(2, "gloo")),
     (0, {}, {"world": 3}, Processes(3, "gloo", "3 processes on 2 cores: they take turns, so a step takes longer than")),
-    (1, {}, {"world": 0}, Processes(1, "nccl")),
-    (4, {}, {"world": 0}, Processes(1, "nccl", "1 of 4 GPUs used, 3 idle: --world 4 (or torchrun --nproc-per-node 4)")),
-    (4, {}, {"world": 3}, Processes(3, "nccl", "3 of 4 GPUs used, 1 idle: --world 4")),
-    (4, {}, {"world": 4, "device": "cuda"}, Processes(4, "nccl")),
+    (1, {}, {"world": 0}, Processes(1, "nccl", "1 process on 1 GPU")),
+    (4, {}, {"world": 0}, Processes(4, "nccl", "4 processes, one on each GPU; --world N starts N of them")),
+    (4, {}, {"world": 0, "on_gpus": 1}, Processes(1, "nccl", "1 process, one GPU each; 3 of 4 GPUs idle, --world 4")),
+    (4, {}, {"world": 3}, Processes(3, "nccl", "3 processes, one GPU each; 1 of 4 GPUs idle, --world 4 uses all")),
+    (4, {}, {"world": 4, "device": "cuda"}, Processes(4, "nccl", "4 processes, one on each GPU")),
     (4, {}, {"world": 2, "device": "cpu"}, Processes(2, "gloo")),
-    (4, {}, {"world": 0, "on_gpus": 0}, Processes(4, "nccl")),
-    (0, {}, {"world": 0, "on_gpus": 0, "on_cpus": 2}, Processes(2, "gloo")),
+    (0, {}, {"world": 0, "on_cpus": 2}, Processes(2, "gloo")),
     (4, TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, {"world": 0}, Processes(8, "nccl")),
-    (8, TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, {"world": 0}, Processes(8, "nccl", "4 of 8 GPUs used, 4 idle")),
+    (
+        8,
+        TORCHRUN | {"LOCAL_WORLD_SIZE": "4"},
+        {"world": 0},
+        Processes(8, "nccl", "4 of 8 GPUs used, 4 idle: torchrun --n"),
+    ),
     (4, TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}, {"world": 0, "device": "cpu"}, Processes(8, "gloo")),
 ]
 REFUSED: list[tuple[int, dict[str, str], dict[str, Any], str]] = [
@@ -56,6 +62,16 @@ def test_processes(
     chosen = processes_of(**asked)
     assert (chosen.ranks, chosen.backend) == (expected.ranks, expected.backend)
     assert chosen.note.startswith(expected.note) and bool(chosen.note) == bool(expected.note)
+
+
+def test_a_home_that_does_not_fit_all_gpus_says_where_their_number_comes_from(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _here(monkeypatch, 3, {})
+    assert main(["train", "--context.context_parallel_size", "2"]) == 2
+    out, error = capsys.readouterr()
+    assert not out and "does not divide 3 slots" in error
+    assert error.splitlines()[1:] == ["  3 processes, one on each GPU; --world N starts N of them"]
 
 
 @pytest.mark.parametrize(("gpus", "variables", "asked", "message"), REFUSED, ids=str)

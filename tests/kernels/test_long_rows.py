@@ -37,13 +37,16 @@ def test_rows_are_those_of_the_same_rows_alone(case: str) -> None:
 def test_norms_of_long_inputs_take_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms that a model was prepared with, and torch's own; a call holds at most so many elements."""
     sizes = list[int]()
-    for module, name in ((fused_norms, "rms_norm"), (F, "layer_norm"), (F, "rms_norm")):
 
-        def recorded(x, *others, norm=getattr(module, name), **named):
+    def recorded(norm):
+        def noted(x, *others, **named):
             sizes.append(x.numel())
             return norm(x, *others, **named)
 
-        monkeypatch.setattr(module, name, recorded)
+        return noted
+
+    for module, name in ((fused_norms, "rms_norm"), (F, "layer_norm"), (F, "rms_norm")):
+        monkeypatch.setattr(module, name, recorded(getattr(module, name)))
     ids = torch.from_numpy(texts((40,))[0])
     x = torch.randn(3, 7, 6)
     plan = plan_fixed([40], Layout(ranks=1), cp=1, max_tokens_per_slot=40)

@@ -41,6 +41,6 @@ class BenchFlags:
 
     def processes(self, without_gpus: int) -> tuple[int, str]:
         """The number of processes (without --world and torchrun one for each GPU, or `without_gpus`), their backend."""
-        processes = processes_of(self.world, self.device, on_gpus=0, on_cpus=without_gpus)
+        processes = processes_of(self.world, self.device, on_cpus=without_gpus)
         say(processes.note, sys.stderr)
         return processes.ranks, processes.backend

@@ -95,7 +95,7 @@ def _places(flags: ProofFlags) -> Iterator[Processes]:
     if flags.backend == "auto" and not flags.world and not under_torchrun():
         both = gpus == 1
     if gpus == 0 or both or flags.backend == "gloo":
-        yield processes_of(flags.world, "cuda" if flags.backend == "nccl" else "cpu", on_cpus=LOCAL_RANKS)
+        yield processes_of(flags.world, "cuda" if flags.backend == "nccl" else "cpu", on_gpus=1, on_cpus=LOCAL_RANKS)
     if gpus and flags.backend != "gloo":
         yield processes_of(flags.world, "cuda", on_gpus=min(gpus, LOCAL_RANKS), for_cpus="--backend gloo")
 

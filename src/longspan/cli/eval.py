@@ -7,8 +7,9 @@ from pathlib import Path
 from longspan.cli.evaluation.files import check_writable, write_documents, write_folder, write_picture
 from longspan.cli.evaluation.flags import EvalFlags, parse_eval, request_of
 from longspan.cli.evaluation.tables import tables_of
-from longspan.cli.processes import processes_of, reports_here, run_on_ranks, say
+from longspan.cli.processes import processes_of, reports_here, run_on_ranks, say, under_torchrun
 from longspan.layout import Layout
+from longspan.train.data.files import find_root
 from longspan.train.evaluate_saved.fit import checkable
 from longspan.train.evaluate_saved.record import record_of
 from longspan.train.evaluate_saved.request import EvalRequest, SubjectResult
@@ -21,8 +22,12 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     flags = parse_eval(argv)
     processes = processes_of(flags.world, flags.device)
-    request = request_of(argv, flags, processes.ranks)
-    check_request(request, processes.ranks)
+    with processes.noted_in_errors():
+        request = request_of(argv, flags, processes.ranks)
+        check_request(request, processes.ranks)
+    if not under_torchrun():
+        for _, path in request.paths:
+            find_root(path, key="--data")
     if reports_here():
         check_writable(flags.documents, flags.out, flags.plot)
     say(processes.note, sys.stderr)

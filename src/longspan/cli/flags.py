@@ -177,10 +177,11 @@ Switch = Annotated[bool, FlagCreatePairsOff]
 class TrainFlags(RunConfig):
     """Train a model. Values come from the defaults, then from CONFIG.toml, then from flags.
 
-    Without --world it runs one process. With --world N it starts N processes on this machine; under torchrun it uses
-    those of torchrun. Each has a GPU where there are any. The configuration, metrics, checkpoints, plans and
-    report.html are written to the run's folder. If the folder holds a run already, that run continues from its newest
-    checkpoint. Where the text of a key names a default that depends on the model, -1 or '' stand for it below.
+    Without --world it starts a process for each GPU of this machine, or one where there are none. With --world N it
+    starts N processes; under torchrun it uses those of torchrun. Each has a GPU where there are any. The configuration,
+    metrics, checkpoints, plans and report.html are written to the run's folder. If the folder holds a run already, that
+    run continues from its newest checkpoint. Where the text of a key names a default that depends on the model, -1 or ''
+    stand for it below.
     """
 
     data: FlagConversionOff[DataConfig] = field(default_factory=DataConfig)
@@ -192,7 +193,8 @@ class TrainFlags(RunConfig):
     config: Annotated[Positional[str], tyro.conf.arg(metavar="CONFIG.toml")] = ""
     """Configuration file; without one, the demo of `make train`."""
     world: int = 0
-    """Processes to start on this machine; 0: one process, or those of torchrun."""
+    """Processes to start on this machine; 0: one for each GPU (CUDA_VISIBLE_DEVICES), one without GPUs, or those of
+    torchrun."""
     device: Device = "auto"
     """auto: a GPU for each process where there are any; cpu: processes on CPUs; cuda: GPUs, or an error."""
     json: Switch = False

@@ -6,6 +6,7 @@ It is set before the ranks start, or under torchrun before this rank asks for it
 import os
 from pathlib import Path
 
+from longspan.cli.gpus import find_gpus
 from longspan.errors import ConfigError
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch 2.9 and later read the first before the second
@@ -17,14 +18,13 @@ def set_gpu_environment(compile_cache: str = "") -> None:
     Growing segments hold micro-batches of different sizes without gaps, for which the allocator would otherwise free
     and ask again. Raises ConfigError where the folder cannot be written.
     """
-    import torch
-
-    if not torch.cuda.is_available():
+    gpus = find_gpus()
+    if not gpus.count:
         return
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
     folder = _writable(cache_folder(compile_cache))
-    major, minor = torch.cuda.get_device_capability()
+    major, minor = gpus.capability
     folders = {
         "TRITON_CACHE_DIR": folder / "triton",
         "TORCHINDUCTOR_CACHE_DIR": folder / "inductor",

@@ -4,13 +4,15 @@ Where this machine has GPUs that torch can use, each process has one of its own;
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TextIO
 
 from longspan.cli.gpu_environment import set_gpu_environment
+from longspan.cli.gpus import find_gpus
 from longspan.comm import run_local
-from longspan.errors import ConfigError, counted
+from longspan.errors import ConfigError, LongspanError, counted
 from longspan.launch.launch import usable_cores
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -24,14 +26,24 @@ class Processes:
     backend: Literal["gloo", "nccl"]
     note: str = ""
 
+    @contextmanager
+    def noted_in_errors(self) -> Iterator[None]:
+        """Say in an error, as of a home that does not fit, how many processes GPUs make without a flag."""
+        try:
+            yield
+        except LongspanError as error:
+            if self.note and self.backend == "nccl":
+                error.add_note(self.note)
+            raise
+
 
 def processes_of(
-    world: int, device: Device = "auto", *, on_gpus: int = 1, on_cpus: int = 1, for_cpus: str = "--device cpu"
+    world: int, device: Device = "auto", *, on_gpus: int = 0, on_cpus: int = 1, for_cpus: str = "--device cpu"
 ) -> Processes:
     """The processes of a verb: torchrun's; else `world` local ones; else `on_gpus` (0: one for each), or `on_cpus`.
 
-    Raises ConfigError for an impossible --world, and where processes outnumber the GPUs that each of them needs, with
-    the flag `for_cpus`.
+    Those GPUs count that CUDA_VISIBLE_DEVICES leaves. Raises ConfigError for an impossible --world, and where processes
+    outnumber the GPUs that each of them needs, with the flag `for_cpus`.
     """
     if world < 0:
         raise ConfigError(f"--world is {world}; give the number of processes to start, or leave it out")
@@ -51,12 +63,18 @@ def processes_of(
             f"{counted(here, 'process', 'es')} on this machine need a GPU each, and it has {counted(gpus, 'GPU')}; "
             f"start at most {gpus}, or give {for_cpus} for processes on CPUs"
         )
-    return Processes(ranks, "nccl", _idle(here, gpus)) if gpus else Processes(ranks, "gloo", _crowded(here))
+    return Processes(ranks, "nccl", _on_gpus(here, gpus)) if gpus else Processes(ranks, "gloo", _crowded(here))
 
 
-def _idle(ranks: int, gpus: int) -> str:
-    all_of_them = f"--world {gpus} (or torchrun --nproc-per-node {gpus}) uses all"
-    return f"{ranks} of {gpus} GPUs used, {gpus - ranks} idle: {all_of_them}" if ranks < gpus else ""
+def _on_gpus(ranks: int, gpus: int) -> str:
+    """What is started, or under torchrun what is left idle."""
+    if under_torchrun():
+        all_of_them = f"torchrun --nproc-per-node {gpus} uses all"
+        return f"{ranks} of {gpus} GPUs used, {gpus - ranks} idle: {all_of_them}" if ranks < gpus else ""
+    if ranks < gpus:
+        used = f"{counted(ranks, 'process', 'es')}, one GPU each"
+        return f"{used}; {gpus - ranks} of {gpus} GPUs idle, --world {gpus} uses all"
+    return "1 process on 1 GPU" if gpus == 1 else f"{gpus} processes, one on each GPU; --world N starts N of them"
 
 
 def _crowded(ranks: int) -> str:
@@ -68,9 +86,7 @@ def _crowded(ranks: int) -> str:
 
 def usable_gpus() -> int:
     """The GPUs of this machine that torch can use."""
-    import torch
-
-    return torch.cuda.device_count()
+    return find_gpus().count
 
 
 def under_torchrun() -> bool:

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from longspan.cli.flags import parse_train
-from longspan.cli.processes import processes_of, reports_here, run_on_ranks, say
+from longspan.cli.processes import processes_of, reports_here, run_on_ranks, say, under_torchrun
 from longspan.launch.stop_signals import Interrupted
 from longspan.train.config.sections import RunConfig
+from longspan.train.plans import home_of
+from longspan.train.run.checks.files import check_files
 from longspan.train.run.config_check import check_config
 
 if TYPE_CHECKING:
@@ -20,7 +22,10 @@ def main(argv: Sequence[str]) -> int:
     flags, config = parse_train(argv)
     processes = processes_of(flags.world, flags.device)
     ranks = processes.ranks
-    check_config(config, ranks)
+    with processes.noted_in_errors():
+        check_config(config, ranks)
+    if not under_torchrun():
+        check_files(config)
     say(processes.note, sys.stderr if flags.json else sys.stdout)
     args = (config, ranks, processes.backend, flags.json)
     try:
@@ -39,7 +44,7 @@ def train_rank(rank: int, config: RunConfig, ranks: int, backend: str, to_stderr
     from longspan.train.run.loop import train
     from longspan.train.run.progress import ProgressDisplay
 
-    home = check_config(config, ranks)
+    home = home_of(config.parallel, ranks)
     with World(home, backend=backend, timeout=config.run.timeout_seconds) as world:
         stream = (sys.stderr if to_stderr else sys.stdout) if rank == 0 else None
         with ProgressDisplay(config.train.steps, stream, log_every=config.run.log_every) as display:

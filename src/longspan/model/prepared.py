@@ -31,8 +31,8 @@ from longspan.model.seams.attention_calls import IMPLEMENTATION, check_call
 from longspan.model.seams.call_rules import CallRules, is_prepared, position_table
 from longspan.model.seams.first_pass import FirstPass
 from longspan.model.seams.forwards.fused_norms import fuse_norms
-from longspan.model.seams.forwards.long_norms import split_long_norms
 from longspan.model.seams.forwards.llama4 import scale_queries_by_position
+from longspan.model.seams.forwards.long_norms import split_long_norms
 from longspan.model.seams.forwards.rope_by_length import choose_frequencies_by_document
 from longspan.model.seams.forwards.row_loss import add_row_loss
 from longspan.model.seams.layer_arguments import keep_layer_arguments

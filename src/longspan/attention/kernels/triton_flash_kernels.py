@@ -304,7 +304,7 @@ def key_gradients(
         of_k = tl.zeros((KEYS, WIDTH), tl.float32)
     if WANTS_V:
         of_v = tl.zeros((KEYS, V_WIDTH), tl.float32)
-    for member in range(0, group):
+    for member in range(group):
         head = kv_head * group + member
         for at in range(low, high, ROWS):
             row = at + tl.arange(0, ROWS)

@@ -103,7 +103,8 @@ class EvalFlags:
     context: ContextConfig = field(default_factory=ContextConfig)
     encoder: EncoderLayout = field(default_factory=EncoderLayout)
     world: int = 0
-    """Processes to start on this machine; 0: one process, or those of torchrun."""
+    """Processes to start on this machine; 0: one for each GPU (CUDA_VISIBLE_DEVICES), one without GPUs, or those of
+    torchrun."""
     device: Device = "auto"
     """auto: a GPU for each process where there are any; cpu: processes on CPUs; cuda: GPUs, or an error."""
     json: Switch = False

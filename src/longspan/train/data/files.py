@@ -26,13 +26,8 @@ def find_files(path: str, *, leave_out: Sequence[Path] = (), key: str = "data.pa
 
     Raises DataError for a path that does not exist, a file of another kind, and a folder without a readable file.
     """
-    root = Path(sysconfig.get_path("stdlib")) if path == STDLIB else Path(path).expanduser()
-    if not root.exists():
-        raise DataError(f"{key} {path!r} does not exist; give {STDLIB!r}, or a folder or file of {_kinds()}")
+    root = find_root(path, key=key)
     if root.is_file():
-        if not root.name.endswith(SUFFIXES):
-            instead = _instead_of(root.name)
-            raise DataError(f"{key} {path!r} ends in {root.suffix!r}; a file must be one of {_kinds()}{instead}")
         return {root.name: root}
     walk = _walk(root, stdlib=path == STDLIB, leave_out=leave_out)
     files = dict(sorted((name, file) for name, file in walk if name.endswith(SUFFIXES)))
@@ -40,6 +35,16 @@ def find_files(path: str, *, leave_out: Sequence[Path] = (), key: str = "data.pa
         instead = next(filter(None, map(_instead_of, files_of_other_kinds(path, leave_out=leave_out))), "")
         raise DataError(f"{key} {path!r} holds no file of {_kinds()}{instead}; give a folder that does")
     return files
+
+
+def find_root(path: str, *, key: str = "data.path") -> Path:
+    """The folder or file of a corpus. Raises DataError where it does not exist, or is a file of another kind."""
+    root = Path(sysconfig.get_path("stdlib")) if path == STDLIB else Path(path).expanduser()
+    if not root.exists():
+        raise DataError(f"{key} {path!r} does not exist; give {STDLIB!r}, or a folder or file of {_kinds()}")
+    if root.is_file() and not root.name.endswith(SUFFIXES):
+        raise DataError(f"{key} {path!r} ends in {root.suffix!r}; a file must be one of {_kinds()}{_instead_of(root.name)}")
+    return root
 
 
 def files_of_other_kinds(path: str, *, leave_out: Sequence[Path] = ()) -> dict[str, int]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from longspan.errors import ConfigError, LayoutError, counted
+from longspan.errors import ConfigError, counted
 from longspan.layout import Layout
 from longspan.model import PRESETS
 from longspan.plan.check import COMM_TYPES
@@ -54,6 +54,11 @@ def check_longest_of_set(
     _check_fits(choice, f"{entry.prefix}max_document_tokens", home, longest, f"{what} ({longest} tokens, of {name})")
 
 
+# As in longspan.attention.KERNELS and longspan.ssm.kernels.asked, which bring torch: keys are checked without it.
+ATTENTION_KERNELS = ("fa4", "cudnn", "torch_flash", "triton_flash", "cpu_flash", "reference")
+MIXER_KERNELS = ("torch", "mamba_ssm", "causal_conv1d")
+
+
 class _Limit(NamedTuple):
     """The key that cuts longer documents, and its value (0: none is cut)."""
 
@@ -86,24 +91,18 @@ def _kernels(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _check_kernel(key: str, name: str) -> None:
-    if not name:
-        return
-    from longspan.attention import KERNELS  # brings torch, which --help does without
-
-    names = [kernel.name for kernel in KERNELS]
-    if name not in names:
-        raise ConfigError(f"{key} is {name!r}; {nearest(name, names)}")
+    if name and name not in ATTENTION_KERNELS:
+        raise ConfigError(f"{key} is {name!r}; {nearest(name, ATTENTION_KERNELS)}")
 
 
 def _check_mixer_kernels(names: tuple[str, ...]) -> None:
-    if not names:
-        return
-    from longspan.ssm.kernels.asked import check_names
-
-    try:
-        check_names(names)
-    except LayoutError as error:
-        raise ConfigError(f"context.mixer_kernels: {error}") from None
+    for name in names:
+        if name not in MIXER_KERNELS:
+            raise ConfigError(
+                f"context.mixer_kernels: {name!r} is no kernel of state-space layers; use {', '.join(MIXER_KERNELS)}"
+            )
+    if "torch" in names and len(set(names)) > 1:
+        raise ConfigError(f"context.mixer_kernels are {', '.join(names)}; give torch alone, or without it")
 
 
 def _check_degree(choice: PlanChoice, home: Layout) -> None:
