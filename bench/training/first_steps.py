@@ -3,9 +3,10 @@
 python bench/training/first_steps.py --ranks 2 --longest 256 --tail 256 --steps 6 --out record.json  # on CPUs, tiny
 python bench/training/first_steps.py --ranks 4 --out bench/records/first-steps.json -- --model.preset qwen3-8b
 
-Seconds to the first line and to step 1 are those of the command. Every step holds one document of `--longest` tokens and a long tail of `--tail` tokens; with `--tails drawn` each step's
+Every step holds one document of `--longest` tokens and a long tail of `--tail` tokens; with `--tails drawn` each step's
 tail is another one. What follows `--` are flags of `longspan train`. Runs are ended after `--steps` steps, without a
-checkpoint. Steady is the median of the second half of a run's steps; the worst ratio is that of steps from the second.
+checkpoint; seconds to the first line and to step 1 count from the command. Steady is the median of the second half of
+a run's steps; the worst ratio is that of steps from the second.
 Among --runs, `bench` is `longspan bench step` on the documents of the first step, with the same flags.
 """
 

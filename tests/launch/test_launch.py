@@ -1,6 +1,7 @@
 """Ranks come back with results, or the caller hears which one failed, how, and where."""
 
 import ctypes
+import gc
 import os
 import pickle
 import signal
@@ -30,6 +31,15 @@ def describe(rank: int, *args: object) -> tuple[object, ...]:
 def test_results_come_back_by_rank(n: int) -> None:
     for rank, result in enumerate(run_ranks(describe, n, "a", 2)):
         assert result == (rank, ("a", 2), [str(rank), str(rank), str(n), str(n), "127.0.0.1"], 1)
+
+
+def collections_of(rank: int) -> tuple[bool, int]:
+    return gc.isenabled(), gc.get_freeze_count()
+
+
+def test_ranks_collect_garbage_and_pass_over_what_the_fork_server_imported() -> None:
+    ((enabled, frozen),) = run_ranks(collections_of, 1)
+    assert enabled and frozen > 100_000 and gc.isenabled()
 
 
 def large(rank: int, rows: int) -> torch.Tensor:

@@ -37,7 +37,7 @@ def start_fork_server() -> ForkServerContext:
     It gets no SIGINT and SIGTERM, which a supervisor may send to all processes of a command: it ends with its launcher.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
+    context.set_forkserver_preload(["longspan.launch.no_collections", *PRELOAD])
     name = "PYTORCH_NVML_BASED_CUDA_CHECK"
     before = os.environ.get(name)
     os.environ[name] = "1"

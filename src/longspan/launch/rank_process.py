@@ -159,6 +159,7 @@ def _set_up(spec: Spec, out: Descriptor, err: Descriptor) -> None:
     What the fork server imported is no garbage: collections pass over it, and its memory stays shared.
     """
     gc.freeze()
+    gc.enable()
     os.setpgid(0, 0)
     for stream, target in ((out, 1), (err, 2)):
         os.dup2(stream.number, target)
