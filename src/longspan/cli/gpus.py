@@ -6,15 +6,17 @@ CUDA_VISIBLE_DEVICES counts, for the driver reads it too. No context is made, an
 import ctypes
 import runpy
 import sys
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 _CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 
 
-class Gpus(NamedTuple):
+@dataclass(frozen=True)
+class Gpus:
     """How many GPUs torch can use, and the compute capability of the first."""
 
     count: int
