@@ -43,7 +43,9 @@ def find_root(path: str, *, key: str = "data.path") -> Path:
     if not root.exists():
         raise DataError(f"{key} {path!r} does not exist; give {STDLIB!r}, or a folder or file of {_kinds()}")
     if root.is_file() and not root.name.endswith(SUFFIXES):
-        raise DataError(f"{key} {path!r} ends in {root.suffix!r}; a file must be one of {_kinds()}{_instead_of(root.name)}")
+        raise DataError(
+            f"{key} {path!r} ends in {root.suffix!r}; a file must be one of {_kinds()}{_instead_of(root.name)}"
+        )
     return root
 
 
