@@ -72,7 +72,7 @@ TEMPLATES: dict[str, tuple[str, str, str]] = {
     "no end of turn": (
         "phi3",
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}",
-        "no token that ends a turn follows messages[1] in the chat template: the next turn begins with '<|user|>",
+        "no token that ends a turn follows messages[1] in the chat template: behind its last text comes '<|user|>",
     ),
 }
 

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from longspan.train.data.rows.assistant_spans import Spans, assistant_spans
+from longspan.train.data.rows.assistant_spans import Spans, assistant_spans, marked_spans
 from longspan.train.data.rows.media.named_media import check_counts, kinds_of_parts
 from longspan.train.data.rows.media.placeholders import RowImages
 from longspan.train.data.rows.media.row_media import NOTHING_SHOWN, RowMedia
-from longspan.train.data.rows.messages import messages_of, tools_of
+from longspan.train.data.rows.messages import joined_parts, learnt_of, messages_of, reads_parts, tools_of
 from longspan.train.data.rows.sample import RowSettings, Sample
-from longspan.train.data.rows.template import ChatTemplate, Message, Rendered
-from longspan.train.data.rows.turn_tokens import TurnTokens, pattern_of, turn_tokens
+from longspan.train.data.rows.template import ChatTemplate, Message
+from longspan.train.data.rows.turn_tokens import TurnTokens, turn_tokens
 from longspan.train.data.rows.values import RowError, check_strings, needed
 from longspan.train.data.tokenizer import TextTokenizer
 from longspan.train.document import NO_TARGET
@@ -45,17 +45,27 @@ class ChatEncoding:
         messages = messages_of(needed(values, "messages"), images=self.images is not None)
         tools = tools_of(values.get("tools"))
         check_counts(kinds_of_parts(messages), media, "its messages")
+        messages = [self._with_text(message, tools) for message in messages]
         if not self.settings.parse_special_tokens:
-            tokens = self._turn_tokens(tools)
-            pattern = pattern_of(tokens.special | tokens.ends | tokens.headers)
+            pattern = self._turn_tokens(tools).between
             check_strings(messages, "messages", pattern)
             check_strings(tools, "tools", pattern)
         else:
             check_strings([messages, tools], "the row", None)
-        said = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first_target]
-        if not said:
-            raise RowError("no message is of an assistant, so that there is nothing to learn; leave the row out")
-        return list(self._samples(messages, tools, said, media))
+        return list(self._samples(messages, tools, learnt_of(messages, first_target), media))
+
+    def _with_text(self, message: Message, tools: Sequence[Any] | None) -> Message:
+        """A message with its text parts as one text, where the template does not read parts."""
+        role = message["role"]
+        if not isinstance(message.get("content"), list):
+            return message
+        if (role, bool(tools)) not in self._reads_parts:
+            self._reads_parts[role, bool(tools)] = reads_parts(self.template, role, _SOME_TOOL if tools else None)
+        return message if self._reads_parts[role, bool(tools)] else joined_parts(message)
+
+    @cached_property
+    def _reads_parts(self) -> dict[tuple[str, bool], bool]:
+        return {}
 
     def _samples(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, said: Sequence[int], media: RowMedia
@@ -77,8 +87,10 @@ class ChatEncoding:
     ) -> Sample:
         marks = self.template.marked(tools)
         rendered = self.template.render(messages, tools, marks=marks)
+        if not self.settings.parse_special_tokens:
+            self._check_tokens(rendered.text, messages, tools)
         if marks:
-            found = Spans(self._marked(rendered, messages, tools, min(said)))
+            found = Spans(marked_spans(messages, rendered, self.template, tools, said))
         else:
             tokens = self._turn_tokens(tools)
             found = assistant_spans(messages, rendered.text, self.template, tools, tokens, said)
@@ -95,17 +107,24 @@ class ChatEncoding:
         ids = np.array(encoding.ids, dtype=np.int64)
         return ids, np.where(in_spans(encoding.offsets, spans), ids, NO_TARGET)
 
-    def _marked(
-        self, rendered: Rendered, messages: Sequence[Message], tools: Sequence[Any] | None, first: int
-    ) -> tuple[tuple[int, int], ...]:
-        """The template's own marks, from those of the message `first` on."""
-        earlier = any(message["role"] == "assistant" for message in messages[:first])
-        if not earlier:
-            return rendered.marks
-        prompt = self.template.render(messages[:first], tools, prompt=True).text
-        pairs = enumerate(zip(prompt, rendered.text, strict=False))
-        same = next((i for i, (a, b) in pairs if a != b), min(len(prompt), len(rendered.text)))
-        return tuple(mark for mark in rendered.marks if mark[0] >= same)
+    def _check_tokens(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> None:
+        """Raise RowError where a rendering has other tokens between turns than that of the same chat with harmless texts.
+
+        Texts can make a token together that none of them holds.
+        """
+        tokens = self._turn_tokens(tools)
+        if tokens.between is None or tokens.is_harmless([messages, tools]):
+            return
+        harmless = self.template.render(*tokens.harmless([messages, tools])).text
+        there, wanted = tokens.between.findall(text), tokens.between.findall(harmless)
+        if there != wanted:
+            counts = {name: (there.count(name), wanted.count(name)) for name in sorted({*there, *wanted})}
+            others = ", ".join(f"{a} {name} in place of {b}" for name, (a, b) in counts.items() if a != b)
+            raise RowError(
+                "what its texts say changes the special tokens of the chat, such as those that end turns: it has "
+                f"{others or 'them in another order'}; leave out the characters in its texts that make them together, "
+                "or let these be special tokens with data.parse_special_tokens = true"
+            )
 
     def _turn_tokens(self, tools: Sequence[Any] | None) -> TurnTokens:
         return self._with_tools if tools else self._plain

@@ -1,12 +1,13 @@
 """Where the texts of a conversation come to stand in its rendering, found by rendering it again with marks in them.
 
-A mark is a word that stands nowhere in the rendering. It is put behind each text of each message; if the second
-rendering without the marks is the first one, the marks say where the texts end. Otherwise a template changes by what a
-text is, and each text is marked alone: what follows its mark must then end the first rendering.
+A mark is a word that stands nowhere in the rendering. It is put behind each text of each message, and in place of each
+blank one of a message that is no assistant's; if the second rendering without the marks is the first one, the marks say
+where the texts end. Otherwise a template changes by what a text is: blank ones are left as they are, and then each text
+is marked alone: what follows its mark must end the first rendering.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -19,12 +20,16 @@ Render = Callable[[Sequence[Message]], str]
 
 
 class Field(NamedTuple):
-    """A text of a message: the keys that lead to it. `added` is a key that marks a value which is no text itself."""
+    """A text of a message: the keys that lead to it. `added` is a key that marks a value which is no text itself.
+
+    `blank`: there is no text, and what stands around it in the rendering is of its message all the same.
+    """
 
     message: int
     path: tuple[str | int, ...]
     value: Any
     added: bool = False
+    blank: bool = False
 
     @property
     def is_thought(self) -> bool:
@@ -33,7 +38,7 @@ class Field(NamedTuple):
 
 
 def fields_of(messages: Sequence[Message]) -> list[Field]:
-    """The texts of messages that are not blank; of several tool calls of a message the last one's last argument."""
+    """The texts of messages, of each tool call its last argument, and blank contents of all but assistants."""
     return [field for i, message in enumerate(messages) for field in _fields(i, message)]
 
 
@@ -44,16 +49,17 @@ def _fields(i: int, message: Message) -> Iterator[Field]:
     content = message.get("content")
     if isinstance(content, list):
         parts = [k for k, part in enumerate(content) if _is_text(part.get("text"))]
-        yield from (Field(i, ("content", k, "text"), content[k]["text"]) for k in parts[-1:])
+        yield from (Field(i, ("content", k, "text"), content[k]["text"]) for k in parts)
     elif _is_text(content):
         yield Field(i, ("content",), content)
-    if calls := message.get("tool_calls"):
-        yield _call_field(i, calls)
+    elif "content" in message and message.get("role") != "assistant":
+        yield Field(i, ("content",), "", blank=True)
+    for k, call in enumerate(message.get("tool_calls") or ()):
+        yield _call_field(i, k, call)
 
 
-def _call_field(i: int, calls: Sequence[Any]) -> Field:
-    path: tuple[str | int, ...] = ("tool_calls", len(calls) - 1)
-    call = calls[-1]
+def _call_field(i: int, number: int, call: Mapping[str, Any]) -> Field:
+    path: tuple[str | int, ...] = ("tool_calls", number)
     if "function" in call:
         path, call = (*path, "function"), call["function"]
     arguments = call.get("arguments")
@@ -67,43 +73,48 @@ def _call_field(i: int, calls: Sequence[Any]) -> Field:
     return Field(i, (*path, "arguments"), arguments, added=True)
 
 
-def ends_of(fields: Sequence[Field], messages: Sequence[Message], text: str, render: Render) -> list[int | None]:
-    """Where each text ends in the rendering, in characters; None where it is not there."""
+def ends_of(
+    fields: Sequence[Field], messages: Sequence[Message], text: str, render: Render
+) -> list[tuple[int, ...]]:
+    """Where each text ends in the rendering, in characters and wherever it stands; empty where it is not there."""
     marks = _marks(text, len(fields))
     texts = [k for k, field in enumerate(fields) if not field.added]
-    marked: Sequence[Message] = messages
-    for k in texts:
-        marked = _with_mark(marked, fields[k], marks[k])
-    places = _places(render, marked, {marks[k]: k for k in texts}, text)
-    alone = range(len(fields)) if places is None else [k for k, field in enumerate(fields) if field.added]
-    ends = {} if places is None else places
+    written = [k for k in texts if not fields[k].blank]
+    places = _places(messages, {marks[k]: fields[k] for k in texts}, text, render)
+    if places is None and len(written) < len(texts):
+        places = _places(messages, {marks[k]: fields[k] for k in written}, text, render)
+    alone = [k for k, field in enumerate(fields) if field.added or (places is None and not field.blank)]
+    places = places or {}
     for k in alone:
-        ends[k] = _end_alone(render(_with_mark(messages, fields[k], marks[k])), marks[k], text, fields[k])
-    return [ends.get(k) for k in range(len(fields))]
+        rendered = render(_with_mark(messages, fields[k], marks[k]))
+        places[marks[k]] = _end_alone(rendered, marks[k], text, fields[k])
+    return [tuple(places.get(mark, ())) for mark in marks]
 
 
 def _places(
-    render: Render, marked: Sequence[Message], marks: dict[str, int], text: str
-) -> dict[int, int | None] | None:
-    """Where the marks stand, counted without them; None where the rendering without them is another one."""
-    pattern = re.compile("|".join(map(re.escape, marks))) if marks else None
-    if pattern is None:
+    messages: Sequence[Message], fields: Mapping[str, Field], text: str, render: Render
+) -> dict[str, list[int]] | None:
+    """Where the marks of fields stand, counted without them; None where the rendering without them is another one."""
+    if not fields:
         return {}
+    for mark, field in fields.items():
+        messages = _with_mark(messages, field, mark)
     try:
-        rendered = render(marked)
+        rendered = render(messages)
     except RowError:
         return None
-    places, removed = dict[int, int | None](), 0
+    pattern = re.compile("|".join(map(re.escape, fields)))
+    places, removed = {mark: list[int]() for mark in fields}, 0
     for match in pattern.finditer(rendered):
-        places[marks[match.group()]] = match.start() - removed
+        places[match.group()].append(match.start() - removed)
         removed += len(match.group())
     return places if pattern.sub("", rendered) == text else None
 
 
-def _end_alone(rendered: str, mark: str, text: str, field: Field) -> int | None:
+def _end_alone(rendered: str, mark: str, text: str, field: Field) -> list[int]:
     at = rendered.rfind(mark)
     if at < 0:
-        return None
+        return []
     rest = rendered[at + len(mark) :]
     closing = _LONGEST_CLOSING if field.added else 0  # what closes the added value: a quote, say
     rest = next((rest[i:] for i in range(closing + 1) if text.endswith(rest[i:])), None)
@@ -112,7 +123,7 @@ def _end_alone(rendered: str, mark: str, text: str, field: Field) -> int | None:
             "its chat template writes what follows a turn differently when the turn has one word more, so that it "
             "cannot be told what the assistant says; mark it in the template with {% generation %}"
         )
-    return len(text) - len(rest)
+    return [len(text) - len(rest)]
 
 
 def start_of(field: Field, messages: Sequence[Message], text: str, render: Render) -> int | None:
@@ -136,6 +147,8 @@ def _with_mark(messages: Sequence[Message], field: Field, mark: str) -> Sequence
     """The messages with a mark behind a text (before the blanks at its end, which templates may strip)."""
     if field.added:
         return _replaced(messages, field, {**field.value, mark: mark})
+    if field.blank:
+        return _replaced(messages, field, mark)
     end = len(field.value.rstrip())
     return _replaced(messages, field, field.value[:end] + mark + field.value[end:])
 

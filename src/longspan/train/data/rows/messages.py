@@ -1,9 +1,16 @@
-"""What the messages of a row must be before a template sees them."""
+"""What the messages of a row must be before a template sees them, and which of them are learnt."""
 
 import json
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from longspan.train.data.rows.template import ChatTemplate
 from longspan.train.data.rows.values import RowError, kind_of_value, shown
+
+LEARNT = ("weight", "train", "loss")  # keys of a message that say whether it is learnt, in formats of others
+_NOT_READ = re.compile(r".*masks?|masked|train_detail|loss_.*|.*_weight")
+_WORDS = ("Zq0part", "Zq1part")
 
 
 def messages_of(value: Any, name: str = "messages", *, images: bool = False) -> list[dict[str, Any]]:
@@ -37,11 +44,84 @@ def _message(message: Any, name: str, images: bool) -> dict[str, Any]:
     elif content is not None and not isinstance(content, str):
         raise RowError(f"{name}.content is {kind_of_value(content)}; give a string: {shown(content)}")
     _check_calls(message.get("tool_calls"), f"{name}.tool_calls")
+    _check_learnt(message, name)
     return message
 
 
 def _without_nulls(part: Any) -> Any:
     return {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else part
+
+
+def _check_learnt(message: Mapping[str, Any], name: str) -> None:
+    for key, value in message.items():
+        if value is not None and key in LEARNT and value not in (0, 1):
+            raise RowError(f"{name}.{key} is {shown(value)}; give 0 where the message is no target, and 1 where it is")
+        if value and key in LEARNT and message["role"] != "assistant":
+            raise RowError(
+                f"{name}.{key} is {shown(value)}, and only what an assistant says is learnt; its role is "
+                f"{message['role']}: leave {key} out, or give 0"
+            )
+        if value is not None and _NOT_READ.fullmatch(key):
+            raise RowError(
+                f"{name}.{key} is not read; say with weight 0 that the whole message is no target, or give input_ids "
+                "with labels"
+            )
+
+
+def learnt_of(messages: Sequence[Mapping[str, Any]], first: int) -> list[int]:
+    """The assistant's messages from `first` on that are learnt: those of which no key says otherwise.
+
+    Raises RowError where there are none.
+    """
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
+    if not answers:
+        raise RowError("no message is of an assistant, so that there is nothing to learn; leave the row out")
+    learnt = [i for i in answers if all(messages[i].get(key) in (None, 1) for key in LEARNT)]
+    if not learnt:
+        raise RowError("none of its tokens is a target", masked=True)
+    return learnt
+
+
+def joined_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose text parts are one text; one with other parts as it is."""
+    content = message.get("content")
+    if not isinstance(content, list) or not all(isinstance(part.get("text"), str) for part in content):
+        return message
+    return {**message, "content": "".join(part["text"] for part in content)}
+
+
+def reads_parts(template: ChatTemplate, role: str, tools: Sequence[Any] | None) -> bool:
+    """Whether a template writes text parts of a message of this role as it writes a text.
+
+    Others write the list itself, as Python or JSON has it, or leave it out. A template that writes no texts there takes
+    parts alone.
+    """
+    whole, parts = (
+        _written(template, role, tools, content)
+        for content in ("".join(_WORDS), [{"type": "text", "text": word} for word in _WORDS])
+    )
+    before, joined, behind = whole.partition("".join(_WORDS))
+    between = parts.removeprefix(before + _WORDS[0]).removesuffix(_WORDS[1] + behind)
+    return not joined or (not between.strip() and all(word in parts for word in _WORDS))
+
+
+def _written(template: ChatTemplate, role: str, tools: Sequence[Any] | None, content: Any) -> str:
+    """A conversation with a message of this role and content; empty where the template refuses it."""
+    message = {"role": role, "content": content, "name": "f", "tool_call_id": "callZq000"}
+    question, answer = ({"role": other, "content": "Zq"} for other in ("user", "assistant"))
+    for arguments in ({}, "{}"):  # templates take one of them
+        function = {"name": "f", "arguments": arguments}
+        call = {"role": "assistant", "content": "", "tool_calls": [{"id": "callZq000", "function": function}]}
+        turns = {
+            "system": [message, question, answer],
+            "user": [message, answer],
+            "tool": [question, {**call, "tool_calls": [{**call["tool_calls"][0], "type": "function"}]}, message, answer],
+        }
+        try:
+            return template.render(turns.get(role, [question, message]), tools).text
+        except RowError:
+            continue
+    return ""
 
 
 def _check_calls(calls: Any, name: str) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 
@@ -63,6 +63,15 @@ def strings(value: Any, name: str) -> Iterator[tuple[str, str]]:
     elif isinstance(value, list):
         for i, inner in enumerate(value):
             yield from strings(inner, f"{name}[{i}]")
+
+
+def with_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with every string in it changed, keys of objects too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(str(key)): with_strings(inner, change) for key, inner in value.items()}
+    return [with_strings(inner, change) for inner in value] if isinstance(value, list) else value
 
 
 def kind_of_value(value: Any) -> str:
