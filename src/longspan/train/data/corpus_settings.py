@@ -11,7 +11,7 @@ from longspan.train.data.files import STDLIB, files_of_other_kinds, find_files
 from longspan.train.data.first_rows import kind_of_files
 from longspan.train.data.left_out import left_out_lines
 from longspan.train.data.rows.encoding import RowEncoding
-from longspan.train.data.rows.lines import names_line, rows_line, unseen_line
+from longspan.train.data.rows.lines import end_line, names_line, rows_line, unseen_line
 from longspan.train.data.rows.sample import RowSettings
 from longspan.train.data.store.cache import NONE, cache_folder
 from longspan.train.data.store.manifest import Manifest
@@ -19,11 +19,8 @@ from longspan.train.data.store.recipe import Recipe
 from longspan.train.data.store.sources import CorpusFile, Source
 from longspan.train.data.tokenizer import TextTokenizer
 
-_DECIDING = (
-    "max_document_tokens",
-    "on_bad",
-    "check_images",
-)  # keys of [data] that decide documents, beside paths and RowSettings
+# Keys of [data] that decide documents, beside paths and RowSettings.
+_DECIDING = ("max_document_tokens", "on_bad", "check_images")
 
 
 @dataclass(frozen=True)
@@ -83,9 +80,12 @@ def what_is_left_out(settings: CorpusSettings, run_dir: Path, manifest: Manifest
 
 
 def rows_lines(settings: CorpusSettings, recipe: Recipe) -> Iterator[str]:
-    """A line for each source: what its rows hold, and how they become tokens."""
+    """A line for each source: what its rows hold, and how they become tokens; another where chats have no last end."""
     for (key, _), encoding in zip(settings.paths(), recipe.encodings, strict=True):
-        yield f"{key}: " * bool(settings.data.sources) + rows_line(encoding)
+        source = f"{key}: " * bool(settings.data.sources)
+        yield source + rows_line(encoding)
+        if (line := end_line(encoding)) is not None:
+            yield source + line
 
 
 def recipe_of(

@@ -167,7 +167,12 @@ FAMILIES: dict[str, Family] = {
 
 def write_folder(folder: Path, name: str, *, generation: bool = True, template: str | None = None) -> Path:
     """A tokenizer's folder of a family; without `generation` no generation_config.json says what ends a turn."""
-    family = FAMILIES[name]
+    text = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8") if template is None else template
+    return write_family(folder, FAMILIES[name], text, generation=generation)
+
+
+def write_family(folder: Path, family: Family, template: str, *, generation: bool = True) -> Path:
+    """The same of a family that has no name here, with this template."""
     engine = Tokenizer(models.BPE())
     engine.pre_tokenizer, engine.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -181,8 +186,7 @@ def write_folder(folder: Path, name: str, *, generation: bool = True, template: 
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": family.eos}
     settings |= {"bos_token": family.bos} if family.bos else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    text = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8") if template is None else template
-    (folder / "chat_template.jinja").write_text(text, encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     if generation:
         ends = [engine.token_to_id(end) for end in [family.eos, *family.ends.split()]]
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))

@@ -7,6 +7,7 @@ import pytest
 
 from longspan.errors import DataError
 from longspan.train.data.rows.encoding import RowEncoding
+from longspan.train.data.rows.kinds import KEYS, Kind
 from longspan.train.data.rows.sample import BadRow, Row, Sample
 from longspan.train.data.tokenizer import load_tokenizer, train_tokenizer
 from tests.train.data.rows.conversations import PLAIN, TOOL, TOOLS, asks, says
@@ -118,7 +119,69 @@ BAD_TOKENS: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [1, 2], "labels": [1, 2], "loss_mask": [1, 1]}, "labels and loss_mask both say"),
     ({"input_ids": [1, 2], "attention_mask": [0, 1]}, "attention_mask masks 1 tokens of padding"),
     ({"input_ids": [1, 2], "labels": [-100, 9999]}, "labels holds 9999 at 0"),
+    ({"input_ids": [1, 2], "completion_mask": [1]}, "completion_mask has 1 entries for 2 input_ids"),
+    ({"input_ids": [1, 2], "assistant_masks": [0, 3]}, "assistant_masks holds 3; give a 0 or a 1"),
+    ({"input_ids": [1, 2], "labels": [1, 2], "completion_mask": [0, 1]}, "labels and completion_mask both say"),
+    (
+        {"input_ids": [1, 2], "special_tokens_mask": [0, 1]},
+        '"special_tokens_mask" stands beside input_ids (tokens), and',
+    ),
+    ({"input_ids": [1, 2], "label": 1}, '"label" stands beside input_ids (tokens), and is not read'),
+    ({"input_ids": [1, 2, 3], "seq_lengths": [2, 1]}, "seq_lengths says that the row holds 2 documents"),
+    ({"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}, "position_ids are not 0 to 2"),
 ]
+
+CHAT = {"messages": PLAIN.messages}
+PROMPT = {"prompt": "a", "completion": "b"}
+BAD_KEYS: list[tuple[Kind, dict[str, Any], str]] = [
+    ("prompt+completion", {**PROMPT, "label": False}, '"label" stands beside prompt and completion, and is not read'),
+    ("messages", {**CHAT, "label": True}, '"label" stands beside messages (chat), and is not read: answers that are'),
+    ("messages", {**CHAT, "kto_tag": False}, '"kto_tag" stands beside messages (chat)'),
+    (
+        "messages",
+        {**CHAT, "rejected_response": "x"},
+        '"rejected_response" stands beside messages (chat), and is not read',
+    ),
+    (
+        "messages",
+        {**CHAT, "chosen": [], "rejected": []},
+        "pairs of answers are for a loss of one's own (docs/losses.md)",
+    ),
+    (
+        "messages",
+        {**CHAT, "assistant_masks": [1]},
+        '"assistant_masks" stands beside messages (chat), and is not read: masks',
+    ),
+    (
+        "messages",
+        {**CHAT, "weight": 0.5},
+        "rows have no weights; give a source a weight (data.sources); leave the key out",
+    ),
+    ("text", {"text": "a", "loss_mask": [1]}, '"loss_mask" stands beside text, and is not read'),
+    ("text", {"text": "a", **CHAT}, "holds text and also messages (chat); a row is of one kind: leave the others out"),
+    ("messages", {**PROMPT, **CHAT}, "holds messages (chat) and also prompt and completion; a row is of one kind"),
+]
+
+
+@pytest.mark.parametrize(("kind", "values", "reason"), BAD_KEYS)
+def test_keys_that_would_count_are_refused(qwen: RowEncoding, kind: Kind, values: dict[str, Any], reason: str) -> None:
+    """Those that say what is not to be learnt, or otherwise; a key without a value says nothing."""
+    (bad,) = RowEncoding(kind, qwen.tokenizer).encode([Row("f, line 31", values)])
+    assert isinstance(bad, BadRow) and reason in bad.reason and not bad.masked
+    if "also" not in reason:
+        others = {key: None if key not in KEYS[kind] else value for key, value in values.items()}
+        (sample,) = RowEncoding(kind, qwen.tokenizer).encode([Row("f, line 32", others)])
+        assert isinstance(sample, Sample)
+
+
+def test_keys_of_no_kind_are_left_alone(qwen: RowEncoding) -> None:
+    """Classes of texts, say, and whatever else stands beside chats."""
+    for kind, values in (
+        ("text", {"text": "a b", "label": 3}),
+        ("messages", {**CHAT, "id": 1, "score": 0.5, "source": "x"}),
+    ):
+        (sample,) = RowEncoding(kind, qwen.tokenizer).encode([Row("f, line 1", values)])
+        assert isinstance(sample, Sample)
 
 
 @pytest.mark.parametrize(("values", "reason"), BAD_TOKENS)

@@ -6,6 +6,7 @@ import pytest
 
 from longspan.errors import DataError
 from longspan.train.data.rows.encoding import RowEncoding
+from longspan.train.data.rows.kinds import MASKS
 from longspan.train.data.rows.sample import Row, Sample
 from longspan.train.data.tokenizer import load_tokenizer
 from tests.train.data.rows.conversations import PLAIN, asks, says
@@ -55,7 +56,9 @@ def test_prompts_of_messages(tmp_path: Path) -> None:
 def test_rows_of_tokens(tmp_path: Path) -> None:
     encoding = RowEncoding("input_ids", load_tokenizer(write_folder(tmp_path, "qwen2.5")))
     assert encoded(encoding, input_ids=[3, 4, 5]).labels is None
-    for values in ({"loss_mask": [0, 0, 1]}, {"labels": [-100, -100, 5]}):
+    masks = [{name: [0, 0, 1]} for name in MASKS]
+    both = {"completion_mask": [0, 1, 1], "assistant_masks": [True, False, True], "seq_lengths": [3]}
+    for values in (*masks, both, {"labels": [-100, -100, 5], "position_ids": [0, 1, 2]}):
         sample = encoded(encoding, input_ids=[3, 4, 5], **values)
         assert sample.ids.tolist() == [3, 4, 5] and sample.labels is not None
         assert sample.labels.tolist() == [-100, -100, 5]

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from longspan.errors import DataError
 from longspan.train.config.sections import DataConfig
 from longspan.train.data.build import ensure_corpus
 from longspan.train.data.corpus_settings import CorpusSettings
 from longspan.train.data.left_out import LeftOut
-from longspan.train.data.rows.lines import rows_line, unseen_line
+from longspan.train.data.rows.lines import end_line, rows_line, unseen_line
 from longspan.train.data.rows.sample import Row, Sample, Unseen
 from longspan.train.data.tokenizer import load_tokenizer
 from tests.train.data.rows.families import encoding_of, write_folder
@@ -43,6 +44,48 @@ def test_a_corpus_says_both(tmp_path: Path) -> None:
     ensure_corpus(settings, tmp_path / "run", tokenizer=load_tokenizer(folder), resumed=False, log=lines.append)
     assert lines[0].startswith("rows hold messages (chat): written by the chat template of")
     assert lines[-1].startswith("not in the rendered texts, so no targets: 3 thoughts of assistant turns; data.turns")
+
+
+def test_a_row_of_two_kinds_is_refused_wherever_it_stands(tmp_path: Path) -> None:
+    rows = [*({"text": f"a {i}"} for i in range(30)), {"text": "b", "messages": [{"role": "user", "content": "c"}]}]
+    settings = CorpusSettings(DataConfig(path=str(rows_as("jsonl", tmp_path / "rows", rows)), max_document_tokens=0))
+    tokenizer = load_tokenizer(write_folder(tmp_path / "qwen3", "qwen3"))
+    with pytest.raises(DataError, match=r"line 31: holds text and also messages \(chat\); a row is of one kind"):
+        ensure_corpus(settings, tmp_path / "run", tokenizer=tokenizer, resumed=False, log=print)
+
+
+# GLM's way: what begins the next turn ends the one before it, and nothing ends the last one.
+OPEN_END = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+UNMARKED_END = marked_template("phi3").replace("+ '<|end|>' }}{% endgeneration %}", "}}{% endgeneration %}<|end|>")
+
+
+@pytest.mark.parametrize(
+    ("template", "begins"),
+    [
+        (OPEN_END, "the chat template writes no token behind the last turn of a conversation, so that this end is no"),
+        (UNMARKED_END, "the chat template marks no end of the last turn of a conversation, so that this end is no"),
+        (marked_template("phi3"), None),
+        (None, None),
+    ],
+)
+def test_a_template_that_never_ends_the_last_turn_is_named(
+    tmp_path: Path, template: str | None, begins: str | None
+) -> None:
+    line = end_line(encoding_of(write_folder(tmp_path, "phi3", template=template)))
+    if begins is None:
+        assert line is None
+    else:
+        assert line is not None and line.startswith(begins)
+        assert line.endswith("chats of one turn do not teach a model to stop (at <|endoftext|> or <|end|>)")
+
+
+def test_a_corpus_names_a_template_that_never_ends_the_last_turn(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_folder(tmp_path / "phi3", "phi3", template=OPEN_END))
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    lines, path = list[str](), rows_as("jsonl", tmp_path / "rows", [{"messages": turns}] * 3)
+    settings = CorpusSettings(DataConfig(path=str(path), cache="none", max_document_tokens=0))
+    ensure_corpus(settings, tmp_path / "run", tokenizer=tokenizer, resumed=False, log=lines.append)
+    assert lines[1].startswith("the chat template writes no token behind the last turn of a conversation")
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ class ChatEncoding:
         return ids, np.where(in_spans(encoding.offsets, spans), ids, NO_TARGET)
 
     def _check_tokens(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> None:
-        """Raise RowError where a rendering has other tokens between turns than that of the same chat with harmless texts.
+        """Raise RowError where a rendering has other tokens between turns than one of the same chat with harmless texts.
 
         Texts can make a token together that none of them holds.
         """

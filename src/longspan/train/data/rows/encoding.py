@@ -15,7 +15,7 @@ from typing import Any
 from longspan.errors import DataError
 from longspan.train.data.images.stock_processor import has_processor
 from longspan.train.data.rows.chat import ChatEncoding
-from longspan.train.data.rows.kinds import Kind, check_other_keys, kind_of
+from longspan.train.data.rows.kinds import Kind, check_keys, check_objects, kind_of
 from longspan.train.data.rows.media.named_media import has_media_keys, media_beside, names_read_as_text, row_and_media
 from longspan.train.data.rows.media.placeholders import RowImages
 from longspan.train.data.rows.media.row_media import NOTHING_SHOWN, RowMedia
@@ -103,8 +103,9 @@ class RowEncoding:
         return [_masked(row) if _has_no_target(sample) else sample for sample in samples]
 
     def _samples(self, row: Row) -> list[Sample]:
+        check_keys(row.values, self.kind)
         values, media = self._with_media(row)
-        check_other_keys(values)
+        check_objects(values)
         if self.kind == "messages":
             return self._chat.samples(values, media=media)
         if self.kind == "text" and media and self.images is not None:

@@ -73,9 +73,7 @@ def _call_field(i: int, number: int, call: Mapping[str, Any]) -> Field:
     return Field(i, (*path, "arguments"), arguments, added=True)
 
 
-def ends_of(
-    fields: Sequence[Field], messages: Sequence[Message], text: str, render: Render
-) -> list[tuple[int, ...]]:
+def ends_of(fields: Sequence[Field], messages: Sequence[Message], text: str, render: Render) -> list[tuple[int, ...]]:
     """Where each text ends in the rendering, in characters and wherever it stands; empty where it is not there."""
     marks = _marks(text, len(fields))
     texts = [k for k, field in enumerate(fields) if not field.added]

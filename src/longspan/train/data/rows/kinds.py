@@ -1,5 +1,6 @@
 """Which kind of rows a file holds, seen from their keys. What the keys hold is checked where rows are encoded."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -14,18 +15,27 @@ KEYS: dict[Kind, tuple[str, ...]] = {
     "prompt+completion": ("prompt", "completion"),
     "input_ids": ("input_ids",),
 }
+# Beside input_ids, in formats of others too: 1 for each token that is a target, else 0.
+MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "assistant_tokens_mask")
 _SHOWN: dict[Kind, str] = {
     "text": "text",
     "messages": "messages (chat)",
     "prompt+completion": "prompt and completion",
     "input_ids": "input_ids (tokens)",
 }
-_REJECTED = ("rejected_response", "rejected_messages")  # ms-swift's, as are `objects` and what names them
-_OF_OBJECTS = ("<ref-object>", "<bbox>")
+_OF_OBJECTS = ("<ref-object>", "<bbox>")  # which ms-swift puts the words and boxes of `objects` in for
 _HINTS = {
     "conversations": '; rename it to messages, each turn as {"role": …, "content": …}',
     "chosen": "; pairs of answers are for a loss of one's own (docs/losses.md)",
     "instruction": "; write it as prompt, or as the first of messages",
+}
+# Keys that a reader expects to count, and why they do not; of text, which is all learnt, the first alone is refused.
+_NOT_READ = {
+    re.compile(r".*masks?"): f"masks are read beside input_ids alone, as {', '.join(MASKS)}",
+    re.compile(r"labels?|kto_tag"): "answers that are liked or not are for a loss of one's own (docs/losses.md), and "
+    "labels of tokens stand beside input_ids, as labels",
+    re.compile(r"(chosen|rejected)(_.*)?"): "pairs of answers are for a loss of one's own (docs/losses.md)",
+    re.compile(r"(loss_|sample_)?weights?"): "rows have no weights; give a source a weight (data.sources)",
 }
 
 
@@ -48,25 +58,17 @@ def kind_of(rows: Sequence[Row]) -> Kind:
 
 def kind_of_row(row: Row) -> Kind:
     """The kind of one row. Raises DataError where its keys are of no kind, or of two."""
-    kinds: list[Kind] = [kind for kind, keys in KEYS.items() if all(row.values.get(key) is not None for key in keys)]
+    kinds = _kinds_in(row.values)
     if len(kinds) > 1:
-        raise DataError(
-            f"{row.where} holds {' and also '.join(_SHOWN[kind] for kind in kinds)}; a row is of one kind: leave the "
-            "others out"
-        )
+        raise DataError(f"{row.where} {_of_kinds(kinds)}")
     if not kinds:
         hint = next((hint for key, hint in _HINTS.items() if key in row.values), "")
         raise DataError(f"{row.where}: needs {_kinds()}; found keys {sorted(row.values)}{hint}")
     return kinds[0]
 
 
-def check_other_keys(values: Mapping[str, Any]) -> None:
-    """Raise RowError for keys of other trainers without which the texts of a conversation say something else."""
-    if pair := next((key for key in _REJECTED if values.get(key)), None):
-        raise RowError(
-            f'it has "{pair}", and a pair of answers is for a loss of one\'s own (docs/losses.md); to train on its '
-            "messages alone leave the key out"
-        )
+def check_objects(values: Mapping[str, Any]) -> None:
+    """Raise RowError for words or boxes (ms-swift's `objects`) that texts name and that are not put in."""
     keys = ("messages", "prompt", "completion") if values.get("objects") else ()
     for where, text in (place for key in keys for place in strings(values.get(key), key)):
         if name := next((name for name in _OF_OBJECTS if name in text), None):
@@ -74,6 +76,27 @@ def check_other_keys(values: Mapping[str, Any]) -> None:
                 f'{where} holds {name}, for which "objects" has words or boxes that are not put in here; write them '
                 "into the text as the model takes them"
             )
+
+
+def check_keys(values: Mapping[str, Any], kind: Kind) -> None:
+    """Raise RowError for a row of several kinds, and for a key that would say what is learnt and is not read."""
+    if len(kinds := _kinds_in(values)) > 1:
+        raise RowError(_of_kinds(kinds))
+    read = ("attention_mask", "labels", *MASKS) if kind == "input_ids" else ()
+    patterns = list(_NOT_READ.items())[: 1 if kind == "text" else None]
+    for key, value in values.items():
+        why = next((why for pattern, why in patterns if pattern.fullmatch(key)), "")
+        if why and value is not None and key not in read:
+            raise RowError(f'"{key}" stands beside {_SHOWN[kind]}, and is not read: {why}; leave the key out')
+
+
+def _kinds_in(values: Mapping[str, Any]) -> list[Kind]:
+    return [kind for kind, keys in KEYS.items() if all(values.get(key) is not None for key in keys)]
+
+
+def _of_kinds(kinds: Sequence[Kind]) -> str:
+    shown = " and also ".join(_SHOWN[kind] for kind in kinds)
+    return f"holds {shown}; a row is of one kind: leave the others out"
 
 
 def rows_hold(kind: Kind) -> str:

@@ -4,8 +4,12 @@ from longspan.errors import counted
 from longspan.train.data.left_out import LeftOut
 from longspan.train.data.rows.encoding import RowEncoding
 from longspan.train.data.rows.kinds import rows_hold
-from longspan.train.data.rows.sample import Turns
+from longspan.train.data.rows.sample import Row, Sample, Turns
+from longspan.train.data.rows.turn_tokens import pattern_of
 from longspan.train.data.tokenizer import TextTokenizer
+from longspan.train.document import NO_TARGET
+
+_WORDS = ("Zq0user", "Zq1assistant")
 
 
 def rows_line(encoding: RowEncoding) -> str:
@@ -15,7 +19,7 @@ def rows_line(encoding: RowEncoding) -> str:
         "text": around,
         "messages": "" if encoding.kind != "messages" else _template_line(encoding),
         "prompt+completion": f"{around}; targets are the completion and its end",
-        "input_ids": "taken as they are; targets are those that labels or loss_mask name, or all",
+        "input_ids": "taken as they are; targets are those that labels or masks name, or all",
     }
     return f"{rows_hold(encoding.kind)}: {how[encoding.kind]}"
 
@@ -28,6 +32,27 @@ def _template_line(encoding: RowEncoding) -> str:
         else "which marks no targets: they are what each assistant turn says, up to the token that ends the turn"
     )
     return f"written by the chat template of {encoding.tokenizer.folder}, {targets}"
+
+
+def end_line(encoding: RowEncoding) -> str | None:
+    """That the last turn of a conversation has no end which is learnt; None where it has one, and for other rows."""
+    if encoding.kind != "messages":
+        return None
+    turns = [{"role": role, "content": word} for role, word in zip(("user", "assistant"), _WORDS, strict=True)]
+    (sample,) = encoding.encode([Row("", {"messages": turns})])
+    if not isinstance(sample, Sample) or sample.labels is None:
+        return None
+    engine, ends = encoding.tokenizer.engine, frozenset(encoding.template.ends)
+    text = engine.decode(sample.ids[sample.labels != NO_TARGET].tolist(), skip_special_tokens=False)
+    special = {token.content for token in engine.get_added_tokens_decoder().values() if token.special}
+    tokens = pattern_of(ends | special)
+    if tokens is not None and tokens.search(text.partition(_WORDS[1])[2]):
+        return None
+    who = "marks no end of" if encoding.template.marked(None) else "writes no token behind"
+    return (
+        f"the chat template {who} the last turn of a conversation, so that this end is no target: chats of one turn do "
+        f"not teach a model to stop (at {' or '.join(sorted(ends)) or 'a token that its folder would name'})"
+    )
 
 
 def around_line(tokenizer: TextTokenizer) -> str:

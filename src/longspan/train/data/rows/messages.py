@@ -93,8 +93,7 @@ def joined_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def reads_parts(template: ChatTemplate, role: str, tools: Sequence[Any] | None) -> bool:
     """Whether a template writes text parts of a message of this role as it writes a text.
 
-    Others write the list itself, as Python or JSON has it, or leave it out. A template that writes no texts there takes
-    parts alone.
+    Others write the list itself, as Python or JSON has it, or leave it out. Some take parts alone.
     """
     whole, parts = (
         _written(template, role, tools, content)
@@ -102,7 +101,7 @@ def reads_parts(template: ChatTemplate, role: str, tools: Sequence[Any] | None) 
     )
     before, joined, behind = whole.partition("".join(_WORDS))
     between = parts.removeprefix(before + _WORDS[0]).removesuffix(_WORDS[1] + behind)
-    return not joined or (not between.strip() and all(word in parts for word in _WORDS))
+    return all(word in parts for word in _WORDS) and not (joined and between.strip())
 
 
 def _written(template: ChatTemplate, role: str, tools: Sequence[Any] | None, content: Any) -> str:
@@ -115,7 +114,12 @@ def _written(template: ChatTemplate, role: str, tools: Sequence[Any] | None, con
         turns = {
             "system": [message, question, answer],
             "user": [message, answer],
-            "tool": [question, {**call, "tool_calls": [{**call["tool_calls"][0], "type": "function"}]}, message, answer],
+            "tool": [
+                question,
+                {**call, "tool_calls": [{**call["tool_calls"][0], "type": "function"}]},
+                message,
+                answer,
+            ],
         }
         try:
             return template.render(turns.get(role, [question, message]), tools).text

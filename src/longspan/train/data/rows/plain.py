@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from longspan.train.data.rows.kinds import MASKS, check_keys
 from longspan.train.data.rows.sample import BadRow, Row, Sample
 from longspan.train.data.rows.values import RowError, kind_of_value, needed, shown, string
 from longspan.train.data.tokenizer import TextTokenizer
@@ -17,6 +18,7 @@ def encode_texts(rows: Sequence[Row], tokenizer: TextTokenizer) -> list[Sample |
     texts, results = list[str](), list[BadRow | None]()
     for row in rows:
         try:
+            check_keys(row.values, "text")
             texts.append(string(needed(row.values, "text"), "text"))
             results.append(None)
         except RowError as error:
@@ -40,14 +42,15 @@ def completion_sample(values: Mapping[str, Any], tokenizer: TextTokenizer) -> Sa
 
 
 def token_sample(values: Mapping[str, Any], vocabulary: int) -> Sample:
-    """Tokens as they are, with the labels or the loss_mask that stand beside them."""
+    """Tokens as they are, with the labels or the masks beside them: a token is a target where no mask has a 0."""
     ids = _integers(needed(values, "input_ids"), "input_ids")
     if not len(ids):
         raise RowError("input_ids has no tokens; leave the row out")
     _check_ids(ids, "input_ids", vocabulary)
-    labels, mask = values.get("labels"), values.get("loss_mask")
-    if labels is not None and mask is not None:
-        raise RowError("labels and loss_mask both say which tokens are targets; give one of them")
+    labels, masks = values.get("labels"), [name for name in MASKS if values.get(name) is not None]
+    if labels is not None and masks:
+        raise RowError(f"labels and {masks[0]} both say which tokens are targets; give one of them")
+    _check_one_document(values, len(ids))
     padding = values.get("attention_mask")
     if padding is not None and not all(padding):
         raise RowError(f"attention_mask masks {list(padding).count(0)} tokens of padding; leave the padding out")
@@ -55,12 +58,29 @@ def token_sample(values: Mapping[str, Any], vocabulary: int) -> Sample:
         targets = _of_length(_integers(labels, "labels"), "labels", len(ids))
         _check_ids(targets[targets != NO_TARGET], "labels", vocabulary)
         return Sample(ids, targets)
-    if mask is None:
+    if not masks:
         return Sample(ids)
-    given = _of_length(_integers(mask, "loss_mask"), "loss_mask", len(ids))
-    if bad := [int(value) for value in given if value not in (0, 1)]:
-        raise RowError(f"loss_mask holds {bad[0]}; give a 0 or a 1 for each token")
-    return Sample(ids, np.where(given == 1, ids, NO_TARGET))
+    learnt = np.logical_and.reduce([_mask(values[name], name, len(ids)) for name in masks])
+    return Sample(ids, np.where(learnt, ids, NO_TARGET))
+
+
+def _check_one_document(values: Mapping[str, Any], length: int) -> None:
+    """Raise RowError where keys of packed rows say that a row holds several documents, which would see each other."""
+    parts, positions = values.get("seq_lengths"), values.get("position_ids")
+    hint = "give each a row of its own, steps pack rows themselves"
+    if parts is not None and len(_integers(parts, "seq_lengths")) > 1:
+        raise RowError(f"seq_lengths says that the row holds {len(parts)} documents; {hint}")
+    if positions is not None and not np.array_equal(_integers(positions, "position_ids"), np.arange(length)):
+        raise RowError(
+            f"position_ids are not 0 to {length - 1}, as those of one document are; {hint}, or leave them out"
+        )
+
+
+def _mask(values: Any, name: str, length: int) -> npt.NDArray[np.bool_]:
+    mask = _of_length(_integers(values, name), name, length)
+    if bad := [int(value) for value in mask if value not in (0, 1)]:
+        raise RowError(f"{name} holds {bad[0]}; give a 0 or a 1 for each token")
+    return mask == 1
 
 
 def _integers(values: Any, name: str) -> npt.NDArray[np.int64]:

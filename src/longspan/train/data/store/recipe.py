@@ -14,7 +14,7 @@ from longspan.train.data.store.workers import cores
 if TYPE_CHECKING:
     from longspan.train.data.rows.encoding import RowEncoding
 
-VERSION = 1  # of what the same recipe makes
+VERSION = 2  # of what the same recipe makes
 _IN_PROCESS_BYTES = {"text": 32 << 20, "input_ids": 32 << 20}  # corpora that one process encodes; 4 MiB of other kinds
 _WITH_PIXELS_BYTES = 1 << 18  # likewise, where each row names images that are decoded
 
