@@ -11,7 +11,7 @@ import pytest
 from longspan.train.data.rows.encoding import RowEncoding
 from longspan.train.data.rows.sample import BadRow, Row, Sample, Unseen
 from tests.train.data.rows.conversations import PLAIN, TOOL, TOOLS, Message, asks, says
-from tests.train.data.rows.families import FAMILIES, Family, encoding_of, write_family, write_folder
+from tests.train.data.rows.families import FAMILIES, TEMPLATES, Family, encoding_of, write_family, write_folder
 from tests.train.data.rows.test_chat import encoded, said
 from tests.train.data.rows.test_marks import marked_template
 
@@ -111,6 +111,14 @@ def test_a_call_whose_end_is_not_known_is_refused(tmp_path: Path) -> None:
         assert "eos_token_id" in reason
 
 
+def test_what_stands_behind_the_last_turn_is_not_learnt(tmp_path: Path) -> None:
+    """Phi-3's template closes a conversation with the end of text; a turn ends before it, even if no file says so."""
+    template = (TEMPLATES / "phi3.jinja").read_text(encoding="utf-8") + "{{- eos_token }}"
+    for generation in (True, False):
+        folder = write_folder(tmp_path / str(generation), "phi3", template=template, generation=generation)
+        assert targets(encoding_of(folder), PLAIN.messages) == ["1.<|end|>", "2.<|end|>"]
+
+
 def test_each_call_of_a_message_is_learnt(tmp_path: Path) -> None:
     """Where the template writes each behind a header of its own; headers are context, as at inference."""
     muse = Family("<|start|> <|message|> <|eot|> <|eom|>", "<|eot|>", lambda _: [], "<|eom|>")
@@ -160,6 +168,15 @@ def test_texts_cannot_make_special_tokens_together(tmp_path: Path, content: Mess
 def test_texts_with_characters_of_special_tokens_are_read(tmp_path: Path, text: str) -> None:
     for message in (asks(text), text_parts(asks(text), text, text)):
         assert targets(parts_encoding(tmp_path), [message, says(text)]) == [f"{text}<|im_end|>"]
+
+
+def test_tokens_that_a_template_writes_for_a_name_in_a_text_are_its_own(tmp_path: Path) -> None:
+    """Names of tokens that are not special stay in the harmless chat, as templates look for them."""
+    template = PARTS.replace("+ '\n' }}", "+ '\n' + ('<|note|>' if '<think>' in m.content else '') }}")
+    family = Family("<|im_start|> <|im_end|> <|note|> +<think>", "<|im_end|>", lambda _: [])
+    encoding = encoding_of(write_family(tmp_path, family, template))
+    (sample,) = encoding.encode([Row("line 1", {"messages": [asks("<think> <b>"), says("a")]})])
+    assert isinstance(sample, Sample) and encoding.tokenizer.engine.token_to_id("<|note|>") in sample.ids
 
 
 @pytest.mark.parametrize("name", FAMILIES)

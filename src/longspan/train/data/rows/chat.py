@@ -17,7 +17,7 @@ from longspan.train.data.rows.assistant_spans import Spans, assistant_spans, mar
 from longspan.train.data.rows.media.named_media import check_counts, kinds_of_parts
 from longspan.train.data.rows.media.placeholders import RowImages
 from longspan.train.data.rows.media.row_media import NOTHING_SHOWN, RowMedia
-from longspan.train.data.rows.messages import joined_parts, learnt_of, messages_of, reads_parts, tools_of
+from longspan.train.data.rows.messages import ROLES, joined_parts, learnt_of, messages_of, reads_parts, tools_of
 from longspan.train.data.rows.sample import RowSettings, Sample
 from longspan.train.data.rows.template import ChatTemplate, Message
 from longspan.train.data.rows.turn_tokens import TurnTokens, turn_tokens
@@ -56,16 +56,15 @@ class ChatEncoding:
 
     def _with_text(self, message: Message, tools: Sequence[Any] | None) -> Message:
         """A message with its text parts as one text, where the template does not read parts."""
-        role = message["role"]
-        if not isinstance(message.get("content"), list):
+        if not isinstance(message.get("content"), list) or (message["role"], bool(tools)) in self._reads_parts:
             return message
-        if (role, bool(tools)) not in self._reads_parts:
-            self._reads_parts[role, bool(tools)] = reads_parts(self.template, role, _SOME_TOOL if tools else None)
-        return message if self._reads_parts[role, bool(tools)] else joined_parts(message)
+        return joined_parts(message)
 
     @cached_property
-    def _reads_parts(self) -> dict[tuple[str, bool], bool]:
-        return {}
+    def _reads_parts(self) -> frozenset[tuple[str, bool]]:
+        """Roles whose text parts the template reads, with tools or without."""
+        pairs = [(role, tools) for role in ROLES for tools in (None, _SOME_TOOL)]
+        return frozenset((role, bool(tools)) for role, tools in pairs if reads_parts(self.template, role, tools))
 
     def _samples(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, said: Sequence[int], media: RowMedia
@@ -108,7 +107,7 @@ class ChatEncoding:
         return ids, np.where(in_spans(encoding.offsets, spans), ids, NO_TARGET)
 
     def _check_tokens(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> None:
-        """Raise RowError where a rendering has other tokens between turns than one of the same chat with harmless texts.
+        """Raise RowError where a rendering has other special tokens than one of the same chat with harmless texts.
 
         Texts can make a token together that none of them holds.
         """

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from longspan.train.data.rows.template import ChatTemplate
@@ -10,7 +11,9 @@ from longspan.train.data.rows.values import RowError, kind_of_value, shown
 
 LEARNT = ("weight", "train", "loss")  # keys of a message that say whether it is learnt, in formats of others
 _NOT_READ = re.compile(r".*masks?|masked|train_detail|loss_.*|.*_weight")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 _WORDS = ("Zq0part", "Zq1part")
+_ID = "callZq000"  # of a call; Mistral's have nine letters and digits
 
 
 def messages_of(value: Any, name: str = "messages", *, images: bool = False) -> list[dict[str, Any]]:
@@ -106,25 +109,17 @@ def reads_parts(template: ChatTemplate, role: str, tools: Sequence[Any] | None) 
 
 def _written(template: ChatTemplate, role: str, tools: Sequence[Any] | None, content: Any) -> str:
     """A conversation with a message of this role and content; empty where the template refuses it."""
-    message = {"role": role, "content": content, "name": "f", "tool_call_id": "callZq000"}
+    message = {"role": role, "content": content, "name": "f", "tool_call_id": _ID}
     question, answer = ({"role": other, "content": "Zq"} for other in ("user", "assistant"))
     for arguments in ({}, "{}"):  # templates take one of them
-        function = {"name": "f", "arguments": arguments}
-        call = {"role": "assistant", "content": "", "tool_calls": [{"id": "callZq000", "function": function}]}
+        call = {"id": _ID, "type": "function", "function": {"name": "f", "arguments": arguments}}
         turns = {
             "system": [message, question, answer],
             "user": [message, answer],
-            "tool": [
-                question,
-                {**call, "tool_calls": [{**call["tool_calls"][0], "type": "function"}]},
-                message,
-                answer,
-            ],
+            "tool": [question, {"role": "assistant", "content": "", "tool_calls": [call]}, message, answer],
         }
-        try:
+        with suppress(RowError):
             return template.render(turns.get(role, [question, message]), tools).text
-        except RowError:
-            continue
     return ""
 
 

@@ -76,7 +76,7 @@ class TurnTokens:
             if token.group() in self.ends | self.closing:
                 return self._last_of(inside[i:]).end()
         behind = tokens[len(inside)].start() if len(inside) < len(tokens) else len(text)
-        if len(inside) == 1 and not text[inside[0].end() : behind].strip():
+        if inside and not text[inside[0].end() : behind].strip():
             return inside[0].end()
         if limit == len(text) and not tokens:
             return max(start, len(text.rstrip()))
