@@ -143,9 +143,9 @@ def test_the_first_call_is_learnt_where_the_template_writes_no_other(tmp_path: P
     ]
 
 
-def parts_encoding(folder: Path, **settings: Any) -> RowEncoding:
+def parts_encoding(folder: Path, part: str = "{{- part.text }}", **settings: Any) -> RowEncoding:
     chatml = Family("<|im_start|> <|im_end|> +<think> +</think>", "<|im_end|>", lambda _: [])
-    return encoding_of(write_family(folder, chatml, PARTS), **settings)
+    return encoding_of(write_family(folder, chatml, PARTS.replace("{{- part.text }}", part)), **settings)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +190,31 @@ def test_text_parts_are_read_as_a_text(tmp_path: Path, name: str) -> None:
         assert of_parts.ids.tolist() == whole.ids.tolist()
         assert of_parts.labels is not None and whole.labels is not None
         assert of_parts.labels.tolist() == whole.labels.tolist()
+
+
+def test_text_parts_are_written_as_the_template_writes_them(tmp_path: Path) -> None:
+    """Where it reads parts; each is on a line of its own here."""
+    encoding = parts_encoding(tmp_path, "{{- part.text + '\n' }}")
+    assert targets(encoding, [text_parts(asks(""), "a", "b"), text_parts(says(""), "c", "d")]) == ["c\nd\n<|im_end|>"]
+    (sample,) = encoding.encode([Row("line 1", {"messages": [text_parts(asks(""), "a", "b"), says("c")]})])
+    assert isinstance(sample, Sample)
+    text = encoding.tokenizer.engine.decode(sample.ids.tolist(), skip_special_tokens=False)
+    assert text == "<|im_start|>user\na\nb\n<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n"
+
+
+def test_texts_are_parts_where_a_template_reads_parts_alone(tmp_path: Path) -> None:
+    """As those of SmolVLM and LLaVA do; a text would be left out without a word."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% for part in m.content %}{{ part.text }}{% endfor %}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    encoding = encoding_of(write_folder(tmp_path, "phi3", template=template))
+    question, answer, again, last = PLAIN.messages
+    for messages in (PLAIN.messages, [question, text_parts(answer), text_parts(again), last]):
+        (sample,) = encoding.encode([Row("line 1", {"messages": messages})])
+        assert isinstance(sample, Sample) and said(encoding, sample) == ["1.<|end|>", "2.<|end|>"]
+        text = encoding.tokenizer.engine.decode(sample.ids.tolist(), skip_special_tokens=False)
+        assert "<|user|>One?<|end|>" in text and "<|user|>Two?<|end|>" in text
 
 
 @pytest.mark.parametrize("key", ["weight", "train", "loss"])

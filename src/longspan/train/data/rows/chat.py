@@ -17,9 +17,9 @@ from longspan.train.data.rows.assistant_spans import Spans, assistant_spans, mar
 from longspan.train.data.rows.media.named_media import check_counts, kinds_of_parts
 from longspan.train.data.rows.media.placeholders import RowImages
 from longspan.train.data.rows.media.row_media import NOTHING_SHOWN, RowMedia
-from longspan.train.data.rows.messages import ROLES, joined_parts, learnt_of, messages_of, reads_parts, tools_of
+from longspan.train.data.rows.messages import learnt_of, messages_of, tools_of
 from longspan.train.data.rows.sample import RowSettings, Sample
-from longspan.train.data.rows.template import ChatTemplate, Message
+from longspan.train.data.rows.template import SOME_TOOL, ChatTemplate, Message
 from longspan.train.data.rows.turn_tokens import TurnTokens, turn_tokens
 from longspan.train.data.rows.values import RowError, check_strings, needed
 from longspan.train.data.tokenizer import TextTokenizer
@@ -45,7 +45,6 @@ class ChatEncoding:
         messages = messages_of(needed(values, "messages"), images=self.images is not None)
         tools = tools_of(values.get("tools"))
         check_counts(kinds_of_parts(messages), media, "its messages")
-        messages = [self._with_text(message, tools) for message in messages]
         if not self.settings.parse_special_tokens:
             pattern = self._turn_tokens(tools).between
             check_strings(messages, "messages", pattern)
@@ -53,18 +52,6 @@ class ChatEncoding:
         else:
             check_strings([messages, tools], "the row", None)
         return list(self._samples(messages, tools, learnt_of(messages, first_target), media))
-
-    def _with_text(self, message: Message, tools: Sequence[Any] | None) -> Message:
-        """A message with its text parts as one text, where the template does not read parts."""
-        if not isinstance(message.get("content"), list) or (message["role"], bool(tools)) in self._reads_parts:
-            return message
-        return joined_parts(message)
-
-    @cached_property
-    def _reads_parts(self) -> frozenset[tuple[str, bool]]:
-        """Roles whose text parts the template reads, with tools or without."""
-        pairs = [(role, tools) for role in ROLES for tools in (None, _SOME_TOOL)]
-        return frozenset((role, bool(tools)) for role, tools in pairs if reads_parts(self.template, role, tools))
 
     def _samples(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, said: Sequence[int], media: RowMedia
@@ -135,7 +122,7 @@ class ChatEncoding:
     @cached_property
     def _with_tools(self) -> TurnTokens:
         try:  # a template may put tools where this conversation has no place for them
-            return turn_tokens(self.template, _SOME_TOOL, self.tokenizer.engine)
+            return turn_tokens(self.template, SOME_TOOL, self.tokenizer.engine)
         except RowError:
             return self._plain
 
@@ -147,11 +134,3 @@ def in_spans(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]
     for start, stop in spans:
         inside |= (begins < stop) & (ends > start)
     return inside
-
-
-_SOME_TOOL = [
-    {
-        "type": "function",
-        "function": {"name": "f", "description": "f", "parameters": {"type": "object", "properties": {}}},
-    }
-]

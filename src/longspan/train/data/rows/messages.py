@@ -3,17 +3,12 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
-from longspan.train.data.rows.template import ChatTemplate
 from longspan.train.data.rows.values import RowError, kind_of_value, shown
 
 LEARNT = ("weight", "train", "loss")  # keys of a message that say whether it is learnt, in formats of others
 _NOT_READ = re.compile(r".*masks?|masked|train_detail|loss_.*|.*_weight")
-ROLES = ("system", "developer", "user", "assistant", "tool")
-_WORDS = ("Zq0part", "Zq1part")
-_ID = "callZq000"  # of a call; Mistral's have nine letters and digits
 
 
 def messages_of(value: Any, name: str = "messages", *, images: bool = False) -> list[dict[str, Any]]:
@@ -83,44 +78,6 @@ def learnt_of(messages: Sequence[Mapping[str, Any]], first: int) -> list[int]:
     if not learnt:
         raise RowError("none of its tokens is a target", masked=True)
     return learnt
-
-
-def joined_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose text parts are one text; one with other parts as it is."""
-    content = message.get("content")
-    if not isinstance(content, list) or not all(isinstance(part.get("text"), str) for part in content):
-        return message
-    return {**message, "content": "".join(part["text"] for part in content)}
-
-
-def reads_parts(template: ChatTemplate, role: str, tools: Sequence[Any] | None) -> bool:
-    """Whether a template writes text parts of a message of this role as it writes a text.
-
-    Others write the list itself, as Python or JSON has it, or leave it out. Some take parts alone.
-    """
-    whole, parts = (
-        _written(template, role, tools, content)
-        for content in ("".join(_WORDS), [{"type": "text", "text": word} for word in _WORDS])
-    )
-    before, joined, behind = whole.partition("".join(_WORDS))
-    between = parts.removeprefix(before + _WORDS[0]).removesuffix(_WORDS[1] + behind)
-    return all(word in parts for word in _WORDS) and not (joined and between.strip())
-
-
-def _written(template: ChatTemplate, role: str, tools: Sequence[Any] | None, content: Any) -> str:
-    """A conversation with a message of this role and content; empty where the template refuses it."""
-    message = {"role": role, "content": content, "name": "f", "tool_call_id": _ID}
-    question, answer = ({"role": other, "content": "Zq"} for other in ("user", "assistant"))
-    for arguments in ({}, "{}"):  # templates take one of them
-        call = {"id": _ID, "type": "function", "function": {"name": "f", "arguments": arguments}}
-        turns = {
-            "system": [message, question, answer],
-            "user": [message, answer],
-            "tool": [question, {"role": "assistant", "content": "", "tool_calls": [call]}, message, answer],
-        }
-        with suppress(RowError):
-            return template.render(turns.get(role, [question, message]), tools).text
-    return ""
 
 
 def _check_calls(calls: Any, name: str) -> None:

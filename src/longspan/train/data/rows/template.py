@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +23,15 @@ from longspan.train.data.tokenizer import TextTokenizer
 from longspan.train.data.tokenizer_files import ends_of_generation
 
 Message = Mapping[str, Any]
+SOME_TOOL = [
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "f", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_WORDS = ("Zq0part", "Zq1part")
+_ID = "callZq000"  # of a call; Mistral's have nine letters and digits
 _DAY_FORMAT = "%d %b %Y"
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DATES = re.compile(r"strftime_now\(\s*(?P<quote>['\"])(?P<format>.*?)(?P=quote)\s*\)")
@@ -82,7 +93,50 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False, marks: bool = False
     ) -> Rendered:
-        """The text of messages, with the prompt of an answer if asked. Raises RowError where the template raises."""
+        """The text of messages, with the prompt of an answer if asked. Raises RowError where the template raises.
+
+        Texts and lists of text parts are given as the template writes them: as the other where it reads that alone.
+        """
+        fitted = [self._contents.get((m["role"], bool(tools)), _TEXT).fitted(m) for m in messages]
+        return self._rendered(fitted, tools, prompt=prompt, marks=marks)
+
+    @cached_property
+    def _contents(self) -> Mapping[tuple[str, bool], "_Contents"]:
+        """What is written of messages by role, with tools and without."""
+        pairs = [(role, tools) for role in _ROLES for tools in (None, SOME_TOOL)]
+        return {(role, bool(tools)): self._contents_of(role, tools) for role, tools in pairs}
+
+    def _contents_of(self, role: str, tools: Sequence[Any] | None) -> "_Contents":
+        """What is written of messages of a role.
+
+        Parts are where the same text comes of them as of one text, but for blanks; other templates write the list
+        itself, as Python or JSON has it, or leave it out.
+        """
+        contents = "".join(_WORDS), [{"type": "text", "text": word} for word in _WORDS]
+        whole, parts = ("".join(self._with_content(role, content, tools).split()) for content in contents)
+        joined = contents[0] in whole
+        reads = all(word in parts for word in _WORDS) and (parts == whole or not joined)
+        return _Contents(text=joined or not reads, parts=reads)
+
+    def _with_content(self, role: str, content: Any, tools: Sequence[Any] | None) -> str:
+        """A conversation with a message of this role and content; empty where the template refuses it."""
+        message = {"role": role, "content": content, "name": "f", "tool_call_id": _ID}
+        plain = "Zq" if isinstance(content, str) else [{"type": "text", "text": "Zq"}]
+        question, answer = ({"role": other, "content": plain} for other in ("user", "assistant"))
+        for arguments in ({}, "{}"):  # templates take one of them
+            call = {"id": _ID, "type": "function", "function": {"name": "f", "arguments": arguments}}
+            turns = {
+                "system": [message, question, answer],
+                "user": [message, answer],
+                "tool": [question, {"role": "assistant", "content": "", "tool_calls": [call]}, message, answer],
+            }
+            with suppress(RowError):
+                return self._rendered(turns.get(role, [question, message]), tools).text
+        return ""
+
+    def _rendered(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False, marks: bool = False
+    ) -> Rendered:
         template = self._template(tools)
         known = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
@@ -103,6 +157,30 @@ class ChatTemplate:
 
     def _template(self, tools: Sequence[Any] | None) -> str:
         return self.with_tools if tools else self.plain
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """Which contents of a message a template writes: a text, a list of text parts."""
+
+    text: bool
+    parts: bool
+
+    def fitted(self, message: Message) -> Message:
+        """A message with its text, or text parts, as the template writes them; one with other parts as it is."""
+        content = message.get("content")
+        if isinstance(content, str) and not self.text:
+            return {**message, "content": [{"type": "text", "text": content}]}
+        if (
+            self.parts
+            or not isinstance(content, list)
+            or not all(isinstance(part.get("text"), str) for part in content)
+        ):
+            return message
+        return {**message, "content": "".join(part["text"] for part in content)}
+
+
+_TEXT = _Contents(text=True, parts=False)
 
 
 def _dates(template: str, day: str) -> dict[str, Any]:
