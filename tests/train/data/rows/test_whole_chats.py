@@ -202,15 +202,18 @@ def test_text_parts_are_written_as_the_template_writes_them(tmp_path: Path) -> N
     assert text == "<|im_start|>user\na\nb\n<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n"
 
 
-def test_texts_are_parts_where_a_template_reads_parts_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content", ["{% for part in m.content %}{{ part.text }}{% endfor %}", "{{ m.content[0].text }}"]
+)
+def test_texts_are_parts_where_a_template_reads_parts_alone(tmp_path: Path, content: str) -> None:
     """As those of SmolVLM and LLaVA do; a text would be left out without a word."""
     template = (
-        "{% for m in messages %}<|{{ m.role }}|>{% for part in m.content %}{{ part.text }}{% endfor %}<|end|>"
-        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+        "{% for m in messages %}<|{{ m.role }}|>" + content + "<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     encoding = encoding_of(write_folder(tmp_path, "phi3", template=template))
     question, answer, again, last = PLAIN.messages
-    for messages in (PLAIN.messages, [question, text_parts(answer), text_parts(again), last]):
+    for messages in (PLAIN.messages, [question, text_parts(answer), text_parts(again, "Two", "?"), last]):
         (sample,) = encoding.encode([Row("line 1", {"messages": messages})])
         assert isinstance(sample, Sample) and said(encoding, sample) == ["1.<|end|>", "2.<|end|>"]
         text = encoding.tokenizer.engine.decode(sample.ids.tolist(), skip_special_tokens=False)

@@ -110,13 +110,13 @@ class ChatTemplate:
         """What is written of messages of a role.
 
         Parts are where the same text comes of them as of one text, but for blanks; other templates write the list
-        itself, as Python or JSON has it, or leave it out.
+        itself, as Python or JSON has it, or leave it out. Some read parts alone, or the first of them.
         """
-        contents = "".join(_WORDS), [{"type": "text", "text": word} for word in _WORDS]
-        whole, parts = ("".join(self._with_content(role, content, tools).split()) for content in contents)
-        joined = contents[0] in whole
-        reads = all(word in parts for word in _WORDS) and (parts == whole or not joined)
-        return _Contents(text=joined or not reads, parts=reads)
+        both, text = "".join(_WORDS), lambda words: [{"type": "text", "text": word} for word in words]
+        contents = both, text([both]), text(_WORDS)
+        whole, part, parts = ("".join(self._with_content(role, content, tools).split()) for content in contents)
+        reads = all(word in parts for word in _WORDS) and (parts == whole or both not in whole)
+        return _Contents(text=both in whole or both not in part, parts=reads)
 
     def _with_content(self, role: str, content: Any, tools: Sequence[Any] | None) -> str:
         """A conversation with a message of this role and content; empty where the template refuses it."""
@@ -128,7 +128,7 @@ class ChatTemplate:
             turns = {
                 "system": [message, question, answer],
                 "user": [message, answer],
-                "tool": [question, {"role": "assistant", "content": "", "tool_calls": [call]}, message, answer],
+                "tool": [question, {**answer, "tool_calls": [call]}, message, answer],
             }
             with suppress(RowError):
                 return self._rendered(turns.get(role, [question, message]), tools).text
@@ -161,7 +161,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class _Contents:
-    """Which contents of a message a template writes: a text, a list of text parts."""
+    """Which contents of a message a template writes: a text (or it takes parts alone), a list of several text parts."""
 
     text: bool
     parts: bool
@@ -169,15 +169,13 @@ class _Contents:
     def fitted(self, message: Message) -> Message:
         """A message with its text, or text parts, as the template writes them; one with other parts as it is."""
         content = message.get("content")
-        if isinstance(content, str) and not self.text:
-            return {**message, "content": [{"type": "text", "text": content}]}
-        if (
-            self.parts
-            or not isinstance(content, list)
-            or not all(isinstance(part.get("text"), str) for part in content)
-        ):
+        if isinstance(content, list):
+            if self.parts or not all(isinstance(part.get("text"), str) for part in content):
+                return message
+            content = "".join(part["text"] for part in content)
+        elif not isinstance(content, str) or self.text:
             return message
-        return {**message, "content": "".join(part["text"] for part in content)}
+        return {**message, "content": content if self.text else [{"type": "text", "text": content}]}
 
 
 _TEXT = _Contents(text=True, parts=False)
