@@ -176,10 +176,11 @@ def test_keys_that_would_count_are_refused(qwen: RowEncoding, kind: Kind, values
 
 def test_keys_of_no_kind_are_left_alone(qwen: RowEncoding) -> None:
     """Classes of texts, say, and whatever else stands beside chats."""
-    for kind, values in (
-        ("text", {"text": "a b", "label": 3}),
-        ("messages", {**CHAT, "id": 1, "score": 0.5, "source": "x"}),
-    ):
+    alone: dict[Kind, dict[str, Any]] = {
+        "text": {"text": "a b", "label": 3},
+        "messages": {**CHAT, "id": 1, "score": 0.5, "source": "x"},
+    }
+    for kind, values in alone.items():
         (sample,) = RowEncoding(kind, qwen.tokenizer).encode([Row("f, line 1", values)])
         assert isinstance(sample, Sample)
 
