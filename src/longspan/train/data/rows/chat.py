@@ -102,9 +102,9 @@ class ChatEncoding:
         if tokens.between is None or tokens.is_harmless([messages, tools]):
             return
         harmless = self.template.render(*tokens.harmless([messages, tools])).text
-        there, wanted = tokens.between.findall(text), tokens.between.findall(harmless)
-        if there != wanted:
-            counts = {name: (there.count(name), wanted.count(name)) for name in sorted({*there, *wanted})}
+        here, there = tokens.between.findall(text), tokens.between.findall(harmless)
+        if here != there:
+            counts = {name: (here.count(name), there.count(name)) for name in sorted({*here, *there})}
             others = ", ".join(f"{a} {name} in place of {b}" for name, (a, b) in counts.items() if a != b)
             raise RowError(
                 "what its texts say changes the special tokens of the chat, such as those that end turns: it has "
