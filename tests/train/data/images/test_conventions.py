@@ -187,7 +187,10 @@ REFUSED: dict[str, tuple[Row, str]] = {
     "wrong base64": ({"images": [{"bytes": "%%"}], "messages": NAMES_ONE}, "images[0].bytes is no base64 ("),
     "an empty data: URL": ({"image": "data:,", "messages": NAMES_ONE}, "which brings no bytes"),
     "a web address": ({"images": ["http://a/b.png"], "messages": NAMES_ONE}, "nothing is downloaded"),
-    "a pair": ({"messages": asks("who?"), "rejected_response": "a dog"}, '"rejected_response" stands beside messages (chat)'),
+    "a pair": (
+        {"messages": asks("who?"), "rejected_response": "a dog"},
+        '"rejected_response" stands beside messages (chat)',
+    ),
     "boxes": (
         {"image": "0.png", "objects": {"bbox": [[1, 2, 3, 4]]}, "messages": asks("<image>find <bbox>")},
         'holds <bbox>, for which "objects" has words or boxes',
