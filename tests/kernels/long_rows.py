@@ -145,7 +145,7 @@ def gate_of_experts(device: str, elements: int) -> Errors:
 
 
 def products_of_experts(device: str, elements: int) -> Errors:
-    """Both ends past it: rows in, and rows out."""
+    """Both ends past it: rows in, and rows out; the last three quarters of the rows are the last expert's."""
     from longspan.model.experts.experts import _grouped_mm
 
     x, weights = rows_of(elements, WIDTH, device), torch.randn(4, WIDTH, WIDTH, device=device, dtype=torch.bfloat16)
@@ -153,15 +153,11 @@ def products_of_experts(device: str, elements: int) -> Errors:
         return {}
     multiply, count = _grouped_mm, len(x)
 
-    def compute(x: Tensor, weights: Tensor) -> Tensor:
-        """All rows but the last quarter of pieces go to the last expert, so that few rows have the same one alone."""
-        first = len(x) // 4 // 16 * 16 if len(x) == count else 0
-        ends = torch.tensor([first // 2 // 16 * 16, first, first, len(x)], device=device, dtype=torch.int32)
-        return multiply(x, weights, offs=ends)
-
+    first = count // 4 // 16 * 16  # rows before it are other experts'
+    ends = torch.tensor([first // 2 // 16 * 16, first, first, count], device=device, dtype=torch.int32)
     at = compared_rows(count, WIDTH)
-    last = at[at >= count // 4].to(device)
-    out = compute(x, weights)
+    last = at[at >= first].to(device)
+    out = multiply(x, weights, offs=ends)
     return {"rows": relative_error(out[last].double(), (x[last] @ weights[3]).double())}
 
 
@@ -308,14 +304,21 @@ def first_rows_of_runs(device: str, elements: int) -> Errors:
     joined = torch.cat([arrived, x[start:]]).double()
     source = torch.arange(2 * width, device=device)
     before = Before(width, (source + width) % (2 * width), source[width:], source[:width] * 0, source[1 : width + 1])
-    numbers = (torch.tensor([n], device=device) for n in (start, width))
+    first = FirstRows(
+        places + start,
+        before,
+        torch.tensor([start], device=device),
+        torch.tensor([width], device=device),
+        places[None],
+    )
     write_rows = write_first
     if device == "cpu":
         from longspan.ssm.kernels.convolutions.by_torch import TORCH_CONVOLUTION
 
         write_rows = TORCH_CONVOLUTION.write_first
-    write_rows(y, x, arrived, convolution, FirstRows(places + start, before, *numbers, places[None]))
-    exact = sum(joined[i : i + width] * convolution.weight.double()[:, i] for i in range(width + 1))
+    write_rows(y, x, arrived, convolution, first)
+    windows = [joined[i : i + width] * convolution.weight.double()[:, i] for i in range(width + 1)]
+    exact = torch.stack(windows).sum(0)
     return {"first rows": relative_error(y[start:].double(), exact)}
 
 
@@ -347,8 +350,8 @@ def maps_of_runs(device: str, elements: int) -> Errors:
     g = -torch.rand(1, rows, heads, device=device)
     runs = LocalRuns(np.array([rows - last, last]), torch.device(device))
     alone = LocalRuns(np.array([last]), torch.device(device))
-    found, exact = maps_of(named(slice(None)), runs), maps_of(named(slice(rows - last, rows)), alone)
-    pairs = zip(("states", "transitions"), found, exact, strict=True)
+    of_both, exact = maps_of(named(slice(None)), runs), maps_of(named(slice(rows - last, rows)), alone)
+    pairs = zip(("states", "transitions"), of_both, exact, strict=True)
     return {name: relative_error(a[1].double(), b[0].double()) for name, a, b in pairs}
 
 

@@ -1,8 +1,8 @@
 """Norms of more elements than torch's kernels count, some rows at a time.
 
-The kernels of `rms_norm` and `layer_norm` on GPUs (torch 2.11 to 2.13) multiply a row's number by its width in 32 bits:
-past that, rows are silently read from and written to others' places. Fewer rows go to them as they are. Kernels of our
-own, and torch's operations element by element, count in 64 bits (`tests/kernels/long_rows.py`).
+torch's kernels of `rms_norm` and `layer_norm` for GPUs multiply a row's number by its width in 32 bits (seen with torch
+2.11 on an H200): beyond, rows are silently read from and written to others' places. Kernels of our own, and torch's
+operations element by element, count in 64 bits; all of them are tried in `tests/kernels/long_rows.py`.
 """
 
 from collections.abc import Callable
