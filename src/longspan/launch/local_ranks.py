@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from longspan.errors import CommError
 from longspan.launch.fork_server import start_fork_server
 from longspan.launch.rank_process import DEAD_KEY, READY, Answer, Descriptor, Spec, State, Task, rank_main
+from longspan.launch.stop_signals import blocked
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
@@ -94,16 +96,24 @@ class LocalRanks:
 
     def start(self) -> None:
         """Start every rank."""
-        streams = (Descriptor(1), Descriptor(2))
         self.ranks = self._all
         for index in range(self._n):
-            here, there = self._context.Pipe()
-            task = None if self._payload is None else self._task(index, self._n, self._payload)
-            spec = Spec(index, task, self._threads, self.folder, self._state)
-            process = self._context.Process(target=rank_main, args=(spec, there, *streams), name=f"rank {index}")
+            with blocked() if index else nullcontext():  # the first waits for the fork server, and may be interrupted
+                self._start(index)
+
+    def _start(self, index: int) -> None:
+        here, there = self._context.Pipe()
+        task = None if self._payload is None else self._task(index, self._n, self._payload)
+        args = Spec(index, task, self._threads, self.folder, self._state), there, Descriptor(1), Descriptor(2)
+        process = self._context.Process(target=rank_main, args=args, name=f"rank {index}")
+        try:
             process.start()
-            there.close()
             self._all.append(LocalRank(index, process, here))
+        except BaseException:
+            here.close()  # a process that comes to be all the same learns from it that nobody waits for it
+            raise
+        finally:
+            there.close()
 
     def ready(self, timeout: float) -> bool:
         """Whether the ranks of the call before have put back what it changed, and live."""

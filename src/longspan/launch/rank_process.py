@@ -115,7 +115,8 @@ def rank_main(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Des
         os._exit(0)
     _set_up(spec, out, err)
     if spec.task is not None:
-        _answer(spec.rank, spec.task, pipe)
+        if not pipe.poll():  # nothing comes through it but its end, where the launcher was interrupted
+            _answer(spec.rank, spec.task, pipe)
     else:
         assert spec.state is not None
         _serve(spec.rank, spec.state(), pipe)
