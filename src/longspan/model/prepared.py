@@ -16,7 +16,6 @@ from longspan.errors import ModelError
 from longspan.model.adapters import Adapter, adapter_in, model_inside
 from longspan.model.execution import Execution
 from longspan.model.experts.moe import expert_modules, use_experts
-from longspan.model.experts.routing_trial import refuse_routing, try_routing
 from longspan.model.lora.disabled import without_adapter
 from longspan.model.lora.peft_model import redirect
 from longspan.model.lora.refusals import check_adapter, check_equal_adapters
@@ -27,6 +26,7 @@ from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.placement.placement import Placement
 from longspan.model.placement.recompute import Recomputation
 from longspan.model.placement.sharding import Sharding
+from longspan.model.row_trial.class_trial import refuse_class, try_class
 from longspan.model.seams.attention_calls import IMPLEMENTATION, check_call
 from longspan.model.seams.call_rules import CallRules, is_prepared, position_table
 from longspan.model.seams.first_pass import FirstPass
@@ -86,10 +86,10 @@ def prepare_language_model(
         fuse_norms(model, required=fused_norms == "on")
     if world.device.type == "cuda":
         split_long_norms(model)
-    routing_draws = try_routing(model).draws
+    class_draws = try_class(model).draws
     execution = _connect(model, placement, attention_kernel, mixer_kernels, probe=probe)
     with without_adapter(model) if adapter else nullcontext():  # each rank drops an adapter's inputs for its own rows
-        draws = random_draws(model) or routing_draws
+        draws = random_draws(model) or class_draws
     rules = CallRules(
         type(model).__name__,
         attention_kernel,
@@ -128,7 +128,7 @@ def _check(
         raise ModelError(f"this {type(model).__name__} was prepared already; prepare a model once")
     refuse_unsupported(model)
     assert isinstance(model, PreTrainedModel)
-    refuse_routing(model)
+    refuse_class(model)
     adapter = adapter_in(model)
     refuse_mtp(model, placement.world)
     if adapter is not None:

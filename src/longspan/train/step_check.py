@@ -11,6 +11,7 @@ from longspan.comm import World
 from longspan.errors import ModelError, PlanError, counted
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import refuse_unprepared
+from longspan.model.row_trial.model_trial import try_rows
 from longspan.model.seams.call_rules import call_rules, refuse_positions
 from longspan.model.seams.randomness import refuse_randomness
 from longspan.plan import Plan
@@ -46,6 +47,7 @@ def check_step(
         )
     _check_documents(plan, documents, items)
     refuse_positions(rules.position_table, plan.micro_batches)
+    try_rows(model, world, backward=backward)
 
 
 def _check_documents(plan: Plan, documents: Any, items: ItemTable | None) -> None:

@@ -21,6 +21,7 @@ from longspan.model.seams.forwards.llama4 import chunk_of, scaled_by_position
 from longspan.model.seams.layer_arguments import kernel_of_layer, shard_of_layer
 from longspan.model.seams.probe import Probe, RecordedCall, unknown_tensors
 from longspan.model.seams.randomness import refuse_randomness
+from longspan.model.seams.rows_alone import RowsAlone, attend_alone
 
 IMPLEMENTATION = "longspan"
 _BOUNDS = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # of packed rows
@@ -58,6 +59,8 @@ def attention(
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
     rows = _checked_shard(module, query, attention_mask, shard)
     query = scaled_by_position(module, query, rows.position_ids)
+    if isinstance(rows, RowsAlone):
+        return attend_alone(query, key, value, scaling), None
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, N, H), (T, K, H), (T, K, H)
     mask = {"causal": causal, "window": sliding_window, "chunk": chunk_of(module), "sinks": s_aux, "softcap": softcap}
     first_head = _first_head(module, q.shape[1], rows) if dropout else 0

@@ -24,6 +24,7 @@ from longspan.errors import LayoutError, ModelError
 from longspan.model.seams.layer_arguments import shard_of_layer
 from longspan.model.seams.mixers import mixers_of, with_functions
 from longspan.model.seams.probe import Probe
+from longspan.model.seams.rows_alone import RowsAlone, convolve_alone, scan_alone
 from longspan.ssm import causal_conv, kernel_of, linear_scan, unit
 from longspan.ssm.kernels import check_asked
 from longspan.ssm.kernels.call import state_dtype
@@ -65,6 +66,8 @@ class OverShard:
             raise ModelError(
                 f"{self.name} got {batch} x {rows} rows; the shard is one packed row of {shard.local_rows}"
             )
+        if isinstance(shard, RowsAlone):
+            return ROWS_ALONE
         return Rows(
             lambda x, weight, bias, silu: causal_conv(x, weight, bias, shard, silu=silu, kernels=self.kernels),
             lambda q, k, v, g, beta, scale: linear_scan(q, k, v, g, beta, shard, scale, kernels=self.kernels),
@@ -72,21 +75,9 @@ class OverShard:
         )
 
 
-def _alone(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float) -> Tensor:
-    """A scan whose rows are documents of their own."""
-    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
-    out = scale * (q * k).sum(-1, keepdim=True) * v
-    return out if beta is None else out * beta.unsqueeze(-1)
-
-
-def _convolved_alone(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-    y = x * weight[:, -1] + (0 if bias is None else bias)
-    return F.silu(y) if silu else y
-
-
 # For passes that show shapes; and for rows that see themselves alone, by which what is around a mixer can be tried.
 _SHAPES = Rows(lambda x, weight, bias, silu: torch.empty_like(x), lambda q, k, v, g, beta, scale: torch.empty_like(v))
-ROWS_ALONE = Rows(_convolved_alone, _alone)
+ROWS_ALONE = Rows(convolve_alone, scan_alone)
 RowsOf = Callable[[object, int, int], Rows]
 
 

@@ -15,8 +15,8 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.experts import gate, routing_trial
-from longspan.model.experts.routing_trial import refuse_routing, try_routing
+from longspan.model.experts import gate
+from longspan.model.experts.class_trial import refuse_class, try_class
 from longspan.model.small.shrink import shrunken
 from longspan.plan import plan_fixed
 from longspan.testing import backend
@@ -26,7 +26,7 @@ from tests.model.stock import texts, tiny
 from tests.mutation import mutated
 from tests.versions import transformers_before
 
-PATH = "model.experts.routing_trial"
+PATH = "model.experts.class_trial"
 
 
 def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
@@ -37,9 +37,9 @@ def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    routing_trial._trials.clear()
+    class_trial._trials.clear()
     yield
-    routing_trial._trials.clear()
+    class_trial._trials.clear()
 
 
 TRUE_SIZES = ("qwen3_moe", "deepseek_v3", "minimax_m2", "afmoe")
@@ -49,7 +49,7 @@ TRUE_SIZES = ("qwen3_moe", "deepseek_v3", "minimax_m2", "afmoe")
 def test_a_model_of_true_sizes_is_tried_with_a_small_one(family: str) -> None:
     model = on_meta(CONFIG_MAPPING[family]())
     before, threads = torch.random.get_rng_state(), torch.get_num_threads()
-    assert try_routing(model) == routing_trial.RoutingTrial()
+    assert try_class(model) == class_trial.ClassTrial()
     assert torch.equal(before, torch.random.get_rng_state()) and torch.get_num_threads() == threads
     assert all(parameter.is_meta for parameter in model.parameters())
 
@@ -57,12 +57,12 @@ def test_a_model_of_true_sizes_is_tried_with_a_small_one(family: str) -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in TRUE_SIZES])
 def test_every_exact_family_passes(family: str) -> None:
-    assert try_routing(family_model(family)) == routing_trial.RoutingTrial()
+    assert try_class(family_model(family)) == class_trial.ClassTrial()
 
 
 def test_models_without_experts_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing_trial, "_trial", None)
-    refuse_routing(tiny("qwen3"))
+    monkeypatch.setattr(class_trial, "_trial", None)
+    refuse_class(tiny("qwen3"))
 
 
 # ---- blocks of experts that are not exact over some of the rows
@@ -151,7 +151,7 @@ def test_rows_that_are_not_alone(case: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(qwen3_moe.Qwen3MoeSparseMoeBlock, "forward", forward)
     model = on_meta(Qwen3MoeConfig(num_hidden_layers=2))
     with pytest.raises(ModelError, match=f"Qwen3MoeForCausalLM cannot run exactly .*: {says}"):
-        refuse_routing(model)
+        refuse_class(model)
     with pytest.raises(ModelError, match=says), World(Layout(ranks=1), backend=backend()) as world:
         prepare(model, world, shard_parameters=False)
 
@@ -172,7 +172,7 @@ def _made_with(monkeypatch: pytest.MonkeyPatch, add: Callable[[Any], None], forw
 def test_a_state_of_the_rows_that_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _made_with(monkeypatch, lambda block: block.register_buffer("seen", torch.zeros(())), _counting)
     with pytest.raises(ModelError, match=r"its forward pass in training changes layers.0.mlp.seen by the rows"):
-        refuse_routing(model)
+        refuse_class(model)
 
 
 def test_parameters_of_visited_experts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,14 +181,14 @@ def test_parameters_of_visited_experts_alone(monkeypatch: pytest.MonkeyPatch) ->
 
     model = _made_with(monkeypatch, add, _of_visited_experts)
     with pytest.raises(ModelError, match=r"layers.\d.mlp.scales.\d has no gradient, not even zeros, where no row"):
-        refuse_routing(model)
+        refuse_class(model)
 
 
 def test_experts_that_are_not_what_we_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     stock = qwen3_moe.Qwen3MoeExperts.forward
     monkeypatch.setattr(qwen3_moe.Qwen3MoeExperts, "forward", lambda *args: 2 * stock(*args))
     with pytest.raises(ModelError, match=r"layers.0.mlp.experts \(Qwen3MoeExperts\) computes something of its own"):
-        refuse_routing(on_meta(Qwen3MoeConfig(num_hidden_layers=2)))
+        refuse_class(on_meta(Qwen3MoeConfig(num_hidden_layers=2)))
 
 
 def test_a_class_that_cannot_be_tried_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +198,7 @@ def test_a_class_that_cannot_be_tried_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(qwen3_moe.Qwen3MoeSparseMoeBlock, "forward", fail)
     says = r"it has experts, and a small Qwen3MoeModel that shows how they route cannot be run on the host .*need a GPU"
     with pytest.raises(ModelError, match=says):
-        refuse_routing(on_meta(Qwen3MoeConfig(num_hidden_layers=2)))
+        refuse_class(on_meta(Qwen3MoeConfig(num_hidden_layers=2)))
 
 
 # ---- families
@@ -208,7 +208,7 @@ def test_a_class_that_cannot_be_tried_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_doge_mixes_the_logits_of_rows() -> None:
     doge = CONFIG_MAPPING["doge"](is_moe=True)
     with pytest.raises(ModelError, match=r"rows influence each other outside attention, first in layers\.0\.mlp"):
-        refuse_routing(on_meta(doge))
+        refuse_class(on_meta(doge))
 
 
 def _trains(model: PreTrainedModel) -> None:
@@ -219,7 +219,7 @@ def _trains(model: PreTrainedModel) -> None:
 
 def test_phimoe_is_evaluated_and_its_training_refused() -> None:
     model = family_model("phimoe")
-    assert try_routing(model).draws and not try_routing(model).reasons
+    assert try_class(model).draws and not try_class(model).reasons
     with pytest.raises(ModelError, match=r"PhimoeForCausalLM draws .*: exponential_ .*it does so by its code"):
         _trains(model)
 
@@ -244,7 +244,7 @@ def test_without_its_comparisons_the_trial_lets_them_pass(name: str, monkeypatch
     old, new, case = MUTATIONS[name]
     monkeypatch.setattr(qwen3_moe.Qwen3MoeSparseMoeBlock, "forward", NOT_EXACT[case][0])
     with mutated((PATH, old, new)):
-        reasons = try_routing(on_meta(Qwen3MoeConfig(num_hidden_layers=2))).reasons
+        reasons = try_class(on_meta(Qwen3MoeConfig(num_hidden_layers=2))).reasons
         assert not any(re.search(NOT_EXACT[case][1], reason) for reason in reasons)
 
 
@@ -262,4 +262,4 @@ def test_gates_are_modules_or_functions() -> None:
     assert gate._is_silu(nn.SiLU()) and gate._is_silu(torch.nn.functional.silu)
     assert not any(map(gate._is_silu, (nn.GELU(), torch.nn.functional.gelu, _Learnt())))
     if "lfm2_moe" in CONFIG_MAPPING:
-        assert try_routing(on_meta(shrunken(CONFIG_MAPPING["lfm2_moe"]()))).reasons == ()
+        assert try_class(on_meta(shrunken(CONFIG_MAPPING["lfm2_moe"]()))).reasons == ()

@@ -1,10 +1,13 @@
-"""A trial of how a model routes: a small model of its class runs on the host, in training, on rows whole and in pieces.
+"""A trial of a class: a small model of it runs on the host, in training, on rows whole and in pieces.
 
 Over a sharded sequence a rank has some of the rows, in an order of its own. What a model computes outside attention is
 then exact if a row's output, and what it adds to gradients, are its own: not so with experts of a limited capacity,
 experts that choose rows, sums over a batch, or numbers drawn at random. In place of attention stands a function of each
 row alone, and so in place of mixers' scans; both are judged in `seams/`. Experts that `experts_forward` takes over are
-compared with their class's own forward. Models without experts are not tried.
+compared with their class's own forward.
+
+Tried are classes with experts, and those that are not transformers' own. Every model of any class is tried once more,
+as it is, before its first step (`model_trial.py`), which takes a few passes less.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,6 +26,7 @@ from longspan.model.layers import decoder_layers
 from longspan.model.seams.forwards.llama4 import scale_queries_by_position
 from longspan.model.seams.mixer_calls import ROWS_ALONE, redirect
 from longspan.model.seams.mixers import mixers_of
+from longspan.model.seams.rows_alone import attend_alone
 from longspan.model.small.shrink import shrunken
 from longspan.model.small.trial import in_one_line, on_the_host
 from longspan.plan.cost.model_shape import read_experts
@@ -34,35 +38,40 @@ _TOLERANCE = 1e-4  # relative; many routers and norms compute in float32, whatev
 
 
 @dataclass(frozen=True)
-class RoutingTrial:
+class ClassTrial:
     """Why a model's rows are not computed each by itself, and what it draws at random in training; nothing of most."""
 
     reasons: tuple[str, ...] = ()
     draws: tuple[str, ...] = ()
 
 
-def try_routing(model: PreTrainedModel) -> RoutingTrial:
-    """The trial of a model with experts, whose own modules are left alone; once for each class and configuration.
+def try_class(model: PreTrainedModel) -> ClassTrial:
+    """The trial of a model's class, where it is tried: once for each configuration; the model itself is left alone.
 
-    A small model that cannot be made or run is a reason too.
+    That a small model cannot be made or run is a reason where there are experts; others are tried by their first step.
     """
-    if read_experts(model.config).of_layer < 2 and not expert_modules(model):
-        return RoutingTrial()
-    base = _decoder(model)
+    base, experts = _decoder(model), has_experts(model)
+    if not experts and type(base).__module__.startswith("transformers."):
+        return ClassTrial()
     key = type(base), base.config.to_json_string()
     if key not in _trials:
         with on_the_host():
-            _trials[key] = _trial(type(base), base.config)
+            _trials[key] = _trial(type(base), base.config, required=experts)
     return _trials[key]
 
 
-def refuse_routing(model: PreTrainedModel) -> None:
-    """Raise ModelError, with every reason that the trial found, for a model whose experts would not be exact."""
-    if reasons := try_routing(model).reasons:
+def has_experts(model: nn.Module) -> bool:
+    """Whether a model has experts, by its configuration or its modules."""
+    return read_experts(model.config).of_layer > 1 or bool(expert_modules(model))
+
+
+def refuse_class(model: PreTrainedModel) -> None:
+    """Raise ModelError, with every reason that the trial found, for a model of a class that would not be exact."""
+    if reasons := try_class(model).reasons:
         raise ModelError(f"{type(model).__name__} cannot run exactly over a sharded sequence: {'; '.join(reasons)}")
 
 
-_trials: dict[tuple[type[PreTrainedModel], str], RoutingTrial] = {}
+_trials: dict[tuple[type[PreTrainedModel], str], ClassTrial] = {}
 
 
 def _decoder(model: PreTrainedModel) -> PreTrainedModel:
@@ -71,14 +80,16 @@ def _decoder(model: PreTrainedModel) -> PreTrainedModel:
     return [m for n, m in model.named_modules() if isinstance(m, PreTrainedModel) and layer.startswith(n)][-1]
 
 
-def _trial(kind: type[PreTrainedModel], config: PreTrainedConfig) -> RoutingTrial:
+def _trial(kind: type[PreTrainedModel], config: PreTrainedConfig, *, required: bool) -> ClassTrial:
     try:
         model = _small_model(kind, config)
         draws = _draws(model)
-        return RoutingTrial(tuple(_reasons(model.train(not draws))), draws)
-    except Exception as error:
+        return ClassTrial(tuple(_reasons(model.train(not draws))), draws)
+    except Exception as error:  # whatever a constructor or a forward raises
+        if not required:
+            return ClassTrial()
         shown = f"a small {kind.__name__} that shows how they route cannot be run on the host ({in_one_line(error)})"
-        return RoutingTrial((f"it has experts, and {shown}",))
+        return ClassTrial((f"it has experts, and {shown}",))
 
 
 def _small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
@@ -103,11 +114,8 @@ def _row_alone(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """In place of attention: (1, N, T, H) and keys (1, K, T, H) to (1, T, N, H), each row by its own values alone."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    weights = (query * key).sum(-1, keepdim=True).mul(scaling or 1.0).sigmoid()
-    return (weights * value).transpose(1, 2).contiguous(), None
+    """transformers' attention function, of each row alone."""
+    return attend_alone(query, key, value, scaling), None
 
 
 AttentionInterface.register(_STAND_IN, _row_alone)
