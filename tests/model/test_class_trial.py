@@ -16,7 +16,8 @@ from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.experts import gate
-from longspan.model.experts.class_trial import refuse_class, try_class
+from longspan.model.row_trial import class_trial
+from longspan.model.row_trial.class_trial import refuse_class, try_class
 from longspan.model.small.shrink import shrunken
 from longspan.plan import plan_fixed
 from longspan.testing import backend
@@ -26,7 +27,7 @@ from tests.model.stock import texts, tiny
 from tests.mutation import mutated
 from tests.versions import transformers_before
 
-PATH = "model.experts.class_trial"
+PATH = "model.row_trial.class_trial"
 
 
 def on_meta(config: PreTrainedConfig) -> PreTrainedModel:

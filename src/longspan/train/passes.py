@@ -28,7 +28,6 @@ from longspan.model.placement.sharding import (
     reshard,
 )
 from longspan.model.seams.call_rules import is_prepared
-from longspan.model.seams.first_pass import awaits_first_pass
 from longspan.plan import Plan
 from longspan.train.loss import GivenLogits
 from longspan.train.reading.local_batch import padding_batch
@@ -106,9 +105,6 @@ def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     """The passes of a model that is whole on every rank; returns the sum of the loss of this rank's rows."""
     model, free = passes.model, passes.plan.mode == "free"
     total = torch.zeros((), dtype=torch.float64, device=passes.world.device)
-    if free and awaits_first_pass(model):
-        # All slots enter it, also those without micro-batches, and learn what a first pass shows.
-        _forward_alone(passes, [padding_batch(passes.plan, passes.world)])
     with parameters_gathered(model) if free else nullcontext():
         if passes.counts_loads:
             _forward_alone(passes, batches[0 if free else 1 :], counting=True)

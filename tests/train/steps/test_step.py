@@ -192,7 +192,7 @@ def _modes(rank: int) -> tuple[list[tuple[bool, bool, bool]], tuple[bool, bool],
         layer = stages.get_submodule(f"model.layers.{world.coordinates.pp}")
         layer.register_forward_pre_hook(lambda module, _: seen.append(module.training))
         run_step(stages, plan_fixed(LENGTHS, world.home, cp=1), texts(LENGTHS), world)
-        return model.modes, (model.training, model.frozen.training), [*seen, stages.training, layer.training]
+        return model.modes, (model.training, model.frozen.training), [all(seen), stages.training, layer.training]
 
 
 def test_modes_are_restored_and_a_module_in_evaluation_mode_stays_so_in_a_model_that_trains() -> None:

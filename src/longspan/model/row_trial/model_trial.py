@@ -11,7 +11,7 @@ evaluation mode, before the first step that runs so, and leaves nothing behind.
 Not covered: what a model does to long documents alone, gradients (of classes: `class_trial.py`), encoders, dropout.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -42,16 +42,17 @@ def try_rows(model: nn.Module, world: World, *, backward: bool) -> None:
 
     Entered by all ranks together. A step without `backward` runs in evaluation mode.
     """
-    tried: set[bool] = model.__dict__.setdefault(_TRIED, set())
-    if backward in tried or not is_prepared(model):
+    if not is_prepared(model) or backward in (tried := vars(model).setdefault(_TRIED, set[bool]())):
         return
     trial = _Trial(model, world)
     with _left_as_it_was(model), world.watch.naming("trial of rows outside attention", world.home.ranks):
         if not (backward and model.training):
             model.train(backward)
         _leave_dropout_out(model)
-        if world.control.any_rank(bool(trial.differences(every_module=False))):
-            raise_first_error(world, trial.refusal())
+        differences = trial.differences(every_module=False)
+        if world.control.any_rank(bool(differences)):
+            named = trial.differences(every_module=True)  # by all ranks together
+            raise_first_error(world, trial.refusal(named or differences))
     tried.add(backward)
 
 
@@ -105,9 +106,8 @@ class _Trial:
             difference for stage in self.stages for difference in self._differences(stage, every_module=every_module)
         ]
 
-    def refusal(self) -> ModelError | None:
-        """Why this rank's part of the model is refused, by a look at every module; None where it is exact."""
-        differences = self.differences(every_module=True) or self.differences(every_module=False)
+    def refusal(self, differences: Sequence[_Difference]) -> ModelError | None:
+        """Why this rank's part of the model is refused, by the first difference; None where there is none."""
         if not differences:
             return None
         name, error, allowed, beside = differences[0]
@@ -212,7 +212,7 @@ def _state_restored(model: nn.Module) -> Iterator[None]:
     """What a pass leaves in buffers and attributes of modules is taken back."""
     attributes = [(module, dict(vars(module))) for module in model.modules()]
     buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
-    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    values = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
@@ -222,5 +222,6 @@ def _state_restored(model: nn.Module) -> Iterator[None]:
         for module, before in buffers:
             module._buffers.clear()
             module._buffers.update(before)
-        for buffer, value in values:
-            buffer.copy_(value)
+        for buffer, version, value in values:
+            if buffer._version != version:
+                buffer.copy_(value)

@@ -30,7 +30,7 @@ class Precision(NamedTuple):
     @property
     def half(self) -> bool:
         """Whether products are rounded by so much that passes of other shapes show little."""
-        return self.tf32 or torch.finfo(self.dtype).bits == 16
+        return self.tf32 or torch.finfo(self.dtype).bits <= 16
 
     def exact(self, *, same_shapes: bool) -> bool:
         """Whether rows must be the same bit by bit, as every product has the same shapes."""
