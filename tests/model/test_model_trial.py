@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from bench.census.models import default_config, names
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedModel
 
-from bench.census.models import default_config, names
 from longspan import run_step, token_log_probs
-from longspan.comm import World
+from longspan.comm import World, bind
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
@@ -146,7 +146,9 @@ def _refused(model: PreTrainedModel, world: World, place: str, rows: str, *, bac
     name, patch = PLACES[place]
     undo = patch(model.get_submodule(name), MEETING[rows])
     try:
-        says = rf"LlamaForCausalLM cannot run exactly .*: rows influence each other outside attention, first in {name} \("
+        says = (
+            rf"LlamaForCausalLM cannot run exactly .*: rows influence each other outside attention, first in {name} \("
+        )
         with pytest.raises(ModelError, match=says):
             _try_again(model, world, backward=backward)
     finally:
@@ -195,7 +197,9 @@ def _review(model: PreTrainedModel) -> PreTrainedModel:
 
 STEPS: dict[str, Callable[[PreTrainedModel, World], object]] = {
     "run_step": lambda model, world: run_step(model, plan_fixed(LENGTHS, world.home, cp=1), texts(LENGTHS), world),
-    "evaluate": lambda model, world: evaluate(model, texts(LENGTHS), PlanChoice.fixed(1, max_tokens_per_slot=64), world),
+    "evaluate": lambda model, world: evaluate(
+        model, texts(LENGTHS), PlanChoice.fixed(1, max_tokens_per_slot=64), world
+    ),
     "token_log_probs": lambda model, world: token_log_probs(
         model, plan_fixed(LENGTHS, world.home, cp=1), texts(LENGTHS), world
     ),
@@ -303,7 +307,9 @@ def _over_ranks(rank: int) -> dict[str, str]:
     answers = dict[str, str]()
     for name, (home, family, options) in HOMES.items():
         with World(home, backend=backend()) as world:
-            stock: Any = prepare((family_model(family) if family in FAMILIES else tiny(family)).train(), world, **options)
+            stock: Any = prepare(
+                (family_model(family) if family in FAMILIES else tiny(family)).train(), world, **options
+            )
             try_rows(stock, world, backward=True)
             try_rows(stock, world, backward=False)
             vars(stock).pop("modes_of_row_trial")
@@ -362,3 +368,11 @@ def test_without_its_comparison_they_would_pass(llama: PreTrainedModel, world: W
             _try_again(llama, world)
     finally:
         undo()
+
+
+def test_a_call_in_a_loop_of_ones_own(world: World) -> None:
+    model = _prepared(world, _review(tiny("llama")))
+    shard = bind(plan_fixed(LENGTHS, world.home, cp=1).micro_batches[0], world)
+    inputs = {"input_ids": shard.scatter(torch.arange(sum(LENGTHS)))[None], "position_ids": shard.position_ids[None]}
+    with pytest.raises(ModelError, match=r"rows influence each other outside attention, first in model\.layers\.0"):
+        model(**inputs, shard=shard)

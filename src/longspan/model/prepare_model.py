@@ -18,6 +18,7 @@ from longspan.model.multimodal.checks import check_encoder_home
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import prepare_language_model
+from longspan.model.row_trial.model_trial import try_rows_of_calls
 from longspan.model.vision.join import IMAGE, EncoderHome, joined
 from longspan.model.vision.take_apart import apart
 from longspan.model.weights.fill import weights_to_come_of
@@ -109,12 +110,15 @@ def prepare(
     trained and saved, and `longspan.without_adapter(model)` leaves it out for a while.
 
     A model that draws at random outside attention in training, as by `resid_pdrop`, is evaluated as it is; training it
-    is refused.
+    is refused. Whether rows influence each other outside attention, as by a patch or a hook, is tried by a few passes
+    before the first step or call (docs/limits.md).
 
     Raises ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
     """
     if encoder is None:
-        return prepare_language_model(model, world, **options)
+        prepared = prepare_language_model(model, world, **options)
+        try_rows_of_calls(prepared)
+        return prepared
     same: dict[str, Any] = {name: value for name, value in options.items() if name in _OF_BOTH}
     settings, inside = EncoderHome.of(encoder, **same), model_inside(model)
     check_encoder_home(IMAGE, settings.layout, world)
@@ -123,6 +127,7 @@ def prepare(
         if adapter is not None:
             check_encoder_adapter(parts.encoder, adapter, settings.layout.tp)
         language_model: Any = prepare_language_model(model, world, **options)
+        try_rows_of_calls(language_model)
         language_model.adapter = adapter  # also where it is in the encoder alone
         prepared = joined(parts, language_model, world, settings, weights)
     redirect(model, prepared)

@@ -1,4 +1,4 @@
-"""Checks of a step's arguments on the host, on every rank, before the first collective."""
+"""Checks of a step's arguments on the host, on every rank, before the first collective; and the trial of a model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +22,11 @@ from longspan.train.reading.targets import targets_of_documents
 def check_step(
     model: nn.Module, plan: Plan, documents: Any, world: World, items: ItemTable | None = None, *, backward: bool
 ) -> None:
-    """Raise ModelError or PlanError where model, plan, documents and home do not belong together."""
+    """Raise ModelError or PlanError where model, plan, documents and home do not belong together.
+
+    Before the first step of a model in training or evaluation mode all ranks then try its rows together, which raises
+    ModelError on every rank where they influence each other outside attention.
+    """
     refuse_unprepared(model)
     rules = call_rules(model)
     if backward:

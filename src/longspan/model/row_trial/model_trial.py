@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from longspan.comm import World, raise_first_error
+from longspan.comm import SequenceShard, World, raise_first_error, world_of
 from longspan.errors import ModelError
 from longspan.model.execution import execution_of
 from longspan.model.layers import decoder_layers
@@ -33,8 +33,7 @@ from longspan.model.row_trial.observed_pass import Key, ObservedPass, Precision
 from longspan.model.row_trial.trial_rows import COUNT, TrialRows, rows_beside_others
 from longspan.model.seams.call_rules import call_rules, is_prepared
 from longspan.model.seams.hint import doctor_hint
-
-_TRIED = "modes_of_row_trial"  # of a prepared model: in which modes, training or not, it was tried
+from longspan.model.seams.rows_alone import RowsAlone
 
 
 def try_rows(model: nn.Module, world: World, *, backward: bool) -> None:
@@ -42,36 +41,54 @@ def try_rows(model: nn.Module, world: World, *, backward: bool) -> None:
 
     Entered by all ranks together. A step without `backward` runs in evaluation mode.
     """
-    if not is_prepared(model) or backward in (tried := vars(model).setdefault(_TRIED, set[bool]())):
+    if not is_prepared(model) or backward in _modes_tried(model):
         return
     trial = _Trial(model, world)
     with _left_as_it_was(model), world.watch.naming("trial of rows outside attention", world.home.ranks):
         if not (backward and model.training):
             model.train(backward)
-        _leave_dropout_out(model)
         differences = trial.differences(every_module=False)
         if world.control.any_rank(bool(differences)):
             named = trial.differences(every_module=True)  # by all ranks together
-            raise_first_error(world, trial.refusal(named or differences))
-    tried.add(backward)
+            differences = named or differences
+            raise_first_error(world, trial.refusal(differences) if differences else None)
+    _modes_tried(model).add(backward)
+
+
+def try_rows_of_calls(model: nn.Module) -> None:
+    """Try a prepared model before its first call in a mode, where no step has: in loops of one's own."""
+    model.register_forward_pre_hook(_before_call, prepend=True, with_kwargs=True)
+
+
+def _before_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Ranks that the call needs are in it, and see the same: nothing more is sent than by passes of the model."""
+    shard = kwargs.get("shard")
+    if model.training in _modes_tried(model) or isinstance(shard, RowsAlone) or not isinstance(shard, SequenceShard):
+        return
+    trial = _Trial(model, world_of(shard.world_key))
+    with _left_as_it_was(model):
+        if differences := trial.differences(every_module=False):
+            raise trial.refusal(differences)
+    _modes_tried(model).add(model.training)
+
+
+def _modes_tried(model: nn.Module) -> set[bool]:
+    """In which modes, training or not, a prepared model has passed."""
+    return vars(model).setdefault("modes_of_row_trial", set[bool]())
 
 
 @contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Modes of modules and what FSDP2 has gathered are afterwards as before; nothing is compiled inside."""
+    """Modes of modules and what FSDP2 has gathered are afterwards as before; nothing is compiled, or dropped, inside.
+
+    Dropout is an adapter's, which each rank draws for its own rows: other models that drop out in training are refused.
+    """
     compiled = any(module._compiled_call_impl is not None for module in model.modules())
     with modes_restored(model), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
         try:
             yield
         finally:
             reshard(model)
-
-
-def _leave_dropout_out(model: nn.Module) -> None:
-    """An adapter's, which each rank draws for its own rows; other models that drop out in training are refused."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.training = False
 
 
 class _Difference(NamedTuple):
@@ -106,10 +123,8 @@ class _Trial:
             difference for stage in self.stages for difference in self._differences(stage, every_module=every_module)
         ]
 
-    def refusal(self, differences: Sequence[_Difference]) -> ModelError | None:
-        """Why this rank's part of the model is refused, by the first difference; None where there is none."""
-        if not differences:
-            return None
+    def refusal(self, differences: Sequence[_Difference]) -> ModelError:
+        """Why this rank's part of the model is refused, by the first difference."""
         name, error, allowed, beside = differences[0]
         architecture = call_rules(self.model).architecture
         mode = "training" if self.model.training else "evaluation"
@@ -141,6 +156,8 @@ class _Trial:
         devices = [self.world.device] if self.world.device.type == "cuda" else []
         with _state_restored(model), torch.no_grad(), torch.random.fork_rng(devices):
             torch.manual_seed(0)
+            for module in model.modules():
+                module.training = module.training and not isinstance(module, nn.modules.dropout._DropoutNd)
             with observed.observing(dict(model.named_modules()) if every_module else {}, decoder_layers(model)):
                 self.values.run(stage, observed)
         return observed

@@ -1,8 +1,8 @@
 """What a sharded sequence would silently change about a model, read from its configuration and refused.
 
 Each rule is one function from a model to the reasons why it cannot run exactly. `probe.py` adds what only a forward
-pass shows: which layers reach `attend`, and with what; `experts/routing_trial.py` what only numbers show: how experts
-are chosen. `guard` refuses what a prepared model's own class would do to weights that lie on several ranks. Calls of
+pass shows: which layers reach `attend`, and with what; `row_trial/` what only numbers show: whether rows meet
+elsewhere. `guard` refuses what a prepared model's own class would do to weights that lie on several ranks. Calls of
 the model are checked in `attention_calls.py`.
 """
 
