@@ -38,8 +38,8 @@ def shifted(x: Tensor) -> Tensor:
 
 def _by_a_gru(x: Tensor) -> Tensor:
     torch.manual_seed(1)
-    with torch.device(x.device):
-        return x + 0.1 * nn.GRU(x.shape[-1], x.shape[-1], batch_first=True, dtype=x.dtype)(x)[0]
+    gru: Any = nn.GRU(x.shape[-1], x.shape[-1], batch_first=True, device=x.device, dtype=x.dtype)
+    return x + 0.1 * gru(x)[0]
 
 
 def _by_conv1d(x: Tensor) -> Tensor:
@@ -88,7 +88,10 @@ def _by_hook(module: nn.Module, meet: Rows) -> Callable[[], None]:
 
 
 def _by_hook_before(module: nn.Module, meet: Rows) -> Callable[[], None]:
-    return module.register_forward_pre_hook(lambda _, args: (meet(args[0]), *args[1:])).remove
+    def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (meet(args[0]), *args[1:])
+
+    return module.register_forward_pre_hook(hook).remove
 
 
 def _by_class(module: nn.Module, meet: Rows) -> Callable[[], None]:
@@ -217,6 +220,9 @@ def test_every_kind_of_step_is_preceded_by_it(step: str, world: World) -> None:
 class _Remembering(nn.Module):
     """A norm that keeps something of each call, and draws a number that changes nothing."""
 
+    mean: Tensor
+    last: Tensor | None
+
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self.norm, self.calls, self.last = norm, 0, None
@@ -273,7 +279,8 @@ class _Shifting(nn.Module):
 class ShiftingModel(LlamaModel):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
-        self.layers[-1].mlp = _Shifting(self.layers[-1].mlp)
+        layer: Any = self.layers[-1]
+        layer.mlp = _Shifting(layer.mlp)
 
 
 class ShiftingForCausalLM(LlamaForCausalLM):
@@ -285,7 +292,8 @@ class ShiftingForCausalLM(LlamaForCausalLM):
 def test_a_class_of_ones_own_is_refused_when_it_is_prepared(world: World) -> None:
     says = r"rows influence each other outside attention, first in layers\.1\.mlp\S*: outputs differ"
     with pytest.raises(ModelError, match=says):
-        _prepared(world, ShiftingForCausalLM(tiny("llama").config))
+        config: Any = tiny("llama").config
+        _prepared(world, ShiftingForCausalLM(config))
 
 
 # ---- over ranks

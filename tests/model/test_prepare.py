@@ -15,6 +15,7 @@ from longspan.comm import SequenceShard, World, bind
 from longspan.errors import LongspanError, ModelError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare, save_model
+from longspan.model.row_trial.model_trial import try_rows
 from longspan.model.seams.call_rules import is_prepared
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
@@ -100,11 +101,13 @@ def _identity(rank: int, compute_dtype: torch.dtype | None) -> tuple[bool, bool,
     seen = []
     with World(Layout(ranks=2), backend=backend()) as world:
         model = prepare(tiny("qwen3"), world, compute_dtype=compute_dtype, activation_checkpointing=True)
+        shard, arguments = _local(world, cp=2)
+        for mode in (True, False):
+            try_rows(model, world, backward=mode)
         attention = model.get_submodule("model.layers.1.self_attn")
         attention.register_forward_pre_hook(
             lambda _, args, kwargs: seen.append((kwargs["shard"], kwargs["hidden_states"].dtype)), with_kwargs=True
         )
-        shard, arguments = _local(world, cp=2)
         model(**arguments).logits.float().sum().backward()
         same = all(seen_shard is shard and seen_shard.position_ids is shard.position_ids for seen_shard, _ in seen)
         run = run_step(model, plan_fixed(LENGTHS, world.home, cp=2), texts(LENGTHS), world, backward=False)

@@ -27,7 +27,6 @@ from longspan.model.parts import modes_restored
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.stages import Stage, StageInput
 from longspan.model.placement.sharding import reshard
-from longspan.model.prepared import vocabulary_size
 from longspan.model.row_trial.class_trial import has_experts
 from longspan.model.row_trial.observed_pass import Key, ObservedPass, Precision
 from longspan.model.row_trial.trial_rows import COUNT, TrialRows, rows_beside_others
@@ -166,14 +165,13 @@ class _Trial:
 class _Values:
     """Token ids of rows by their numbers, and hidden states for stages behind the first one."""
 
-    def __init__(self, model: nn.Module, world: World, parts: int) -> None:
-        self.model, self.device = model, world.device
-        self.draw = torch.Generator().manual_seed(3)
-        self.numbers = 2, COUNT * parts
-        vocabulary, depths = vocabulary_size(model) or 2, model.depths if isinstance(model, PipelineModel) else 0
-        depths = depths or len(depths_of(model))
-        self.ids = torch.randint(vocabulary, self.numbers, generator=self.draw).to(world.device)
-        self.later = torch.randint(vocabulary, (*self.numbers, depths), generator=self.draw).to(world.device)
+    def __init__(self, model: Any, world: World, parts: int) -> None:
+        self.device, self.dtype, self.numbers = world.device, model.dtype, (2, COUNT * parts)
+        self.width, vocabulary = (getattr(model.config.get_text_config(), n) for n in ("hidden_size", "vocab_size"))
+        depths = model.depths if isinstance(model, PipelineModel) else len(depths_of(model))
+        draw = torch.Generator().manual_seed(3)
+        self.ids = torch.randint(vocabulary, self.numbers, generator=draw).to(world.device)
+        self.later = torch.randint(vocabulary, (*self.numbers, depths), generator=draw).to(world.device)
 
     def run(self, stage: nn.Module, observed: ObservedPass) -> None:
         """One pass through a model, or a stage of one."""
@@ -202,10 +200,9 @@ class _Values:
 
     def _hidden(self, stage: Stage, rows: TrialRows) -> Tensor:
         """Hidden states (1, T, D) that no stage made; with the embedding behind them, (1, 2T, D)."""
-        draw, width = torch.Generator().manual_seed(4), stage.model.config.get_text_config().hidden_size
-        made = list[Tensor]()
+        draw, made = torch.Generator().manual_seed(4), list[Tensor]()
         for _ in range(1 + stage.with_embedding):
-            values = torch.randn(*self.numbers, width, generator=draw).to(self.device, self.model.dtype)
+            values = torch.randn(*self.numbers, self.width, generator=draw).to(self.device, self.dtype)
             made.append(rows.choose(values).unflatten(0, (rows.parts, -1))[rows.part])
         return torch.cat(made)[None]
 

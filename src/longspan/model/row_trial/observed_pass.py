@@ -75,6 +75,7 @@ class ObservedPass:
     tensors: dict[Key, Tensor] = field(default_factory=dict[Key, Tensor])
     errors: dict[Key, Tensor] = field(default_factory=dict[Key, Tensor])
     _calls: dict[str, int] = field(default_factory=dict[str, int])
+    _places: dict[tuple[int, int], Any] = field(default_factory=dict[tuple[int, int], Any])
 
     @contextmanager
     def observing(self, modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -118,20 +119,22 @@ class ObservedPass:
         x = self.tensors[key] = x.detach().clone() if self.before is None else x.detach()
         if self.before is None or (earlier := self.before.tensors.get(key)) is None:
             return
-        pairs = self._pairs(x.shape[0], earlier.shape[0])
-        if pairs is not None and len(pairs[0]) and x.shape[1:] == earlier.shape[1:]:
-            here, there = (to_device(rows, x.device) for rows in pairs)
+        if (pairs := self._pairs(x, earlier)) is not None:
+            here, there = pairs
             entered = None if added_to is None else added_to[here]
             self.errors[key] = self._error(x[here], earlier[there], entered)
 
-    def _pairs(self, rows: int, rows_before: int) -> tuple[Rows, Rows] | None:
-        """Where the rows that are compared lie in a tensor of so many rows, and where in one of the pass before."""
-        assert self.before is not None
-        here, there = self.rows.numbers_of(rows), self.before.rows.numbers_of(rows_before)
-        if here is None or there is None:
-            return None
-        both = np.intersect1d(here[is_compared(here)], there)
-        return _places(here, both), _places(there, both)
+    def _pairs(self, x: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Where the rows that are compared lie in a tensor, and where in that of the pass before; None for none."""
+        sizes = len(x), len(earlier)
+        if sizes not in self._places:
+            assert self.before is not None
+            here, there = self.rows.numbers_of(sizes[0]), self.before.rows.numbers_of(sizes[1])
+            assert here is not None and there is not None
+            both = np.intersect1d(here[is_compared(here)], there)
+            places = (to_device(_places(numbers, both), x.device) for numbers in (here, there))
+            self._places[sizes] = (*places,) if len(both) else None
+        return self._places[sizes] if x.shape[1:] == earlier.shape[1:] else None
 
     def _error(self, x: Tensor, earlier: Tensor, entered: Tensor | None) -> Tensor:
         """The error of these rows (R, …) as a share of what is allowed."""
@@ -161,9 +164,9 @@ class ObservedPass:
     def _with_rows(self, value: Tensor, key: Key) -> Tensor:
         assert self.before is not None
         x, earlier = _rows_in(self.rows, value), self.before.tensors.get(key)
-        if x is None or earlier is None or (pairs := self._pairs(x.shape[0], earlier.shape[0])) is None:
+        if x is None or earlier is None or (pairs := self._pairs(x, earlier)) is None:
             return value
-        here, there = (to_device(rows, x.device) for rows in pairs)
+        here, there = pairs
         return x.index_copy(0, here, earlier[there].to(x.dtype)).view_as(value)
 
 
