@@ -6,7 +6,6 @@ layer: each layer is judged by what it does itself, in the precision that it com
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -62,20 +61,16 @@ class Key(NamedTuple):
     leaf: int
 
 
-@dataclass
 class ObservedPass:
     """What went into modules and came out in one pass over some rows, and how far that is from the pass `before`.
 
     `errors` are in the order of the pass, as shares of what is allowed: above 1 rows are not what they were.
     """
 
-    rows: TrialRows
-    precision: Precision
-    before: "ObservedPass | None" = None
-    tensors: dict[Key, Tensor] = field(default_factory=dict[Key, Tensor])
-    errors: dict[Key, Tensor] = field(default_factory=dict[Key, Tensor])
-    _calls: dict[str, int] = field(default_factory=dict[str, int])
-    _places: dict[tuple[int, int], Any] = field(default_factory=dict[tuple[int, int], Any])
+    def __init__(self, rows: TrialRows, precision: Precision, before: "ObservedPass | None" = None) -> None:
+        self.rows, self.precision, self.before = rows, precision, before
+        self.tensors, self.errors = dict[Key, Tensor](), dict[Key, Tensor]()
+        self._calls, self._places = dict[str, int](), dict[tuple[int, int], Any]()
 
     @contextmanager
     def observing(self, modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]) -> Iterator[None]:
