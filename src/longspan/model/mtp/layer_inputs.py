@@ -38,17 +38,32 @@ class CopiedLayer:
     outputs: int = 0
 
 
+@dataclass
+class Note:
+    """What a layer was called with: hidden states, and what stands beside them."""
+
+    hidden_states: Tensor | None = None
+    call: Call = ((), {})
+
+    @property
+    def reached(self) -> bool:
+        """Whether the layer was called."""
+        return self.hidden_states is not None
+
+
 class NotedLayer(Absent):
-    """Stands for a decoder layer, hands hidden states on, and keeps what it was called with."""
+    """Stands for a decoder layer, hands hidden states on, and notes what it was called with.
+
+    The note is no attribute that changes: a pass on the meta device puts those back.
+    """
 
     def __init__(self, layer: nn.Module, outputs: int) -> None:
         super().__init__(layer, outputs)
-        self.hidden_states: Tensor | None = None
-        self.call: Call = ((), {})
+        self.note = Note()
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The first input as it is."""
-        self.hidden_states, self.call = x, (args, _for_depths(kwargs))
+        self.note.hidden_states, self.note.call = x, (args, _for_depths(kwargs))
         return super().forward(x)
 
 
@@ -119,7 +134,7 @@ class LayerInputs:
         others = {name: value for name, value in named.items() if not (name == "input_ids" or _is_of_rows(value))}
         bare.forward(input_ids=ids[None], **others)
         layer: Any = layers[self._copied.index]
-        return layer.call
+        return layer.note.call
 
 
 @contextmanager

@@ -27,7 +27,7 @@ def layer_to_copy(model: PreTrainedModel) -> CopiedLayer:
         return CopiedLayer(last)
     _refuse_streams(model, noted[last])
     index, outputs = _last_alone(model, last, noted[last].outputs), noted[last].outputs
-    return CopiedLayer(index, index != last or made_of_parameters(noted[index].call), outputs)
+    return CopiedLayer(index, index != last or made_of_parameters(noted[index].note.call), outputs)
 
 
 def _noted(model: PreTrainedModel) -> list[NotedLayer] | None:
@@ -37,7 +37,7 @@ def _noted(model: PreTrainedModel) -> list[NotedLayer] | None:
         bare, layers = without_layers(model, embedded, outputs)
         with suppress(Exception):  # whatever a forward raises
             out = run_on_meta(bare, None, gradients=True)[0]
-            noted = [layer for layer in layers if isinstance(layer, NotedLayer) and layer.hidden_states is not None]
+            noted = [layer for layer in layers if isinstance(layer, NotedLayer) and layer.note.reached]
             if len(noted) == len(layers) and out.shape[-2:] == embedded.shape[-2:]:
                 return noted
     return None
@@ -49,7 +49,8 @@ def _rows(model: PreTrainedModel) -> Tensor:
 
 
 def _refuse_streams(model: PreTrainedModel, layer: NotedLayer) -> None:
-    shape, size = tuple(layer.hidden_states.shape if layer.hidden_states is not None else ()), _rows(model).shape[-1]
+    states, size = layer.note.hidden_states, _rows(model).shape[-1]
+    shape = () if states is None else tuple(states.shape)
     if shape != (1, 2, size):
         raise ModelError(
             f"{type(model).__name__} gives its decoder layers hidden states of shape {shape} for two rows of size "

@@ -1,10 +1,14 @@
 """A model's forward pass over two rows on the meta device: no memory, no values, and nothing of the model changed.
 
 A forward that reads values, as a loop over the experts that got rows does, gets made-up ones: zeros, and every element
-is taken to be nonzero. Such a pass shows one of the ways that the model may go.
+is taken to be nonzero. Such a pass shows one of the ways that the model may go. Attributes of modules are afterwards
+what they were, and so is the state of random numbers; what a module changes inside an object of its own is not seen.
 """
 
-from collections.abc import Callable
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,7 +33,8 @@ def run_on_meta(model: nn.Module, shard: object, *, gradients: bool = False, **m
     for name in dict(model.named_parameters(remove_duplicate=False)) if gradients else ():
         tensors[name].requires_grad_(tensors[name].is_floating_point())
     try:
-        with torch.set_grad_enabled(gradients), settings.patch(meta_nonzero_assume_all_nonzero=True), values:
+        nonzero = settings.patch(meta_nonzero_assume_all_nonzero=True)
+        with _as_before(model), torch.set_grad_enabled(gradients), nonzero, values:
             return functional_call(model, tensors, (), inputs, tie_weights=False)
     except Exception as error:
         if values.read:
@@ -48,6 +53,36 @@ def _on_meta(model: nn.Module) -> dict[str, Tensor]:
         for prefix, module in model.named_modules()
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     }
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))  # what every module has: hooks, children, parameters
+_CONTAINERS = (list, dict, set, deque)
+
+
+@contextmanager
+def _as_before(model: nn.Module) -> Iterator[None]:
+    """Attributes of modules, buffers among them, are afterwards what they were, and random numbers go on from there."""
+    attributes = [(vars(module), dict(vars(module)), _contents(module)) for module in model.modules()]
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            for now, before, contents in attributes:
+                now.clear()
+                now.update(before)
+                for container, content in contents:
+                    _refill(container, content)
+
+
+def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
+    """Each container among a module's attributes, and a copy of what is in it now."""
+    own = [value for name, value in vars(module).items() if name not in _OF_MODULES or name == "_buffers"]
+    return [(value, copy.copy(value)) for value in own if type(value) in _CONTAINERS]
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    (container.extend if isinstance(container, list | deque) else container.update)(content)
 
 
 _READS: dict[Any, Callable[[Tensor], Any]] = {

@@ -1,4 +1,4 @@
-"""One forward pass over two rows on the meta device: which layers reach our attention function, and what they ask.
+"""A forward pass over two rows on the meta device: which layers reach our attention function, and what they ask.
 
 Some models compute attention in their own code and never ask transformers' AttentionInterface (Falcon, Bloom, MPT …);
 under a sharded sequence they would attend to the local rows only, without an error. The probe runs the model's own
@@ -19,6 +19,7 @@ from longspan.attention.dropout import Dropout
 from longspan.attention.kernels import named
 from longspan.errors import AttentionError, ModelError
 from longspan.model.layers import decoder_layers
+from longspan.model.parts import modes_restored
 from longspan.model.seams.hint import doctor_hint
 from longspan.model.seams.meta_pass import VALUES_READ, run_on_meta
 from longspan.model.seams.mixers import ROWS_ALONE, mixers_of
@@ -50,11 +51,29 @@ def probe_model(model: PreTrainedModel) -> tuple[RecordedCall, ...]:
     """Every attention call of one forward pass, in order.
 
     The model's attention implementation must be set already. Raises ModelError, naming the modules, where a decoder
-    layer does not reach the attention function or asks for what it cannot do exactly.
+    layer does not reach the attention function, in evaluation or in training, or asks for what it cannot do exactly. A
+    model that leaves layers out at random, by its configuration, is not tried in training, which is refused.
     """
+    evaluated = _calls(model, training=False)
+    if not layerdrop(model):
+        _calls(model, training=True)
+    return evaluated
+
+
+def layerdrop(model: PreTrainedModel) -> dict[str, float]:
+    """The keys of a configuration, and rates, by which layers are left out at random in training.
+
+    Ranks that leave out different ones would wait for each other for ever.
+    """
+    keys = model.config.get_text_config().to_dict()
+    return {k: v for k, v in keys.items() if "layerdrop" in k and isinstance(v, int | float) and v > 0}
+
+
+def _calls(model: PreTrainedModel, *, training: bool) -> tuple[RecordedCall, ...]:
     probe = Probe()
     try:
-        run_on_meta(model, probe)
+        with modes_restored(model):
+            run_on_meta(model.train(training), probe)
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} cannot be probed: model(input_ids, position_ids=, use_cache=, shard=) on the meta "
