@@ -19,6 +19,7 @@ from longspan.model.mtp.layer_inputs import CopiedLayer
 from longspan.model.mtp.weights import draw_depths, read_depths
 from longspan.model.seams.call_rules import is_prepared
 from longspan.model.seams.depth_layer import layer_to_copy
+from longspan.model.seams.set_forwards import set_on_instances
 from longspan.model.weights.empty import empty_model, stored_buffers
 from longspan.plan.cost.layer_kinds import types_of_depth
 
@@ -142,7 +143,16 @@ def _make_buffers(model: PreTrainedModel, mtp: MtpDepths, copied: CopiedLayer) -
 
 
 def _copy(module: nn.Module) -> Any:
-    """A copy that shares configurations with the model: they say which attention function its layers call."""
+    """A copy that shares configurations with the model: they say which attention function its layers call.
+
+    Raises ModelError for a forward that was set on an instance, which would go on running the original.
+    """
+    if names := set_on_instances((f"{type(module).__name__} {name}", inner) for name, inner in module.named_modules()):
+        raise ModelError(
+            f"{', '.join(names[:4])} has a forward set on the instance (module.forward = …), and a copy in a depth of "
+            "multi-token prediction would run the original's; define it in a subclass, or call add_mtp first and set "
+            "it in the depths too"
+        )
     configs = [
         config for inner in module.modules() if isinstance(config := vars(inner).get("config"), PreTrainedConfig)
     ]

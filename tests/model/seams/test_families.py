@@ -49,7 +49,7 @@ MUTANTS = {
     ),
     "no scale": ("attention_calls", "scale=scaling,", "scale=None,"),
     "hidden states of the head": (
-        "forwards.row_loss",
+        "forwards.after_base",
         "_BaseOutput(self._hidden)",
         "_BaseOutput(self._hidden * 1.001)",
     ),

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
-from longspan.model.layers import decoder_of
+from longspan.model.layers import decoder_of, text_name
 from longspan.model.parts import Parts, shallow_copy, trace_parts
 from longspan.model.pipeline.copies import (
     SharedParameter,
@@ -26,6 +26,7 @@ from longspan.model.pipeline.copies import (
 from longspan.model.pipeline.embedding_argument import KEYWORD, Taken, embedding_argument, take_or_give_embedding
 from longspan.model.seams.meta_pass import run_on_meta
 from longspan.model.seams.probe import Probe
+from longspan.model.seams.set_forwards import set_on_instances
 
 MakeOutput = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 
@@ -103,9 +104,10 @@ def refuse_inexact(model: PreTrainedModel, parts: Parts) -> None:
 
     With stand-ins for every part, each must be called once, in the order of the plan, on what the part before it
     returned and on nothing else that hidden states go into, but for an argument of layers that is the embedding as it
-    is; and hidden states must come out bit by bit as they went in. Gemma's and Granite's forwards scale their
-    embeddings there, which every stage would do again.
+    is; and hidden states must come out bit by bit as they went in. What is done to embeddings before the first part, as
+    Granite's and Gemma's forwards scale them, is the first stage's: on others hidden states enter behind it.
     """
+    _refuse_set_forwards(model)
     calls, unchanged = trace_parts(model, parts, shard=Probe())
     name, order, called = type(model).__name__, _order(model, parts), [call.part for call in calls]
     if wrong := [part for part in order if called.count(part) != 1]:
@@ -123,8 +125,19 @@ def refuse_inexact(model: PreTrainedModel, parts: Parts) -> None:
         )
     if not unchanged:
         raise ModelError(
-            f"{name} changes hidden states outside its embedding, layers and norm (it scales them, say), which every "
-            "pipeline stage would repeat; use pp 1"
+            f"{name} changes hidden states between its layers or after them, outside its norm (it scales them, say), "
+            "which every pipeline stage would repeat; use pp 1"
+        )
+
+
+def _refuse_set_forwards(model: PreTrainedModel) -> None:
+    """A stage is a copy of the model and of the base model inside it, whose forward would be the original's."""
+    path = text_name(model).split(".")
+    around = [".".join(path[: i + 1]) for i in range(len(path))]
+    if names := set_on_instances((name, model.get_submodule(name)) for name in around):
+        raise ModelError(
+            f"{type(model).__name__}: {', '.join(names)} has a forward set on the instance (module.forward = …), which "
+            "copies of it in pipeline stages would leave out; define it in a subclass, or use pp 1"
         )
 
 

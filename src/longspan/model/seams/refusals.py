@@ -15,12 +15,14 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.layers import base_of, decoder_layers, reads_other_modalities, text_of
+from longspan.model.layers import base_of, decoder_layers, layer_list, reads_other_modalities, text_of
+from longspan.model.mtp.depths import copied_layer, depths_of
 from longspan.model.rope import rope_types
 from longspan.model.seams.forwards.llama4 import has_temperature, is_llama4_temperature
-from longspan.model.seams.forwards.rope_by_length import is_by_length
+from longspan.model.seams.forwards.rope_by_length import is_by_length, kinds_by_length
 from longspan.model.seams.hint import doctor_hint
 from longspan.model.seams.mixers import ROWS_ALONE, is_mixer, mixers_of
+from longspan.model.seams.set_forwards import is_wrapped_by_others, set_on_instances
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _MIXING = ("linear_attention", "conv", "hybrid", "mamba")
@@ -34,7 +36,7 @@ def refuse_unsupported(model: nn.Module) -> None:
             f"prepare takes a transformers model (PreTrainedModel), got {type(model).__name__}; "
             "a model of your own calls longspan.attend itself and needs no prepare"
         )
-    reasons = [reason for rule in (_architecture, _outputs) for reason in rule(model)]
+    reasons = [reason for rule in (_architecture, _outputs, _forwards) for reason in rule(model)]
     of_text = (_rope, _temperature, _layer_types, _convolutions)
     reasons += [reason for rule in of_text for reason in rule(text_of(model))]
     if reasons:
@@ -69,6 +71,27 @@ def _text_class(model: PreTrainedModel) -> str:
 def _outputs(model: PreTrainedModel) -> Iterator[str]:
     if model.config.return_dict is False:
         yield "return_dict is False, so that hidden states come without a name; set model.config.return_dict = True"
+
+
+def _forwards(model: PreTrainedModel) -> Iterator[str]:
+    """Forwards in whose place others are set: the causal model's, mixers', rotary modules' of frequencies by length."""
+    mixers = mixers_of(model)
+    replaced = {"the model itself": model, **mixers}
+    replaced |= {name: module for name, module in model.named_modules() if kinds_by_length(module)}
+    if depths_of(model) and copied_layer(model).of_tokens:  # which run what is around the layers by themselves
+        around = layer_list(model)[0].rpartition(".")[0]
+        replaced[around] = model.get_submodule(around)
+    if names := set_on_instances(replaced.items()):
+        yield (
+            f"{_short(names)} has a forward set on the instance (module.forward = …, or accelerate's hooks), which "
+            "would be left out; define it in a subclass, or use a forward hook"
+        )
+    wrapped = [f"{name} ({type(mixer).__name__})" for name, mixer in mixers.items() if is_wrapped_by_others(mixer)]
+    if wrapped:
+        yield (
+            f"{_short(wrapped)} has a forward in a wrapper that is not transformers' own, which would be left out; use "
+            "a forward hook"
+        )
 
 
 def _temperature(model: PreTrainedModel) -> Iterator[str]:

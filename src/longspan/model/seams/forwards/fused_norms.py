@@ -18,6 +18,7 @@ from torch.nn.functional import rms_norm
 from longspan.errors import ModelError
 from longspan.model.seams.forwards.long_norms import in_pieces
 from longspan.model.seams.forwards.norm_formula import NormFormula
+from longspan.model.seams.set_forwards import is_set_on_instance
 
 _EPS = ("variance_epsilon", "eps")
 _CLOSE = 1e-5  # relative, in float32
@@ -32,12 +33,12 @@ def fuse_norms(model: nn.Module, *, required: bool = True) -> int:
 
     Alike: with 1 + weight, over groups of features, with a gate before or after. What a norm computes is tried: a copy
     of one of each kind meets random numbers, beside the formula. Classes, names and weights stay as they are. Calls in
-    float64, and on inputs that the kernels do not take, run as before.
+    float64, and on inputs that the kernels do not take, run as before, and so do norms whose forward was set on them.
 
     Raises ModelError where the model has no such norm and one is required.
     """
     named = [m for m in model.modules() if type(m).__name__.endswith(("RMSNorm", "RMSNormGated"))]
-    weighted = [norm for norm in named if _has_weight_and_eps(norm)]
+    weighted = [norm for norm in named if _has_weight_and_eps(norm) and not is_set_on_instance(norm)]
     first_of = {_kind(norm): norm for norm in reversed(weighted)}
     formulas = {kind: _formula_of(norm) for kind, norm in first_of.items()}
     fused = [(norm, formula) for norm in weighted if (formula := formulas[_kind(norm)]) is not None]

@@ -11,6 +11,7 @@ With `future_ids=` (depths, T) a model with depths of multi-token prediction run
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from inspect import signature
 from typing import Any
@@ -23,6 +24,7 @@ from longspan.errors import ModelError
 from longspan.model.layers import base_of
 from longspan.model.mtp.depths import copied_layer, deeper_states, depths_of, refuse_bypass
 from longspan.model.mtp.layer_inputs import layer_inputs
+from longspan.model.seams.forwards.after_base import Forward, ModelAfterBase, refuse_other_forward
 from longspan.model.seams.hint import doctor_hint
 from longspan.model.seams.meta_pass import run_on_meta
 from longspan.model.seams.mixers import mixers_of
@@ -38,7 +40,7 @@ class OutputHead:
     scales of any architecture are in it.
     """
 
-    def __init__(self, model: PreTrainedModel, forward: Callable[..., Any]) -> None:
+    def __init__(self, model: PreTrainedModel, forward: Forward) -> None:
         self._model, self._forward = model, forward
         # Some forwards count the rows of what they are given: Gemma 4 does.
         self._takes_rows = "inputs_embeds" in signature(forward).parameters
@@ -56,34 +58,41 @@ class OutputHead:
     def __call__(self, hidden: Tensor) -> Tensor:
         x = hidden.unsqueeze(0)
         rows = {"inputs_embeds": x} if self._takes_rows else {}
-        return self._forward(_AfterBase(self._model, x), use_cache=False, **rows).logits.squeeze(0)
+        return self._forward(ModelAfterBase(self._model, x), use_cache=False, **rows).logits.squeeze(0)
 
 
-def add_row_loss(model: PreTrainedModel, *, probe: bool = True) -> None:
+def add_row_loss(model: PreTrainedModel, *, probe: bool = True, required: bool = True, tried: bool = False) -> bool:
     """Let the model's forward take `row_loss=`; without it, it is as before. `probe` tries it on the meta device.
 
-    Raises ModelError where logits are not a function of the last hidden states and the output embedding alone.
+    Returns whether it was tried. Where not, as one that is not `required` to run on the meta device may be, the first
+    pass shows the same, but for a stage of a model that was `tried` as a whole. Raises ModelError where logits are not
+    a function of the last hidden states and the output embedding alone, or the forward does more before its base model
+    than hand on what it was called with.
     """
     _check(model)
-    forward = type(model).forward
+    forward, untried = type(model).forward, not tried
 
     @wraps(forward)
     def with_row_loss(
         *args: Any, row_loss: RowLoss | None = None, future_ids: Tensor | None = None, **kwargs: Any
     ) -> Any:
+        nonlocal untried
         if row_loss is None:
             return forward(model, *args, **kwargs)
-        head = OutputHead(model, forward)
-        if future_ids is None:
-            return row_loss(base_of(model)(*args, **kwargs).last_hidden_state.squeeze(0), head)  # (T, D)
-        with layer_inputs(model, copied_layer(model)) as inputs:
+        with nullcontext() if future_ids is None else layer_inputs(model, copied_layer(model)) as inputs:
             hidden = base_of(model)(*args, **kwargs).last_hidden_state  # (1, T, D)
-        deeper = deeper_states(model, hidden, future_ids, inputs, kwargs.get("shard"))
-        return row_loss(hidden.squeeze(0), head, *deeper)
+        if untried:
+            refuse_other_forward(model, forward, hidden, args, kwargs)
+            untried = False
+        deeper: tuple[Tensor, ...] = ()
+        if future_ids is not None and inputs is not None:
+            deeper = deeper_states(model, hidden, future_ids, inputs, kwargs.get("shard"))
+        return row_loss(hidden.squeeze(0), OutputHead(model, forward), *deeper)
 
     model.forward = with_row_loss
     if probe:
-        _try(model)
+        _try(model, required=required)
+    return not untried
 
 
 def _check(model: PreTrainedModel) -> None:
@@ -102,8 +111,8 @@ def _output_embedding(model: PreTrainedModel) -> Any:
     return model.get_output_embeddings()
 
 
-def _try(model: PreTrainedModel) -> None:
-    """Two rows must come out as two rows of logits that depend on the hidden states."""
+def _try(model: PreTrainedModel, *, required: bool) -> None:
+    """Two rows must come out as two rows of logits that depend on the hidden states; a pass must, where `required`."""
 
     def logits(hidden: Tensor, head: OutputHead, *deeper: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -113,8 +122,12 @@ def _try(model: PreTrainedModel) -> None:
     ids = torch.zeros(len(depths), 2, dtype=torch.long, device="meta")
     deeper: dict[str, Any] = {"future_ids": ids} if depths else {}
     try:
-        made = run_on_meta(model, probe, row_loss=logits, **deeper)
+        made = run_on_meta(model, probe, gradients=True, row_loss=logits, **deeper)
+    except ModelError:
+        raise
     except Exception as error:
+        if not required:
+            return
         raise ModelError(
             f"{type(model).__name__}: its forward cannot be cut after its base model ({type(error).__name__}: {error})"
             f"{doctor_hint(model)}"
@@ -125,45 +138,3 @@ def _try(model: PreTrainedModel) -> None:
         raise ModelError(
             f"{type(model).__name__}: two rows of hidden states gave logits of shape {tuple(made.shape)}, not {shape}"
         )
-
-
-class _AfterBase:
-    """A model as its own forward sees it, whose base model answers with given hidden states (1, t, D)."""
-
-    def __init__(self, model: PreTrainedModel, hidden: Tensor) -> None:
-        self._model, self._hidden = model, hidden
-
-    def __getattr__(self, name: str) -> Any:
-        return _after(getattr(self._model, name), self._hidden)
-
-
-class _BaseStandIn:
-    """A base model, or a model inside it that another forward calls, which answers with given hidden states."""
-
-    def __init__(self, base: PreTrainedModel, hidden: Tensor) -> None:
-        self._base, self._hidden = base, hidden
-
-    def __call__(self, *_: Any, **__: Any) -> "_BaseOutput":
-        return _BaseOutput(self._hidden)
-
-    def __getattr__(self, name: str) -> Any:
-        return _after(getattr(self._base, name), self._hidden)
-
-
-def _after(value: Any, hidden: Tensor) -> Any:
-    """What a forward after the base model sees in place of an attribute: OPT calls its base model's decoder."""
-    return _BaseStandIn(value, hidden) if isinstance(value, PreTrainedModel) else value
-
-
-class _BaseOutput:
-    """A base model's output of hidden states alone; whatever else is asked for is None."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.last_hidden_state = hidden
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return (self.last_hidden_state,)[index]

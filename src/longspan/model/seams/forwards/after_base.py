@@ -1,0 +1,185 @@
+"""A causal model's own forward behind its base model: hidden states go in where the base model would give them.
+
+That forward makes the logits of rows (`row_loss.py`), while the base model is called by itself. What a forward does
+before its base model would be left out, and gradients of what it takes for its logits beside the output embedding too:
+it is run once beside stand-ins that show either, and refused.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from longspan.errors import ModelError, counted
+from longspan.model.layers import base_of
+from longspan.model.seams.hint import doctor_hint
+
+Forward = Callable[..., Any]  # a class's: of the model, and the arguments of its call
+Call = tuple[Any, Sequence[Any], Mapping[str, Any]]  # a model, and what it was called with
+# What a forward may give its base model of its own accord: there is no cache, and attention says whether it is causal.
+_HARMLESS = ("return_dict", "use_cache", "is_causal")
+_OF_IMAGES = "vision_"  # arguments that begin so say how images are read, of which there are none here
+_MADE_AGAIN = ("position_ids",)  # what a base model may make itself, for the rows of one document the same
+_ROWS = 2  # of hidden states that show what a forward does
+
+
+class ModelAfterBase:
+    """A model as its own forward sees it, whose base model answers with given hidden states (1, t, D).
+
+    `calls` notes what the forward calls its base model with.
+    """
+
+    def __init__(self, model: PreTrainedModel, hidden: Tensor, calls: list[Call] | None = None) -> None:
+        self._model, self._hidden, self._calls = model, hidden, calls if calls is not None else []
+
+    @property
+    def __class__(self) -> Any:  # pyright: ignore  # so that a forward may call its parent's: super()
+        return type(self._model)
+
+    def __getattr__(self, name: str) -> Any:
+        return _after(getattr(self._model, name), self._hidden, self._calls)
+
+
+class _BaseStandIn:
+    """A base model, or a model inside it that another forward calls, which answers with given hidden states."""
+
+    def __init__(self, base: PreTrainedModel, hidden: Tensor, calls: list[Call]) -> None:
+        self._base, self._hidden, self._calls = base, hidden, calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "_BaseOutput":
+        self._calls.append((self._base, args, kwargs))
+        return _BaseOutput(self._hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        return _after(getattr(self._base, name), self._hidden, self._calls)
+
+
+def _after(value: Any, hidden: Tensor, calls: list[Call]) -> Any:
+    """What a forward after the base model sees in place of an attribute: OPT calls its base model's decoder."""
+    return _BaseStandIn(value, hidden, calls) if isinstance(value, PreTrainedModel) else value
+
+
+class _BaseOutput:
+    """A base model's output of hidden states alone; whatever else is asked for is None."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+
+def refuse_other_forward(
+    model: PreTrainedModel, forward: Forward, hidden: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Raise ModelError for a forward that is more than its base model and what the output embedding makes of its rows.
+
+    `hidden` (1, T, D) is what the base model made of these arguments. The forward runs again on some of its rows,
+    beside a base model that notes what it is called with: once, and with what the forward was called with.
+    """
+    calls, reads = list[Call](), dict[str, str]()
+    inputs = dict(zip([*signature(forward).parameters][1:], args, strict=False)) | dict(kwargs)
+    inputs = {n: _Watched.of(x, n, reads) if isinstance(x, Tensor) else x for n, x in inputs.items()}
+    rows = hidden[:, :_ROWS].detach().requires_grad_()
+    try:
+        with torch.enable_grad():
+            logits = forward(ModelAfterBase(model, rows, calls), **inputs).logits
+    except Exception as error:  # of what a forward does by itself, if it does
+        reasons = [*_reads(reads), *_other_calls(calls, inputs)]
+        reasons = reasons or [f"cannot be cut after its base model ({type(error).__name__}: {error})"]
+    else:
+        reasons = [*_reads(reads), *_other_calls(calls, inputs), *_other_parameters(model, logits, rows)]
+    if reasons:
+        name, base = type(model).__name__.removeprefix("FSDP"), type(base_of(model)).__name__.removeprefix("FSDP")
+        raise ModelError(
+            f"{name}: its forward {'; it '.join(reasons)}. A step runs its base model ({base}) and its "
+            f"output embedding by themselves and would leave that out; do it in the forward of a subclass of {base}, "
+            f"or in a hook on one of its modules{doctor_hint(model)}"
+        )
+
+
+def _reads(reads: Mapping[str, str]) -> Iterator[str]:
+    for name, function in reads.items():
+        yield f"reads {name} itself ({function}), which it may only hand on to its base model"
+
+
+def _other_calls(calls: Sequence[Call], inputs: Mapping[str, Any]) -> Iterator[str]:
+    if len(calls) != 1:
+        yield f"calls its base model {counted(len(calls), 'time')}, not once"
+    for base, args, kwargs in calls[:1]:
+        defaults = {name: parameter.default for name, parameter in signature(base.forward).parameters.items()}
+        given = dict(zip(defaults, args, strict=False)) | dict(kwargs)
+        expected = {name: inputs.get(name, defaults.get(name)) for name in given}
+        if other := [name for name, value in given.items() if _differs(name, value, expected[name])]:
+            yield f"gives its base model {', '.join(other)} of its own making"
+        rows = [name for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None]
+        if lost := [name for name in rows if given.get(name) is None]:
+            yield f"keeps {', '.join(lost)} from its base model"
+
+
+def _differs(name: str, value: Any, expected: Any) -> bool:
+    """Whether an argument of the base model is another than the one that the base model is run with by itself."""
+    if value is expected or name in _HARMLESS or name.startswith(_OF_IMAGES):
+        return False
+    if isinstance(value, Tensor) or isinstance(expected, Tensor):
+        return value is not None or name not in _MADE_AGAIN
+    return bool(value or expected) and bool(value != expected)
+
+
+def _other_parameters(model: PreTrainedModel, logits: Tensor, rows: Tensor) -> Iterator[str]:
+    """Gradients of logits go to hidden states and to the output embedding."""
+    embedding: Any = model.get_output_embeddings()
+    others = {id(leaf) for leaf in _leaves(logits)} - {id(rows), *map(id, embedding.parameters())}
+    names = [name for name, parameter in model.named_parameters() if id(parameter) in others]
+    if names:
+        yield f"makes its logits of {', '.join(names[:4])} too"
+
+
+def _leaves(result: Tensor) -> list[Tensor]:
+    """The tensors that a result was made of and that get its gradients."""
+    leaves, nodes, seen = list[Tensor](), [result.grad_fn], set[Any]()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaves += [node.variable] if hasattr(node, "variable") else []
+        nodes += [below for below, _ in node.next_functions]
+    return leaves
+
+
+class _Watched(Tensor):
+    """An input of a forward that notes by what function it is read; its shape, type and device are no values."""
+
+    _name: str
+    _reads: dict[str, str]
+
+    @classmethod
+    def of(cls, value: Tensor, name: str, reads: dict[str, str]) -> "_Watched":
+        """The same tensor under a watch."""
+        watched = value.detach().as_subclass(cls)
+        watched._name, watched._reads = name, reads
+        return watched
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in _WITHOUT_VALUES:
+            for value in (*args, *(kwargs or {}).values()):
+                if isinstance(value, _Watched):
+                    value._reads.setdefault(value._name, getattr(func, "__name__", str(func)))
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+        return out.as_subclass(Tensor) if isinstance(out, _Watched) else out
+
+
+_OF_SHAPE: tuple[Any, ...] = (Tensor.shape, Tensor.device, Tensor.dtype, Tensor.ndim, Tensor.requires_grad)
+_WITHOUT_VALUES = {*(attribute.__get__ for attribute in _OF_SHAPE), Tensor.size, Tensor.dim, Tensor.numel}
