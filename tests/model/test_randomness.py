@@ -1,10 +1,12 @@
 """What a model draws at random outside attention: evaluated as it is, refused in training."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM as Auto
 from transformers import BioGptConfig, GPT2Config, PreTrainedConfig, PreTrainedModel, SeedOssConfig
 
@@ -12,7 +14,7 @@ from longspan.comm import World, bind
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.seams.randomness import random_draws
+from longspan.model.seams.randomness import draws_in_evaluation, random_draws
 from longspan.plan import plan_fixed
 from longspan.testing import backend
 from longspan.train import run_step
@@ -71,15 +73,100 @@ def test_modules_are_counted_where_a_model_does_not_run_without_memory() -> None
 
     model = built(GPT2Config(**GPT2, embd_pdrop=0.25, attn_pdrop=0.5))
     model.transformer.ln_f = Refusing()
+    model.set_attn_implementation("longspan")
     assert random_draws(model) == ("dropout of 0.1 (4 calls)", "dropout of 0.25 (1 call)")
 
 
-def test_other_draws_are_seen() -> None:
-    class Noisy(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.randn_like(x) if self.training else x
+class Noisy(nn.Module):
+    """A norm's place, with noise that is drawn by `draw` of the rows (1, T, D)."""
 
+    def __init__(self, draw: Callable[[Tensor], Any], always: bool = False) -> None:
+        super().__init__()
+        self.draw, self.always = draw, always
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training or self.always:
+            self.draw(x)
+        return x
+
+
+def noisy(draw: Callable[[Tensor], Any], *, always: bool = False) -> PreTrainedModel:
     model = built(CASES["nothing"][0])
-    model.biogpt.layer_norm = Noisy()
+    model.biogpt.layer_norm = Noisy(draw, always)
+    return model
+
+
+DRAWS: dict[str, Callable[[Tensor], Any]] = {
+    "randn_like": torch.randn_like,
+    "rand": lambda x: torch.rand(x.shape, device=x.device),
+    "randn": lambda x: torch.randn(x.shape),  # on the host, whatever the device is
+    "randint": lambda x: torch.randint(0, 2, x.shape, device=x.device),
+    "randint_like": lambda x: torch.randint_like(x, 3),
+    "randperm": lambda x: torch.randperm(x.shape[1], device=x.device),
+    "normal": lambda x: torch.normal(0.0, 1.0, x.shape, device=x.device),
+    "bernoulli": lambda x: torch.bernoulli(x.new_full(x.shape, 0.5)),
+    "multinomial": lambda x: torch.multinomial(x[0].exp(), 1),
+    "poisson": lambda x: torch.poisson(x.exp()),
+    "gumbel_softmax": F.gumbel_softmax,
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "dropout of 0.2": lambda x: F.dropout(x, 0.2),
+    "dropout1d of 0.3": lambda x: F.dropout1d(x, p=0.3),
+    "alpha_dropout of 0.1": lambda x: F.alpha_dropout(x, 0.1, training=True),
+    "feature_alpha_dropout of 0.1": lambda x: F.feature_alpha_dropout(x, 0.1, training=True),
+    "rand of rows' paths": lambda x: torch.rand((x.shape[0], 1, 1), device=x.device),  # as in transformers' drop_path
+}
+IN_PLACE = ("random_", "geometric_", "cauchy_", "log_normal_", "exponential_", "uniform_", "normal_", "bernoulli_")
+DRAWS |= {name: lambda x, name=name: getattr(x.clone(), name)(*[0.5] * (name == "geometric_")) for name in IN_PLACE}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_of_more_than_a_number_are_seen(name: str) -> None:
+    model = noisy(DRAWS[name])
     model.set_attn_implementation("longspan")
-    assert random_draws(model) == ("randn_like (1 call)",)
+    assert random_draws(model) == (f"{name.partition(' of rows')[0]} (1 call)",)
+    assert draws_in_evaluation(model) == ()
+
+
+QUIET: dict[str, Callable[[Tensor], Any]] = {
+    "a number": lambda x: torch.rand([]),
+    "dropout of nothing": lambda x: F.dropout(x, 0.0),
+    "dropout of evaluation": lambda x: F.dropout(x, 0.5, training=False),
+    "attention without dropout": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "a leaky slope": F.rrelu,
+}
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_what_draws_nothing_is_not_counted(name: str) -> None:
+    model = noisy(QUIET[name])
+    model.set_attn_implementation("longspan")
+    assert random_draws(model) == ()
+
+
+def test_a_probe_leaves_the_host_s_random_numbers_as_they_were() -> None:
+    model = noisy(DRAWS["randn"])
+    model.set_attn_implementation("longspan")
+    before = torch.get_rng_state()
+    assert random_draws(model)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_noise_in_evaluation_is_refused_there_too() -> None:
+    with World(Layout(ranks=1), backend=backend()) as world:
+        model = prepare(noisy(DRAWS["rand"], always=True).eval(), world, shard_parameters=False)
+        plan = plan_fixed((9, 5), world.home, cp=1)
+        with pytest.raises(ModelError, match=r"in training and in evaluation: rand \(1 call\)"):
+            run_step(model, plan, texts((9, 5)), world, backward=False)
+
+
+def test_layers_left_out_at_random_do_not_seem_to_bypass_attention() -> None:
+    """In training mode the pass that shows which layers attend would leave some out."""
+    config, says = CASES["layers left out"]
+    with World(Layout(ranks=1), backend=backend()) as world:
+        for seed in range(4):
+            torch.manual_seed(seed)
+            model = prepare(Auto.from_config(config).train(), world, shard_parameters=False)
+            assert model.training
+            with pytest.raises(ModelError) as refused:
+                run_step(model, plan_fixed((9, 5), world.home, cp=1), texts((9, 5)), world)
+            assert all(words in str(refused.value) for words in says)

@@ -41,7 +41,7 @@ from longspan.model.seams.mixer_calls import check_kernels, shard_mixers
 from longspan.model.seams.mixers import mixers_of
 from longspan.model.seams.prefix import attend_causally, has_prefix
 from longspan.model.seams.probe import check_kernel, probe_model
-from longspan.model.seams.randomness import random_draws
+from longspan.model.seams.randomness import draws_in_evaluation, random_draws
 from longspan.model.seams.refusals import guard, refuse_unsupported
 from longspan.model.weights.fill import take_weights_to_come
 
@@ -88,20 +88,24 @@ def prepare_language_model(
         split_long_norms(model)
     class_draws = try_class(model).draws
     execution = _connect(model, placement, attention_kernel, mixer_kernels, probe=probe)
+    # The first pass would show it on the last stage alone, and the others wait.
+    tried = add_row_loss(model, probe=probe or world.home.pp > 1, required=probe)
     with without_adapter(model) if adapter else nullcontext():  # each rank drops an adapter's inputs for its own rows
         draws = random_draws(model) or class_draws
+        in_evaluation = draws_in_evaluation(model) if draws else ()
     rules = CallRules(
         type(model).__name__,
         attention_kernel,
         position_table(model),
         draws,
+        in_evaluation,
         placement.row_multiple,
         prefix=has_prefix(model.config),
         prefix_window=getattr(model.config.get_text_config(), "sliding_window", None),
     )
     weights = take_weights_to_come(model)
     if world.home.pp > 1:
-        prepared = _cut_and_place(model, placement, pipeline_settings)
+        prepared = _cut_and_place(model, placement, pipeline_settings, tried=tried)
         prepared.probed = probe
         models = [stage.model for stage in prepared.stages]
     else:
@@ -155,7 +159,6 @@ def _connect(
     dtype = placement.dtype_of(model)
     checked = check_kernel(model, kernel, calls, device=placement.world.device, dtype=dtype)
     model.config.use_cache = False
-    add_row_loss(model, probe=probe)
     mixers = len(mixers_of(model))
     reduced = placement.reduce_dtype_of(model)
     return Execution(model.dtype, dtype, reduced, checked, kernel, mixers, mixer_kernels)
@@ -168,13 +171,15 @@ def _of_text(model: PreTrainedModel) -> str | dict[str, str]:
     return {"": IMPLEMENTATION, **dict.fromkeys(names, IMPLEMENTATION)} if names else IMPLEMENTATION
 
 
-def _cut_and_place(model: PreTrainedModel, placement: Placement, pipeline_settings: PipelineSettings) -> PipelineModel:
+def _cut_and_place(
+    model: PreTrainedModel, placement: Placement, pipeline_settings: PipelineSettings, *, tried: bool
+) -> PipelineModel:
     """This rank's stages, each placed as a model of its own; the rest of the model is freed."""
     dtype, has_experts = placement.dtype_of(model), bool(expert_modules(model))
     stages = cut_into_stages(model, placement.world, pipeline_settings)
     for stage in stages:
         if stage.last:
-            add_row_loss(stage.model, probe=False)
+            add_row_loss(stage.model, probe=False, tried=tried)
         placement.place(stage.model, stage, has_experts=has_experts)
     return PipelineModel(model, placement.world, stages, pipeline_settings, dtype)
 

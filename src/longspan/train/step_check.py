@@ -29,8 +29,7 @@ def check_step(
     """
     refuse_unprepared(model)
     rules = call_rules(model)
-    if backward:
-        refuse_randomness(model)
+    refuse_randomness(model, training=backward)
     if world.home.pp > 1 and not isinstance(model, PipelineModel):
         raise ModelError(
             f"the home has pp {world.home.pp}, but {type(model).__name__} is not cut into stages; call model = "

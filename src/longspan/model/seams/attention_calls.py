@@ -101,8 +101,7 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
         got = "no shard" if shard is None else f"shard={type(shard).__name__}"
         raise ModelError(f"{_name(model)} got {got}; call {_call(model)} with shard = bind(micro_batch, world)")
     _refuse_arguments(model, inputs)
-    if model.training:
-        refuse_randomness(model)
+    refuse_randomness(model, training=model.training)
     for name in ("input_ids", "inputs_embeds", "position_ids"):
         if name in inputs:
             inputs[name] = _one_row_of(name, inputs[name], shard)

@@ -69,15 +69,17 @@ class CallRules:
     """Of a model of this `architecture`: the kernel of its layers, and what its rows must be.
 
     `attention_kernel` None: each call of attention takes the first kernel that can. A slot's rows must be a multiple of
-    `row_multiple`, which is tp under sequence parallelism; `random_draws` are what training would draw at random. Rows
-    of items of the modalities `in_spans` see each other, or those of a `prefix` of each document, so that shards say
-    which rows they are; a prefix has at most `prefix_window` rows, where layers have a window.
+    `row_multiple`, which is tp under sequence parallelism; `random_draws` are what training would draw at random, and
+    `draws_in_evaluation` what is drawn there too. Rows of items of the modalities `in_spans` see each other, or those
+    of a `prefix` of each document, so that shards say which rows they are; a prefix has at most `prefix_window` rows,
+    where layers have a window.
     """
 
     architecture: str
     attention_kernel: str | None = None
     position_table: PositionTable | None = None
     random_draws: tuple[str, ...] = ()
+    draws_in_evaluation: tuple[str, ...] = ()
     row_multiple: int = 1
     in_spans: tuple[str, ...] = ()
     prefix: bool = False
