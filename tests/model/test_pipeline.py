@@ -3,11 +3,11 @@
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, LlamaModel, NanoChatConfig
+from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, LlamaModel, NanoChatConfig, PreTrainedModel
 
 from longspan.comm import World, bind
 from longspan.comm.failure.watch import Watch
@@ -141,16 +141,25 @@ def test_two_stages_of_one_rank_have_tied_copies_of_their_own() -> None:
         assert stage.model.get_input_embeddings().weight is stage.model.get_output_embeddings().weight is copy
 
 
-def test_a_model_that_scales_its_embedding_is_refused() -> None:
-    model = AutoModelForCausalLM.from_config(Gemma2Config(**SIZES, query_pre_attn_scalar=8))
-    try:
+def _scaled(seed: int = 0) -> PreTrainedModel:
+    """Granite, whose base model multiplies its embeddings before its layers."""
+    config = GraniteConfig(**SIZES | {"num_hidden_layers": 4}, embedding_multiplier=12.0, logits_scaling=2.0)
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config).double()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_first_stage_alone_scales_embeddings(count: int) -> None:
+    ids = torch.arange(9)[None]
+    expected = _scaled()(input_ids=ids, position_ids=_Positions.position_ids[None], use_cache=False).logits
+    x, shard = ids, cast(Any, _Positions())
+    for index in range(count):
+        model = _scaled()
         refuse_inexact(model, parts_of(model))
-    except ModelError as refusal:
-        assert "Gemma2ForCausalLM changes hidden states outside its embedding" in str(refusal)
-    else:  # where the embedding scales itself
-        assert not isinstance(model.get_input_embeddings(), torch.nn.Embedding) or type(
-            model.get_input_embeddings()
-        ).__name__.endswith("ScaledWordEmbedding")
+        (stage,) = cut(model, parts_of(model), layers_of_stages(4, count), [index])
+        logits = lambda model, arguments: model(**_without_shard(arguments)).logits  # noqa: E731
+        x = stage(x, stage_input=StageInput(shard, ids, logits))
+    assert torch.equal(x, expected)
 
 
 class _Base(LlamaModel):
@@ -195,10 +204,13 @@ PARTS: dict[str, tuple[Any, str]] = {
         lambda base, x: base.norm((base.run(x, 0, 1, 2, 3) + x) / 2),
         "gives norm hidden states from before",
     ),
-    "a scale": (lambda base, x: base.norm(2 * base.run(x, 0, 1, 2, 3)), "changes hidden states outside"),
+    "a scale": (
+        lambda base, x: base.norm(2 * base.run(x, 0, 1, 2, 3)),
+        "changes hidden states between its layers",
+    ),
     "a residual at the end": (
         lambda base, x: (base.norm(base.run(x, 0, 1, 2, 3)) + x) / 2,
-        "changes hidden states outside",
+        "changes hidden states between its layers",
     ),
 }
 

@@ -153,6 +153,36 @@ def _depend(values: Any, tensors: Sequence[Tensor]) -> bool:
     return any(gradient is not None for gradient in gradients)
 
 
+class _Entry(Absent):
+    """Stands for the first part that hidden states go through, on a later stage: gives those that the stage was given.
+
+    What the base model does to its embeddings before that part, as Granite's scales them, the first stage has done.
+    """
+
+    rows: Tensor | None = None
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The hidden states that the base model was called with; its first input where it was called with none."""
+        return super().forward(x if self.rows is None else self.rows)
+
+    def take(self, base: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Forward pre-hook of the base model."""
+        self.rows = kwargs.get("inputs_embeds")
+
+    def forget(self, base: nn.Module, args: object, out: object) -> None:
+        """Forward hook of the base model."""
+        self.rows = None
+
+
+def _let_enter(base: nn.Module, part: str, outputs: int) -> None:
+    """Have hidden states enter a stage's base model in place of its first part, which is on another stage."""
+    around, _, name = part.rpartition(".")
+    entry = _Entry(base.get_submodule(part), outputs if around else 0)
+    base.get_submodule(around)._modules[name] = entry
+    base.register_forward_pre_hook(entry.take, with_kwargs=True)
+    base.register_forward_hook(entry.forget, always_call=True)
+
+
 def shallow_copy(model: PreTrainedModel, parts: Parts, layers: range, *, first: bool, last: bool) -> PreTrainedModel:
     """The model with stand-ins for what this stage does not hold; modules without parameters are copied."""
     tied, embeds = is_tied(model), embeds_at_the_end(model)
@@ -161,6 +191,7 @@ def shallow_copy(model: PreTrainedModel, parts: Parts, layers: range, *, first: 
         base._modules[name] = shallow_module(base._modules[name])
         base = base._modules[name]
     here = dict.fromkeys(parts.before, first or (embeds and last)) | dict.fromkeys(parts.after, last)
+    embeddings = [name for name, module in base.named_children() if module is model.get_input_embeddings()]
     for name, module in base.named_children():
         if name == parts.layers:
             base._modules[name] = _some_layers(module, layers, parts.outputs)
@@ -168,6 +199,9 @@ def shallow_copy(model: PreTrainedModel, parts: Parts, layers: range, *, first: 
             base._modules[name] = module if here[name] else Absent()
         else:
             base._modules[name] = copy.deepcopy(module)  # rotary embeddings: buffers alone
+    entry = next((part for part in parts.before if part not in embeddings), f"{parts.layers}.0")
+    if not first and isinstance(base.get_submodule(entry), Absent):
+        _let_enter(base, entry, parts.outputs)
     for name, _ in list(model.named_children()):
         if name != text_name(model).partition(".")[0] and not (last or (tied and first and name != PREFIX)):
             stage._modules[name] = Absent()
