@@ -43,8 +43,10 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
     "gpt2+untied": {"tie_word_embeddings": False},
     "gpt_neox+serial": {"use_parallel_residual": False},
     "gpt_oss+default": {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
+    "granite+multiplier": {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22},
     "granitemoehybrid+dense": {"layer_types": ["attention"] * 32, "num_local_experts": 0},
     "granitemoehybrid+moe": {"layer_types": ["attention"] * 32},
+    "granitemoehybrid+multiplier": {"embedding_multiplier": 12.0, "logits_scaling": 8.0},
     "granitemoehybrid+hybrid": {"layer_types": (["mamba"] * 9 + ["attention"]) * 4, "num_hidden_layers": 40},
     "hunyuan_v1_dense+dynamic": {
         "head_dim": 128,

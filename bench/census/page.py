@@ -80,7 +80,10 @@ of the stock model, which saw the same documents one by one in one process; exac
 
 "Also" names configurations that the census ran beside the defaults of the class. `tp`, `pp` and `ep` say whether homes
 with two tensor-parallel ranks, two stages or two expert-parallel ranks are exact too, "routers" whether the balance and
-z losses of routers are; a dash: it has no experts. "Kernel" is the first of the
+z losses of routers are; a dash: it has no experts. `tp` is of the class's default configuration: `phi` with
+`qk_layernorm` and `glm4_moe` with `use_qk_norm` are refused there. Sequence parallelism has no column: it needs `tp`,
+and a module for each part of a layer that is in the tensor-parallel plan, a norm or a block of experts; what has none
+is refused by name, as the MLP of `phi3` is. "Kernel" is the first of the
 [table of kernels](attention.md#kernels) that takes several documents at the head sizes of the class's default
 configuration on a GPU in bfloat16, for each kind of layer; where `fa4` is not installed, it is the next that can.
 
