@@ -112,7 +112,8 @@ def dense(model: Any, documents: Sequence[np.ndarray], masks: Sequence[np.ndarra
                 break
     means = [total / max(count, 1) for total, count in zip(sums, counts, strict=True)]
     (means[0] + WEIGHT / len(depths) * sum(means[1:])).backward()
-    return Answer(float(means[0]), tuple(map(float, means[1:])), gradients_of(model))
+    loss, *deeper = (float(torch.as_tensor(mean).detach()) for mean in means)
+    return Answer(loss, tuple(deeper), gradients_of(model))
 
 
 def _next(model: Any, depth: Any, hidden: Tensor, ids: Tensor) -> Tensor:

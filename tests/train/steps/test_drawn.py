@@ -31,6 +31,7 @@ from tests.model.mtp.dense import WEIGHT, dense
 from tests.model.stock import weights_of
 
 DRAWS, AT_LEAST = 60, 50  # as many may be refused as are not in the second number
+CHEAP = 10  # a draw of one step of two ranks
 RATE, BETAS = 1e-3, (0.9, 0.95)
 EXACT = 2e-11  # the two formulas of the delta rule that stock models have differ by 1e-11
 
@@ -213,7 +214,7 @@ def _backward(model: PreTrainedModel, draw: Draw, documents: Sequence[np.ndarray
         return answer.loss, *answer.mtp_losses
     loss = _loss(model, documents)
     loss.backward()
-    return (float(loss),)
+    return (float(loss.detach()),)
 
 
 def _loss(model: Any, documents: Sequence[np.ndarray]) -> Tensor:
@@ -280,6 +281,10 @@ def test_draws_are_the_same_again_and_have_every_kind() -> None:
     homes = [{"tp": d.home.tp > 1, "pp": d.home.pp > 1, "ep": d.home.ep > 1, "depths": bool(d.depths)} for d in drawn]
     assert all(any(home[kind] for home in homes) for kind in homes[0])
     assert len({d.family for d in drawn}) >= 15
+
+
+def test_one_of_the_draws_is_exact() -> None:
+    assert not check([CHEAP])
 
 
 @pytest.mark.whole
