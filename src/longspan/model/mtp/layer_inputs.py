@@ -38,12 +38,12 @@ class CopiedLayer:
     outputs: int = 0
 
 
-@dataclass
 class Note:
     """What a layer was called with: hidden states, and what stands beside them."""
 
-    hidden_states: Tensor | None = None
-    call: Call = ((), {})
+    def __init__(self) -> None:
+        self.hidden_states: Tensor | None = None
+        self.call: Call = ((), {})
 
     @property
     def reached(self) -> bool:
