@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from longspan import Layout, World, evaluate, prepare
 from longspan.model.placement.sharding import gathered_bytes
+from longspan.model.row_trial.model_trial import try_rows
 from longspan.testing import backend, run_ranks
 from longspan.train import EvaluationOptions, PlanChoice
 from longspan.train.evaluation import portions as module
@@ -36,6 +37,7 @@ def gathers_of_evaluations(rank: int) -> dict[str, tuple[int, tuple[Any, ...]]]:
         model = prepare(deep("qwen3", torch.float32, LAYERS), world)
         weights = sum(parameter.numel() for parameter in model.parameters())
         assert weights * 4 <= gathered_bytes(model) <= weights * 4 * 1.1  # shards are padded
+        try_rows(model, world, backward=False)  # whose passes gather too
         for name in ("room", "room on one", "stopped"):
             patch.setattr(module, "GATHERED_SHARE", 0.0 if name == "room on one" and rank else 1 / 8)
             options = EvaluationOptions(stopped=stopped if name == "stopped" else None)
