@@ -31,6 +31,7 @@ def test_a_case_on_four_processes(tmp_path: Path, capsys: pytest.CaptureFixture[
     ]
     assert [run["micro_batches"] for run in fixed] == [2, 4, 4, 2] and planned
     assert all(run["tokens"] == 4 * 32 and run["mean"] == run["median"] == run["seconds"][0] for run in row["runs"])
+    assert all(run["peak_bytes"] == 0 for run in row["runs"])  # of GPUs
     assert 0 < row["difference"] <= 1e-6 or fixed[0]["loss"] == fixed[1]["loss"]
     assert fixed[0]["loss"] > fixed[2]["loss"] == pytest.approx(planned[0]["loss"], rel=1e-6)  # a step between them
     assert out.with_suffix(".md").read_text() == record_markdown(record)

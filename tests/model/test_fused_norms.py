@@ -74,8 +74,9 @@ def test_what_norms_of_families_compute_is_found(kind: tuple[str, str, tuple[flo
         pytest.skip(f"this transformers' {name} takes other arguments")
     if KINDS[kind].groups > 1 and not hasattr(norm, "group_size") and not hasattr(norm, "n_groups"):
         pytest.skip(f"this transformers' {name} has no groups")
-    model = nn.ModuleDict({"norm": norm})
+    model, drawn = nn.ModuleDict({"norm": norm}), torch.get_rng_state()
     assert fuse_norms(model) == 1 and norm.forward.args == (norm, KINDS[kind])
+    assert torch.equal(torch.get_rng_state(), drawn)  # trials leave the generator of the run alone
     x, gate = torch.randn(2, 1, 5, 48)
     given = (x, gate) if KINDS[kind].gate else (x,)
     assert torch.allclose(norm(*given), type(norm).forward(norm, *given), rtol=1e-5, atol=1e-6)

@@ -172,6 +172,8 @@ def test_items_are_documents_or_packs_of_tiny_ones() -> None:
     assert few.documents == ((1,), (2,), (0,))
     assert sorted(d for item in many.documents for d in item) == list(range(1200))
     assert len(many.documents) < 1200
+    longest_first = [d for item in problem([7, 900] * 40, 8).documents for d in item]
+    assert longest_first == [*range(1, 80, 2), *range(0, 80, 2)]  # equal ones in the order of their numbers
     assert many.tokens.tolist() == sorted(many.tokens.tolist(), reverse=True)
     for item, tokens in zip(many.documents, many.tokens.tolist(), strict=True):
         assert sum(many.request.lengths[d] for d in item) == tokens <= many.cap

@@ -14,7 +14,7 @@ from longspan.errors import LayoutError, PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions, plan_fixed, plan_padded, slot_rows
 from longspan.plan.planners.bin_packing import first_fit, spread
-from longspan.plan.planners.fixed import Packer
+from longspan.plan.planners.fixed import Packer, smallest_degree
 from longspan.plan.planners.request import Request
 from tests.plan.cases import bounded, lengths
 
@@ -190,6 +190,13 @@ def test_layers_and_hierarchy_go_into_the_groups() -> None:
     assert group.hierarchical_context_parallel_sizes == (2, 2)
     unused = plan_fixed([64, 9], Layout(8), 4, hierarchical_context_parallel_sizes=(4, 4))
     assert unused.micro_batches[0].groups[0].hierarchical_context_parallel_sizes is None
+
+
+def test_the_smallest_degree_holds_the_longest_document() -> None:
+    options = PlanOptions(max_tokens_per_slot=100)
+    longest = {100: 1, 101: 2, 200: 2, 201: 3, 400: 4, 401: 6, 1200: 12, 1201: 12}
+    assert {length: smallest_degree([9, length], Layout(12), options) for length in longest} == longest
+    assert smallest_degree([10**6], Layout(12), PlanOptions()) == 1
 
 
 def test_targets_and_dummies() -> None:

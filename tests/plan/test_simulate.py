@@ -139,6 +139,8 @@ def test_a_run_is_its_steps() -> None:
 def test_a_plan_of_dummies() -> None:
     result = simulate(plan_fixed([], Layout(4), 2), pp=2)
     assert result.seconds == pytest.approx(Cost().micro_batch_seconds) and not result.peak_rows.any()
+    for backward in (True, False):
+        assert simulate(Plan(4, (), (), 0), backward=backward).peak_rows.tolist() == [0.0] * 4
 
 
 def test_tensor_parallel_slots_share_the_work() -> None:

@@ -19,6 +19,7 @@ from longspan.ssm.kernels import TORCH, LocalRuns, Recurrence, check_asked, choo
 from longspan.ssm.kernels.convolutions import Convolution, by_causal_conv1d, choose_convolution
 from longspan.ssm.kernels.convolutions.by_causal_conv1d import PACKAGE_CONVOLUTION
 from longspan.ssm.kernels.convolutions.by_torch import TORCH_CONVOLUTION
+from longspan.ssm.kernels.delta import by_channel
 from tests.mutation import mutate, restore
 
 CPU = torch.device("cpu")
@@ -71,6 +72,8 @@ def test_sizes_and_versions_are_said() -> None:
     x, weight = torch.zeros(3, 12, dtype=torch.bfloat16), torch.zeros(12, 4)
     assert PACKAGE_CONVOLUTION.lacks(x, weight) == "channels in multiples of 8, got 12"
     assert PACKAGE_CONVOLUTION.lacks(x, torch.zeros(16, 5)) == "a convolution of width 2 to 4, got 5"
+    of_channels = "a delta rule of a decay for each key number"
+    assert by_channel.lacks(SCAN._replace(delta=True)) == by_channel.lacks(SCAN._replace(by_channel=True)) == of_channels
     lacking = choose.__globals__["MAMBA"].lacks(SCAN._replace(device=CUDA))
     assert lacking == "mamba_ssm 2.3, which is not installed: pip install 'mamba_ssm==2.3.*'"
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longspan import Layout, MtpLoss, World, add_mtp, plan_fixed, prepare, run_step
+from longspan import Group, Layout, MicroBatch, MtpLoss, World, add_mtp, plan_fixed, prepare, run_step
+from longspan.bridge.splice import tokens_ahead
+from longspan.comm import SequenceShard
 from longspan.doctor.float64 import whole_float64
 from longspan.errors import ModelError
 from longspan.model.seams.mixers import mixers_of
@@ -135,6 +137,13 @@ def _errors(rank: int, cases: Sequence[Case]) -> dict[str, float]:
 def test_steps_are_those_of_one_process(ranks: int) -> None:
     for errors in run_ranks(_errors, ranks, all_of(ranks), timeout=300):
         assert errors and max(errors.values()) < EXACT, errors
+
+
+def test_embeddings_are_of_the_rows_themselves_after_a_depth() -> None:
+    shard = SequenceShard(MicroBatch((Group((0,), (0,), (8,)),)), 0, -1, torch.device("cpu"))
+    with tokens_ahead(shard, 2):
+        assert shard.derived.ahead == 2
+    assert shard.derived.ahead == 0
 
 
 MUTATIONS = {

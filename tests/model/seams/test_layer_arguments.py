@@ -67,6 +67,18 @@ def test_recomputation_finds_its_own_shard_in_another_thread() -> None:
     assert within_layer(layer) is layer
 
 
+def test_a_part_of_a_layer_is_recomputed_with_the_shard_around_it() -> None:
+    class Whole(_Layer):
+        def forward(self, x: Tensor, **_: Any) -> Tensor:
+            assert self.inner is not None
+            return checkpoint(within_layer(partial(self.inner.forward)), x, use_reentrant=False)
+
+    part = _Layer()
+    out = Whole(part)(X, shard="whole", attention_kernel="torch")
+    out.sum().backward()
+    assert part.found == [("whole", "torch")] * 2 and shard_of_layer() is None
+
+
 def test_hooks_alone_would_not_see_recomputation() -> None:
     """Shows that the test above can fail: transformers' checkpoints call the layer's forward, without its hooks."""
     layer = _Layer()

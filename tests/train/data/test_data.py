@@ -20,7 +20,9 @@ from longspan.train.data.build import ensure_corpus
 from longspan.train.data.corpus_settings import CorpusSettings
 from longspan.train.data.documents import Corpus, Manifest
 from longspan.train.data.files import files_of_other_kinds, find_files
+from longspan.train.data.first_rows import sample_texts
 from longspan.train.data.left_out import LeftOut
+from longspan.train.data.store.sources import CorpusFile
 from longspan.train.data.tokenizer import load_tokenizer, train_tokenizer
 from longspan.train.reading.read_rows import read_inputs_and_labels
 from tests.train.small import write_texts
@@ -126,6 +128,14 @@ def test_lines_that_are_no_texts(tmp_path: Path, text: str, message: str) -> Non
     (tmp_path / "h.jsonl").write_text(text)
     with pytest.raises(DataError, match=message):
         build(tmp_path, tmp_path / "h.jsonl")
+
+
+@pytest.mark.parametrize("most", [3, 4, 7, 9])
+def test_a_tokenizer_is_trained_on_so_many_characters(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longspan.train.data.first_rows.SAMPLE_CHARACTERS", most)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("abc", "defg", "hi", "j")))
+    assert "".join(sample_texts([CorpusFile(0, file.name, file)])) == "abcdefghij"[:most]
 
 
 def test_paths_that_hold_nothing(tmp_path: Path) -> None:

@@ -90,6 +90,14 @@ def test_what_a_flag_gave_stays() -> None:
     assert (flagged.planner, flagged.context_parallel_size) == ("fixed", 8)
 
 
+def test_a_degree_that_is_chosen_brings_its_type_unless_one_is_given() -> None:
+    config = load_config(None, BASE | {"context.eval_cp_comm_type": "a2a"})
+    context, degree = replace(config.context, eval_context_parallel_size="auto"), "context.eval_context_parallel_size"
+    chosen = with_flags(held_out_set(config), context, {degree})
+    assert (chosen.context_parallel_size, chosen.cp_comm_type) == ("auto", "auto")
+    assert with_flags(held_out_set(config), context, {degree, "context.eval_cp_comm_type"}).cp_comm_type == "a2a"
+
+
 def test_rows_of_a_dynamic_plan_are_those_of_the_widest_group() -> None:
     keys = {"context.eval_planner": "dynamic", "context.max_dynamic_context_parallel_size": 2}
     config = load_config(None, BASE | keys)

@@ -39,7 +39,8 @@ def gathers_of_evaluations(rank: int) -> dict[str, tuple[int, tuple[Any, ...]]]:
         assert weights * 4 <= gathered_bytes(model) <= weights * 4 * 1.1  # shards are padded
         try_rows(model, world, backward=False)  # whose passes gather too
         for name in ("room", "room on one", "stopped"):
-            patch.setattr(module, "GATHERED_SHARE", 0.0 if name == "room on one" and rank else 1 / 8)
+            times = 7 if name == "room on one" and rank else 9  # an eighth of what is unused may be taken
+            patch.setattr(module, "unused_bytes", lambda *_, times=times: times * gathered_bytes(model))
             options = EvaluationOptions(stopped=stopped if name == "stopped" else None)
             counted = 0
             result = evaluate(model, DOCUMENTS, PlanChoice.fixed(1, max_tokens_per_slot=20), world, options)

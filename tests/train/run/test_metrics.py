@@ -125,6 +125,13 @@ def test_a_long_evaluation_of_saved_weights_has_a_line_every_thirty_seconds(monk
     assert shown == [2, 4, 40], "by time, and at a tenth"
 
 
+def test_lines_are_in_the_file_at_once() -> None:
+    file = io.BytesIO()
+    out = io.TextIOWrapper(file, encoding="utf-8")
+    ProgressDisplay(3, out).log("hello")
+    assert file.getvalue() == b"hello\n" and not out.closed
+
+
 def test_on_gpus_a_line_says_how_much_of_them_the_model_uses() -> None:
     out = io.StringIO()
     with ProgressDisplay(300, out) as display:

@@ -160,13 +160,14 @@ def test_pixels_are_read_ahead_once_and_only_where_asked(tmp_path: Path, monkeyp
     assert documents.images.reader.read == 2
 
 
-def test_images_stand_upright(tmp_path: Path) -> None:
+@pytest.mark.parametrize("orientation", range(10))
+def test_images_stand_upright(orientation: int, tmp_path: Path) -> None:
     image = Image.new("RGB", (24, 8))
     exif = image.getexif()
-    exif[0x0112] = 6
+    exif[0x0112] = orientation
     image.save(tmp_path / "turned.jpg", exif=exif)
     file = ImageFile(str(tmp_path / "turned.jpg"))
-    assert file.size() == (24, 8) and file.load().size == (8, 24)
+    assert file.size() == file.load().size[::-1] == ((24, 8) if 5 <= orientation <= 8 else (8, 24))
 
 
 BAD = {
