@@ -39,6 +39,7 @@ WEIGHTS = {"cli": 2.0, "report": 2.0, "comm": 1.5, "plan": 1.5}  # rooms with fe
 ONLY_GPU = ("triton_kernels.py", "kernels/cudnn.py", "kernels/fa4.py", "kernels/torch_flash.py", "profile_parts.py")
 TESTED_IN = {"bench": "cli", "testing": "launch"}  # rooms whose tests stand in another one's folder
 PER_FUNCTION = 2
+NOT_NOTICED = ("lived", "no tests")  # "no tests": no test of its room passes here without the mutant
 MOST_MEMORY = 16 << 30  # of one process: a loop that never ends fails early
 USUAL = {
     "attention": ["attention/test_attend.py", "attention/test_behaviour.py"],
@@ -190,7 +191,7 @@ class Tests:
         self.root, self.seconds, self.known = copy_of, seconds, known
         names = sorted((copy_of / "tests").rglob("test_*.py"))
         texts = {path.relative_to(copy_of / "tests").as_posix(): path.read_text() for path in names}
-        self.texts = {name: text for name, text in texts.items() if "tests.mutation" not in text}
+        self.texts = {name: text for name, text in texts.items() if not name.endswith("test_mutations.py")}
 
     def of(self, file: str) -> dict[str, float]:
         """Test ids with their seconds, in the order to run them."""
@@ -226,9 +227,22 @@ class Tests:
                 seconds[test] = round(seconds.get(test, 0.0) + float(x), 2)
             bad = set(re.findall(r"^(?:FAILED|ERROR) (tests/.*?)(?: - |$)", text, re.M))
             calls = set(re.findall(r"^[\d.]+s call +(tests/.*)$", text, re.M))
-            self.known[name] = {test: x for test, x in seconds.items() if test in calls and test not in bad}
-            print(f"         {name}: {len(self.known[name])} tests, {sum(self.known[name].values()):.1f} s", flush=True)
+            passed = {test: x for test, x in seconds.items() if test in calls and test not in bad}
+            changing = changing_tests(self.texts[name])
+            self.known[name] = {x: passed[x] for x in passed if x.split("::")[1].split("[")[0] not in changing}
+            last = "" if passed else f"; pytest ended with {text.strip().splitlines()[-1:]}"
+            print(f"         {name}: {len(passed)} tests, {sum(passed.values()):.1f} s{last}", flush=True)
         return self.known[name]
+
+
+def changing_tests(text: str) -> set[str]:
+    """The functions of a test file that change source texts, by themselves or by others that do."""
+    sources = {x.name: ast.unparse(x) for x in ast.parse(text).body if isinstance(x, ast.FunctionDef)}
+    names, before = {"mutate", "mutated", "each_mutated"}, 0
+    while before < len(names):
+        before, mentions = len(names), re.compile(rf"\b({'|'.join(names)})\b")
+        names |= {name for name, source in sources.items() if mentions.search(source)}
+    return names
 
 
 def run_tests(root: Path, arguments: list[str], limit: float) -> tuple[int | None, str]:
@@ -254,7 +268,7 @@ def judge(root: Path, mutant: dict[str, Any], tests: Tests, test_ids: list[str] 
     """Whether its tests, or those that were asked for, notice one mutant, with the first that does."""
     chosen = tests.of(mutant["file"]) if test_ids is None else dict.fromkeys(test_ids, 60.0)
     if not chosen:
-        return {"verdict": "lived", "tests": 0, "seconds": 0.0}
+        return {"verdict": "no tests", "tests": 0, "seconds": 0.0}
     path = root / "src/longspan" / mutant["file"]
     source = path.read_bytes()
     start, stop = mutant["span"]
@@ -298,7 +312,7 @@ def wanted(flags: argparse.Namespace, every: dict[str, dict[str, Any]]) -> list[
         return draw(every, flags.seed, flags.count)
     names: list[str] = []
     for name, before in json.loads(flags.again.read_text())["mutants"].items():
-        if before["verdict"] == "lived":  # the same change, although functions around it may have moved
+        if before["verdict"] in NOT_NOTICED:  # the same change, although functions around it may have moved
             function = name.rsplit(":", 1)[0] + ":"
             same = [x for x in every if x.startswith(function) and every[x]["before"] == before["before"]]
             names += [x for x in same if every[x]["after"] == before["after"]][:1] or [f"{name} (gone)"]
@@ -310,7 +324,7 @@ def summary(mutants_run: dict[str, dict[str, Any]]) -> str:
     lines: list[str] = []
     for room in [*sorted({name.split("/")[0] for name in mutants_run}), ""]:
         verdicts = [x["verdict"] for name, x in mutants_run.items() if name.startswith(room)]
-        killed = sum(x != "lived" for x in verdicts)
+        killed = sum(x not in NOT_NOTICED for x in verdicts)
         lines.append(f"{room or 'all':10} {killed:4} of {len(verdicts):4}  {killed / max(1, len(verdicts)):.0%}")
     return "\n".join(lines)
 

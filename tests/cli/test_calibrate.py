@@ -3,13 +3,18 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from longspan.bench.calibrate import ranks
 from longspan.bench.calibrate.command import CalibrateFlags, make_record, make_settings, record_text
 from longspan.bench.calibrate.fit import Calibration, Sample, calibrate, least_squares
 from longspan.cli.main import main
+from longspan.layout import Layout
 from longspan.plan import Cost
 from longspan.plan.cost.cost_file import read_cost
 
@@ -142,6 +147,17 @@ def test_two_ranks_write_a_cost_that_plans_are_priced_by(tmp_path: Path, capfd: 
         assert sample["relative_error"] == pytest.approx(error)
     assert main(["plan", "--same", "4x100", "--slots", "4", "--cp", "2", "--cost", out, "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["cost"] == record["cost"] | {"source": out}
+
+
+def test_a_ring_of_two_sends_half_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "bind", lambda *_: None)
+    monkeypatch.setattr(ranks._Bench, "_attend", lambda *_: None)
+    bench: Any = object.__new__(ranks._Bench)
+    bench.world = SimpleNamespace(home=Layout(4), prepare=lambda plan: None)
+    bench.shape = ranks.Shape(4, 2, 8, 2, 64, torch.float32)  # two of four layers see all rows
+    sample = bench._attention(1000, 2).sample
+    assert (sample.calls, sample.squares, sample.ring_steps) == (1, 1000**2 / 2, 1)
+    assert sample.ring_bytes == bench.shape.ring_bytes * (1000 / 2) * (2 / 4)
 
 
 def test_one_rank_in_words() -> None:

@@ -3,13 +3,16 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from longspan.cli.evaluation.tables import tables_of
 from longspan.cli.main import main
 from longspan.testing import run_ranks
 from longspan.train.checkpoint.files import PARTIAL
 from longspan.train.config.sections import RunConfig
 from longspan.train.run.records.metrics_log import read_metrics
+from tests.train.evaluate_saved.test_comparison import result
 from tests.train.small import small_config, train_rank, write_texts
 
 
@@ -90,6 +93,12 @@ def test_a_degree_that_does_not_fit_is_refused_before_ranks_start(
 ) -> None:
     assert main(["eval", run.run.dir, "--world", "4", "--context.eval_context_parallel_size", "3"]) == 2
     assert "context.eval_context_parallel_size 3 does not divide 4 slots" in capfd.readouterr().err
+
+
+def test_a_perplexity_that_nobody_can_read_is_not_written_out() -> None:
+    names, row = tables_of([result(np.full(5, 50.0))], 1).splitlines()[1:3]
+    assert names.startswith("set       type  cp          loss  perplexity")
+    assert row.startswith("held out  -      1  50.000000000   over 1e21")
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
+from longspan.model.seams.forwards import norm_formula
 from longspan.model.seams.forwards.fused_norms import fuse_norms, runs_in_one_pass
 from longspan.model.seams.forwards.norm_formula import NormFormula
 from longspan.plan import plan_dynamic
@@ -106,6 +107,11 @@ class Gated(OffByTwo):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return x * gate
+
+
+def test_a_program_holds_all_features_of_a_group() -> None:
+    widths = {1: 16, 16: 16, 17: 32, 32: 32, 33: 64, 4097: 8192}
+    assert {width: norm_formula._Block.of(9, width).columns for width in widths} == widths
 
 
 @pytest.mark.parametrize("kind", (OffByTwo, NoEps, Gated))

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch.distributed.pipelining import PipelineStage
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, LlamaModel, NanoChatConfig, PreTrainedModel
 
 from longspan.comm import World, bind
@@ -18,6 +19,7 @@ from longspan.model.layers import layers_of_stages
 from longspan.model.parts import parts_of
 from longspan.model.pipeline.copies import StageCopies
 from longspan.model.pipeline.pipeline import PipelineModel, _origin, _watched
+from longspan.model.pipeline.schedules import ScheduledStage
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.pipeline.stages import Stage, StageInput, cut, refuse_inexact
 from longspan.model.prepared import IMPLEMENTATION
@@ -395,6 +397,17 @@ def _descending(rank: int) -> str:
 
 def test_a_home_whose_ranks_descend_along_its_stages_is_refused() -> None:
     assert all("(1, 0) descend along its pipeline stages" in refusal for refusal in run_ranks(_descending, 2))
+
+
+def test_hidden_states_of_another_type_are_refused_before_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage: Any = object.__new__(ScheduledStage)
+    stage.stage_index, stage.num_stages, stage.inputs = 0, 2, [SimpleNamespace(ids=None)]
+    stage._row, made = torch.zeros(1, 1, 8), [torch.zeros(1, 3, 8), torch.zeros(1, 3, 8, dtype=torch.float64)]
+    monkeypatch.setattr(ScheduledStage, "_rows_of", lambda *_: 3)
+    monkeypatch.setattr(PipelineStage, "forward_one_chunk", lambda *_, **__: made.pop(0))
+    assert stage.forward_one_chunk(0, ()).dtype == torch.float32
+    with pytest.raises(ModelError, match=r"stage 0 made hidden states \(1, 3, 8\) of torch.float64, the next .*float32"):
+        stage.forward_one_chunk(0, ())
 
 
 def test_the_model_s_error_is_found_behind_what_torch_wraps_around_it() -> None:

@@ -73,7 +73,9 @@ def test_sizes_and_versions_are_said() -> None:
     assert PACKAGE_CONVOLUTION.lacks(x, weight) == "channels in multiples of 8, got 12"
     assert PACKAGE_CONVOLUTION.lacks(x, torch.zeros(16, 5)) == "a convolution of width 2 to 4, got 5"
     of_channels = "a delta rule of a decay for each key number"
-    assert by_channel.lacks(SCAN._replace(delta=True)) == by_channel.lacks(SCAN._replace(by_channel=True)) == of_channels
+    assert (
+        by_channel.lacks(SCAN._replace(delta=True)) == by_channel.lacks(SCAN._replace(by_channel=True)) == of_channels
+    )
     lacking = choose.__globals__["MAMBA"].lacks(SCAN._replace(device=CUDA))
     assert lacking == "mamba_ssm 2.3, which is not installed: pip install 'mamba_ssm==2.3.*'"
 

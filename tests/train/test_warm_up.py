@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ from longspan.testing import run_ranks
 from longspan.train.config.sections import RunConfig
 from longspan.train.run import warm_up_run
 from longspan.train.run.records.metrics_log import read_metrics
+from longspan.train.warm_up import warm_up as warm_up_module
 from longspan.train.warm_up.kinds import kind_of, on_all_slots, smallest_of_each_kind
 from longspan.train.warm_up.optimizer_states import make_states
-from longspan.train.warm_up.warm_up import warm_up_plans
+from longspan.train.warm_up.warm_up import warm_up, warm_up_plans
 from tests.train.runs.test_lora_run import write_base
 from tests.train.small import small_config, train_rank, without_times
 
@@ -114,6 +116,23 @@ def test_the_smallest_group_of_a_kind_is_laid_on_all_slots() -> None:
     assert [[g.slots for g in b.groups] for b in on_all_slots(other.groups[0], 5)] == [[(0, 1), (2, 3)], [(3, 4)]]
     (kind,) = [kind for kind, group in groups.items() if group.degree == 1]
     assert [group.degree for group in smallest_of_each_kind([plan], leave_out=[kind]).values()] == [2]
+
+
+@pytest.mark.parametrize("planner", ["fixed", "dynamic"])
+def test_communicators_are_made_before_the_first_pass(
+    planner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(warm_up_module, "_run", lambda training, plan, *, backward: calls.append(backward))
+    monkeypatch.setattr(warm_up_module, "make_states", lambda optimizer: None)
+    channels, control = SimpleNamespace(connect_pairs=lambda: calls.append("pairs")), SimpleNamespace(barrier=str)
+    world = SimpleNamespace(home=Layout(2), device=torch.device("cpu"), channels=channels, control=control)
+    world.prepare = calls.append
+    config = small_config(tmp_path, context__planner=planner)
+    training: Any = SimpleNamespace(world=world, config=config, optimizer=None, model=nn.Linear(1, 1))
+    plans = [plan_fixed(lengths, Layout(2), cp=2) for lengths in ([9, 4], [8], [7, 5])]
+    warm_up(training, plans[:2], plans[2], lambda line: None)
+    assert calls == [*plans, *(["pairs"] if planner == "dynamic" else []), True, True, False]
 
 
 @pytest.mark.parametrize("made", [True, False])

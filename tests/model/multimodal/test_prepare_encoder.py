@@ -230,7 +230,10 @@ def _half(world: World) -> tuple[float, float]:
         assert args[0].dtype == torch.bfloat16
         seen.update(x.dtype for x in kwargs["position_embeddings"])
 
-    module.get_submodule("tower.blocks.1").register_forward_pre_hook(note, with_kwargs=True)
+    in_float32 = module.get_submodule("tower.patch_embed")  # as of a tower that adds places in float32
+    in_float32.register_forward_hook(lambda *of_call: of_call[-1].float())
+    for block in ("tower.blocks.0", "tower.blocks.1"):
+        module.get_submodule(block).register_forward_pre_hook(note, with_kwargs=True)
     rows = _encode(module, family, torch.float32, world)
     assert seen == {torch.float32}, "rotary tables are not rounded"
     assert all(p.grad is None or p.grad.dtype == p.dtype == torch.float32 for p in module.parameters())

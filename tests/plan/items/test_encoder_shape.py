@@ -70,6 +70,14 @@ def unread_layers(name: str, config: Any, images: int) -> int:
     return 2 * weights * rows + 4 * vision.hidden_size * rows * 5
 
 
+def test_images_of_gemma_3_have_as_many_rows_as_its_configuration_says() -> None:
+    tower = {"model_type": "siglip_vision_model", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    tower |= {"image_size": 64, "patch_size": 4, "intermediate_size": 16}
+    config: dict[str, Any] = {"model_type": "gemma3", "text_config": {"hidden_size": 16}, "vision_config": tower}
+    assert EncoderShape.of(config | {"mm_tokens_per_image": 64}).rows == 64
+    assert EncoderShape.of(config).rows == 256  # as Gemma3Config has it
+
+
 def test_a_published_size() -> None:
     shape = EncoderShape.of(QWEN3_VL_8B)
     per_patch = 27 * 1152 * (4 * 1152 + 2 * 4304) + 1152 * 3 * 2 * 256

@@ -6,7 +6,7 @@ import pytest
 
 from longspan.errors import ConfigError
 from longspan.train.config.bounds import NOT_GIVEN
-from longspan.train.config.defaults import resolved, settings_line
+from longspan.train.config.defaults import resolved, settings_line, with_steps
 from longspan.train.config.file import load_config, to_toml
 from longspan.train.config.sections import RunConfig
 from longspan.train.run.config_check import check_config
@@ -18,6 +18,12 @@ OWN = {"model.path": "folder", "train.lr": 1e-5}
 def values(*keys: str, **given: Any) -> list[Any]:
     config = load_config(None, OWN | {key.replace("__", "."): value for key, value in given.items()})
     return [value_of(config, key) for key in keys]
+
+
+def test_steps_that_follow_from_epochs_bring_their_warm_up() -> None:
+    for steps, warm_up in ((60, 3), (10_000, 100)):
+        config = with_steps(load_config(None, OWN | {"train.epochs": 2}), steps)
+        assert [value_of(config, key) for key in ("train.steps", "train.warmup_steps")] == [steps, warm_up]
 
 
 def test_a_model_of_ones_own_is_not_cut_and_fills_memory() -> None:

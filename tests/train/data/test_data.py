@@ -130,8 +130,19 @@ def test_lines_that_are_no_texts(tmp_path: Path, text: str, message: str) -> Non
         build(tmp_path, tmp_path / "h.jsonl")
 
 
+def test_several_processes_give_the_documents_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, documents = write_texts(tmp_path / "texts"), list[list[list[int]]]()
+    monkeypatch.setattr("longspan.train.data.store.recipe._IN_PROCESS_BYTES", {"text": 0})
+    for workers in (1, 2):
+        corpus = build(tmp_path / str(workers), texts, workers=workers, cache=str(tmp_path / f"cache {workers}"))
+        documents.append([corpus[d][np.arange(len(corpus[d]))].tolist() for d in range(len(corpus))])
+    assert documents[0] == documents[1]
+
+
 @pytest.mark.parametrize("most", [3, 4, 7, 9])
-def test_a_tokenizer_is_trained_on_so_many_characters(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_is_trained_on_so_many_characters(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("longspan.train.data.first_rows.SAMPLE_CHARACTERS", most)
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("abc", "defg", "hi", "j")))

@@ -69,6 +69,9 @@ REFUSED: dict[str, tuple[Makes, type[LongspanError], str]] = {  # what is passed
     "words in a set": (
         lambda rank: {"loss": DocumentLoss(pair_loss, [("a", 1)])}, LossError, r"set 0 of .* is \('a', 1\); give"  # type: ignore[list-item]
     ),
+    "truths in a set": (
+        lambda rank: {"loss": DocumentLoss(pair_loss, [(True, 2)])}, LossError, r"set 0 of .* is \(True, 2\); give"
+    ),
     "parts of numbers": (
         lambda rank: {"loss": DocumentLoss(pair_loss, [(0.9, 1)])}, LossError, r"set 0 of .* is \(0.9, 1\); give"  # type: ignore[list-item]
     ),

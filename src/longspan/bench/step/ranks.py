@@ -150,4 +150,4 @@ def _keep(record: dict[str, Any], settings: Settings, rank: int) -> None:
     outcome = (
         row.get("missing") or f"{row['seconds']:.3f} s, {row['tokens_per_second_per_device']:.0f} tokens/s a device"
     )
-    print(f"{row['name']}: {outcome}", file=sys.stderr, flush=True)
+    print(f"{row['name']}: {outcome}", file=sys.stderr)

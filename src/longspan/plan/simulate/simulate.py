@@ -144,8 +144,8 @@ def _peak_rows(rows: NDArray[np.int64], run: PipelineRun, parts: int) -> NDArray
     sign = np.array([1 if action.kind == "forward" else -1 for action in run.actions[0]], np.int64)
     rows_of_actions = rows[[action.micro_batch for action in run.actions[0]]]
     if not (sign < 0).any():  # nothing is kept: one micro-batch passes at a time
-        return rows_of_actions.max(axis=0, initial=0) / parts
-    return np.cumsum(sign[:, None] * rows_of_actions, axis=0).max(axis=0, initial=0) / parts
+        return rows_of_actions.max(axis=0) / parts
+    return np.cumsum(sign[:, None] * rows_of_actions, axis=0).max(axis=0) / parts
 
 
 def _sent_bytes(plan: Plan, cost: Cost) -> tuple[float, float]:
