@@ -406,7 +406,9 @@ def test_hidden_states_of_another_type_are_refused_before_they_are_sent(monkeypa
     monkeypatch.setattr(ScheduledStage, "_rows_of", lambda *_: 3)
     monkeypatch.setattr(PipelineStage, "forward_one_chunk", lambda *_, **__: made.pop(0))
     assert stage.forward_one_chunk(0, ()).dtype == torch.float32
-    with pytest.raises(ModelError, match=r"stage 0 made hidden states \(1, 3, 8\) of torch.float64, the next .*float32"):
+    with pytest.raises(
+        ModelError, match=r"stage 0 made hidden states \(1, 3, 8\) of torch.float64, the next .*float32"
+    ):
         stage.forward_one_chunk(0, ())
 
 

@@ -1,6 +1,7 @@
 """When slots start and end, against values of the research model and a slow simulation, slot by slot."""
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.plan import Cost, Group, MicroBatch, Plan, predicted_seconds, slot_rows, timeline
+from longspan.plan.timeline import GroupTable
 from tests.plan.cases import bounded, plans
 
 LENGTHS = (5295, 682, 3599, 1484, 2912, 800, 9000)
@@ -28,6 +30,11 @@ BATCHES = [batch(*((tuple(range(s, s + c)), d) for s, c, d in blocks)) for block
 def test_blocks() -> None:
     assert predicted_seconds(BATCHES, 6, Cost()) == pytest.approx(0.7383820968607999, rel=1e-12)
     assert predicted_seconds(BATCHES, 6, Cost(), mode="free") == pytest.approx(0.6871994954665599, rel=1e-12)
+
+
+def test_tables_of_groups_are_equal_to_themselves_alone() -> None:
+    table = GroupTable.of(BATCHES)
+    assert table in {table} and table != replace(table) and (table.tokens == GroupTable.of(BATCHES).tokens).all()
 
 
 def test_a_slot_in_several_groups_adds_their_times() -> None:

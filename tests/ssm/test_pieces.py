@@ -1,5 +1,9 @@
 """Maps of pieces of runs, folded, are those of the runs; gradients go back the same way."""
 
+import math
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from longspan.ssm.kernels.delta import maps
 from longspan.ssm.kernels.delta.pieces import Pieces, pieces_of
 from longspan.ssm.kernels.runs import CHUNK, LocalRuns
 from tests.mutation import mutated
@@ -117,3 +122,26 @@ def test_folds_are_those_of_the_recurrence() -> None:
 def test_what_is_dropped_is_noticed(old: str, new: str) -> None:
     with mutated(("ssm.kernels.delta.pieces", old, new)):
         assert worst() > 1e-6
+
+
+@pytest.mark.parametrize(("size", "width"), [(64, 64), (65, 128), (192, 16)])
+def test_programs_hold_the_columns_of_states_and_transitions(
+    size: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 64 columns each, for every head and run: no column without a program, and no program without a column."""
+    grids: list[tuple[int, ...]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids.append(grid)
+            return lambda *_, **__: None
+
+    monkeypatch.setattr(maps, "_kernel", lambda name: Kernel())
+    keys, values = torch.zeros(1, 5, 3, size), torch.zeros(1, 5, 3, width)
+    rows = {**dict.fromkeys(("q", "k", "w"), keys), **dict.fromkeys(("u", "do", "dv"), values), "g": keys[..., 0]}
+    runs: Any = SimpleNamespace(lengths=(2, 3), ends=None, chunk=64)
+    states, transitions = maps.maps_of(rows, runs)
+    assert states.shape == maps.owed_of(rows, runs, 1.0).shape == (2, 3, size, width)
+    assert transitions.shape == (2, 3, size, size)
+    of_states, of_transitions = (math.ceil(columns / 64) for columns in (width, size))
+    assert grids == [(of_states + of_transitions, 3, 2), (of_states, 3, 2)]

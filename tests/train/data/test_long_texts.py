@@ -102,6 +102,13 @@ def test_other_models_are_encoded_as_a_whole() -> None:
     assert not has_pieces(Tokenizer(models.Unigram())) and not has_pieces(Tokenizer(models.BPE(dropout=0.1)))
 
 
+def test_overlaps_are_doubled_while_they_are_shorter_than_a_piece() -> None:
+    engine, text = engine_of("gpt-2"), "a b" * 100
+    left = long_texts._encoded(engine, text, 0, 100)
+    pieces = [*long_texts._next_pieces(engine, text, left, 50, 8)]
+    assert [(left.end - piece.begin, piece.end) for piece in pieces] == [(8, 150), (16, 150), (32, 150), (64, 150)]
+
+
 def test_pieces_that_disagree_are_not_joined() -> None:
     merges = [("▁", "a"), ("▁a", "▁a"), ("▁a▁a", "▁a▁a")]
     words = ["▁", "a", *(first + second for first, second in merges)]

@@ -1,6 +1,7 @@
 """What a loss of one's own may get wrong: one clear error on every rank, weights as before, and nothing hangs."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -227,6 +228,7 @@ def test_what_a_loss_is_given() -> None:
 
     def loss(log_probs: torch.Tensor, at: Any) -> torch.Tensor:
         assert len(log_probs) == len(at) > 0
+        assert at in {at} and at != replace(at)  # tensors have no one truth: rows are equal to themselves alone
         seen.extend(zip(at.document.tolist(), at.position.tolist(), at.target.tolist(), strict=True))
         dtypes.update((log_probs.dtype, at["advantage"].dtype))
         return torch.ones_like(log_probs)

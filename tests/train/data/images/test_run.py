@@ -1,11 +1,15 @@
 """`longspan train` over rows with images: losses at any degree, pixels read ahead by who encodes them, samples."""
 
+import base64
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+from PIL import Image
 from transformers import Qwen2_5_VLConfig
 
 from longspan.cli.eval import main as eval_main
@@ -17,6 +21,7 @@ from longspan.train.data.corpus_images.image_reader import ImageReader
 from longspan.train.data.documents import Corpus
 from longspan.train.data.images.image_file import ImageFile
 from longspan.train.data.step_order import StepOrder
+from longspan.train.run.evaluations.samples import _picture
 from longspan.train.run.records.metrics_log import read_metrics
 from longspan.train.run.set_up.order import step_order_of
 from tests.train.data.images.folders import qwen_folder, write_images, write_rows
@@ -145,6 +150,12 @@ def test_the_report_shows_samples(trained: tuple[RunConfig, Any]) -> None:
     assert rows and all(row["answer"] == "yes" and row["text"].count("<image>") == len(row["images"]) for row in rows)
     html = write_report(folder).read_text()
     assert html.count("data:image/png;base64,") == sum(len(row["images"]) for row in rows)
+
+
+def test_pictures_of_samples_are_small() -> None:
+    documents: Any = SimpleNamespace(picture=lambda item: Image.new("RGB", (960, 200)))
+    with Image.open(io.BytesIO(base64.b64decode(_picture(documents, 0)))) as image:
+        assert image.size == (96, 20)
 
 
 def test_saved_folders_have_the_processor_and_are_evaluated(
