@@ -155,10 +155,10 @@ def test_a_depth_of_several_layers_costs_them_all() -> None:
 
 def test_what_a_layer_of_attention_alone_computes_again() -> None:
     """All but its last product, by which its attention ends the layer."""
-    config: Any = CONFIG_MAPPING["nemotron_h"](
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, hidden_size=48
-    )
-    shapes = [ModelShape.of(config.to_dict() | {"layers_block_type": ["mamba", *["attention"] * n]}) for n in (1, 2)]
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 48}
+    values = CONFIG_MAPPING["nemotron_h"](**sizes).to_dict()
+    types = [["mlp", *["attention"] * count] for count in (1, 2)]
+    shapes = [ModelShape.of(values | {"layer_types": kinds, "num_hidden_layers": len(kinds)}) for kinds in types]
     weights, recomputed = (getattr(shapes[1], x) - getattr(shapes[0], x) for x in ("weights", "recomputed_weights"))
     assert weights == 48 * 16 * (2 * 4 + 2 * 2) and recomputed == weights - 48 * 16 * 4
 
