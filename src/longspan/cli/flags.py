@@ -54,11 +54,13 @@ def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, default: Flag
         raise ConfigError(f"{_text_of_box(refusal.getvalue())}; see {prog} --help") from None
 
 
-def _text_of_box(box: str) -> str:
-    """What tyro says in the box of an error, above the rule in it."""
-    lines = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
-    above = list(takewhile(lambda line: not line.startswith("──"), lines))
-    return " ".join(" ".join(above or [box]).split()).rstrip(".")
+def _text_of_box(text: str) -> str:
+    """What tyro says below the title of an error and above the next rule, in a box or, without UTF-8, between rules."""
+    lines = [line.strip("│ ") for line in text.splitlines() if line.strip()]
+    is_rule = [line.startswith("╭") or not line.strip("─╰╯-") for line in lines]
+    below = lines[is_rule.index(True) + 1 :] if True in is_rule else lines
+    above = list(takewhile(lambda line: line.strip("─╰╯-"), below))
+    return " ".join(" ".join(above or lines).split()).rstrip(".")
 
 
 def check_least(flags: Any, **least: int) -> None:

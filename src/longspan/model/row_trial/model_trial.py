@@ -32,6 +32,7 @@ from longspan.model.row_trial.observed_pass import Key, ObservedPass, Precision
 from longspan.model.row_trial.trial_rows import COUNT, TrialRows, rows_beside_others
 from longspan.model.seams.call_rules import call_rules, is_prepared
 from longspan.model.seams.hint import doctor_hint
+from longspan.model.seams.meta_pass import attributes_restored
 from longspan.model.seams.rows_alone import RowsAlone
 
 
@@ -224,18 +225,11 @@ def _named(model: nn.Module, name: str) -> str:
 @contextmanager
 def _state_restored(model: nn.Module) -> Iterator[None]:
     """What a pass leaves in buffers and attributes of modules is taken back."""
-    attributes = [(module, dict(vars(module))) for module in model.modules()]
-    buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
     values = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
     try:
-        yield
+        with attributes_restored(model):
+            yield
     finally:
-        for module, before in attributes:
-            vars(module).clear()
-            vars(module).update(before)
-        for module, before in buffers:
-            module._buffers.clear()
-            module._buffers.update(before)
         for buffer, version, value in values:
             if buffer._version != version:
                 buffer.copy_(value)

@@ -47,9 +47,12 @@ class FirstPass:
             model.register_forward_hook(self._check_pass, with_kwargs=True),
         ]
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Before the pass: note its calls of attention."""
-        if isinstance(shard := kwargs.get("shard"), SequenceShard):
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
+        """Before the pass: note its calls of attention.
+
+        torch leaves keywords out where the trial of rows, inside the same call, was the first pass and took this away.
+        """
+        if isinstance(shard := (kwargs or {}).get("shard"), SequenceShard):
             record_calls(shard)
 
     def _check_pass(

@@ -30,11 +30,17 @@ def run_on_meta(model: nn.Module, shard: object, *, gradients: bool = False, **m
     inputs = {name: value for name, value in inputs.items() if value is not None}
     settings: Any = _config  # torch.nonzero has no shape there unless all elements are taken to be nonzero
     values, tensors = _MadeUpValues(), _on_meta(model)
-    for name in dict(model.named_parameters(remove_duplicate=False)) if gradients else ():
+    for name in tensors.keys() & dict(model.named_parameters(remove_duplicate=False)).keys() if gradients else ():
         tensors[name].requires_grad_(tensors[name].is_floating_point())
     try:
         nonzero = settings.patch(meta_nonzero_assume_all_nonzero=True)
-        with _as_before(model), torch.set_grad_enabled(gradients), nonzero, values:
+        with (
+            attributes_restored(model),
+            torch.random.fork_rng(devices=[]),
+            torch.set_grad_enabled(gradients),
+            nonzero,
+            values,
+        ):
             return functional_call(model, tensors, (), inputs, tie_weights=False)
     except Exception as error:
         if values.read:
@@ -60,18 +66,17 @@ _CONTAINERS = (list, dict, set, deque)
 
 
 @contextmanager
-def _as_before(model: nn.Module) -> Iterator[None]:
-    """Attributes of modules, buffers among them, are afterwards what they were, and random numbers go on from there."""
+def attributes_restored(model: nn.Module) -> Iterator[None]:
+    """Attributes of modules are afterwards what they were, buffers among them, and so is what lists and dicts hold."""
     attributes = [(vars(module), dict(vars(module)), _contents(module)) for module in model.modules()]
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            for now, before, contents in attributes:
-                now.clear()
-                now.update(before)
-                for container, content in contents:
-                    _refill(container, content)
+    try:
+        yield
+    finally:
+        for now, before, contents in attributes:
+            now.clear()
+            now.update(before)
+            for container, content in contents:
+                _refill(container, content)
 
 
 def _contents(module: nn.Module) -> list[tuple[Any, Any]]:

@@ -164,10 +164,15 @@ def test_an_image_of_another_piece_is_noticed(tmp_path: Path) -> None:
         test_packs_with_images_are_documents_of_their_tokens(False, tmp_path)
 
 
+class _Documents(SimpleNamespace):
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
 def test_packs_without_room_for_an_image_are_refused() -> None:
     spans = {"document": np.array([0]), "start": np.array([2]), "stop": np.array([22])}
     images = type("Table", (), {"column": lambda _, name: spans[name], "__len__": lambda _: 1})()
-    corpus: Any = SimpleNamespace(lengths=np.array([40, 30]), targets=None, images=images, source_of=None)
+    corpus: Any = _Documents(lengths=np.array([40, 30]), targets=None, images=images, source_of=None)
     with pytest.raises(ConfigError, match=r"data.pack_to is 19, and an image takes 20 tokens, .* set it to 20 or more"):
         step_order_of(_config(pack_to=19), corpus)
     with pytest.raises(ConfigError, match="an older version of longspan began the run"):
