@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +22,14 @@ from longspan.launch.stop_signals import SIGNALS, Forwarding, Interrupted, inter
 from tests.train.small import small_config
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@pytest.fixture(autouse=True)
+def _heeded() -> Iterator[None]:
+    """A shell starts what it runs in the background with SIGINT ignored, which stays so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_one_press_is_forwarded_once_and_a_later_one_kills(
