@@ -151,6 +151,21 @@ def test_a_probe_leaves_the_host_s_random_numbers_as_they_were() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+class NoiseOfTheHost(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn(x.shape)
+
+
+def test_noise_that_is_made_on_a_device_of_its_own_is_named() -> None:
+    model = built(CASES["nothing"][0])
+    model.biogpt.layer_norm = NoiseOfTheHost()
+    with (
+        World(Layout(ranks=1), backend=backend()) as world,
+        pytest.raises(ModelError, match=r"as torch.randn\(shape\)"),
+    ):
+        prepare(model, world, shard_parameters=False)
+
+
 def test_noise_in_evaluation_is_refused_there_too() -> None:
     with World(Layout(ranks=1), backend=backend()) as world:
         model = prepare(noisy(DRAWS["rand"], always=True).eval(), world, shard_parameters=False)

@@ -87,6 +87,11 @@ def _cause(error: Exception) -> str:
     """What an error of a forward pass on the meta device means, and what to do."""
     if isinstance(error, ModelError):  # our attention was reached, and had no shard
         return "its forward must hand keyword arguments down to its decoder layers"
+    if "is not on the expected device meta" in str(error):
+        return (
+            "its forward makes a tensor on a device of its own, as torch.randn(shape) does; make it where its input is "
+            "(device=x.device)"
+        )
     values_read = VALUES_READ in getattr(error, "__notes__", ())
     if values_read or (isinstance(error, RuntimeError) and "meta" in str(error)):  # NotImplementedError among them
         return (
