@@ -13,7 +13,7 @@ from longspan.comm import World
 from longspan.errors import LongspanError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.seams.first_pass import awaits_first_pass
+from longspan.model.seams.first_pass import FirstPass
 from longspan.plan import Group, MicroBatch, Plan, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
@@ -94,15 +94,20 @@ def _refused(
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
+def _is_watched(model: nn.Module) -> bool:
+    """Whether no pass has shown yet that its layers attend."""
+    return any(isinstance(hook, FirstPass) for hook in model._forward_pre_hooks.values())
+
+
 def _accepted(world: World, **options: Any) -> bool:
     """Whether a model whose layers all attend runs, and is not watched from its second pass on."""
     model, plan = (
         prepare(tiny("llama"), world, probe=False, **options),
         plan_fixed(LENGTHS, world.home, cp=world.home.slots),
     )
-    watched = awaits_first_pass(model) or not getattr(model, "probed", True)
+    watched = _is_watched(model) or not getattr(model, "probed", True)
     losses = [run_step(model, plan, texts(LENGTHS), world).loss for _ in range(2)]
-    return watched and losses[0] == losses[1] and not awaits_first_pass(model) and getattr(model, "probed", True)
+    return watched and losses[0] == losses[1] and not _is_watched(model) and getattr(model, "probed", True)
 
 
 def _run(rank: int) -> dict[str, str]:

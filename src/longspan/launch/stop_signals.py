@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any, Protocol
 
@@ -52,20 +52,19 @@ def interruptible() -> Iterator[None]:
         _restore(before)
 
 
-@contextmanager
-def blocked() -> Iterator[None]:
+def blocked() -> AbstractContextManager[None]:
     """While open, the signals wait; a process that is started inside never gets them, until it opens `unblocked`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return _masked(signal.SIG_BLOCK)
+
+
+def unblocked() -> AbstractContextManager[None]:
+    """While open, signals reach this thread; those that came before do so now."""
+    return _masked(signal.SIG_UNBLOCK)
 
 
 @contextmanager
-def unblocked() -> Iterator[None]:
-    """While open, signals reach this thread; those that came before do so now."""
-    before = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+def _masked(how: int) -> Iterator[None]:
+    before = signal.pthread_sigmask(how, SIGNALS)
     try:
         yield
     finally:

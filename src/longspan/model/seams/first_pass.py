@@ -62,8 +62,3 @@ class FirstPass:
             check_recorded_calls([model], shard)
             for handle in self._handles:
                 handle.remove()
-
-
-def awaits_first_pass(model: nn.Module) -> bool:
-    """Whether no pass has shown yet that the layers of a model that was not probed attend."""
-    return any(isinstance(hook, FirstPass) for hook in model._forward_pre_hooks.values())
