@@ -218,7 +218,7 @@ def test_no_page_has_a_program_that_is_not_run() -> None:
 
 
 SHORTEST = ("first.toml",)
-OWN_DATA = ("vlm.toml",)  # tests/train/data/images/test_run.py has such runs
+OWN_DATA = ("vlm.toml",)  # tests/corpus/images/test_run.py has such runs
 CONFIGURATIONS = [
     pytest.param(path, id=path.name, marks=[pytest.mark.whole] * (path.name not in SHORTEST))
     for path in sorted((ROOT / "examples").glob("*.toml"))

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from longspan.cli.flags import parse_train
+from longspan.run.config_check import check_config
 from longspan.train.plans import PlanChoice
-from longspan.train.run.config_check import check_config
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "examples").rglob("*.toml"))

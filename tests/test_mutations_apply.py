@@ -4,6 +4,8 @@ import pytest
 
 from tests.attention.test_mutations import MUTATIONS as OF_ATTENTION
 from tests.bridge.test_mutations import MUTATIONS as OF_BRIDGES
+from tests.corpus.images.test_mutations import MUTATIONS as OF_IMAGE_ROWS
+from tests.evaluation.test_mutations import MUTATIONS as OF_EVALUATIONS
 from tests.model.lora.test_mixers import MUTANTS as OF_ADAPTED_MIXERS
 from tests.model.lora.test_mutations import MUTATIONS as OF_ADAPTERS
 from tests.model.mtp.test_adapters import MUTATIONS as OF_WHOLE_DEPTHS
@@ -19,8 +21,6 @@ from tests.model.vision.test_mutations import SPANS as OF_SPANS
 from tests.model.vision.test_mutations import VIDEOS as OF_VIDEOS
 from tests.model.vision.test_tower_attention import MUTATIONS as OF_TOWERS
 from tests.mutation import mutate, restore
-from tests.train.data.images.test_mutations import MUTATIONS as OF_IMAGE_ROWS
-from tests.train.evaluation.test_mutations import MUTATIONS as OF_EVALUATIONS
 from tests.train.multimodal.test_mutations import MUTATIONS as OF_MODALITIES
 from tests.train.own_loss.test_mutations import MUTATIONS as OF_LOSSES
 from tests.train.steps.shared_stages.test_parity import MUTANTS as OF_SHARED_STAGES

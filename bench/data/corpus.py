@@ -28,12 +28,12 @@ import torch
 from process_memory import resident, sampled
 
 from longspan.bench.record import open_record, where_it_ran, write_record
-from longspan.train.config.sections import DataConfig
-from longspan.train.data.build import ensure_corpus
-from longspan.train.data.corpus_settings import CorpusSettings
-from longspan.train.data.documents import Corpus
-from longspan.train.data.step_order import StepOrder
-from longspan.train.data.tokenizer import load_tokenizer, train_tokenizer
+from longspan.config.sections import DataConfig
+from longspan.corpus.build import ensure_corpus
+from longspan.corpus.corpus_settings import CorpusSettings
+from longspan.corpus.tokenizer import load_tokenizer, train_tokenizer
+from longspan.data.documents import Corpus
+from longspan.data.step_order import StepOrder
 
 SEED, WORDS, TOKENS_PER_STEP, HELD_OUT = 0, 400_000, 65_536, 32
 SAMPLE_BYTES = 8_000_000  # of the file, for a tokenizer that is trained

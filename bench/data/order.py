@@ -27,7 +27,7 @@ import torch
 from process_memory import resident, sampled
 
 from longspan.bench.record import open_record, where_it_ran, write_record
-from longspan.train.data.step_order import StepOrder
+from longspan.data.step_order import StepOrder
 
 TOKENS_PER_STEP, LATE, SEED, HELD_OUT = 65_536, 10_000, 0, 32
 CASES = ("make", "late", "epoch", "planning")

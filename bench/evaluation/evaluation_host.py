@@ -29,10 +29,10 @@ from torch import nn
 
 from longspan import Layout, World, evaluate, load_model, prepare
 from longspan.bench.layers import with_layers
+from longspan.evaluation.result import Evaluation
+from longspan.evaluation.row_sums import RowSums, Totals
 from longspan.model.presets import preset_config
 from longspan.train import PlanChoice
-from longspan.train.evaluation.result import Evaluation
-from longspan.train.evaluation.row_sums import RowSums, Totals
 from longspan.train.plans import query_heads
 
 MICRO_BATCHES = (1, 2, 4)

@@ -5,7 +5,7 @@
     python bench/evaluation/evaluation_matrix.py --homes "tp 2" --out parts/1.json  # beside commands for others
     python bench/evaluation/evaluation_matrix.py --merge parts/*.json --out bench/records/evaluation-matrix.json
 
-The matrix is that of `tests/train/evaluation/matrix.py`; `make test-all` runs it too. Runs that the record has already,
+The matrix is that of `tests/evaluation/matrix.py`; `make test-all` runs it too. Runs that the record has already,
 of the same commit, are not made again.
 """
 
@@ -28,7 +28,7 @@ from bench.matrix_flags import matrix_flags
 
 from longspan.bench.record import open_record, where_it_ran, write_record
 from longspan.comm import run_local
-from tests.train.evaluation.matrix import (
+from tests.evaluation.matrix import (
     DTYPES,
     FAMILIES,
     HOMES,
@@ -125,7 +125,7 @@ def _text(record: dict[str, Any]) -> str:
         "",
         f"A combination is a model ({', '.join(FAMILIES)}), a home of {RANKS} processes, a dtype, a degree of training "
         f"and one of evaluation, and a way of evaluating ({', '.join(WAYS)}); placements (FSDP2 with and without "
-        "resharding, recomputation, free mode, torch.compile) take turns (`tests/train/evaluation/matrix.py`). A run "
+        "resharding, recomputation, free mode, torch.compile) take turns (`tests/evaluation/matrix.py`). A run "
         f"trains {STEPS} steps at one degree and evaluates after each, each time at another degree or in another way. "
         "document: the largest relative difference of any document's loss, in any evaluation, from the stock model "
         "trained in one process on the same batches; training: of any step's loss. changed: steps, and weights at the "

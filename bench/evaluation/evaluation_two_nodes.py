@@ -24,12 +24,12 @@ from bench.processes.emulated_nodes import run_on_nodes
 from longspan import Layout, World, evaluate, load_model, plan_fixed, prepare, run_step
 from longspan.bench.layers import with_layers
 from longspan.bench.record import open_record, where_it_ran, write_record
+from longspan.data.synthetic import synthetic_documents
 from longspan.model.presets import preset_config
 from longspan.plan import Plan
 from longspan.plan.hierarchy import hierarchical_groups, levels_of
 from longspan.report.text_table import markdown_table
 from longspan.train import build_optimizer
-from longspan.train.data.synthetic import synthetic_documents
 
 NODES = 2
 BOUND = {"gloo": 1e-5, "nccl": 5e-3}  # of the difference of two losses: float32, bfloat16

@@ -50,7 +50,7 @@ USUAL = {
     "model": ["model/test_prepare.py", "model/test_load.py", "model/test_pipeline.py"],
     "plan": ["plan/test_plan.py", "plan/test_dynamic.py", "plan/test_fixed.py"],
     "report": ["report/test_report_pages.py", "cli/test_report.py"],
-    "train": ["train/steps/test_step.py", "train/run/test_run.py", "train/data/test_data.py", "cli/test_train.py"],
+    "train": ["train/steps/test_step.py", "run/test_run.py", "corpus/test_data.py", "cli/test_train.py"],
 }
 COMPARE = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 COMPARE |= {ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}

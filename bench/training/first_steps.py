@@ -30,9 +30,9 @@ from bench.processes.end_processes import end_with_workers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from longspan.bench.record import open_record, where_it_ran, write_record
+from longspan.data.step_order import StepOrder
 from longspan.plan.simulate.distributions import sample_lengths
 from longspan.report.text_table import markdown_table
-from longspan.train.data.step_order import StepOrder
 
 WORDS = 256  # of the tokenizer: the numbers below
 SEED = 0

@@ -28,15 +28,15 @@ import torch
 
 from longspan.cli.machine import machine, machine_text
 from longspan.comm import World
+from longspan.config.file import load_config
+from longspan.config.sections import RunConfig
+from longspan.data.documents import Corpus
+from longspan.data.step_order import StepOrder
 from longspan.layout import Layout
 from longspan.plan import Cost
-from longspan.train.config.file import load_config
-from longspan.train.config.sections import RunConfig
-from longspan.train.data.documents import Corpus
-from longspan.train.data.step_order import StepOrder
+from longspan.run.versions import versions
 from longspan.train.step import run_step
 from longspan.train.training import Training, loaded_model, optimizer_of, prepared_model
-from longspan.train.versions import versions
 
 BOUND = 0.02
 START = "start"

@@ -10,8 +10,8 @@ from longspan.bench.step.flags import parse_step
 from longspan.bench.step.record import record_markdown, record_text
 from longspan.bench.step.settings import Settings, make_settings
 from longspan.cli.main import main
+from longspan.config.file import to_toml
 from longspan.plan import Cost
-from longspan.train.config.file import to_toml
 from tests.train.small import small_config
 
 

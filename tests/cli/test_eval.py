@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from longspan.checkpoint.files import PARTIAL
 from longspan.cli.evaluation.tables import tables_of
 from longspan.cli.main import main
+from longspan.config.sections import RunConfig
+from longspan.run.records.metrics_log import read_metrics
 from longspan.testing import run_ranks
-from longspan.train.checkpoint.files import PARTIAL
-from longspan.train.config.sections import RunConfig
-from longspan.train.run.records.metrics_log import read_metrics
-from tests.train.evaluate_saved.test_comparison import result
+from tests.evaluation.saved.test_comparison import result
 from tests.train.small import small_config, train_rank, write_texts
 
 

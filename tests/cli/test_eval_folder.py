@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from longspan.cli.main import main
+from longspan.corpus.tokenizer import train_tokenizer
 from longspan.model import load_model
-from longspan.train.data.tokenizer import train_tokenizer
 from tests.train.small import write_texts
 
 

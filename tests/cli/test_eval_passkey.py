@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from longspan.cli.main import main
+from longspan.corpus.tokenizer import load_tokenizer, train_tokenizer
+from longspan.evaluation.passkey.documents import passkey_documents
+from longspan.evaluation.passkey.text import passkey_text
 from longspan.model import load_model
-from longspan.train.data.tokenizer import load_tokenizer, train_tokenizer
-from longspan.train.evaluation.passkey.documents import passkey_documents
-from longspan.train.evaluation.passkey.text import passkey_text
 
 LENGTHS, DEPTHS = (130, 170), (0.0, 1.0)
 WORDS = ["--passkey.lengths", "130", "170", "--passkey.depths", "0", "1", "--passkey.samples", "2"]

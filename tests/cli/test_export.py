@@ -11,15 +11,15 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from longspan.checkpoint import export
 from longspan.cli.main import main
+from longspan.config.sections import RunConfig
+from longspan.corpus.tokenizer import train_tokenizer
+from longspan.data.documents import Corpus
 from longspan.model.weights import write
+from longspan.run.records.metrics_log import read_metrics
 from longspan.testing import run_ranks
-from longspan.train.checkpoint import export
-from longspan.train.config.sections import RunConfig
-from longspan.train.data.documents import Corpus
-from longspan.train.data.tokenizer import train_tokenizer
-from longspan.train.run.records.metrics_log import read_metrics
-from longspan.train.run.set_up.order import step_order_of
+from longspan.train.plans.order import step_order_of
 from tests.model.deep import deep_config
 from tests.train.small import small_config, train_rank
 

@@ -13,8 +13,8 @@ from longspan.cli.flags import TrainFlags, flag_types, parse_train
 from longspan.cli.main import VERBS, main
 from longspan.cli.plan import PlanFlags
 from longspan.cli.simulate import SimulateFlags
-from longspan.train.config.file import config_keys, load_config
-from longspan.train.config.sections import ContextConfig, RunConfig
+from longspan.config.file import config_keys, load_config
+from longspan.config.sections import ContextConfig, RunConfig
 from tests.train.small import value_of
 
 PINNED = Path(__file__).with_name("flags.txt")

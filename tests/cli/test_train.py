@@ -10,8 +10,8 @@ import pytest
 
 from longspan.cli import train as verb
 from longspan.cli.main import main
-from longspan.train.config.file import load_config, to_toml
-from longspan.train.run.result import TrainResult
+from longspan.config.file import load_config, to_toml
+from longspan.run.result import TrainResult
 from tests.train.small import small_config
 
 

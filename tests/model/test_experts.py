@@ -11,6 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM
 
+from longspan.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from longspan.checkpoint.files import checkpoint_path
 from longspan.comm import World
 from longspan.errors import ModelError, PlanError
 from longspan.layout import Layout
@@ -18,8 +20,6 @@ from longspan.model import prepare, save_model
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
-from longspan.train.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-from longspan.train.checkpoint.files import checkpoint_path
 from tests.model.moe_models import moe_answer, moe_model
 from tests.model.stock import texts, tiny, weights_of, worst
 from tests.model.test_moe import LENGTHS, PLANS, WEIGHTS, Case, Errors, compare, errors_of, gradients_of

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedConfig
 
+from longspan.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from longspan.comm import World, run_local
 from longspan.doctor.cases import Case
 from longspan.doctor.outcomes import Outcome
@@ -23,7 +24,6 @@ from longspan.model.tensor_parallel.mixer_parts import Even, Fused, OfGroups
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
-from longspan.train.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from tests.model.seams.test_mixers import here, small_config
 from tests.model.stock import texts, weights_of, worst
 from tests.mutation import mutated

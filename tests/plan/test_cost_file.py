@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from longspan.cli.main import main
+from longspan.config.sections import ContextConfig
 from longspan.errors import ConfigError
 from longspan.plan import Cost
 from longspan.plan.cost import cost_file
-from longspan.train.config.sections import ContextConfig
 from longspan.train.plans import cost_of
 
 BAD = [  # what is in the place of the file, what is said of it

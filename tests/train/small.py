@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from longspan import World
+from longspan.config.file import load_config
+from longspan.config.sections import RunConfig
+from longspan.run.config_check import check_config
+from longspan.run.loop import train
+from longspan.run.progress import ProgressDisplay
+from longspan.run.result import TrainResult
 from longspan.testing import backend
-from longspan.train.config.file import load_config
-from longspan.train.config.sections import RunConfig
-from longspan.train.run.config_check import check_config
-from longspan.train.run.loop import train
-from longspan.train.run.progress import ProgressDisplay
-from longspan.train.run.result import TrainResult
 
 WORDS = (
     "def",

@@ -8,14 +8,14 @@ from longspan.cli.evaluation.files import check_writable, write_documents, write
 from longspan.cli.evaluation.flags import EvalFlags, parse_eval, request_of
 from longspan.cli.evaluation.tables import tables_of
 from longspan.cli.processes import processes_of, reports_here, run_on_ranks, say, under_torchrun
+from longspan.corpus.files import find_root
+from longspan.evaluation.saved.fit import checkable
+from longspan.evaluation.saved.record import record_of
+from longspan.evaluation.saved.request import EvalRequest, SubjectResult
+from longspan.files import as_json
 from longspan.layout import Layout
-from longspan.train.data.files import find_root
-from longspan.train.evaluate_saved.fit import checkable
-from longspan.train.evaluate_saved.record import record_of
-from longspan.train.evaluate_saved.request import EvalRequest, SubjectResult
-from longspan.train.json_record import as_json
+from longspan.run.config_check import check_config
 from longspan.train.plans import home_of
-from longspan.train.run.config_check import check_config
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,9 +60,9 @@ def check_request(request: EvalRequest, ranks: int) -> Layout:
 
 def eval_rank(rank: int, request: EvalRequest, ranks: int, backend: str) -> tuple[SubjectResult, ...]:
     """What one rank does."""
+    from longspan.cli.evaluation.display import EvalDisplay
     from longspan.comm import World
-    from longspan.train.evaluate_saved.display import EvalDisplay
-    from longspan.train.evaluate_saved.evaluate_saved import evaluate_saved
+    from longspan.evaluation.saved.evaluate_saved import evaluate_saved
 
     home, timeout = check_request(request, ranks), request.subjects[0].config.run.timeout_seconds
     with World(home, backend=backend, timeout=timeout) as world, EvalDisplay(sys.stderr if rank == 0 else None) as show:

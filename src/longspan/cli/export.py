@@ -12,11 +12,11 @@ from tyro.conf import Positional
 
 from longspan.cli.flags import Switch, parse_flags
 from longspan.errors import counted
-from longspan.train.evaluate_saved.targets import split_run
-from longspan.train.json_record import as_json
+from longspan.evaluation.saved.targets import split_run
+from longspan.files import as_json
 
 if TYPE_CHECKING:
-    from longspan.train.checkpoint.export import Exported
+    from longspan.checkpoint.export import Exported
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     flags = parse_flags(ExportFlags, argv, "longspan export")
     run_dir, checkpoint = split_run(Path(flags.checkpoint))
-    from longspan.train.checkpoint.export import export_checkpoint
+    from longspan.checkpoint.export import export_checkpoint
 
     log = partial(print, file=sys.stderr if flags.json else sys.stdout, flush=True)
     written = export_checkpoint(

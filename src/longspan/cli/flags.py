@@ -16,11 +16,10 @@ import tyro
 from tyro.conf import Fixed, FlagConversionOff, FlagCreatePairsOff, Positional, Suppress
 
 from longspan.cli.processes import Device
-from longspan.errors import ConfigError
-from longspan.train.config.defaults import resolved
-from longspan.train.config.eval_set import EvalConfig
-from longspan.train.config.file import kind_text, nearest, present_word, read_file
-from longspan.train.config.sections import (
+from longspan.config.defaults import resolved
+from longspan.config.eval_set import EvalConfig
+from longspan.config.file import kind_text, nearest, present_word, read_file
+from longspan.config.sections import (
     DataConfig,
     EncoderSection,
     MtpSection,
@@ -28,6 +27,7 @@ from longspan.train.config.sections import (
     RunConfig,
     TrainConfig,
 )
+from longspan.errors import ConfigError
 
 Flags = TypeVar("Flags")
 _BOOLEANS = ("true", "false", "True", "False")

@@ -81,7 +81,7 @@ def _run(words: list[str]) -> int:
         return 0
     verb, *arguments = words
     if verb not in VERBS:
-        from longspan.train.config.file import nearest
+        from longspan.config.file import nearest
 
         raise ConfigError(f"longspan has no verb {verb!r}: {nearest(verb, VERBS)}")
     return import_module(_MODULES.get(verb, f"longspan.cli.{verb}")).main(arguments)

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from longspan.cli.flags import parse_train
 from longspan.cli.processes import processes_of, reports_here, run_on_ranks, say, under_torchrun
+from longspan.config.sections import RunConfig
 from longspan.launch.stop_signals import Interrupted
-from longspan.train.config.sections import RunConfig
+from longspan.run.checks.files import check_files
+from longspan.run.config_check import check_config
 from longspan.train.plans import home_of
-from longspan.train.run.checks.files import check_files
-from longspan.train.run.config_check import check_config
 
 if TYPE_CHECKING:
-    from longspan.train.run.result import TrainResult
+    from longspan.run.result import TrainResult
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,8 +41,8 @@ def main(argv: Sequence[str]) -> int:
 def train_rank(rank: int, config: RunConfig, ranks: int, backend: str, to_stderr: bool) -> "TrainResult":
     """What one rank does."""
     from longspan.comm import World
-    from longspan.train.run.loop import train
-    from longspan.train.run.progress import ProgressDisplay
+    from longspan.run.loop import train
+    from longspan.run.progress import ProgressDisplay
 
     home = home_of(config.parallel, ranks)
     with World(home, backend=backend, timeout=config.run.timeout_seconds) as world:

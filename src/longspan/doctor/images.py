@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from longspan.bridge import items_at_placeholders
 from longspan.bridge.item_documents import ItemDocuments
+from longspan.data.document import Document
 from longspan.doctor.cases import IMAGES, LENGTHS
 from longspan.errors import ModelError
 from longspan.model.small.shrink import tiny_model
@@ -16,7 +17,6 @@ from longspan.model.vision.image_tokens import image_tokens
 from longspan.model.vision.take_apart import check_vision
 from longspan.model.vision.trial_documents import TrialDocument, trial_documents, video_document
 from longspan.model.vision.tried_videos import video_tokens
-from longspan.train.document import Document
 
 NO_LABEL = -100
 

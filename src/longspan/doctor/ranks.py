@@ -33,6 +33,7 @@ from longspan.doctor.stock import (
 )
 from longspan.doctor.which_model import register
 from longspan.errors import CommError, LongspanError, ModelError
+from longspan.evaluation.evaluate import evaluate
 from longspan.layout import Layout
 from longspan.model import EncoderHome, prepare
 from longspan.model.execution import execution_of
@@ -46,7 +47,6 @@ from longspan.model.vision.trial_documents import TrialDocument
 from longspan.plan import Plan
 from longspan.plan.hierarchy import Levels, hierarchical_groups, levels_of
 from longspan.train import run_step
-from longspan.train.evaluation.evaluate import evaluate
 from longspan.train.step_check import check_step
 
 

@@ -24,7 +24,7 @@ PRELOAD: tuple[str, ...] = (
     "longspan.attention",
     "longspan.model.prepare_model",
     "longspan.train.step",
-    "longspan.train.run.loop",
+    "longspan.run.loop",
 )
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from longspan.errors import RunFolderError
+from longspan.files import naming_file, os_error_text
 from longspan.plan import Cost, Plan
 from longspan.report.markup import tag, text
 from longspan.report.page import page
@@ -10,7 +11,6 @@ from longspan.report.plan_pictures.section import plan_section
 from longspan.report.priced import measured_seconds, priced_plans
 from longspan.report.run_folder import RunFolder
 from longspan.report.run_page import run_sections
-from longspan.train.disk import naming_file, os_error_text
 
 
 def write_report(run_dir: str | Path) -> Path:

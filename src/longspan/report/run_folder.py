@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from longspan.errors import ConfigError, PlanError, counted
+from longspan.evaluation.passkey.grid import PasskeyGrid
 from longspan.plan import Plan
 from longspan.report.evaluations.passkey_section import passkey_grids
 from longspan.report.evaluations.rows import EvalRow, number
 from longspan.report.evaluations.samples_section import samples_of
-from longspan.train.evaluation.passkey.grid import PasskeyGrid
-from longspan.train.run.records.facts import RunFacts
-from longspan.train.run.records.metrics_log import rows_and_damage
+from longspan.run.records.facts import RunFacts
+from longspan.run.records.metrics_log import rows_and_damage
 
 TRAIN_COLUMNS = (
     "loss",

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from longspan.train.checkpoint.checkpoint import find_checkpoint as find_checkpoint
-    from longspan.train.checkpoint.checkpoint import load_checkpoint as load_checkpoint
-    from longspan.train.checkpoint.checkpoint import save_checkpoint as save_checkpoint
-    from longspan.train.document import Document as Document
-    from longspan.train.evaluation.evaluate import evaluate as evaluate
-    from longspan.train.evaluation.metrics import TargetRows as TargetRows
-    from longspan.train.evaluation.options import EvaluationOptions as EvaluationOptions
-    from longspan.train.evaluation.passkey.documents import passkey_documents as passkey_documents
+    from longspan.checkpoint.checkpoint import find_checkpoint as find_checkpoint
+    from longspan.checkpoint.checkpoint import load_checkpoint as load_checkpoint
+    from longspan.checkpoint.checkpoint import save_checkpoint as save_checkpoint
+    from longspan.data.document import Document as Document
+    from longspan.evaluation.evaluate import evaluate as evaluate
+    from longspan.evaluation.metrics import TargetRows as TargetRows
+    from longspan.evaluation.options import EvaluationOptions as EvaluationOptions
+    from longspan.evaluation.passkey.documents import passkey_documents as passkey_documents
     from longspan.train.gradients import clip_grad_norm as clip_grad_norm
     from longspan.train.gradients import grad_norm as grad_norm
     from longspan.train.loss import summed_cross_entropy as summed_cross_entropy

@@ -7,12 +7,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.comm import World
+from longspan.config.defaults import encoder_default
+from longspan.config.sections import RunConfig
 from longspan.layout import Layout
 from longspan.model import EncoderHome
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.vision.take_apart import freeze_images
-from longspan.train.config.defaults import encoder_default
-from longspan.train.config.sections import RunConfig
 
 
 def freeze_as_asked(config: RunConfig, model: PreTrainedModel) -> None:

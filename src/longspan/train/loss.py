@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from longspan.comm import to_device
-from longspan.train.document import NO_TARGET
+from longspan.data.document import NO_TARGET
 from longspan.train.reading.read_rows import WEIGHTS, LocalBatch, target_rows
 from longspan.train.row_softmax import bytes_of_logit, row_softmax
 

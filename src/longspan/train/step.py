@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from longspan.comm import World
+from longspan.data.document import NO_TARGET
 from longspan.errors import PlanError
 from longspan.model.experts.moe import router_statistics
 from longspan.model.experts.router import RouterCoefficients, RouterLosses
@@ -26,7 +27,6 @@ from longspan.model.lora.disabled import refuse_adapter_left_out
 from longspan.model.multimodal.multimodal_model import check_world, language_model_of
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.plan import Plan
-from longspan.train.document import NO_TARGET
 from longspan.train.encoding import EncoderTimes, items_of, read_encoding
 from longspan.train.gradients import check_finite, clip_gradients, square_sum_of_modules
 from longspan.train.mtp.loss import MtpLoss, WithDepths, check_mtp, count_targets

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from longspan.comm import World
+from longspan.config.sections import RunConfig
 from longspan.errors import PlanError
 from longspan.model.adapters import adapter_of
 from longspan.model.execution import execution_of
@@ -20,7 +21,6 @@ from longspan.plan.cost.model_cost import H200_SOURCE
 from longspan.plan.cost.model_flops import model_flops, peak_tflops
 from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.items.encoder_shape import EncoderShape, Trained
-from longspan.train.config.sections import RunConfig
 from longspan.train.encoding import EncoderTimes
 
 

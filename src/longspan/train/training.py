@@ -17,6 +17,9 @@ from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import World
+from longspan.config.eval_set import EvalConfig
+from longspan.config.precision import compute_dtype
+from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, counted
 from longspan.model import PRESETS, load_model, prepare, preset_config
 from longspan.model.compiled import compile_layers
@@ -28,9 +31,6 @@ from longspan.model.multimodal.multimodal_model import MultimodalModel, language
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.weights.fill import leave_to_checkpoint
 from longspan.plan import Cost, Plan
-from longspan.train.config.eval_set import EvalConfig
-from longspan.train.config.precision import compute_dtype
-from longspan.train.config.sections import RunConfig
 from longspan.train.encoder_settings import encoder_home, freeze_as_asked, learning_rates, share_of_rate
 from longspan.train.memory.model_fits import check_model_fits
 from longspan.train.mtp.depths import with_depths

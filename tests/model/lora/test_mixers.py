@@ -7,6 +7,7 @@ from typing import Any
 import peft
 import pytest
 
+from longspan.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from longspan.comm import World
 from longspan.doctor.float64 import whole_float64
 from longspan.layout import Layout
@@ -16,7 +17,6 @@ from longspan.model.seams.mixers import mixers_of
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
-from longspan.train.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from tests.model.lora.adapted import LENGTHS, OTHER_HYBRIDS, adapted, dense_answer
 from tests.model.seams.test_mixers import here
 from tests.model.stock import error, gradients_of, texts, weights_of, worst

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from longspan import Layout, World, prepare, run_step, without_adapter
+from longspan.config.sections.lora import PARTS as AS_CONFIGURED
 from longspan.doctor.float64 import whole_float64
 from longspan.errors import ModelError
 from longspan.model.lora.new import NewAdapter, add_lora
 from longspan.model.lora.targets import LANGUAGE_MODEL, PARTS, PROJECTOR, TOWER
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.testing import run_ranks
-from longspan.train.config.sections.lora import PARTS as AS_CONFIGURED
 from tests.model.lora.adapted import drawn
 from tests.model.stock import gradients_of
 from tests.model.vision.documents import Answer, answer_of, documents_of

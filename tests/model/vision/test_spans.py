@@ -7,12 +7,12 @@ import torch
 
 from longspan import Document, Layout, MultimodalModel, World, bind, plan_fixed, prepare
 from longspan.comm import SequenceShard
+from longspan.data.order.packs import Piece, pack_of
 from longspan.errors import DataError, ModelError
 from longspan.model.seams.call_rules import CallRules
 from longspan.plan import Group, MicroBatch
 from longspan.plan.items import Item, ItemTable
 from longspan.testing import backend, run_ranks
-from longspan.train.data.order.packs import Piece, pack_of
 from longspan.train.reading.spans import prefix_of, with_spans
 from tests.model.vision.documents import answer_of
 from tests.model.vision.joined import Case, step

@@ -4,8 +4,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from longspan.evaluation.passkey.grid import PasskeyGrid
 from longspan.report.evaluations.heat_map import passkey_picture
-from longspan.train.evaluation.passkey.grid import PasskeyGrid
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from longspan.evaluation.passkey.grid import PasskeyGrid
 from longspan.report import write_report
 from longspan.report.evaluations.passkey_section import passkey_grids
-from longspan.train.evaluation.passkey.grid import PasskeyGrid
 from tests.report.runs import train_row, write_run
 
 

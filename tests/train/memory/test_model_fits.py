@@ -7,12 +7,7 @@ import pytest
 import torch
 
 from longspan.comm import World
-from longspan.errors import ConfigError
-from longspan.layout import Layout
-from longspan.model import PRESETS, load_model, preset_config
-from longspan.model.lora.new import NewAdapter, add_lora
-from longspan.testing import run_ranks
-from longspan.train.config.sections import (
+from longspan.config.sections import (
     ContextConfig,
     LoraSection,
     ModelConfig,
@@ -20,6 +15,11 @@ from longspan.train.config.sections import (
     RunConfig,
     TrainConfig,
 )
+from longspan.errors import ConfigError
+from longspan.layout import Layout
+from longspan.model import PRESETS, load_model, preset_config
+from longspan.model.lora.new import NewAdapter, add_lora
+from longspan.testing import run_ranks
 from longspan.train.memory import model_fits
 from longspan.train.memory.model_fits import NeededBytes, Room, check_model_fits, needed_bytes
 from tests.train.small import small_config, train_rank

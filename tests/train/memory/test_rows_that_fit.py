@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from longspan.comm import World
+from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer
-from longspan.train.config.sections import RunConfig
 from longspan.train.memory import row_probe, rows_that_fit
 from longspan.train.memory.live_bytes import LiveBytes
 from longspan.train.memory.row_probe import (

@@ -12,20 +12,20 @@ from transformers import AutoModelForImageTextToText
 
 from longspan.cli.eval import main as eval_main
 from longspan.cli.export import main as export_main
+from longspan.config.file import load_config
+from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.errors import ConfigError, ModelError
 from longspan.model.lora.new import NewAdapter, add_lora
 from longspan.model.lora.targets import PARTS
+from longspan.run.checks.encoder import check_images
+from longspan.run.checks.lora import check_lora
+from longspan.run.records.metrics_log import read_metrics
+from longspan.run.set_up.resume import _check_same_run
 from longspan.testing import run_ranks
-from longspan.train.config.file import load_config
-from longspan.train.config.sections import ParallelConfig, RunConfig
-from longspan.train.run.checks.encoder import check_images
-from longspan.train.run.checks.lora import check_lora
-from longspan.train.run.records.metrics_log import read_metrics
-from longspan.train.run.set_up.resume import _check_same_run
 from tests.model.vision.models import tiny
 from tests.mutation import mutated
-from tests.train.runs.homes import farthest, gone_on_from_the_first_checkpoint, losses_of_run
-from tests.train.runs.test_images_run import model_folder, rows_with_images, settings
+from tests.run.runs.homes import farthest, gone_on_from_the_first_checkpoint, losses_of_run
+from tests.run.runs.test_images_run import model_folder, rows_with_images, settings
 from tests.train.small import train_rank
 
 peft = pytest.importorskip("peft")

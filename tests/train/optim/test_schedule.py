@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from longspan.config.sections import TrainConfig
 from longspan.errors import ConfigError
-from longspan.train.config.sections import TrainConfig
 from longspan.train.optim.schedule import Schedule, Shape
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from longspan.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from longspan.comm import World
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
@@ -17,7 +18,6 @@ from longspan.model.local_tensors import local_tensor
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
-from longspan.train.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from longspan.train.optim.optimizer import OptimizerChoice
 from longspan.train.optim.stochastic_rounding import StochasticRounding, stochastically_rounded
 from tests.model.stock import texts

@@ -9,13 +9,13 @@ from typing import Literal
 import numpy as np
 import pytest
 
+from longspan.config.defaults import resolved
+from longspan.config.sections import ContextConfig, ParallelConfig, RunConfig, TrainConfig
+from longspan.data.step_order import StepOrder
 from longspan.layout import Layout
 from longspan.plan import Cost
 from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200
 from longspan.plan.simulate.simulate import shared_by
-from longspan.train.config.defaults import resolved
-from longspan.train.config.sections import ContextConfig, ParallelConfig, RunConfig, TrainConfig
-from longspan.train.data.step_order import StepOrder
 from longspan.train.plans import PlanChoice, StepPlanner, cost_of_run, plans_of_steps
 
 LENGTHS = np.random.default_rng(0).integers(2, 400, 80)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from transformers import PhiConfig, PhiForCausalLM
 
 from longspan.comm import World
+from longspan.data.document import NO_TARGET
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
@@ -17,7 +18,6 @@ from longspan.model.seams.forwards.row_loss import OutputHead
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
-from longspan.train.document import NO_TARGET
 from longspan.train.loss import chunked_cross_entropy, rows_of_chunk
 from longspan.train.row_softmax import in_kernels
 from tests.attention.test_memory import Allocated

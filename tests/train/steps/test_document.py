@@ -8,10 +8,10 @@ import torch
 from torch.nn import functional as F
 
 from longspan import Document, Layout, World, evaluate, plan_dynamic, plan_fixed, prepare, run_step
+from longspan.data.document import targets_of
 from longspan.errors import DataError, PlanError
 from longspan.testing import backend, run_ranks
 from longspan.train import PlanChoice
-from longspan.train.document import targets_of
 from tests.model.stock import VOCABULARY, gradients_of, texts, tiny, worst
 
 LENGTHS = (13, 1, 30, 7, 2, 18, 5, 9)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from longspan.comm import SequenceShard
+from longspan.data.document import NO_TARGET
 from longspan.errors import DataError
 from longspan.plan import Group, MicroBatch
-from longspan.train.document import NO_TARGET
 from longspan.train.loss import summed_cross_entropy
 from longspan.train.reading.read_rows import read_inputs_and_labels
 

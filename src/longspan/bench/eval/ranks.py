@@ -18,16 +18,16 @@ from longspan.bench.record import write_unfinished
 from longspan.bench.timing import profile_of, seconds_of
 from longspan.cli.machine import machine
 from longspan.comm import World
+from longspan.data.synthetic import synthetic_documents
+from longspan.evaluation.evaluate import evaluate
+from longspan.evaluation.result import Evaluation
 from longspan.model import load_model, prepare
 from longspan.plan import Plan, PlanOptions, plan_fixed
 from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200
-from longspan.train.data.synthetic import synthetic_documents
-from longspan.train.evaluation.evaluate import evaluate
-from longspan.train.evaluation.result import Evaluation
+from longspan.run.versions import versions
 from longspan.train.optim.optimizer import build_optimizer
 from longspan.train.plans import PlanChoice, query_heads
 from longspan.train.step import run_step
-from longspan.train.versions import versions
 
 BOUND = {torch.bfloat16: 5e-3, torch.float32: 1e-5}  # of the difference of two losses, by what computes them
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from longspan.bench.step.flags import StepFlags
 from longspan.cli.planning.lengths import read_lengths
+from longspan.config.defaults import resolved
+from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
-from longspan.train.config.defaults import resolved
-from longspan.train.config.sections import RunConfig
 
 CPU_LENGTHS = (96, 40, 24, 16, 16)
 
@@ -42,8 +42,8 @@ def documents_of(flags: StepFlags, config: RunConfig, slots: int, *, gpu: bool) 
 
 def _of_first_step(config: RunConfig) -> Documents:
     """The documents of a run's first step, whose lengths its corpus tells."""
-    from longspan.train.data.documents import Corpus
-    from longspan.train.run.set_up.order import step_order_of
+    from longspan.data.documents import Corpus
+    from longspan.train.plans.order import step_order_of
 
     folder, config = Path(config.run.dir), resolved(config)
     if not (folder / "corpus" / "corpus.json").is_file():

@@ -10,8 +10,8 @@ from tyro.conf import FlagConversionOff, Positional
 from longspan.bench.flags import BenchFlags
 from longspan.cli.flags import Switch, parse_flags
 from longspan.cli.planning.lengths import SourceFlags
-from longspan.train.config.file import read_file
-from longspan.train.config.sections import ContextConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from longspan.config.file import read_file
+from longspan.config.sections import ContextConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 
 PLANNERS = ("padded", "fixed", "dynamic")
 SECTIONS = ("model", "parallel", "context", "train")

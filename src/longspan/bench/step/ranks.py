@@ -17,14 +17,14 @@ from longspan.bench.step.settings import Settings
 from longspan.bench.timing import profile_of, seconds_of
 from longspan.cli.machine import machine
 from longspan.comm import World
+from longspan.data.synthetic import synthetic_documents
 from longspan.model.prepared import vocabulary_size
 from longspan.model.seams.randomness import refuse_randomness
 from longspan.plan.cost.model_flops import model_flops
 from longspan.plan.cost.model_shape import ModelShape
-from longspan.train.data.synthetic import synthetic_documents
+from longspan.run.versions import versions
 from longspan.train.memory.rows_that_fit import with_rows_that_fit
 from longspan.train.training import Training, loaded_model, optimizer_of, prepared_model
-from longspan.train.versions import versions
 
 
 def step_ranks(rank: int, settings: Settings) -> dict[str, Any]:

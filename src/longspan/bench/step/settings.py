@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 from longspan.bench.layers import with_layers
 from longspan.bench.step.documents import Documents, documents_of
 from longspan.bench.step.flags import PLANNERS, StepFlags
+from longspan.config.bounds import AUTO, NOT_GIVEN
+from longspan.config.defaults import resolved
+from longspan.config.precision import compute_dtype
+from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions
 from longspan.plan.cost.model_flops import peak_tflops
 from longspan.plan.cost.model_shape import read_experts
 from longspan.plan.planners.fixed import smallest_degree
-from longspan.train.config.bounds import AUTO, NOT_GIVEN
-from longspan.train.config.defaults import resolved
-from longspan.train.config.precision import compute_dtype
-from longspan.train.config.sections import RunConfig
+from longspan.run.config_check import check_config
 from longspan.train.plans import PlanChoice, cost_of_run, home_of, query_heads
-from longspan.train.run.config_check import check_config
-from longspan.train.run.set_up.partition import partition_chosen
+from longspan.train.plans.partition import partition_chosen
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -170,7 +170,7 @@ def _with_model(config: RunConfig, *, gpu: bool) -> RunConfig:
 
 def _configuration(flags: StepFlags, config: RunConfig, longest: int) -> "PreTrainedConfig":
     """The model's configuration, with as many layers as flags ask for, fit for the longest document."""
-    from longspan.train.run.long_documents import configuration_for
+    from longspan.train.long_documents import configuration_for
     from longspan.train.training import configuration_of
 
     configuration = configuration_of(config, config.data.vocab_size)

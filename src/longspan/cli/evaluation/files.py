@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from longspan.errors import ConfigError
+from longspan.evaluation.saved.record import document_rows, grids_of
+from longspan.evaluation.saved.request import SubjectResult
+from longspan.files import as_json, json_values, os_error_text
 from longspan.report.eval_page import eval_page
 from longspan.report.evaluations.heat_map import passkey_pictures
-from longspan.train.disk import os_error_text
-from longspan.train.evaluate_saved.record import document_rows, grids_of
-from longspan.train.evaluate_saved.request import SubjectResult
-from longspan.train.json_record import as_json, json_values
 
 PICTURE = "passkey.svg"
 

@@ -9,12 +9,11 @@ from tyro.conf import FlagConversionOff, Positional, UseAppendAction
 
 from longspan.cli.flags import Switch, check_least, parse_flags
 from longspan.cli.processes import Device
-from longspan.errors import ConfigError
-from longspan.train.config.bounds import NOT_GIVEN
-from longspan.train.config.defaults import resolved
-from longspan.train.config.file import load_config
-from longspan.train.config.passkey_settings import PASSKEY, PasskeySettings
-from longspan.train.config.sections import (
+from longspan.config.bounds import NOT_GIVEN
+from longspan.config.defaults import resolved
+from longspan.config.file import load_config
+from longspan.config.passkey_settings import PASSKEY, PasskeySettings
+from longspan.config.sections import (
     ContextConfig,
     DataConfig,
     EncoderSection,
@@ -23,9 +22,10 @@ from longspan.train.config.sections import (
     ParallelConfig,
     RunConfig,
 )
-from longspan.train.evaluate_saved.fit import entry_of, fitted_home
-from longspan.train.evaluate_saved.request import EvalRequest, Subject
-from longspan.train.evaluate_saved.targets import SavedWeights, named_paths, saved_weights
+from longspan.errors import ConfigError
+from longspan.evaluation.saved.fit import entry_of, fitted_home
+from longspan.evaluation.saved.request import EvalRequest, Subject
+from longspan.evaluation.saved.targets import SavedWeights, named_paths, saved_weights
 
 PROG = "longspan eval"
 BASE = "base"  # as what --compare compares with

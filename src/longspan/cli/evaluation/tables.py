@@ -4,14 +4,14 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from longspan.errors import counted
+from longspan.evaluation.result import comparison_table
+from longspan.evaluation.saved.comparison import Difference, differences
+from longspan.evaluation.saved.record import HOME, comm_types, grids_of
+from longspan.evaluation.saved.request import SetResult, SubjectResult
 from longspan.report.text_table import text_table
-from longspan.train.evaluate_saved.comparison import Difference, differences
-from longspan.train.evaluate_saved.record import HOME, comm_types, grids_of
-from longspan.train.evaluate_saved.request import SetResult, SubjectResult
-from longspan.train.evaluation.result import comparison_table
 
 if TYPE_CHECKING:
-    from longspan.train.evaluation.metrics import Bucket
+    from longspan.evaluation.metrics import Bucket
 
 HELD_OUT = "held out"  # how tables call the documents of a run
 

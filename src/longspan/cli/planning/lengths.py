@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from longspan.corpus.files import find_files
+from longspan.corpus.first_rows import kind_of_files, text_sizes
+from longspan.corpus.formats.row_file import row_file
+from longspan.data.store.sources import CorpusFile
 from longspan.errors import ConfigError, DataError
 from longspan.layout import check_lengths
 from longspan.plan.simulate.distributions import DISTRIBUTIONS, sample_lengths
-from longspan.train.data.files import find_files
-from longspan.train.data.first_rows import kind_of_files, text_sizes
-from longspan.train.data.formats.row_file import row_file
-from longspan.train.data.store.sources import CorpusFile
 
 BYTES_PER_TOKEN = 4  # of English text and code under the usual byte-pair vocabularies
 
@@ -108,9 +108,9 @@ def _from_text(flags: SourceFlags) -> tuple[tuple[int, ...], str]:
 
 def _encoded_lengths(files: Sequence[CorpusFile], tokenizer: str) -> list[int]:
     """The tokens of each document that training would make, uncut."""
-    from longspan.train.data.rows.encoding import RowEncoding
-    from longspan.train.data.store.document_encoder import DocumentEncoder, Piece
-    from longspan.train.data.tokenizer import load_tokenizer
+    from longspan.corpus.rows.encoding import RowEncoding
+    from longspan.corpus.store.document_encoder import DocumentEncoder, Piece
+    from longspan.corpus.tokenizer import load_tokenizer
 
     encoding = RowEncoding(kind_of_files(files, skip_bad=False), load_tokenizer(tokenizer))
     encoder, lengths = DocumentEncoder((encoding,), 0, "<u4"), list[int]()

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from longspan.evaluation.passkey.grid import PasskeyGrid
 from longspan.report.charts.chart import Chart, Series, chart_figure
 from longspan.report.evaluations.heat_map import passkey_picture
 from longspan.report.markup import tag
-from longspan.train.evaluation.passkey.grid import PasskeyGrid
 
 COLORS = 6  # of curves
 

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from longspan.config.sections import RunConfig
 from longspan.model.local_tensors import local_tensor
-from longspan.train.config.sections import RunConfig
 from longspan.train.optim.optimizer import OptimizerChoice
 
 CPU_BUDGET = 1 << 30

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.comm import World
+from longspan.comm.all_ranks import on_every_rank
+from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, ModelError, counted
 from longspan.layout import Layout
 from longspan.model.layers import decoder_layers, layers_of_stages
@@ -21,8 +23,6 @@ from longspan.model.mtp.depths import mtp_blocks
 from longspan.model.parts import parts_of
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.pipeline.stages import with_stand_ins
-from longspan.train.all_ranks import on_every_rank
-from longspan.train.config.sections import RunConfig
 
 _MOMENTS = {"adamw": 2, "sgd": 0}  # per weight; other optimizers are not counted
 

@@ -17,12 +17,12 @@ from torch import nn
 
 from longspan.comm import World
 from longspan.comm.failure.watch import is_out_of_memory
+from longspan.config.sections import EncoderSection, RunConfig
 from longspan.errors import ConfigError
+from longspan.files import write_atomically
 from longspan.layout import Layout
 from longspan.model.prepared import vocabulary_size
 from longspan.plan import Plan
-from longspan.train.config.sections import EncoderSection, RunConfig
-from longspan.train.disk import write_atomically
 from longspan.train.memory.live_bytes import LiveBytes
 from longspan.train.mtp.loss import mtp_loss
 from longspan.train.plans import PlanChoice, query_heads

@@ -19,12 +19,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from longspan.comm import World
+from longspan.comm.all_ranks import LogLine, on_every_rank, on_first_rank
+from longspan.config.bounds import AUTO
+from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
+from longspan.files import write_atomically
 from longspan.model.multimodal.multimodal_model import MultimodalModel, language_model_of
-from longspan.train.all_ranks import LogLine, on_every_rank, on_first_rank
-from longspan.train.config.bounds import AUTO
-from longspan.train.config.sections import RunConfig
-from longspan.train.disk import write_atomically
 from longspan.train.memory.budget import budget_of
 from longspan.train.memory.images_held import ImagesHeld, images_held
 from longspan.train.memory.row_probe import memory_keys, most_bytes, remembered, too_many_rows

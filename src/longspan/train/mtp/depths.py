@@ -5,12 +5,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from longspan.config.bounds import AUTO
+from longspan.config.sections import RunConfig
+from longspan.config.sections.mtp import RANDOM
 from longspan.errors import ModelError, counted
 from longspan.model.add_depths import add_mtp
 from longspan.model.mtp.names import depths_in
-from longspan.train.config.bounds import AUTO
-from longspan.train.config.sections import RunConfig
-from longspan.train.config.sections.mtp import RANDOM
 
 
 def with_depths(config: RunConfig, model: PreTrainedModel, *, read: bool = True) -> PreTrainedModel:

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from longspan.comm import World
+from longspan.config.sections import RunConfig
+from longspan.data.document import NO_TARGET
 from longspan.errors import LossError, ModelError, shortened
 from longspan.model.mtp.depths import depths_of
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules
-from longspan.train.config.sections import RunConfig
-from longspan.train.document import NO_TARGET
 from longspan.train.loss import CrossEntropy, Head
 from longspan.train.passes import Measure
 from longspan.train.reading.read_rows import LocalBatch

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
+from longspan.config.sections import TrainConfig
 from longspan.errors import ConfigError
-from longspan.train.config.sections import TrainConfig
 
 OPTIMIZERS: Mapping[str, type[Optimizer]] = {"adamw": AdamW, "sgd": SGD}
 _BY_KEY = {"lr": "train.lr", "weight_decay": "train.weight_decay"}

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from longspan.config.sections import TrainConfig
 from longspan.errors import ConfigError
-from longspan.train.config.sections import TrainConfig
 
 Shape = Literal["cosine", "linear", "constant", "wsd"]
 WSD_DECAY = 10  # one in so many steps, where the steps of the decay are not given

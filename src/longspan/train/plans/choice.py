@@ -5,6 +5,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Unpack
 
+from longspan.config.bounds import AUTO
+from longspan.config.eval_inheritance import held_out_set
+from longspan.config.eval_set import EvalConfig
+from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, LongspanError, counted
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
@@ -17,10 +21,6 @@ from longspan.plan.simulate.evaluation_plan import plan_evaluation, widest_degre
 from longspan.plan.simulate.simulate import shared_by
 from longspan.plan.simulate.which_partition import priced_as
 from longspan.plan.simulate.which_type import options_at_degree
-from longspan.train.config.bounds import AUTO
-from longspan.train.config.eval_inheritance import held_out_set
-from longspan.train.config.eval_set import EvalConfig
-from longspan.train.config.sections import RunConfig
 from longspan.train.plans.cost import cost_of
 from longspan.train.plans.home import row_multiple_of
 

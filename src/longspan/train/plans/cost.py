@@ -5,11 +5,11 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from longspan.config.sections import ContextConfig, RunConfig
 from longspan.errors import PlanError
 from longspan.plan import Cost
 from longspan.plan.cost.cost_file import read_cost
 from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200, with_recomputation
-from longspan.train.config.sections import ContextConfig, RunConfig
 
 
 def cost_of(context: ContextConfig) -> Cost:

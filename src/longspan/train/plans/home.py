@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from longspan.config.sections import ParallelConfig
 from longspan.layout import Layout
-from longspan.train.config.sections import ParallelConfig
 
 
 def row_multiple_of(parallel: ParallelConfig) -> int:

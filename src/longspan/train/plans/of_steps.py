@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from longspan.data.pack_order import PackOrder
+from longspan.data.step_order import StepOrder
 from longspan.layout import Layout
 from longspan.plan import Plan, PlanAhead, WarmStart
-from longspan.train.data.pack_order import PackOrder
-from longspan.train.data.step_order import StepOrder
 from longspan.train.plans.choice import PlanChoice
 
 WARM_STEPS = 64  # dynamic plans of so many steps begin from what was found for the first of them

@@ -10,13 +10,13 @@ import numpy as np
 from torch import nn
 
 from longspan.comm import SequenceShard, World, bind, raise_first_error
+from longspan.data.document import NO_TARGET
 from longspan.errors import DataError
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import vocabulary_size
 from longspan.model.seams.call_rules import call_rules
 from longspan.plan import MicroBatch, Plan
 from longspan.plan.items import ItemTable
-from longspan.train.document import NO_TARGET
 from longspan.train.reading.read_positions import positions_of_rows
 from longspan.train.reading.read_rows import LocalBatch, NamesOfValues, read_rows
 from longspan.train.reading.spans import with_spans

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from longspan.comm import SequenceShard
+from longspan.data.document import NO_TARGET, Labelled, Valued
 from longspan.errors import DataError
 from longspan.plan.items import ItemTable
-from longspan.train.document import NO_TARGET, Labelled, Valued
 
 Rows = npt.NDArray[np.int64]
 WEIGHTS = "weights"  # the values that multiply losses; 1 in documents that give none

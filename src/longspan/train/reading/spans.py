@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from longspan.comm import SequenceShard
+from longspan.data.document import NO_TARGET, Labelled
 from longspan.errors import DataError
 from longspan.model.seams.call_rules import CallRules
 from longspan.plan.items import ItemTable
-from longspan.train.document import NO_TARGET, Labelled
 
 _RUN = 4096  # labels that are read at a time
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from longspan.bridge.item_documents import targets_beside_items
+from longspan.data.document import targets_of
+from longspan.data.order.packs import LabelledPack
 from longspan.plan import Plan
 from longspan.plan.items import ItemTable
-from longspan.train.data.order.packs import LabelledPack
-from longspan.train.document import targets_of
 
 
 def targets_of_documents(documents: Any, lengths: Sequence[int], items: ItemTable | None = None) -> tuple[int, ...]:

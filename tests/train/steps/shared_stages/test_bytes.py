@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from longspan.comm import World
 from longspan.comm.groups.channel import Channel
+from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.doctor.float64 import whole_float64
 from longspan.layout import Layout
 from longspan.model.layers import layers_of_stages
@@ -23,7 +24,6 @@ from longspan.plan.simulate.row_bytes import RowBytes
 from longspan.plan.simulate.simulate import simulate
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
-from longspan.train.config.sections import ParallelConfig, RunConfig
 from longspan.train.memory.model_fits import NeededBytes, needed_bytes
 from tests.model.stock import texts
 from tests.train.steps.shared_stages.cases import LENGTHS, Case, zamba2

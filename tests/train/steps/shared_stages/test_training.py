@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from longspan.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from longspan.comm import World
 from longspan.doctor.float64 import whole_float64
 from longspan.layout import Layout
@@ -15,7 +16,6 @@ from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.plan import Plan, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
-from longspan.train.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from tests.model.deep import weights_after
 from tests.model.stock import error, texts, weights_of, worst
 from tests.train.steps.shared_stages.cases import LENGTHS, Case, zamba2

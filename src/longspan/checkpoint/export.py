@@ -1,0 +1,204 @@
+"""A checkpoint as a Hugging Face folder, in one process on the CPU: a decoder layer at a time, never the whole model.
+
+Weights are stored by the names and shapes of the whole model, whatever home saved them. What else a folder holds is
+kept in the run's folder (`run/set_up/kept_files.py`).
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from longspan.checkpoint.export_adapter import (
+    merged_groups,
+    refuse_merge,
+    saved_adapter,
+    write_saved_adapter,
+)
+from longspan.checkpoint.export_depths import ExportedDepths, MtpNames
+from longspan.checkpoint.export_folder import check_target, made_beside
+from longspan.checkpoint.files import (
+    check_contents,
+    check_sizes,
+    complete_checkpoints,
+    newest_good,
+    read_state,
+)
+from longspan.comm.all_ranks import LogLine
+from longspan.config.file import load_config
+from longspan.corpus.tokenizer_files import KeptFiles
+from longspan.errors import CheckpointError, ModelError
+from longspan.model.hf_folder import read_configuration
+from longspan.model.load import torch_dtype
+from longspan.model.save import stock_configuration, write_beside_weights
+from longspan.model.vision.join import own_names
+from longspan.model.weights.empty import empty_model, named_images_class
+from longspan.model.weights.write import FILE_BYTES, WeightWriter, Written, unit_of
+
+_SAID_EVERY = 5 * 10**9  # bytes
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: a folder of a checkpoint's weights, so many tensors, weights and bytes in so many files."""
+
+    folder: str
+    checkpoint: str
+    step: int
+    dtype: str
+    tensors: int
+    parameters: int
+    bytes: int
+    files: int
+
+    def row(self) -> dict[str, Any]:
+        """The values by name."""
+        return asdict(self)
+
+
+def export_checkpoint(
+    run_dir: Path,
+    checkpoint: Path | None,
+    folder: Path,
+    log: LogLine,
+    *,
+    dtype: str = "auto",
+    overwrite: bool = False,
+    merge: bool = False,
+    mtp: MtpNames = "published",
+) -> Exported:
+    """Write a checkpoint (None: the run's newest good one) to a folder that stock transformers loads.
+
+    Of a run that trains an adapter ([lora]) that is a folder that stock peft loads, or with `merge` one of the base
+    model with the adapter added to its weights.
+
+    `mtp`: whether depths of multi-token prediction are written, and under which names (`export_depths.py`).
+
+    `dtype` is that of the files: "auto", that of the run's model/ folder, or a name. Raises CheckpointError for a
+    checkpoint that is missing, damaged or of another model, and ModelError for a folder that is not empty, unless it
+    is a model's and `overwrite` says so: then its weights, configuration and tokenizer are replaced.
+    """
+    check_target(folder, overwrite=overwrite)
+    config, run = _configuration(run_dir), load_config(run_dir / "config.toml")
+    if merge and not run.lora.rank:
+        refuse_merge(run_dir)
+    checkpoint = _checked(run_dir / "checkpoints", checkpoint, log)
+    kind = torch_dtype(config.dtype or "float32") if dtype == "auto" else torch_dtype(dtype)
+    empty = empty_model(config, kind, named_images_class(config))
+    alone = bool(run.lora.rank) and not merge  # an adapter, whose names are those of the model that it was trained in
+    depths = ExportedDepths.of(run, empty, "own" if alone and mtp == "published" else mtp, log)
+    try:
+        with made_beside(folder) as partial:
+            saved = saved_adapter(run, config, _tensors(checkpoint)) if run.lora.rank else None
+            if saved is not None and alone:
+                saved = saved._replace(tensors=depths.kept(saved.tensors))
+                kind = torch.float64 if run.model.dtype == "float64" else torch.float32
+                kind = kind if dtype == "auto" else torch_dtype(dtype)
+                written = write_saved_adapter(saved, partial, run_dir, kind)
+            else:
+                kind, groups = empty.dtype, _groups(checkpoint, empty, depths)
+                if saved is not None:
+                    groups = map(depths.kept, merged_groups(saved, run, config, run_dir))
+                written = _write(partial, empty, _saying(groups, log), run_dir, depths)
+    except ModelError as error:
+        raise CheckpointError(f"checkpoint {checkpoint} does not fit the run's model: {error}") from error
+    step, name = int(read_state(checkpoint)["step"]), str(kind).removeprefix("torch.")
+    return Exported(str(folder), str(checkpoint), step, name, **written._asdict())
+
+
+def _configuration(run_dir: Path) -> PreTrainedConfig:
+    """The stock configuration of a run's model. Raises CheckpointError where the run has kept none."""
+    if not (run_dir / "config.json").is_file():
+        raise CheckpointError(
+            f"{run_dir} has no config.json, which says what its model is; a run of an older version gets one when it "
+            f"is opened: longspan train {run_dir}/config.toml"
+        )
+    return stock_configuration(read_configuration(run_dir))
+
+
+def _write(
+    partial: Path, empty: PreTrainedModel, groups: Iterator[dict[str, Tensor]], run_dir: Path, depths: ExportedDepths
+) -> Written:
+    """Write the weights of a whole model, and what belongs beside them."""
+    writer = WeightWriter(partial, empty, file_bytes=FILE_BYTES, rename=depths.rename)
+    for group in groups:
+        writer.write(group)
+    written = writer.finish()
+    write_beside_weights(empty, partial, KeptFiles(run_dir))
+    return written
+
+
+def _checked(root: Path, checkpoint: Path | None, log: LogLine) -> Path:
+    """The checkpoint, or the newest good one, every file of which is as it was written."""
+
+    def check(path: Path) -> None:
+        check_contents(path, check_sizes(path))
+
+    if checkpoint is not None:
+        check(checkpoint)
+        return checkpoint
+    newest, _ = newest_good(complete_checkpoints(root, log), check, log)
+    if newest is None:
+        raise CheckpointError(f"there is no checkpoint in {root}; train the run first")
+    return newest
+
+
+def _groups(checkpoint: Path, empty: PreTrainedModel, depths: ExportedDepths) -> Iterator[dict[str, Tensor]]:
+    """The weights of a checkpoint that are exported, those of a layer together, as they were stored."""
+    stored = depths.kept(_stored(checkpoint))
+    kept = own_names(stored)  # a vision-language model's are stored by the names of its two modules
+    stored, wanted = {own: stored[name] for own, name in kept.items()}, dict(empty.state_dict())
+    if more := sorted(stored.keys() - wanted.keys()):
+        raise ModelError(f"it has {len(more)} weights that the model has not: {', '.join(more[:4])}")
+    place = {unit: i for i, unit in enumerate(dict.fromkeys(map(unit_of, wanted)))}
+    for _, group in groupby(sorted(stored, key=lambda name: (place[unit_of(name)], name)), unit_of):
+        names = {kept[name]: name for name in group}
+        tensors = _read(checkpoint, {there: stored[name] for there, name in names.items()})
+        yield {name: tensors[there] for there, name in names.items()}
+
+
+def _tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """All tensors under "model." in a checkpoint: those of an adapter are few."""
+    return _read(checkpoint, _stored(checkpoint))
+
+
+def _read(checkpoint: Path, stored: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
+    try:
+        with warnings.catch_warnings(action="ignore"):  # that there is one process
+            dcp.load({"model": tensors}, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
+    except Exception as error:  # an unreadable file raises anything
+        raise CheckpointError(f"checkpoint {checkpoint} cannot be read: {error}") from error
+    return tensors
+
+
+def _stored(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
+    """The weights that a checkpoint holds, by their names in the model."""
+    try:
+        stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    except Exception as error:  # an unreadable pickle raises anything
+        raise CheckpointError(f"checkpoint {checkpoint}: .metadata cannot be read: {error}") from error
+    return {
+        name.removeprefix("model."): entry
+        for name, entry in stored.items()
+        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def _saying(groups: Iterator[dict[str, Tensor]], log: Callable[[str], None]) -> Iterator[dict[str, Tensor]]:
+    """The groups, with a line of progress every few gigabytes."""
+    read = said = 0
+    for group in groups:
+        yield group
+        read += sum(tensor.nbytes for tensor in group.values())
+        if read - said >= _SAID_EVERY:
+            said = read
+            log(f"exported {read / 1e9:,.0f} GB of the checkpoint")

@@ -1,0 +1,203 @@
+"""The files of a checkpoint: where they are, whether they are complete, and which checkpoint is the newest good one.
+
+No torch and no ranks here: a folder is judged by its manifest alone.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from longspan.errors import CheckpointError
+from longspan.files import write_durably
+
+PARTIAL = ".partial"
+MANIFEST, STATE, DAMAGED = "manifest.json", "state.json", "damaged.txt"
+Digest = tuple[int, str]  # bytes, SHA-256
+LogLine = Callable[[str], None]
+Check = Callable[[Path], object]  # raises CheckpointError
+
+
+def checkpoint_path(root: Path, step: int) -> Path:
+    """The folder of a step's checkpoint."""
+    return root / f"step-{step:06d}"
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint folder; −1 for another name."""
+    digits = path.name.removesuffix(PARTIAL).removeprefix("step-")
+    return int(digits) if digits.isdigit() and path.name.startswith("step-") else -1
+
+
+def create_partial(partial: Path) -> None:
+    """Make an empty folder to write into, in place of what an interrupted save left there."""
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def publish(partial: Path, path: Path, state: Mapping[str, Any], digests: Sequence[Mapping[str, Digest]]) -> None:
+    """Write the state and, last, the manifest; make it durable; give the folder its name."""
+    write_durably(partial / STATE, json.dumps(state, indent=1))
+    files = {name: digest for part in digests for name, digest in part.items()}
+    files[STATE] = _digest(partial / STATE)
+    write_durably(partial / MANIFEST, json.dumps({"files": files}, indent=1))
+    _sync_folder(partial)
+    shutil.rmtree(path, ignore_errors=True)  # a damaged one of the same step
+    partial.rename(path)
+    _sync_folder(path.parent)
+
+
+def prune(root: Path, keep: int) -> None:
+    """Remove unfinished checkpoints, and what is older than the newest `keep` good ones (0: nothing).
+
+    Damaged ones, as far as sizes and what `note_damage` wrote tell, are not counted among the good.
+    """
+    remove_unfinished(root)
+    good = [path for path in complete_checkpoints(root) if _looks_good(path)]
+    if keep and len(good) > keep:
+        oldest = step_of(good[keep - 1])
+        for path in (path for path in complete_checkpoints(root) if step_of(path) < oldest):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_unfinished(root: Path, log: LogLine = lambda _: None) -> None:
+    """Remove what interrupted saves left, and log each. Not while another process may be saving there."""
+    for path in _steps(root):
+        if path.name.endswith(PARTIAL):
+            log(f"removing {path}: its save was interrupted")
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def complete_checkpoints(root: Path, log: LogLine = lambda _: None) -> list[Path]:
+    """The checkpoints under `root` that were saved to the end, the newest first; the others are logged."""
+    paths = _steps(root)
+    for path in (path for path in paths if path.name.endswith(PARTIAL)):
+        log(f"skipping {path}: its save was interrupted")
+    return [path for path in paths if not path.name.endswith(PARTIAL)]
+
+
+def newest_good(paths: Sequence[Path], check: Check, log: LogLine) -> tuple[Path | None, dict[Path, str]]:
+    """The first of `paths` that passes `check` (None of none), and what is wrong with those before it.
+
+    Raises CheckpointError where there are some and none passes.
+    """
+    damage: dict[Path, str] = {}
+    for path in paths:
+        try:
+            check(path)
+        except CheckpointError as error:
+            damage[path] = str(error)
+            log(f"skipping a damaged checkpoint: {error}")
+        else:
+            return path, damage
+    if damage:
+        raise CheckpointError(
+            f"no good checkpoint is left in {paths[0].parent}: {'; '.join(list(damage.values())[:3])}; "
+            "restore one, or start in a new run.dir"
+        )
+    return None, damage
+
+
+def note_damage(damage: Mapping[Path, str], good: Path | None) -> None:
+    """Write down in damaged checkpoints what is wrong, so that none of them counts when older ones are removed.
+
+    In the one that is `good` no such note is left: it may have been restored.
+    """
+    with suppress(OSError):  # on a full disk the run goes on
+        if good is not None:
+            (good / DAMAGED).unlink(missing_ok=True)
+        for path, text in damage.items():
+            (path / DAMAGED).write_text(text + "\n", encoding="utf-8")
+
+
+def check_sizes(path: Path) -> dict[str, Digest]:
+    """The files of a checkpoint, all of which are there in their sizes. Raises CheckpointError for the first not so."""
+    if not path.is_dir():
+        raise CheckpointError(f"there is no checkpoint {path}")
+    files = _manifest(path)
+    for name, (size, _) in files.items():
+        if not (path / name).is_file():
+            raise CheckpointError(f"checkpoint {path}: {name} is missing")
+        if (now := (path / name).stat().st_size) != size:
+            raise CheckpointError(f"checkpoint {path}: {name} has {now} bytes, {size} were written")
+    return files
+
+
+def check_contents(path: Path, files: Mapping[str, Digest]) -> None:
+    """Raise CheckpointError for the first of these files of a checkpoint that holds other bytes than were written."""
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        digests = pool.map(_digest, [path / name for name in files])
+        for (name, (_, sha256)), (_, now) in zip(files.items(), digests, strict=True):
+            if now != sha256:
+                raise CheckpointError(f"checkpoint {path}: {name} has other contents than were written")
+
+
+def files_by_rank(files: Mapping[str, Digest], ranks: int) -> list[dict[str, Digest]]:
+    """For each rank the files that it checks: the largest first, each to the rank with the fewest bytes so far."""
+    shares: list[dict[str, Digest]] = [{} for _ in range(ranks)]
+    loads = [0] * ranks
+    for name in sorted(files, key=lambda name: (-files[name][0], name)):
+        rank = loads.index(min(loads))
+        shares[rank][name] = files[name]
+        loads[rank] += files[name][0]
+    return shares
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The state that was saved with a checkpoint. Raises CheckpointError where it is missing or damaged."""
+    if not path.is_dir():
+        raise CheckpointError(f"there is no checkpoint {path}")
+    return _json(path / STATE, path)
+
+
+def _steps(root: Path) -> list[Path]:
+    """The checkpoints under `root`, unfinished ones too, the newest first."""
+    paths = [path for path in root.iterdir() if step_of(path) >= 0] if root.is_dir() else []
+    return sorted(paths, key=lambda path: (step_of(path), path.name), reverse=True)
+
+
+def _looks_good(path: Path) -> bool:
+    try:
+        check_sizes(path)
+    except CheckpointError:
+        return False
+    return not (path / DAMAGED).exists()
+
+
+def _manifest(path: Path) -> dict[str, Digest]:
+    files = _json(path / MANIFEST, path).get("files")
+    if not isinstance(files, dict) or not files:
+        raise CheckpointError(f"checkpoint {path}: {MANIFEST} names no files")
+    if not all(isinstance(digest, list) and len(digest) == 2 for digest in files.values()):
+        raise CheckpointError(f"checkpoint {path}: {MANIFEST} is damaged (no size and hash for each file)")
+    return files
+
+
+def _json(file: Path, path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path}: {file.name} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint {path}: {file.name} is damaged ({error})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"checkpoint {path}: {file.name} is damaged (not an object)")
+    return value
+
+
+def _digest(path: Path) -> Digest:
+    with path.open("rb") as file:
+        return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

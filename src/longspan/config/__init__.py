@@ -1,0 +1,1 @@
+"""A run's configuration: its sections and keys, their defaults, and the file that they are read from."""

@@ -1,0 +1,212 @@
+"""Configuration files: TOML to a RunConfig and back. Unknown names are refused with the nearest known one."""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from longspan.config.defaults import resolved
+from longspan.config.eval_set import EvalConfig
+from longspan.config.sections import RunConfig, SourceConfig, section_kinds
+from longspan.errors import ConfigError
+
+TABLES = "data.sources"  # which is no value, but tables of an array
+KeyHint = Callable[[str, str, Iterable[str]], str]  # of a section, an unknown key of it, and those that it has
+
+# Keys that were removed and may stand in the config.toml of an older run, each with the one value that is accepted.
+_REMOVED = {"data.read": ("rows", "every slot reads the rows that it computes")}
+_PRESET_BESIDE_A_FOLDER = "qwen3-tiny"  # older runs wrote it down beside a model.path, which won over it
+
+
+def load_config(path: str | Path | None = None, overrides: Mapping[str, object] | None = None) -> RunConfig:
+    """Read a configuration: the file, then `overrides` ("section.key": value), then defaults for what is in neither.
+
+    >>> load_config(None, {"train.steps": 10}).train.steps
+    10
+
+    Raises ConfigError for a file that is missing or not TOML, for an unknown section or key (with the nearest name),
+    and for a value of the wrong type. Whether the values fit together is checked by `check_config`.
+    """
+    config = RunConfig() if path is None else read_file(path)
+    for key, value in (overrides or {}).items():
+        section, _, name = key.partition(".")
+        config = _with_section(config, section, {name: value} if name else value, source="the overrides")
+    return resolved(config)
+
+
+def read_file(path: str | Path) -> RunConfig:
+    """What a file gives, and nothing for what it does not. Raises ConfigError as `load_config` does."""
+    path = Path(path)
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; give a TOML file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    config = RunConfig()
+    for section, values in tables.items():
+        config = _with_section(config, section, values, source=str(path))
+    if config.model.path and config.model.preset == _PRESET_BESIDE_A_FOLDER:
+        config = replace(config, model=replace(config.model, preset=""))
+    return config
+
+
+def config_keys() -> tuple[str, ...]:
+    """Every "section.key", in order."""
+    every = (f"{section}.{key.name}" for section, kind in section_kinds().items() for key in fields(kind))
+    return tuple(key for key in every if key != TABLES)
+
+
+def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """A hint for a mistyped name: the nearest known one, or all of them. A `prefix` that all share is not compared."""
+    known = tuple(known)
+    bare = [other.removeprefix(prefix) for other in known]
+    close = difflib.get_close_matches(name.removeprefix(prefix), bare, n=1, cutoff=0.5)
+    return f"did you mean {prefix + close[0]!r}?" if close else f"known: {', '.join(known)}"
+
+
+def to_toml(config: RunConfig) -> str:
+    """The configuration as TOML; `load_config` of it gives an equal one back."""
+    values = asdict(config)
+    sources = values["data"].pop("sources")
+    tables = [(f"[{name}]", values[name]) for name in section_kinds()]
+    tables += [("[[data.sources]]", source) for source in sources]
+    tables += [("[[eval]]", entry) for entry in values["eval"]]
+    # JSON of strings, numbers, true and false, and lists of them is TOML too, but for DEL, which JSON leaves bare.
+    texts = (
+        "\n".join([title, *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items())]) + "\n"
+        for title, keys in tables
+    )
+    return "\n".join(texts).replace("\x7f", "\\u007f")
+
+
+def _with_section(config: RunConfig, section: str, values: object, *, source: str) -> RunConfig:
+    names = [f.name for f in fields(RunConfig)]
+    if section not in names:
+        owners = [key for key in config_keys() if key.endswith(f".{section}")]
+        hint = f"did you mean {owners[0]!r}?" if owners else nearest(section, names)
+        raise ConfigError(f"unknown section [{section}] in {source}: {hint}")
+    if section == "eval":
+        return replace(config, eval=_eval_sets(values, source))
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{section} is {values!r} in {source}; it is a section: write [{section}] and its keys below")
+    known, sources = getattr(config, section), None
+    if section == "data" and "sources" in values:
+        values = dict(values)
+        sources = _data_sources(values.pop("sources"), source)
+    section_now = _with_keys(known, section, values, source, _key_hint)
+    return replace(config, **{section: section_now if sources is None else replace(section_now, sources=sources)})
+
+
+def _data_sources(tables: object, source: str) -> tuple[SourceConfig, ...]:
+    """The sources of the tables [[data.sources]]."""
+    listed = _array(tables, "data.sources", source, "sources", "path and weight")
+    return tuple(
+        _with_keys(SourceConfig(), f"data.sources[{number}]", table, source, _eval_key_hint)
+        for number, table in enumerate(listed)
+    )
+
+
+def _eval_sets(tables: object, source: str) -> tuple[EvalConfig, ...]:
+    """The evaluation sets of the tables [[eval]]."""
+    listed = _array(tables, "eval", source, "evaluation sets", "name, path and other keys of the set")
+    return tuple(
+        _with_keys(EvalConfig(), f"eval.{table.get('name') or number}", table, source, _eval_key_hint)
+        for number, table in enumerate(listed, 1)
+    )
+
+
+def _array(tables: object, name: str, source: str, what: str, keys: str) -> Sequence[Mapping[str, Any]]:
+    """The tables of an array. Raises ConfigError, with what they are and which keys they have, for anything else."""
+    if not isinstance(tables, list | tuple) or not all(isinstance(table, Mapping) for table in tables):
+        raise ConfigError(
+            f"{name} is {tables!r} in {source}; {what} are tables of an array: write [[{name}]], and below it {keys}"
+        )
+    return tables
+
+
+def _with_keys(known: Any, label: str, values: Mapping[str, object], source: str, hint: KeyHint) -> Any:
+    """A section or table with other values of keys; `label` names it in messages, `hint` answers an unknown key."""
+    types = get_type_hints(type(known))
+    changes: dict[str, Any] = {}
+    for key, value in values.items():
+        if f"{label}.{key}" in _REMOVED:
+            _check_removed(f"{label}.{key}", value, source)
+            continue
+        if key not in types:
+            raise ConfigError(f"unknown key {label}.{key} in {source}: {hint(label, str(key), types)}")
+        changes[key] = _converted(f"{label}.{key}", value, types[key], source)
+    return replace(known, **changes)
+
+
+def _check_removed(key: str, value: object, source: str) -> None:
+    only, what = _REMOVED[key]
+    if value != only:
+        raise ConfigError(f"{key} is {value!r} in {source}; there is no such key any more: {what}. Leave it out")
+
+
+def _key_hint(section: str, key: str, siblings: Iterable[str]) -> str:
+    elsewhere = [known for known in config_keys() if known.endswith(f".{key}")]
+    return f"did you mean {elsewhere[0]!r}?" if elsewhere else nearest(key, siblings).replace("'", f"'{section}.", 1)
+
+
+def _eval_key_hint(_: str, key: str, siblings: Iterable[str]) -> str:
+    return nearest(key.removeprefix("eval_"), siblings)
+
+
+def _converted(key: str, value: object, kind: Any, source: str) -> object:
+    """The value as `kind` holds it: a list becomes a tuple, an integer may stand for a float."""
+    value = present_word(value, kind)
+    if value in ([], ()) and get_origin(kind) is tuple and get_args(kind)[-1] is ...:  # in a choice of kinds it is none
+        return ()
+    for option in get_args(kind) if isinstance(kind, UnionType) else (kind,):
+        fitting = _fitting(value, option)
+        if fitting is not None:
+            return fitting
+    hint = ""
+    if get_origin(kind) is Literal and isinstance(value, str):
+        hint = f" ({nearest(value, get_args(kind))})"
+    raise ConfigError(f"{key} is {value!r} in {source}; it must be {kind_text(kind)}{hint}")
+
+
+def present_word(value: object, kind: Any) -> object:
+    """A value as it is written now: true and false of what became a choice are "full" and "none"."""
+    word = {True: "full", "true": "full", False: "none", "false": "none"}.get(value) if _is_word(value) else None
+    return word if get_origin(kind) is Literal and word in get_args(kind) else value
+
+
+def _is_word(value: object) -> bool:
+    return isinstance(value, bool | str)
+
+
+def _fitting(value: object, option: Any) -> object | None:
+    if get_origin(option) is Literal:
+        return value if value in get_args(option) else None
+    if get_origin(option) is tuple:
+        items = value if isinstance(value, list | tuple) else ()
+        inner = [_fitting(item, get_args(option)[0]) for item in items]
+        if get_args(option)[-1] is not ... and len(inner) != len(get_args(option)):
+            return None
+        return tuple(inner) if inner and None not in inner else None
+    if isinstance(value, bool) is not (option is bool):
+        return None
+    if option is float and isinstance(value, int):
+        return float(value)
+    return value if isinstance(value, option) else None
+
+
+def kind_text(kind: Any) -> str:
+    """What a value of a key must be, in words, from the type of the key."""
+    words = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+    if isinstance(kind, UnionType):
+        return " or ".join(kind_text(option) for option in get_args(kind))
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(repr, get_args(kind)))
+    if get_origin(kind) is tuple:
+        count = "a list of" if get_args(kind)[-1] is ... else f"a list of {len(get_args(kind))}"
+        return f"{count} {({int: 'integers', str: 'strings', float: 'numbers'})[get_args(kind)[0]]}"
+    return words[kind]

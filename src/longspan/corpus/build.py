@@ -1,0 +1,235 @@
+"""The corpus of a run: which files it has, whether it changed, and where its documents are. One rank decides it.
+
+Tokens are made in `store/`, once for all runs that ask for the same.
+"""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from longspan.config.sections import DataConfig
+from longspan.corpus.corpus_settings import CorpusSettings, recipe_of, rows_lines, what_is_left_out
+from longspan.corpus.first_rows import sample_texts
+from longspan.corpus.rows.lines import special_line
+from longspan.corpus.store.builder import build_documents
+from longspan.corpus.store.cache import NONE, Cache, cache_folder, cannot_keep
+from longspan.corpus.store.recipe import Recipe
+from longspan.corpus.tokenizer import TextTokenizer, as_saved_beside, load_tokenizer, train_tokenizer
+from longspan.data.documents import Corpus
+from longspan.data.store.images import ImageTable
+from longspan.data.store.manifest import Manifest
+from longspan.data.store.record import FILE, Record, read_record
+from longspan.data.store.sources import KnownSums, LogLine, differences
+from longspan.errors import DataError, counted
+from longspan.files import write_atomically
+
+ROWS = "rows"  # folder of documents whose tokens are not stored, in the corpus's folder
+
+
+def ensure_corpus(
+    settings: CorpusSettings, run_dir: Path, *, tokenizer: TextTokenizer | None, resumed: bool, log: LogLine
+) -> Corpus:
+    """The corpus of a run, whose documents are made where they are not in the cache yet.
+
+    Without a `tokenizer` one is trained. What happens is logged, every few seconds. Raises DataError for sources that
+    are missing, empty or unreadable, and, where the run is `resumed`, for sources or settings that changed since it
+    began: its order would not hold.
+    """
+    corpus = _CorpusOfRun(settings, run_dir, log).ensured(tokenizer, resumed=resumed)
+    for line in what_is_left_out(settings, run_dir, corpus.manifest, key=f"{settings.prefix}max_document_tokens"):
+        log(line)
+    return corpus
+
+
+class _CorpusOfRun:
+    """A corpus of a run as it is found, and as it is to be."""
+
+    def __init__(self, settings: CorpusSettings, run_dir: Path, log: LogLine) -> None:
+        self._settings, self._run_dir, self._log = settings, run_dir, log
+        self._folder = run_dir / settings.folder
+        self._old = read_record(self._folder)
+        self._files = settings.files(run_dir)
+        self._cache = _cache(settings.data, run_dir, log)
+        known = () if self._old is None else self._old.sources(self._folder)
+        path = " ".join(path for _, path in settings.paths())
+        sums = KnownSums(None if self._cache is None else self._cache.sums_of(path), known or ())
+        self._sources = sums.of(self._files, log)
+        sums.keep(self._sources)
+
+    def ensured(self, tokenizer: TextTokenizer | None, *, resumed: bool) -> Corpus:
+        """The corpus, as it was where nothing changed. Raises DataError where a resumed run's changed."""
+        if resumed and self._old is None:
+            raise DataError(
+                f"{self._run_dir} has checkpoints but no corpus: restore {self._folder}, or set run.dir to a new folder"
+            )
+        trained = tokenizer is None
+        changes = self._changed_settings(tokenizer) + self._changed_files()
+        if resumed and changes:
+            raise DataError(_changed_message(self._run_dir, changes))
+        if self._old is not None and self._old.old:
+            if resumed:  # a run that it belongs to goes on with it
+                return Corpus(self._folder)
+            if self._old.around is None:
+                changes.append("an older version of longspan built it")
+        if changes:
+            self._log(f"the corpus changed ({changes[0]}): building it again")
+        if tokenizer is None:
+            tokenizer = self._own_tokenizer(changed=bool(changes))
+        recipe = recipe_of(self._settings, self._files, self._sources, tokenizer)
+        old = self._old
+        same = old is not None and old.key == recipe.key and (old.documents == ROWS) is not recipe.stored
+        if old is not None and same and not changes and _is_whole(self._folder / old.documents):
+            return Corpus(self._folder)
+        if resumed and old is not None and old.key != recipe.key:
+            raise DataError(_changed_message(self._run_dir, ["its rows become other tokens than they did"]))
+        return self._made(recipe, tokenizer, trained=trained)
+
+    def _changed_settings(self, tokenizer: TextTokenizer | None) -> list[str]:
+        """Which keys or tokens are others than those that the corpus was made with."""
+        if (old := self._old) is None:
+            return []
+        asked, changes = self._settings.asked(), list[str]()
+        defaults = {field.name: field.default for field in fields(DataConfig)}  # of keys that an older version had not
+        for key in old.asked.keys() | asked.keys() if not old.old else old.asked.keys():
+            before, now = old.asked.get(key, defaults.get(key)), asked.get(key)
+            if before != now:
+                prefix = self._settings.prefix if key in ("path", "max_document_tokens") else "data."
+                changes.append(f"{prefix}{key} was {before!r} and is {now!r}")
+        if tokenizer is not None and tokenizer.digest != old.tokenizer_digest:
+            changes.append("the tokenizer is another one")
+        elif tokenizer is not None and old.around is not None and old.around != _around(tokenizer):
+            changes.append(f"a text stood in {' '.join(old.around)} and stands in {' '.join(_around(tokenizer))}")
+        if tokenizer is None and (size := self._settings.data.vocab_size) < old.tokenizer_size:
+            changes.append(f"data.vocab_size is {size}, the tokenizer has {old.tokenizer_size} entries")
+        return sorted(changes)
+
+    def _changed_files(self) -> list[str]:
+        before = None if self._old is None else self._old.sources(self._folder)
+        changes = [] if before is None else differences(before, self._sources)
+        return changes or list(islice(self._changed_images(), 3))
+
+    def _changed_images(self) -> Iterator[str]:
+        """The images that are not what they were when the documents were made."""
+        if self._old is None or not (self._folder / self._old.documents).is_dir():
+            return
+        if (images := ImageTable.of(self._folder / self._old.documents)) is not None:
+            yield from images.changed()
+
+    def _own_tokenizer(self, *, changed: bool) -> TextTokenizer:
+        """The tokenizer that was trained for the run, or is trained now."""
+        if self._old is not None and not changed and (self._run_dir / "tokenizer.json").is_file():
+            return load_tokenizer(self._run_dir)
+        data = self._settings.data
+        paths = ", ".join(path for _, path in self._settings.paths())
+        self._log(f"training a tokenizer of {data.vocab_size} entries on {paths}")
+        trained = train_tokenizer(sample_texts(self._files), data.vocab_size)
+        return as_saved_beside(trained, self._run_dir / "config.json")
+
+    def _made(self, recipe: Recipe, tokenizer: TextTokenizer, *, trained: bool) -> Corpus:
+        """The corpus of this recipe, which is recorded in the run's folder; what is special about it is said."""
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        tokenizer.parsing(recipe.encodings[0].settings.parse_special_tokens).save_pretrained(self._run_dir)
+        _check_saved(tokenizer, self._run_dir)
+        for line in rows_lines(self._settings, recipe):
+            self._log(line)
+        documents = self._documents(recipe)
+        if (stays := self._folder / ROWS) != documents:
+            shutil.rmtree(stays, ignore_errors=True)
+        for name in ("tokens.bin", "offsets.npy", "origins.npy"):  # of an older version
+            (self._folder / name).unlink(missing_ok=True)
+        record = Record(
+            documents=ROWS if documents == stays else str(documents),
+            key=recipe.key,
+            asked=self._settings.asked(),
+            tokenizer_digest=tokenizer.digest,
+            tokenizer_size=tokenizer.size,
+            around=_around(tokenizer),
+            tokenizer="/".join([".."] * len(self._folder.relative_to(self._run_dir).parts)),
+            row_settings=asdict(self._settings.row_settings()),
+        )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self._folder / FILE, record.to_json())
+        corpus = Corpus(self._folder)
+        if corpus.manifest.special:
+            self._log(special_line(corpus.manifest.special, parsed=corpus.manifest.parse_special_tokens))
+        return corpus
+
+    def _documents(self, recipe: Recipe) -> Path:
+        """The folder of the documents of this recipe: in the cache, or without one in the run's folder."""
+        build = partial(build_documents, recipe, log=self._log)
+        if self._cache is not None:
+            try:
+                folder, built = self._cache.documents(recipe.key, _is_whole, build, self._log)
+            except OSError as error:
+                raise cannot_keep(self._cache.folder, error) from error
+            self._log(f"its tokens are {'kept' if built else 'already'} in {folder} (data.cache)")
+            return folder
+        partial_folder, folder = self._folder / f"{ROWS}.partial", self._folder / ROWS
+        for old in (partial_folder, folder):
+            shutil.rmtree(old, ignore_errors=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        build(partial_folder)
+        partial_folder.rename(folder)
+        self._log('its tokens are not kept (data.cache = "none"): rows are tokenized when they are read')
+        if compressed := [file.name for file in self._files if file.name.endswith((".gz", ".zst"))]:
+            self._log(
+                f"{counted(len(compressed), 'file')} ({compressed[0]}) must be decompressed up to each row that is "
+                "read, half of it in the mean; parquet and plain files need not"
+            )
+        return folder
+
+
+def _cache(data: DataConfig, run_dir: Path, log: LogLine) -> Cache | None:
+    """The cache that `data.cache` names; in the run's folder where that of the user cannot be written."""
+    if data.cache == NONE:
+        return None
+    folder = cache_folder(data.cache)
+    try:
+        return Cache(folder)
+    except OSError as error:
+        if data.cache:
+            raise cannot_keep(folder, error) from error
+        log(f"{folder} cannot be written ({error.strerror}): tokens are kept in {run_dir / 'cache'}")
+        return Cache((run_dir / "cache").absolute())
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the documents in a folder can be opened."""
+    try:
+        manifest = Manifest.from_json((folder / FILE).read_text(encoding="utf-8"))
+        if manifest.dtype:
+            Corpus(folder)
+        if (images := ImageTable.of(folder)) is not None:
+            return next(images.changed(), None) is None
+    except (DataError, OSError, KeyError, TypeError, ValueError):
+        return False
+    return True
+
+
+def _check_saved(tokenizer: TextTokenizer, run_dir: Path) -> None:
+    """Raise DataError where the run's folder, and so the models that it saves, have another tokenizer than the corpus.
+
+    Which class reads a tokenizer's files is decided by the config.json beside them too.
+    """
+    saved = load_tokenizer(run_dir)
+    if (saved.digest, _around(saved)) != (tokenizer.digest, _around(tokenizer)):
+        raise DataError(
+            f"tokenizer {tokenizer.folder or run_dir} gives other ids beside the config.json of the run's model: "
+            f"transformers reads it there with the class {saved.kind}, and in its own folder with {tokenizer.kind}; "
+            "name a tokenizer of the model's kind with data.tokenizer"
+        )
+
+
+def _around(tokenizer: TextTokenizer) -> tuple[str, ...]:
+    return (*tokenizer.opening, "…", *tokenizer.closing)
+
+
+def _changed_message(run_dir: Path, changes: list[str]) -> str:
+    more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
+    return (
+        f"the corpus of {run_dir} changed since the run began: {'; '.join(changes[:3])}{more}; "
+        f"restore it, or set run.dir to a new folder"
+    )

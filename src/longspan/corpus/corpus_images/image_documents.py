@@ -1,0 +1,234 @@
+"""Documents of a corpus with images, as a step takes them: token ids, and where images stand among them.
+
+    corpus = Corpus(Path("runs/first/corpus"))
+    show_images(corpus, configuration, Path("runs/first"))
+    corpus.select([3, 7]).items                     # every rank knows the places; read(i) has the pixels of one
+
+They are what `longspan.bridge.ItemDocuments` is in memory. A corpus without images has none to show, and its documents
+have no items.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedConfig
+
+from longspan.corpus.corpus_images.image_reader import ImageReader
+from longspan.corpus.corpus_images.shown_images import ShownImages
+from longspan.corpus.images.processor import Processor, load_processor
+from longspan.data.documents import Corpus, Documents
+from longspan.data.order.packs import Pack
+from longspan.data.store.images import ImageTable
+from longspan.errors import DataError, ModelError, counted
+from longspan.model.vision.image_arguments import check_images
+from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
+from longspan.model.vision.tried_videos import video_tokens
+from longspan.model.vision.video_tokens import VideoTokens
+from longspan.plan.items import Item, ItemTable
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+AnyDocuments = TypeVar("AnyDocuments")  # those of a corpus become ImageDocuments
+
+
+class ImagePlace(NamedTuple):
+    """Image `number` of the corpus in one of some documents, and how much further on than in its own document."""
+
+    document: int
+    number: int
+    shift: int = 0
+
+
+class ReadsImages(ABC):
+    """What a step asks of documents for their images, which are `items` in order of `numbers`, the corpus's."""
+
+    images: ShownImages | None
+
+    @abstractmethod
+    def find_images(self, images: ShownImages) -> Iterator[ImagePlace]:
+        """The images in them, in order of documents and of their places."""
+
+    @property
+    @abstractmethod
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each document."""
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Any:
+        """One of the documents."""
+
+    @cached_property
+    def places(self) -> tuple[ImagePlace, ...]:
+        """Where the images stand."""
+        return () if self.images is None else tuple(self.find_images(self.images))
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """The corpus's numbers of the images, in the order of `items`."""
+        return tuple(place.number for place in self.places)
+
+    @cached_property
+    def items(self) -> tuple[Item, ...]:
+        """The images by the positions that their rows take."""
+        images = self.images
+        return () if images is None else tuple(Item(p.document, images.spans(p.number, p.shift)) for p in self.places)
+
+    @cached_property
+    def item_table(self) -> ItemTable:
+        """The items, checked and in arrays."""
+        return ItemTable(self.lengths, self.items)
+
+    def positions(self, document: int) -> npt.NDArray[np.int64] | None:
+        """The positions of a document in several parts (n, T); None where they are plain."""
+        numbers = self._of_document.get(document)
+        if self.images is None or numbers is None:
+            return None
+        tokens = self[document]
+        return self.images.positions(tokens[np.arange(len(tokens))], numbers)
+
+    def read(self, item: int) -> ImageInput:
+        """What the encoder is given for an item."""
+        assert self.images is not None
+        return self.images.reader(self.numbers[item])
+
+    def picture(self, item: int) -> "Image":
+        """An item as it is in its file: upright, in three channels."""
+        assert self.images is not None
+        return self.images.reader.picture(self.numbers[item])
+
+    def read_ahead(self, items: Sequence[int]) -> None:
+        """Begin to read these items, in threads."""
+        if self.images is not None:
+            self.images.reader.ahead(self.numbers[item] for item in items)
+
+    @cached_property
+    def _of_document(self) -> dict[int, list[int]]:
+        """The numbers of the images of each document that has any."""
+        found = dict[int, list[int]]()
+        for place in self.places:
+            found.setdefault(place.document, []).append(place.number)
+        return found
+
+
+@dataclass(frozen=True)
+class ImageDocuments(Documents, ReadsImages):
+    """Some documents of a corpus, in the order of a plan's lengths, with the images that stand in them."""
+
+    images: ShownImages | None = None
+
+    def find_images(self, images: ShownImages) -> Iterator[ImagePlace]:
+        """The images in them, in order of documents and of their places."""
+        for index, document in enumerate(self.ids):
+            for number in images.table.of_document(document):
+                yield ImagePlace(index, number)
+
+
+@dataclass(frozen=True)
+class ImagePacks(ReadsImages, Sequence[Pack]):
+    """The packs of a step, each as one document, with the images in them, none of which a pack cuts."""
+
+    packs: tuple[Pack, ...]
+    images: ShownImages | None = None
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def __getitem__(self, index: int) -> Pack:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.packs[index]
+
+    def __iter__(self) -> Iterator[Pack]:
+        return iter(self.packs)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each pack."""
+        return tuple(map(len, self.packs))
+
+    def find_images(self, images: ShownImages) -> Iterator[ImagePlace]:
+        """The images in them, in order of packs and of their places."""
+        for index, pack in enumerate(self.packs):
+            for end, piece in zip(pack.ends.tolist(), pack.pieces, strict=True):
+                for number in images.table.of_document(piece.document.number):
+                    if piece.start <= images.table[number].image.start < piece.stop:
+                        yield ImagePlace(index, number, end - piece.stop)
+
+
+def show_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus:
+    """Let a corpus give its documents with images, for a model of this configuration, by the processor in a folder.
+
+    Of a model without images nothing changes. Raises DataError where there are images and the model takes none, or,
+    with a document and both counts, where it makes other rows of an image than placeholders stand for it.
+    """
+    images = corpus.images if corpus.images is not None and len(corpus.images) else None
+    takes_images = getattr(model, "vision_config", None) is not None
+    if images is not None and not takes_images:
+        raise DataError(
+            f"{counted(len(images), 'image')} stand in the documents, and {type(model).__name__} is of a model that "
+            "takes none; train one that does, or leave them out of the rows"
+        )
+    shown = None
+    if images is not None:
+        processor, tokens = load_processor(folder.absolute()), image_tokens(model)
+        _check(corpus, images, tokens, processor)
+        check_images(model, processor.fields)
+        videos = _video_tokens(model, processor) if (images.column("frame") >= 0).any() else None
+        reader = ImageReader(images, processor, corpus.sources, corpus.file_of)
+        shown = ShownImages(corpus, images, reader, tokens, videos)
+    if takes_images:
+        corpus.selects = partial(ImageDocuments, images=shown)
+        corpus.packs = partial(ImagePacks, images=shown)
+    return corpus
+
+
+def _video_tokens(model: PreTrainedConfig, processor: Processor) -> VideoTokens:
+    """What the model takes for videos. Raises DataError where that is not what the processor makes of them."""
+    try:
+        videos = video_tokens(model)
+    except ModelError as error:
+        raise DataError(f"the documents have videos: {error}") from error
+    made, vision = processor.videos, getattr(model, "vision_config", None)
+    group = getattr(vision, "temporal_patch_size", made.group)
+    if (made.placeholder, made.group) != (videos.placeholder, group):
+        raise DataError(
+            f"{made.kind} puts token id {made.placeholder} where videos stand, for groups of {made.group} frames, and "
+            f"the model takes id {videos.placeholder} (video_token_id) for groups of {group} (temporal_patch_size); "
+            "use the processor and the tokenizer of the model's own folder"
+        )
+    return videos
+
+
+def with_images(documents: AnyDocuments, model: PreTrainedConfig, folder: Path) -> AnyDocuments:
+    """Documents of a corpus with their images; others as they are. Raises DataError as `show_images` does."""
+    if not isinstance(documents, Documents):
+        return documents
+    return cast(AnyDocuments, show_images(documents.corpus, model, folder).select(documents.ids))
+
+
+def _check(corpus: Corpus, table: ImageTable, tokens: ImageTokens, processor: Processor) -> None:
+    if processor.placeholder != tokens.placeholder:
+        raise DataError(
+            f"{processor.name} puts token id {processor.placeholder} where images stand, and the model takes id "
+            f"{tokens.placeholder} (image_token_id) for them; use the processor and the tokenizer of the model's own "
+            "folder"
+        )
+    if not tokens.has_grids and (tokens.unknown or not processor.all_alike):
+        return  # the rows that the encoder makes are compared with the placeholders of every wave
+    grids = np.stack([table.column(name) for name in ("time", "height", "width")], axis=1)
+    unique, inverse = np.unique(grids, axis=0, return_inverse=True)
+    rows = [tokens.rows(tuple(grid) if any(grid) else None) for grid in unique.tolist()]
+    wrong = np.flatnonzero(np.array(rows, dtype=np.int64)[inverse.reshape(-1)] != table.column("rows"))
+    if len(wrong):
+        first = table[int(wrong[0])]
+        raise DataError(
+            f"document {first.document} ({corpus.origin(first.document)}) has "
+            f"{counted(first.image.rows, 'placeholder')} for its image of patches {first.image.grid}, of which the "
+            f"model makes {rows[int(inverse.reshape(-1)[wrong[0]])]} rows; {processor.name} and the model must agree: "
+            "use the model folder's own processor, with image sizes and merges of the configuration"
+        )

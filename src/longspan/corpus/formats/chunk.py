@@ -1,0 +1,104 @@
+"""Some rows of one file as they stand there: what is read in order by one process and becomes rows in another.
+
+A row is known by its position: in a file of lines the byte at which its line begins (of what was decompressed), in a
+table its number, in a file that is one text 0.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+from longspan.corpus.rows.sample import BadRow, Row
+from longspan.corpus.rows.values import kind_of_value
+
+CHUNK_BYTES = 1 << 20  # of a file of lines or a table, together with the rest of the last row
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class Chunk(NamedTuple):
+    """Rows of the file `name`, the first of which is number `first` (from 0) and stands at `position`.
+
+    `data` are lines, a text, or a table as Arrow streams it; `end` is how many bytes of the file are read by now;
+    `folder` is the file's.
+    """
+
+    form: Literal["lines", "text", "table"]
+    name: str
+    first: int
+    position: int
+    data: bytes
+    end: int
+    folder: str = ""
+
+
+class PlacedRow(NamedTuple):
+    """A row, or why it is none, and where it stands in its file."""
+
+    position: int
+    row: Row | BadRow
+
+
+def rows_of(chunk: Chunk) -> Iterator[PlacedRow]:
+    """The rows of a chunk in order; empty lines are none.
+
+    Raises UnicodeDecodeError for a text that is not UTF-8.
+    """
+    if chunk.form == "text":
+        yield PlacedRow(0, Row(chunk.name, {"text": chunk.data.decode("utf-8-sig")}, chunk.folder))
+    elif chunk.form == "table":
+        yield from _rows_of_table(chunk)
+    else:
+        position = chunk.position
+        for number, line in enumerate(chunk.data.split(b"\n"), chunk.first + 1):
+            if line.removeprefix(BYTE_ORDER_MARK).strip():
+                yield PlacedRow(position, row_of_line(line, f"{chunk.name}, line {number}", chunk.folder))
+            position += len(line) + 1
+
+
+def row_of_line(line: bytes, where: str, folder: str = "") -> Row | BadRow:
+    """The row of a line of JSON in a file of this folder, or why it is none.
+
+    Where files were joined, a byte order mark may begin any line.
+    """
+    try:
+        record = json.loads(line.removeprefix(BYTE_ORDER_MARK).decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return BadRow(where, f"byte {error.start + 1} of the line is not UTF-8")
+    except json.JSONDecodeError as error:
+        return BadRow(where, f"not JSON ({error.msg} at column {error.colno}): {_beginning(line)}")
+    except ValueError:
+        digits = f"{sys.get_int_max_str_digits():,}"
+        return BadRow(
+            where, f"an integer of more than {digits} digits, which no key of a row takes: {_beginning(line)}"
+        )
+    except RecursionError:
+        return BadRow(where, f"JSON that is nested too deeply: {_beginning(line)}")
+    if not isinstance(record, dict):
+        return BadRow(
+            where, f'needs an object, such as {{"text": …}}; found {kind_of_value(record)}: {_beginning(line)}'
+        )
+    return Row(where, record, folder)
+
+
+def values_of_record(record: dict[str, Any]) -> dict[str, Any]:
+    """A row of a table, whose values have no keys without a value: an Arrow struct has each key in every row."""
+    return {key: _without_nulls(value) for key, value in record.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _rows_of_table(chunk: Chunk) -> Iterator[PlacedRow]:
+    import pyarrow
+
+    for batch in pyarrow.ipc.open_stream(chunk.data):
+        for number, record in enumerate(batch.to_pylist(), chunk.first):
+            yield PlacedRow(number, Row(f"{chunk.name}, row {number + 1}", values_of_record(record), chunk.folder))
+
+
+def _beginning(line: bytes) -> str:
+    return repr(line[:240].decode("utf-8", "replace").strip()[:60])

@@ -1,0 +1,113 @@
+"""Which kind of rows a file holds, seen from their keys. What the keys hold is checked where rows are encoded."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from longspan.corpus.rows.sample import Row
+from longspan.corpus.rows.values import RowError, strings
+from longspan.errors import DataError
+
+Kind = Literal["text", "messages", "prompt+completion", "input_ids"]
+KEYS: dict[Kind, tuple[str, ...]] = {
+    "text": ("text",),
+    "messages": ("messages",),
+    "prompt+completion": ("prompt", "completion"),
+    "input_ids": ("input_ids",),
+}
+# Beside input_ids, in formats of others too: 1 for each token that is a target, else 0.
+MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "assistant_tokens_mask")
+_SHOWN: dict[Kind, str] = {
+    "text": "text",
+    "messages": "messages (chat)",
+    "prompt+completion": "prompt and completion",
+    "input_ids": "input_ids (tokens)",
+}
+_OF_OBJECTS = ("<ref-object>", "<bbox>")  # which ms-swift puts the words and boxes of `objects` in for
+_HINTS = {
+    "conversations": '; rename it to messages, each turn as {"role": …, "content": …}',
+    "chosen": "; pairs of answers are for a loss of one's own (docs/losses.md)",
+    "instruction": "; write it as prompt, or as the first of messages",
+}
+# Keys that a reader expects to count, and why they do not; of text, which is all learnt, the first alone is refused.
+_NOT_READ = {
+    re.compile(r".*masks?"): f"masks are read beside input_ids alone, as {', '.join(MASKS)}",
+    re.compile(r"labels?|kto_tag"): "answers that are liked or not are for a loss of one's own (docs/losses.md), and "
+    "labels of tokens stand beside input_ids, as labels",
+    re.compile(r"(chosen|rejected)(_.*)?"): "pairs of answers are for a loss of one's own (docs/losses.md)",
+    re.compile(r"(loss_|sample_)?weights?"): "rows have no weights; give a source a weight (data.sources)",
+}
+
+
+def kind_of(rows: Sequence[Row]) -> Kind:
+    """The kind of rows, which all of them must have; keys of no kind are left alone.
+
+    Raises DataError for a row of no kind or of two, and for rows of different kinds, with both places.
+    """
+    if not rows:
+        raise DataError("there are no rows; give rows with one of: " + _kinds())
+    kind, first = kind_of_row(rows[0]), rows[0]
+    for row in rows[1:]:
+        if (other := kind_of_row(row)) != kind:
+            raise DataError(
+                f"{row.where} holds {_SHOWN[other]}, and {first.where} holds {_SHOWN[kind]}; rows of one source must "
+                "be of one kind: give each kind a source of its own"
+            )
+    return kind
+
+
+def kind_of_row(row: Row) -> Kind:
+    """The kind of one row. Raises DataError where its keys are of no kind, or of two."""
+    kinds = _kinds_in(row.values)
+    if len(kinds) > 1:
+        raise DataError(f"{row.where} {_of_kinds(kinds)}")
+    if not kinds:
+        hint = next((hint for key, hint in _HINTS.items() if key in row.values), "")
+        raise DataError(f"{row.where}: needs {_kinds()}; found keys {sorted(row.values)}{hint}")
+    return kinds[0]
+
+
+def check_objects(values: Mapping[str, Any]) -> None:
+    """Raise RowError for words or boxes (ms-swift's `objects`) that texts name and that are not put in."""
+    keys = ("messages", "prompt", "completion") if values.get("objects") else ()
+    for where, text in (place for key in keys for place in strings(values.get(key), key)):
+        if name := next((name for name in _OF_OBJECTS if name in text), None):
+            raise RowError(
+                f'{where} holds {name}, for which "objects" has words or boxes that are not put in here; write them '
+                "into the text as the model takes them"
+            )
+
+
+def check_keys(values: Mapping[str, Any], kind: Kind) -> None:
+    """Raise RowError for a row of several kinds, and for a key that would say what is learnt and is not read."""
+    if len(kinds := _kinds_in(values)) > 1:
+        raise RowError(_of_kinds(kinds))
+    read = ("attention_mask", "labels", *MASKS) if kind == "input_ids" else ()
+    patterns = list(_NOT_READ.items())[: 1 if kind == "text" else None]
+    for key, value in values.items():
+        why = next((why for pattern, why in patterns if pattern.fullmatch(key)), "")
+        if why and value is not None and key not in read:
+            raise RowError(f'"{key}" stands beside {_SHOWN[kind]}, and is not read: {why}; leave the key out')
+
+
+def _kinds_in(values: Mapping[str, Any]) -> list[Kind]:
+    return [kind for kind, keys in KEYS.items() if all(values.get(key) is not None for key in keys)]
+
+
+def _of_kinds(kinds: Sequence[Kind]) -> str:
+    shown = " and also ".join(_SHOWN[kind] for kind in kinds)
+    return f"holds {shown}; a row is of one kind: leave the others out"
+
+
+def rows_hold(kind: Kind) -> str:
+    """What a user is told of a kind: "rows hold messages (chat)"."""
+    return f"rows hold {shown_kind(kind)}"
+
+
+def shown_kind(kind: str) -> str:
+    """What a user is told in place of the name of a kind."""
+    return next((shown for name, shown in _SHOWN.items() if name == kind), kind)
+
+
+def _kinds() -> str:
+    return "text, or messages, or prompt and completion, or input_ids"

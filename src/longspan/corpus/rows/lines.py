@@ -1,0 +1,94 @@
+"""What the console says of rows: what they hold, how they become tokens, and what of them is no target."""
+
+from longspan.corpus.rows.encoding import RowEncoding
+from longspan.corpus.rows.kinds import rows_hold
+from longspan.corpus.rows.sample import Row, Sample, Turns
+from longspan.corpus.rows.turn_tokens import pattern_of
+from longspan.corpus.tokenizer import TextTokenizer
+from longspan.data.document import NO_TARGET
+from longspan.data.left_out import LeftOut
+from longspan.errors import counted
+
+_WORDS = ("Zq0user", "Zq1assistant")
+
+
+def rows_line(encoding: RowEncoding) -> str:
+    """What rows hold, and how they become tokens and targets."""
+    around = around_line(encoding.tokenizer)
+    how = {
+        "text": around,
+        "messages": "" if encoding.kind != "messages" else _template_line(encoding),
+        "prompt+completion": f"{around}; targets are the completion and its end",
+        "input_ids": "taken as they are; targets are those that labels or masks name, or all",
+    }
+    return f"{rows_hold(encoding.kind)}: {how[encoding.kind]}"
+
+
+def _template_line(encoding: RowEncoding) -> str:
+    marks = encoding.template.marked(None)
+    targets = (
+        "whose {% generation %} marks name the targets"
+        if marks
+        else "which marks no targets: they are what each assistant turn says, up to the token that ends the turn"
+    )
+    return f"written by the chat template of {encoding.tokenizer.folder}, {targets}"
+
+
+def end_line(encoding: RowEncoding) -> str | None:
+    """That the last turn of a conversation has no end which is learnt; None where it has one, and for other rows."""
+    if encoding.kind != "messages":
+        return None
+    turns = [{"role": role, "content": word} for role, word in zip(("user", "assistant"), _WORDS, strict=True)]
+    (sample,) = encoding.encode([Row("", {"messages": turns})])
+    if not isinstance(sample, Sample) or sample.labels is None:
+        return None
+    engine, ends = encoding.tokenizer.engine, frozenset(encoding.template.ends)
+    text = engine.decode(sample.ids[sample.labels != NO_TARGET].tolist(), skip_special_tokens=False)
+    special = {token.content for token in engine.get_added_tokens_decoder().values() if token.special}
+    tokens = pattern_of(ends | special)
+    if tokens is not None and tokens.search(text.partition(_WORDS[1])[2]):
+        return None
+    who = "marks no end of" if encoding.template.marked(None) else "writes no token behind"
+    return (
+        f"the chat template {who} the last turn of a conversation, so that this end is no target: chats of one turn do "
+        f"not teach a model to stop (at {' or '.join(sorted(ends)) or 'a token that its folder would name'})"
+    )
+
+
+def around_line(tokenizer: TextTokenizer) -> str:
+    """What stands before and behind every text."""
+    opening, closing = " ".join(tokenizer.opening), " ".join(tokenizer.closing)
+    parts = [f"begins with {opening}"] * bool(opening) + [f"ends with {closing}"] * bool(closing)
+    if not parts:
+        return "nothing is put around a text: the tokenizer names no token for its beginning or its end"
+    return f"each text {' and '.join(parts)}, as the tokenizer says" if opening else f"each text {parts[0]}"
+
+
+def special_line(special: dict[str, int], *, parsed: bool) -> str:
+    """How often the names of special tokens stand in texts."""
+    named = ", ".join(f"{name} ({count:,})" for name, count in list(special.items())[:5])
+    more = f" and {len(special) - 5} others" if len(special) > 5 else ""
+    times = counted(sum(special.values()), "time")
+    read = "are read as these tokens" if parsed else "are read as plain text"
+    hint = "data.parse_special_tokens = " + ("false reads plain text" if parsed else "true parses them")
+    return f"names of special tokens stand in the texts {times}: {named}{more}; they {read} ({hint})"
+
+
+def names_line(name: str, texts: int) -> str:
+    """That `<image>`, say, stands in so many texts in which it names nothing."""
+    return (
+        f"{name} stands in {counted(texts, 'text')}, and is read as these {len(name)} characters there: their rows "
+        f'have no key "{name.strip("<>")}s", or parts of messages that name what is shown (docs/multimodal.md)'
+    )
+
+
+def unseen_line(left_out: LeftOut, turns: Turns) -> str | None:
+    """What of assistant turns is no target, as the chat template leaves it out or it is blank; None: nothing."""
+    unseen = {"thought": left_out.unseen_thoughts, "other text": left_out.unseen_texts}
+    parts = [counted(count, name) for name, count in unseen.items() if count]
+    lines = [f"not in the rendered texts, so no targets: {' and '.join(parts)} of assistant turns"] * bool(parts)
+    if left_out.unseen_thoughts and turns == "together":
+        lines.append('data.turns = "split" trains each turn as at inference, with its thought if the template has it')
+    if left_out.blank_turns:
+        lines.append(f"no targets, as they are blank: {counted(left_out.blank_turns, 'assistant turn')}")
+    return "; ".join(lines) or None

@@ -1,0 +1,195 @@
+"""A tokenizer's chat template: messages as text, by transformers' own renderer, on a day that does not change."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2.exceptions import TemplateError
+from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from longspan.corpus.images.processor import load_processor
+from longspan.corpus.images.stock_processor import has_processor
+from longspan.corpus.rows.kinds import rows_hold
+from longspan.corpus.rows.values import RowError
+from longspan.corpus.tokenizer import TextTokenizer
+from longspan.corpus.tokenizer_files import ends_of_generation
+from longspan.errors import DataError
+from longspan.model.hf_folder import OF_FOLDER
+
+Message = Mapping[str, Any]
+SOME_TOOL = [
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "f", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_WORDS = ("Zq0part", "Zq1part")
+_ID = "callZq000"  # of a call; Mistral's have nine letters and digits
+_DAY_FORMAT = "%d %b %Y"
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_DATES = re.compile(r"strftime_now\(\s*(?P<quote>['\"])(?P<format>.*?)(?P=quote)\s*\)")
+_DAY = (
+    "{%- macro strftime_now(format) -%}{{- longspan_dates[format] if format in longspan_dates else "
+    "raise_exception('strftime_now: the format must be written as text') -}}{%- endmacro -%}"
+)
+
+
+_renderer: Callable[..., tuple[list[str], list[list[tuple[int, int]]]]] = render_jinja_template  # pyright: ignore
+
+
+class Rendered(NamedTuple):
+    """A conversation as text; `marks` are what the template marks as generated, (start, stop) in characters."""
+
+    text: str
+    marks: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The templates of a tokenizer, with and without tools, the names of its special tokens, and what ends a turn."""
+
+    plain: str
+    with_tools: str
+    special: tuple[tuple[str, str], ...]
+    ends: tuple[str, ...]
+    day: str
+
+    @classmethod
+    def of(cls, tokenizer: TextTokenizer, day: str) -> "ChatTemplate":
+        """The templates of a tokenizer's folder, on a `day` as "26 Jul 2024". Raises DataError where it has none."""
+        try:
+            datetime.strptime(day, _DAY_FORMAT)
+        except ValueError as error:
+            raise DataError(f"data.date_string is {day!r}, which is no day; give one as '26 Jul 2024'") from error
+        folder = tokenizer.folder
+        if folder is None:
+            raise DataError(
+                f"{rows_hold('messages')}, and a tokenizer that is trained on the corpus has no chat template; name "
+                "the folder of a chat model's with data.tokenizer or model.path"
+            )
+        stock: Any = AutoTokenizer.from_pretrained(folder, **OF_FOLDER)
+        if not stock.chat_template and has_processor(folder):
+            stock.chat_template = load_processor(folder.absolute()).stock.chat_template
+        if not stock.chat_template:
+            raise DataError(
+                f"{rows_hold('messages')}, and the tokenizer in {folder} has no chat template; put its "
+                "chat_template.jinja there, or name the folder of a chat model's with data.tokenizer"
+            )
+        plain, with_tools = stock.get_chat_template(), stock.get_chat_template(tools=[{}])
+        special = tuple(sorted((k, str(v)) for k, v in stock.special_tokens_map.items() if isinstance(v, str)))
+        return cls(plain, with_tools, special, _ends(tokenizer, folder), day)
+
+    def marked(self, tools: Sequence[Any] | None) -> bool:
+        """Whether the template itself marks what is generated."""
+        return _MARKS.search(self._template(tools)) is not None
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False, marks: bool = False
+    ) -> Rendered:
+        """The text of messages, with the prompt of an answer if asked. Raises RowError where the template raises.
+
+        Texts and lists of text parts are given as the template writes them: as the other where it reads that alone.
+        """
+        fitted = [self._contents.get((m["role"], bool(tools)), _TEXT).fitted(m) for m in messages]
+        return self._rendered(fitted, tools, prompt=prompt, marks=marks)
+
+    @cached_property
+    def _contents(self) -> Mapping[tuple[str, bool], "_Contents"]:
+        """What is written of messages by role, with tools and without."""
+        pairs = [(role, tools) for role in _ROLES for tools in (None, SOME_TOOL)]
+        return {(role, bool(tools)): self._contents_of(role, tools) for role, tools in pairs}
+
+    def _contents_of(self, role: str, tools: Sequence[Any] | None) -> "_Contents":
+        """What is written of messages of a role.
+
+        Parts are where the same text comes of them as of one text, but for blanks; other templates write the list
+        itself, as Python or JSON has it, or leave it out. Some read parts alone, or the first of them.
+        """
+        both, text = "".join(_WORDS), lambda words: [{"type": "text", "text": word} for word in words]
+        contents = both, text([both]), text(_WORDS)
+        whole, part, parts = ("".join(self._with_content(role, content, tools).split()) for content in contents)
+        reads = all(word in parts for word in _WORDS) and (parts == whole or both not in whole)
+        return _Contents(text=both in whole or both not in part, parts=reads)
+
+    def _with_content(self, role: str, content: Any, tools: Sequence[Any] | None) -> str:
+        """A conversation with a message of this role and content; empty where the template refuses it."""
+        message = {"role": role, "content": content, "name": "f", "tool_call_id": _ID}
+        plain = "Zq" if isinstance(content, str) else [{"type": "text", "text": "Zq"}]
+        question, answer = ({"role": other, "content": plain} for other in ("user", "assistant"))
+        for arguments in ({}, "{}"):  # templates take one of them
+            call = {"id": _ID, "type": "function", "function": {"name": "f", "arguments": arguments}}
+            turns = {
+                "system": [message, question, answer],
+                "user": [message, answer],
+                "tool": [question, {**answer, "tool_calls": [call]}, message, answer],
+            }
+            with suppress(RowError):
+                return self._rendered(turns.get(role, [question, message]), tools).text
+        return ""
+
+    def _rendered(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False, marks: bool = False
+    ) -> Rendered:
+        template = self._template(tools)
+        known = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        try:
+            texts, spans = _renderer(
+                conversations=[known],
+                tools=None if tools is None else list(tools),
+                chat_template=_DAY + template if "strftime_now" in template else template,
+                return_assistant_tokens_mask=marks,
+                add_generation_prompt=prompt,
+                **dict(self.special),
+                **_dates(template, self.day),
+            )
+        except TemplateError as error:
+            raise RowError(f"its chat template says: {error.message or type(error).__name__}") from error
+        except Exception as error:  # a template may fail in any way that Python can
+            raise RowError(f"its chat template fails: {type(error).__name__}: {error}") from error
+        return Rendered(texts[0], tuple((start, stop) for start, stop in spans[0]) if marks else ())
+
+    def _template(self, tools: Sequence[Any] | None) -> str:
+        return self.with_tools if tools else self.plain
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """Which contents of a message a template writes: a text (or it takes parts alone), a list of several text parts."""
+
+    text: bool
+    parts: bool
+
+    def fitted(self, message: Message) -> Message:
+        """A message with its text, or text parts, as the template writes them; one with other parts as it is."""
+        content = message.get("content")
+        if isinstance(content, list):
+            if self.parts or not all(isinstance(part.get("text"), str) for part in content):
+                return message
+            content = "".join(part["text"] for part in content)
+        elif not isinstance(content, str) or self.text:
+            return message
+        return {**message, "content": content if self.text else [{"type": "text", "text": content}]}
+
+
+_TEXT = _Contents(text=True, parts=False)
+
+
+def _dates(template: str, day: str) -> dict[str, Any]:
+    """What templates that ask for the day are told."""
+    today = datetime.strptime(day, _DAY_FORMAT)
+    formats = {match["format"] for match in _DATES.finditer(template)}
+    return {"date_string": day, "longspan_dates": {f: today.strftime(f) for f in formats}}
+
+
+def _ends(tokenizer: TextTokenizer, folder: Path) -> tuple[str, ...]:
+    """The tokens at which generation stops: the tokenizer's end of text, and those of generation_config.json."""
+    ids = ends_of_generation(folder) | ({tokenizer.end} if tokenizer.end is not None else set[int]())
+    names = (tokenizer.engine.id_to_token(i) for i in sorted(ids))
+    return tuple(name for name in names if name is not None)

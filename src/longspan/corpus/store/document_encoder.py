@@ -1,0 +1,200 @@
+"""From rows of files to documents: tokens, lengths and targets of some rows at a time, in any process."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from longspan.corpus.formats.chunk import Chunk, rows_of
+from longspan.corpus.rows.sample import BadRow, Row, Sample, SampleImage
+from longspan.data.document import NO_TARGET
+from longspan.data.left_out import parts_of
+from longspan.data.store.images import PlacedImage
+from longspan.errors import DataError
+
+if TYPE_CHECKING:
+    from longspan.corpus.rows.encoding import RowEncoding
+
+SHOWN = 3  # bad rows that are named
+Rows = npt.NDArray[np.int64]
+# A code for each token says what it is to be predicted as: itself, nothing, or the token of number code − 2.
+OWN_TOKEN, NOTHING, OTHER_TOKEN = 0, 1, 2
+
+
+class Piece(NamedTuple):
+    """Rows of file number `file`, which belongs to source number `source`."""
+
+    source: int
+    file: int
+    chunk: Chunk
+
+
+class Notes:
+    """What is to be said of some rows: how many there are, what of them is left out (fields of LeftOut), names of
+    special tokens in them, names of images that are texts, the first bad ones, and files that are not UTF-8."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.left_out, self.special, self.names_as_text = Counter[str](), Counter[str](), Counter[str]()
+        self.bad, self.skipped = list[str](), list[str]()
+
+    def add(self, other: "Notes") -> None:
+        """Add what is to be said of further rows."""
+        self.rows += other.rows
+        self.left_out.update(other.left_out)
+        self.special.update(other.special)
+        self.names_as_text.update(other.names_as_text)
+        self.bad += other.bad[: SHOWN - len(self.bad)]
+        self.skipped += other.skipped
+
+
+class Encoded(NamedTuple):
+    """The documents of some pieces: `ids` and `codes` end to end (T,), the others one for each document (D,).
+
+    `positions` and `starts` say where a document's row stands in its file, and with which of the row's tokens it
+    begins. `codes` are None where every token is predicted as itself. `images` stand in documents counted from 0.
+    """
+
+    ids: npt.NDArray[Any]
+    codes: npt.NDArray[Any] | None
+    lengths: Rows
+    targets: Rows
+    files: Rows
+    positions: Rows
+    starts: Rows
+    notes: Notes
+    images: Sequence[PlacedImage] = ()
+
+
+@dataclass(frozen=True)
+class DocumentEncoder:
+    """How rows become documents: each source's encoding, the most tokens of a document (0: any), and what is stored.
+
+    A row that gives no document is an error, or with `skip_bad` counted.
+    """
+
+    encodings: "tuple[RowEncoding, ...]"
+    longest: int
+    dtype: str
+    skip_bad: bool = False
+
+    def encode(self, pieces: Sequence[Piece]) -> Encoded:
+        """The documents of these pieces, in order. Raises DataError for a row that gives none."""
+        made = _Documents(self)
+        for source, group in groupby(pieces, key=lambda piece: piece.source):
+            rows, places = list[Row](), list[tuple[int, int]]()
+            for piece in group:
+                for position, row in made.rows_of(piece):
+                    if isinstance(row, BadRow):
+                        made.add_bad(row)
+                    else:
+                        rows.append(row)
+                        places.append((piece.file, position))
+            made.add(self.encodings[source], rows, places)
+        return made.encoded()
+
+
+class _Documents:
+    """Documents that are added one by one."""
+
+    def __init__(self, encoder: DocumentEncoder) -> None:
+        self._encoder = encoder
+        self._ids, self._codes = list[npt.NDArray[Any]](), list[npt.NDArray[Any] | None]()
+        self._each = list[tuple[int, int, int, int, int]]()  # length, targets, file, position, start
+        self._images = list[PlacedImage]()
+        self._notes = Notes()
+
+    def rows_of(self, piece: Piece) -> Iterator[tuple[int, Row | BadRow]]:
+        """The rows of a piece; of a text that is not UTF-8 none, and it is named."""
+        try:
+            for placed in rows_of(piece.chunk):
+                self._notes.rows += 1
+                yield placed
+        except UnicodeDecodeError:
+            self._notes.skipped.append(piece.chunk.name)
+
+    def add(self, encoding: "RowEncoding", rows: Sequence[Row], places: Sequence[tuple[int, int]]) -> None:
+        """Add the documents of rows that stand at these places."""
+        if encoding.kind == "text":
+            texts = (row.values.get("text") for row in rows)
+            self._notes.special.update(encoding.tokenizer.count_special(t for t in texts if isinstance(t, str)))
+        self._notes.names_as_text.update(encoding.names_as_text(rows))
+        previous, start = -1, 0
+        for sample in encoding.encode(rows):
+            if isinstance(sample, BadRow):
+                self.add_bad(sample)
+                continue
+            start = start if sample.row == previous else 0
+            previous = sample.row
+            self._notes.left_out.update(sample.unseen._asdict())
+            self._add_sample(sample, places[sample.row], start, rows[sample.row].where)
+            start += len(sample.ids)
+
+    def _add_sample(self, sample: Sample, place: tuple[int, int], start: int, where: str) -> None:
+        """Add the documents of a sample, whose tokens are those of its row from `start` on."""
+        ids, codes = sample.ids, codes_of(sample)
+        limit = np.iinfo(self._encoder.dtype).max
+        if ids.size and not (ids.min() >= 0 and ids.max() <= limit):
+            self.add_bad(BadRow(where, f"token ids {ids.min()} to {ids.max()}; give ids from 0 to {limit}"))
+            return
+        uncut = [(image.start, image.stop) for image in sample.images]
+        longest = self._encoder.longest
+        if longest and (large := max((stop - start for start, stop in uncut), default=0)) > longest:
+            limit = f"max_document_tokens is {longest}, and an image is not cut; raise it, or set it to 0"
+            self.add_bad(BadRow(where, f"an image takes {large} tokens: {limit}"))
+            return
+        for part in parts_of(len(ids), codes, longest, self._notes.left_out, uncut):
+            inside = (image for image in sample.images if part.start <= image.start < part.stop)
+            self._images += (PlacedImage(len(self._each), _moved(image, -part.start), place[1]) for image in inside)
+            code = None if codes is None else codes[part].copy()
+            if code is not None:
+                code[0] = OWN_TOKEN  # never predicted: it stands for nothing
+            targets = len(ids[part]) - 1 if code is None else int((code[1:] != NOTHING).sum())
+            self._ids.append(ids[part])
+            self._codes.append(code)
+            self._each.append((len(ids[part]), targets, *place, start + part.start))
+
+    def add_bad(self, row: BadRow) -> None:
+        """Count a row that gives no document. Raises DataError where that is an error."""
+        if row.masked:
+            self._notes.left_out["masked_rows"] += 1
+            return
+        if not self._encoder.skip_bad:
+            raise DataError(f"{row.where}: {row.reason}")
+        self._notes.left_out["bad_rows"] += 1
+        if len(self._notes.bad) < SHOWN:
+            self._notes.bad.append(f"{row.where}: {row.reason}")
+
+    def encoded(self) -> Encoded:
+        """All of them."""
+        codes = None
+        if any(code is not None and code.any() for code in self._codes):
+            pairs = zip(self._codes, self._ids, strict=True)
+            codes = np.concatenate([np.zeros(len(ids), np.int64) if code is None else code for code, ids in pairs])
+            codes = codes.astype(np.uint8 if codes.max() < OTHER_TOKEN else np.int32)
+        ids = np.concatenate([np.zeros(0, np.int64), *self._ids]).astype(self._encoder.dtype)
+        table = np.array(self._each, dtype=np.int64).reshape(-1, 5)
+        lengths, targets, files, positions, starts = (column.copy() for column in table.T)
+        return Encoded(ids, codes, lengths, targets, files, positions, starts, self._notes, self._images)
+
+
+def _moved(image: SampleImage, by: int) -> SampleImage:
+    return image._replace(start=image.start + by, stop=image.stop + by)
+
+
+def codes_of(sample: Sample) -> Rows | None:
+    """The codes of a sample's tokens; None where each is predicted as itself."""
+    if sample.labels is None:
+        return None
+    codes = np.where(sample.labels == NO_TARGET, NOTHING, sample.labels + OTHER_TOKEN)
+    return np.where(sample.labels == sample.ids, OWN_TOKEN, codes)
+
+
+def labels_of(ids: Rows, codes: npt.NDArray[Any]) -> Rows:
+    """The labels of tokens with these codes."""
+    codes = codes.astype(np.int64)
+    return np.where(codes == OWN_TOKEN, ids, np.where(codes == NOTHING, NO_TARGET, codes - OTHER_TOKEN))

@@ -1,0 +1,233 @@
+"""Text to token ids: a tokenizer folder's own, or a byte-level byte-pair tokenizer trained on the corpus.
+
+Only the rank that builds the corpus calls this. The ids of a text are those of transformers' tokenizer (with what it
+puts around a text: the beginning of text, say), and the end-of-text token, where there is one. The names of special
+tokens in a text are plain text unless they are to be parsed.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from longspan.corpus.long_texts import PIECE, has_pieces, ids_in_pieces
+from longspan.corpus.tokenizer_files import copy_tokenizer_files, vocabulary_files
+from longspan.errors import DataError
+from longspan.model.hf_folder import FAST_TOKENIZER, OF_FOLDER, why_refused
+
+END_OF_TEXT = "<|endoftext|>"
+_OWN_CODE = (
+    "where its tokenizer.json alone makes the tokenizer, take auto_map and tokenizer_class out of "
+    "tokenizer_config.json, or name the folder of a tokenizer in transformers' own format"
+)
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """A tokenizer and the token that ends a text (None where it has none).
+
+    Two tokenizers of equal `digest` (SHA-256 of the engine without what it puts around a text) and equal `opening` and
+    `closing` give equal ids. `folder` is what it was read from (None: it was trained here), `kind` the class of
+    transformers that read it.
+    """
+
+    engine: Tokenizer
+    end: int | None
+    digest: str
+    folder: Path | None = None
+    kind: str = "Tokenizer"
+
+    @cached_property
+    def size(self) -> int:
+        """Smallest embedding that holds every id: the largest id plus one."""
+        return max(self.engine.get_vocab(with_added_tokens=True).values()) + 1
+
+    @cached_property
+    def around(self) -> tuple[list[int], list[int]]:
+        """The ids that the tokenizer's post-processor puts before and behind a text."""
+        text, whole = (self.engine.encode("a", add_special_tokens=special).ids for special in (False, True))
+        start = next(i for i in range(len(whole)) if whole[i : i + len(text)] == text)
+        return whole[:start], whole[start + len(text) :]
+
+    @property
+    def opening(self) -> tuple[str, ...]:
+        """The tokens that every text begins with."""
+        return self._named(self.around[0])
+
+    @property
+    def closing(self) -> tuple[str, ...]:
+        """The tokens that every text ends with."""
+        return self._named([*self.around[1], *self.end_of_text])
+
+    def _named(self, ids: Sequence[int]) -> tuple[str, ...]:
+        return tuple(str(self.engine.id_to_token(i)) for i in ids)
+
+    @property
+    def end_of_text(self) -> list[int]:
+        """The id that ends a text, unless the tokenizer puts it there itself."""
+        return [] if self.end is None or self.end in self.around[1] else [self.end]
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text, with what stands around it."""
+        in_pieces = has_pieces(self.engine)
+        long = [in_pieces and len(text) > PIECE for text in texts]
+        short = [text for text, pieces in zip(texts, long, strict=True) if not pieces]
+        encodings = iter(self.engine.encode_batch_fast(short, add_special_tokens=True))
+        return [
+            self._encode_long(text) if pieces else np.array(next(encodings).ids + self.end_of_text, dtype=np.int64)
+            for text, pieces in zip(texts, long, strict=True)
+        ]
+
+    def _encode_long(self, text: str) -> np.ndarray:
+        opening, closing = self.around
+        return np.concatenate([opening, ids_in_pieces(self.engine, text), closing, self.end_of_text]).astype(np.int64)
+
+    def parsing(self, parse: bool) -> "TextTokenizer":
+        """The tokenizer, set to read the names of special tokens in a text as these tokens, or as plain text."""
+        self.engine.encode_special_tokens = not parse
+        return self
+
+    def count_special(self, texts: Iterable[str]) -> Counter[str]:
+        """How often the name of each special token stands in the texts."""
+        return Counter(name for text in texts for name in self._special.findall(text)) if self._special else Counter()
+
+    @cached_property
+    def _special(self) -> re.Pattern[str] | None:
+        names = {token.content for token in self.engine.get_added_tokens_decoder().values() if token.special}
+        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write what transformers' AutoTokenizer reads: the files that it was read from, or of a trained one two."""
+        if self.folder is not None:
+            copy_tokenizer_files(self.folder, folder)
+            return
+        self.engine.save(str(folder / "tokenizer.json"))
+        settings: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        if self.end is not None:
+            settings["eos_token"] = self.engine.id_to_token(self.end)
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
+    """Train a byte-level byte-pair tokenizer of at most `vocab_size` entries; equal texts give an equal tokenizer."""
+    engine = Tokenizer(models.BPE())
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    engine.train_from_iterator(texts, trainer)
+    return _ready(engine, engine.token_to_id(END_OF_TEXT))
+
+
+def as_saved_beside(tokenizer: TextTokenizer, config: Path) -> TextTokenizer:
+    """A trained tokenizer as transformers reads it from a folder with this config.json, where there is one.
+
+    For some kinds of models transformers takes a class of its own, which cuts a text into words in its own way.
+    """
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(Path(folder))
+        if config.is_file():
+            shutil.copyfile(config, Path(folder) / config.name)
+        return replace(load_tokenizer(folder), folder=None)
+
+
+def load_tokenizer(folder: str | Path) -> TextTokenizer:
+    """Load the tokenizer of a folder, as transformers does by its tokenizer_config.json.
+
+    Files of another kind than tokenizer.json (tokenizer.model, vocab.json with merges.txt) are read by transformers.
+    Without a tokenizer_config.json a text ends with <|endoftext|>, where tokenizer.json has it. Raises DataError where
+    the folder or its files are missing or unreadable.
+    """
+    folder = Path(folder).expanduser()
+    file, settings = folder / FAST_TOKENIZER, folder / "tokenizer_config.json"
+    if settings.is_file():
+        _check_settings(settings)
+    if not file.is_file():
+        return _of_other_files(folder)
+    try:
+        engine = Tokenizer.from_file(str(file))
+    except Exception as error:  # the Rust side raises plain Exception
+        raise DataError(f"{file} is not a tokenizer: {error}") from error
+    if settings.is_file():
+        return _as_transformers_reads(folder)
+    return replace(_ready(engine, engine.token_to_id(END_OF_TEXT)), folder=folder)
+
+
+def _check_settings(settings: Path) -> None:
+    try:
+        if not isinstance(json.loads(settings.read_text(encoding="utf-8")), dict):
+            raise ValueError("it holds something else")
+    except ValueError as error:
+        raise DataError(f"{settings} is not a JSON object: {error}") from error
+
+
+def _of_other_files(folder: Path) -> TextTokenizer:
+    """The tokenizer of a folder without tokenizer.json, made by transformers from the files that are there."""
+    files = vocabulary_files(folder)
+    if not files:
+        raise DataError(
+            f"no tokenizer.json in {str(folder)!r}, nor a tokenizer of another kind; give a folder with one, or leave "
+            "data.tokenizer empty"
+        )
+    hint = (
+        f"it holds {', '.join(files)} and no tokenizer.json: pip install sentencepiece tiktoken protobuf may be needed "
+        "to read them, or save it once where it loads with AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+    )
+    try:
+        tokenizer = _as_transformers_reads(folder)
+    except DataError as error:
+        raise DataError(f"{error}; {hint}") from error
+    if len(tokenizer.engine.get_vocab(with_added_tokens=False)) < 2:
+        raise DataError(f"transformers reads no vocabulary from the tokenizer in {folder}; {hint}")
+    return tokenizer
+
+
+def _as_transformers_reads(folder: Path) -> TextTokenizer:
+    """The tokenizer with the tokens that the folder's settings add, and what they put around a text."""
+    from transformers import AutoTokenizer
+
+    try:
+        stock = AutoTokenizer.from_pretrained(folder, **OF_FOLDER)
+        engine, end = stock.backend_tokenizer, stock.eos_token_id
+    except Exception as error:  # json, tokenizers, huggingface_hub and transformers each raise their own
+        raise DataError(
+            f"the tokenizer in {folder} cannot be loaded by transformers: {why_refused(error, _OWN_CODE)}"
+        ) from error
+    return replace(_ready(engine, end), folder=folder, kind=type(stock).__name__)
+
+
+def check_vocabulary(tokenizer_size: int, embedding_rows: int, *, tokenizer: str, model: str) -> None:
+    """Raise DataError where a tokenizer has ids that the model's embedding has no row for."""
+    if tokenizer_size > embedding_rows:
+        raise DataError(
+            f"the vocabulary does not match: tokenizer {tokenizer} has ids up to {tokenizer_size - 1}, "
+            f"the embedding of {model} has {embedding_rows} rows; use the model's own tokenizer, "
+            f"or one of at most {embedding_rows} entries"
+        )
+
+
+def _ready(engine: Tokenizer, end: int | None) -> TextTokenizer:
+    engine.no_truncation()
+    engine.no_padding()
+    engine.encode_special_tokens = True
+    return TextTokenizer(engine, end, _digest(engine))
+
+
+def _digest(engine: Tokenizer) -> str:
+    """SHA-256 of all that decides ids but the post-processor, of which transformers writes an empty one in two ways."""
+    decides: dict[str, object] = json.loads(engine.to_str())
+    del decides["post_processor"]
+    return hashlib.sha256(json.dumps(decides).encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""Documents as arrays on disk, and what their folder records."""

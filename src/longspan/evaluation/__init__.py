@@ -1,0 +1,1 @@
+"""Evaluation: live in a run or a loop, and of saved weights."""

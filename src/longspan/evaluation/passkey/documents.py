@@ -1,0 +1,184 @@
+"""Documents of passkey retrieval, made when they are read, and what an evaluation measures of them.
+
+Whether a document's key is retrieved is whether every token of its answer is the likeliest one after the true tokens
+before it. That is what greedy decoding of the answer would show: its first token is the same choice, and while its
+tokens are those of the answer, so are the tokens that the next one follows.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longspan.config.passkey_settings import DEPTHS, check_passkey
+from longspan.errors import DataError
+from longspan.evaluation.metrics import DocumentMetric, Mean, TargetRows
+from longspan.evaluation.passkey.grid import PasskeyGrid
+from longspan.evaluation.passkey.text import Ids, Pieces, key_of
+
+
+@dataclass(frozen=True)
+class PasskeyDocument:
+    """A document of `length` tokens, indexed by an array of positions; its last tokens are the answer's.
+
+    `key_at` is how many tokens of filler stand before the key, `filler` how many there are.
+    """
+
+    pieces: Pieces
+    key: int
+    length: int
+    depth: float
+    filler: int
+    key_at: int
+    answer: Ids
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, positions: Any) -> Ids:
+        return self.ids()[positions]
+
+    @property
+    def name(self) -> str:
+        """What is hidden where."""
+        return f"passkey {self.key} at depth {self.depth:g} of {self.length} tokens"
+
+    @property
+    def answer_start(self) -> int:
+        """The position of the answer's first token."""
+        return self.length - len(self.answer)
+
+    def ids(self) -> Ids:
+        """All token ids."""
+        filler = np.resize(self.pieces.filler, self.filler)
+        key, pieces = self.pieces.key(self.key), self.pieces
+        parts = (pieces.opening, filler[: self.key_at], key, filler[self.key_at :], pieces.question, self.answer)
+        return np.concatenate(parts)
+
+
+@dataclass(frozen=True)
+class PasskeyDocuments(Sequence[PasskeyDocument]):
+    """Documents of every length, depth and sample, in this order; made by `passkey_documents`."""
+
+    documents: tuple[PasskeyDocument, ...]
+    asked_lengths: tuple[int, ...]
+    depths: tuple[float, ...]
+    samples: int
+
+    @property
+    def items(self) -> tuple[()]:
+        """None: what a model with encoders is told of documents without images."""
+        return ()
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> PasskeyDocument:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.documents[index]
+
+    def __iter__(self) -> Iterator[PasskeyDocument]:
+        return iter(self.documents)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each document."""
+        return tuple(document.length for document in self.documents)
+
+    def origin(self, document: int) -> str:
+        """The name of one of them, which is made from no file."""
+        return self.documents[document].name
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """The name of each document, which is made from no file."""
+        return tuple(document.name for document in self.documents)
+
+    @property
+    def metrics(self) -> Mapping[str, DocumentMetric]:
+        """What `evaluate` measures of each document: wrong tokens of its answer, and their losses."""
+        starts = torch.tensor([document.answer_start for document in self.documents])
+
+        def in_answer(rows: TargetRows) -> Tensor:
+            return rows.positions + 1 >= starts.to(rows.positions.device)[rows.documents]
+
+        def wrong(rows: TargetRows) -> tuple[Tensor, Tensor]:
+            return rows.logits.argmax(-1) != rows.targets, in_answer(rows)
+
+        def loss(rows: TargetRows) -> tuple[Tensor, Tensor]:
+            return rows.losses, in_answer(rows)
+
+        return {"passkey_wrong": wrong, "passkey_loss": loss}
+
+    def figures(self, measured: Mapping[str, Sequence[Mean]], *, step: int, cp: int) -> Mapping[str, PasskeyGrid]:
+        """What an evaluation's result gets of these documents: the grid of retrieved keys, as `passkey`."""
+        return {"passkey": self.grid(measured, step=step, cp=cp)}
+
+    def grid(self, measured: Mapping[str, Sequence[Mean]], *, step: int, cp: int) -> PasskeyGrid:
+        """What the metrics of these documents show for each length and depth."""
+        shape = len(self.asked_lengths), len(self.depths), self.samples
+        wrong, losses = (measured[name] for name in ("passkey_wrong", "passkey_loss"))
+        pairs = zip(wrong, self.documents, strict=True)
+        right = [mean.sum == 0 and mean.count == len(document.answer) for mean, document in pairs]
+        retrieved = np.array(right).reshape(shape).sum(-1)  # (lengths, depths)
+        sums = np.array([mean.sum for mean in losses]).reshape(shape).sum(-1)
+        counts = np.array([mean.count for mean in losses]).reshape(shape).sum(-1)
+        return PasskeyGrid(
+            lengths=self.asked_lengths,
+            depths=self.depths,
+            samples=self.samples,
+            retrieved=tuple(map(tuple, retrieved.tolist())),
+            losses=tuple(map(tuple, (sums / counts).tolist())),
+            step=step,
+            cp=cp,
+        )
+
+
+def passkey_documents(
+    tokenizer: Any,
+    lengths: Sequence[int],
+    depths: Sequence[float] = DEPTHS,
+    samples: int = 4,
+    seed: int = 0,
+) -> PasskeyDocuments:
+    """Documents that hide a number at each depth (0: at the beginning, 1: at the end) of filler text, and ask for it.
+
+    >>> documents = passkey_documents(AutoTokenizer.from_pretrained(folder), lengths=(1024, 16384), depths=(0, 0.5, 1))
+    >>> result = evaluate(model, documents, PlanChoice.fixed(4), world)
+    >>> print(result.passkey.table())
+
+    A document has exactly its length in tokens, and the same arguments give the same documents, on every rank.
+    `tokenizer` is a TextTokenizer, or a fast one of transformers; what it puts before a text (the beginning of text)
+    stands before a document, and nothing behind. Raises DataError for lengths, depths or samples that cannot be.
+    """
+    lengths, depths = tuple(dict.fromkeys(map(int, lengths))), tuple(dict.fromkeys(map(float, depths)))
+    check_passkey(lengths, depths, samples)
+    pieces = Pieces.of(tokenizer)
+    documents = tuple(
+        _document(pieces, length, depth, key_of(seed, length, depth, sample))
+        for length in lengths
+        for depth in depths
+        for sample in range(samples)
+    )
+    return PasskeyDocuments(documents, lengths, depths, samples)
+
+
+def _document(pieces: Pieces, length: int, depth: float, key: int) -> PasskeyDocument:
+    answer = pieces.answer(key)
+    fixed = sum(map(len, (pieces.opening, pieces.key(key), pieces.question, answer)))
+    if length < fixed:
+        raise DataError(
+            f"a passkey document of {length} tokens has no room for its opening, its key and its question, {fixed} "
+            f"tokens of this tokenizer without any filler; use lengths above {fixed}"
+        )
+    filler = length - fixed
+    return PasskeyDocument(pieces, key, length, depth, filler, _nearest_end(pieces, depth * filler, filler), answer)
+
+
+def _nearest_end(pieces: Pieces, place: float, filler: int) -> int:
+    """The end of a sentence of the filler, or of the whole, that is nearest to a place in it."""
+    start = int(place) // len(pieces.filler) * len(pieces.filler)
+    ends = [end for end in (start, *(start + end for end in pieces.sentence_ends), filler) if end <= filler]
+    return min(ends, key=lambda end: abs(end - place))

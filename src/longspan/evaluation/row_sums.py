@@ -1,0 +1,184 @@
+"""Sums over the rows of an evaluation as one rank sees them, and over all ranks."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from longspan.comm import World, to_device
+from longspan.evaluation.metrics import Bucket, Mean, TargetRows, columns_of, pair_of
+from longspan.evaluation.options import EvaluationOptions
+from longspan.train.loss import chunks_of_rows, log_probs_of_rows, rows_of_chunk
+from longspan.train.reading.read_rows import WEIGHTS, LocalBatch, documents_and_positions, target_rows
+
+FIRST_EDGE = 128  # positions and lengths below it are one bucket; the others are cut at powers of two
+Rows = npt.NDArray[np.int64]
+Sums = npt.NDArray[np.float64]
+
+
+class _Measured(NamedTuple):
+    """Rows of a micro-batch that have a target: documents and positions (n,) on the host, the others on the device."""
+
+    documents: Rows
+    positions: Rows
+    losses: list[Tensor]
+    hits: list[Tensor]
+    columns: list[Tensor]  # (2 M, n) values and counts of metrics of documents
+
+
+class RowSums:
+    """Adds up losses, hits and metrics of this rank's rows; `measure` is given to the passes of a step.
+
+    Nothing waits for the device before `flush`. An error of a user's metric is kept in `error`, and the passes go on,
+    so that this rank does not leave the others alone in a collective.
+    """
+
+    def __init__(self, lengths: Sequence[int], options: EvaluationOptions, device: torch.device) -> None:
+        self.error: Exception | None = None
+        self._options = options
+        self._edges = edges_to(max(lengths, default=1))
+        self._waiting: list[_Measured] = []
+        self._losses: Sums = np.zeros(len(lengths))  # of each document
+        self._positions: Sums = np.zeros((2, len(self._edges)))  # of each bucket: losses, rows
+        self._bytes = self._hits = self._rows = 0
+        self._metrics = torch.zeros(len(options.metrics), 2, dtype=torch.float64, device=device)
+        self._document_metrics: Sums = np.zeros((len(options.document_metrics), 2, len(lengths)))
+
+    def measure(self, batch: LocalBatch, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+        """The sum of the losses of a micro-batch's rows (T, D), of which `head` makes logits."""
+        rows = target_rows(batch)
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        if not len(rows):
+            head(hidden[:1])  # its parameters are gathered by all slots together
+            return total
+        documents, positions = (values[rows] for values in documents_and_positions(batch.shard))
+        targets = batch.labels[rows]
+        measured = _Measured(documents, positions, [], [], [])
+        weights = batch.values[WEIGHTS][rows] if WEIGHTS in batch.values else None
+        for chunk in self._chunks(hidden, head, (rows, documents, positions, targets), weights):
+            measured.losses.append(chunk.losses)
+            measured.hits.append(chunk.logits.argmax(-1) == chunk.targets)
+            measured.columns.append(self._add_metrics(chunk))
+            total += chunk.losses.sum()
+        self._waiting.append(measured)
+        self._rows += len(rows)
+        if (token_bytes := self._options.token_bytes) is not None:
+            self._bytes += int(token_bytes[targets].sum())
+        return total
+
+    def _chunks(
+        self, hidden: Tensor, head: Any, on_host: tuple[Rows, Rows, Rows, Rows], row_weights: Sums | None
+    ) -> Iterator[TargetRows]:
+        """Some rows at a time."""
+        rows, documents, positions, targets = (to_device(values, hidden.device) for values in on_host)
+        weights = None if row_weights is None else to_device(row_weights, hidden.device)
+        size = self._options.loss_chunk_rows or rows_of_chunk(
+            getattr(head, "vocabulary", hidden.shape[-1]), hidden.dtype, hidden.device.type
+        )
+        for part in chunks_of_rows(len(rows), size):
+            logits, ids = head(hidden.index_select(0, rows[part])), targets[part]
+            losses = -log_probs_of_rows(logits, ids).double()
+            if weights is not None:
+                losses = losses * weights[part]
+            yield TargetRows(documents[part], positions[part], ids, losses, logits)
+
+    def _add_metrics(self, rows: TargetRows) -> Tensor:
+        """Add the metrics of some rows up; those of documents come back as columns (2 M, n), to be added up later."""
+        count, metrics = len(rows.losses), self._options.document_metrics
+        columns = rows.losses.new_zeros(len(metrics), 2, count)
+        if self.error is not None:
+            return columns.flatten(0, 1)
+        try:
+            for sums, (name, metric) in zip(self._metrics, self._options.metrics.items(), strict=True):
+                for i, value in enumerate(pair_of(name, metric(rows))):
+                    sums[i] += value
+            for column, (name, metric) in zip(columns, metrics.items(), strict=True):
+                column.copy_(columns_of(name, metric(rows), count))
+        except Exception as error:  # of the user's function
+            self.error = error
+        return columns.flatten(0, 1)
+
+    def flush(self) -> None:
+        """Bring what was measured to the host and add it up there, in one order."""
+        for measured in self._waiting:
+            losses = torch.cat(measured.losses).cpu().numpy()
+            self._hits += int(torch.cat(measured.hits).sum())
+            np.add.at(self._losses, measured.documents, losses)
+            columns = torch.cat(measured.columns, -1).cpu().numpy()
+            for sums, column in zip(self._document_metrics.reshape(-1, len(self._losses)), columns, strict=True):
+                np.add.at(sums, measured.documents, column)
+            bucket = np.searchsorted(self._edges, measured.positions, side="right") - 1
+            np.add.at(self._positions[0], bucket, losses)
+            self._positions[1] += np.bincount(bucket, minlength=len(self._edges))
+        self._waiting.clear()
+
+    def over_ranks(self, world: World, *, failed: bool = False) -> "Totals":
+        """The sums over all ranks, the same on each; `failed` tells the others that this rank has an error."""
+        once = world.coordinates.tp == 0  # tensor-parallel ranks of a slot hold the same
+        numbers = [float(self._rows), float(self._hits), float(self._bytes)]
+        metrics, of_documents = self._metrics.cpu().numpy(), self._document_metrics
+        parts = [self._losses, self._positions.ravel(), metrics.ravel(), of_documents.ravel(), np.array(numbers)]
+        flat = np.concatenate([*(part * once for part in parts), [float(failed)]])
+        flat = world.control.sum_of_arrays(flat, "sums of an evaluation")
+        documents, positions, metrics, of_documents, numbers, failures = np.split(
+            flat, np.cumsum([part.size for part in parts])
+        )
+        return Totals(
+            documents=documents,
+            positions=positions.reshape(2, -1),
+            edges=self._edges,
+            metrics=metrics.reshape(-1, 2),
+            document_metrics=of_documents.reshape(self._document_metrics.shape),
+            rows=int(numbers[0]),
+            hits=int(numbers[1]),
+            bytes=int(numbers[2]),
+            failures=int(failures[0]),
+        )
+
+
+class Totals(NamedTuple):
+    """Sums over all ranks: losses of documents (D,), losses and rows of buckets of positions (2, B), metrics (M, 2),
+    and metrics of documents (M, 2, D)."""
+
+    documents: Sums
+    positions: Sums
+    edges: Rows
+    metrics: Sums
+    document_metrics: Sums
+    rows: int
+    hits: int
+    bytes: int
+    failures: int
+
+    def by_position(self, lengths: Sequence[int]) -> tuple[Bucket, ...]:
+        """The loss of rows at positions in each bucket that has any; `documents` are those that reach it."""
+        targets = np.asarray(lengths) - 1
+        reach = [int((targets > edge).sum()) for edge in self.edges.tolist()]
+        loss, rows = self.positions
+        return _buckets(self.edges, [Mean(*pair) for pair in zip(loss.tolist(), rows.tolist(), strict=True)], reach)
+
+    def by_length(self, lengths: Sequence[int], targets: Sequence[int]) -> tuple[Bucket, ...]:
+        """The loss of documents whose length is in each bucket that has any; `targets` is what each predicts."""
+        bucket = np.searchsorted(self.edges, np.asarray(lengths, dtype=np.int64), side="right") - 1
+        size = len(self.edges)
+        losses = np.bincount(bucket, weights=self.documents, minlength=size).tolist()
+        rows = np.bincount(bucket, weights=np.asarray(targets), minlength=size).tolist()
+        counts = np.bincount(bucket, minlength=size).tolist()
+        return _buckets(self.edges, [Mean(*pair) for pair in zip(losses, rows, strict=True)], counts)
+
+
+def edges_to(longest: int) -> Rows:
+    """Where buckets begin, for positions and lengths up to `longest`: 0, 128, 256, 512, …"""
+    doublings = max(0, math.ceil(math.log2(max(longest, 1) / FIRST_EDGE)) + 1)
+    return np.array([0, *(FIRST_EDGE << i for i in range(doublings) if FIRST_EDGE << i <= longest)], dtype=np.int64)
+
+
+def _buckets(edges: Rows, losses: Sequence[Mean], documents: Sequence[int]) -> tuple[Bucket, ...]:
+    starts = edges.tolist()
+    lasts = [*(start - 1 for start in starts[1:]), 2 * max(starts[-1], FIRST_EDGE // 2) - 1]
+    made = zip(starts, lasts, losses, documents, strict=True)
+    return tuple(Bucket(*values) for values in made if values[3])

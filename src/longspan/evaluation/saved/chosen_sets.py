@@ -1,0 +1,118 @@
+"""Which documents are evaluated: those of --data, those of passkey retrieval, or those that the weights' run holds out.
+
+Two subjects read the same tokens where their tokenizers are the same. Where they are not, both read the same texts,
+whole, and only bits per byte can be compared; of made documents the keys that are retrieved.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from longspan.comm import World
+from longspan.comm.all_ranks import LogLine, on_every_rank
+from longspan.config.bounds import NOT_GIVEN
+from longspan.config.passkey_settings import PASSKEY
+from longspan.config.sections import DataConfig, RunConfig
+from longspan.corpus.tokenizer import TextTokenizer
+from longspan.data.documents import Documents
+from longspan.errors import ConfigError, DataError
+from longspan.evaluation.passkey.documents import passkey_documents
+from longspan.evaluation.saved.request import EvalRequest, Subject
+from longspan.evaluation.saved.sets import NamedDocuments, held_out_documents, set_of_run, text_sets
+from longspan.evaluation.saved.weights import CheckedWeights
+
+Sets = tuple[NamedDocuments, ...]
+
+
+def chosen_sets(request: EvalRequest, checked: Sequence[CheckedWeights], world: World, log: LogLine) -> list[Sets]:
+    """The sets of each subject, in the same order and of the same documents; entered by all ranks.
+
+    Raises DataError or ConfigError, on every rank, for documents that are missing, or cannot be compared.
+    """
+    tokenizers = [weights.tokenizer for weights in checked]
+    if all(tokenizer_digest(tokenizer) == tokenizer_digest(tokenizers[0]) for tokenizer in tokenizers):
+        sets = _limited(request, _sets(request, checked[0], world, log))
+        made = _made(request, checked[0], world)
+        return [(*sets, *made) for _ in checked]
+    if not request.paths and not request.passkey.lengths:
+        raise ConfigError(
+            f"the tokenizers of {checked[0].subject.folder} and {checked[1].subject.folder} differ, and the documents "
+            "of a run are kept as tokens: only texts can be compared; give --data"
+        )
+    of_subjects = [_sets(request, weights, world, log) for weights in checked]
+    for first, other in zip(*of_subjects, strict=True):
+        _check_same_texts(first, other)
+    pairs = zip(of_subjects, checked, strict=True)
+    return [(*_limited(request, sets), *_made(request, weights, world)) for sets, weights in pairs]
+
+
+def tokenizer_digest(tokenizer: TextTokenizer) -> str:
+    """What tokenizers that give equal ids have in common."""
+    return " ".join((tokenizer.digest, *tokenizer.opening, "…", *tokenizer.closing))
+
+
+def _sets(request: EvalRequest, weights: CheckedWeights, world: World, log: LogLine) -> Sets:
+    subject = weights.subject
+    if request.paths:
+        data = _settings(request)
+        return text_sets(dict(request.paths), weights.tokenizer, data, world, log)
+    if request.passkey.lengths and not request.sets:
+        return ()
+    return on_every_rank(world, lambda: _of_run(_run_of(subject), subject.config, request.sets), DataError)
+
+
+def _of_run(run_dir: Path, config: RunConfig, names: Sequence[str]) -> Sets:
+    """The sets of a run by their names, or without names the documents that it holds out."""
+    if not names:
+        return (held_out_documents(run_dir, config),)
+    return tuple(set_of_run(run_dir, config, name) for name in names)
+
+
+def _made(request: EvalRequest, weights: CheckedWeights, world: World) -> Sets:
+    """The documents of passkey retrieval, where they are asked for."""
+    passkey = request.passkey
+    if not passkey.lengths:
+        return ()
+    make = partial(passkey_documents, weights.tokenizer, passkey.lengths, passkey.depths, passkey.samples, passkey.seed)
+    return (NamedDocuments(PASSKEY, on_every_rank(world, make, DataError)),)
+
+
+def _run_of(subject: Subject) -> Path:
+    if subject.weights.run_dir is None:
+        raise ConfigError(
+            f"{subject.weights.path} is a Hugging Face folder, which holds out no documents; give --data PATH (a file "
+            "or folder of .txt .md .py .jsonl)"
+        )
+    return subject.weights.run_dir
+
+
+def _settings(request: EvalRequest) -> DataConfig:
+    """How texts become documents: as in the first subject's run, but for what flags say."""
+    data = request.subjects[0].config.data
+    longest = request.max_document_tokens
+    return DataConfig(
+        max_document_tokens=data.max_document_tokens if longest == NOT_GIVEN else longest,
+        parse_special_tokens=data.parse_special_tokens,
+    )
+
+
+def _limited(request: EvalRequest, sets: Sets) -> Sets:
+    return tuple(of_name.at_most(request.max_documents) for of_name in sets)
+
+
+def _check_same_texts(first: NamedDocuments, other: NamedDocuments) -> None:
+    """Raise DataError unless document d is the same whole text in both, read by two tokenizers."""
+    corpora = [of_name.documents.corpus for of_name in (first, other) if isinstance(of_name.documents, Documents)]
+    if any(corpus.manifest.left_out.cut_texts for corpus in corpora):
+        raise DataError(
+            f"texts of --data {first.name} are cut into documents, by two tokenizers at different places; give "
+            "--max-document-tokens 0, which cuts none, to compare models of different tokenizers"
+        )
+    short = [corpus.manifest.left_out.short_texts for corpus in corpora]
+    sources = [of_name.documents.origins for of_name in (first, other)]
+    one_a_file = len(set(sources[0])) == len(sources[0])
+    if sources[0] != sources[1] or (any(short) and not one_a_file):
+        raise DataError(
+            f"texts of --data {first.name} have fewer than 2 tokens ({short[0]:,} by one tokenizer, {short[1]:,} by "
+            "the other), so that documents cannot be paired; leave these texts out"
+        )

@@ -1,0 +1,107 @@
+"""Two models on the same documents: their difference, and how sure it is. Needs no torch.
+
+Documents are drawn, not tokens: tokens of one document are alike, so that the standard error of a difference is that of
+a ratio of sums over documents.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from longspan.errors import ConfigError
+from longspan.evaluation.saved.request import SetResult, SubjectResult
+
+Unit = Literal["loss", "bits_per_byte"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The other model's mean minus the first's, over the same documents; errors are None for fewer than two.
+
+    `difference` is of the means over all tokens (bytes), `document_difference` the mean over documents of each one's
+    own difference; `lower` documents have a lower value under the other model.
+    """
+
+    name: str
+    unit: Unit
+    first: float
+    other: float
+    difference: float
+    standard_error: float | None
+    document_difference: float
+    document_standard_error: float | None
+    documents: int
+    lower: int
+    by_length: tuple[tuple[int, int, float, float, int], ...] = ()  # tokens from, to, first, other, documents
+
+    def row(self) -> dict[str, Any]:
+        """The values by name."""
+        return asdict(self)
+
+
+def differences(first: SubjectResult, other: SubjectResult) -> list[Difference]:
+    """The difference on every set: of losses where both read the same tokens, otherwise of bits per byte.
+
+    Made documents that two tokenizers write are not the same text: they have none.
+
+    Raises ConfigError where a tokenizer does not say how many bytes its tokens stand for.
+    """
+    unit: Unit = "loss" if first.tokenizer == other.tokenizer else "bits_per_byte"
+    pairs = zip(first.sets, other.sets, strict=True)
+    return [_difference(*pair, unit) for pair in pairs if unit == "loss" or pair[0].evaluation.passkey is None]
+
+
+def _difference(first: SetResult, other: SetResult, unit: Unit) -> Difference:
+    sums, counts = (
+        np.array(values).T for values in zip(*(_sums(result, unit) for result in (first, other)), strict=True)
+    )
+    counted = (counts > 0).all(axis=1)  # sums and counts (D, 2)
+    sums, counts, lengths = sums[counted], counts[counted], np.array(first.evaluation.plan.lengths)[counted]
+    means, of_documents = sums.sum(0) / counts.sum(0), sums / counts
+    residuals = (sums - means * counts) / counts.sum(0)
+    differences = of_documents[:, 1] - of_documents[:, 0]
+    return Difference(
+        name=first.evaluation.name,
+        unit=unit,
+        first=float(means[0]),
+        other=float(means[1]),
+        difference=float(means[1] - means[0]),
+        standard_error=_error(residuals[:, 1] - residuals[:, 0], scale=len(lengths)),
+        document_difference=float(differences.mean()),
+        document_standard_error=_error(differences - differences.mean(), scale=1),
+        documents=len(lengths),
+        lower=int((differences < 0).sum()),
+        by_length=tuple(_by_length(first, lengths, sums, counts)),
+    )
+
+
+def _sums(result: SetResult, unit: Unit) -> tuple[list[float], list[float]]:
+    """Of each document the sum and the count of its mean."""
+    losses = result.evaluation.document_losses
+    if unit == "loss":
+        return [loss.sum for loss in losses], [loss.count for loss in losses]
+    if not result.text_bytes:
+        raise ConfigError(
+            "the two tokenizers differ, so that losses per token cannot be compared, and a tokenizer does not say how "
+            "many bytes of text its tokens stand for, so that bits per byte cannot be either"
+        )
+    return [loss.sum / math.log(2) for loss in losses], list(result.text_bytes)
+
+
+def _error(residuals: np.ndarray, *, scale: float) -> float | None:
+    """The standard error of a mean (scale 1) or sum (scale n) of n values with these differences from their mean."""
+    n = len(residuals)
+    return None if n < 2 else float(scale * math.sqrt((residuals**2).sum() / (n - 1) / n))
+
+
+def _by_length(
+    result: SetResult, lengths: np.ndarray, sums: np.ndarray, counts: np.ndarray
+) -> Iterator[tuple[int, int, float, float, int]]:
+    for bucket in result.evaluation.by_length:
+        inside = (bucket.first <= lengths) & (lengths <= bucket.last)
+        if inside.any():
+            means = sums[inside].sum(0) / counts[inside].sum(0)
+            yield bucket.first, bucket.last, float(means[0]), float(means[1]), int(inside.sum())

@@ -1,0 +1,188 @@
+"""Saved weights evaluated on sets of documents, at one degree or several; two of them one after the other.
+
+What can be refused is refused before the first model is made.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from transformers import PreTrainedConfig
+
+from longspan.comm import World
+from longspan.comm.all_ranks import LogLine, is_first_rank, on_every_rank
+from longspan.comm.stop_signal import StopSignal
+from longspan.config.eval_set import EvalConfig
+from longspan.config.sections import RunConfig
+from longspan.corpus.token_bytes import token_bytes
+from longspan.errors import ConfigError, DataError
+from longspan.evaluation.auto_degree import chosen_on_ranks
+from longspan.evaluation.evaluate import evaluate
+from longspan.evaluation.metrics import Metric
+from longspan.evaluation.options import EvaluationOptions
+from longspan.evaluation.passkey.documents import PasskeyDocuments
+from longspan.evaluation.saved.chosen_sets import chosen_sets, tokenizer_digest
+from longspan.evaluation.saved.fit import Change, changes_line, entry_of, fitted_set
+from longspan.evaluation.saved.request import EvalRequest, SetResult, SubjectResult
+from longspan.evaluation.saved.sets import NamedDocuments
+from longspan.evaluation.saved.weights import CheckedWeights, check_weights, fit_positions, model_of
+from longspan.evaluation.user_metrics import load_metrics
+from longspan.plan import Cost
+from longspan.train.memory.rows_that_fit import with_rows_of_run
+from longspan.train.plans import PlanChoice, cost_of_run, query_heads
+from longspan.train.plans.partition import with_usual_partition
+from longspan.train.training import AnyModel
+
+Progress = Callable[[str, int, int], None]  # what is evaluated, micro-batches done, all
+
+
+def evaluate_saved(request: EvalRequest, world: World, log: LogLine, progress: Progress) -> tuple[SubjectResult, ...]:
+    """The results of each subject; all ranks call it together. Nothing in a run's or a model's folder changes.
+
+    Raises CheckpointError, DataError, ModelError or ConfigError for what is missing or does not fit, EvaluationError
+    for a metric without a count, and EvaluationStopped after a signal or beyond the time limit: on all ranks.
+    """
+    deadline = time.monotonic() + (request.seconds or math.inf)
+    metrics = on_every_rank(world, partial(_metrics, request), ConfigError)
+    checked = [check_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
+    sets = chosen_sets(request, checked, world, log)
+    pairs = zip(checked, sets, strict=True)
+    fits = [on_every_rank(world, partial(_fit, request, *pair, world, log), ConfigError) for pair in pairs]
+    if line := changes_line(fits[0].changes, len(world.home.ranks)):
+        log(line)
+    results = list[SubjectResult]()
+    for fit in fits:  # one model at a time
+        results.append(_Evaluator(fit, request.degrees, world, metrics, deadline).run(log, progress))
+    return tuple(results)
+
+
+def _metrics(request: EvalRequest) -> dict[str, dict[str, Metric]]:
+    """The user's metrics of each set of the run; "" are those of all other documents."""
+    entries = (entry_of(request.subjects[0].config, name, request.given) for name in ("", *request.sets))
+    if request.metrics:
+        return dict.fromkeys((entry.name for entry in entries), load_metrics(request.metrics, "--metrics"))
+    return {entry.name: load_metrics(entry.metrics, entry.metrics_key) for entry in entries}
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """Weights and documents, and the configuration under which they fit each other and the ranks."""
+
+    checked: CheckedWeights
+    sets: tuple[NamedDocuments, ...]
+    config: RunConfig
+    configuration: PreTrainedConfig
+    entries: tuple[EvalConfig, ...]  # how each set is planned
+    changes: tuple[Change, ...]
+
+
+def _fit(
+    request: EvalRequest, checked: CheckedWeights, sets: tuple[NamedDocuments, ...], world: World, log: LogLine
+) -> _Fit:
+    """Raises ConfigError where the longest document fits neither the model's positions nor a given layout."""
+    name, longest = max(((s, max(s.documents.lengths)) for s in sets), key=lambda pair: pair[1])
+    origin = name.documents.origins[name.longest]
+    scaled = bool(request.given & {"model.rope_scaling", "model.rope_factor"})
+    made = isinstance(name.documents, PasskeyDocuments)
+    cut_by = "--passkey.lengths of at most" if made else "--max-document-tokens"
+    configuration = fit_positions(checked, longest, origin, scaled=scaled, log=log, cut_by=cut_by)
+    folder = checked.tokenizer.folder
+    sets = on_every_rank(
+        world, lambda: tuple(of_name.with_images(configuration, folder) for of_name in sets), DataError
+    )
+    first, heads = request.subjects[0], query_heads(configuration)
+    context = first.config.context if first.weights.run_dir is None else with_rows_of_run(first.config).context
+    config = with_usual_partition(replace(checked.subject.config, context=context))
+    entries, changes = list[EvalConfig](), dict.fromkeys(request.home_changes)
+    for of_name in sets:
+        entry = entry_of(config, of_name.name if of_name.name in request.sets else "", request.given)
+        of_set = longest if request.paths else max(of_name.documents.lengths)
+        entry, of_entry = fitted_set(config, entry, world.home, heads, of_set, request.given)
+        choice = PlanChoice.evaluation(config, entry, heads=heads)
+        room = 0 if "context.eval_max_tokens_per_slot" in request.given else of_set  # a given cap is not raised
+        for at_degree in _at_degrees(choice, request.degrees, room):
+            at_degree.check(of_set, world.home, f"the longest document ({of_set} tokens)")
+        entries.append(entry)
+        changes |= dict.fromkeys(of_entry)
+    return _Fit(checked, sets, config, configuration, tuple(entries), tuple(changes))
+
+
+@dataclass(frozen=True)
+class _Evaluator:
+    """The evaluations of one subject."""
+
+    fit: _Fit
+    degrees: tuple[int, ...]
+    world: World
+    metrics: dict[str, dict[str, Metric]]  # by the name of a set of the run
+    deadline: float  # of time.monotonic
+
+    def run(self, log: LogLine, progress: Progress) -> SubjectResult:
+        """The model, then each set at each degree."""
+        fit = self.fit
+        images = any(getattr(of_name.documents, "items", ()) for of_name in fit.sets)
+        model, step = model_of(fit.checked, fit.config, fit.configuration, self.world, images=images)
+        model.eval()
+        cost = cost_of_run(fit.config, model.config, log, gpu=self.world.device.type == "cuda")
+        with StopSignal() as stop:
+            sets = tuple(self._evaluated(model, step, cost, stop, log, progress))
+        digest = tokenizer_digest(fit.checked.tokenizer)
+        return SubjectResult(fit.checked.subject.weights, fit.config, digest, sets, fit.changes)
+
+    def _evaluated(
+        self,
+        model: AnyModel,
+        step: int,
+        cost: Cost,
+        stop: StopSignal,
+        log: LogLine,
+        progress: Progress,
+    ) -> Iterator[SetResult]:
+        bytes_of_ids = token_bytes(self.fit.checked.tokenizer.engine, model.config.get_text_config().vocab_size)
+        for of_name, entry in zip(self.fit.sets, self.fit.entries, strict=True):
+            choice = PlanChoice.evaluation(self.fit.config, entry, cost=cost, heads=query_heads(model.config))
+            if not self.degrees:
+                lengths, vpp = of_name.documents.lengths, self.fit.config.parallel.vpp
+                choice, _ = chosen_on_ranks(choice, lengths, self.world, log, name=of_name.name, vpp=vpp)
+            text_bytes = _text_bytes(of_name, bytes_of_ids) if is_first_rank(self.world) else ()
+            sources = of_name.documents.origins
+            for at_degree in _at_degrees(choice, self.degrees, max(of_name.documents.lengths)):
+                options = EvaluationOptions(
+                    step=step,
+                    name=of_name.name,
+                    loss_chunk_rows=self.fit.config.train.loss_chunk_rows,
+                    metrics=self.metrics[entry.name],
+                    token_bytes=bytes_of_ids,
+                    attention_kernel=entry.attention_kernel or None,
+                    stopped=partial(self._reason_to_stop, stop),
+                    progress=partial(progress, _title(self.fit, of_name, at_degree)),
+                )
+                result = evaluate(model, of_name.documents, at_degree, self.world, options)
+                yield SetResult(result, sources, text_bytes)
+
+    def _reason_to_stop(self, stop: StopSignal) -> str:
+        if stop.received:
+            return f"{stop.received} was received"
+        return "the time limit of --seconds is over" if time.monotonic() > self.deadline else ""
+
+
+def _at_degrees(choice: PlanChoice, degrees: Sequence[int], longest: int) -> list[PlanChoice]:
+    """The choice itself, or at each of some degrees, under a cap that holds the longest document."""
+    return [choice.at_degree(degree, longest=longest) for degree in degrees] or [choice]
+
+
+def _title(fit: _Fit, of_name: NamedDocuments, choice: PlanChoice) -> str:
+    words = [fit.checked.subject.weights.title.rpartition("/")[2], of_name.name]
+    words.append("dynamic cp" if choice.planner == "dynamic" else f"cp {choice.degree}")
+    return ", ".join(filter(None, words))
+
+
+def _text_bytes(of_name: NamedDocuments, bytes_of_ids: np.ndarray | None) -> tuple[int, ...]:
+    """The UTF-8 bytes of each document's predicted tokens: of all but its first; none where tokens do not say."""
+    if bytes_of_ids is None:
+        return ()
+    documents = of_name.documents
+    return tuple(int(bytes_of_ids[document[np.arange(1, len(document))]].sum()) for document in documents)

@@ -1,0 +1,191 @@
+"""A run's layout on other ranks than it was trained on: the nearest degrees that fit, and what was changed.
+
+What the user gives by flag is never changed: `check_config` refuses it where it does not fit. No torch here.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from longspan.config.bounds import AUTO
+from longspan.config.eval_inheritance import held_out_set
+from longspan.config.eval_set import PLAN_KEYS, EvalConfig
+from longspan.config.sections import ContextConfig, ParallelConfig, RunConfig
+from longspan.errors import ConfigError, counted
+from longspan.layout import Layout
+from longspan.plan.check import heads_allow
+from longspan.plan.hierarchy import levels_at
+from longspan.train.plans import PlanChoice, row_multiple_of
+
+ROWS = 8192  # of a slot in a micro-batch, where neither a flag nor a run says how many
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key that has another value than the run had, and why."""
+
+    key: str
+    before: Any
+    now: Any
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.key} {_text(self.before)} -> {_text(self.now)} ({self.why})"
+
+
+class _Changing:
+    """A section with values that change; those that are `given` stay. `prefix` begins the names of its keys."""
+
+    def __init__(self, section: Any, prefix: str, given: Collection[str]) -> None:
+        self.section, self.given, self._prefix = section, given, prefix
+        self.changes: list[Change] = []
+
+    def change(self, key: str, now: Any, why: str) -> None:
+        before = getattr(self.section, key)
+        if now != before and key not in self.given:
+            self.section = replace(self.section, **{key: now})
+            self.changes.append(Change(self._prefix + key, before, now, why))
+
+
+def fitted_home(config: RunConfig, ranks: int, given: Collection[str]) -> tuple[RunConfig, tuple[Change, ...]]:
+    """The configuration for so many ranks: a degree that is not `given` ("parallel.tp") becomes one that fits.
+
+    >>> fitted_home(replace(RunConfig(), parallel=ParallelConfig(tp=4, pp=2)), 6, given=())[0].parallel.tp
+    2
+
+    tp x pp is the largest product of divisors of the run's degrees that divides the ranks.
+    """
+    home = _Changing(config.parallel, "parallel.", _keys_of("parallel.", given))
+    tp, pp = _stages_and_shards(config.parallel, ranks, given)
+    home.change("tp", tp, f"{counted(ranks, 'rank')}")
+    home.change("pp", pp, f"{counted(ranks, 'rank')}")
+    if home.section.pp == 1:
+        home.change("vpp", 1, "no pipeline")
+        home.change("pipeline_schedule", "1f1b", "no pipeline")
+    if home.section.tp == 1:
+        home.change("sequence_parallel", False, "tp 1")
+    slots, rest = divmod(ranks, home.section.tp * home.section.pp)
+    context = _Changing(config.context, "context.", _keys_of("context.", given))
+    if not rest:
+        _fit_slots(home, slots)
+        least = config.context.min_dynamic_context_parallel_size
+        context.change("min_dynamic_context_parallel_size", min(least, slots), counted(slots, "slot"))
+    encoder = _Changing(config.encoder, "encoder.", _keys_of("encoder.", given))
+    degrees = [tp for tp in _divisors(config.encoder.tp) if ranks % tp == 0]  # its heads are dealt out evenly to these
+    encoder.change("tp", degrees[-1], f"{counted(ranks, 'rank')}")
+    config = replace(config, parallel=home.section, context=context.section, encoder=encoder.section)
+    return config, (*home.changes, *context.changes, *encoder.changes)
+
+
+def _fit_slots(home: _Changing, slots: int) -> None:
+    """Copies of the weights that divide the slots, and shares of experts that divide the slots of a copy."""
+    parallel: ParallelConfig = home.section
+    home.change("dp_replicate", _nearest(parallel.dp_replicate, _divisors(slots)), counted(slots, "slot"))
+    width, rest = divmod(slots, home.section.dp_replicate)
+    if not rest:
+        shared = [ep for ep in _divisors(width) if parallel.ep % ep == 0]  # experts are dealt out evenly to these
+        home.change("ep", _nearest(parallel.ep, shared), f"{counted(width, 'slot')} of each copy of the weights")
+
+
+def _stages_and_shards(parallel: ParallelConfig, ranks: int, given: Collection[str]) -> tuple[int, int]:
+    def degrees(key: str) -> list[int]:
+        degree = getattr(parallel, key)
+        return [degree] if f"parallel.{key}" in given else _divisors(degree)
+
+    pairs = [(tp, pp) for tp in degrees("tp") for pp in degrees("pp") if ranks % (tp * pp) == 0]
+    return max(pairs, key=lambda pair: (pair[0] * pair[1], pair[0]), default=(parallel.tp, parallel.pp))
+
+
+def with_flags(entry: EvalConfig, context: ContextConfig, given: Collection[str]) -> EvalConfig:
+    """An evaluation set under the keys `context.eval_*` that are given; a degree alone makes plans of that degree."""
+    keys = _keys_of("context.eval_", given) & set(PLAN_KEYS)
+    if "context_parallel_size" in keys and "planner" not in keys and entry.planner == "dynamic":
+        entry = replace(entry, planner="fixed")
+    entry = replace(entry, **{key: getattr(context, f"eval_{key}") for key in keys})
+    chosen = "context_parallel_size" in keys and entry.context_parallel_size == AUTO and "cp_comm_type" not in keys
+    return replace(entry, cp_comm_type=AUTO) if chosen else entry
+
+
+def fitted_set(
+    config: RunConfig, entry: EvalConfig, home: Layout, heads: int | None, longest: int, given: Collection[str]
+) -> tuple[EvalConfig, tuple[Change, ...]]:
+    """How a set is planned on this home: nearest degree, sizes of its levels, a cap that holds `longest` tokens.
+
+    The degree is the largest that divides the slots, that a2a can deal the query heads to, and that is no larger than
+    the run's. A max_tokens_per_slot of "auto" is ROWS, which is no change.
+    """
+    fit = _Changing(entry, entry.prefix, _keys_of("context.eval_", given))
+    types, slots = PlanChoice.evaluation(config, entry).comm_types, counted(home.slots, "slot")
+    degrees = [fits for fits in _divisors(home.slots) if heads_allow(fits, heads, types, home.tp)]
+    degree = min(config.context.max_dynamic_context_parallel_size or home.slots, home.slots)
+    if isinstance(entry.context_parallel_size, str):  # "auto", chosen once the cost is known
+        degree = degrees[-1]
+    elif entry.planner != "dynamic":
+        wanted, sizes = entry.context_parallel_size, entry.hierarchical_context_parallel_sizes
+        why = "" if home.slots % wanted else f", {heads} query heads under a2a"
+        degree = wanted if "context_parallel_size" in fit.given else _nearest(wanted, degrees)
+        fit.change("context_parallel_size", degree, f"{slots}{why}")
+        if "a2a+p2p" in types and not isinstance(sizes, int) and math.prod(sizes) != degree:
+            fit.change("hierarchical_context_parallel_sizes", levels_at(sizes, degree), f"cp {degree}")
+    multiple = row_multiple_of(config.parallel)
+    rows, cap = -(-longest // degree // multiple) * multiple, entry.max_tokens_per_slot
+    if cap == AUTO:
+        return replace(fit.section, max_tokens_per_slot=max(rows, ROWS)), tuple(fit.changes)
+    if not isinstance(cap, str) and 0 < cap < rows:
+        fit.change("max_tokens_per_slot", rows, f"the longest document has {longest:,} tokens, at cp {degree}")
+    return fit.section, tuple(fit.changes)
+
+
+def entry_of(config: RunConfig, name: str, given: Collection[str]) -> EvalConfig:
+    """How a set is planned before it is fitted: a set [[eval]] of the run by its name, "" as `context.eval_*` says.
+
+    Raises ConfigError for a name that the run has not.
+    """
+    if not name:
+        return with_flags(held_out_set(config), config.context, given)
+    for entry in config.eval:
+        if entry.name == name:
+            return with_flags(entry, config.context, given)
+    names = ", ".join(entry.name for entry in config.eval) or "none"
+    raise ConfigError(f"--set is {name!r}, and the run's evaluation sets [[eval]] are: {names}")
+
+
+def checkable(config: RunConfig, names: Collection[str], home: Layout, given: Collection[str]) -> RunConfig:
+    """The configuration with these sets as they will be planned at least, for `check_config`.
+
+    Heads and documents are not known yet: they may ask for a lower degree, or more rows.
+    """
+    held_out, *entries = (
+        fitted_set(config, entry_of(config, name, given), home, None, 1, given)[0] for name in ("", *names)
+    )
+    context = replace(config.context, **{f"eval_{key}": getattr(held_out, key) for key in PLAN_KEYS})
+    entries = tuple(replace(entry, max_document_tokens=0) for entry in entries)
+    return replace(config, context=context, eval=entries, data=replace(config.data, max_document_tokens=0))
+
+
+def changes_line(changes: Sequence[Change], ranks: int) -> str:
+    """What differs from the run's own layout, in one line; empty where nothing does."""
+    return f"on {counted(ranks, 'rank')}: {'; '.join(map(str, changes))}" if changes else ""
+
+
+def _keys_of(prefix: str, given: Collection[str]) -> set[str]:
+    """The given keys that begin so, without the prefix."""
+    return {key.removeprefix(prefix) for key in given if key.startswith(prefix)}
+
+
+def _divisors(number: int) -> list[int]:
+    return [degree for degree in range(1, number + 1) if number % degree == 0]
+
+
+def _nearest(degree: int, fitting: Iterable[int]) -> int:
+    """The largest fitting degree up to `degree`; 1 always fits."""
+    return max((fit for fit in fitting if fit <= degree), default=1)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"({', '.join(map(str, value))})"
+    return f"{value:,}" if isinstance(value, int) else str(value)

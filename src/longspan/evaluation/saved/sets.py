@@ -1,0 +1,159 @@
+"""The documents that saved weights are evaluated on: texts of paths, or what a run holds out.
+
+Texts are tokenized into a temporary folder of each host, whose files are removed as soon as all its ranks have them
+open: nothing is left behind, and neither a run's nor a model's folder changes.
+"""
+
+import hashlib
+import socket
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedConfig
+
+from longspan.comm import World
+from longspan.comm.all_ranks import LogLine, on_every_rank
+from longspan.config.sections import DataConfig, RunConfig
+from longspan.corpus.corpus_images.image_documents import with_images
+from longspan.corpus.corpus_settings import CorpusSettings, recipe_of, rows_lines, what_is_left_out
+from longspan.corpus.rows.lines import special_line
+from longspan.corpus.run_corpus import corpus_line
+from longspan.corpus.store.builder import build_documents
+from longspan.corpus.tokenizer import TextTokenizer
+from longspan.data.documents import Corpus, Documents
+from longspan.data.step_order import some_documents
+from longspan.data.store.sources import KnownSums
+from longspan.errors import DataError
+from longspan.evaluation.passkey.documents import PasskeyDocuments
+from longspan.evaluation.sets import MADE
+from longspan.train.plans.order import step_order_of
+
+HELD_OUT = ""  # name of the set of documents that a run holds out
+
+
+@dataclass(frozen=True)
+class NamedDocuments:
+    """Documents and the name that their evaluations are recorded under."""
+
+    name: str
+    documents: Documents | PasskeyDocuments
+
+    @property
+    def longest(self) -> int:
+        """The document of the most tokens."""
+        return int(np.argmax(self.documents.lengths))
+
+    def at_most(self, count: int) -> "NamedDocuments":
+        """So many of its documents (0: all), at even distances, so that they come from all its files.
+
+        All documents that were made stay.
+        """
+        if isinstance(self.documents, PasskeyDocuments):
+            return self
+        ids = self.documents.ids
+        if not 0 < count < len(ids):
+            return self
+        spread = tuple(ids[i * len(ids) // count] for i in range(count))
+        return replace(self, documents=self.documents.corpus.select(spread))
+
+    def with_images(self, model: PreTrainedConfig, folder: Path | None) -> "NamedDocuments":
+        """The set with the images of its documents, for a model of this configuration (`image_documents.py`)."""
+        return self if folder is None else replace(self, documents=with_images(self.documents, model, folder))
+
+
+def held_out_documents(run_dir: Path, config: RunConfig) -> NamedDocuments:
+    """The documents that a run holds out. Raises DataError where there are none, or no corpus."""
+    corpus = Corpus(run_dir / "corpus")
+    held_out = corpus.select(step_order_of(config, corpus).evaluation)
+    if not held_out:
+        raise DataError(
+            f"{run_dir} holds out no documents (data.eval_documents is 0), so there is nothing to evaluate; give --data"
+        )
+    return NamedDocuments(HELD_OUT, held_out)
+
+
+def set_of_run(run_dir: Path, config: RunConfig, name: str) -> NamedDocuments:
+    """The documents of a set [[eval]] of a run, as training evaluates them. Raises DataError where there are none."""
+    entry = next(entry for entry in config.eval if entry.name == name)
+    if (make := MADE.get(entry.path)) is not None:
+        return NamedDocuments(name, make(entry, config).documents)
+    folder = run_dir / "evaluation" / name
+    try:
+        corpus = Corpus(folder)
+    except DataError as error:
+        raise DataError(
+            f"the evaluation set {name!r} is not in {folder}, where training keeps its documents ({error.__cause__}); "
+            f"give its texts: --data {name}={entry.path}"
+        ) from error
+    return NamedDocuments(name, corpus.select(some_documents(len(corpus), entry.documents, config.train.seed)))
+
+
+def text_sets(
+    paths: Mapping[str, str], tokenizer: TextTokenizer, data: DataConfig, world: World, log: LogLine
+) -> tuple[NamedDocuments, ...]:
+    """The documents of the texts at these paths, as the settings in `data` say; entered by all ranks.
+
+    The first rank of each host tokenizes. Raises DataError on every rank for a path that is missing, empty or
+    unreadable, and where hosts have different files there.
+    """
+    host = socket.gethostname()
+    hosts = world.control.gather_objects(host, "names of hosts")
+    builder = hosts.index(host)
+    builds = builder == world.home.ranks.index(world.rank)
+    with tempfile.TemporaryDirectory(prefix="longspan-eval-") if builds else nullcontext("") as folder:
+
+        def build() -> None:
+            if builds:
+                for index, path in enumerate(paths.values()):
+                    _build(replace(data, path=path), tokenizer, Path(folder, str(index)), log)
+
+        on_every_rank(world, build, DataError)
+        root = world.control.gather_objects(folder, "folders of hosts")[builder]
+        corpora = on_every_rank(world, lambda: [_opened(Path(root, str(i))) for i in range(len(paths))], DataError)
+    _check_same_files(world, corpora, hosts)
+    return tuple(
+        NamedDocuments(name, corpus.select(range(len(corpus)))) for name, corpus in zip(paths, corpora, strict=True)
+    )
+
+
+def _build(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log: LogLine) -> None:
+    settings = CorpusSettings(data)
+    try:
+        folder.mkdir()
+        files = settings.files(folder)
+        recipe = recipe_of(settings, files, KnownSums().of(files, log), tokenizer)
+        for line in rows_lines(settings, recipe):
+            log(line)
+        manifest = build_documents(recipe, folder / "corpus", log)
+    except DataError as error:
+        raise DataError(str(error).replace("data.path", "--data", 1)) from error
+    if manifest.special:
+        log(special_line(manifest.special, parsed=manifest.parse_special_tokens))
+    log(f"--data: {corpus_line(Corpus(folder / 'corpus'), [data.path])}")
+    for line in what_is_left_out(settings, folder, manifest, key="--max-document-tokens"):
+        log(line)
+
+
+def _opened(folder: Path) -> Corpus:
+    try:
+        return Corpus(folder / "corpus")
+    except DataError as error:
+        raise DataError(
+            f"{folder} was made on this host ({socket.gethostname()}), and a rank cannot open it: {error}; give hosts "
+            "names of their own, or set TMPDIR to a folder that they share"
+        ) from error
+
+
+def _check_same_files(world: World, corpora: Sequence[Corpus], hosts: Sequence[str]) -> None:
+    sources = "".join(f"{source.name} {source.sha256}\n" for corpus in corpora for source in corpus.sources)
+    digests = world.control.gather_objects(hashlib.sha256(sources.encode()).hexdigest(), "digests of texts")
+    if len(set(digests)) > 1:
+        other = next(i for i, digest in enumerate(digests) if digest != digests[0])
+        raise DataError(
+            f"the files of --data differ between hosts {hosts[0]} and {hosts[other]}; give a path on storage that they "
+            "share, or copy the files again"
+        )

@@ -1,0 +1,145 @@
+"""Saved weights as a model: its configuration, what is checked before it is made, and the prepared model itself."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from longspan.checkpoint.checkpoint import check_checkpoint, find_checkpoint, holds_encoders, load_checkpoint
+from longspan.checkpoint.files import read_state
+from longspan.comm import World
+from longspan.comm.all_ranks import LogLine, on_every_rank, on_first_rank
+from longspan.config.sections import RunConfig
+from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer
+from longspan.corpus.tokenizer_files import vocabulary_files
+from longspan.errors import CheckpointError, ConfigError, DataError, ModelError
+from longspan.evaluation.saved.request import Subject
+from longspan.model import load_model
+from longspan.model.hf_folder import read_configuration, weight_files
+from longspan.model.rope import position_limit, smallest_factor
+from longspan.train.long_documents import configuration_for
+from longspan.train.training import AnyModel, configuration_of, loaded_model, prepared_model, unread_model
+
+
+@dataclass(frozen=True)
+class CheckedWeights:
+    """Weights that are there: of this checkpoint (None: of the folder), with this configuration and tokenizer."""
+
+    subject: Subject
+    checkpoint: Path | None
+    configuration: PreTrainedConfig
+    tokenizer: TextTokenizer
+
+
+def check_weights(subject: Subject, tokenizer: str, world: World, log: LogLine) -> CheckedWeights:
+    """Find the weights, their configuration and tokenizer (that of a folder, where one is named); entered by all ranks.
+
+    Raises CheckpointError, ModelError or DataError, on every rank, for what is missing, damaged or does not match.
+    """
+    weights, checkpoint = subject.weights, subject.weights.checkpoint
+    if weights.run_dir is None:
+        on_every_rank(world, lambda: weight_files(weights.path), ModelError)
+    elif checkpoint is not None:
+        check_checkpoint(checkpoint, world)
+    else:
+        checkpoint = find_checkpoint(weights.run_dir / "checkpoints", world, log)
+        if checkpoint is None:
+            raise CheckpointError(
+                f"{weights.run_dir} has no checkpoint; train it first: longspan train {weights.run_dir}/config.toml"
+            )
+    configuration = on_every_rank(world, lambda: _configuration(subject), ModelError)
+    loaded = on_every_rank(world, lambda: _tokenizer(subject, tokenizer, configuration), ModelError)
+    return CheckedWeights(subject, checkpoint, configuration, loaded)
+
+
+def _configuration(subject: Subject) -> PreTrainedConfig:
+    run_dir = subject.weights.run_dir
+    if run_dir is not None and not (run_dir / "config.json").is_file():
+        raise CheckpointError(
+            f"{run_dir} has no config.json, which says what its model is; a run of an older version gets one when it "
+            f"is opened: longspan train {run_dir}/config.toml"
+        )
+    return read_configuration(subject.folder)
+
+
+def _tokenizer(subject: Subject, named: str, configuration: PreTrainedConfig) -> TextTokenizer:
+    folder = Path(named) if named else subject.folder
+    if not vocabulary_files(folder):
+        raise DataError(
+            f"no tokenizer.json in {folder}; name the folder of the model's tokenizer with --tokenizer, or put its "
+            "files there"
+        )
+    tokenizer = load_tokenizer(folder).parsing(subject.config.data.parse_special_tokens)
+    rows = configuration.get_text_config().vocab_size
+    check_vocabulary(tokenizer.size, rows, tokenizer=str(folder), model=str(subject.weights.path))
+    return tokenizer
+
+
+def fit_positions(
+    checked: CheckedWeights, longest: int, origin: str, *, scaled: bool, log: LogLine, cut_by: str
+) -> PreTrainedConfig:
+    """The configuration for a longest document of so many tokens, of source `origin`; with flags' scaling if `scaled`.
+
+    A run's model keeps the scaling that it was trained with. Raises ConfigError, with what lengthens the model, for a
+    document beyond its positions.
+    """
+    settings, configuration = checked.subject.config.model, checked.configuration
+    if scaled:
+        unscaled = configuration_of(checked.subject.config, configuration.get_text_config().vocab_size)
+        return configuration_for(unscaled, settings, longest, origin, log, cut_by=cut_by)
+    limit = position_limit(configuration)
+    if limit is None or longest <= limit:
+        return configuration
+    raise ConfigError(
+        f"the longest document has {longest} tokens ({origin}), and the model in {checked.subject.weights.path} knows "
+        f"{limit} positions; {_longer(checked, longest)}, or cut documents with {cut_by} {limit}"
+    )
+
+
+def _longer(checked: CheckedWeights, longest: int) -> str:
+    """What makes the model know documents of so many tokens."""
+    parameters: Any = getattr(checked.configuration, "rope_parameters", None) or {}
+    kind, factor = parameters.get("rope_type", "default"), parameters.get("factor") or 1.0
+    needed = smallest_factor(checked.configuration, longest)
+    if kind == "default":
+        return f"lengthen it with --model.rope_scaling yarn (a factor of {needed:g})"
+    if checked.subject.config.model.rope_scaling:
+        return f"lengthen it with --model.rope_scaling {kind} --model.rope_factor {factor * needed:g} (now {factor:g})"
+    return f"raise the factor of {kind} in its config.json from {factor:g} to {factor * needed:g}"
+
+
+def model_of(
+    checked: CheckedWeights, config: RunConfig, configuration: PreTrainedConfig, world: World, *, images: bool = False
+) -> tuple[AnyModel, int]:
+    """The prepared model with the weights, and the steps that they were trained (0 of a folder); entered by all ranks.
+
+    With `images`, and where a checkpoint has them, it has a tower and projector. `config` has the home's [parallel] and
+    the plans' [context]. Raises ConfigError where a GPU has no room for it.
+    """
+    checkpoint = checked.checkpoint
+    if checkpoint is None:
+        load = partial(load_model, checked.subject.weights.path, dtype=config.model.dtype, sharded=None)
+        model = on_every_rank(world, lambda: load(config=configuration, images=images), ModelError)
+        return prepared_model(config, world, model, training=False, images=images), 0
+    images = on_first_rank(world, lambda: _holds_encoders(checkpoint, needed=images), CheckpointError)
+    state = on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
+    adapts = bool(state.get("config", {}).get("lora", {}).get("rank"))  # then the checkpoint has the adapter alone
+    load = partial(loaded_model, vocabulary=configuration.get_text_config().vocab_size) if adapts else unread_model
+    model = on_every_rank(world, lambda: load(config, configuration=configuration, images=images), ModelError)
+    prepared = prepared_model(config, world, model, training=False, images=images)
+    if not adapts or config.lora.rank:
+        load_checkpoint(checkpoint, prepared, None, world)
+    return prepared, int(state["step"])
+
+
+def _holds_encoders(checkpoint: Path, *, needed: bool) -> bool:
+    """Whether a checkpoint is of a model with a tower. Raises CheckpointError where it is not, and that is needed."""
+    encoders = holds_encoders(checkpoint)
+    if needed and not encoders:
+        raise CheckpointError(
+            f"the documents have images, and checkpoint {checkpoint} is of a language model alone, trained without; "
+            "evaluate it on text, or its base model's folder on these documents"
+        )
+    return encoders

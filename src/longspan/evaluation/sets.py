@@ -1,0 +1,142 @@
+"""The evaluation sets of a run, each with its documents and metrics, opened before the first step on all ranks.
+
+Texts under a set's path are tokenized with the run's tokenizer into RUN/evaluation/NAME, once, and again where they
+changed. Sets of other kinds are made: `MADE` has a function for each path that stands for one.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedConfig
+
+from longspan.comm import World
+from longspan.comm.all_ranks import LogLine, on_every_rank, on_first_rank
+from longspan.config.eval_set import EvalConfig
+from longspan.config.passkey_settings import PASSKEY
+from longspan.config.sections import RunConfig
+from longspan.corpus.build import ensure_corpus
+from longspan.corpus.corpus_images.image_documents import with_images
+from longspan.corpus.corpus_settings import CorpusSettings
+from longspan.corpus.run_corpus import given_tokenizer, open_corpus
+from longspan.corpus.tokenizer import load_tokenizer
+from longspan.data.documents import Corpus, Documents
+from longspan.data.step_order import some_documents
+from longspan.errors import DataError, counted
+from longspan.evaluation.metrics import Metric
+from longspan.evaluation.passkey.documents import PasskeyDocuments, passkey_documents
+from longspan.files import naming_file
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Documents that are evaluated together: those of a table [[eval]], or those that a run holds out, without a name.
+
+    `metrics` are those beside the built-in ones, `token_bytes` (V,) what bits per byte are counted by (None where the
+    tokenizer does not say).
+    """
+
+    config: EvalConfig
+    documents: Documents | PasskeyDocuments
+    metrics: Mapping[str, Metric] = field(default_factory=dict[str, Metric])
+    token_bytes: npt.NDArray[np.int64] | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name; "" for the documents that are held out."""
+        return self.config.name
+
+    @property
+    def longest(self) -> tuple[int, str]:
+        """Tokens of its longest document, and where that comes from."""
+        lengths = self.documents.lengths
+        longest = max(range(len(lengths)), key=lengths.__getitem__)
+        return int(lengths[longest]), self.documents.origin(longest)
+
+    def with_images(self, model: PreTrainedConfig, folder: Path) -> "EvaluationSet":
+        """The set with the images of its documents, for a model of this configuration (`image_documents.py`)."""
+        return replace(self, documents=with_images(self.documents, model, folder))
+
+    def line(self) -> str:
+        """How much it holds, for the console."""
+        lengths, every = self.documents.lengths, self.config.every
+        targets = getattr(self.documents, "targets", None)
+        of_them = "" if targets is None else f" ({targets:,} of them targets)"
+        size = (
+            f"{counted(len(lengths), 'document')} of {counted(sum(lengths), 'token')}{of_them}, longest "
+            f"{max(lengths):,}"
+        )
+        when = f"every {counted(every, 'step')} and after the last" if every else "after the last step"
+        return f"evaluation set {self.name}: {size}; evaluated {when}"
+
+
+def _passkey_set(entry: EvalConfig, config: RunConfig) -> EvaluationSet:
+    passkey = entry.passkey(config.train.seed)
+    tokenizer = load_tokenizer(Path(config.run.dir))
+    documents = passkey_documents(tokenizer, passkey.lengths, passkey.depths, passkey.samples, passkey.seed)
+    return EvaluationSet(entry, documents)
+
+
+# What makes the set of a path that stands for no files; entered by all ranks, and the same on each.
+MADE: dict[str, Callable[[EvalConfig, RunConfig], EvaluationSet]] = {PASSKEY: _passkey_set}
+
+
+def check_paths(config: RunConfig, world: World) -> None:
+    """Raise DataError on every rank for a set whose path is missing or holds no text, before a corpus is built."""
+
+    def check() -> None:
+        for entry in config.eval:
+            if entry.path not in MADE:
+                _settings(config, entry).files(Path(config.run.dir))
+
+    on_first_rank(world, check, DataError)
+
+
+def open_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> EvaluationSet:
+    """The set of a table [[eval]], without its metrics; its texts are tokenized where they were not yet.
+
+    All ranks call it together, once the run has its tokenizer. Raises DataError for texts that cannot be read.
+    """
+    if (make := MADE.get(entry.path)) is not None:
+        return on_every_rank(world, lambda: make(entry, config), DataError)
+    corpus = _shared_corpus(config, entry, world, log)
+    documents = corpus.select(some_documents(len(corpus), entry.documents, config.train.seed))
+    return EvaluationSet(entry, documents)
+
+
+def files_in_both(training: Corpus, evaluated: EvaluationSet) -> str:
+    """How many source files of a set are trained on, in words; "" where none is."""
+    if not isinstance(evaluated.documents, Documents):
+        return ""
+    corpus = evaluated.documents.corpus
+    evaluated_sums = {source.sha256 for source in corpus.sources}
+    trained = {source.sha256 for source in training.sources if source.sha256 in evaluated_sums}
+    both = [source.name for source in corpus.sources if source.sha256 in trained]
+    if not both:
+        return ""
+    some = f"{len(both)} of {counted(len(corpus.sources), 'file')} ({', '.join(both[:3])})"
+    return f"evaluation set {evaluated.name}: {some} are in the training data too, so its loss is partly of texts seen"
+
+
+def _settings(config: RunConfig, entry: EvalConfig) -> CorpusSettings:
+    data = replace(config.data, path=entry.path, sources=(), max_document_tokens=entry.max_document_tokens)
+    return CorpusSettings(data, f"evaluation/{entry.name}", entry.prefix)
+
+
+def _shared_corpus(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> Corpus:
+    """The corpus of a set in the run's folder: the first rank makes sure of it, all open it."""
+    directory, settings = Path(config.run.dir), _settings(config, entry)
+
+    def build() -> None:
+        folder = directory / settings.folder
+        folder.parent.mkdir(exist_ok=True)
+        say = lambda text: log(f"evaluation set {entry.name}: {text}")  # noqa: E731
+        with naming_file(folder):
+            tokenizer = given_tokenizer(config) or load_tokenizer(directory)
+            ensure_corpus(settings, directory, tokenizer=tokenizer, resumed=False, log=say)
+
+    on_first_rank(world, build, DataError)
+    return on_every_rank(world, partial(open_corpus, directory / settings.folder), DataError)

@@ -1,0 +1,83 @@
+"""Errors of the disk in a user's words, with the file, the free room and what to do; files that are written whole.
+
+The system's own error of a failed write carries no file's name; `naming_file` adds it. No torch and no ranks here.
+"""
+
+import errno
+import json
+import math
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def as_json(value: Mapping[str, Any], indent: int | None = None) -> str:
+    """A record as JSON.
+
+    >>> as_json({"step": 3, "loss": float("nan")})
+    '{"step": 3, "loss": null}'
+    """
+    return json.dumps(json_values(value), indent=indent, allow_nan=False)
+
+
+def json_values(value: Any) -> Any:
+    """A record with None in place of every number that is not finite."""
+    if isinstance(value, Mapping):
+        return {key: json_values(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_values(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextmanager
+def naming_file(path: Path) -> Iterator[None]:
+    """Give an OSError that is raised inside the name of a file, where it has none.
+
+    >>> with naming_file(path), path.open("w") as file:
+    ...     file.write(text)
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def os_error_text(error: OSError) -> str:
+    """The file and what is wrong with it; of a full disk also the bytes that are free, and what to do."""
+    text = f"{error.filename or 'a file'}: {error.strerror or error}"
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return text
+    advice = "make room there and start the same command again, or set run.dir to another disk"
+    return f"{text}{_free_bytes_text(error)}; {advice}"
+
+
+def _free_bytes_text(error: OSError) -> str:
+    """How many bytes are free where the file of the error is, or would be; nothing where that is not known."""
+    path = Path(str(error.filename or ".")).absolute()
+    place = next((folder for folder in (path, *path.parents) if folder.exists()), None)
+    return "" if place is None else f" ({shutil.disk_usage(place).free:,} bytes are free)"
+
+
+def write_durably(path: Path, text: str, *, named: Path | None = None) -> None:
+    """Write a file, and return once the disk has it; errors name it, or `named`."""
+    with naming_file(named or path), path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that it is there in full or not at all, also where several processes write it at once."""
+    partial = path.with_name(f"{path.name}.partial-{uuid.uuid4().hex[:8]}")
+    try:
+        write_durably(partial, text, named=path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    partial.replace(path)

@@ -1,0 +1,136 @@
+"""Whether [context] and the evaluation sets make plans that fit the home, and hold the longest document."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from longspan.config.bounds import AUTO
+from longspan.config.eval_set import EvalConfig
+from longspan.config.file import nearest
+from longspan.config.sections import RunConfig
+from longspan.errors import ConfigError, counted
+from longspan.layout import Layout
+from longspan.model import PRESETS
+from longspan.plan.check import COMM_TYPES
+from longspan.train.plans import PlanChoice
+
+
+def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
+    """Raise ConfigError where training or an evaluation cannot be planned on this home, whatever the documents."""
+    for key, kernel in _kernels(config):
+        _check_kernel(key, kernel)
+    _check_mixer_kernels(config.context.mixer_kernels)
+    for choice, longest in _choices(config, training=training):
+        for kind in choice.comm_types:
+            if kind not in COMM_TYPES:
+                raise ConfigError(f"{choice.comm_type_key} is {kind!r}; {nearest(kind, COMM_TYPES)}")
+        if not choice.degree and choice.planner != "fixed":
+            raise ConfigError(
+                f'{choice.degree_key} is "{AUTO}", which chooses one degree for plans of packed documents, and '
+                f'{choice.prefix}planner is "{choice.planner}"; use {choice.prefix}planner = "fixed", or leave '
+                f"{choice.degree_key} out"
+            )
+        if choice.planner != "dynamic":
+            _check_degree(choice, home)
+        choice.check(longest.value or 1, home, f"{longest.key} {longest.value or 1}")
+
+
+def check_longest(config: RunConfig, home: Layout, longest: int, name: str, heads: int | None = None) -> None:
+    """Raise ConfigError where the longest document of the corpus (of source file `name`) fits no slot group.
+
+    `heads` are the query heads of a model from a folder, which its communication type may not deal out to a group.
+    """
+    for choice, limit in _choices(replace(config, eval=()), training=True, heads=heads):
+        packs = limit.key == "data.pack_to" and longest > limit.value  # of which held-out documents are none
+        tokens, of = (limit.value, "packs") if packs else (longest, name)
+        _check_fits(choice, limit.key, home, tokens, f"the longest document ({tokens} tokens, of {of})")
+
+
+def check_longest_of_set(
+    config: RunConfig, entry: EvalConfig, home: Layout, longest: int, name: str, heads: int | None = None
+) -> None:
+    """The same for the longest document of a named evaluation set."""
+    choice, what = PlanChoice.evaluation(config, entry, heads=heads), f"the longest document of set {entry.name!r}"
+    _check_fits(choice, f"{entry.prefix}max_document_tokens", home, longest, f"{what} ({longest} tokens, of {name})")
+
+
+# As in longspan.attention.KERNELS and longspan.ssm.kernels.asked, which bring torch: keys are checked without it.
+ATTENTION_KERNELS = ("fa4", "cudnn", "torch_flash", "triton_flash", "cpu_flash", "reference")
+MIXER_KERNELS = ("torch", "mamba_ssm", "causal_conv1d")
+
+
+class _Limit(NamedTuple):
+    """The key that cuts longer documents, and its value (0: none is cut)."""
+
+    key: str
+    value: int
+
+
+def _choices(config: RunConfig, *, training: bool, heads: int | None = None) -> Iterator[tuple[PlanChoice, _Limit]]:
+    """How training and evaluations are planned; a preset's query heads are known, a folder's once it is read."""
+    if heads is None and config.model.preset_name:
+        heads = PRESETS[config.model.preset_name].values["num_attention_heads"]
+    limit = _Limit("data.max_document_tokens", config.data.max_document_tokens)
+    if training:
+        pack = _Limit("data.pack_to", config.data.pack_to)
+        yield PlanChoice.training(config, heads=heads), pack if pack.value else limit
+    if config.data.eval_documents != 0 or not training:
+        yield PlanChoice.evaluation(config, heads=heads), limit
+    for entry in config.eval:
+        choice = PlanChoice.evaluation(config, entry, heads=heads)
+        yield choice, _Limit(f"{entry.prefix}max_document_tokens", entry.max_document_tokens)
+
+
+def _kernels(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Every key of an attention kernel, and what it says."""
+    context = config.context
+    yield "context.attention_kernel", context.attention_kernel
+    yield "context.eval_attention_kernel", context.eval_attention_kernel
+    for entry in config.eval:
+        yield f"{entry.prefix}attention_kernel", entry.attention_kernel
+
+
+def _check_kernel(key: str, name: str) -> None:
+    if name and name not in ATTENTION_KERNELS:
+        raise ConfigError(f"{key} is {name!r}; {nearest(name, ATTENTION_KERNELS)}")
+
+
+def _check_mixer_kernels(names: tuple[str, ...]) -> None:
+    for name in names:
+        if name not in MIXER_KERNELS:
+            raise ConfigError(
+                f"context.mixer_kernels: {name!r} is no kernel of state-space layers; use {', '.join(MIXER_KERNELS)}"
+            )
+    if "torch" in names and len(set(names)) > 1:
+        raise ConfigError(f"context.mixer_kernels are {', '.join(names)}; give torch alone, or without it")
+
+
+def _check_degree(choice: PlanChoice, home: Layout) -> None:
+    if not choice.degree or home.slots % choice.degree == 0:
+        return
+    fit = [d for d in range(1, home.slots + 1) if home.slots % d == 0]
+    ranks = choice.degree * home.tp * home.pp
+    raise ConfigError(
+        f"{choice.degree_key} {choice.degree} does not divide {counted(home.slots, 'slot')} "
+        f"({counted(len(home.ranks), 'rank')} / tp {home.tp} / pp {home.pp}); "
+        f"use {' or '.join(map(str, fit))}, or start a multiple of {ranks} processes (--world {ranks}, or torchrun)"
+    )
+
+
+def _check_fits(choice: PlanChoice, cut_by: str, home: Layout, longest: int, what: str) -> None:
+    try:
+        choice.check(longest, home, what)
+    except ConfigError as error:
+        if not choice.options.max_tokens_per_slot:
+            raise
+        raise ConfigError(f"{error}. {_room_for(longest, choice, home)}; {cut_by} cuts longer texts") from error
+
+
+def _room_for(longest: int, choice: PlanChoice, home: Layout) -> str:
+    """What would take a document: all slots together, by which key."""
+    wider = ""
+    if choice.planner != "dynamic" and 0 < choice.degree < home.slots:
+        wider = f' ({choice.degree_key} = {home.slots} or {choice.prefix}planner = "dynamic")'
+    elif choice.planner == "dynamic" and 0 < choice.max_degree < home.slots:
+        wider = " (context.max_dynamic_context_parallel_size = 0)"
+    return f"It needs {-(-longest // home.slots):,} rows of each of all {counted(home.slots, 'slot')}{wider}"

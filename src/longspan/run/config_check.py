@@ -1,0 +1,51 @@
+"""Whether the values of a configuration fit together and fit the ranks. Runs before any process group exists.
+
+What needs the data or the model (a document that is too long, a list of types as long as the layers) is checked by
+the run once it has them, still before the first collective of a step.
+"""
+
+from longspan.config.precision import check_precision
+from longspan.config.sections import RunConfig
+from longspan.layout import Layout
+from longspan.run.checks.data import check_data
+from longspan.run.checks.encoder import check_encoder
+from longspan.run.checks.eval_sets import check_eval_sets
+from longspan.run.checks.lora import check_lora
+from longspan.run.checks.model import check_model, check_preset
+from longspan.run.checks.mtp import check_mtp_section
+from longspan.run.checks.numbers import check_numbers
+from longspan.run.checks.optimizer import check_optimizer
+from longspan.run.checks.packs import check_packs
+from longspan.run.checks.parallel import check_memory, check_mode, check_parallel, check_pipeline
+from longspan.run.checks.plans import check_plans
+from longspan.run.loggers.logger import check_loggers
+from longspan.train.plans import home_of
+
+
+def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Layout:
+    """The home of the run on `ranks` ranks, if every value is possible there.
+
+    Without `training` (of a run that is only evaluated) what plans its training steps is left aside.
+    Raises ConfigError (LayoutError for ranks that tp x pp does not divide) with the key, the numbers and what fits.
+    """
+    check_model(config, training=training)
+    check_data(config)
+    check_eval_sets(config)
+    check_numbers(config, training=training)
+    home = home_of(config.parallel, ranks)
+    check_precision(config)
+    check_lora(config)
+    check_mtp_section(config)
+    check_parallel(config, home)
+    check_encoder(config, home)
+    check_memory(config)
+    check_pipeline(config)
+    check_mode(config)
+    check_optimizer(config)
+    if training:
+        check_packs(config)
+    check_plans(config, home, training=training)
+    check_preset(config)
+    if training:
+        check_loggers(config.run.loggers)
+    return home

@@ -1,0 +1,196 @@
+"""`train`: the loop of a run, from its configuration to its last evaluation, on every rank inside an open world.
+
+A step is: documents of the step, a plan of their lengths, `run_step`. What a run leaves in its folder: config.toml,
+corpus/, config.json and the tokenizer's files, run.json, metrics.jsonl, groups.jsonl, plans/, checkpoints/, model/
+(Hugging Face), summary.json; and run.lock, which keeps a second run out.
+"""
+
+import math
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from longspan.bridge.item_documents import item_table_of
+from longspan.comm import World, raise_first_error
+from longspan.comm.all_ranks import is_first_rank, on_every_rank, on_first_rank, result_or_error
+from longspan.comm.stop_signal import StopSignal, received_signal
+from longspan.config.defaults import settings_line
+from longspan.config.sections import RunConfig
+from longspan.corpus.tokenizer_files import KeptFiles
+from longspan.errors import ConfigError, LongspanError, ModelError, RunFolderError
+from longspan.files import as_json, write_atomically
+from longspan.model import save_model
+from longspan.model.hf_folder import read_configuration
+from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.plan import Plan, PlanAhead
+from longspan.run.config_check import check_config
+from longspan.run.due_evaluations import Evaluations, Final, save_plan
+from longspan.run.lock import run_lock
+from longspan.run.loggers.run_loggers import logger_classes
+from longspan.run.progress import ProgressDisplay
+from longspan.run.records.facts_of import facts_of
+from longspan.run.records.metrics_log import read_metrics
+from longspan.run.records.open_records import Records, open_records
+from longspan.run.result import LAST_STEPS, TrainResult
+from longspan.run.saves import Saves
+from longspan.run.set_up.model import check_targets
+from longspan.run.set_up.set_up import set_up
+from longspan.run.training_run import TrainingRun
+from longspan.run.warm_up_run import warm_up_run
+from longspan.train.encoding import plan_waves_ahead
+from longspan.train.memory.live_bytes import peak_memory_bytes
+from longspan.train.plans import plans_of_steps
+from longspan.train.reading.targets import with_targets_of
+
+
+def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainResult:
+    """Train to the last step, or until a signal stops the run; all ranks call it together, with the same configuration.
+
+    SIGTERM or Ctrl-C on any rank ends the run after the current step, with a checkpoint. Raises LongspanError for
+    what does not fit, before the first step, for a loss or gradients that are not finite, before they are used, and for
+    what the disk refuses (after a checkpoint, where all ranks can still write one); RunFolderError where another run
+    is at work in the folder.
+    """
+    check_config(config, len(world.home.ranks))
+    check_targets(config, world)
+    with StopSignal() as stop, run_lock(Path(config.run.dir), world, display.log):
+        display.log(settings_line(config))
+        names = config.run.loggers if is_first_rank(world) else ()
+        classes = on_every_rank(world, partial(logger_classes, names), ConfigError)
+        run = set_up(config, world, display.log)
+        display.expect(run.config.train.steps)
+        with open_records(run, facts_of(run), classes, display.log) as records:
+            result = _Loop(run, display, records, Evaluations(run, display, records, stop)).train(stop)
+        summary = as_json(result.summary(), indent=1)
+        on_first_rank(world, lambda: write_atomically(run.dir / "summary.json", summary), RunFolderError)
+        return result
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """The steps of a run with its evaluations between them, and where they are recorded and shown."""
+
+    run: TrainingRun
+    display: ProgressDisplay
+    records: Records
+    evaluations: Evaluations
+
+    def train(self, stop: StopSignal) -> TrainResult:
+        """All steps that are left and, unless the run is stopped, what comes after the last."""
+        run = self.run
+        with _plans(run) as plans:
+            if run.done < run.config.train.steps:
+                plans.start(run.done)  # they are made while kernels are compiled
+            warm_up_run(run, self.display.log)
+            done, stopped = self.steps(plans, stop)
+        self.display.end_bar()
+        final = Final() if stopped else self.finish()
+        return TrainResult(
+            dir=run.dir,
+            done=done,
+            steps=run.config.train.steps,
+            stopped=stopped or final.stopped,
+            final=final.at_degrees,
+            named=final.named,
+            last_loss=_last_loss(run.dir / "metrics.jsonl", done) if is_first_rank(run.world) else math.nan,
+            vocab_size=run.corpus.manifest.tokenizer_size,
+            world=len(run.world.home.ranks),
+        )
+
+    def steps(self, plans: PlanAhead, stop: StopSignal) -> tuple[int, str]:
+        """The steps that are left; returns the number that is done, and the signal that stopped them ("" for none)."""
+        run, settings, saves, stopped = self.run, self.run.config.train, Saves(self.run), ""
+        if run.done < settings.steps:
+            stopped = self.evaluations.after_step(run.done, unless_recorded=True)
+        with saves.before_errors():
+            while saves.done < settings.steps and not stopped:
+                self.display.begin_step(saves.done + 1)
+                row, plan = _step(run, plans, saves.done)
+                saves.done += 1
+                _, failure = result_or_error(partial(self.record_step, row, plan), RunFolderError)
+                self.display.show_step(row)
+                stopped, minutes_over = _agreed(run.world, stop, failure, saves)
+                if saves.done in (run.done + 1, settings.steps) or stopped:
+                    save_plan(run, plan, f"step-{saves.done:06d}")
+                if stopped or saves.due(minutes_over=minutes_over):
+                    saves.save()  # before an evaluation, in which the step would be lost; it changes no weights
+                if saves.done < settings.steps and not stopped:
+                    stopped = self.evaluations.after_step(saves.done)
+                    if stopped:
+                        saves.save_rest()
+        return saves.done, stopped
+
+    def record_step(self, row: dict[str, Any], plan: Plan) -> None:
+        """Write a step's metrics and the groups that its plan added. Raises OSError for what the disk refuses."""
+        self.records.groups.note(plan)
+        self.records.metrics.write(row)
+
+    def finish(self) -> Final:
+        """After the last step: the weights, under [lora] the adapter, as a folder, and the last evaluations."""
+        run = self.run
+        dtype = on_every_rank(run.world, lambda: read_configuration(run.dir).dtype, ModelError)
+        dtype = None if run.config.lora.rank else dtype
+        save_model(run.model, run.dir / "model", run.world, KeptFiles(run.dir), dtype=dtype)
+        return self.evaluations.after_last_step()
+
+
+def _plans(run: TrainingRun) -> PlanAhead:
+    """The plans of the run's steps, priced for its model."""
+    return plans_of_steps(run.choice, run.order, run.world.home, ahead=run.config.context.plan_ahead)
+
+
+def _step(run: TrainingRun, plans: PlanAhead, step: int) -> tuple[dict[str, Any], Plan]:
+    """One optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan."""
+    started = time.perf_counter()
+    documents = run.order.select(run.corpus, step)
+    plan = with_targets_of(documents, plans.plan(step))
+    if isinstance(run.model, MultimodalModel) and step + 1 < run.config.train.steps:
+        _begin_to_read(run, run.model, plans, step + 1)
+    result = run.take_step(plan, documents, step)
+    seconds = time.perf_counter() - started
+    row = {"step": step + 1, "loss": result.loss, "tokens": result.tokens, "targets": result.targets}
+    row |= {"grad_norm": result.grad_norm, "lr": run.optimizer.param_groups[0]["lr"], "seconds": round(seconds, 6)}
+    row |= {"tokens_per_second": round(result.tokens / seconds, 3), "memory_bytes": peak_memory_bytes(run.world.device)}
+    row |= {"micro_batches": result.micro_batches, "efficiency": round(plan.efficiency, 6)}
+    if len(run.order.stream.sources) > 1:
+        row["source_tokens"] = run.order.source_tokens(step)
+    items = item_table_of(documents, plan.lengths)
+    row |= run.figures.of(plan, seconds, [item.rows for item in items.items] if items else (), result.encoders)
+    if result.router is not None:
+        row |= {"router_balance_loss": result.router.balance, "router_z_loss": result.router.z}
+    row |= {f"mtp_loss_{depth}": loss for depth, loss in enumerate(result.mtp_losses, 1)}
+    return row, plan
+
+
+def _begin_to_read(run: TrainingRun, model: MultimodalModel, plans: PlanAhead, step: int) -> None:
+    """Plan a coming step's waves of images, and read those of this rank, in threads; its errors are raised there.
+
+    A step whose plan is not made yet reads its images itself: none waits for the plan of another.
+    """
+    if (plan := plans.plan_if_made(step)) is None:
+        return
+    documents = run.order.select(run.corpus, step)
+    with suppress(LongspanError):
+        plan_waves_ahead(model, with_targets_of(documents, plan), documents, depths=run.config.mtp.depths)
+
+
+def _agreed(world: World, stop: StopSignal, failure: LongspanError | None, saves: Saves) -> tuple[str, bool]:
+    """On every rank: the signal that any received ("" for none), and whether it is time for a checkpoint.
+
+    Raises the error of a rank that failed.
+    """
+    stopping = bool(stop.received) or failure is not None
+    stopping, minutes_over = world.control.any_ranks(stopping, saves.minutes_are_over())
+    if not stopping:
+        return "", minutes_over
+    raise_first_error(world, failure)
+    return received_signal(world, stop), minutes_over
+
+
+def _last_loss(file: Path, done: int) -> float:
+    rows = (row for row in read_metrics(file) if done - LAST_STEPS < row["step"] <= done)
+    losses = [row["loss"] for row in rows if isinstance(row.get("loss"), float)]
+    return math.fsum(losses) / len(losses) if losses else math.nan

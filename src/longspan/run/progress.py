@@ -1,0 +1,226 @@
+"""What a run shows while it goes: a progress bar on a terminal, else plain lines; nothing but on the first rank."""
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
+
+from longspan.errors import counted
+from longspan.evaluation.passkey.grid import PasskeyGrid
+
+LINE_SECONDS = 30.0  # where there is no terminal, no longer without a line
+BAR, LEAST_BAR, REMAINING, SLACK = 24, 8, 7, 5  # columns of a terminal; figures may become longer by some
+
+_COUNT = TextColumn("{task.fields[what]} {task.completed}/{task.total}")
+
+
+class ProgressDisplay:
+    """Shows steps and evaluations of a run; silent where `stream` is None.
+
+    Where the stream is no terminal it has a line for every `log_every` steps, and one at least every 30 seconds, from a
+    thread where nothing else writes one: a step, an evaluation or the set-up of a run may take many minutes.
+
+    >>> with ProgressDisplay(300, sys.stdout) as display:
+    ...     display.log("607 files")
+    ...     display.show_step({"step": 1, "loss": 7.6, "tokens_per_second": 9000.0, "memory_bytes": 2**29})
+    """
+
+    def __init__(self, steps: int, stream: TextIO | None, *, log_every: int = 10) -> None:
+        self._steps, self._stream, self._log_every = steps, stream, log_every
+        self._plain = stream is not None and not stream.isatty()
+        self._writing, self._ended = threading.Lock(), threading.Event()
+        self._work, self._begun = "setting up", time.monotonic()  # what takes time now, and since when
+        self._written = self._begun  # when the last line was
+        self._thread: threading.Thread | None = None
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._since: tuple[float, int] | None = None
+        self._figures = 0  # of a step, that the terminal has room for
+        self._evaluating: TaskID | None = None
+        self._bar_alone = False  # of an evaluation, with none of steps beside it
+
+    def __enter__(self) -> "ProgressDisplay":
+        if self._plain:
+            self._thread = threading.Thread(target=self._break_silence, name="longspan progress", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        self.end_bar()
+
+    def expect(self, steps: int) -> None:
+        """The number of steps, where it was not known before the corpus."""
+        self._steps = steps
+
+    def log(self, text: str) -> None:
+        """Show a line."""
+        if self._progress is not None:
+            self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        elif self._stream is not None:
+            with self._writing:
+                print(text, file=self._stream, flush=True)
+                self._written = time.monotonic()
+
+    def begin_step(self, step: int) -> None:
+        """A training step (counted from 1) begins."""
+        self._begin(f"step {step}/{self._steps}")
+
+    def show_step(self, row: Mapping[str, Any]) -> None:
+        """Show a training step, given its row of metrics."""
+        self._begin(f"after {self._step(row)}")  # it may be saved or evaluated
+        if self._stream is None:
+            return
+        if not self._plain:
+            self._advance(row)
+        elif row["step"] % self._log_every == 0 or row["step"] in (1, self._steps) or self._silent(row):
+            self.log("  ".join(filter(None, (self._step(row), *_figures(row), self._remaining(row["step"])))))
+
+    def show_evaluation(self, row: Mapping[str, Any]) -> None:
+        """Show an evaluation, given its row of metrics."""
+        name, tokens, seconds = row.get("eval_name"), row["eval_tokens"], row["seconds"]
+        subject = f"evaluation of {name}: loss" if name else "evaluation loss"
+        self.log(
+            f"{self._step(row)}  {subject} {row['eval_loss']:.6f} at cp {row['cp']} "
+            f"({', '.join([counted(tokens, 'token'), *_metrics(row)])}, in {seconds:.1f} s)"
+        )
+        if "passkey" in row:
+            self.log(PasskeyGrid.from_json(row["passkey"]).table())
+
+    def show_evaluating(self, name: str, done: int, count: int) -> None:
+        """Show how many micro-batches of an evaluation are done, and of how many, until it ends."""
+        what = f"evaluation of {name}" if name else "evaluation"
+        if self._stream is None or self._plain:
+            self._begin(f"{what}, {done:,} of {counted(count, 'micro-batch', 'es')} done", again=done > 0)
+            return
+        if self._evaluating is None:
+            self._bar_alone = self._progress is None
+            if self._progress is None:
+                self._progress = Progress(
+                    _COUNT, BarColumn(BAR), TimeRemainingColumn(), console=Console(file=self._stream)
+                )
+                self._progress.start()
+            self._evaluating = self._progress.add_task("", total=count, what=what)
+        assert self._progress is not None
+        self._progress.update(self._evaluating, completed=done)
+
+    def end_evaluating(self) -> None:
+        """Take the bar of an evaluation away."""
+        if self._evaluating is not None and self._progress is not None:
+            self._progress.remove_task(self._evaluating)
+            self._evaluating = None
+            if self._bar_alone:
+                self.end_bar()
+
+    def end_bar(self) -> None:
+        """Leave the progress bar as it stands; lines after it are plain."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _begin(self, work: str, *, again: bool = False) -> None:
+        """Note what takes time from now on; `again`: it goes on with what was noted before."""
+        self._work, self._begun = work, self._begun if again else time.monotonic()
+
+    def _silent(self, row: Mapping[str, Any]) -> bool:
+        """Whether another step of this one's time would come too late for the next line."""
+        return time.monotonic() - self._written + row.get("seconds", 0.0) > LINE_SECONDS
+
+    def _break_silence(self) -> None:
+        """Write a line when there has been none for long."""
+        while not self._ended.wait(min(1.0, LINE_SECONDS / 4)):
+            now = time.monotonic()
+            if now - self._written >= LINE_SECONDS:
+                self.log(f"{self._work}: {now - self._begun:.0f} s so far")
+
+    def _step(self, row: Mapping[str, Any]) -> str:
+        return f"step {row['step']:>{len(str(self._steps))}}/{self._steps}"
+
+    def _advance(self, row: Mapping[str, Any]) -> None:
+        if self._progress is None:
+            console = Console(file=self._stream)
+            self._figures, columns = _that_fit(row, self._steps, console.width)
+            bar = Progress(*columns, console=console, refresh_per_second=4)
+            self._task = bar.add_task("", total=self._steps, completed=row["step"] - 1, what="step")
+            bar.start()
+            self._progress = bar
+        figures = "  ".join(_figures(row)[: self._figures])
+        self._progress.update(self._task, completed=row["step"], description=figures)
+
+    def _remaining(self, step: int) -> str:
+        now = time.monotonic()
+        if self._since is None:
+            self._since = (now, step)
+            return ""
+        began, first = self._since
+        if step <= first or step >= self._steps:
+            return ""
+        seconds = round((now - began) / (step - first) * (self._steps - step))
+        return f"{_clock(seconds)} left"
+
+
+def _that_fit(row: Mapping[str, Any], steps: int, width: int) -> tuple[int, tuple[ProgressColumn, ...]]:
+    """How many figures of a row, and which columns, a terminal has room for; the number of the step always shows."""
+    room, shown = width - len(f"step {steps}/{steps}"), 0
+    for figure in _figures(row):
+        if room < len(figure) + 2:
+            break
+        room, shown = room - len(figure) - 2, shown + 1
+    columns: list[ProgressColumn] = [_COUNT, TextColumn("{task.description}")]
+    if room >= REMAINING + 1:
+        room -= REMAINING + 1
+        columns.append(TimeRemainingColumn())
+    if room >= LEAST_BAR + SLACK:
+        columns.insert(1, BarColumn(bar_width=min(BAR, room - SLACK)))
+    return shown, tuple(columns)
+
+
+def _figures(row: Mapping[str, Any]) -> list[str]:
+    """The figures of a step, the most important first, in widths that hardly change from step to step."""
+    figures = [f"loss {row['loss']:.4f}", f"lr {_short(row['lr'])}", f"norm {_norm(row['grad_norm'])}"]
+    figures.append(f"{row['tokens_per_second']:>5.0f} tok/s")
+    if "mfu" in row:
+        figures.append(f"MFU {100 * row['mfu']:.0f}%")
+    if "bound_share" in row:
+        figures.append(f"bound {100 * row['bound_share']:.0f}%")
+    if "encoder_share" in row:
+        figures.append(f"encoder {100 * row['encoder_share']:.0f}%")
+    if of_depths := [f"{loss:.4f}" for name, loss in row.items() if name.startswith("mtp_loss_")]:
+        figures.append(f"mtp {'/'.join(of_depths)}")
+    return [*figures, _memory(row["memory_bytes"])]
+
+
+def _metrics(row: Mapping[str, Any]) -> list[str]:
+    """What an evaluation measured beside the loss, where it counted something."""
+    texts = {
+        "perplexity": "perplexity {:.4g}",
+        "token_accuracy": "accuracy {:.1%}",
+        "bits_per_byte": "{:.3f} bits/byte",
+    }
+    values = {
+        key.removeprefix("eval_"): v for key, v in row.items() if key.startswith("eval_") and isinstance(v, float)
+    }
+    return [texts.get(name, f"{name} {{:.4g}}").format(value) for name, value in values.items() if name != "loss"]
+
+
+def _clock(seconds: int) -> str:
+    minutes = f"{seconds // 60}:{seconds % 60:02d}"
+    return minutes if seconds < 3600 else f"{seconds // 3600}:{seconds // 60 % 60:02d} h"
+
+
+def _short(value: float) -> str:
+    """A number in seven characters: 6.0e-3."""
+    return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+")
+
+
+def _norm(value: float) -> str:
+    return f"{value:.2f}" if 0.01 <= value < 100 else _short(value)
+
+
+def _memory(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

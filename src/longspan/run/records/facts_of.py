@@ -1,0 +1,168 @@
+"""Finds the facts of a run that is set up, on all ranks together: what its first rank says before the first step."""
+
+import json
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from longspan.comm import World
+from longspan.config.sections import MtpSection
+from longspan.errors import counted
+from longspan.launch.launch import usable_cores
+from longspan.model.execution import Execution, execution_of
+from longspan.model.local_tensors import local_tensor
+from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.plan.cost.model_shape import read_experts
+from longspan.run.records.facts import RunFacts
+from longspan.run.training_run import TrainingRun
+from longspan.ssm.kernels import kernels_here
+from longspan.train.gradients import counted_parameters
+from longspan.train.plans import PlanChoice
+from longspan.train.step_figures import device_name
+
+
+def facts_of(run: TrainingRun) -> RunFacts:
+    """The facts of a run; entered by all ranks.
+
+    >>> display.log(facts_text(facts_of(run)))
+    """
+    config, execution = run.config, execution_of(run.model)
+    return RunFacts(
+        **_model(run),
+        **_types(execution),
+        **_devices(run.world),
+        home=_home(run.world, config.parallel.vpp),
+        sequence_parallel=config.parallel.sequence_parallel,
+        comm_types="/".join(dict.fromkeys(run.choice.comm_types)),
+        kernels=execution.kernels,
+        plans=_plans(run),
+        priced_for=run.cost.source or "",
+        peak_tflops=run.figures.peak,
+        uncounted=run.figures.uncounted,
+        **_data(run),
+        **_steps(run),
+        report=str(run.dir / "report.html"),
+        evaluated="\n".join(run.why_degrees),
+        mixers=_mixers(execution, run.world.device, config.context.partition),
+        mtp=_mtp(config.mtp),
+        encoder=_encoder(run),
+        rows=run.why_partition,
+        caution=execution.why_slow(),
+        sessions=_sessions(run),
+    )
+
+
+def _model(run: TrainingRun) -> dict[str, Any]:
+    model = run.config.model
+    parameters, parameters_of_rank, trained = _parameters(run)
+    experts = read_experts(run.model.config)
+    return {
+        "model": model.source or model.preset,
+        "parameters": parameters,
+        "parameters_of_rank": parameters_of_rank,
+        "trained": trained if run.config.lora.rank else 0,
+        "experts": experts.of_layer,
+        "experts_of_token": experts.of_token,
+    }
+
+
+def _data(run: TrainingRun) -> dict[str, int]:
+    lengths = run.corpus.lengths
+    return {
+        "documents": len(lengths),
+        "held_out": len(run.held_out),
+        "tokens": int(lengths.sum()),
+        "longest": int(lengths.max()),
+    }
+
+
+def _steps(run: TrainingRun) -> dict[str, Any]:
+    train = run.config.train
+    names = ("steps", "tokens_per_step", "optimizer", "lr")
+    return {"done": run.done, **{name: getattr(train, name) for name in names}}
+
+
+def _sessions(run: TrainingRun) -> tuple[tuple[int, int], ...]:
+    """The sessions of the run so far, but for those whose steps are all trained again, and this one."""
+    earlier = tuple[tuple[int, int], ...]()
+    with suppress(OSError, ValueError):
+        facts = RunFacts.from_json(json.loads((run.dir / "run.json").read_text(encoding="utf-8")))
+        earlier = (facts.sessions or ((facts.done, facts.ranks),)) if facts is not None else ()
+    return (*(session for session in earlier if session[0] < run.done), (run.done, len(run.world.home.ranks)))
+
+
+def _parameters(run: TrainingRun) -> tuple[int, int, int]:
+    """Parameters of the whole model, each once, those on the rank that holds most, and those that are trained."""
+    counted = counted_parameters(run.model)  # of this rank's stages
+    whole, trained = sum(p.numel() for p in counted), sum(p.numel() for p in counted if p.requires_grad)
+    here = sum(local_tensor(parameter).numel() for parameter in run.model.parameters())
+    of_ranks = run.world.control.gather_objects((run.world.coordinates.pp, whole, trained, here))
+    of_stages = {pp: (whole, trained) for pp, whole, trained, _ in of_ranks}
+    wholes, all_trained = zip(*of_stages.values(), strict=True)
+    return sum(wholes), max(here for *_, here in of_ranks), sum(all_trained)
+
+
+def _types(execution: Execution) -> dict[str, str]:
+    names = ("parameter_dtype", "compute_dtype", "reduce_dtype")
+    return {name: str(getattr(execution, name)).removeprefix("torch.") for name in names}
+
+
+def _mixers(execution: Execution, device: torch.device, partition: str) -> str:
+    """How state-space layers run; "" where there are none."""
+    if not execution.mixers:
+        return ""
+    kernels = kernels_here(execution.compute_dtype, device, execution.mixer_kernels)
+    layers = f"{counted(execution.mixers, 'state-space layer')} in {kernels}"
+    if partition == "contiguous":
+        return f"{layers}; at most one state a slot and group is sent"
+    return f"{layers}; two states a document and slot are sent, at most one in all with context.partition contiguous"
+
+
+def _mtp(mtp: MtpSection) -> str:
+    """Which tokens further ahead are predicted; "" for none."""
+    depths = counted(mtp.depths, "depth")
+    return f"{depths} of multi-token prediction, loss weight {mtp.loss_weight:g}" if mtp.depths else ""
+
+
+def _encoder(run: TrainingRun) -> str:
+    """Where images are encoded, and what of the encoder is trained; "" for a model without one."""
+    if not isinstance(run.model, MultimodalModel):
+        return ""
+    settings, count = run.config.encoder, run.corpus.manifest.images
+    (encoder,) = run.model.encoder_settings.values()
+    parameters = sum(parameter.numel() for parameter in encoder.module.parameters())
+    trained = {"all": "all trained", "projector": "its projector trained", "none": "not trained"}[settings.train]
+    slots = counted(encoder.world.home.slots, "slot") + (f" of tp {settings.tp}" if settings.tp > 1 else "")
+    waves = f", at most {settings.max_rows:,} rows of a slot at once" if settings.max_rows else ""
+    return f"{parameters:,} parameters on {slots}, {trained}; {counted(count, 'image')}{waves}"
+
+
+def _devices(world: World) -> dict[str, Any]:
+    gpu, ranks = world.device.type == "cuda", len(world.home.ranks)
+    return {
+        "device": device_name(world),
+        "ranks": ranks,
+        "hosts": -(-ranks // (world.node_size * world.home.tp)),
+        "cores": usable_cores(),
+        "backend": "nccl" if gpu else "gloo",
+    }
+
+
+def _home(world: World, virtual_stages: int) -> dict[str, int]:
+    home = world.home
+    degrees = {"tp": home.tp, "pp": home.pp, "vpp": virtual_stages, "ep": home.ep, "dp_replicate": home.dp_replicate}
+    return {"slots": home.slots, **degrees}
+
+
+def _plans(run: TrainingRun) -> str:
+    """How steps and evaluations are planned."""
+    free = ", free" if run.config.context.mode == "free" else ""
+    cap = run.choice.options.max_tokens_per_slot
+    rows = f"at most {counted(cap, 'row')} a slot" if cap else "any number of rows a slot"
+    evaluated = f"; evaluation {_degree(run.evaluation_choice)}" if run.held_out else ""
+    return f"{_degree(run.choice)}{free}, {rows}{evaluated}"
+
+
+def _degree(choice: PlanChoice) -> str:
+    return choice.planner if choice.planner == "dynamic" else f"{choice.planner} at cp {choice.degree}"

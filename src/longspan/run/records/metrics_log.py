@@ -1,0 +1,87 @@
+"""The metrics of a run: one JSON object a line in metrics.jsonl.
+
+Rows of training: step, loss, tokens, targets, grad_norm, lr, seconds, tokens_per_second, memory_bytes, micro_batches,
+efficiency; where they are known tflops, mfu, predicted_seconds and bound_share, and of a model with images
+encoder_share, encoder_balance and both as predicted (`step_figures.py`); source_tokens, those of each of several
+sources; router_balance_loss and router_z_loss of models with experts; and mtp_loss_1, mtp_loss_2 and so on of depths of
+multi-token prediction. Rows of evaluation: step,
+eval_name (of a named set), eval_loss, eval_perplexity, eval_token_accuracy, eval_bits_per_byte (where the tokenizer's
+tokens stand for bytes), eval_NAME of a metric of the user's (null where it counted nothing), eval_tokens, eval_targets,
+eval_documents, cp (the widest degree of a dynamic plan), planner, seconds, on GPUs eval_activation_bytes (most memory
+that it added on any rank), by_position and by_length: [first, last, mean loss, targets, documents] of each bucket of
+positions, or of documents' lengths. One rank writes. A number that is not finite, for which JSON has no word, is
+written and read as null.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from longspan.files import as_json, json_values, naming_file, write_atomically
+from longspan.run.loggers.run_loggers import RunLoggers
+
+
+class MetricsLog:
+    """Appends rows to a file, flushed one by one; opened for a resumed run, it keeps the rows up to a step.
+
+    >>> with MetricsLog(Path("runs/first/metrics.jsonl"), after_step=100) as log:
+    ...     log.write({"step": 101, "loss": 3.2})
+
+    Later rows, which the run is about to make again, and a line that an interrupted write left torn are dropped. `None`
+    for a path writes nothing: on the ranks that do not record. A row that is written goes to `loggers` too.
+    """
+
+    def __init__(self, path: Path | None, *, after_step: int, loggers: RunLoggers | None = None) -> None:
+        self._loggers = loggers
+        rows = [row for row in read_metrics(path) if row["step"] <= after_step] if path else []
+        self.evaluated = evaluated_in(rows)
+        self._file = None
+        if path is not None:
+            write_atomically(path, "".join(as_json(row) + "\n" for row in rows))
+            self._file = path.open("a", encoding="utf-8")
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            with suppress(OSError):  # of a row that could not be written, for which `write` raised an error
+                self._file.close()
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append a row. Raises OSError, with the file's name, for what the disk refuses."""
+        self.evaluated |= evaluated_in([row])
+        if self._file is not None:
+            with naming_file(Path(self._file.name)):
+                self._file.write(as_json(row) + "\n")
+                self._file.flush()
+        if self._loggers is not None:
+            self._loggers.log(row)
+
+
+def evaluated_in(rows: Iterable[Mapping[str, Any]]) -> set[tuple[int, str]]:
+    """The step and the name of the set ("" of the held-out documents) of every evaluation in rows of metrics."""
+    return {(row["step"], row.get("eval_name", "")) for row in rows if "eval_loss" in row}
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file that can be read; none where it does not exist."""
+    return rows_and_damage(path)[0] if path.exists() else []
+
+
+def rows_and_damage(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The rows of a file like metrics.jsonl that can be read, and how many lines cannot."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    rows = [row for row in map(_row, lines) if row is not None]
+    return rows, sum(bool(line.strip()) for line in lines) - len(rows)
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    is_row = isinstance(row, dict) and isinstance(row.get("step"), int) and not isinstance(row["step"], bool)
+    return json_values(row) if is_row else None

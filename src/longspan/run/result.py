@@ -1,0 +1,63 @@
+"""The result of a training run, as a value that prints well. It needs no torch, for the launcher reads it too."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longspan.errors import counted
+from longspan.evaluation.result import Evaluation, comparison_table, sets_table
+from longspan.files import json_values
+from longspan.run.versions import versions
+
+LAST_STEPS = 10  # whose mean loss sums up a run
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """The result of a run on `world` ranks: its steps, why it stopped early, its last losses.
+
+    `final` are the last evaluations of the held-out documents, at every degree, `named` those of the named sets.
+    """
+
+    dir: Path
+    done: int
+    steps: int
+    stopped: str
+    last_loss: float
+    vocab_size: int
+    final: tuple[Evaluation, ...]
+    named: tuple[Evaluation, ...] = ()
+    world: int = 1
+
+    def summary(self) -> dict[str, Any]:
+        """The content of summary.json."""
+        values = {
+            "step": self.done,
+            "steps": self.steps,
+            "stopped": self.stopped,
+            "vocab_size": self.vocab_size,
+            "loss_of_last_steps": self.last_loss,
+            "share_of_ln_vocabulary": self.last_loss / math.log(self.vocab_size),
+            "eval_at_degrees": [evaluation.row() for evaluation in self.final],
+            "eval_sets": [evaluation.row() for evaluation in self.named],
+            "world": self.world,
+            "versions": versions(),
+        }
+        return json_values(values)
+
+    def text(self) -> str:
+        """The last lines that a run prints: its mean loss and, after the last step, the table of degrees."""
+        uniform = math.log(self.vocab_size)
+        share = 100 * self.last_loss / uniform
+        steps = min(LAST_STEPS, self.done)
+        mean = f"mean loss of the last {counted(steps, 'step') if steps > 1 else 'step'}: {self.last_loss:.4f}"
+        lines = (
+            [f"{mean} ({share:.1f} % of ln {self.vocab_size:,} = {uniform:.3f}, the loss of a uniform guess)"]
+            if self.done
+            else []
+        )
+        if self.stopped:
+            lines.append(f"stopped by {self.stopped} after step {self.done} of {self.steps}; the same command goes on")
+        lines += [comparison_table(self.final)] if self.final else []
+        return "\n".join(lines + ([sets_table(self.named)] if self.named else []))

@@ -1,0 +1,155 @@
+"""Going on with a run: from which checkpoint, and with which configuration. Weights and documents stay its own."""
+
+import json
+import math
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from longspan.checkpoint.checkpoint import find_checkpoint
+from longspan.checkpoint.files import read_state, remove_unfinished
+from longspan.comm import World
+from longspan.comm.all_ranks import LogLine, on_first_rank
+from longspan.config.bounds import AUTO
+from longspan.config.sections import ModelConfig, RunConfig, TrainConfig
+from longspan.data.order.source import FIRST_ORDER, ORDER
+from longspan.errors import CheckpointError, ConfigError
+from longspan.train.optim.schedule import Schedule
+
+# What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
+_FIXED_SECTIONS = ("model", "data", "lora")
+# A checkpoint holds the parameters in model.dtype, and documents are the same wherever their tokens are kept.
+_FREE_KEYS = ("model.compute_dtype", "data.cache", "data.workers")
+_FIXED_KEYS = (
+    "mtp.depths",
+    "mtp.train_whole",
+    "mtp.weights",
+    "train.seed",
+    "train.tokens_per_step",
+    "train.optimizer",
+    "train.optimizer_arguments",
+)
+
+
+def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path | None:
+    """The checkpoint from which this run goes on, None where it begins; entered by all ranks.
+
+    Raises CheckpointError where `run.resume` does not allow that, ConfigError where the run that saved it was another.
+    """
+    root = Path(config.run.dir) / "checkpoints"
+    on_first_rank(world, lambda: remove_unfinished(root, log), CheckpointError)
+    checkpoint = find_checkpoint(root, world, log, note=True)
+    if checkpoint is None:
+        if config.run.resume == "must":
+            raise CheckpointError(
+                f"run.resume is 'must' and there is no checkpoint in {root}; use 'auto' to begin a run"
+            )
+        return None
+    if config.run.resume == "never":
+        raise CheckpointError(
+            f"run.resume is 'never' and {checkpoint} is there; set run.dir to a new folder, or use 'auto'"
+        )
+    state = on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
+    _check_same_run(config, state, checkpoint)
+    return checkpoint
+
+
+def order_version(checkpoint: Path | None, world: World) -> int:
+    """Which order of documents a run has: the one that it began with. All ranks call it together."""
+    if checkpoint is None:
+        return ORDER
+    state = on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
+    return state.get("order", FIRST_ORDER)
+
+
+def with_held_out_of(config: RunConfig, checkpoint: Path | None, world: World) -> RunConfig:
+    """The configuration in which "auto" documents are held out as many as when the run began; entered by all ranks."""
+    if checkpoint is None or config.data.eval_documents != AUTO:
+        return config
+    state = on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
+    return replace(config, data=replace(config.data, eval_documents=state["config"]["data"]["eval_documents"]))
+
+
+def check_steps_left(config: RunConfig, world: World, checkpoint: Path, log: LogLine) -> None:
+    """Raise ConfigError for a checkpoint beyond the last step, and for a finished run under other keys.
+
+    All ranks call it together, once `train.steps` is known.
+    """
+    state = on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
+    if state.get("step", 0) > config.train.steps:
+        key = "train.epochs" if config.train.epochs else "train.steps"
+        raise ConfigError(
+            f"{checkpoint} is at step {state['step']}, beyond train.steps {config.train.steps}; raise {key}"
+        )
+    if state.get("step", 0) == config.train.steps:
+        _check_finished(*_before_and_now(config, state), checkpoint, log)
+
+
+def rate_line(config: RunConfig, state: dict[str, Any]) -> str:
+    """How the next step's learning rate differs from that under the schedule of a checkpoint's state; "" where not."""
+    done, kinds = int(state["step"]), fields(TrainConfig)
+    trained = state.get("config", {}).get("train", {})
+    before = TrainConfig(**{f.name: _as_tuple(trained[f.name]) for f in kinds if f.name in trained})
+    was, now = (Schedule.of(train).lr_at(done) for train in (before, config.train))
+    if math.isclose(was, now):
+        return ""
+    keys = ("lr", "steps", "schedule", "warmup_steps", "decay_steps", "min_lr_ratio")
+    changes = [f"train.{key} was {a}" for key in keys if (a := getattr(before, key)) != getattr(config.train, key)]
+    return (
+        f"the schedule now ends at step {config.train.steps}: lr {now:.3g} at step {done + 1}, where it had {was:.3g} "
+        f"({', '.join(changes)})"
+    )
+
+
+def _as_tuple(value: Any) -> Any:
+    """A list of JSON as a configuration has it."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _before_and_now(config: RunConfig, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The configuration of a checkpoint, and one of now, as JSON keeps them."""
+    return _with_preset(state.get("config", {})), _with_preset(json.loads(json.dumps(asdict(config))))
+
+
+def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:
+    before, now = _before_and_now(config, state)
+    fixed = [f"{section}.{key}" for section in _FIXED_SECTIONS for key in now[section]] + list(_FIXED_KEYS)
+    fixed += ["encoder.train"] if config.lora.rank else []  # beside an adapter a checkpoint has what is trained alone
+    for name in (name for name in fixed if name not in _FREE_KEYS):
+        section, _, key = name.partition(".")
+        was, value = before.get(section, {}).get(key), now[section][key]
+        if was is not None and value not in (was, AUTO):
+            raise ConfigError(
+                f"{name} was {was!r} when {path} was saved and is {value!r} now; "
+                f"set it back, or set run.dir to a new folder"
+            )
+
+
+def _with_preset(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with the preset that it means: older runs write one down beside a folder that wins over it."""
+    model = ModelConfig(**{key: config.get("model", {}).get(key, "") for key in ("preset", "path", "config")})
+    return {**config, "model": {**config.get("model", {}), "preset": model.preset_name}}
+
+
+def _check_finished(before: dict[str, Any], now: dict[str, Any], path: Path, log: LogLine) -> None:
+    """A finished run is shown and not trained: under other keys than it was trained with, it would be another run's.
+
+    It is evaluated under the keys given now; what it has recorded stays, which is said.
+    """
+    changes = {
+        key: f"{section}.{key} was {before[section][key]!r} and is {value!r} now"
+        for section in sorted(now.keys() & before.keys() - {"run", "eval"})
+        for key, value in sorted(now[section].items())
+        if key in before[section] and value not in (before[section][key], AUTO)
+    }
+    evaluated = [changes.pop(key) for key in list(changes) if key.startswith("eval_")]
+    if now["eval"] != before.get("eval", []):
+        evaluated.append(f"the evaluation sets are {', '.join(entry['name'] for entry in now['eval']) or 'none'} now")
+    if changes:
+        raise ConfigError(
+            f"the run has come to its end at step {now['train']['steps']} ({path}), and nothing is left to train: "
+            f"{'; '.join(changes.values())}. Set them back to see the run, raise train.steps to train on with them, "
+            "or set run.dir to a new folder"
+        )
+    shown = f", evaluated as is asked for now ({'; '.join(evaluated)})" if evaluated else ""
+    log(f"the run has come to its end: it is shown{shown}; its config.toml and what is in metrics.jsonl stay")

@@ -1,1 +1,0 @@
-"""The configuration of a run: its sections, and TOML files and flags that give it."""

@@ -1,1 +1,0 @@
-"""From files to the documents of a step."""

@@ -1,1 +1,0 @@
-"""Losses of an evaluation set, at any degree."""

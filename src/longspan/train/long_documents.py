@@ -1,0 +1,90 @@
+"""Documents beyond what a model knows: its rotary positions are scaled by key, or the longest document is refused."""
+
+from transformers import PreTrainedConfig
+
+from longspan.comm.all_ranks import LogLine
+from longspan.config.sections import ModelConfig
+from longspan.errors import ConfigError
+from longspan.model.rope import (
+    position_limit,
+    positions_are_left_to_mixers,
+    smallest_factor,
+    with_rope_scaling,
+)
+
+
+def configuration_for(
+    configuration: PreTrainedConfig,
+    model: ModelConfig,
+    longest: int,
+    origin: str,
+    log: LogLine,
+    *,
+    cut_by: str = "data.max_document_tokens =",
+) -> PreTrainedConfig:
+    """The configuration under `model.rope_scaling`, fit for a longest document of so many tokens, of source `origin`.
+
+    Raises ConfigError where the document is longer than the model knows, which `cut_by` shortens, ModelError where it
+    cannot be scaled.
+    """
+    known, scaled = position_limit(configuration), configuration
+    named = getattr(configuration.get_text_config(), "max_position_embeddings", None) or longest
+    if longest > named and positions_are_left_to_mixers(configuration):
+        log(
+            f"the longest document has {longest:,} tokens, more than max_position_embeddings, {named:,}, which limits "
+            f"nothing: attention of {configuration.model_type} has no positions"
+        )
+    factor = 1.0
+    if model.rope_scaling:
+        factor = model.rope_factor or smallest_factor(configuration, longest)
+        scaled = with_rope_scaling(configuration, model.rope_scaling, factor)
+    if factor > 1:
+        log(
+            f"rope: {model.rope_scaling} by {factor:g}, for documents of up to {position_limit(scaled):,} tokens; the "
+            f"model knows {known:,}, and the longest document has {longest:,}"
+        )
+    elif model.rope_scaling:
+        log(
+            f"rope: the longest document has {longest:,} tokens and the model knows {known:,}: "
+            f'model.rope_scaling = "{model.rope_scaling}" changes nothing'
+        )
+        scaled = configuration
+    limit = position_limit(scaled)
+    if limit is not None and longest > limit:
+        cut = f"cut documents with {cut_by} {limit}"
+        raise ConfigError(f"{_too_long(configuration, model, longest, origin, limit)}, or {cut}")
+    return scaled
+
+
+def check_known(
+    configuration: PreTrainedConfig, model: ModelConfig, longest: int, name: str, tokens: int, *, made: bool = False
+) -> None:
+    """Raise ConfigError where a document of so many `tokens` of an evaluation set is longer than a run's model knows.
+
+    `longest` is the longest document of the run's corpus, which alone decides how positions are scaled; `made` are
+    documents of passkey retrieval.
+    """
+    limit = position_limit(configuration_for(configuration, model, longest, "", lambda _: None))
+    if limit is not None and tokens > limit:
+        factor = f"model.rope_factor = {smallest_factor(configuration, tokens):g}"
+        longer = factor if model.rope_scaling else f'model.rope_scaling = "yarn" and {factor}'
+        cut = f"cut documents with eval.{name}.max_document_tokens = {limit}"
+        shorter = f"leave out of eval.{name}.passkey_lengths what is above {limit}" if made else cut
+        raise ConfigError(
+            f"the longest document has {tokens} tokens (of set {name!r}), and the model knows {limit} positions "
+            f"(max_position_embeddings of its configuration, and model.rope_scaling); set {longer}, or {shorter}"
+        )
+
+
+def _too_long(configuration: PreTrainedConfig, model: ModelConfig, longest: int, origin: str, limit: int) -> str:
+    need = smallest_factor(configuration, longest)
+    scaling = (
+        f"raise model.rope_factor to {need:g}, or leave it out"
+        if model.rope_scaling
+        else f'set model.rope_scaling = "yarn" (a factor of {need:g})'
+    )
+    under = f" under model.rope_factor {model.rope_factor:g}" if model.rope_scaling else ""
+    return (
+        f"the longest document has {longest} tokens ({origin}), and the model knows {limit} positions{under} "
+        f"(max_position_embeddings of its configuration); {scaling}"
+    )

@@ -1,0 +1,128 @@
+"""Which documents a run's steps take, in which order and how often, and the lines that say so."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from longspan.comm.all_ranks import LogLine
+from longspan.config.defaults import with_steps
+from longspan.config.sections import RunConfig
+from longspan.data.documents import Corpus
+from longspan.data.order.source import EQUAL_CUTS, ORDER, Mixture
+from longspan.data.order.uncut import UncutSpans
+from longspan.data.pack_order import PackOrder
+from longspan.data.step_order import StepOrder
+from longspan.errors import ConfigError, counted
+from longspan.train.optim.schedule import Schedule
+
+FEW_STEPS = 50  # a run of epochs with fewer is told how it would have more
+HELD_OUT, ONE_IN = 32, 10  # documents that are held out where nothing is said: one in so many, at most so many
+
+
+def with_steps_of_epochs(config: RunConfig, order: StepOrder | PackOrder, log: LogLine) -> RunConfig:
+    """The configuration with the number of steps that `train.epochs` takes. Raises ConfigError for a schedule that does
+    not fit them."""
+    if not config.train.epochs:
+        return config
+    steps = order.steps_of_epochs(config.train.epochs)
+    documents, tokens = order.stream.documents, order.stream.tokens
+    config = with_steps(config, steps)
+    Schedule.of(config.train)
+    log(
+        f"train.epochs {config.train.epochs:g}: {counted(steps, 'step')} over {counted(documents, 'document')} "
+        f"({counted(tokens, 'token')}), in place of train.steps; {config.train.warmup_steps} of warm-up"
+    )
+    if steps < FEW_STEPS:
+        log(_few_steps_line(config, order))
+    return config
+
+
+def _few_steps_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
+    """What makes more steps of the same documents, of which a step takes one at the least."""
+    tokens, taken = int(config.train.epochs * order.stream.tokens), config.train.tokens_per_step
+    least = int(order.lengths.max()) if isinstance(order, StepOrder) else config.data.pack_to
+    fewer = max(tokens // FEW_STEPS, least)
+    line = f"few updates: {counted(config.train.steps, 'step')} of up to {taken:,} tokens may change little; "
+    if tokens // fewer <= config.train.steps:
+        return line + "more epochs (train.epochs), or more documents, make more"
+    return line + f"--train.tokens_per_step {fewer} makes at least {tokens // fewer} of the same documents"
+
+
+def held_out_count(asked: int | str, documents: int) -> int:
+    """How many of so many documents are held out: as asked for, or one in ten (at least one, of several), at most 32.
+
+    >>> [held_out_count("auto", documents) for documents in (1, 7, 153, 5000)]
+    [0, 1, 15, 32]
+    """
+    if isinstance(asked, int):
+        return asked
+    return min(HELD_OUT, max(1, documents // ONE_IN), documents - 1)
+
+
+def step_order_of(config: RunConfig, corpus: Corpus, *, version: int = ORDER) -> StepOrder | PackOrder:
+    """The order of a run's documents; a run that an earlier version began keeps that of its version."""
+    data, tokens = config.data, config.train.tokens_per_step
+    order = StepOrder(
+        corpus.lengths,
+        tokens_per_step=tokens,
+        seed=config.train.seed,
+        eval_documents=held_out_count(data.eval_documents, len(corpus)),
+        targets=corpus.targets,
+        mixture=Mixture(corpus.source_of, tuple(s.weight for s in data.sources)) if data.sources else None,
+        version=version,
+    )
+    if not data.pack_to:
+        return order
+    across, uncut = data.pack_attention == "across", _uncut(config, corpus)
+    if uncut is not None and version <= EQUAL_CUTS:
+        raise ConfigError(
+            f"an older version of longspan began the run in {config.run.dir}, and cut its packs (data.pack_to) with "
+            "images at other places; set run.dir to a new folder, with model.path as a model exported from the run"
+        )
+    return PackOrder(order, pack_to=data.pack_to, tokens_per_step=tokens, across=across, uncut=uncut)
+
+
+def _uncut(config: RunConfig, corpus: Corpus) -> UncutSpans | None:
+    """The placeholders of each image, which no pack cuts. Raises ConfigError where packs have no room for one."""
+    if corpus.images is None or not len(corpus.images):
+        return None
+    spans = UncutSpans(*(np.asarray(corpus.images.column(name)) for name in ("document", "start", "stop")))
+    if config.data.pack_to < spans.longest:
+        raise ConfigError(
+            f"data.pack_to is {config.data.pack_to}, and an image takes {spans.longest} tokens, which no pack cuts; "
+            f"set it to {spans.longest} or more, or to 0: micro-batches hold several documents without padding"
+        )
+    return spans
+
+
+def documents_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
+    """How many documents are trained on, how often the run's steps read them, and how many are held out of that."""
+    steps, tokens = config.train.steps, order.stream.tokens
+    line = f"{counted(order.stream.documents, 'document')} to train on, of {counted(tokens, 'token')}"
+    if not config.train.epochs:  # their number of steps has a line of its own
+        times = config.train.tokens_per_step * steps / tokens
+        line += f", which {counted(steps, 'step')} read about {times:.3g} times"
+    line += f"; {len(order.evaluation)} held out (data.eval_documents)"
+    if config.data.pack_to:
+        within = "across documents" if config.data.pack_attention == "across" else "within documents"
+        line += f"; packed to {config.data.pack_to:,} tokens (data.pack_to), attention {within}"
+        if isinstance(order, PackOrder) and (mean := order.mean_pack()) < config.data.pack_to:
+            line += f"; no image is cut, so that a pack has {mean:,.1f} in the mean of the first 64 steps"
+    if config.train.tokens_per_step > tokens:
+        line += (
+            f"; a step of {config.train.tokens_per_step:,} tokens (train.tokens_per_step) reads documents repeatedly"
+        )
+    return line
+
+
+def source_lines(config: RunConfig, order: StepOrder | PackOrder) -> Iterator[str]:
+    """Of each of several sources: its share of the tokens, what it has, and how often the run's steps read it."""
+    taken = config.train.tokens_per_step * config.train.steps
+    sources = order.stream.sources if config.data.sources else ()
+    for table, source in zip(config.data.sources, sources, strict=True):
+        share = source.weight / sum(each.weight for each in sources)
+        yield (
+            f"source {table.path}: weight {source.weight:g}, {share:.3g} of the tokens of steps; it has "
+            f"{counted(source.documents, 'document')} of {counted(source.tokens, 'token')} to train on, read about "
+            f"{taken * share / source.tokens:.3g} times"
+        )

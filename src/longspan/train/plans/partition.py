@@ -1,0 +1,104 @@
+"""A partition "auto" of a hybrid's training: chosen by its cost on the first steps' documents, with the reason.
+
+Evaluations that say "auto" too are dealt out as training is, and share attention as it does where their degree allows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from longspan.comm import World
+from longspan.comm.all_ranks import LogLine, on_first_rank
+from longspan.config.bounds import AUTO
+from longspan.config.eval_inheritance import held_out_set
+from longspan.config.eval_set import EvalConfig
+from longspan.config.sections import RunConfig
+from longspan.data.pack_order import PackOrder
+from longspan.data.step_order import StepOrder
+from longspan.errors import ConfigError
+from longspan.layout import Layout
+from longspan.plan import Cost, PlanOptions
+from longspan.plan.simulate.which_partition import PartitionChoice, which_partition
+from longspan.train.plans import PlanChoice
+
+STEPS = 4  # whose documents are planned for
+
+
+def with_partition(
+    config: RunConfig, order: StepOrder | PackOrder, world: World, log: LogLine, *, cost: Cost, heads: int | None
+) -> tuple[RunConfig, str]:
+    """The configuration with a partition and a type in place of "auto", and why; "" where nothing was to be chosen.
+
+    The first rank chooses, so that hosts which round times differently do not disagree; all ranks call it together.
+    """
+    if config.context.partition != AUTO:
+        return config, ""
+    lengths = [order.lengths_of_step(step) for step in range(STEPS)]
+    work = partial(partition_chosen, config, lengths, world.home, cost=cost, heads=heads)
+    config, reason = on_first_rank(world, work, ConfigError)
+    if reason:
+        log(f"rows: {reason}")
+    return config, reason
+
+
+def partition_chosen(
+    config: RunConfig, lengths: Sequence[Sequence[int]], home: Layout, *, cost: Cost, heads: int | None
+) -> tuple[RunConfig, str]:
+    """The same for steps of documents of these lengths, on one rank.
+
+    Under a cost without states, which was measured as a whole, nothing tells one partition from the other.
+    """
+    if config.context.partition != AUTO or cost.states is None:
+        return with_usual_partition(config), ""
+    choice = PlanChoice.training(config, cost=cost, heads=heads)
+    chosen = _fastest(choice, lengths, home)
+    context, options = config.context, chosen.options
+    if context.cp_comm_type == AUTO:
+        context = replace(context, cp_comm_type=options.cp_comm_type)
+    config = replace(config, context=replace(context, partition=options.partition))
+    return _with_evaluations(config, home, heads), chosen.reason
+
+
+def with_usual_partition(config: RunConfig) -> RunConfig:
+    """The configuration with contiguous rows in place of "auto", whose attention each group shares as suits it."""
+    if config.context.partition == AUTO:
+        config = replace(config, context=replace(config.context, partition="contiguous"))
+    return _with_evaluations(config, None, None)
+
+
+def _fastest(choice: PlanChoice, lengths: Sequence[Sequence[int]], home: Layout) -> PartitionChoice:
+    """The partition and type under which these steps are predicted to be fastest."""
+    widest = choice.degree if choice.planner != "dynamic" else min(choice.max_degree or home.slots, home.slots)
+
+    def seconds_of(options: PlanOptions) -> float:
+        way = replace(choice, options=options)
+        if not way.allows(widest, home):  # documents of any length must fit
+            raise ConfigError(f"{options.cp_comm_type} cannot share {options.heads} heads among {widest} slots")
+        return sum(way.plan(documents, home).predicted_seconds for documents in lengths)
+
+    return which_partition(seconds_of, choice.options)
+
+
+def _with_evaluations(config: RunConfig, home: Layout | None, heads: int | None) -> RunConfig:
+    """The configuration whose evaluations have training's partition in place of "auto", and its type where it can."""
+    context = config.context
+
+    def dealt(entry: EvalConfig) -> EvalConfig:
+        if entry.partition != AUTO:
+            return entry
+        entry = replace(entry, partition=context.partition)
+        alike = _shares_alike(config, entry, home, heads)
+        return replace(entry, cp_comm_type=context.cp_comm_type) if alike else entry
+
+    held_out = dealt(held_out_set(config))
+    with_held_out = replace(context, eval_partition=held_out.partition, eval_cp_comm_type=held_out.cp_comm_type)
+    return replace(config, context=with_held_out, eval=tuple(map(dealt, config.eval)))
+
+
+def _shares_alike(config: RunConfig, entry: EvalConfig, home: Layout | None, heads: int | None) -> bool:
+    """Whether an evaluation of type "auto" can have training's type at its degree."""
+    choice = PlanChoice.evaluation(config, entry, heads=heads)
+    if home is None or choice.options.cp_comm_type != AUTO or not choice.degree or choice.planner == "dynamic":
+        return False
+    trained = PlanChoice.training(config, heads=heads)
+    return trained.allows(choice.degree, home)

@@ -1,0 +1,429 @@
+"""Checkpoints: complete or not there, the newest good one found, loaded on any number of ranks."""
+
+import os
+import re
+import signal
+import time
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from longspan import Layout, World
+from longspan.checkpoint import checkpoint as checkpoint_module
+from longspan.checkpoint import files as files_module
+from longspan.checkpoint.checkpoint import check_checkpoint, find_checkpoint, load_checkpoint, save_checkpoint
+from longspan.checkpoint.files import (
+    check_contents,
+    check_sizes,
+    complete_checkpoints,
+    create_partial,
+    files_by_rank,
+    newest_good,
+    note_damage,
+    prune,
+    publish,
+    read_state,
+    step_of,
+)
+from longspan.checkpoint.storage import HashingWriter, PatientReader
+from longspan.comm import waiting
+from longspan.errors import CheckpointError, CommError
+from longspan.model import load_model, prepare, save_model
+from longspan.testing import backend, run_ranks
+from longspan.train.optim.optimizer import build_optimizer
+
+
+def check_files(path: Path) -> None:
+    check_contents(path, check_sizes(path))
+
+
+def latest_checkpoint(root: Path, log: Any) -> Path | None:
+    """As one rank alone sees it."""
+    return newest_good(complete_checkpoints(root, log), check_files, log)[0]
+
+
+def file_checkpoint(root: Path, step: int) -> Path:
+    """A checkpoint of two small files, as one rank would leave it."""
+    path = root / f"step-{step:06d}"
+    partial = path.with_name(path.name + ".partial")
+    create_partial(partial)
+    (partial / "__0_0.distcp").write_bytes(bytes(100))
+    (partial / ".metadata").write_bytes(b"index")
+    written = {file.name: (len(data := file.read_bytes()), sha256(data).hexdigest()) for file in partial.iterdir()}
+    publish(partial, path, {"step": step}, [written])
+    return path
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[3] ^= 1
+    path.write_bytes(bytes(data))
+
+
+DAMAGE = [
+    ("__0_0.distcp", Path.unlink, r"__0_0.distcp is missing"),
+    ("__0_0.distcp", cut, r"__0_0.distcp has 99 bytes, 100 were written"),
+    ("__0_0.distcp", flip, r"__0_0.distcp has other contents than were written"),
+    ("state.json", flip, r"state.json has other contents"),
+    ("manifest.json", Path.unlink, r"manifest.json cannot be read"),
+    ("manifest.json", cut, r"manifest.json is damaged"),
+    ("manifest.json", lambda path: path.write_text('{"files": {}}'), r"manifest.json names no files"),
+    ("manifest.json", lambda path: path.write_text('{"files": {"a": 3}}'), r"manifest.json is damaged"),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "message"), DAMAGE, ids=[message for _, _, message in DAMAGE])
+def test_damage_is_named_and_skipped(tmp_path: Path, name: str, damage: Any, message: str) -> None:
+    good, bad, said = file_checkpoint(tmp_path, 5), file_checkpoint(tmp_path, 10), list[str]()
+    assert latest_checkpoint(tmp_path, said.append) == bad and not said
+    damage(bad / name)
+    with pytest.raises(CheckpointError, match=rf"checkpoint .*step-000010: {message}"):
+        check_files(bad)
+    assert latest_checkpoint(tmp_path, said.append) == good
+    assert len(said) == 1 and "step-000010" in said[0]
+
+
+def test_unfinished_ones_are_skipped_and_damaged_ones_alone_are_an_error(tmp_path: Path) -> None:
+    said = list[str]()
+    assert latest_checkpoint(tmp_path / "none", said.append) is None
+    create_partial(tmp_path / "step-000007.partial")
+    assert latest_checkpoint(tmp_path, said.append) is None
+    assert "step-000007.partial: its save was interrupted" in said[0]
+    flip(file_checkpoint(tmp_path, 3) / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match=r"no good checkpoint is left in .*step-000003.*start in a new run.dir"):
+        latest_checkpoint(tmp_path, said.append)
+
+
+@pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 9, 10]), (1, [10]), (3, [2, 9, 10]), (7, [1, 2, 9, 10])])
+def test_the_newest_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None:
+    for step in (9, 1, 10, 2):
+        file_checkpoint(tmp_path, step)
+    create_partial(tmp_path / "step-000004.partial")
+    (tmp_path / "notes").mkdir()
+    prune(tmp_path, keep)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", *(f"step-{step:06d}" for step in left)]
+
+
+def test_damaged_ones_neither_count_nor_shadow_good_ones(tmp_path: Path) -> None:
+    """The newest two good ones are kept, whatever stands between and above them."""
+    for step in range(1, 8):
+        file_checkpoint(tmp_path, step)
+    cut(tmp_path / "step-000005" / "__0_0.distcp")
+    note_damage({tmp_path / "step-000007": "its contents have changed"}, tmp_path / "step-000006")
+    prune(tmp_path, 3)
+    assert sorted(step_of(path) for path in tmp_path.iterdir()) == [3, 4, 5, 6, 7]
+    note_damage({}, tmp_path / "step-000007")  # restored
+    prune(tmp_path, 3)
+    assert sorted(step_of(path) for path in tmp_path.iterdir()) == [4, 5, 6, 7]
+
+
+def test_the_files_of_a_checkpoint_are_files_by_rank_by_their_sizes() -> None:
+    files = {"a": (9, ""), "b": (5, ""), "c": (4, ""), "d": (4, ""), "e": (0, "")}
+    for ranks in (1, 2, 3, 7):
+        shares = files_by_rank(files, ranks)
+        assert len(shares) == ranks and sorted(name for share in shares for name in share) == sorted(files)
+        assert max(sum(size for size, _ in share.values()) for share in shares) <= (22, 13, 9)[min(ranks, 3) - 1]
+
+
+# ---- with ranks: a model under FSDP2, and optimizer state that is not empty
+
+
+def opened(
+    world: World, optimizer: str = "adamw", preset: str = "qwen3-tiny", seed: int = 0
+) -> tuple[nn.Module, Optimizer]:
+    model = prepare(load_model(None, preset, dtype="float32", seed=seed, vocab_size=64), world, probe=False)
+    return model, build_optimizer(model, optimizer, 1e-2, 0.1)
+
+
+def update(model: nn.Module, optimizer: Optimizer) -> None:
+    """One optimizer step on gradients that depend on the weights alone."""
+    for parameter in model.parameters():
+        parameter.grad = torch.sin(3 * parameter.detach())
+    optimizer.step()
+
+
+def contents(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+    """All weights and moments, whole, in order."""
+    parameters = list(model.parameters())
+    moments = [v for p in parameters for _, v in sorted(optimizer.state[p].items()) if isinstance(v, Tensor)]
+    whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in [p.detach() for p in parameters] + moments]
+    return [t.cpu() for t in whole]
+
+
+def save_rank(rank: int, ranks: int, root: Path, optimizer: str) -> list[Tensor]:
+    with World(Layout(ranks), backend=backend(), timeout=60) as world:
+        model, optim = opened(world, optimizer)
+        update(model, optim)
+        save_checkpoint(root, model, optim, world, step=1, state={"note": "one"}, keep=0)
+        update(model, optim)
+        return contents(model, optim)
+
+
+def load_rank(rank: int, ranks: int, root: Path, optimizer: str) -> list[Tensor]:
+    with World(Layout(ranks), backend=backend(), timeout=60) as world:
+        model, optim = opened(world, optimizer, seed=7)
+        path = find_checkpoint(root, world, print)
+        assert path is not None
+        state = load_checkpoint(path, model, optim, world)
+        assert (state["step"], state["note"]) == (1, "one")
+        update(model, optim)
+        return contents(model, optim)
+
+
+@pytest.mark.parametrize(("optimizer", "saved", "loaded"), [("adamw", 2, 2), ("adamw", 2, 3), ("sgd", 3, 1)])
+def test_weights_and_moments_come_back_bit_for_bit(tmp_path: Path, optimizer: str, saved: int, loaded: int) -> None:
+    straight = run_ranks(save_rank, saved, saved, tmp_path, optimizer)[0]
+    resumed = run_ranks(load_rank, loaded, loaded, tmp_path, optimizer)[0]
+    assert len(straight) == len(resumed) > (40 if optimizer == "adamw" else 20)
+    assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
+    files = sorted(p.name for p in (tmp_path / "step-000001").iterdir())
+    assert files == [".metadata", *(f"__{rank}_0.distcp" for rank in range(saved)), "manifest.json", "state.json"]
+
+
+def hyperparameters_rank(rank: int, ranks: int, root: Path, optimizer: str) -> None:
+    """A checkpoint of one weight decay, loaded into an optimizer of another."""
+    with World(Layout(ranks), backend=backend(), timeout=60) as world:
+        model, before = opened(world, optimizer)
+        update(model, before)
+        save_checkpoint(root / optimizer, model, before, world, step=1, state={}, keep=0)
+        after = build_optimizer(model, optimizer, 0.5, 0.25, betas=(0.7, 0.8))
+        after.param_groups[0]["maximize"] = True
+        own_settings = [{key: value for key, value in group.items() if key != "params"} for group in after.param_groups]
+        load_checkpoint(root / optimizer / "step-000001", model, after, world)
+        settings = [{key: value for key, value in group.items() if key != "params"} for group in after.param_groups]
+        assert settings == own_settings
+        assert all(map(torch.equal, contents(model, before), contents(model, after)))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_an_optimizer_keeps_its_hyperparameters_and_takes_the_moments(tmp_path: Path, optimizer: str) -> None:
+    run_ranks(hyperparameters_rank, 2, 2, tmp_path, optimizer)
+
+
+def moments_rank(rank: int, ranks: int, root: Path) -> list[str]:
+    """Checkpoints of optimizers that have no moments, or not for all parameters; returns what was refused."""
+    with World(Layout(ranks), backend=backend(), timeout=60) as world:
+        model, before = opened(world)
+        save_checkpoint(root, model, before, world, step=0)  # before the first step
+        assert not before.state
+        names = [name for name, _ in model.named_parameters()]
+        for parameter in model.parameters():
+            parameter.grad = torch.sin(3 * parameter.detach())
+        model.get_parameter(names[3]).grad = None
+        before.step()
+        save_checkpoint(root, model, before, world, step=1)
+        left = build_optimizer(model, lr=1e-2)
+        for step, count in ((1, len(names) - 1), (0, 0), (1, len(names) - 1)):  # gradients are there the first time
+            load_checkpoint(root / f"step-00000{step}", model, left, world)
+            assert sum(bool(state) for state in left.state.values()) == count
+            assert all(parameter.grad is None for parameter in model.parameters())
+        assert not left.state.get(model.get_parameter(names[3]))
+        assert all(map(torch.equal, contents(model, before), contents(model, left)))
+        model.get_parameter(names[2]).requires_grad_(False)
+        save_checkpoint(root, model, build_optimizer(model, lr=1e-2), world, step=2)
+        model.get_parameter(names[2]).requires_grad_(True)
+        save_checkpoint(root, model, build_optimizer(model, "sgd"), world, step=3)
+        refused = list[str]()
+        for step in (2, 3):
+            with pytest.raises(CheckpointError) as error:
+                load_checkpoint(root / f"step-00000{step}", model, left, world)
+            refused.append(str(error.value))
+        return refused
+
+
+def test_a_parameter_without_moments_has_none_after_loading(tmp_path: Path) -> None:
+    first, second = run_ranks(moments_rank, 2, 2, tmp_path)
+    assert first == second
+    assert re.search(
+        r"no moments of 1 parameter that this optimizer updates \(model.layers.0.*\), which were frozen,", first[0]
+    )
+    assert "no moments for AdamW: it was saved with another optimizer; use that one" in first[1]
+
+
+def damaged_rank(rank: int, ranks: int, root: Path) -> tuple[list[str], list[str]]:
+    """A run whose second of two checkpoints has a flipped byte goes on from the first and saves once more."""
+    hashed, said, digest = list[str](), list[str](), files_module._digest
+    with World(Layout(ranks), backend=backend(), timeout=60) as world:
+        model, optim = opened(world)
+        for step in (2, 4):
+            save_checkpoint(root, model, optim, world, step=step, state={}, keep=0)
+        if rank == 0:
+            flip(root / "step-000004" / "__1_0.distcp")
+        world.control.barrier()
+        files_module._digest = lambda path: (hashed.append(path.name), digest(path))[1]
+        path = find_checkpoint(root, world, said.append, note=True)
+        assert path is not None and load_checkpoint(path, model, optim, world)["step"] == 2
+        checked = list(hashed)
+        save_checkpoint(root, model, optim, world, step=3, state={}, keep=1)
+        assert hashed[len(checked) :] == (["state.json"] if rank == 0 else [])  # the others, while they were written
+        files_module._digest = digest
+        assert find_checkpoint(root, world, said.append) == root / "step-000003"
+        return checked, said
+
+
+def test_a_flipped_byte_is_seen_and_the_good_checkpoints_are_kept(tmp_path: Path) -> None:
+    (first, said), (second, silent) = run_ranks(damaged_rank, 2, 2, tmp_path)
+    files = [".metadata", "__0_0.distcp", "__1_0.distcp", "state.json"]
+    assert sorted(first + second) == sorted(files * 2) and min(map(len, (first, second))) >= 2
+    assert len(said) == 2 and not silent
+    assert all("step-000004: __1_0.distcp has other contents than were written" in text for text in said)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-000003", "step-000004"}
+    assert "__1_0.distcp has other contents" in (tmp_path / "step-000004" / "damaged.txt").read_text()
+
+
+def slowly(work: Any) -> Any:
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.3)
+        return work(*arguments)
+
+    return slow
+
+
+def slow_disk_rank(rank: int, ranks: int, root: Path) -> list[int]:
+    """How often the ranks tell each other that they still work while the second one writes, hashes and reads slowly."""
+    waiting._BEAT = 0.02
+    disk_work = [(FileSystemWriter, "write_data"), (files_module, "_digest"), (FileSystemReader, "read_data")]
+    for place, name in disk_work if rank == 1 else []:
+        setattr(place, name, slowly(getattr(place, name)))
+    with World(Layout(ranks), backend=backend(), timeout=60) as world:
+        model, optim = opened(world)
+        beats, ask = [0], world.control.any_rank
+
+        def counted(flag: bool) -> bool:
+            beats[-1] += 1
+            return ask(flag)
+
+        world.control.any_rank = counted  # type: ignore[method-assign]
+        path = save_checkpoint(root, model, optim, world, step=1, state={}, keep=0)
+        beats.append(0)
+        check_checkpoint(path, world)
+        beats.append(0)
+        load_checkpoint(path, model, optim, world)
+        return beats
+
+
+def test_slow_disks_are_waited_for_with_signs_of_life(tmp_path: Path) -> None:
+    first, second = run_ranks(slow_disk_rank, 2, 2, tmp_path)
+    assert first == second and min(first) >= 10, first
+
+
+def other_model_rank(rank: int, ranks: int, root: Path) -> str:
+    with World(Layout(ranks), backend=backend(), timeout=60) as world:
+        model, optim = opened(world, preset="llama-tiny")
+        with pytest.raises(CheckpointError) as error:
+            load_checkpoint(root / "step-000001", model, optim, world)
+        wide = prepare(load_model(None, "qwen3-tiny", dtype="float32", seed=0, vocab_size=80), world, probe=False)
+        with pytest.raises(CheckpointError, match=r"does not fit this model: Size mismatch .*\(on rank 0\)$"):
+            load_checkpoint(root / "step-000001", wide, None, world)
+        return str(error.value)
+
+
+def full_disk_rank(rank: int, ranks: int, root: Path) -> str:
+    """A save whose second rank writes to a full disk."""
+
+    def begin_on_full_disk(folder: Path) -> None:
+        create_partial(folder)
+        (folder / "__1_0.distcp").symlink_to("/dev/full")
+
+    checkpoint_module.create_partial = begin_on_full_disk  # type: ignore[assignment]
+    with World(Layout(ranks), backend=backend(), timeout=20) as world:
+        model, optim = opened(world)
+        with pytest.raises(CheckpointError) as error:
+            save_checkpoint(root, model, optim, world, step=2, state={}, keep=1)
+        return str(error.value)
+
+
+def test_a_full_disk_is_named_with_the_bytes_that_are_free(tmp_path: Path) -> None:
+    messages = run_ranks(full_disk_rank, 2, 2, tmp_path)
+    wanted = (
+        r"checkpoint .*/step-000002 could not be written: .*/step-000002.partial/__1_0.distcp: No space left on device "
+        r"\([\d,]+ bytes are free\); make room there .* \(on rank 1\)"
+    )
+    assert messages[0] == messages[1] and re.fullmatch(wanted, messages[0]), messages
+    assert not list(tmp_path.iterdir())
+
+
+def interrupted_rank(rank: int, ranks: int, root: Path, how: str) -> str:
+    """A second save that breaks after the ranks' files, before the manifest."""
+    with World(Layout(ranks), backend=backend(), timeout=20) as world:
+        model, optim = opened(world)
+        save_checkpoint(root, model, optim, world, step=1, state={"note": "one"}, keep=1)
+
+        def broken(partial: Path, *_: object) -> None:
+            (partial / "state.json").write_text("{")
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError(28, "No space left on device", str(partial))
+
+        checkpoint_module.publish = broken  # type: ignore[assignment]
+        update(model, optim)
+        with pytest.raises(CheckpointError) as error:
+            save_checkpoint(root, model, optim, world, step=2, state={}, keep=1)
+        return str(error.value)
+
+
+def test_a_full_disk_is_every_ranks_error_and_the_older_checkpoint_stays(tmp_path: Path) -> None:
+    messages = run_ranks(interrupted_rank, 2, 2, tmp_path, "raise")
+    assert all("step-000002.partial: No space left on device" in message for message in messages)
+    assert not (tmp_path / "step-000002.partial").exists()
+    assert latest_checkpoint(tmp_path, print) == tmp_path / "step-000001"
+    assert read_state(tmp_path / "step-000001")["note"] == "one"
+    message = run_ranks(other_model_rank, 2, 2, tmp_path)[0]
+    assert "is of another model: it lacks 0 of this model's weights (none) and has 4 that this model has not" in message
+
+
+def test_a_rank_that_is_killed_while_saving_leaves_the_older_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CommError, match=r"rank 0 of 2 was killed by signal 9"):
+        run_ranks(interrupted_rank, 2, 2, tmp_path, "kill")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"], "the other rank removes what is unfinished"
+    assert latest_checkpoint(tmp_path, print) == tmp_path / "step-000001"
+
+
+def killed_rank(rank: int, root: Path, lost: int, inside: str) -> None:
+    """A rank is killed inside torch's own writing or reading of a checkpoint, or its gathers of a model."""
+    with World(Layout(3), backend=backend(), timeout=20) as world:
+        model, optim = opened(world)
+        path = save_checkpoint(root, model, optim, world, step=1, state={})
+        kind, method = {
+            "save": (HashingWriter, "write_data"),
+            "load": (PatientReader, "read_data"),
+            "model": (DTensor, "full_tensor"),
+        }[inside]
+        if rank == lost:
+            setattr(kind, method, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        world.step = 2
+        if inside == "save":
+            save_checkpoint(root, model, optim, world, step=2, state={})
+        if inside == "model":
+            save_model(model, root.with_name("model"), world)  # pyright: ignore[reportArgumentType]
+        load_checkpoint(path, model, optim, world)
+
+
+LOST = [(0, "save"), (1, "model"), *(pytest.param(1, inside, marks=pytest.mark.whole) for inside in ("save", "load"))]
+
+
+@pytest.mark.parametrize(("lost", "inside"), LOST)
+def test_the_other_ranks_name_one_that_is_killed_while_all_write_or_read(
+    tmp_path: Path, lost: int, inside: str
+) -> None:
+    with pytest.raises(CommError, match=rf"rank {lost} of 3 was killed by signal 9") as raised:
+        run_ranks(killed_rank, 3, tmp_path / "run", lost, inside)
+    what = {
+        "save": "writing of checkpoint step-000002",
+        "load": "reading of checkpoint step-000001",
+        "model": r"writing of \S+/model",
+    }[inside]
+    report = rf"rank \d: CommError: '{what}' of step 2 .* rank {lost} does not answer: it was killed by signal 9"
+    assert [bool(re.match(report, note)) for note in raised.value.__notes__] == [True, True], raised.value.__notes__
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-000001"]

@@ -1,0 +1,215 @@
+"""One run through homes that differ in everything at once: tp, pp, vpp, ep, slots, ranks, copies, planner and degree.
+
+Each leg goes on from the checkpoint of the one before. Weights, moments of AdamW and losses equal those of a run on one
+rank that never stopped, and every step trains on the same documents.
+"""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
+
+from longspan.checkpoint import checkpoint as checkpoint_module
+from longspan.checkpoint.files import checkpoint_path
+from longspan.config.sections import ParallelConfig, RunConfig
+from longspan.corpus.tokenizer import train_tokenizer
+from longspan.errors import CheckpointError
+from longspan.run.records.metrics_log import read_metrics
+from longspan.testing import backend, run_ranks
+from longspan.train import training as run_module
+from tests.model.stock import SIZES, worst
+from tests.run.runs.homes import farthest
+from tests.train.small import small_config, train_rank
+
+SETTINGS = {
+    "model__dtype": "float64",
+    "data__eval_documents": 0,
+    "context__context_parallel_size": 1,
+    "train__warmup_steps": 0,  # with the ratio below the rate is the same, whatever the steps of a leg
+    "train__min_lr_ratio": 1.0,
+    "train__eval_every": 0,
+    "train__weight_decay": 0.1,
+}
+LAYERS: dict[str, Any] = SIZES | {"num_hidden_layers": 4, "vocab_size": 300}
+MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3": lambda: Qwen3Config(**LAYERS, tie_word_embeddings=True),
+    "qwen3-moe": lambda: Qwen3MoeConfig(
+        **LAYERS, moe_intermediate_size=24, num_experts=8, num_experts_per_tok=2, mlp_only_layers=[1]
+    ),
+}
+Change = Callable[[dict[str, Any]], None]
+BOUND = 1e-12 if backend() == "gloo" else 1e-5
+
+
+@dataclass(frozen=True)
+class Leg:
+    """Ranks and home of a part of the run, its plans, and the step that it ends with."""
+
+    until: int
+    ranks: int
+    parallel: ParallelConfig
+    plans: dict[str, Any]
+
+
+ALL_AT_ONCE = ParallelConfig(tp=2, pp=2, ep=2, sequence_parallel=True)
+CHAINS = {
+    "qwen3": (
+        Leg(2, 8, replace(ALL_AT_ONCE, ep=1), {"planner": "dynamic"}),
+        Leg(4, 3, ParallelConfig(), {"planner": "dynamic", "cp_comm_type": "all_gather"}),
+        Leg(5, 4, ParallelConfig(pp=2, vpp=2, pipeline_schedule="zbv"), {"planner": "padded"}),
+    ),
+    "qwen3-moe": (
+        Leg(2, 8, ALL_AT_ONCE, {"planner": "dynamic"}),
+        Leg(3, 3, ParallelConfig(), {"context_parallel_size": 3, "cp_comm_type": "all_gather"}),
+        Leg(4, 4, ParallelConfig(pp=2, vpp=2, ep=2), {"planner": "padded", "context_parallel_size": 2}),
+        Leg(5, 4, ParallelConfig(ep=2, dp_replicate=2), {"planner": "dynamic", "max_tokens_per_slot": 32}),
+    ),
+}
+STEPS = 5
+
+
+def _train(rank: int, config: RunConfig, ranks: int, change: Change | None = None) -> list[tuple[int, ...]]:
+    """Train, and return the documents of every step that was taken here."""
+    seen: list[tuple[int, ...]] = []
+    step, set_state = run_module.run_step, checkpoint_module.set_state_dict
+
+    def noted(model: Any, plan: Any, documents: Any, *others: Any, **named: Any) -> Any:
+        seen.append(documents.ids)
+        return step(model, plan, documents, *others, **named)
+
+    def changed(*others: Any, optim_state_dict: dict[str, Any], **named: Any) -> Any:
+        if change is not None:
+            change(optim_state_dict)
+        return set_state(*others, optim_state_dict=optim_state_dict, **named)
+
+    run_module.run_step, checkpoint_module.set_state_dict = noted, changed  # type: ignore[assignment]
+    try:
+        train_rank(rank, config, ranks)
+    finally:
+        run_module.run_step, checkpoint_module.set_state_dict = step, set_state
+    return seen
+
+
+def _documents(config: RunConfig, ranks: int, change: Change | None = None) -> list[tuple[int, ...]]:
+    """The documents of each step, which must be the same on every rank."""
+    seen = run_ranks(_train, ranks, config, ranks, change, timeout=110)
+    assert all(each == seen[0] for each in seen)
+    return seen[0]
+
+
+def _losses(config: RunConfig) -> list[float]:
+    return [float(row["loss"]) for row in read_metrics(Path(config.run.dir) / "metrics.jsonl")]
+
+
+def _checkpoint(config: RunConfig, step: int, folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint by its name, whole, read without ranks: weights, moments and their steps."""
+    dcp_to_torch_save(checkpoint_path(Path(config.run.dir) / "checkpoints", step), folder / "whole.pt")
+    return dict(_tensors(torch.load(folder / "whole.pt")))
+
+
+def _tensors(value: Any, name: str = "") -> Any:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _tensors(inner, f"{name}.{key}")
+
+
+@pytest.fixture(scope="module")
+def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run of a model on one rank that never stopped, with a checkpoint of every step, and its steps' documents."""
+    folder = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(MODELS[request.param]()).save_pretrained(folder / "model")
+    train_tokenizer(["some text"], 300).save_pretrained(folder / "model")
+    changes = {"model__path": str(folder / "model"), "train__steps": STEPS, "train__save_every": 1}
+    config = small_config(folder, **SETTINGS, **changes)
+    return CHAINS[request.param], config, _documents(config, 1)
+
+
+def _of_leg(config: RunConfig, leg: Leg, folder: Path) -> RunConfig:
+    """The run's configuration for a leg, in a folder of its own."""
+    return replace(
+        config,
+        parallel=leg.parallel,
+        context=replace(config.context, **leg.plans),
+        train=replace(config.train, steps=leg.until, save_every=0),
+        run=replace(config.run, dir=str(folder)),
+    )
+
+
+# The mixture of experts goes through more homes; a tied embedding and "zbv" are in test_pipelined_run.py too.
+CHAINED = ["qwen3", pytest.param("qwen3-moe", marks=pytest.mark.whole)]
+
+
+@pytest.mark.parametrize("straight", CHAINED, indirect=True)
+def test_a_run_goes_through_homes_that_differ_in_everything(straight: Any, tmp_path: Path) -> None:
+    chain, config, documents = straight
+    seen, mine = list[tuple[int, ...]](), config
+    for leg in chain:
+        mine = _of_leg(config, leg, tmp_path / "run")
+        seen += _documents(mine, leg.ranks)
+        found, wanted = (_checkpoint(c, leg.until, tmp_path) for c in (mine, config))
+        assert len(wanted) > 4 * 4 * 11  # weights, two moments and their steps, of eleven parameters a layer
+        assert worst(found, wanted) < BOUND, leg
+    assert seen == documents
+    assert farthest(_losses(mine), _losses(config)) < BOUND
+
+
+def _swap_moments(state: dict[str, Any]) -> None:
+    first, second = (f"state.model.layers.{layer}.mlp.up_proj.weight.exp_avg" for layer in (0, 1))
+    state[first], state[second] = state[second], state[first]
+
+
+def _lose_a_moment(state: dict[str, Any]) -> None:
+    state["state.model.layers.2.mlp.up_proj.weight.exp_avg_sq"].zero_()
+
+
+def _lose_the_steps(state: dict[str, Any]) -> None:
+    for name in (name for name in state if name.endswith(".step")):
+        state[name].zero_()
+
+
+@pytest.mark.parametrize("straight", ["qwen3"], indirect=True)
+@pytest.mark.parametrize(
+    "change",
+    [None, _lose_a_moment, *(pytest.param(c, marks=pytest.mark.whole) for c in (_swap_moments, _lose_the_steps))],
+)
+def test_a_moment_in_the_wrong_place_would_be_seen(straight: Any, tmp_path: Path, change: Change | None) -> None:
+    _, config, documents = straight
+    shutil.copytree(Path(config.run.dir), tmp_path / "run", ignore=shutil.ignore_patterns("step-00000[2-9]"))
+    mine = _of_leg(config, Leg(2, 1, ParallelConfig(), {}), tmp_path / "run")
+    assert _documents(mine, 1, change) == documents[1:2]
+    found, wanted = (_checkpoint(c, 2, tmp_path) for c in (mine, config))
+    assert (worst(found, wanted) < BOUND) == (change is None)
+
+
+def _saves_too_little(rank: int, config: RunConfig) -> None:
+    """A step, saved without one of the moments."""
+    save = checkpoint_module.dcp.save
+
+    def lacking(tensors: dict[str, Any], **named: Any) -> None:
+        del tensors["optimizer"]["state.model.layers.2.mlp.up_proj.weight.exp_avg_sq"]
+        save(tensors, **named)
+
+    checkpoint_module.dcp.save = lacking
+    try:
+        train_rank(rank, config, 1)
+    finally:
+        checkpoint_module.dcp.save = save
+
+
+@pytest.mark.parametrize("straight", ["qwen3"], indirect=True)
+def test_a_moment_that_is_not_there_is_an_error(straight: Any, tmp_path: Path) -> None:
+    _, config, _ = straight
+    first, second = (_of_leg(config, Leg(until, 1, ParallelConfig(), {}), tmp_path / "run") for until in (1, 2))
+    run_ranks(_saves_too_little, 1, first)
+    with pytest.raises(CheckpointError, match=r"does not fit this model: Missing key .*layers.2.mlp.up_proj.*exp_avg_"):
+        run_ranks(train_rank, 1, second, 1)

@@ -1,0 +1,329 @@
+"""Configuration: what is read, what is refused and how, before any process exists."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from longspan.attention import PATTERNS, TYPES
+from longspan.config.defaults import resolved
+from longspan.config.file import config_keys, load_config, read_file, to_toml
+from longspan.config.precision import compute_dtype
+from longspan.config.sections import ModelConfig, RunConfig
+from longspan.data.step_order import StepOrder
+from longspan.errors import ConfigError, LayoutError
+from longspan.layout import Layout
+from longspan.plan import Cost
+from longspan.plan.check import COMM_TYPES
+from longspan.run.checks.plans import check_longest
+from longspan.run.config_check import check_config
+from longspan.train.memory.row_probe import probe_plan
+from longspan.train.plans import PlanChoice, degrees_to_compare, plans_of_steps
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    return path
+
+
+def test_the_pinned_defaults() -> None:
+    config = load_config()
+    assert (config.model.preset, config.model.dtype) == ("qwen3-tiny", "float32")
+    assert (config.data.path, config.data.tokenizer, config.data.vocab_size) == ("stdlib", "", 2048)
+    assert (config.data.max_document_tokens, config.data.eval_documents) == (2048, "auto")
+    assert (config.context.planner, config.context.context_parallel_size, config.context.cp_comm_type) == (
+        "fixed",
+        2,
+        "p2p",
+    )
+    assert (config.context.max_tokens_per_slot, config.context.node_size) == (1024, 8)
+    assert config.context.hierarchical_context_parallel_sizes == (2, 2)
+    assert (config.context.eval_context_parallel_size, config.context.eval_max_tokens_per_slot) == (4, 2048)
+    assert (config.train.steps, config.train.tokens_per_step, config.train.lr, config.train.seed) == (
+        300,
+        4096,
+        6e-3,
+        0,
+    )
+    assert (config.train.eval_every, config.train.save_every, config.train.optimizer) == (100, 0, "adamw")
+    assert config.run.dir == "runs/first"
+
+
+def test_the_first_example_says_what_the_demo_has_without_it() -> None:
+    assert load_config(EXAMPLES / "first.toml") == load_config() == resolved(RunConfig())
+    given = read_file(EXAMPLES / "first.toml")
+    of_any_model = replace(given.encoder, train="all")
+    assert replace(given, model=replace(given.model, path="folder"), encoder=of_any_model) == load_config(
+        EXAMPLES / "first.toml", {"model.path": "folder"}
+    ), "every key of the demo is in the file"
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.name)
+def test_every_example_is_possible_on_four_ranks(path: Path) -> None:
+    config = load_config(path)
+    assert check_config(config, 4).slots == 4 // (config.parallel.tp * config.parallel.pp)
+
+
+def test_toml_there_and_back(tmp_path: Path) -> None:
+    changed = load_config(
+        None,
+        {
+            "data.path": 'a "quoted" \\ päth\n\x7f',
+            "context.cp_comm_type": ["p2p", "all_gather"],
+            "context.hierarchical_context_parallel_sizes": 4,
+            "train.lr": 1e-05,
+            "train.weight_decay": 1,
+            "parallel.reshard_after_forward": False,
+            "train.betas": [0, 0.5],
+            "train.optimizer_arguments": ["amsgrad=true", 'x="a b"'],
+        },
+    )
+    assert load_config(written(tmp_path, to_toml(changed))) == changed
+    assert changed.train.weight_decay == 1.0 and isinstance(changed.train.weight_decay, float)
+
+
+def test_true_and_false_of_what_became_a_choice(tmp_path: Path) -> None:
+    for word, choice in (("true", "full"), ("false", "none"), ('"selective"', "selective")):
+        (tmp_path / "a.toml").write_text(f"[train]\nactivation_checkpointing = {word}\n")
+        assert load_config(tmp_path / "a.toml").train.activation_checkpointing == choice
+
+
+def test_keys_are_those_of_the_dataclasses() -> None:
+    keys = {f"{section}.{key}" for section, keys in asdict(RunConfig()).items() for key in keys}
+    assert set(config_keys()) == keys - {"data.sources"}  # tables
+
+
+READ = [
+    ("[trian]\nsteps = 1", r"unknown section \[trian\] in .*config.toml: did you mean 'train'"),
+    ("[train]\nstep = 1", r"unknown key train.step in .*config.toml: did you mean 'train.steps'"),
+    ("[train]\nmax_tokens_per_slot = 1", r"unknown key train.max_tokens_per_slot .*'context.max_tokens_per_slot'"),
+    ("steps = 1", r"unknown section \[steps\].*'train.steps'"),
+    ("train = 1", r"train is 1 .*it is a section"),
+    ("[train]\nsteps = 'ten'", r"train.steps is 'ten' in .*; it must be an integer"),
+    ("[train]\nsteps = 1.5", r"train.steps is 1.5 .* an integer"),
+    ("[train]\nsteps = true", r"train.steps is True .* an integer"),
+    ("[train]\nlr = '6e-3'", r"train.lr is '6e-3' .* a number"),
+    ("[train]\nschedule = 'cos'", r"train.schedule is 'cos' .* 'cosine', .* \(did you mean 'cosine'"),
+    ("[train]\nbetas = [0.9]", r"train.betas is \[0.9\] .* a list of 2 numbers"),
+    ("[train]\noptimizer_arguments = 'momentum=0.9'", r"it must be a list of strings"),
+    ("[model]\ndtype = 'float16'", r"model.dtype is 'float16' .* 'float32', 'float64', 'bfloat16'"),
+    ("[context]\ncp_comm_type = 2", r"context.cp_comm_type is 2 .* a string or a list of strings"),
+    ("[context]\ncp_comm_type = []", r"context.cp_comm_type is \[\]"),
+    ("[context]\nhierarchical_context_parallel_sizes = [2, '2']", r"an integer or a list of integers"),
+    ("[context]\npartition = 'striped'", r"context.partition is 'striped' .* 'zigzag', 'contiguous'"),
+    ("[context]\neval_planner = 'dynamc'", r"context.eval_planner is 'dynamc' .* 'dynamic' \(did you mean 'dynamic'"),
+    ("[parallel]\nsequence_parallel = 1", r"true or false"),
+    ("[data]\nread = 'documents'", r"data.read is 'documents' in .*no such key any more: every slot reads the rows"),
+    ("[train\nsteps = 1", r"is not TOML: .*line 1"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), READ, ids=[text.replace("\n", " ") for text, _ in READ])
+def test_files_that_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(written(tmp_path, text))
+
+
+def test_the_file_of_an_older_run_is_read(tmp_path: Path) -> None:
+    assert load_config(written(tmp_path, '[data]\nread = "rows"\n[train]\nsteps = 3')).train.steps == 3
+    assert "read" not in to_toml(load_config())
+
+
+def test_a_missing_file_and_an_unknown_override(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the configuration .*none.toml: No such file"):
+        load_config(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match=r"unknown key run.dirr in the overrides: did you mean 'run.dir'"):
+        load_config(None, {"run.dirr": "x"})
+
+
+ONE = {"data.eval_documents": 0, "context.context_parallel_size": 1, "context.max_tokens_per_slot": 0}
+MOE = {"model.preset": "qwen3-moe-tiny"}
+
+IMPOSSIBLE = [
+    (4, {"train.steps": 0}, r"train.steps is 0; it must be at least 1"),
+    (4, {"train.lr": 0.0}, r"train.lr is 0.0; it must be above 0"),
+    (4, {"train.lr": float("nan")}, r"train.lr is nan"),
+    (4, {"train.weight_decay": float("inf")}, r"train.weight_decay is inf"),
+    (4, {"train.min_lr_ratio": 1.5}, r"between 0 and 1"),
+    (
+        4,
+        {"model.compute_dtype": "float64"},
+        r'is "float64" and model.dtype is "float32": float64 has 53 significant bits, .* in float32 24, .* use '
+        r"model.dtype = \"float64\", or model.compute_dtype = 'float32' or 'bfloat16'",
+    ),
+    (
+        4,
+        {"model.compute_dtype": "bfloat16", "model.dtype": "float64"},
+        r'bfloat16 has 8 .* use model.dtype = "float32"',
+    ),
+    (4, {"train.betas": (0.9, 1.0)}, r"train.betas is \[0.9, 1.0\]; both must be at least 0 and below 1"),
+    (4, {"train.optimizer": "sgd", "train.betas": (0.8, 0.9)}, r'a key of adamw, and .* \'sgd\'; give "betas=…"'),
+    (4, {"train.optimizer": "adam"}, r"train.optimizer is 'adam'; use adamw or sgd, or the dotted name"),
+    (4, {"train.optimizer_arguments": ("foo=1",)}, r"'adamw' has no argument 'foo'; known: betas, eps, amsgrad"),
+    (4, {"train.optimizer_arguments": ("foreach=true",)}, r"'adamw' refuses its parameters or arguments .*fused"),
+    (4, {"train.optimizer": "torch.optim.Rprop", "train.weight_decay": 0.1}, r"knows no weight decay"),
+    (4, {"train.stochastic_rounding": True}, r'in bfloat16, and model.dtype is "float32"; leave it out'),
+    (4, {"train.decay_steps": 5}, r'train.decay_steps is 5 and train.schedule is "cosine"'),
+    (4, {"train.seed": -1}, r"train.seed is -1"),
+    (4, {"data.vocab_size": 256}, r"data.vocab_size is 256; it must be at least 257"),
+    (4, {"data.max_document_tokens": 1}, r"predicts nothing"),
+    (4, {"run.timeout_seconds": 0.0}, r"run.timeout_seconds is 0.0"),
+    (4, {"run.dir": ""}, r"run.dir is empty"),
+    (4, {"run.stopped_status": 256}, r"run.stopped_status is 256; a process ends with 0 to 255"),
+    (4, {"train.save_minutes": -1.0}, r"train.save_minutes is -1.0; it must be at least 0"),
+    (4, {"model.preset": "qwen-tiny"}, r"model.preset is 'qwen-tiny'; did you mean 'qwen3-tiny'"),
+    (
+        4,
+        {"model.preset": "llama-tiny", "model.path": "x"},
+        r"model.path = 'x' and model.preset = 'llama-tiny' name more",
+    ),
+    (4, {"model.config": "y", "model.path": "x"}, r"model.path = 'x' and model.config = 'y' name more than one model"),
+    (
+        4,
+        {"model.rope_scaling": "dynamic"},
+        r'"dynamic", which chooses frequencies by the longest position .* use "yarn"',
+    ),
+    (4, {"model.rope_scaling": "yarm"}, r"model.rope_scaling is 'yarm'; did you mean 'yarn'"),
+    (4, {"model.rope_factor": 2.0}, r"model.rope_factor is 2 and model.rope_scaling is empty"),
+    (4, {"model.rope_scaling": "yarn", "model.rope_factor": 0.5}, r"model.rope_factor is 0.5; it must be above 1"),
+    (4, {"context.context_parallel_size": 3}, r"context.context_parallel_size 3 does not divide 4 slots \(4 ranks"),
+    (3, {}, r"context_parallel_size 2 does not divide 3 slots .*use 1 or 3, or start a multiple of 2 processes"),
+    (2, {}, r"context.eval_context_parallel_size 4 does not divide 2 slots"),
+    (1, {}, r"context_parallel_size 2 does not divide 1 slot .*--world 2"),
+    (4, {"context.max_tokens_per_slot": 512}, r"max_tokens_per_slot 512 .*max_document_tokens 2048 .*2048.*1024"),
+    (4, {"context.eval_max_tokens_per_slot": 500}, r"eval_max_tokens_per_slot 500 do not suit .*2000"),
+    (
+        1,
+        {"context.planner": "dynamic", "context.eval_context_parallel_size": 1},
+        r"^context.max_tokens_per_slot 1024 does not suit data.max_document_tokens 2048 on 1 rank: .* of more slots",
+    ),
+    (4, {"context.planner": "padded", "context.max_tokens_per_slot": 512}, r"max_tokens_per_slot 512"),
+    (4, {"context.cp_comm_type": "ring"}, r"context.cp_comm_type is 'ring'; known: p2p"),
+    (4, {"context.cp_comm_type": ("p2p", "al_gather")}, r"'al_gather'; did you mean 'all_gather'"),
+    (4, {"context.attention_kernel": "fa5"}, r"context.attention_kernel is 'fa5'; did you mean 'fa4'"),
+    (
+        4,
+        {"context.mixer_kernels": ["mamba_sm"]},
+        r"context.mixer_kernels: 'mamba_sm' is no kernel .* use torch, mamba_ssm",
+    ),
+    (4, {"context.eval_cp_comm_type": "a2b"}, r"context.eval_cp_comm_type is 'a2b'; did you mean 'a2a'"),
+    (4, {"context.mode": "free", "parallel.ep": 2}, r'context.mode is "free" and parallel.ep is 2|parallel.ep is 2'),
+    (4, {"context.max_tokens_per_slot": "most"}, r"max_tokens_per_slot is 'most'; give a number of rows, or .auto."),
+    (4, {"train.memory_fraction": 1.5}, r"train.memory_fraction is 1.5; it must be above 0, at most 1"),
+    (4, {"train.offload_activations": True}, 'train.activation_checkpointing is "none"; use "full" or "selective"'),
+    (4, {"parallel.pp": 2}, r"eval_context_parallel_size 4 does not divide 2 slots .*pp 2"),
+    (4, {"parallel.vpp": 2}, r"parallel.vpp is 2"),
+    (4, ONE | {"parallel.pipeline_schedule": "zero_bubble"}, r'is "zero_bubble" and parallel.pp is 1: there is no'),
+    (4, ONE | {"parallel.pp": 4}, r"pp 4 x parallel.vpp 1 make 4 pipeline stages, .*'qwen3-tiny' has 2 layers"),
+    (4, ONE | {"parallel.pp": 2, "parallel.vpp": 2}, r"pp 2 x parallel.vpp 2 make 4 pipeline stages, .* 2 layers"),
+    (8, ONE | {"parallel.tp": 8}, r"parallel.tp 8 does not divide the 4 key/value heads .*; use 1 or 2 or 4"),
+    (4, {"parallel.ep": 2}, r"parallel.ep 2 deals out experts, there are none of model.preset 'qwen3-tiny'"),
+    (3, ONE | MOE | {"parallel.ep": 3}, r"parallel.ep 3 does not divide the 8 experts of .*'qwen3-moe-tiny'"),
+    (4, {"train.router_z_loss": 0.1}, r"train.router_z_loss is 0.1, and model.preset 'qwen3-tiny' has no routers"),
+    (4, {"train.router_balance_loss": -0.5}, r"train.router_balance_loss is -0.5; it must be at least 0, or -1"),
+    (4, {"train.router_z_loss": -1.0}, r"train.router_z_loss is -1.0"),
+    (4, {"parallel.ep": 4, "parallel.dp_replicate": 2}, r"parallel.ep 4 does not divide the 2 slots of each"),
+    (4, {"parallel.sequence_parallel": True}, r"sequence_parallel is true: .* parallel.tp is 1"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "values", "message"), IMPOSSIBLE, ids=[f"{r} {v}" for r, v, _ in IMPOSSIBLE])
+def test_values_that_are_impossible_here(ranks: int, values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_config(load_config(None, values), ranks)
+
+
+def test_what_a_run_computes_in() -> None:
+    kinds = [ModelConfig(dtype=dtype) for dtype in ("float32", "bfloat16", "float64")]
+    assert [compute_dtype(kind, "cuda") for kind in kinds] == [torch.bfloat16, torch.bfloat16, torch.float64]
+    assert [compute_dtype(kind, "cpu") for kind in kinds] == [torch.float32, torch.bfloat16, torch.float64]
+    assert compute_dtype(ModelConfig(compute_dtype="float32"), "cuda") == torch.float32
+
+
+def test_ranks_that_the_degrees_do_not_divide() -> None:
+    with pytest.raises(LayoutError, match=r"3 ranks are not divisible by tp 2 x pp 1"):
+        check_config(load_config(None, {"parallel.tp": 2}), 3)
+
+
+def test_a_run_without_evaluation_needs_no_degree_for_it() -> None:
+    assert check_config(load_config(None, ONE), 1).slots == 1
+
+
+def test_the_longest_document_is_named_where_nothing_was_cut() -> None:
+    config = load_config(None, {"data.max_document_tokens": 0})
+    home = check_config(config, 4)
+    check_longest(config, home, 2048, "a.txt")
+    too_long = (
+        r"longest document \(2049 tokens, of a.txt\) on 4 ranks: .*2048.* It needs 513 rows of each of all 4 slots"
+    )
+    with pytest.raises(ConfigError, match=too_long + r" \(context.context_parallel_size = 4 or context.planner = "):
+        check_longest(config, home, 2049, "a.txt")
+
+
+def test_the_types_of_a_plan_are_those_that_attention_has() -> None:
+    assert set(COMM_TYPES) == set(TYPES) == {*PATTERNS, "auto"}
+
+
+@pytest.mark.parametrize(("ranks", "degrees"), [(1, (1,)), (2, (1, 2)), (3, (1, 3)), (4, (1, 2, 4)), (6, (1, 2, 6))])
+def test_degrees_that_are_compared(ranks: int, degrees: tuple[int, ...]) -> None:
+    assert degrees_to_compare(check_config(load_config(None, ONE), ranks)) == degrees
+
+
+def test_levels_follow_the_degree_that_is_compared() -> None:
+    context = {"context.eval_cp_comm_type": "a2a+p2p", "context.cp_comm_type": "a2a+p2p", "context.planner": "dynamic"}
+    config = load_config(None, context | {"context.hierarchical_context_parallel_sizes": 2})
+    home, choice = check_config(config, 4), PlanChoice.evaluation(config)
+    plans = [choice.at_degree(degree, longest=40).plan((40, 9), home) for degree in (1, 2, 4)]
+    plans.append(PlanChoice.training(config).plan((4000, 9), home))
+    found = [plan.micro_batches[0].groups[0].hierarchical_context_parallel_sizes for plan in plans]
+    assert found == [(1, 1), (2, 1), (2, 2), (2, 2)]
+
+
+def test_degrees_that_the_query_heads_do_not_allow_are_refused_before_a_corpus_is_read() -> None:
+    wide = {"context.cp_comm_type": "a2a", "context.context_parallel_size": 16}
+    with pytest.raises(
+        ConfigError, match=r"context.context_parallel_size 16 .* deals 8 query heads to the 16 slots .* 1, 2, 4 or 8"
+    ):
+        check_config(load_config(None, wide), 16)
+    evaluated = {"context.eval_cp_comm_type": "a2a", "context.eval_context_parallel_size": 4}
+    with pytest.raises(
+        ConfigError, match=r"context.eval_context_parallel_size 8 .* 4 query heads \(of each rank, 8 / tp 2\)"
+    ):
+        check_config(load_config(None, evaluated | {"parallel.tp": 2, "context.eval_context_parallel_size": 8}), 16)
+    dynamic = {"context.cp_comm_type": "a2a", "context.planner": "dynamic", "context.max_tokens_per_slot": 128}
+    with pytest.raises(ConfigError, match="which the heads limit to cp 8"):
+        check_config(load_config(None, dynamic), 16)
+    config = load_config(None, evaluated | {"model.path": "folder", "train.lr": 1e-5})
+    with pytest.raises(ConfigError, match="deals 6 query heads to the 4 slots"):
+        check_longest(config, check_config(config, 4), 100, "a.txt", 6)
+
+
+def test_degrees_that_the_query_heads_do_not_allow_are_not_compared_nor_probed() -> None:
+    config = load_config(
+        None, {"context.eval_cp_comm_type": "a2a", "context.cp_comm_type": "a2a", "context.planner": "dynamic"}
+    )
+    home, choice = Layout(8), PlanChoice.evaluation(config, heads=6)
+    assert degrees_to_compare(home, choice) == (1, 2) and degrees_to_compare(Layout(6), choice) == (1, 2, 6)
+    assert {len(group.slots) for group in probe_plan(config, home, 64, 6).micro_batches[0].groups} == {2}
+
+
+def test_dynamic_steps_have_degrees_that_the_query_heads_allow() -> None:
+    config = load_config(
+        None, {"context.cp_comm_type": "a2a", "context.planner": "dynamic", "context.max_tokens_per_slot": 300}
+    )
+    order = StepOrder(np.full(40, 800), tokens_per_step=4000, seed=3, eval_documents=0)
+    with plans_of_steps(PlanChoice.training(config, cost=Cost(), heads=8), order, Layout(6), ahead=2) as plans:
+        groups = [group for batch in plans.plan(0).micro_batches for group in batch.groups]
+    assert {group.degree for group in groups} <= {1, 2, 4}
+
+
+def test_a_folder_wins_over_the_preset_that_older_runs_wrote_down(tmp_path: Path) -> None:
+    (file := tmp_path / "config.toml").write_text('[model]\npath = "x"\npreset = "qwen3-tiny"\n[train]\nlr = 1e-5\n')
+    assert load_config(file) == load_config(None, {"model.path": "x", "train.lr": 1e-5})
+    with pytest.raises(ConfigError, match="name more than one model"):
+        check_config(load_config(file, {"model.preset": "qwen3-tiny"}), 2)

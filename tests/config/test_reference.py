@@ -1,0 +1,33 @@
+"""The page of the configuration is the one that its dataclasses give."""
+
+from dataclasses import fields
+from pathlib import Path
+
+from longspan.config.defaults import _DEMO
+from longspan.config.eval_set import EvalConfig
+from longspan.config.file import config_keys
+from longspan.config.reference import reference
+from longspan.config.sections import SourceConfig
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+
+
+def test_the_page_is_made_from_the_sections() -> None:
+    command = "python -m longspan.config.reference docs/configuration.md"
+    assert PAGE.read_text(encoding="utf-8") == reference(), f"run: {command}"
+
+
+def test_every_key_has_a_row_with_its_default_and_its_text() -> None:
+    rows = [line for line in reference().splitlines() if line.startswith("| `")]
+    keys = [key.partition(".")[2] for key in config_keys()]
+    keys += [key.name for kind in (SourceConfig, EvalConfig) for key in fields(kind)]
+    assert [row.split("`")[1] for row in rows] == keys
+    assert (
+        "| `min_lr_ratio` | a number, at least 0 | `0.1` | Learning rate of the last step, as a share of lr. |" in rows
+    )
+
+
+def test_a_default_that_depends_on_other_keys_is_in_its_text() -> None:
+    sections, _ = reference().split("## [[eval]]")
+    depends = {row.split("`")[1] for row in sections.splitlines() if "| *see text* |" in row}
+    assert depends == {name.partition(".")[2] for name in _DEMO} - {"preset"} | {"path", "train"}

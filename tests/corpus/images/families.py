@@ -1,0 +1,235 @@
+"""Small model folders of families whose processors make more of an image than pixels and a grid."""
+
+import json
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from longspan.model.small.shrink import shrunken
+from tests.corpus.images.folders import PARTS, TURNS, saved
+from tests.versions import transformers_before
+
+TILE, PINPOINTS = {"height": 16, "width": 16}, [[16, 32], [32, 16], [32, 32]]
+_IMAGE, _SOFT = {"image_token": "<image>"}, ("<fake_token_around_image>", "<image>", "<end_of_utterance>")
+_NAMED: Any = ("<image>", ("<image>",), _IMAGE)
+_PATCHES = {
+    "patch_size": 4,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 64, "longest_edge": 4096},
+}
+_FRAMES = {"cosmos3_edge": {"temporal_patch_size": 1}}
+_PIXTRAL = ("pixtral.Pixtral", {"size": {"longest_edge": 32}, "patch_size": {"height": 4, "width": 4}})
+_GOT_OCR = ("got_ocr2.GotOcr2", {"size": TILE, "crop_to_patches": True, "max_patches": 4})
+_INTERN = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
+_IDEFICS3 = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
+_LLAVA_NEXT: dict[str, Any] = {"size": {"shortest_edge": 16}, "crop_size": TILE, "image_grid_pinpoints": PINPOINTS}
+
+
+class Family(NamedTuple):
+    """A class of transformers: its image processor (module, class) and processor, with settings; its tokens.
+
+    `names` are attributes of the tokenizer that say what some tokens are.
+    """
+
+    image: tuple[str, Mapping[str, Any]]
+    processor: str
+    settings: Mapping[str, Any]
+    mark: str
+    tokens: tuple[str, ...] = ()
+    names: Mapping[str, str] = {}
+
+
+FAMILIES: dict[str, Family] = {
+    "mistral3": Family(
+        _PIXTRAL,
+        "PixtralProcessor",
+        {"patch_size": 4, "spatial_merge_size": 2},
+        "[IMG]",
+        ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+    ),
+    "llava_next": Family(
+        ("llava_next.LlavaNext", _LLAVA_NEXT),
+        "LlavaNextProcessor",
+        {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1} | _IMAGE,
+        "<image>",
+        ("<image>",),
+    ),
+    "llava_onevision": Family(
+        ("llava_onevision.LlavaOnevision", {"size": TILE, "image_grid_pinpoints": PINPOINTS}),
+        "LlavaOnevisionProcessor",
+        {"num_image_tokens": 16, "vision_feature_select_strategy": "full"} | _IMAGE,
+        "<image>",
+        ("<image>", "<video>"),
+    ),
+    "internvl": Family(
+        _GOT_OCR,
+        "InternVLProcessor",
+        {"image_seq_length": 4},
+        "<IMG_CONTEXT>",
+        ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
+        _INTERN | {"video_token": "<video>"},
+    ),
+    "idefics3": Family(
+        ("idefics3.Idefics3", _IDEFICS3),
+        "Idefics3Processor",
+        {"image_seq_len": 4},
+        "<image>",
+        (*_SOFT, "<global-img>"),
+    ),
+    "smolvlm": Family(
+        ("smolvlm.SmolVLM", _IDEFICS3), "SmolVLMProcessor", {"image_seq_len": 4}, "<image>", (*_SOFT, "<global-img>")
+    ),
+    "video_llama_3": Family(
+        ("video_llama_3.VideoLlama3", {"patch_size": 4, "size": {"shortest_edge": 64, "longest_edge": 1024}}),
+        "VideoLlama3Processor",
+        {},
+        "<|image_pad|>",
+        ("<|image_pad|>", "<|video_pad|>"),
+    ),
+    "aya_vision": Family(
+        _GOT_OCR,
+        "AyaVisionProcessor",
+        {"patch_size": 4, "img_size": 16, "downsample_factor": 2, "image_token": "<image>"},
+        "<image>",
+        ("<image>", "<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "TILE", "TILE_GLOBAL"),
+    ),
+    "cohere2_vision": Family(
+        ("cohere2_vision.Cohere2Vision", {"size": TILE, "crop_to_patches": True, "max_patches": 4, "patch_size": 2}),
+        "Cohere2VisionProcessor",
+        {},
+        "<image>",
+        ("<image>", "<b>", "<e>", "<l>"),
+        {"image_token": "<image>", "boi_token": "<b>", "eoi_token": "<e>", "img_line_break_token": "<l>"},
+    ),
+    "deepseek_vl": Family(
+        ("deepseek_vl.DeepseekVL", {"size": TILE}), "DeepseekVLProcessor", {"num_image_tokens": 16}, *_NAMED
+    ),
+    "deepseek_vl_hybrid": Family(
+        ("deepseek_vl_hybrid.DeepseekVLHybrid", {"size": TILE, "high_res_size": TILE}),
+        "DeepseekVLHybridProcessor",
+        {"num_image_tokens": 16},
+        *_NAMED,
+    ),
+    "granite_docling": Family(
+        ("granite_docling.GraniteDocling", {"size": TILE, "max_patches": 4}),
+        "GraniteDoclingProcessor",
+        {"image_seq_len": 1},
+        "<image>",
+        (*_SOFT, "<global-img>"),
+    ),
+    "lfm2_vl": Family(
+        (
+            "lfm2_vl.Lfm2Vl",
+            {
+                "tile_size": 16,
+                "encoder_patch_size": 4,
+                "min_image_tokens": 1,
+                "max_image_tokens": 4,
+                "max_tiles": 4,
+            },
+        ),
+        "Lfm2VlProcessor",
+        {},
+        "<image>",
+        ("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"),
+    ),
+    "lighton_ocr": Family(
+        _PIXTRAL,
+        "LightOnOcrProcessor",
+        {"patch_size": 4, "spatial_merge_size": 2},
+        "<image>",
+        ("<image>", "<break>", "<end>"),
+        {"image_token": "<image>", "image_break_token": "<break>", "image_end_token": "<end>"},
+    ),
+    "llava_next_video": Family(
+        ("llava_next.LlavaNext", _LLAVA_NEXT),
+        "LlavaNextVideoProcessor",
+        {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1} | _IMAGE,
+        "<image>",
+        ("<image>", "<video>"),
+    ),
+    "ovis2": Family(
+        ("ovis2.Ovis2", {"size": TILE, "crop_to_patches": True, "max_patches": 4}),
+        "Ovis2Processor",
+        {"image_seq_length": 16},
+        "<image>",
+        ("<image>", *(f"<IMG_{n}>" for n in ("START", "ATOM", "GRID", "COL", "ROW", "END"))),
+    ),
+    "qianfan_ocr": Family(
+        _GOT_OCR,
+        "QianfanOCRProcessor",
+        {"image_seq_length": 4, "image_placeholder_token": "<image>"},
+        "<image>",
+        ("<image>", "<IMG_CONTEXT>", "<img>", "</img>"),
+        _INTERN,
+    ),
+    "vipllava": Family(
+        ("clip.CLIP", {"size": {"shortest_edge": 16}, "crop_size": TILE}),
+        "LlavaProcessor",
+        {"patch_size": 4, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"} | _IMAGE,
+        "<image>",
+        ("<image>",),
+    ),
+    **{
+        name: Family((image, _PATCHES | _FRAMES.get(name, {})), processor, {}, f"<s>{mark}<e>", (mark, "<s>", "<e>"))
+        for name, image, processor, mark in (
+            ("cohere_compass", "cohere_compass.CohereCompass", "CohereCompassProcessor", "<|IMAGE_PAD|>"),
+            ("cosmos3_edge", "cosmos3_edge.Cosmos3Edge", "Cosmos3EdgeProcessor", "<|image_pad|>"),
+            ("exaone4_5", "qwen2_vl.Qwen2VL", "Exaone4_5_Processor", "<|image_pad|>"),
+            ("glm4v", "glm4v.Glm4v", "Glm4vProcessor", "<|image|>"),
+            ("glm46v", "glm46v.Glm46V", "Glm46VProcessor", "<|image|>"),
+            ("hyperclovax_vision_v2", "qwen2_vl.Qwen2VL", "HyperCLOVAXVisionV2Processor", "<|image_pad|>"),
+            ("lfm3_vl", "qwen2_vl.Qwen2VL", "Lfm3VlProcessor", "<|image_pad|>"),
+            ("qwen3_vl", "qwen2_vl.Qwen2VL", "Qwen3VLProcessor", "<|image_pad|>"),
+        )
+    },
+}
+# They lack in transformers 5.17 processors, a small copy, a run of the stock model, or a mask without jumps of time.
+LATER = ("hyperclovax_vision_v2", "lfm3_vl", "cohere_compass", "vipllava", "cosmos3_edge")
+
+
+def family_folder(folder: Path, name: str) -> Path:
+    """A folder with the tokenizer, the template and the processor of a family; skipped where there is none."""
+    family = FAMILIES[name]
+    if name in LATER and transformers_before("5.23"):
+        pytest.skip(f"transformers {transformers.__version__} cannot run {name} itself")
+    if name == "smolvlm":
+        pytest.importorskip("num2words")  # its processor cannot be made without
+    kind, settings_of_image = family.image
+    image = image_processor(kind)(**settings_of_image)
+    template = TURNS.replace("PARTS", PARTS).replace("IMAGE", family.mark)
+    settings = {"processor_class": family.processor, **family.settings}
+    saved(folder, image, ("<|im_start|>", *family.tokens), template, settings)
+    file, names = folder / "tokenizer_config.json", dict(family.names)
+    said = json.loads(file.read_text()) | names | {"pad_token": "<|im_end|>"}  # some processors pad a text alone
+    file.write_text(json.dumps(said | ({"model_specific_special_tokens": names} if names else {})))
+    return folder
+
+
+def image_processor(name: str) -> Any:
+    """An image processor on Pillow, or where there is none on torchvision, by its module and class."""
+    module, kind = name.split(".")
+    if "torchvision" in getattr(getattr(transformers, f"{kind}ImageProcessorPil", None), "_backends", ()):
+        pytest.importorskip("torchvision", reason=f"{kind}ImageProcessorPil of this transformers asks for it")
+    try:
+        made = import_module(f"transformers.models.{module}.image_processing_pil_{module}")
+    except ModuleNotFoundError:
+        pytest.importorskip("torchvision", reason=f"transformers has no {kind}ImageProcessorPil")
+        made = import_module(f"transformers.models.{module}.image_processing_{module}")
+    return getattr(made, f"{kind}ImageProcessorPil", None) or getattr(made, f"{kind}ImageProcessor")
+
+
+def family_config(name: str, placeholder: int, vocabulary: int) -> PreTrainedConfig:
+    """The small configuration of a family, with ids of its folder's tokenizer."""
+    config: Any = shrunken(CONFIG_MAPPING[name](), images=True)
+    config.get_text_config().vocab_size = vocabulary
+    for key in ("image_token_id", "image_token_index"):
+        if getattr(config, key, None) is not None:
+            setattr(config, key, placeholder)
+    return config

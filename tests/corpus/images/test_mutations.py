@@ -1,0 +1,92 @@
+"""What placeholders and places of images could get wrong without an error, put into the code on purpose."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.corpus.images import test_families as families
+from tests.corpus.images import test_images as tables
+from tests.corpus.images import test_videos as videos
+from tests.corpus.images.folders import qwen_folder
+from tests.mutation import mutated
+
+
+def stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables.test_equal_to_the_stock_processor(qwen_folder, tmp_path, monkeypatch)
+
+
+def family(name: str) -> Callable[..., Any]:
+    return lambda tmp_path, _: families.test_ids_and_rows_are_those_of_the_stock_processor(name, tmp_path)
+
+
+ROWS = "train.data.rows.media.placeholders"
+Change = tuple[str, str, str]
+MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
+    "answers where they stood before placeholders": (
+        (ROWS, "int(a + grown[(starts < a).sum()])", "int(a)"),
+        tables.test_placeholders_are_no_targets_and_answers_are,
+    ),
+    "placeholders are targets": (
+        (ROWS, "np.where(sample.ids == placeholder, NO_TARGET, labels)", "labels"),
+        tables.test_texts_name_images,
+    ),
+    "another image's pixels": (
+        (
+            "train.data.corpus_images.image_reader",
+            "self._loaded(placed, self._files(placed))",
+            "self._loaded(placed, self._files(self._table[0]))",
+        ),
+        tables.test_bytes_in_tables,
+    ),
+    "frames of the video's beginning": (
+        ("train.data.corpus_images.image_reader", "frames[frame : frame + ", "frames[0 : "),
+        videos.test_frames_as_bytes_in_tables_and_cuts_between_groups,
+    ),
+    "times of groups as if of frames": (
+        (ROWS, "video.interval * size", "video.interval"),
+        partial(videos.test_tokens_places_and_positions, "qwen2.5-vl"),
+    ),
+    "frames of a group in one order for all": (
+        ("train.data.images.video_processor", "torch.stack(patches, 2)", "torch.stack(patches[::-1], 2)"),
+        videos.test_pixels_are_those_of_the_image_processor,
+    ),
+    "videos of a row are one": (
+        ("train.data.corpus_images.shown_images", "(placed.document, placed.image.number)", "0"),
+        partial(videos.test_tokens_places_and_positions, "qwen2.5-vl"),
+    ),
+    "the images of the document before": (
+        ("train.data.store.images", "(document, document + 1)", "(document - 1, document)"),
+        stock,
+    ),
+    "a field is dropped": (
+        ("train.data.images.made_image", "for name, x in tensors.items()}", "for name, x in [*tensors.items()][:0]}"),
+        family("video_llama_3"),
+    ),
+    "an image alone in its document": (
+        ("train.data.corpus_images.image_reader", "pictures[0], placed.image.among", "pictures[0], 1"),
+        family("llava_onevision"),
+    ),
+    "placeholders of an image alone": (
+        (ROWS, "self.processor.text(size, images)", "self.processor.text(size)"),
+        family("llava_onevision"),
+    ),
+    "places in the row, not in its part": (
+        ("train.data.store.document_encoder", "_moved(image, -part.start)", "_moved(image, 0)"),
+        tables.test_long_documents_are_cut_before_an_image,
+    ),
+    "cut in an image": (
+        ("train.data.left_out", "if start < a < stop < b", "if False"),
+        tables.test_long_documents_are_cut_before_an_image,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_what_is_wrong_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, table = MUTATIONS[name]
+    table(tmp_path / "right", monkeypatch)
+    with mutated(change), pytest.raises(Exception):  # noqa: B017
+        table(tmp_path / "wrong", monkeypatch)

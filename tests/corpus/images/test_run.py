@@ -1,0 +1,190 @@
+"""`longspan train` over rows with images: losses at any degree, pixels read ahead by who encodes them, samples."""
+
+import base64
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+from PIL import Image
+from transformers import Qwen2_5_VLConfig
+
+from longspan.cli.eval import main as eval_main
+from longspan.config.file import load_config
+from longspan.config.sections import RunConfig
+from longspan.corpus.corpus_images.image_reader import ImageReader
+from longspan.corpus.images.image_file import ImageFile
+from longspan.data.documents import Corpus
+from longspan.data.step_order import StepOrder
+from longspan.report import write_report
+from longspan.run.evaluations.samples import _picture
+from longspan.run.records.metrics_log import read_metrics
+from longspan.testing import run_ranks
+from longspan.train.plans.order import step_order_of
+from tests.corpus.images.folders import qwen_folder, write_images, write_rows
+from tests.run.runs.homes import farthest
+from tests.train.small import train_rank
+
+ROWS = 24
+SETTINGS: dict[str, Any] = {
+    "model.dtype": "float64",
+    "data.max_document_tokens": 0,
+    "data.eval_documents": 4,
+    "context.context_parallel_size": 2,
+    "context.max_tokens_per_slot": 96,
+    "context.eval_context_parallel_size": 2,
+    "context.eval_max_tokens_per_slot": 96,
+    "train.steps": 4,
+    "train.tokens_per_step": 160,
+    "train.lr": 3e-3,
+    "train.warmup_steps": 1,
+    "train.eval_every": 2,
+    "run.timeout_seconds": 60.0,
+}
+COLUMNS = ("loss", "grad_norm", "eval_loss")
+
+
+def write_model(folder: Path) -> Path:
+    """A folder of a small Qwen2.5-VL without weights."""
+    qwen_folder(folder)
+    text = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    text |= {"intermediate_size": 48, "vocab_size": 264, "rope_parameters": rope, "initializer_range": 0.1}
+    vision = {"hidden_size": 16, "depth": 2, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 32}
+    vision |= {"patch_size": 4, "spatial_merge_size": 2, "window_size": 16, "fullatt_block_indexes": [1]}
+    ids = {"image_token_id": 260, "video_token_id": 261, "vision_start_token_id": 258, "vision_end_token_id": 259}
+    Qwen2_5_VLConfig(
+        text_config=text | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
+        vision_config=vision,
+        architectures=["Qwen2_5_VLForConditionalGeneration"],
+        **ids,
+    ).save_pretrained(folder)
+    return folder
+
+
+def config_of(folder: Path, **changes: Any) -> RunConfig:
+    """A run over conversations of none to two images, and texts in which images are named."""
+    names = write_images(folder / "data", [(16, 16), (8, 24), (20, 33), (24, 8)])
+    answer = {"role": "assistant", "content": "yes"}
+    rows = []
+    for i in range(ROWS):
+        shown = [names[(i + k) % 4] for k in range(i % 3)]
+        question = {"role": "user", "content": "<image> and " * len(shown) + "so?" * (1 + i % 4)}
+        rows.append({"messages": [question, answer]} | ({"images": shown} if shown else {}))
+    paths = {
+        "model.config": str(write_model(folder / "model")),
+        "data.path": str(write_rows(folder / "data" / "rows.jsonl", rows)),
+        "data.cache": str(folder / "cache"),
+        "run.dir": str(folder / "run"),
+    }
+    return load_config(None, SETTINGS | paths | changes)
+
+
+def losses_of(config: RunConfig) -> dict[str, list[float]]:
+    rows = read_metrics(Path(config.run.dir) / "metrics.jsonl")
+    losses = {key: [float(row[key]) for row in rows if key in row] for key in COLUMNS}
+    return {**losses, "eval_loss": losses["eval_loss"][:2]}  # others are at further degrees
+
+
+class Reads(NamedTuple):
+    """Of one rank's run: images that it gave its encoder, had begun to read before that, and whose pixels it opened."""
+
+    given: int
+    ahead: int
+    opened: int
+
+
+def train_and_count(rank: int, config: RunConfig, ranks: int) -> Reads:
+    """Train on this rank."""
+    given, ahead_of, opened = list[Any](), list[Any](), list[Any]()
+    input_of, ahead, load = ImageReader._input, ImageReader.ahead, ImageFile.load
+    ImageReader._input = lambda self, number: given.append(number) or input_of(self, number)  # type: ignore[method-assign]
+    ImageReader.ahead = lambda self, numbers: ahead(self, [ahead_of.append(n) or n for n in numbers])  # type: ignore[method-assign, func-returns-value]
+    ImageFile.load = lambda self: opened.append(self) or load(self)  # type: ignore[method-assign]
+    try:
+        train_rank(rank, config, ranks)
+    finally:
+        ImageReader._input, ImageReader.ahead, ImageFile.load = input_of, ahead, load  # type: ignore[method-assign]
+    return Reads(len(given), len(ahead_of), len(opened))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[Reads]]:
+    """A run over two slots that share documents, and what each rank read."""
+    config = config_of(tmp_path_factory.mktemp("images"))
+    return config, run_ranks(train_and_count, 2, config, 2, timeout=200)
+
+
+def test_losses_are_those_of_one_rank(trained: tuple[RunConfig, Any], tmp_path: Path) -> None:
+    config, _ = trained
+    context = replace(config.context, context_parallel_size=1, eval_context_parallel_size=1)
+    context = replace(context, max_tokens_per_slot=192, eval_max_tokens_per_slot=192)
+    alone = replace(config, context=context, run=replace(config.run, dir=str(tmp_path / "run")))
+    run_ranks(train_rank, 1, alone, 1, timeout=200)
+    wanted, found = losses_of(alone), losses_of(config)
+    assert all(farthest(found[key], wanted[key]) <= 1e-6 for key in COLUMNS)
+    assert len(found["loss"]) == 4 and found["loss"][-1] < found["loss"][0]
+
+
+def test_a_rank_reads_its_images_alone_and_ahead(trained: tuple[RunConfig, list[Reads]]) -> None:
+    """By one rank, or where another has no image of a wave by that too; the first opens those of samples."""
+    config, (first, second) = trained
+    corpus = Corpus(Path(config.run.dir) / "corpus")
+    order, images = step_order_of(config, corpus), corpus.images
+    assert images is not None and isinstance(order, StepOrder)
+    steps = sum(len(images.of_document(d)) for step in range(4) for d in order.documents_of_step(step))
+    held_out = sum(len(images.of_document(d)) for d in order.evaluation)
+    evaluations = 4  # after step 2, after the last at two degrees, and of samples
+    once = steps + evaluations * held_out
+    assert once <= first.given + second.given <= once + 4 + evaluations < 1.5 * once
+    assert second.opened == second.given > 0 and first.opened == first.given + held_out
+    assert 0 < first.ahead <= first.given and 0 < second.ahead <= second.given
+
+
+def test_the_report_shows_samples(trained: tuple[RunConfig, Any]) -> None:
+    folder = Path(trained[0].run.dir)
+    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert rows and all(row["answer"] == "yes" and row["text"].count("<image>") == len(row["images"]) for row in rows)
+    html = write_report(folder).read_text()
+    assert html.count("data:image/png;base64,") == sum(len(row["images"]) for row in rows)
+
+
+def test_pictures_of_samples_are_small() -> None:
+    documents: Any = SimpleNamespace(picture=lambda item: Image.new("RGB", (960, 200)))
+    with Image.open(io.BytesIO(base64.b64decode(_picture(documents, 0)))) as image:
+        assert image.size == (96, 20)
+
+
+def test_saved_folders_have_the_processor_and_are_evaluated(
+    trained: tuple[RunConfig, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(trained[0].run.dir)
+    assert (folder / "model" / "preprocessor_config.json").is_file()
+    layout = ["--world", "2", "--encoder.tp", "2", "--context.eval_context_parallel_size", "1"]
+    assert eval_main([str(folder), *layout, "--json", "--device", "cpu"]) == 0
+    evaluated = json.loads(capsys.readouterr().out)["eval_loss"]
+    assert evaluated == pytest.approx(losses_of(trained[0])["eval_loss"][-1], rel=1e-6)
+
+
+@pytest.mark.whole
+def test_a_run_with_videos_at_any_degree(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    names = write_images(tmp_path / "data", [(16, 16)] * 6)
+    answer, rows = {"role": "assistant", "content": "yes"}, []
+    for i in range(ROWS):
+        shown = {"videos": [{"frames": names[: 2 + i % 5], "fps": 1 + i % 3}]} if i % 3 else {}
+        shown |= {"images": names[i % 6 : i % 6 + 1]} if i % 2 else {}
+        text = "<video>" * bool("videos" in shown) + "<image>" * bool("images" in shown) + "so?" * (1 + i % 4)
+        rows.append({"messages": [{"role": "user", "content": text}, answer]} | shown)
+    write_rows(tmp_path / "data" / "rows.jsonl", rows)
+    context = replace(config.context, context_parallel_size=1, eval_context_parallel_size=1)
+    context = replace(context, max_tokens_per_slot=192, eval_max_tokens_per_slot=192)
+    alone = replace(config, context=context, run=replace(config.run, dir=str(tmp_path / "alone")))
+    run_ranks(train_rank, 2, config, 2, timeout=200)
+    run_ranks(train_rank, 1, alone, 1, timeout=200)
+    wanted, found = losses_of(alone), losses_of(config)
+    assert all(farthest(found[key], wanted[key]) <= 1e-6 for key in COLUMNS)
+    assert len(found["loss"]) == 4 and found["loss"][-1] < found["loss"][0]

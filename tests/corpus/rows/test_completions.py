@@ -1,0 +1,99 @@
+"""Prompts with completions, and rows of tokens: what is a target, with what stands around a text."""
+
+from pathlib import Path
+
+import pytest
+
+from longspan.corpus.rows.encoding import RowEncoding
+from longspan.corpus.rows.kinds import MASKS
+from longspan.corpus.rows.sample import Row, Sample
+from longspan.corpus.tokenizer import load_tokenizer
+from longspan.errors import DataError
+from tests.corpus.rows.conversations import PLAIN, asks, says
+from tests.corpus.rows.families import encoding_of, write_folder
+from tests.corpus.test_tokenizer import with_bos
+
+
+def encoded(encoding: RowEncoding, **values: object) -> Sample:
+    (sample,) = encoding.encode([Row("line 1", values)])
+    assert isinstance(sample, Sample), sample
+    return sample
+
+
+@pytest.mark.parametrize("closing", ["", "</s>"])
+@pytest.mark.parametrize(
+    ("prompt", "completion", "said"),
+    [
+        ("What?\n", "plan ✓", "plan ✓</s>"),
+        ("", "plan", "plan</s>"),
+        ("a <|im_start|>", "</s> b", "</s> b</s>"),  # names of special tokens are plain text
+        ("What? p", "lan plan", " plan plan</s>"),  # a token across the border is a target
+    ],
+)
+def test_targets_are_the_completion_and_its_end(
+    tmp_path: Path, prompt: str, completion: str, said: str, closing: str
+) -> None:
+    tokenizer = load_tokenizer(with_bos(tmp_path / "t", closing))
+    sample = encoded(RowEncoding("prompt+completion", tokenizer), prompt=prompt, completion=completion)
+    assert sample.ids.tolist() == tokenizer.encode([prompt + completion])[0].tolist()
+    assert sample.labels is not None
+    targets = sample.ids[sample.labels != -100].tolist()
+    assert tokenizer.engine.decode(targets, skip_special_tokens=False) == said
+    assert targets == sample.ids[-len(targets) :].tolist()
+
+
+def test_prompts_of_messages(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, "qwen2.5")
+    chat = encoding_of(folder)
+    encoding = RowEncoding("prompt+completion", chat.tokenizer)
+    sample = encoded(encoding, prompt=PLAIN.messages[:3], completion=PLAIN.messages[3:])
+    whole = encoded(chat, messages=PLAIN.messages)
+    assert sample.ids.tolist() == whole.ids.tolist() and sample.labels is not None
+    said = chat.tokenizer.engine.decode(sample.ids[sample.labels != -100].tolist(), skip_special_tokens=False)
+    assert said == "2.<|im_end|>"
+
+
+def test_rows_of_tokens(tmp_path: Path) -> None:
+    encoding = RowEncoding("input_ids", load_tokenizer(write_folder(tmp_path, "qwen2.5")))
+    assert encoded(encoding, input_ids=[3, 4, 5]).labels is None
+    masks = [{name: [0, 0, 1]} for name in MASKS]
+    both = {"completion_mask": [0, 1, 1], "assistant_masks": [True, False, True], "seq_lengths": [3]}
+    for values in (*masks, both, {"labels": [-100, -100, 5], "position_ids": [0, 1, 2]}):
+        sample = encoded(encoding, input_ids=[3, 4, 5], **values)
+        assert sample.ids.tolist() == [3, 4, 5] and sample.labels is not None
+        assert sample.labels.tolist() == [-100, -100, 5]
+
+
+def test_what_decides_the_tokens_is_in_the_digest(tmp_path: Path) -> None:
+    """The kind, the settings, the template and the ends of turns; not the folder's place."""
+    one = encoding_of(write_folder(tmp_path / "one", "llama3.2"))
+    same = encoding_of(write_folder(tmp_path / "two", "llama3.2"))
+    others = [
+        encoding_of(tmp_path / "one", date_string="01 Jan 2026"),
+        encoding_of(tmp_path / "one", turns="split"),
+        encoding_of(tmp_path / "one", parse_special_tokens=True),
+        encoding_of(write_folder(tmp_path / "three", "llama3.2", generation=False)),
+        RowEncoding("text", one.tokenizer),
+    ]
+    template = (tmp_path / "one" / "chat_template.jinja").read_text() + " "
+    others.append(encoding_of(write_folder(tmp_path / "four", "llama3.2", template=template)))
+    assert one.digest == same.digest
+    assert len({one.digest, *(other.digest for other in others)}) == 1 + len(others)
+
+
+@pytest.mark.parametrize("name", ["llama3.2", "gpt-oss"])
+def test_a_chat_has_the_same_tokens_on_every_day(tmp_path: Path, name: str) -> None:
+    folder = write_folder(tmp_path, name)
+    texts = {
+        day: load_tokenizer(folder).engine.decode(
+            encoded(encoding_of(folder, date_string=day), messages=[asks("a"), says("b")]).ids.tolist()
+        )
+        for day in ("26 Jul 2024", "21 Nov 2026")
+    }
+    shown = ("26 Jul 2024", "21 Nov 2026") if name == "llama3.2" else ("2024-07-26", "2026-11-21")
+    assert all(day in text for day, text in zip(shown, texts.values(), strict=True))
+
+
+def test_a_day_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data.date_string is '2024-07-26', which is no day; give one as"):
+        encoding_of(write_folder(tmp_path, "phi3"), date_string="2024-07-26")

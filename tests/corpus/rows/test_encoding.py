@@ -1,0 +1,66 @@
+"""Rows of text: the ids are those of the tokenizer, also in another process; bad rows are told, one line each."""
+
+import pickle
+
+import pytest
+
+from longspan.corpus.rows.encoding import RowEncoding
+from longspan.corpus.rows.kinds import kind_of, rows_hold
+from longspan.corpus.rows.sample import BadRow, Row, RowSettings, Sample
+from longspan.corpus.tokenizer import END_OF_TEXT, train_tokenizer
+from longspan.errors import DataError
+
+TEXTS = ["def layout(rank):\n    return rank\n" * 5, "für alle Ränge: übrig\n", f"a {END_OF_TEXT} b"]
+
+
+@pytest.mark.parametrize("parse", [False, True])
+def test_texts_are_encoded_as_the_tokenizer_does_also_after_pickling(parse: bool) -> None:
+    tokenizer = train_tokenizer(TEXTS, 300)
+    encoding = RowEncoding("text", tokenizer, RowSettings(parse_special_tokens=parse))
+    rows = [Row(f"line {i}", {"text": text, "id": i}) for i, text in enumerate(TEXTS)]
+    again: RowEncoding = pickle.loads(pickle.dumps(encoding))
+    assert again.digest == encoding.digest
+    wanted = [ids.tolist() for ids in tokenizer.parsing(parse).encode(TEXTS)]
+    for one in (encoding, again):
+        samples = one.encode(rows)
+        assert [sample.ids.tolist() for sample in samples if isinstance(sample, Sample)] == wanted
+        assert all(isinstance(sample, Sample) and sample.labels is None for sample in samples)
+
+
+def test_a_bad_row_stands_in_its_place() -> None:
+    encoding = RowEncoding("text", train_tokenizer(TEXTS, 300))
+    good, bad, half = encoding.encode(
+        [Row("f, line 1", {"text": "a b"}), Row("f, line 2", {"text": 3}), Row("f, line 3", {"text": "a\ud800"})]
+    )
+    assert isinstance(good, Sample)
+    assert bad == BadRow("f, line 2", 'needs an object with a string "text"; "text" is a number: 3')
+    assert isinstance(half, BadRow) and half.reason.startswith("character 2 of its text is \\ud800, a lone surrogate")
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "shown"),
+    [
+        ({"text": "a"}, "text", "rows hold text"),
+        ({"messages": [], "tools": None, "prompt": "p"}, "messages", "rows hold messages (chat)"),
+        ({"prompt": "a", "completion": "b"}, "prompt+completion", "rows hold prompt and completion"),
+        ({"input_ids": [1], "labels": [1]}, "input_ids", "rows hold input_ids (tokens)"),
+    ],
+)
+def test_kinds(values: dict[str, object], kind: str, shown: str) -> None:
+    assert kind_of([Row("line 1", values)] * 2) == kind
+    assert rows_hold(kind_of([Row("line 1", values)])) == shown
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "there are no rows"),
+        ([{"text": "a"}, {"messages": []}], r"line 2 holds messages \(chat\), and line 1 holds text; rows of one"),
+        ([{"text": "a", "messages": []}], r"line 1 holds text and also messages \(chat\); a row is of one kind"),
+        ([{"prompt": "a"}], r"line 1: needs text, or messages, .*; found keys \['prompt'\]"),
+        ([{"conversations": []}], r"found keys \['conversations'\]; rename it to messages"),
+    ],
+)
+def test_rows_of_no_kind_or_of_two(rows: list[dict[str, object]], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        kind_of([Row(f"line {i}", values) for i, values in enumerate(rows, 1)])

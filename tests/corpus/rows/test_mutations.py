@@ -1,0 +1,50 @@
+"""What the search for turns could get wrong without an error, put into the code on purpose: the tables show it."""
+
+from pathlib import Path
+
+import pytest
+
+from longspan.corpus.rows.sample import Row, Sample
+from tests.corpus.rows.families import FAMILIES, encoding_of, write_folder
+from tests.corpus.rows.test_chat import BY_HAND, EXPECTED, said
+from tests.mutation import mutated
+
+ROWS = "train.data.rows"
+SPANS = f"{ROWS}.assistant_spans"
+MUTATIONS = {  # what is wrong -> the module, what stands there, and in its place
+    "the prompt is a target": (SPANS, "return at + len(prompt)", "return at"),
+    "the prompt of another turn": (SPANS, "text.rfind(prompt, before.ends[-1], begin)", "text.find(prompt)"),
+    "a thought is not the assistant's": (SPANS, "known.sort(key=lambda pair: pair[0])", "known = known[-1:]"),
+    "the end of a turn is no target": (f"{ROWS}.turn_tokens", "return self._last_of(inside[i:]).end()", "return start"),
+    "an end that is a token too late": (f"{ROWS}.turn_tokens", "self._last_of(inside[i:]).end()", "tokens[-1].end()"),
+    "marks are counted with the others": (f"{ROWS}.fields", "removed += len(match.group())", "removed += 0"),
+    "tokens by where they end": (f"{ROWS}.chat", "(begins < stop) & (ends > start)",
+                                 "(begins < stop) & (ends >= start)"),
+    "the beginning of text twice": (f"{ROWS}.chat", "text, add_special_tokens=False",
+                                    "chr(65) + text, add_special_tokens=False"),
+}  # fmt: skip
+
+
+def wrong_tables(folders: dict[str, Path]) -> list[tuple[str, str]]:
+    """The families and conversations whose targets are not those of the table made by hand."""
+    wrong = []
+    for name, folder in folders.items():
+        encoding = encoding_of(folder)
+        for kind, wanted in EXPECTED[name].items():
+            (result,) = encoding.encode([Row("line 1", FAMILIES[name].adapted(BY_HAND[kind]).row)])
+            if not isinstance(result, Sample) or said(encoding, result) != wanted:
+                wrong.append((name, kind))
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = tmp_path_factory.mktemp("mutations")
+    return {name: write_folder(made / name, name) for name in ("qwen3", "gpt-oss", "mistral")}
+
+
+@pytest.mark.parametrize("name", ["nothing", *MUTATIONS])
+def test_what_is_wrong_is_noticed(folders: dict[str, Path], name: str) -> None:
+    with mutated(MUTATIONS.get(name)):
+        wrong = wrong_tables(folders)
+    assert bool(wrong) == (name in MUTATIONS)

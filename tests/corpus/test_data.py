@@ -1,0 +1,408 @@
+"""Corpora: which files, which documents, and which rows a rank reads."""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from longspan import Layout, SequenceShard, plan_fixed
+from longspan.config.sections import DataConfig
+from longspan.corpus.build import ensure_corpus
+from longspan.corpus.corpus_settings import CorpusSettings
+from longspan.corpus.files import files_of_other_kinds, find_files
+from longspan.corpus.first_rows import sample_texts
+from longspan.corpus.tokenizer import load_tokenizer, train_tokenizer
+from longspan.data.documents import Corpus, Manifest
+from longspan.data.left_out import LeftOut
+from longspan.data.store.sources import CorpusFile
+from longspan.errors import DataError
+from longspan.train.reading.read_rows import read_inputs_and_labels
+from tests.train.small import write_texts
+
+
+def build(
+    tmp_path: Path, path: Path | str, *, resumed: bool = False, said: list[str] | None = None, **keys: object
+) -> Corpus:
+    data = DataConfig(path=str(path), **{"vocab_size": 300, "max_document_tokens": 64} | keys)  # type: ignore[arg-type]
+    log = (said if said is not None else []).append
+    tokenizer = load_tokenizer(data.tokenizer) if data.tokenizer else None
+    return ensure_corpus(CorpusSettings(data), tmp_path / "run", tokenizer=tokenizer, resumed=resumed, log=log)
+
+
+def make_folder(path: Path) -> Path:
+    path.mkdir(parents=True)
+    return path
+
+
+def test_stdlib_is_the_librarys_own_sources() -> None:
+    files = find_files("stdlib")
+    assert {"argparse.py", "json/decoder.py", "asyncio/tasks.py"} <= files.keys()
+    assert list(files) == sorted(files) and len(files) > 300
+    strange = {"test", "tests", "site-packages", "dist-packages", "encodings", "__pycache__", "idle_test"}
+    assert not [name for name in files if strange & set(name.split("/")) or not name.endswith(".py")]
+
+
+def test_documents_hold_the_texts_in_order_cut_at_the_limit(tmp_path: Path) -> None:
+    corpus = build(tmp_path, write_texts(tmp_path / "texts"), max_document_tokens=16)
+    engine = load_tokenizer(tmp_path / "run").engine
+    assert corpus.lengths.max() == 16 and corpus.lengths.min() >= 2
+    text = (tmp_path / "texts" / "file03.py").read_text()
+    pieces = [corpus[d][np.arange(len(corpus[d]))] for d in range(len(corpus)) if corpus.origin(d) == "file03.py"]
+    ids = np.concatenate(pieces).tolist()
+    assert engine.decode(ids, skip_special_tokens=True) == text
+    assert ids[-1] == engine.token_to_id("<|endoftext|>") and ids.count(ids[-1]) == 1
+    assert all(len(piece) == 16 for piece in pieces[:-1])
+
+
+def test_a_rest_of_one_token_is_left_out_and_nothing_else(tmp_path: Path) -> None:
+    said: list[str] = []
+    whole = build(tmp_path / "a", write_texts(tmp_path / "texts"), max_document_tokens=0, said=said)
+    assert not [line for line in said if line.startswith(("cut", "left out"))] and whole.manifest.left_out == LeftOut()
+    cut = build(tmp_path / "b", tmp_path / "texts", max_document_tokens=7, said=said)
+    single = sum(1 for n in whole.lengths if n % 7 == 1)
+    assert single and cut.lengths.sum() == whole.lengths.sum() - single
+    longer = whole.lengths[whole.lengths > 7]
+    line = (
+        f"cut {len(longer)} texts of {longer.sum():,} tokens into {len(cut) - len(whole) + len(longer)} documents of at"
+    )
+    ends = f"left out 0 texts of fewer than 2 tokens, and ends of cut texts: {single} token"
+    assert [text.startswith(begin) for text, begin in zip(said[-2:], (line, ends), strict=True)] == [True, True]
+    again: list[str] = []
+    build(tmp_path / "b", tmp_path / "texts", max_document_tokens=7, said=again)
+    assert again == said[-2:], "a run that goes on says it too"
+
+
+def test_files_and_texts_that_are_left_out_are_said(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts", count=2)
+    for name in ("a.html", "b.html", "LICENSE", ".hidden"):
+        (texts / name).write_text("more text")
+    (texts / "empty.txt").write_text("")
+    (texts / "latin.txt").write_bytes("\xe9t\xe9".encode("latin-1"))
+    said: list[str] = []
+    corpus = build(tmp_path, texts, max_document_tokens=0, said=said)
+    assert said[-3:] == [
+        "left out 1 text of fewer than 2 tokens, and ends of cut texts: 1 token in all",
+        "left out 3 files of kinds that are not read: .html (2), LICENSE (1)",
+        "left out 1 file, not UTF-8: latin.txt",
+    ]
+    assert corpus.manifest == Manifest.from_json(corpus.manifest.to_json())
+
+
+def test_kinds_of_files_and_folders_that_are_passed_by(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    for name in ("a.txt", "b.md", "sub/c.py", ".git/d.py", "__pycache__/e.py", "f.bin", "run/g.txt", ".hidden.txt"):
+        (texts / name).parent.mkdir(parents=True, exist_ok=True)
+        (texts / name).write_text("some text of a file\n")
+    (texts / "h.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "id": 3}\n')
+    assert list(find_files(str(texts), leave_out=(texts / "run",))) == ["a.txt", "b.md", "h.jsonl", "sub/c.py"]
+    assert list(find_files(str(texts / "a.txt"))) == ["a.txt"]
+    assert len(build(tmp_path, texts / "h.jsonl")) == 2
+
+
+JSONL = [
+    ('{"text": "good"}\n{"text": "bad\n', r"h.jsonl, line 2: not JSON"),
+    ('\n\n["text"]\n', r"h.jsonl, line 3: needs an object, such as .*; found a list: .*text"),
+    ('{"content": "x"}', r"line 1: .*found keys \['content'\]"),
+    ('{"text": "good"}\n{"text": null}', r"line 2: needs text, or messages.*found keys"),
+    ('{"text": 3}', r"line 1: needs an object with a string \"text\"; \"text\" is a number: 3$"),
+    ('{"text": null, "id": 1}', r"line 1: needs text, or messages.*found keys"),
+    ('{"text": ["a"]}', r"line 1: .*\"text\" is a list: \[\"a\"\]$"),
+    ("7", r"line 1: .*found a number: '7'$"),
+    (
+        '{"text": "good"}\n{"text": "\\ud83d\\ude00 ab\\ud800"}',
+        r"h.jsonl, line 2: character 5 .* is \\ud800, a lone surrogate",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), JSONL, ids=[message for _, message in JSONL])
+def test_lines_that_are_no_texts(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "h.jsonl").write_text(text)
+    with pytest.raises(DataError, match=message):
+        build(tmp_path, tmp_path / "h.jsonl")
+
+
+def test_several_processes_give_the_documents_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, documents = write_texts(tmp_path / "texts"), list[list[list[int]]]()
+    monkeypatch.setattr("longspan.corpus.store.recipe._IN_PROCESS_BYTES", {"text": 0})
+    for workers in (1, 2):
+        corpus = build(tmp_path / str(workers), texts, workers=workers, cache=str(tmp_path / f"cache {workers}"))
+        documents.append([corpus[d][np.arange(len(corpus[d]))].tolist() for d in range(len(corpus))])
+    assert documents[0] == documents[1]
+
+
+@pytest.mark.parametrize("most", [3, 4, 7, 9])
+def test_a_tokenizer_is_trained_on_so_many_characters(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longspan.corpus.first_rows.SAMPLE_CHARACTERS", most)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("abc", "defg", "hi", "j")))
+    assert "".join(sample_texts([CorpusFile(0, file.name, file)])) == "abcdefghij"[:most]
+
+
+def test_paths_that_hold_nothing(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"does not exist; give 'stdlib'"):
+        build(tmp_path, tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"holds no file of .txt .md .py .jsonl"):
+        build(tmp_path, tmp_path / "empty")
+    (tmp_path / "empty" / "a.txt").write_text("")
+    with pytest.raises(DataError, match=r"is empty: of 1 file 0 are not UTF-8"):
+        build(tmp_path, tmp_path / "empty")
+    (tmp_path / "picture.png").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"ends in '.png'"):
+        build(tmp_path, tmp_path / "picture.png")
+
+
+def test_files_that_are_not_utf8_are_left_out_and_counted(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts", count=3)
+    (texts / "latin.txt").write_bytes("Ränge".encode("latin-1"))
+    said: list[str] = []
+    corpus = build(tmp_path, texts, said=said)
+    assert (
+        corpus.manifest.skipped == ("latin.txt",)
+        and "left out 1 file, not UTF-8: latin" in said[-1]
+        and "latin.txt" in said[-1]
+    )
+    for path in texts.glob("*.py"):
+        path.unlink()
+    with pytest.raises(DataError, match=r"is empty: of 1 file 1 is not UTF-8"):
+        build(tmp_path, texts)
+
+
+def test_a_corpus_is_built_once_and_built_again_when_it_changed(tmp_path: Path) -> None:
+    texts, said = write_texts(tmp_path / "texts"), list[str]()
+    build(tmp_path, texts, said=said)
+    assert said and not said.clear()
+    build(tmp_path, texts, said=said, resumed=True)
+    assert [line.split()[0] for line in said] == ["cut"], "nothing is built"
+    (texts / "file00.py").touch()
+    build(tmp_path, texts, said=said, resumed=True)
+    assert [line.split()[0] for line in said] == ["cut"] * 2  # another time, the same contents
+    (texts / "file00.py").write_text("changed text\n")
+    build(tmp_path, texts, said=said)
+    assert "the corpus changed (file00.py" in said[2]
+
+
+def test_what_stands_around_texts_and_special_tokens_in_them_is_said(tmp_path: Path) -> None:
+    texts, said = tmp_path / "texts", list[str]()
+    texts.mkdir()
+    (texts / "a.txt").write_text("one <|endoftext|> two <|endoftext|> three\n")
+    plain = build(tmp_path, texts, said=said)
+    assert "rows hold text: each text ends with <|endoftext|>" in said
+    assert (
+        "names of special tokens stand in the texts 2 times: <|endoftext|> (2); they are read as plain text "
+        "(data.parse_special_tokens = true parses them)" in said
+    )
+    end = load_tokenizer(tmp_path / "run").end
+    assert plain[0][np.arange(len(plain[0]))].tolist().count(end or 0) == 1
+    said.clear()
+    parsed = build(tmp_path, texts, said=said, parse_special_tokens=True)
+    assert said[0] == "the corpus changed (data.parse_special_tokens was False and is True): building it again"
+    assert parsed[0][np.arange(len(parsed[0]))].tolist().count(end or 0) == 3
+    with pytest.raises(DataError, match=r"data.parse_special_tokens was True and is False"):
+        build(tmp_path, texts, resumed=True)
+
+
+def as_older_versions_kept_it(run_dir: Path, texts: Path) -> None:
+    """Put the documents of a run beside its record, as versions without a cache did."""
+    folder, corpus = run_dir / "corpus", Corpus(run_dir / "corpus")
+    documents = folder / json.loads((folder / "corpus.json").read_text())["documents"]
+    for name in ("tokens.bin", "origins.npy"):
+        shutil.copy(documents / name, folder / name)
+    np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(corpus.lengths)]).astype(np.int64))
+    sources = [{key: value for key, value in asdict(source).items() if key != "path"} for source in corpus.sources]
+    kept = ("max_document_tokens", "tokenizer_digest", "tokenizer_size", "dtype", "skipped", "left_out")
+    manifest = {key: value for key, value in asdict(corpus.manifest).items() if key in kept}
+    (folder / "corpus.json").write_text(json.dumps({"path": str(texts), "sources": sources, **manifest}))
+
+
+def test_a_corpus_of_an_older_version_goes_on_with_its_run_and_is_built_again_for_another(tmp_path: Path) -> None:
+    texts, said = write_texts(tmp_path / "texts"), list[str]()
+    before = build(tmp_path, texts)
+    as_older_versions_kept_it(tmp_path / "run", texts)
+    old = build(tmp_path, texts, said=said, resumed=True)
+    assert old.manifest.opening is None and (tmp_path / "run" / "corpus" / "tokens.bin").is_file()
+    assert old.lengths.tolist() == before.lengths.tolist() and old.origin(5) == before.origin(5)
+    assert old[5][np.arange(7)].tolist() == before[5][np.arange(7)].tolist()
+    assert [line.split()[0] for line in said] == ["cut"] and not said.clear()
+    with pytest.raises(DataError, match=r"data.max_document_tokens was 64 and is 32"):
+        build(tmp_path, texts, resumed=True, max_document_tokens=32)
+    assert build(tmp_path, texts, said=said).manifest.opening == ()
+    assert said[0] == "the corpus changed (an older version of longspan built it): building it again"
+    assert not (tmp_path / "run" / "corpus" / "tokens.bin").exists()
+
+
+def test_a_resumed_run_refuses_a_corpus_that_changed(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts")
+    build(tmp_path, texts)
+    with pytest.raises(DataError, match=r"data.max_document_tokens was 64 and is 32"):
+        build(tmp_path, texts, resumed=True, max_document_tokens=32)
+    same_size = (texts / "file01.py").read_text().swapcase()
+    (texts / "file01.py").write_text(same_size)
+    (texts / "file02.py").unlink()
+    (texts / "new.md").write_text("new")
+    with pytest.raises(DataError, match=r"file01.py has other contents; file02.py is gone; new.md is new; restore it"):
+        build(tmp_path, texts, resumed=True)
+    (tmp_path / "run" / "corpus" / "corpus.json").unlink()
+    with pytest.raises(DataError, match=r"has checkpoints but no corpus"):
+        build(tmp_path, texts, resumed=True)
+
+
+def test_a_damaged_corpus_is_named(tmp_path: Path) -> None:
+    build(tmp_path, write_texts(tmp_path / "texts"))
+    folder = tmp_path / "run" / "corpus"
+    documents = folder / json.loads((folder / "corpus.json").read_text())["documents"]
+    (documents / "tokens.bin").write_bytes((documents / "tokens.bin").read_bytes()[:-2])
+    with pytest.raises(DataError, match=r"is damaged: tokens.bin has \d+ tokens, corpus.json wants \d+"):
+        Corpus(folder)
+    said: list[str] = []
+    again = build(tmp_path, tmp_path / "texts", said=said)
+    assert f"{documents} is damaged: its documents are made again" in said and len(again) > 12
+    shutil.rmtree(documents)
+    with pytest.raises(DataError, match=r"its documents are not in .* any more; start its run again"):
+        Corpus(folder)
+    assert build(tmp_path, tmp_path / "texts", resumed=True).lengths.tolist() == again.lengths.tolist()
+    (folder / "corpus.json").write_text(json.dumps({"path": "x"}))
+    with pytest.raises(DataError, match=r"is not a corpus"):
+        Corpus(folder)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_a_rank_reads_only_its_rows_and_the_next_token_of_each_run(tmp_path: Path, degree: int) -> None:
+    corpus = build(tmp_path, write_texts(tmp_path / "texts"))
+    documents = corpus.select([0, 3, 5, 6])
+    plan = plan_fixed(documents.lengths, Layout(ranks=4), degree)
+    read = list[int]()
+    for slot in range(4):
+        before, runs, rows = corpus.rows_read, 0, 0
+        for batch in plan.micro_batches:
+            shard = SequenceShard(batch, slot, 0, torch.device("cpu"))
+            read_inputs_and_labels(documents, shard)
+            runs += sum(len(part.segments().start) for part in shard.parts)
+            rows += shard.local_rows
+        read.append(corpus.rows_read - before)
+        assert rows <= read[-1] <= rows + runs
+    assert plan.tokens <= sum(read) < plan.tokens + 4 * 2 * degree * 4
+
+
+def test_positions_outside_a_document_are_refused(tmp_path: Path) -> None:
+    corpus = build(tmp_path, write_texts(tmp_path / "texts"))
+    for positions in ([-1], [len(corpus[1])]):
+        with pytest.raises(IndexError, match=r"of a document of"):
+            corpus[1][np.array(positions)]
+    with pytest.raises(IndexError):
+        corpus[len(corpus)]
+
+
+def test_other_settings_of_a_tokenizer_make_other_documents_in_the_same_cache(tmp_path: Path) -> None:
+    folder, texts, cache = tmp_path / "tokenizer", tmp_path / "texts", str(tmp_path / "cache")
+    train_tokenizer(["hello there"], 300).save_pretrained(make_folder(folder))
+    (make_folder(texts) / "a.txt").write_text("hello <tool> there " * 5)
+    keys = {"tokenizer": str(folder), "cache": cache, "max_document_tokens": 0}
+    before = build(tmp_path, texts, **keys)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["added_tokens_decoder"] = {str(load_tokenizer(folder).size): {"content": "<tool>", "normalized": False}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    after = build(tmp_path / "new", texts, **keys)
+    assert after.lengths.sum() < before.lengths.sum()
+    assert (
+        after[0][np.arange(len(after[0]))].tolist()[:-1]
+        == AutoTokenizer.from_pretrained(folder)((texts / "a.txt").read_text())["input_ids"]
+    )
+    with pytest.raises(DataError, match="the tokenizer is another one"):
+        build(tmp_path, texts, resumed=True, **keys)
+
+
+def test_a_trained_tokenizer_is_the_one_that_transformers_reads_beside_the_config(tmp_path: Path) -> None:
+    (make_folder(tmp_path / "run") / "config.json").write_text(
+        '{"model_type": "qwen2"}'
+    )  # which has a class of its own
+    texts, text = make_folder(tmp_path / "texts"), "e\u0301 123 or so\n" * 9  # an accent apart, which it joins
+    (texts / "a.txt").write_text(text)
+    corpus = build(tmp_path, texts, max_document_tokens=0)
+    stock = AutoTokenizer.from_pretrained(tmp_path / "run")
+    assert type(stock).__name__ == "Qwen2Tokenizer"
+    assert corpus[0][np.arange(len(corpus[0]))].tolist()[:-1] == stock(text)["input_ids"]
+    build(tmp_path, texts, max_document_tokens=0, resumed=True)
+
+
+def test_a_tokenizer_that_is_read_otherwise_beside_the_models_config_is_refused(tmp_path: Path) -> None:
+    train_tokenizer(["hello there"], 300).save_pretrained(make_folder(tmp_path / "tokenizer"))
+    (make_folder(tmp_path / "run") / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(DataError, match=r"reads it there with the class Qwen2Tokenizer, and in its own folder with"):
+        build(tmp_path, write_texts(tmp_path / "texts"), tokenizer=str(tmp_path / "tokenizer"))
+
+
+def save_as_datasets(folder: Path, files: Mapping[str, int], *named: str, **settings: Any) -> Path:
+    """A folder as `save_to_disk` leaves it: tables of so many rows, of which state.json names some."""
+    pyarrow: Any = pytest.importorskip("pyarrow")
+    folder.mkdir(exist_ok=True)
+    for name, rows in files.items():
+        table = pyarrow.table({"text": [f"row {i} of a table" for i in range(rows)]})
+        with pyarrow.ipc.new_stream(folder / name, table.schema) as stream:
+            stream.write_table(table)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": n} for n in named], **settings}))
+    return folder
+
+
+def test_of_a_saved_data_set_the_files_are_read_that_its_state_names(tmp_path: Path) -> None:
+    """`map` of datasets leaves its cache beside them, `shuffle` one of indices."""
+    data = save_as_datasets(tmp_path / "data", {"data-0.arrow": 4, "cache-1.arrow": 3}, "data-0.arrow")
+    (data / "dataset_info.json").write_text("{}")
+    assert list(find_files(str(data))) == ["data-0.arrow"] and not files_of_other_kinds(str(data))
+    said = list[str]()
+    assert len(build(tmp_path, data, said=said)) == 4 and not [line for line in said if line.startswith("left out")]
+    for named, message in (
+        (("data-0.arrow", "data-1.arrow"), "2 files, of which 1 are not"),
+        (("../a.arrow",), "1 are"),
+    ):
+        save_as_datasets(data, {}, *named)
+        with pytest.raises(DataError, match=message):
+            find_files(str(data))
+    save_as_datasets(data, {}, "data-0.arrow", _indices_data_files=[{"filename": "indices.arrow"}])
+    with pytest.raises(DataError, match="a selection of rows"):
+        find_files(str(data))
+    (data / "state.json").write_text('["of another program"]')
+    assert list(find_files(str(data))) == ["cache-1.arrow", "data-0.arrow"]
+    (tmp_path / "data" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(DataError, match=r"several splits of a data set; give one of .*/data/train, .*/data/test"):
+        find_files(str(tmp_path))
+
+
+def test_folders_behind_links_are_read_once(tmp_path: Path) -> None:
+    texts, other = write_texts(tmp_path / "texts", count=2), write_texts(tmp_path / "other", count=3)
+    for link, target in (("a", other), ("b", other), ("loop", texts), ("up", tmp_path), ("c", texts / "d")):
+        (texts / link).symlink_to(target)
+    write_texts(texts / "d", count=1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "of_the_run.txt").write_text("of the run")
+    (other / "back").symlink_to(tmp_path / "run")
+    files = find_files(str(texts), leave_out=(tmp_path / "run",))
+    assert [*files] == ["a/file00.py", "a/file01.py", "a/file02.py", "d/file00.py", "file00.py", "file01.py"]
+
+
+def test_what_is_nearly_read_is_said(tmp_path: Path) -> None:
+    for name, hint in (
+        ("a.json", "rows of JSON are read one object a line, as .jsonl"),
+        ("a.JSONL", "in small letters"),
+    ):
+        (make_folder(tmp_path / name) / name).write_text("[]")
+        for path in (tmp_path / name, tmp_path / name / name):
+            with pytest.raises(DataError, match=hint):
+                find_files(str(path))
+
+
+def test_a_pipe_is_no_file_of_a_corpus(tmp_path: Path) -> None:
+    os.mkfifo(make_folder(tmp_path / "texts") / "a.txt")
+    with pytest.raises(DataError, match=r"a.txt of the corpus .* is no regular file"):
+        build(tmp_path, tmp_path / "texts")

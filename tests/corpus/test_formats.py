@@ -1,0 +1,212 @@
+"""The same rows from every kind of file, cached and streamed; masks, bad rows, sources, and builders side by side."""
+
+import gzip
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from longspan.config.sections import DataConfig, SourceConfig
+from longspan.corpus.build import ensure_corpus
+from longspan.corpus.corpus_settings import CorpusSettings
+from longspan.corpus.formats.row_file import row_file
+from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+from longspan.corpus.tokenizer_files import ends_of_generation
+from longspan.data.document import targets_of
+from longspan.data.documents import Corpus
+from longspan.errors import DataError
+
+TEXTS = ["def layout(rank):\n    return rank\n", "für alle Ränge: übrig " * 9, "plan " * 30, "one\ntwo", "a b c d e"]
+
+
+def corpus_of(folder: Path, said: list[str] | None = None, **keys: Any) -> Corpus:
+    data = DataConfig(**{"max_document_tokens": 20, "cache": str(folder / "cache")} | keys)
+    log = (said if said is not None else []).append
+    run = folder / f"run-{Path(data.cache).name}"
+    return ensure_corpus(CorpusSettings(data), run, tokenizer=tokenizer(folder), resumed=False, log=log)
+
+
+def tokenizer(folder: Path) -> TextTokenizer:
+    if not (folder / "tokenizer").is_dir():
+        (folder / "tokenizer").mkdir(parents=True)
+        train_tokenizer(TEXTS, 300).save_pretrained(folder / "tokenizer")
+    return load_tokenizer(folder / "tokenizer")
+
+
+def contents(corpus: Corpus) -> list[tuple[list[int], list[int], int]]:
+    """The tokens, labels and number of targets of every document."""
+    result = []
+    for number, length in enumerate(corpus.lengths.tolist()):
+        document, at = corpus[number], np.arange(length)
+        labels = document.labels(at) if corpus.targets is not None else document[at]  # type: ignore[attr-defined]
+        result.append((document[at].tolist(), labels[1:].tolist(), targets_of(document)))
+    return result
+
+
+def zstd(data: bytes) -> bytes:
+    return pytest.importorskip("pyarrow").compress(data, codec="zstd", asbytes=True)
+
+
+def rows_as(form: str, folder: Path, rows: list[dict[str, Any]]) -> Path:
+    """A file of these rows."""
+    folder.mkdir(parents=True)
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    path = folder / f"rows.{form}"
+    if form == "jsonl":
+        path.write_bytes(lines)
+    elif form == "jsonl.gz":
+        path.write_bytes(gzip.compress(lines))
+    elif form == "jsonl.zst":
+        path.write_bytes(zstd(lines[: len(lines) // 2]) + zstd(lines[len(lines) // 2 :]))
+    elif form == "parquet":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
+        parquet.write_table(table, path, row_group_size=2)
+    else:
+        path = folder / "saved"
+        pytest.importorskip("datasets").Dataset.from_list(rows).save_to_disk(path)
+    return path
+
+
+@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "datasets"])
+@pytest.mark.parametrize("kind", ["text", "input_ids"])
+def test_every_form_gives_the_same_documents_cached_and_streamed(tmp_path: Path, form: str, kind: str) -> None:
+    plain = [{"text": text} for text in TEXTS]
+    wanted = contents(corpus_of(tmp_path, path=str(rows_as("jsonl", tmp_path / "plain", plain))))
+    ids = [{"input_ids": row.tolist()} for row in tokenizer(tmp_path).encode(TEXTS)]
+    path = rows_as(form, tmp_path / "rows", plain if kind == "text" else ids)
+    for cache in (str(tmp_path / "cache"), "none"):
+        corpus = corpus_of(tmp_path, path=str(path), cache=cache)
+        assert contents(corpus) == wanted and corpus.targets is None
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_masks_and_labels_are_cut_with_their_tokens(tmp_path: Path, other: bool) -> None:
+    draw = np.random.default_rng(0)
+    rows, wanted = list[dict[str, Any]](), list[tuple[list[int], list[int], int]]()
+    for length in (7, 20, 21, 45, 60):
+        ids, mask = draw.integers(0, 299, length), draw.random(length) < 0.3
+        labels = np.where(mask, (ids + other) % 299, -100)
+        labels[length // 2] = ids[length // 2]
+        rows.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
+        for start in range(0, length, 20):
+            part = labels[start : start + 20][1:]
+            if (part != -100).any():
+                wanted.append((ids[start : start + 20].tolist(), part.tolist(), int((part != -100).sum())))
+    path = rows_as("jsonl", tmp_path / "rows", [{"input_ids": [1, 2, 3]}, *rows])
+    for cache in (str(tmp_path / "cache"), "none"):
+        corpus = corpus_of(tmp_path, path=str(path), cache=cache)
+        assert contents(corpus) == [([1, 2, 3], [2, 3], 2), *wanted]
+        assert corpus.targets is not None and corpus.manifest.targets == corpus.targets.sum()
+        assert corpus.manifest.codes == ("" if cache == "none" else "<i4" if other else "|u1")
+
+
+def test_bad_rows_are_errors_or_counted(tmp_path: Path) -> None:
+    path = rows_as("jsonl", tmp_path / "rows", [{"text": "some text"}, {"no": 1}, {"text": 3}, {"text": "more text"}])
+    with path.open("ab") as file:
+        file.write(b'{"text": \n\xff\n{"text": "the end"}')
+    with pytest.raises(DataError, match=r"rows.jsonl, line 2: needs text"):
+        corpus_of(tmp_path, path=str(path))
+    said = list[str]()
+    corpus = corpus_of(tmp_path, said, path=str(path), on_bad="skip")
+    assert len(corpus) == 3 and corpus.manifest.left_out.bad_rows == 4
+    assert said[-1].startswith('left out 4 bad rows (data.on_bad = "skip"): rows.jsonl, line') and "1 more" in said[-1]
+
+
+def test_sources_keep_their_order_and_kind(tmp_path: Path) -> None:
+    ids = rows_as("jsonl", tmp_path / "ids", [{"input_ids": [5, 6, 7], "loss_mask": [0, 0, 1]}])
+    texts = rows_as("jsonl", tmp_path / "texts", [{"text": text} for text in TEXTS[3:]])
+    sources = (SourceConfig(str(texts), 2.0), SourceConfig(str(ids)))
+    corpus = corpus_of(tmp_path, sources=sources)
+    assert corpus.source_of.tolist() == [0, 0, 1] and corpus.manifest.kinds == ("text", "input_ids")
+    assert contents(corpus)[2] == ([5, 6, 7], [-100, 7], 1)
+
+
+def test_two_builders_at_once_and_one_that_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = rows_as("jsonl", tmp_path / "rows", [{"text": text} for text in TEXTS])
+    tokenizer(tmp_path)
+    data = DataConfig(path=str(path), cache=str(tmp_path / "cache"), max_document_tokens=20)
+
+    def build(name: str) -> Corpus:
+        settings, loaded = CorpusSettings(data), load_tokenizer(tmp_path / "tokenizer")
+        return ensure_corpus(settings, tmp_path / name, tokenizer=loaded, resumed=False, log=lambda _: None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("longspan.corpus.store.builder._check_unchanged", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            build("interrupted")
+    assert not list((tmp_path / "cache").glob("*.partial*"))
+    with ThreadPoolExecutor(2) as threads:
+        one, two = threads.map(build, ("one", "two"))
+    assert contents(one) == contents(two) and one.manifest == two.manifest
+    assert len([entry for entry in (tmp_path / "cache").iterdir() if (entry / "corpus.json").is_file()]) == 1
+
+
+@pytest.mark.parametrize("on_bad", ["error", "skip"])
+@pytest.mark.parametrize("end", [".gz", ".zst"])
+def test_a_compressed_file_that_was_cut_off_is_refused(tmp_path: Path, end: str, on_bad: str) -> None:
+    lines = b"".join(json.dumps({"text": f"row {i} of many"}).encode() + b"\n" for i in range(5000))
+    whole, path = gzip.compress(lines) if end == ".gz" else zstd(lines), tmp_path / f"rows.jsonl{end}"
+    for size in (0, 7, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(DataError, match=rf"rows.jsonl{end} .*cannot be decompressed, perhaps it was cut off: "):
+            corpus_of(tmp_path, path=str(path), on_bad=on_bad)
+    path.write_bytes(b"no such stream")
+    with pytest.raises(DataError, match="cannot be decompressed"):
+        corpus_of(tmp_path, path=str(path), on_bad=on_bad)
+
+
+def test_an_integer_that_python_does_not_read_is_a_bad_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "some text"}\n{"text": "more", "id": ' + "9" * 10_000 + "}\n")
+    with pytest.raises(DataError, match=r"rows.jsonl, line 2: an integer of more than 4,300 digits"):
+        corpus_of(tmp_path, path=str(path))
+    assert corpus_of(tmp_path, path=str(path), on_bad="skip").manifest.left_out.bad_rows == 1
+
+
+@pytest.mark.parametrize("cache", ["kept", "none"])
+def test_byte_order_marks_of_files_that_were_joined(tmp_path: Path, cache: str) -> None:
+    mark, path = b"\xef\xbb\xbf", tmp_path / "rows.jsonl"
+    rows = [json.dumps({"text": text}).encode() + b"\n" for text in TEXTS]
+    path.write_bytes(b"".join(rows))
+    plain = contents(corpus_of(tmp_path, path=str(path), cache=str(tmp_path / "plain")))
+    path.write_bytes(mark + rows[0] + mark + b"\n" + mark + b"".join(rows[1:]) + mark)
+    marked = corpus_of(tmp_path, path=str(path), cache="none" if cache == "none" else str(tmp_path / "cache"))
+    assert contents(marked) == plain
+
+
+def test_an_arrow_file_that_ends_between_two_batches_is_refused(tmp_path: Path) -> None:
+    pyarrow: Any = pytest.importorskip("pyarrow")
+    path, table = tmp_path / "rows.arrow", pyarrow.table({"text": ["some text of a row"] * 99})
+    with pyarrow.ipc.new_stream(path, table.schema) as stream:
+        stream.write_table(table, max_chunksize=10)
+    assert len(corpus_of(tmp_path, path=str(path))) == 99
+    whole, rows = path.read_bytes(), list[int]()
+    for size in range(8, len(whole), 8):
+        path.write_bytes(whole[:size])
+        with pytest.raises(DataError, match=r"cannot read rows.arrow of the corpus"):
+            row_file("rows.arrow", path).chunks().__next__()
+        with suppress(pyarrow.ArrowInvalid, OSError):
+            rows.append(len(pyarrow.ipc.open_stream(whole[:size]).read_all()))
+    assert {10, 20, 90} <= {*rows}, "pyarrow reads some of these"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "x"}', '{"eos_token_id": [1, "x"]}', "9" * 10_000])
+def test_ends_of_generation_that_are_none_are_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(
+        DataError, match=r"generation_config.json (is no JSON object|has eos_token_id 'x'; give the id)"
+    ):
+        ends_of_generation(tmp_path)
+
+
+def test_a_name_that_is_not_utf8_is_said(tmp_path: Path) -> None:
+    with open(os.fsencode(tmp_path) + b"/a\xff.txt", "w") as file:  # noqa: PTH123
+        file.write("some text")
+    with pytest.raises(DataError, match=r"a.udcff.txt' of a file of the corpus is not UTF-8"):
+        corpus_of(tmp_path / "run", path=str(tmp_path))

@@ -1,0 +1,142 @@
+"""Sources with weights: each in epochs of its own, tokens in the proportion of the weights, wherever a run goes on."""
+
+import pickle
+from typing import NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longspan.data.order import stream
+from longspan.data.order.source import ORDER, Mixture, sources_of
+from longspan.data.order.stream import DocumentStream
+from longspan.data.step_order import StepOrder
+
+WEIGHTS = st.sampled_from([0.1, 0.3, 1.0, 2.0, 7.0])
+
+
+class Case(NamedTuple):
+    lengths: npt.NDArray[np.int64]
+    mixture: Mixture
+    held_out: npt.NDArray[np.int64]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """One to four sources of up to 40 documents each, of which some are held out."""
+    counts = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
+    lengths = draw(st.lists(st.integers(1, 50), min_size=sum(counts), max_size=sum(counts)))
+    first = np.cumsum([0, *counts])[:-1]  # stays in training
+    held_out = sorted(draw(st.sets(st.integers(0, sum(counts) - 1), max_size=9)) - set(first.tolist()))
+    weights = draw(st.lists(WEIGHTS, min_size=len(counts), max_size=len(counts)))
+    mixture = Mixture(np.repeat(np.arange(len(counts)), counts), tuple(weights))
+    return Case(np.array(lengths), mixture, np.array(held_out, dtype=np.int64))
+
+
+def opened(case: Case, documents: int = 100) -> DocumentStream:
+    """The stream, in parts of so many documents."""
+    with patch.object(stream, "_DOCUMENTS", documents):
+        return DocumentStream(case.lengths, sources_of(case.lengths, case.mixture, case.held_out, 5, ORDER))
+
+
+def taken(found: DocumentStream, count: int) -> list[int]:
+    ids, part = list[int](), found.at(0)
+    while len(ids) < count:
+        ids += part.ids.tolist()
+        part = found.after(part)
+    return ids[:count]
+
+
+def one_by_one(found: DocumentStream, lengths: npt.NDArray[np.int64], count: int) -> list[int]:
+    """The stream as it is defined: the next document is of the source that is furthest behind."""
+    tokens, ids = [0] * len(found.sources), list[int]()
+    streams = [iter(source.ids(0, count).tolist()) for source in found.sources]
+    for _ in range(count):
+        behind = min(range(len(tokens)), key=lambda s: (tokens[s] / found.sources[s].weight, s))
+        ids.append(next(streams[behind]))
+        tokens[behind] += int(lengths[ids[-1]])
+    return ids
+
+
+@settings(deadline=None, max_examples=25)
+@given(case=cases())
+def test_the_next_document_is_of_the_source_that_is_furthest_behind(case: Case) -> None:
+    found = opened(case)
+    assert taken(found, 300) == one_by_one(found, case.lengths, 300)
+
+
+@settings(deadline=None, max_examples=25)
+@given(case=cases())
+def test_every_document_of_a_source_stands_once_in_each_of_its_epochs(case: Case) -> None:
+    ids = np.array(taken(opened(case), 400))
+    for source in range(len(case.mixture.weights)):
+        documents = np.setdiff1d(np.flatnonzero(case.mixture.source_of == source), case.held_out)
+        own = ids[case.mixture.source_of[ids] == source]
+        for epoch in range(len(own) // len(documents)):
+            assert sorted(own[epoch * len(documents) :][: len(documents)]) == documents.tolist()
+        assert set(own.tolist()) <= set(documents.tolist())
+
+
+@settings(deadline=None, max_examples=25)
+@given(case=cases())
+def test_tokens_stand_in_the_proportion_of_weights_within_one_document(case: Case) -> None:
+    ids = np.array(taken(opened(case), 400))
+    weights = np.array(case.mixture.weights)
+    of_source = case.mixture.source_of[ids][:, None] == np.arange(len(weights))
+    shares = np.cumsum(of_source * case.lengths[ids][:, None], axis=0) / weights  # after each document
+    assert (np.ptp(shares, axis=1) <= (case.lengths.max() / weights).max() + 1e-9).all()
+
+
+@settings(deadline=None, max_examples=15)
+@given(case=cases(), place=st.integers(0, 500), epochs=st.sampled_from([0.0, 0.5, 1.0, 2.0]))
+def test_a_stream_is_the_same_from_any_place(case: Case, place: int, epochs: float) -> None:
+    followed = taken(opened(case), 1000)
+    found = opened(case)
+    part = found.at(place)
+    assert part.ids.tolist() == followed[part.first : part.first + len(part.ids)]
+    assert part.before == case.lengths[followed[: part.first]].sum()
+    assert found.at_token(part.before + 1).first == part.first
+    again: DocumentStream = pickle.loads(pickle.dumps(found))
+    there = again.at(place)
+    assert there.ids[place - there.first] == followed[place]
+    end = found.place_after(epochs)
+    assert found.tokens_before(end) == case.lengths[np.array(taken(found, end), dtype=np.int64)].sum()
+
+
+@settings(deadline=None, max_examples=15)
+@given(case=cases(), epochs=st.sampled_from([0.5, 1.0, 2.0]))
+def test_epochs_end_with_the_source_that_ends_last(case: Case, epochs: float) -> None:
+    found = opened(case)
+    end = found.place_after(epochs)
+    ids = np.array(taken(found, end))
+    needed = [int(np.ceil(epochs * source.documents)) for source in found.sources]
+    counts = np.bincount(case.mixture.source_of[ids], minlength=len(needed))
+    assert (counts >= needed).all()
+    assert counts[case.mixture.source_of[ids[-1]]] == needed[case.mixture.source_of[ids[-1]]]
+
+
+@pytest.mark.parametrize("documents", [1, 7, 2**14])
+def test_parts_of_any_size_make_the_same_stream(documents: int) -> None:
+    lengths, source_of = np.arange(1, 121), np.repeat([0, 1, 2], [70, 1, 49])
+    case = Case(lengths, Mixture(source_of, (1.0, 3.0, 0.5)), np.array([3, 4, 90]))
+    assert taken(opened(case, documents), 500) == taken(opened(case), 500)
+
+
+def test_steps_of_several_sources_go_on_anywhere() -> None:
+    lengths, mixture = np.arange(1, 121), Mixture(np.repeat([0, 1], [30, 90]), (3.0, 1.0))
+
+    def order() -> StepOrder:
+        return StepOrder(lengths, tokens_per_step=500, seed=1, eval_documents=4, mixture=mixture)
+
+    followed = order()
+    steps = [followed.documents_of_step(step) for step in range(200)]
+    assert [order().documents_of_step(step) for step in (0, 70, 199)] == [steps[0], steps[70], steps[199]]
+    ids = np.concatenate(steps)
+    tokens = np.bincount(mixture.source_of[ids], weights=lengths[ids])
+    assert tokens[0] / tokens[1] == pytest.approx(3.0, rel=0.01)
+    last = order().steps_of_epochs(2.0)
+    seen = np.bincount(np.concatenate(steps[:last]), minlength=120)
+    assert np.delete(seen, order().evaluation).min() == 2

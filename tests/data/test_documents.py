@@ -1,0 +1,133 @@
+"""Documents with labels are cut anywhere, ten million are opened in little memory, and builders may be processes."""
+
+import json
+import subprocess
+import sys
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longspan.config.sections import RunConfig, SourceConfig
+from longspan.corpus.formats import packages
+from longspan.corpus.formats.chunk import Chunk
+from longspan.corpus.rows.encoding import RowEncoding
+from longspan.corpus.store.document_encoder import DocumentEncoder, Piece, labels_of
+from longspan.corpus.tokenizer import load_tokenizer, train_tokenizer
+from longspan.data.documents import Corpus
+from longspan.data.store.manifest import Manifest, SourceLines
+from longspan.data.store.sources import Source
+from longspan.errors import ConfigError, DataError
+from longspan.run.checks.data import check_data
+
+ENCODING = RowEncoding("input_ids", train_tokenizer(["a b"], 300))
+TOKEN = st.tuples(st.integers(0, 250), st.sampled_from(["own", "other", "none"]))
+LABELS = {"own": lambda token: token, "other": lambda token: token + 1, "none": lambda _: -100}
+BUILD = """
+import sys
+from pathlib import Path
+from longspan.config.sections import DataConfig
+from longspan.corpus.build import ensure_corpus
+from longspan.corpus.corpus_settings import CorpusSettings
+from longspan.corpus.tokenizer import load_tokenizer
+folder, run = Path(sys.argv[1]), sys.argv[2]
+data = DataConfig(path=str(folder / "rows.jsonl"), cache=str(folder / "cache"), max_document_tokens=20)
+print("ready", flush=True)
+input()
+tokenizer = load_tokenizer(folder / "tokenizer")
+ensure_corpus(CorpusSettings(data), folder / run, tokenizer=tokenizer, resumed=False, log=print)
+"""
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows=st.lists(st.lists(TOKEN, min_size=1, max_size=30), min_size=1, max_size=6), longest=st.integers(0, 12))
+def test_labels_are_cut_with_their_tokens(rows: list[list[tuple[int, str]]], longest: int) -> None:
+    lines, wanted = list[str](), list[tuple[list[int], list[int]]]()
+    for row in rows:
+        ids, labels = [token for token, _ in row], [LABELS[kind](token) for token, kind in row]
+        lines.append(json.dumps({"input_ids": ids, "labels": labels}))
+        starts = range(0, len(ids), longest or len(ids))
+        parts = [slice(start, start + (longest or len(ids))) for start in starts]
+        wanted += [(ids[p], labels[p][1:]) for p in parts if any(label != -100 for label in labels[p][1:])]
+    chunk = Chunk("lines", "rows.jsonl", 0, 0, "\n".join(lines).encode(), 0)
+    encoded = DocumentEncoder((ENCODING,), longest, "<u4").encode([Piece(0, 0, chunk)])
+    ids = encoded.ids.astype(np.int64)
+    labels = ids if encoded.codes is None else labels_of(ids, encoded.codes)
+    ends = np.cumsum(encoded.lengths)
+    cut = [
+        (ids[e - n : e].tolist(), labels[e - n : e].tolist()[1:]) for e, n in zip(ends, encoded.lengths, strict=True)
+    ]
+    assert cut == wanted
+    assert encoded.targets.tolist() == [sum(label != -100 for label in labels) for _, labels in wanted]
+
+
+def test_ten_million_documents_are_opened_in_little_memory(tmp_path: Path) -> None:
+    documents, length = 10_000_000, 4
+    for name, dtype in (("lengths", "<i4"), ("origins", "<i4"), ("targets", "<i4"), ("offsets", "<i8")):
+        column = np.lib.format.open_memmap(tmp_path / f"{name}.npy", "w+", dtype, (documents,))
+        if name != "origins":  # what is not written is no block of the file
+            column[-1] = length * (documents - 1) if name == "offsets" else length
+        del column
+    with (tmp_path / "tokens.bin").open("wb") as tokens:
+        tokens.truncate(2 * length * documents)
+    SourceLines.write(tmp_path, [Source("rows.jsonl", 1, 1, "")])
+    (tmp_path / "corpus.json").write_text(Manifest("", 1, "<u2", 0, tokens=length * documents).to_json())
+    tracemalloc.start()
+    try:
+        corpus = Corpus(tmp_path)
+        assert len(corpus) == documents and corpus[documents - 1][np.arange(length)].tolist() == [0] * length
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    columns = (corpus.lengths, corpus.targets, corpus._origins)
+    assert all(isinstance(column.base, np.memmap) for column in columns if column is not None)
+
+
+def test_a_path_beside_sources_is_an_error() -> None:
+    config = RunConfig()
+    data = replace(config.data, path="texts", sources=(SourceConfig("more"), SourceConfig("others")))
+    with pytest.raises(ConfigError, match=r"data.path is 'texts' and there are 2 tables \[\[data.sources\]\]"):
+        check_data(replace(config, data=data))
+    check_data(replace(config, data=replace(data, path="")))
+
+
+@pytest.mark.parametrize("module", ["pyarrow", "pyarrow.parquet"])
+def test_a_missing_package_is_named_with_what_installs_it(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    package = module.partition(".")[0]
+    with pytest.raises(DataError, match=rf"rows is read with {package}, .*: pip install 'longspan\[data\]'"):
+        packages.needed(module, "rows")
+
+
+def test_two_builders_are_processes(tmp_path: Path) -> None:
+    texts = [f"row {i} of the layout " * 9 for i in range(2000)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "tokenizer").mkdir()
+    train_tokenizer(texts[:20], 300).save_pretrained(tmp_path / "tokenizer")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", BUILD, str(tmp_path), run],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for run in ("one", "two")
+    ]
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    said = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert sum("its tokens are kept in" in text for text in said) == 1
+    one, two = (Corpus(tmp_path / run / "corpus") for run in ("one", "two"))
+    assert one.manifest == two.manifest and len(one) == len(two) > 2000
+    ids = load_tokenizer(tmp_path / "tokenizer").encode(texts[:1])[0]
+    assert all(np.array_equal(corpus[0][np.arange(20)], ids[:20]) for corpus in (one, two))
+    assert len([entry for entry in (tmp_path / "cache").iterdir() if (entry / "corpus.json").is_file()]) == 1

@@ -1,0 +1,175 @@
+"""Packs: documents end to end, cut every so many tokens, with the loss of the same texts in one dense process."""
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from longspan import Document, Layout, World, plan_dynamic, plan_fixed, prepare, run_step
+from longspan.config.defaults import resolved
+from longspan.config.sections import DataConfig, RunConfig
+from longspan.data.documents import Corpus
+from longspan.data.order.packs import LabelledPack, Piece
+from longspan.data.pack_order import PackOrder
+from longspan.data.step_order import StepOrder
+from longspan.errors import ConfigError
+from longspan.plan import Plan
+from longspan.run.config_check import check_config
+from longspan.run.records.metrics_log import read_metrics
+from longspan.testing import backend, run_ranks
+from longspan.train.plans.order import step_order_of
+from longspan.train.reading.targets import with_targets_of
+from tests.model.stock import gradients_of, texts, tiny, worst
+from tests.train.small import small_config, train_rank
+
+LENGTHS = (13, 2, 30, 7, 2, 18, 5, 9)
+PACK = 16
+
+
+def packed(lengths: Any, *, across: bool, pack_to: int = PACK, tokens: int = 2 * PACK) -> PackOrder:
+    order = StepOrder(lengths, tokens_per_step=tokens, seed=2, eval_documents=1)
+    return PackOrder(order, pack_to=pack_to, tokens_per_step=tokens, across=across)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=2, max_size=30),
+    pack_to=st.integers(1, 50),
+    packs=st.integers(1, 4),
+    across=st.booleans(),
+)
+def test_packs_are_the_stream_cut_at_equal_distances(
+    lengths: list[int], pack_to: int, packs: int, across: bool
+) -> None:
+    corpus = [np.arange(length) + 100 * document for document, length in enumerate(lengths)]
+    tokens = pack_to * packs
+    order = packed(lengths, across=across, pack_to=pack_to, tokens=tokens)
+    stream = np.concatenate([corpus[document] for document in order.stream.at(0).ids[:400]])
+    for step in (0, 3, 1):
+        documents, ends = order.select(corpus, step), np.cumsum([0, *order.lengths_of_step(step)])
+        assert [len(document) for document in documents] == order.lengths_of_step(step)
+        text = np.concatenate([document[np.arange(len(document))] for document in documents])
+        part = stream[step * tokens : (step + 1) * tokens]
+        assert text[: len(part)].tolist() == part.tolist() and len(text) == tokens
+        assert set(range(0, tokens, pack_to)) <= set(ends.tolist())
+        if across:
+            assert len(documents) == packs
+        else:
+            assert all(len(document.pieces) == 1 for document in documents)
+        some = documents[-1][np.arange(len(documents[-1]))[1::2]]
+        assert some.tolist() == text[ends[-2] :][1::2].tolist()
+
+
+@pytest.mark.parametrize("epochs", [0.5, 1.0, 2.0])
+def test_the_steps_of_epochs_hold_all_tokens_so_often(epochs: float) -> None:
+    order = packed(LENGTHS, across=True)
+    steps, place = order.steps_of_epochs(epochs), order.stream.place_after(epochs)
+    assert (steps - 1) * 2 * PACK < order.stream.tokens_before(place) <= steps * 2 * PACK
+    assert order.source_tokens(steps) == [2 * PACK]
+
+
+def masked() -> list[Document]:
+    draw = np.random.default_rng(0)
+    ids = texts(LENGTHS)
+    return [Document(ids[d], loss_mask=draw.random(length) < 0.5) for d, length in enumerate(LENGTHS)]
+
+
+def dense(order: PackOrder, corpus: list[Any], *, across: bool) -> tuple[float, int, dict[str, torch.Tensor]]:
+    """Loss, targets and gradients of the stock model on the second step: the stream cut by hand."""
+    run, place = list[tuple[int, int, int]](), 0  # token, label, place in its document
+    while len(run) < 4 * PACK:
+        document = corpus[int(order.stream.at(place).ids[place - order.stream.at(place).first])]
+        positions = np.arange(len(document))
+        labels = document.labels(positions) if isinstance(document, Document) else np.asarray(document)
+        ids = document[positions] if isinstance(document, Document) else np.asarray(document)
+        run += zip(ids.tolist(), labels.tolist(), positions.tolist(), strict=True)
+        place += 1
+    model, total, count = tiny("qwen3", torch.float64), torch.zeros((), dtype=torch.float64), 0
+    for start in (2 * PACK, 3 * PACK):
+        pack = run[start : start + PACK]
+        cuts = [0, *(i for i in range(1, PACK) if not across and pack[i][2] == 0), PACK]
+        for a, b in pairwise(cuts):
+            ids, labels, _ = (torch.tensor(values) for values in zip(*pack[a:b], strict=True))
+            logits = model(input_ids=ids[None]).logits[0, :-1]
+            total = total + F.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum")
+            count += int((labels[1:] != -100).sum())
+    (total / count).backward()
+    return float(total / count), count, gradients_of(model)
+
+
+def _steps(rank: int, across: bool, labelled: bool) -> dict[str, tuple[float, ...]]:
+    corpus: list[Any] = masked() if labelled else texts(LENGTHS)
+    order, errors = packed(LENGTHS, across=across), dict[str, tuple[float, ...]]()
+    loss, count, gradients = dense(order, corpus, across=across)
+    with World(Layout(ranks=2), backend=backend()) as world:
+        model = prepare(tiny("qwen3", torch.float64), world)
+        lengths, documents = order.lengths_of_step(1), order.select(corpus, 1)
+        assert all(isinstance(document, LabelledPack) == labelled for document in documents)
+        plans: dict[str, Plan] = {f"cp {cp}": plan_fixed(lengths, world.home, cp=cp) for cp in (1, 2)}
+        plans["dynamic"] = plan_dynamic(lengths, world.home, max_tokens_per_slot=8)
+        for name, plan in plans.items():
+            counted = with_targets_of(documents, plan)
+            assert labelled or counted is plan
+            result = run_step(model, counted, documents, world)
+            assert result.targets == count
+            here = {key: value.cpu() for key, value in gradients_of(model).items()}
+            errors[name] = abs(result.loss / loss - 1), worst(here, gradients)
+            model.zero_grad()
+    return errors
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+@pytest.mark.parametrize("across", [False, True])
+def test_packs_have_the_loss_and_gradients_of_the_dense_model(across: bool, labelled: bool) -> None:
+    for errors in run_ranks(_steps, 2, across, labelled):
+        assert all(max(of_plan) < 1e-12 for of_plan in errors.values()), errors
+
+
+def test_first_tokens_of_documents_are_targets_but_that_of_the_pack() -> None:
+    documents = [Document([1, 2, 3], loss_mask=[1, 1, 1]), Document([4, 5], loss_mask=[1, 0])]
+    pack = LabelledPack((Piece(documents[0], 1, 3), Piece(documents[1], 0, 2)))
+    assert pack.labels(np.arange(4)).tolist() == [2, 3, 4, -100] and pack.targets == 2
+
+
+def test_a_run_of_packs(tmp_path: Path) -> None:
+    """Held-out documents, some longer than a pack, are evaluated whole."""
+    config = small_config(
+        tmp_path, train__steps=3, data__pack_to=16, data__eval_documents=6, context__max_tokens_per_slot=8
+    )
+    run_ranks(train_rank, 2, config, 2, timeout=120)
+    rows = read_metrics(Path(config.run.dir) / "metrics.jsonl")
+    order = step_order_of(config, corpus := Corpus(Path(config.run.dir) / "corpus"))
+    expected = [(128, 128 - len(order.lengths_of_step(step))) for step in range(3)]
+    assert [(row["tokens"], row["targets"]) for row in rows if "loss" in row] == expected
+    held_out = corpus.lengths[list(order.evaluation)]
+    assert {row["eval_tokens"] for row in rows if "eval_loss" in row} == {held_out.sum()} and held_out.max() > 16
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "one token": ({"pack_to": 1}, "data.pack_to is 1; a pack of one token predicts nothing"),
+    "more than a step": ({"pack_to": 5000}, r"data.pack_to is 5000 and a step takes 4096 tokens .* to 5000 or a"),
+    "cut before": ({"pack_to": 64, "max_document_tokens": 32}, "max_document_tokens 32 would cut .* to 64 tokens"),
+    "packs nothing": ({"pack_attention": "across"}, "data.pack_to is 0, which packs nothing"),
+}
+
+
+@pytest.mark.parametrize(("values", "message"), WRONG.values(), ids=WRONG)
+def test_keys_that_do_not_fit_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_config(resolved(RunConfig(data=DataConfig(**values))), 4)
+
+
+def test_packs_cut_texts_where_nothing_else_is_said() -> None:
+    config = resolved(RunConfig(data=DataConfig(pack_to=512)))
+    assert config.data.max_document_tokens == 0
+    check_config(config, 4)
+    too_long = replace(config, context=replace(config.context, max_tokens_per_slot=128))
+    with pytest.raises(ConfigError, match=r"data\.pack_to 512"):
+        check_config(too_long, 4)

@@ -1,0 +1,148 @@
+"""Which documents a step takes: whole epochs of every source, the same wherever a run goes on."""
+
+import json
+import math
+import pickle
+import tracemalloc
+from hashlib import sha256
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from longspan.data.order.source import EQUAL_CUTS, FIRST_ORDER, ORDER, Mixture
+from longspan.data.step_order import StepOrder, some_documents
+from longspan.errors import DataError
+from longspan.run.set_up import resume
+
+LENGTHS = np.array([2 + i * i * 37 % 898 for i in range(101)])
+VERSIONS = pytest.mark.parametrize("version", [FIRST_ORDER, ORDER])
+
+
+def order(seed: int = 3, tokens: int = 2000, held_out: int = 11, version: int = ORDER) -> StepOrder:
+    return StepOrder(LENGTHS, tokens_per_step=tokens, seed=seed, eval_documents=held_out, version=version)
+
+
+def training(found: StepOrder) -> list[int]:
+    return sorted(set(range(len(LENGTHS))) - set(found.evaluation))
+
+
+@VERSIONS
+def test_epochs_hold_every_training_document_once_and_no_held_out_one(version: int) -> None:
+    found = order(version=version)
+    assert len(found.evaluation) == 11 and found.stream.documents == 90
+    assert found.stream.tokens == LENGTHS[training(found)].sum()
+    stream = [d for step in range(200) for d in found.documents_of_step(step)]
+    for epoch in range(len(stream) // 90):
+        assert sorted(stream[90 * epoch : 90 * epoch + 90]) == training(found)
+    assert stream[:90] != stream[90:180]
+
+
+@VERSIONS
+@pytest.mark.parametrize("tokens", [2, 500, 2000, 10**6])
+def test_a_step_takes_as_many_documents_as_fit_and_at_least_one(tokens: int, version: int) -> None:
+    found = order(tokens=tokens, version=version)
+    stream = [found.documents_of_step(step) for step in range(130)]
+    for step, (now, then) in enumerate(pairwise(stream)):
+        total = LENGTHS[list(now)].sum()
+        assert len(now) == 1 or total <= tokens
+        assert total + LENGTHS[then[0]] > tokens  # the next one did not fit
+        assert found.lengths_of_step(step) == LENGTHS[list(now)].tolist()
+
+
+@pytest.mark.parametrize("epochs", [0.25, 1.0, 1.5, 3.0])
+def test_the_steps_of_epochs_are_the_first_that_take_every_document_so_often(epochs: float) -> None:
+    full = order(tokens=700)
+    steps, wanted = full.steps_of_epochs(epochs), math.ceil(epochs * full.stream.documents)
+    taken = [len(full.documents_of_step(step)) for step in range(steps)]
+    assert sum(taken) >= wanted > sum(taken[:-1])
+    assert full.steps_of_epochs(0.0) == 0
+    if epochs == 3.0:
+        seen = [document for step in range(steps) for document in full.documents_of_step(step)]
+        assert min(seen.count(document) for document in training(full)) == 3
+
+
+def test_order_is_a_function_of_seed_and_step_alone() -> None:
+    ahead = order().documents_of_step(150)  # as after a resume: no earlier step was asked for
+    followed = order()
+    assert [followed.documents_of_step(step) for step in range(151)][-1] == ahead
+    assert [order().documents_of_step(step) for step in (150, 3, 64, 63)] == [
+        followed.documents_of_step(step) for step in (150, 3, 64, 63)
+    ]
+    assert order(seed=4).documents_of_step(150) != ahead
+    assert order().evaluation != order(seed=4).evaluation
+    assert order().evaluation == order(version=FIRST_ORDER).evaluation
+
+
+EARLIER = [(2000, 400, "37b67ae4af715b40"), (10**6, 40, "c1f89a650c309330")]
+NOW = [(2000, 400, "f097836e784b258a"), (10**6, 40, "a836d67130664009")]
+
+
+@pytest.mark.parametrize(
+    ("version", "tokens", "steps", "digest"),
+    [*((FIRST_ORDER, *row) for row in EARLIER), *((ORDER, *row) for row in NOW)],
+)
+def test_the_order_of_each_version_never_changes(version: int, tokens: int, steps: int, digest: str) -> None:
+    """Runs that were begun by earlier versions go on with the same documents, on every machine."""
+    lengths = np.random.default_rng(100).integers(1, 900, size=100)
+    found = StepOrder(lengths, tokens_per_step=tokens, seed=3, eval_documents=11, version=version)
+    stream = [found.documents_of_step(step) for step in range(steps)]
+    trained = sorted(set(range(100)) - set(found.evaluation))
+    text = json.dumps([found.evaluation, trained, stream])
+    assert sha256(text.encode()).hexdigest()[:16] == digest
+
+
+@pytest.mark.parametrize(
+    ("state", "version"),
+    [({"step": 3}, FIRST_ORDER), ({"step": 3, "order": 2}, EQUAL_CUTS), ({"step": 3, "order": 3}, ORDER)],
+)
+def test_a_resumed_run_keeps_the_order_that_it_began_with(
+    state: dict[str, int], version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world: Any = None
+    monkeypatch.setattr(resume, "on_first_rank", lambda world, read, error: read())
+    monkeypatch.setattr(resume, "read_state", lambda checkpoint: state)
+    assert resume.order_version(Path("step-000003"), world) == version
+    assert resume.order_version(None, world) == ORDER
+
+
+def test_an_order_holds_nothing_of_a_corpus_and_travels_as_the_name_of_its_file(tmp_path: Path) -> None:
+    count, step = 300_000, 500
+    for name, values in (("lengths.npy", 100), ("targets.npy", 40)):
+        np.save(tmp_path / name, np.full(count, values, dtype=np.uint32))
+    lengths, targets = (np.asarray(np.load(tmp_path / f"{name}.npy", mmap_mode="r")) for name in ("lengths", "targets"))
+    tracemalloc.start()
+    try:
+        found = StepOrder(lengths, targets=targets, tokens_per_step=100_000, seed=0, eval_documents=8)
+        documents = found.documents_of_step(step)  # in the second epoch
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    sent = pickle.dumps(found)
+    assert held < 2e6 and peak < 8e6 and len(sent) < 2000
+    travelled: StepOrder = pickle.loads(sent)
+    assert travelled.documents_of_step(step) == documents and travelled.targets_of_step(step) == 40 * len(documents)
+    slices = StepOrder(lengths[5:], targets=targets[5:], tokens_per_step=100_000, seed=0, eval_documents=8)
+    assert pickle.loads(pickle.dumps(slices)).documents_of_step(step) == slices.documents_of_step(step)
+
+
+@pytest.mark.parametrize("held_out", [101, 500])
+def test_holding_out_everything_is_refused(held_out: int) -> None:
+    with pytest.raises(
+        DataError, match=rf"eval_documents {held_out} leaves nothing .* 101 documents; hold out at most 100"
+    ):
+        order(held_out=held_out)
+
+
+def test_a_source_of_which_nothing_is_left_is_refused() -> None:
+    mixture = Mixture(np.repeat([0, 1], [99, 2]), (1.0, 1.0))
+    with pytest.raises(DataError, match=r"data.sources\[1\] has 2 documents, of which data.eval_documents holds out 2"):
+        for seed in range(40):
+            StepOrder(LENGTHS, tokens_per_step=99, seed=seed, eval_documents=90, mixture=mixture)
+
+
+def test_some_documents_are_the_same_in_every_version() -> None:
+    assert some_documents(9, 0, seed=1) == some_documents(9, 9, seed=1) == tuple(range(9))
+    assert some_documents(1000, 5, seed=1) == (287, 641, 733, 876, 969)

@@ -1,0 +1,125 @@
+"""A layout on other ranks: nearest degrees that fit, what is said of them, and what a flag gave stays."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from longspan.config.eval_inheritance import held_out_set
+from longspan.config.file import load_config
+from longspan.config.sections import EncoderSection, ParallelConfig, RunConfig
+from longspan.evaluation.saved.fit import changes_line, checkable, entry_of, fitted_home, fitted_set, with_flags
+from longspan.layout import Layout
+from longspan.run.config_check import check_config
+from longspan.train.plans import home_of
+
+BASE = {"context.eval_context_parallel_size": 8, "context.eval_max_tokens_per_slot": 64}
+# parallel of the run, ranks now, what flags gave, parallel that comes out
+HOMES: list[tuple[dict[str, Any], int, set[str], dict[str, Any]]] = [
+    ({"tp": 2, "pp": 2}, 8, set(), {"tp": 2, "pp": 2}),
+    ({"tp": 2, "pp": 2}, 4, set(), {"tp": 2, "pp": 2}),
+    ({"tp": 2, "pp": 2}, 2, set(), {"tp": 2}),
+    ({"tp": 2, "pp": 2}, 2, {"parallel.pp"}, {"pp": 2}),
+    ({"tp": 2, "pp": 2, "vpp": 2, "sequence_parallel": True}, 3, set(), {}),
+    ({"tp": 4, "pp": 2}, 6, set(), {"tp": 2}),
+    ({"tp": 4, "pp": 3}, 6, set(), {"tp": 2, "pp": 3}),
+    ({"pp": 2, "pipeline_schedule": "zbv", "vpp": 2}, 1, set(), {}),
+    ({"dp_replicate": 4}, 6, set(), {"dp_replicate": 3}),
+    ({"ep": 8}, 4, set(), {"ep": 4}),
+    ({"ep": 8, "dp_replicate": 2}, 8, set(), {"ep": 4, "dp_replicate": 2}),
+    ({"ep": 4}, 6, set(), {"ep": 2}),
+    ({"tp": 2}, 3, {"parallel.tp"}, {"tp": 2}),  # refused later
+]
+
+
+@pytest.mark.parametrize(("before", "ranks", "given", "after"), HOMES)
+def test_a_home_has_the_nearest_degrees_that_fit(
+    before: dict[str, Any], ranks: int, given: set[str], after: dict[str, Any]
+) -> None:
+    large = load_config(None, BASE | {"model.preset": "qwen3-30b-a3b"})  # 48 layers, 128 experts
+    config = replace(large, parallel=ParallelConfig(**before))
+    fitted, changes = fitted_home(config, ranks, given)
+    assert fitted.parallel == ParallelConfig(**after)
+    assert {change.key for change in changes} == {
+        f"parallel.{key}" for key in before if before[key] != getattr(fitted.parallel, key)
+    }
+    if not given:
+        check_config(checkable(fitted, (), home_of(fitted.parallel, ranks), given), ranks, training=False)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given", "tp"), [(1, set(), 1), (6, set(), 2), (8, set(), 4), (6, {"encoder.tp"}, 4)]
+)
+def test_an_encoder_has_the_nearest_degree_that_fits(ranks: int, given: set[str], tp: int) -> None:
+    config = replace(load_config(None, BASE), encoder=EncoderSection(tp=4))
+    fitted, changes = fitted_home(config, ranks, given)
+    assert fitted.encoder.tp == tp and [c.key for c in changes if "encoder" in c.key] == ["encoder.tp"] * (tp != 4)
+
+
+def entry_at(config: RunConfig, slots: int, *given: str, heads: int = 8, longest: int = 100) -> tuple[Any, str]:
+    """The set that is held out as it is planned on so many slots, and the line that says what was changed."""
+    entry, changes = fitted_set(config, held_out_set(config), Layout(ranks=slots), heads, longest, given)
+    return entry, changes_line(changes, slots)
+
+
+@pytest.mark.parametrize(("slots", "degree", "rows"), [(8, 8, 64), (6, 6, 64), (4, 4, 64), (3, 3, 64), (1, 1, 100)])
+def test_a_degree_is_the_nearest_that_divides_the_slots(slots: int, degree: int, rows: int) -> None:
+    entry, line = entry_at(load_config(None, BASE), slots)
+    assert (entry.context_parallel_size, entry.max_tokens_per_slot) == (degree, rows)
+    assert ("eval_context_parallel_size 8 -> " in line) == (degree < 8)
+    assert ("eval_max_tokens_per_slot 64 -> 100 (the longest document has 100 tokens, at cp 1)" in line) == (rows > 64)
+
+
+def test_heads_and_levels_follow() -> None:
+    a2a = load_config(None, BASE | {"context.eval_cp_comm_type": "a2a"})
+    assert entry_at(a2a, 6, heads=8)[0].context_parallel_size == 2  # 3 and 6 do not deal out 8 heads
+    line = entry_at(a2a, 8, heads=4)[1]
+    assert line == "on 8 ranks: context.eval_context_parallel_size 8 -> 4 (8 slots, 4 query heads under a2a)"
+    levels = {"context.eval_cp_comm_type": "a2a+p2p", "context.eval_hierarchical_context_parallel_sizes": [2, 4]}
+    entry, line = entry_at(load_config(None, BASE | levels), 6)
+    assert entry.hierarchical_context_parallel_sizes == (2, 3)
+    assert "eval_hierarchical_context_parallel_sizes (2, 4) -> (2, 3) (cp 6)" in line
+
+
+def test_what_a_flag_gave_stays() -> None:
+    config = load_config(None, BASE)
+    entry, line = entry_at(config, 6, "context.eval_context_parallel_size", "context.eval_max_tokens_per_slot")
+    assert entry == held_out_set(config) and not line
+    dynamic = load_config(None, BASE | {"context.eval_planner": "dynamic"})
+    flagged = with_flags(held_out_set(dynamic), dynamic.context, {"context.eval_context_parallel_size"})
+    assert (flagged.planner, flagged.context_parallel_size) == ("fixed", 8)
+
+
+def test_a_degree_that_is_chosen_brings_its_type_unless_one_is_given() -> None:
+    config = load_config(None, BASE | {"context.eval_cp_comm_type": "a2a"})
+    context, degree = replace(config.context, eval_context_parallel_size="auto"), "context.eval_context_parallel_size"
+    chosen = with_flags(held_out_set(config), context, {degree})
+    assert (chosen.context_parallel_size, chosen.cp_comm_type) == ("auto", "auto")
+    assert with_flags(held_out_set(config), context, {degree, "context.eval_cp_comm_type"}).cp_comm_type == "a2a"
+
+
+def test_rows_of_a_dynamic_plan_are_those_of_the_widest_group() -> None:
+    keys = {"context.eval_planner": "dynamic", "context.max_dynamic_context_parallel_size": 2}
+    config = load_config(None, BASE | keys)
+    assert entry_at(config, 4, longest=1001)[0].max_tokens_per_slot == 501
+    tall = replace(config, parallel=ParallelConfig(tp=2, sequence_parallel=True))
+    assert fitted_set(tall, held_out_set(tall), Layout(8, tp=2), 8, 1001, ())[0].max_tokens_per_slot == 502
+
+
+def test_rows_that_nobody_named_hold_the_longest_document() -> None:
+    config = load_config(None, BASE | {"context.eval_max_tokens_per_slot": "auto"})
+    config = replace(config, context=replace(config.context, eval_max_tokens_per_slot="auto"))
+    assert entry_at(config, 1, longest=100)[0].max_tokens_per_slot == 8192
+    assert entry_at(config, 1, longest=10000) == (
+        replace(held_out_set(config), context_parallel_size=1, max_tokens_per_slot=10000),
+        "on 1 rank: context.eval_context_parallel_size 8 -> 1 (1 slot)",
+    )
+
+
+def test_a_named_set_is_planned_by_its_own_keys() -> None:
+    sets = [{"name": "long", "path": "x", "context_parallel_size": 4}]
+    config = load_config(None, BASE | {"eval": sets})
+    entry = entry_of(config, "long", set())
+    assert entry.context_parallel_size == 4
+    fitted, changes = fitted_set(config, entry, Layout(ranks=2), 8, 10, ())
+    assert fitted.context_parallel_size == 2 and changes[0].key == "eval.long.context_parallel_size"

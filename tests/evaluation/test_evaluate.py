@@ -1,0 +1,297 @@
+"""Losses and metrics of an evaluation against the stock model, document by document, at any degree and home."""
+
+import math
+from collections.abc import Sequence
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longspan import Layout, World, evaluate, prepare
+from longspan.errors import DataError, EvaluationError, EvaluationStopped, LongspanError
+from longspan.evaluation import portions
+from longspan.evaluation.metrics import Mean, copied
+from longspan.evaluation.result import Evaluation
+from longspan.evaluation.row_sums import edges_to
+from longspan.testing import backend, run_ranks
+from longspan.train import EvaluationOptions, PlanChoice, TargetRows
+from tests.model.deep import deep
+from tests.model.stock import texts
+
+LENGTHS = (130, 1, 257, 30, 7, 2, 18, 5, 90)
+DOCUMENTS = texts(LENGTHS)
+VOCABULARY = 62
+TOKEN_BYTES = np.arange(VOCABULARY) % 5
+
+
+class Dense(NamedTuple):
+    """Of the stock model in one process: losses and hits (n - 1,) of every document, and its logits."""
+
+    losses: list[Tensor]
+    hits: list[Tensor]
+    logits: list[Tensor]
+
+
+def dense(family: str = "qwen3") -> Dense:
+    """On the device of the ranks: transformers makes rotary factors in float32, whose last bit a GPU may round else."""
+    model, device = deep(family, torch.float64, vocabulary=VOCABULARY).eval(), "cuda" if backend() == "nccl" else "cpu"
+    torch.nn.Module.to(model, device)
+    losses, hits, logits = list[Tensor](), list[Tensor](), list[Tensor]()
+    for document in DOCUMENTS:
+        ids = torch.from_numpy(document)
+        with torch.no_grad():
+            logits.append(model(input_ids=ids[None].to(device), use_cache=False).logits[0][:-1].cpu())
+        losses.append(F.cross_entropy(logits[-1], ids[1:], reduction="none"))
+        hits.append(logits[-1].argmax(-1) == ids[1:])
+    return Dense(losses, hits, logits)
+
+
+def entropy(rows: TargetRows) -> tuple[Tensor, int]:
+    """A metric of a caller."""
+    log = rows.logits.double().log_softmax(-1)
+    return -(log.exp() * log).sum(), len(rows.logits)
+
+
+def confident(rows: TargetRows) -> tuple[Tensor, Tensor]:
+    """Another one, of some rows only: none of the made ones."""
+    some = (rows.positions >= 100) & (rows.positions < 300)
+    return rows.losses[some].sum(), some.sum()
+
+
+def nothing(rows: TargetRows) -> tuple[float, int]:
+    """A metric that counts no row."""
+    return 0.0, 0
+
+
+OPTIONS = EvaluationOptions(
+    step=3,
+    name="small",
+    loss_chunk_rows=7,
+    metrics={"entropy": entropy, "confident": confident, "nothing": nothing},
+    token_bytes=TOKEN_BYTES,
+)
+
+
+class Case(NamedTuple):
+    """A home, a family, and the choices that are evaluated under it."""
+
+    home: dict[str, int]
+    family: str
+    choices: tuple[PlanChoice, ...]
+    sequence_parallel: bool = False
+
+
+def _fixed(*degrees: int, **options: Any) -> tuple[PlanChoice, ...]:
+    return tuple(PlanChoice.fixed(degree, max_tokens_per_slot=272 // degree, **options) for degree in degrees)
+
+
+CASES = (
+    Case({"ranks": 4}, "qwen3", (*_fixed(1, 2, 4), *_fixed(2, cp_comm_type="a2a"), PlanChoice.dynamic())),
+    Case({"ranks": 8, "tp": 2, "pp": 2}, "qwen3", _fixed(1, 2)),
+    Case({"ranks": 8, "tp": 2}, "qwen3", _fixed(4), True),
+    Case({"ranks": 4, "ep": 2}, "qwen3-moe", _fixed(1, 4)),
+)
+
+
+def _evaluations(rank: int, case: Case) -> list[Evaluation]:
+    settings: dict[str, Any] = {"sequence_parallel": True} if case.sequence_parallel else {}
+    with World(Layout(**case.home), backend=backend(), timeout=60) as world:
+        model = prepare(deep(case.family, torch.float64, vocabulary=VOCABULARY), world, **settings)
+        return [evaluate(model, DOCUMENTS, choice, world, OPTIONS) for choice in case.choices]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}-{case.home}")
+def test_every_document_and_metric_equals_the_stock_model(case: Case) -> None:
+    wanted = dense(case.family)
+    of_ranks = run_ranks(_evaluations, case.home["ranks"], case)
+    for evaluations in zip(*of_ranks, strict=True):
+        for evaluation in evaluations[1:]:
+            assert evaluation.row() | {"seconds": 0} == evaluations[0].row() | {"seconds": 0}
+        _check(evaluations[0], wanted)
+
+
+def _check(evaluation: Evaluation, wanted: Dense) -> None:
+    losses, hits = torch.cat(wanted.losses), torch.cat(wanted.hits)
+    positions = torch.cat([torch.arange(n - 1) for n in LENGTHS])
+    targets = np.concatenate([document[1:] for document in DOCUMENTS])
+    assert (evaluation.targets, evaluation.step, evaluation.name) == (len(losses), 3, "small")
+    assert evaluation.loss == pytest.approx(losses.mean().item(), rel=1e-12)
+    assert evaluation.perplexity == pytest.approx(math.exp(losses.mean().item()), rel=1e-12)
+    for mean, document in zip(evaluation.document_losses, wanted.losses, strict=True):
+        assert (mean.count, mean.sum) == (len(document), pytest.approx(document.sum().item(), rel=1e-12, abs=0))
+    metrics = evaluation.metrics
+    assert metrics["token_accuracy"] == Mean(int(hits.sum()), len(hits))
+    assert metrics["bits_per_byte"].sum == pytest.approx(losses.sum().item() / math.log(2), rel=1e-12)
+    assert metrics["bits_per_byte"].count == TOKEN_BYTES[targets].sum()
+    log = torch.cat(wanted.logits).log_softmax(-1)
+    assert metrics["entropy"].value == pytest.approx(-(log.exp() * log).sum(-1).mean().item(), rel=1e-11)
+    far = losses[positions >= 100]
+    assert metrics["confident"].count == len(far)
+    assert metrics["confident"].sum == pytest.approx(far.sum().item(), rel=1e-12)
+    assert metrics["nothing"].value is None
+    assert [(b.first, b.last, b.documents) for b in evaluation.by_position] == [
+        (0, 127, 8),
+        (128, 255, 2),
+        (256, 511, 1),
+    ][: len(evaluation.by_position)]
+    for bucket in evaluation.by_position:
+        inside = losses[(positions >= bucket.first) & (positions <= bucket.last)]
+        assert bucket.loss.count == len(inside)
+        assert bucket.loss.sum == pytest.approx(inside.sum().item(), rel=1e-12)
+    assert [(b.first, b.documents) for b in evaluation.by_length] == [(0, 7), (128, 1), (256, 1)]
+    assert evaluation.by_length[1].loss == evaluation.document_losses[0]
+    assert evaluation.by_length[2].loss == evaluation.document_losses[2]
+
+
+def test_edges() -> None:
+    for longest in (1, 127, 128, 129, 256, 1000, 4096):
+        edges = edges_to(longest).tolist()
+        assert edges == [0, *(n for n in (128 << i for i in range(20)) if n <= longest)]
+
+
+def _failures(rank: int) -> list[str]:
+    """What evaluations raise where one rank fails in each way, and the loss after all."""
+    said = []
+    with World(Layout(ranks=4), backend=backend(), timeout=60) as world:
+        portions.PORTION = 1
+        model = prepare(deep("qwen3", torch.float64, vocabulary=VOCABULARY), world)
+        choice = PlanChoice.fixed(4, max_tokens_per_slot=66)
+        first = evaluate(model, DOCUMENTS, choice, world)
+        assert len(first.plan.micro_batches) > 2
+        calls = []
+
+        def late(rows: TargetRows) -> tuple[float, int]:
+            calls.append(len(rows.losses))
+            if rank == 2 and len(calls) == 3:
+                raise ZeroDivisionError("of the user")
+            return 0.0, 1
+
+        cases: list[tuple[Any, EvaluationOptions]] = [
+            (DOCUMENTS, EvaluationOptions(metrics={"mean": lambda rows: rows.losses.mean()})),  # type: ignore
+            (DOCUMENTS, EvaluationOptions(metrics={"none": lambda rows: (rows.losses, 3)})),
+            (DOCUMENTS, EvaluationOptions(metrics={"loss": late})),
+            (DOCUMENTS, EvaluationOptions(metrics={"late": late})),
+            (_Torn(DOCUMENTS, rank == 1), EvaluationOptions()),
+            (DOCUMENTS, EvaluationOptions(seconds=0.0 if rank == 3 else 60.0)),
+            (DOCUMENTS, EvaluationOptions(step=9, stopped=_Stop(2 if rank == 1 else 1 << 30))),
+        ]
+        for documents, options in cases:
+            try:
+                evaluate(model, documents, choice, world, options)
+            except LongspanError as error:
+                said.append(f"{type(error).__name__}: {error}")
+        assert evaluate(model, DOCUMENTS, choice, world).loss == first.loss
+        assert world.step == 0
+    return said
+
+
+class _Torn(Sequence[Any]):
+    """Documents of which this rank cannot read the fifth."""
+
+    def __init__(self, documents: Sequence[np.ndarray], torn: bool) -> None:
+        self.documents, self.torn = documents, torn
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> Any:  # type: ignore[override]
+        document = self.documents[index]
+        return _TornDocument(document) if self.torn and index == 2 else document
+
+
+class _TornDocument:
+    def __init__(self, document: np.ndarray) -> None:
+        self.document = document
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+    def __getitem__(self, positions: np.ndarray) -> np.ndarray:
+        raise OSError("the disk is gone")
+
+
+class _Stop:
+    """A reason to stop from the n-th question on."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.asked = at, 0
+
+    def __call__(self) -> str:
+        self.asked += 1
+        return "SIGTERM was received" if self.asked >= self.at else ""
+
+
+def test_what_fails_on_one_rank_is_raised_on_all_and_leaves_the_model_as_it_was() -> None:
+    of_ranks = run_ranks(_failures, 4)
+    assert all(len(said) == 7 for said in of_ranks), of_ranks
+    for said in of_ranks:
+        assert [line.split(":")[0] for line in said] == [
+            *["EvaluationError"] * 4,
+            DataError.__name__,
+            *[EvaluationStopped.__name__] * 2,
+        ]
+        assert "'mean' gave a tensor of shape" in said[0] or "'mean' gave" in said[0]
+        assert "return (sum, count)" in said[1]
+        assert "a metric is called 'loss'" in said[2]
+        assert "rank 2" in said[3]
+        assert "ZeroDivisionError: of the user" in said[3]
+        assert "rank 1 could not read its rows: OSError: the disk is gone" in said[4]
+        assert "time limit" in said[5]
+        assert "after step 9 was stopped after 1 of" in said[6]
+        assert "SIGTERM was received" in said[6]
+
+
+def test_a_metric_without_a_count_is_refused_in_one_process() -> None:
+    with World(Layout(ranks=1), backend=backend()) as world:
+        model = prepare(deep("qwen3", torch.float64, vocabulary=VOCABULARY), world)
+        options = EvaluationOptions(metrics={"broken": lambda rows: 1 / 0})  # type: ignore
+        with pytest.raises(EvaluationError, match="'broken' failed on two made rows"):
+            evaluate(model, DOCUMENTS, PlanChoice.fixed(1), world, options)
+
+
+class Keeping:
+    """A metric that keeps what it is given, with a model of its own and perhaps something that is not copied."""
+
+    def __init__(self, *more: Any) -> None:
+        self.rows, self.total, self.model, self.more = list[Any](), torch.zeros(()), torch.nn.Linear(1, 1), more
+
+    def __call__(self, rows: Any) -> tuple[Any, int]:
+        assert self.model(torch.ones(1)).numel()
+        self.rows.append(rows.losses)
+        self.total += len(rows.losses)
+        return rows.losses.sum(), len(rows.losses)
+
+
+def test_a_metric_keeps_rows_of_documents_alone() -> None:
+    kept, first, locked, method = list[int](), Keeping(), Keeping(Lock()), Keeping()
+
+    def closure(rows: Any, *, scale: int = 1) -> tuple[Any, int]:
+        kept.append(len(rows.losses) * scale)
+        return rows.losses.sum(), len(rows.losses)
+
+    metrics = {"closure": closure, "first": first, "locked": locked, "method": method.__call__}
+    with World(Layout(ranks=1), backend="gloo", device="cpu") as world:
+        model = prepare(deep("qwen3", torch.float64, vocabulary=VOCABULARY), world)
+        result = evaluate(model, DOCUMENTS, PlanChoice.fixed(1), world, EvaluationOptions(metrics=metrics))
+    totals = [sum(kept), *(int(metric.total) for metric in (first, locked, method))]
+    assert totals == [result.targets] * 4
+    assert [sum(map(len, metric.rows)) for metric in (first, locked, method)] == [result.targets] * 3
+
+
+def test_a_copy_of_a_metric_shares_its_weights() -> None:
+    metric = Keeping()
+    copy: Any = copied(metric)
+    assert copy.model.weight is metric.model.weight and copy.total is not metric.total
+
+
+def test_a_set_is_planned_once() -> None:
+    choice = PlanChoice.dynamic(max_tokens_per_slot=300, cp_comm_type=["p2p"] * 4)
+    with World(Layout(1), backend="gloo", device="cpu") as world:
+        model = prepare(deep("qwen3", torch.float64, vocabulary=VOCABULARY), world)
+        first, again = (evaluate(model, DOCUMENTS, choice, world) for _ in range(2))
+        fewer = evaluate(model, DOCUMENTS[:3], choice, world)
+    assert again.plan is first.plan and again.loss == first.loss and fewer.plan.lengths == LENGTHS[:3]

@@ -1,0 +1,58 @@
+"""Parameters are gathered once for all micro-batches of an evaluation where they have room, and freed at its end."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
+from torch.distributed.tensor import DTensor
+
+from longspan import Layout, World, evaluate, prepare
+from longspan.evaluation import portions as module
+from longspan.model.placement.sharding import gathered_bytes
+from longspan.model.row_trial.model_trial import try_rows
+from longspan.testing import backend, run_ranks
+from longspan.train import EvaluationOptions, PlanChoice
+from tests.model.deep import deep
+from tests.model.stock import texts
+
+LAYERS, MICRO_BATCHES = 2, 3
+DOCUMENTS = texts((20, 16, 11, 20, 7, 18))  # two slots, one document at a time
+
+
+def gathers_of_evaluations(rank: int) -> dict[str, tuple[int, tuple[Any, ...]]]:
+    """How often FSDP2 gathers, and the losses: with room, on one rank without, and where it may be stopped."""
+    counted, inner, of_evaluations = 0, fsdp.foreach_all_gather, dict[str, tuple[int, tuple[Any, ...]]]()
+
+    def gather(*args: Any, **kwargs: Any) -> Any:
+        nonlocal counted
+        counted += 1
+        return inner(*args, **kwargs)
+
+    def stopped() -> str:
+        return ""
+
+    with World(Layout(ranks=2), backend=backend(), timeout=60) as world, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp, "foreach_all_gather", gather)
+        model = prepare(deep("qwen3", torch.float32, LAYERS), world)
+        weights = sum(parameter.numel() for parameter in model.parameters())
+        assert weights * 4 <= gathered_bytes(model) <= weights * 4 * 1.1  # shards are padded
+        try_rows(model, world, backward=False)  # whose passes gather too
+        for name in ("room", "room on one", "stopped"):
+            times = 7 if name == "room on one" and rank else 9  # an eighth of what is unused may be taken
+            patch.setattr(module, "unused_bytes", lambda *_, times=times: times * gathered_bytes(model))
+            options = EvaluationOptions(stopped=stopped if name == "stopped" else None)
+            counted = 0
+            result = evaluate(model, DOCUMENTS, PlanChoice.fixed(1, max_tokens_per_slot=20), world, options)
+            of_evaluations[name] = counted, result.document_losses
+            assert len(result.plan.micro_batches) == MICRO_BATCHES
+            assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), name  # freed
+    return of_evaluations
+
+
+def test_parameters_are_gathered_once_where_all_ranks_have_room() -> None:
+    for of_evaluations in run_ranks(gathers_of_evaluations, 2):
+        gathers = {name: count for name, (count, _) in of_evaluations.items()}
+        root_stays = LAYERS * MICRO_BATCHES + 1  # as FSDP2 itself leaves a root
+        assert gathers == {"room": LAYERS + 1, "room on one": root_stays, "stopped": LAYERS + 1}
+        assert len({losses for _, losses in of_evaluations.values()}) == 1

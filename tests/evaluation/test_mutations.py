@@ -1,0 +1,89 @@
+"""What an evaluation could get wrong without an error, put into the code on purpose: the tests would show it."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.errors import PlanError
+from longspan.evaluation.evaluate import evaluate
+from longspan.evaluation.options import EvaluationOptions
+from longspan.layout import Layout
+from longspan.model import prepare
+from longspan.plan import plan_fixed
+from longspan.testing import backend, run_ranks
+from longspan.train import build_optimizer, run_step
+from longspan.train.plans import PlanChoice
+from tests.evaluation.matrix import YARN
+from tests.evaluation.state import differences, state_of
+from tests.model.deep import deep
+from tests.model.stock import texts
+from tests.mutation import mutated
+
+LAYOUT, TRAINING, HELD_OUT = Layout(ranks=4, tp=2), texts((13, 7, 18)), texts((31, 2, 40, 9), 5)
+SUMS = "train.evaluation.row_sums"
+MUTATIONS = {  # what is wrong -> the module, what stands there, and in its place; and how it is noticed
+    "nothing": (None, ""),
+    "a document dropped": ((SUMS, "self._losses, measured.documents, losses)",
+                            "self._losses, measured.documents, losses * (measured.documents > 0))"), "document"),
+    "rows of a document dropped": ((SUMS, "rows = target_rows(batch)",
+                                    "rows = target_rows(batch)[1:]"), "PlanError"),
+    "stale rotary positions": (("comm.shard", "position_ids=to_device(positions, device)",
+                                "position_ids=to_device(positions // 2, device)"), "document"),
+    "losses multiplied by cp": ((SUMS, "parts = [self._losses,", "parts = [self._losses * world.home.slots,"),
+                                "document"),
+    "losses counted by every tp rank": ((SUMS, "once = world.coordinates.tp == 0", "once = True"), "PlanError"),
+    "losses not reduced": ((SUMS, 'flat = world.control.sum_of_arrays(flat, "sums of an evaluation")', "pass"),
+                           "PlanError"),
+    "modes not restored": (("model.parts", "            module.training = training", "            pass"), "/modes"),
+    "reshard skipped": (("model.placement.sharding", "recurse=False)\n        _free(modules)", "recurse=False)"),
+                        "/gathered"),
+    "step not restored": (("train.evaluation.evaluate", "        world.step = before", "        pass"), "/step"),
+}  # fmt: skip
+
+
+def model() -> PreTrainedModel:
+    return deep("qwen3", torch.float64, 2, 62, rope_parameters=YARN, max_position_embeddings=64)
+
+
+def notice(rank: int, exact: Sequence[float]) -> dict[str, set[str]]:
+    """By what is wrong, what this rank notices in an evaluation after a step: documents, changes, or an error."""
+    noticed = dict[str, set[str]]()
+    with World(LAYOUT, backend=backend(), timeout=60) as world:
+        world.step = 3
+        prepared = prepare(model(), world, probe=False)
+        optimizer = build_optimizer(prepared, "sgd", lr=0.1)
+        run_step(prepared, plan_fixed([len(d) for d in TRAINING], LAYOUT, cp=1), TRAINING, world)
+        for name, (change, _) in MUTATIONS.items():
+            prepared.train()
+            world.step, before = 3, state_of(prepared, optimizer, world)
+            try:
+                with mutated(change):
+                    choice = PlanChoice.fixed(2, max_tokens_per_slot=24)
+                    found = evaluate(prepared, HELD_OUT, choice, world, EvaluationOptions(step=77)).document_losses
+                    errors = [abs(loss.sum / wanted - 1) for loss, wanted in zip(found, exact, strict=True)]
+                    noticed[name] = {"document"} if max(errors) > 1e-9 else set()
+                    assert change or max(errors) < 1e-12
+            except PlanError:
+                noticed[name] = {"PlanError"}
+            changed = differences(before, state_of(prepared, optimizer, world))
+            noticed[name] |= {"/".join(path.split("/")[:2]) for path in changed}
+            for module in prepared.modules():
+                if callable(reshard := getattr(module, "reshard", None)):
+                    reshard()
+    return noticed
+
+
+def test_every_mutation_is_noticed() -> None:
+    stock, exact = model(), list[float]()
+    for document in HELD_OUT:
+        ids = torch.from_numpy(np.asarray(document))
+        logits = stock(input_ids=ids[None], use_cache=False).logits[0]
+        exact.append(F.cross_entropy(logits[:-1], ids[1:], reduction="sum").item())
+    for noticed in run_ranks(notice, 4, exact):
+        assert noticed["nothing"] == set()
+        missed = {name: noticed[name] for name, (_, how) in MUTATIONS.items() if how and how not in noticed[name]}
+        assert not missed

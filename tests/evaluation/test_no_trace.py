@@ -1,0 +1,144 @@
+"""Evaluations leave no trace: training goes on bit by bit as without, whatever home, optimizer and model keep."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim import Optimizer
+
+from longspan.comm import World
+from longspan.evaluation.evaluate import evaluate
+from longspan.evaluation.options import EvaluationOptions
+from longspan.layout import Layout
+from longspan.model import prepare
+from longspan.model.experts.router import RouterCoefficients
+from longspan.plan import plan_fixed
+from longspan.run.records.metrics_log import read_metrics
+from longspan.testing import backend, run_ranks
+from longspan.train import build_optimizer, run_step
+from longspan.train.plans import PlanChoice
+from tests.evaluation.state import State, differences, state_of
+from tests.model.deep import deep
+from tests.model.stock import texts
+from tests.train.small import small_config, train_rank, without_times
+
+LENGTHS, HELD_OUT_LENGTHS = (13, 1, 30, 7, 2, 18), (31, 2, 17, 1, 9, 24)
+ROUTER = RouterCoefficients(balance=0.5, z=0.1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model whose second layer is frozen under a home of four ranks, with what `prepare` is told."""
+
+    layout: Layout
+    family: str = "qwen3"
+    settings: dict[str, Any] = field(default_factory=dict)
+    optimizer: str = "adamw"
+    dropout: float = 0.0
+
+    def model(self, world: World) -> nn.Module:
+        """Prepared, in training mode but for the frozen layer."""
+        model = deep(self.family, torch.float32, 4, 62, attention_dropout=self.dropout)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".layers.1." not in name)
+        prepared = prepare(model, world, probe=False, **self.settings)
+        prepared.train()
+        for name, module in prepared.named_modules():
+            if ".layers.1" in name:
+                module.train(False)
+        return prepared
+
+
+CASES = {
+    "FSDP2, dropout": Case(Layout(ranks=4), dropout=0.3),
+    "HSDP, recomputed": Case(Layout(ranks=4, dp_replicate=2), "qwen3-moe", {"activation_checkpointing": True}),
+    "copies, momentum": Case(Layout(ranks=4), "gpt-oss", {"shard_parameters": False}, optimizer="sgd"),
+    "TP, sequence parallel": Case(Layout(ranks=4, tp=2), settings={"sequence_parallel": True}, dropout=0.3),
+    "EP, bfloat16": Case(Layout(ranks=4, ep=2), "qwen3-moe", {"compute_dtype": torch.bfloat16}),
+    "PP": Case(Layout(ranks=4, pp=2), "qwen3-moe"),
+    "VPP": Case(Layout(ranks=4, pp=2), settings={"virtual_stages": 2}, dropout=0.3),
+    "zero bubbles": Case(Layout(ranks=4, pp=2), settings={"pipeline_schedule": "zero_bubble"}),
+    "PP × TP, ZBV": Case(Layout(ranks=4, pp=2, tp=2), settings={"virtual_stages": 2, "pipeline_schedule": "zbv"}),
+}
+ALWAYS = ("TP, sequence parallel",)  # over FSDP2, with dropout
+
+
+class Trained(NamedTuple):
+    """Results of passes, the state after each update, and what evaluations changed."""
+
+    results: list[Any]
+    states: list[State]
+    changed: list[str]
+
+
+def train(case: Case, world: World, *, evaluates: bool) -> Trained:
+    """Two updates, each after two passes whose gradients add up, with an evaluation before, between and after them."""
+    model = case.model(world)
+    momentum: dict[str, Any] = {"momentum": 0.9} if case.optimizer == "sgd" else {}
+    optimizer = build_optimizer(model, case.optimizer, lr=0.01, **momentum)
+    trained = Trained([], [], [])
+    for step in range(2):
+        world.step = step
+        optimizer.zero_grad()
+        for half in range(2):
+            if evaluates:
+                changed = changed_by_evaluation(model, optimizer, world, degree=1 << (step + half))
+                first = not trained.results  # of all passes, which puts FSDP2's hooks in place
+                trained.changed.extend(path for path in changed if not (first and path.startswith("/hooks")))
+            trained.results.append(_pass(case, model, world, 2 * step + half))
+        if evaluates:
+            trained.changed.extend(changed_by_evaluation(model, optimizer, world, degree=4 >> step))
+        optimizer.step()
+        trained.states.append(state_of(model, optimizer, world))
+    return trained
+
+
+def _pass(case: Case, model: nn.Module, world: World, seed: int) -> Any:
+    """Gradients of a batch, added to those that are there."""
+    home, multiple = world.home, world.home.tp if case.settings.get("sequence_parallel") else 1
+    rows = {"max_tokens_per_slot": 32, "micro_batch_multiple": home.pp, "row_multiple": multiple}
+    plan = plan_fixed(LENGTHS, home, cp=min(2, home.slots), **rows)  # pyright: ignore[reportArgumentType]
+    router = ROUTER if case.family == "qwen3-moe" else None
+    result = run_step(model, plan, texts(LENGTHS, seed), world, router=router)
+    return result.loss, result.grad_norm, result.router
+
+
+def changed_by_evaluation(model: nn.Module, optimizer: Optimizer, world: World, *, degree: int) -> list[str]:
+    """What an evaluation at this degree, or the largest below it that there is, changes on this rank."""
+    before, degree = state_of(model, optimizer, world), min(degree, world.home.slots)
+    choice = PlanChoice.fixed(degree, max_tokens_per_slot=34)
+    evaluate(model, texts(HELD_OUT_LENGTHS, 5), choice, world, EvaluationOptions(step=77))
+    return differences(before, state_of(model, optimizer, world))
+
+
+def compare(rank: int, names: tuple[str, ...]) -> dict[str, list[str]]:
+    """By case, what differs on this rank from training without evaluations."""
+    differ = dict[str, list[str]]()
+    for name in names:
+        with World(CASES[name].layout, backend=backend(), timeout=60) as world:
+            world.seed = 7
+            without, trained = (train(CASES[name], world, evaluates=flag) for flag in (False, True))
+            differ[name] = trained.changed + differences(without[:2], trained[:2])
+    return differ
+
+
+@pytest.mark.parametrize("names", [ALWAYS, pytest.param(tuple(CASES), marks=pytest.mark.whole)], ids=["few", "all"])
+def test_evaluations_leave_no_trace(names: tuple[str, ...]) -> None:
+    for rank, differ in enumerate(run_ranks(compare, 4, names)):
+        assert differ == {name: [] for name in names}, rank
+
+
+@pytest.mark.whole
+def test_a_run_that_is_evaluated_after_every_step_trains_as_without(tmp_path: Path) -> None:
+    rows, weights = [], []
+    for every in (0, 1):
+        config = small_config(tmp_path / str(every), train__eval_every=every, context__eval_context_parallel_size=1)
+        run_ranks(train_rank, 2, config, 2)
+        metrics = read_metrics(Path(config.run.dir) / "metrics.jsonl")
+        rows.append([without_times(row) for row in metrics if "loss" in row])
+        weights.append(load_file(Path(config.run.dir) / "model" / "model.safetensors"))
+    assert rows[0] == rows[1] and not differences(*weights)

@@ -1,0 +1,116 @@
+"""A run whose evaluation goes wrong on one rank goes on from its folder bit by bit as if nothing had happened."""
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+
+from longspan.config.sections import RunConfig
+from longspan.errors import LongspanError, RunFolderError
+from longspan.run.records.metrics_log import MetricsLog, read_metrics
+from longspan.run.result import TrainResult
+from longspan.testing import run_ranks
+from tests.evaluation.state import differences
+from tests.train.small import small_config, train_rank, without_times
+
+
+def end_by(error: BaseException) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+def receive_sigterm() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+FAULTS: dict[str, tuple[int, Callable[[], None], type[BaseException] | None, str]] = {  # rank, what happens, error
+    "error in a forward pass": (
+        1,
+        end_by(ValueError("boom")),
+        ValueError,
+        "rank 0: .*rank 1 left with ValueError: boom",
+    ),
+    "Ctrl-C in a forward pass": (
+        0,
+        end_by(KeyboardInterrupt("boom")),
+        KeyboardInterrupt,
+        "rank 1: .*rank 0 left with Key",
+    ),
+    "SIGTERM in a forward pass": (1, receive_sigterm, None, ""),
+    "full disk in writing records": (0, end_by(OSError(28, "No space left on device")), RunFolderError, ""),
+}
+
+
+def train_with(rank: int, config: RunConfig, name: str) -> TrainResult:
+    """A run on two ranks, in whose first evaluation the fault happens."""
+    where, happen, *_ = FAULTS[name]
+    forward, write, met = Qwen3MLP.forward, MetricsLog.write, list[bool]()
+
+    def faulty_forward(module: Any, x: Tensor) -> Tensor:
+        if not (module.training or x.device.type == "meta" or met):
+            met.append(True)
+            happen()
+        return forward(module, x)
+
+    def faulty_write(log: MetricsLog, row: dict[str, Any]) -> None:
+        if "eval_loss" in row:
+            happen()
+        write(log, row)
+
+    if rank != where:
+        return train_rank(rank, config, 2)
+    in_forward = name.endswith("forward pass")
+    owner, patched = (Qwen3MLP, faulty_forward) if in_forward else (MetricsLog, faulty_write)
+    with mock.patch.object(owner, "forward" if in_forward else "write", patched):
+        return train_rank(rank, config, 2)
+
+
+def left_by(config: RunConfig) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    folder = Path(config.run.dir)
+    rows = [without_times(row) for row in read_metrics(folder / "metrics.jsonl")]
+    return rows, load_file(folder / "model" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    config = short_run(tmp_path_factory.mktemp("straight"))
+    run_ranks(train_rank, 2, config, 2)
+    return left_by(config)
+
+
+def short_run(folder: Path) -> RunConfig:
+    return small_config(folder, train__steps=4, train__save_every=1, context__eval_context_parallel_size=1)
+
+
+IN_CI = ("error in a forward pass",)
+
+
+@pytest.mark.parametrize("name", [n if n in IN_CI else pytest.param(n, marks=pytest.mark.whole) for n in FAULTS])
+def test_a_run_goes_on_after(
+    name: str, straight: tuple[list[dict[str, Any]], dict[str, Tensor]], tmp_path: Path
+) -> None:
+    config, (_, _, error, said) = short_run(tmp_path), FAULTS[name]
+    if error is None:
+        assert run_ranks(train_with, 2, config, name)[0].stopped == "SIGTERM"
+    else:
+        with pytest.raises(error) as raised:
+            run_ranks(train_with, 2, config, name)
+        if not issubclass(error, LongspanError):
+            assert any(re.search(said, note) for note in raised.value.__notes__), raised.value.__notes__
+    folder = Path(config.run.dir)
+    assert not (folder / "model").exists()
+    saved = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert saved == {"step-000001", "step-000002"}, "a step is saved before its evaluation"
+    run_ranks(train_rank, 2, config, 2)
+    rows, weights = left_by(config)
+    assert rows == straight[0] and not differences(straight[1], weights)

@@ -1,0 +1,72 @@
+"""Switches of degree between training and evaluation use up nothing: descriptors, threads, groups, memory."""
+
+import ctypes
+import gc
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from longspan.comm import World
+from longspan.evaluation.evaluate import evaluate
+from longspan.layout import Layout
+from longspan.model import prepare
+from longspan.plan import plan_fixed
+from longspan.testing import backend, run_ranks
+from longspan.train import build_optimizer, run_step
+from longspan.train.plans import PlanChoice
+from tests.model.deep import deep
+from tests.model.stock import texts
+
+TRAINING, HELD_OUT = (9, 6), (12, 7)
+CHOICES = [PlanChoice.fixed(degree, max_tokens_per_slot=12) for degree in (1, 4)]
+MEGABYTE = 1 << 20
+
+
+class Used(NamedTuple):
+    """What a rank holds."""
+
+    descriptors: int
+    threads: int
+    groups: int
+    resident: int
+
+
+def used(world: World) -> Used:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return Used(
+        descriptors=len(list(Path("/proc/self/fd").iterdir())),
+        threads=int(status["Threads"]),
+        groups=len(world.process_groups.made),
+        resident=1024 * int(status["VmRSS"].split()[0]),
+    )
+
+
+def switch(rank: int, looks: tuple[int, ...]) -> list[Used]:
+    """Training at degree 2 and evaluation at 1 and 4 in turn; what is used after so many switches of degree."""
+    answers = list[Used]()
+    with World(Layout(ranks=4), backend=backend(), timeout=60, max_groups=4) as world:
+        model = prepare(deep("qwen3", torch.float32, 1, 62), world, probe=False)
+        optimizer = build_optimizer(model, "sgd", lr=1e-3)
+        plan = plan_fixed(TRAINING, world.home, cp=2)
+        for count in range(0, looks[-1], 2):  # to evaluation and back
+            evaluate(model, texts(HELD_OUT), CHOICES[count // 2 % 2], world)
+            run_step(model, plan, texts(TRAINING), world, optimizer)
+            if count + 2 in looks:
+                answers.append(used(world))
+    return answers
+
+
+LOOKS = [(20, 40, 60), pytest.param((100, 500, 1000), marks=pytest.mark.whole)]
+
+
+@pytest.mark.parametrize("looks", LOOKS, ids=["60", "1000"])
+def test_switches_of_degree_use_up_nothing(looks: tuple[int, ...]) -> None:
+    """The allocator's own pages settle in some 500 steps, as in training without evaluations: by about 2 MiB of 330."""
+    for first, middle, last in run_ranks(switch, 4, looks, timeout=280):
+        assert first[:3] == middle[:3] == last[:3]
+        assert last.resident - first.resident < 4 * MEGABYTE, (first, last)
+        assert last.resident - middle.resident < MEGABYTE, (middle, last)

@@ -1,0 +1,162 @@
+"""Loggers of a run: what is refused before it starts, what becomes of one that fails, and resumed sessions."""
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longspan.config.file import load_config, to_toml
+from longspan.errors import ConfigError
+from longspan.run.config_check import check_config
+from longspan.run.loggers import RunStart, logger, scalars
+from longspan.run.loggers.run_loggers import RunLoggers, logger_classes
+from longspan.testing import run_ranks
+from tests.train.small import small_config, train_rank
+
+FAKES = "tests.run.loggers.fake_loggers"
+
+
+def train_row(step: int) -> dict[str, Any]:
+    return {"step": step, "loss": 1.0 / step, "lr": 0.5}
+
+
+def eval_row(step: int, cp: int = 2) -> dict[str, Any]:
+    return {"step": step, "eval_loss": 2.0 / step, "cp": cp}
+
+
+def start_of(folder: Path, done: int = 0, rows: tuple[dict[str, Any], ...] = ()) -> RunStart:
+    return RunStart(folder, {"train": {"lr": 0.5}}, {"model": "a | b", "steps": "6"}, done, rows)
+
+
+def session(name: str, start: RunStart, rows: list[dict[str, Any]]) -> list[str]:
+    said: list[str] = []
+    with RunLoggers.open(logger_classes([name]), start, said.append) as loggers:
+        for row in rows:
+            loggers.log(row)
+    return said
+
+
+def test_an_empty_list_of_loggers_is_read_and_written() -> None:
+    config = load_config(None, {"run.loggers": []})
+    assert config.run.loggers == () and "loggers = []" in to_toml(config)
+    for key in ("context.cp_comm_type", "context.hierarchical_context_parallel_sizes"):
+        with pytest.raises(ConfigError, match=f"{key} is \\[\\]"):
+            load_config(None, {key: []})
+
+
+def test_a_logger_that_is_not_installed_is_an_error_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logger, "find_spec", lambda name: None)
+    for name in ("tensorboard", "wandb"):
+        with pytest.raises(ConfigError, match=rf"{name} is not installed; pip install 'longspan\[{name}\]'"):
+            check_config(small_config(tmp_path, run__loggers=[name]), 4)
+    check_config(small_config(tmp_path, run__loggers=["my_package.MyLogger"]), 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tensorbord", "did you mean 'tensorboard'"),
+        (f"{FAKES}.Silent", "has Silent without log"),
+        (f"{FAKES}.Absent", "has no such class"),
+        ("nowhere.Logger", "nowhere cannot be imported: ModuleNotFoundError.*PYTHONPATH"),
+    ],
+)
+def test_names_that_are_no_loggers(name: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_config(small_config(tmp_path, run__loggers=[name]), 4)
+        logger_classes([name])
+
+
+def test_a_logger_that_cannot_start_ends_the_run_on_every_rank_before_its_first_step(tmp_path: Path) -> None:
+    config = small_config(tmp_path, run__loggers=[f"{FAKES}.FileLogger", f"{FAKES}.Refusing"])
+    with pytest.raises(ConfigError, match=r"logger tests\.run\.loggers\.fake_loggers\.Refusing .* no server for run"):
+        run_ranks(train_rank, 2, config, 2, timeout=90)
+    assert json.loads((tmp_path / "run" / "logged.jsonl").read_text())["closed"]
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_logger_that_fails_is_said_once_and_the_others_go_on(tmp_path: Path) -> None:
+    said: list[str] = []
+    names = [f"{FAKES}.Failing", f"{FAKES}.FileLogger"]
+    with RunLoggers.open(logger_classes(names), start_of(tmp_path), said.append) as loggers:
+        for step in (1, 2, 3):
+            loggers.log(train_row(step))
+    assert len(said) == 1 and "failed at step 2" in said[0] and "ConnectionError: the server is gone" in said[0]
+    assert len(json.loads((tmp_path / "logged.jsonl").read_text())["rows"]) == 3
+    (said_at_the_end,) = session(names[0], start_of(tmp_path), [train_row(1)])
+    assert "could not be closed: ConnectionError: still gone" in said_at_the_end
+
+
+def test_rows_by_the_names_that_loggers_show() -> None:
+    assert scalars({"step": 3, "loss": 1, "note": "x", "missing": None}) == {"train/loss": 1}
+    assert scalars(eval_row(3, 4) | {"seconds": 0.5}) == {"eval/loss_cp4": 2.0 / 3, "eval/seconds_cp4": 0.5}
+
+
+def test_a_resumed_run_goes_on_in_the_same_tensorboard_folder(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = [train_row(1), train_row(2), eval_row(2), train_row(3), train_row(4), eval_row(4)]
+    assert not session("tensorboard", start_of(tmp_path), first)
+    again = [train_row(step) | {"lr": 0.25} for step in (3, 4, 5)]
+    assert not session("tensorboard", start_of(tmp_path, 2, tuple(first)), [again[0], again[1], eval_row(4), again[2]])
+    assert not session("tensorboard", start_of(tmp_path, 5, tuple(first)), [])  # a session without a row
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
+    read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in read.Scalars("train/lr")] == [
+        (1, 0.5),
+        (2, 0.5),
+        (3, 0.25),
+        (4, 0.25),
+        (5, 0.25),
+    ]
+    assert [(e.step, e.value) for e in read.Scalars("eval/loss_cp2")] == [(2, 1.0), (4, 0.5)]
+    assert read.Tags()["tensors"] == ["run/text_summary"]
+
+
+@pytest.mark.whole
+def test_a_resumed_run_goes_on_in_the_same_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    first = [train_row(1), train_row(2), eval_row(2), train_row(3), train_row(4), eval_row(4)]
+    try:
+        assert not session("wandb", start_of(tmp_path), first)
+        again = [train_row(3), train_row(4), eval_row(4), train_row(5), train_row(6), eval_row(6), eval_row(6, 1)]
+        assert not session("wandb", start_of(tmp_path, 2, tuple(first)), again)
+        # Resumed from step 3, killed after step 4, and resumed from step 3 again: steps up to 6 were sent before.
+        known = (train_row(1), train_row(2), eval_row(2), *again)
+        assert not session("wandb", start_of(tmp_path, 3, known), [train_row(4), eval_row(4)])
+        assert not session("wandb", start_of(tmp_path, 3, known[:6]), [*again[1:], train_row(7)])
+    finally:
+        wandb.teardown()
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns)
+    assert len({file.stem for file in files}) == 1 and len(files) == 4
+    rows = [row for file in files for row in wandb_rows(file)]
+    steps = [int(row["train/step"]) for row in rows if "train/step" in row]
+    assert steps == [1, 2, 3, 4, 5, 6, 7]
+    assert [int(row["eval/step"]) for row in rows if "eval/step" in row] == [2, 4, 6, 6]
+    counts = [int(row["_step"]) for row in rows]
+    assert counts == sorted(set(counts)), "wandb's own count of rows goes on"
+
+
+def wandb_rows(file: Path) -> Iterator[dict[str, str]]:
+    """The history of an offline run: records in the log format of LevelDB, blocks of 32 KiB after 7 bytes of header."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, record = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (rest := 32768 - at % 32768) < 7:
+            at += rest
+            continue
+        size, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        record, at = record + data[at + 7 : at + 7 + size], at + 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            history = wandb_internal_pb2.Record.FromString(record).history
+            record = b""
+            if history.item:
+                yield {item.key or "/".join(item.nested_key): item.value_json for item in history.item}

@@ -1,0 +1,128 @@
+"""`longspan train` on rows with images: equal at any degree of either module, saved and exported."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoTokenizer, Gemma3Config, PreTrainedConfig, Qwen2_5_VLConfig
+
+from longspan.checkpoint.export import export_checkpoint
+from longspan.config.file import load_config
+from longspan.config.sections import EncoderSection, RunConfig
+from longspan.errors import ConfigError
+from longspan.layout import Layout
+from longspan.model.vision.take_apart import freeze_images
+from longspan.run.checks.encoder import check_encoder, check_images
+from longspan.run.records.metrics_log import read_metrics
+from longspan.testing import run_ranks
+from tests.corpus.images.folders import GEMMA_TOKENS, gemma3_folder, qwen_folder, write_images, write_rows
+from tests.model.vision.models import MODELS, MROPE, QWEN, TEXT, tiny
+from tests.run.runs.homes import farthest
+from tests.train.small import train_rank
+
+SIZES = [(16, 24), (32, 16), (16, 16), (8, 8), (24, 24), (40, 16)]
+SPECIAL = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
+SPECIAL |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
+
+
+def model_folder(folder: Path) -> Path:
+    """A tiny Qwen2.5-VL with a tokenizer and a processor."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(qwen_folder(folder))
+    ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in SPECIAL.items()}
+    vision = QWEN | {"patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]}
+    return _with_model(
+        folder,
+        Qwen2_5_VLConfig(text_config=TEXT | MROPE | {"vocab_size": len(tokenizer)}, vision_config=vision, **ids),
+    )
+
+
+def gemma_folder(folder: Path) -> Path:
+    """A tiny Gemma 3, the same."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(gemma3_folder(folder))
+    ids = {f"{key}_index": tokenizer.convert_tokens_to_ids(token) for key, token in GEMMA_TOKENS.items()}
+    values = MODELS["gemma3"][1] | ids
+    values["text_config"] = values["text_config"] | {"vocab_size": len(tokenizer)}
+    return _with_model(folder, Gemma3Config(**values))
+
+
+def _with_model(folder: Path, config: PreTrainedConfig) -> Path:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def rows_with_images(folder: Path) -> Path:
+    """Conversations with 0 to 3 images each."""
+    draw, names = random.Random(0), write_images(folder, SIZES)
+    rows = [_row(draw.choices(names, k=draw.choice((0, 1, 2, 3))), draw.randint(1, 8), i) for i in range(40)]
+    return write_rows(folder / "rows.jsonl", rows)
+
+
+def _row(images: list[str], words: int, number: int) -> dict[str, Any]:
+    shown = [part for _ in images for part in ({"type": "text", "text": "see "}, {"type": "image"})]
+    content = [*shown, {"type": "text", "text": "what? " + "word " * words}]
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": f"it is {number}"}]
+    return {"messages": messages} | ({"images": images} if images else {})
+
+
+def settings(folder: Path, rows: Path, model: Path, **changes: Any) -> RunConfig:
+    """Four steps in float64; keys with "__" for the dot."""
+    given = {"model.path": str(model), "model.dtype": "float64", "run.dir": str(folder), "train.steps": 4}
+    given |= {"data.path": str(rows), "data.eval_documents": 4, "data.cache": "none", "data.workers": 1}
+    given |= {"train.tokens_per_step": 600, "train.lr": 1e-3, "train.save_every": 2, "train.eval_every": 4}
+    given |= {"encoder.lr": 2e-3, "encoder.max_rows": 64, "encoder.recompute": True}
+    return load_config(None, given | {key.replace("__", "."): value for key, value in changes.items()})
+
+
+def losses(config: RunConfig, ranks: int) -> list[float]:
+    """Trains; the losses of all steps and the gradient norms."""
+    run_ranks(train_rank, ranks, config, ranks, timeout=200)
+    rows = [row for row in read_metrics(Path(config.run.dir) / "metrics.jsonl") if "grad_norm" in row]
+    return [float(row[key]) for row in rows for key in ("loss", "grad_norm")]
+
+
+def test_a_run_with_images(tmp_path: Path) -> None:
+    model, rows = model_folder(tmp_path / "model"), rows_with_images(tmp_path / "rows")
+    alone = losses(settings(tmp_path / "one", rows, model, context__max_tokens_per_slot=256), 1)
+    degrees = {"context__context_parallel_size": 2, "context__max_tokens_per_slot": 128, "encoder__tp": 2}
+    two = losses(settings(tmp_path / "two", rows, model, **degrees), 2)
+    assert len(alone) == 8 and farthest(two, alone) < 1e-6  # norms and rotary angles are in float32
+    steps = [row for row in read_metrics(tmp_path / "two" / "metrics.jsonl") if "grad_norm" in row]
+    assert all(0 < row["encoder_share"] < 1 <= row["encoder_balance"] and row["tflops"] > 0 for row in steps)
+    assert all(0 < row["predicted_encoder_share"] < 1 <= row["predicted_encoder_balance"] for row in steps)
+    saved: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "two" / "model")
+    exported = export_checkpoint(tmp_path / "two", None, tmp_path / "out", print)
+    again: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
+    assert exported.tensors == len(saved.state_dict()) and (tmp_path / "out" / "preprocessor_config.json").is_file()
+    assert all(torch.equal(x, y) for x, y in zip(saved.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.whole
+def test_a_run_with_images_that_see_each_other(tmp_path: Path) -> None:
+    pytest.importorskip("transformers.models.gemma3.image_processing_pil_gemma3")
+    model, rows = gemma_folder(tmp_path / "model"), rows_with_images(tmp_path / "rows")
+    alone = losses(settings(tmp_path / "one", rows, model, context__max_tokens_per_slot=256), 1)
+    degrees = {"context__context_parallel_size": 2, "context__max_tokens_per_slot": 128, "encoder__tp": 2}
+    two = losses(settings(tmp_path / "two", rows, model, **degrees), 2)
+    assert len(alone) == 8 and farthest(two, alone) < 1e-6  # norms and rotary angles are in float32
+
+
+@pytest.mark.parametrize(("trained", "names"), [("all", 42), ("projector", 5), ("none", 0)])
+def test_parts_that_are_trained(trained: Any, names: int) -> None:
+    model = tiny("qwen2.5-vl")
+    freeze_images(model, trained)
+    of_images = {n for n, p in model.named_parameters() if n.startswith("model.visual.") and p.requires_grad}
+    assert len(of_images) == names and (trained != "projector" or all(".merger." in name for name in of_images))
+    assert all(p.requires_grad for n, p in model.named_parameters() if not n.startswith("model.visual."))
+
+
+def test_sections_that_do_not_fit() -> None:
+    with pytest.raises(ConfigError, match=r"encoder\.tp is 3, and there are 4 ranks; use 1, 2, 4"):
+        check_encoder(RunConfig(encoder=EncoderSection(tp=3)), Layout(4))
+    with pytest.raises(ConfigError, match=r'encoder.lr is 0.1 and encoder.train is "none"'):
+        check_encoder(RunConfig(encoder=EncoderSection(lr=0.1, train="none")), Layout(4))
+    with pytest.raises(ConfigError, match=r"\[encoder\] is given, and no row of the data has images"):
+        check_images(RunConfig(encoder=EncoderSection(tp=2)), 0)

@@ -1,0 +1,243 @@
+"""A run of `longspan train` with [lora]: the adapter alone is trained and saved, resumed at other homes, and read by
+stock peft and transformers."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from longspan.cli.eval import main as eval_main
+from longspan.cli.export import main as export_main
+from longspan.cli.main import main as cli_main
+from longspan.config.file import load_config, to_toml
+from longspan.config.sections import ParallelConfig, RunConfig
+from longspan.errors import ConfigError, ModelError
+from longspan.model import load_model
+from longspan.model.hf_folder import read_configuration
+from longspan.run.config_check import check_config
+from longspan.run.records.metrics_log import read_metrics
+from longspan.testing import run_ranks
+from tests.model.stock import SIZES
+from tests.mutation import mutated
+from tests.run.runs.homes import farthest, gone_on_from_the_first_checkpoint, losses_of_run
+from tests.train.small import small_config, train_rank
+
+LORA = {"lora.rank": 4, "train.steps": 4, "train.save_every": 2, "train.eval_every": 4, "train.lr": 0.05}
+HOMES = {"tp 2": ParallelConfig(tp=2), "pp 2": ParallelConfig(pp=2)}
+
+
+def write_base(folder: Path) -> Path:
+    """A stock folder: a Llama in float64 and a byte-level tokenizer."""
+    config = LlamaConfig(**{**SIZES, "vocab_size": 258, "tie_word_embeddings": False, "max_position_embeddings": 512})
+    load_model(config=config, dtype="float64").save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {word: i for i, word in enumerate([*alphabet, "<|endoftext|>"])}
+    bare = Tokenizer(models.BPE(words, []))
+    bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<|endoftext|>").save_pretrained(folder)
+    return folder
+
+
+def adapter(config: RunConfig) -> dict[str, Tensor]:
+    return load_file(Path(config.run.dir) / "model" / "adapter_model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[float]]:
+    """A run over two slots, of two processes, and its losses."""
+    folder = tmp_path_factory.mktemp("lora")
+    base = write_base(folder / "base")
+    keys = {"model.path": str(base), "model.dtype": "float64", **LORA}
+    config = small_config(folder, **{name.replace(".", "__"): value for name, value in keys.items()})
+    return config, losses_of_run(config, 2)
+
+
+def test_a_checkpoint_holds_the_adapter_and_its_moments_alone(trained: tuple[RunConfig, list[float]]) -> None:
+    config, losses = trained
+    stored = FileSystemReader(Path(config.run.dir) / "checkpoints/step-000004").read_metadata().state_dict_metadata
+    weights = {name for name in stored if name.startswith("model.")}
+    assert len(weights) == 2 * 7 * 2 and all(".lora_" in name for name in weights)
+    assert all(".lora_" in name for name in stored if name.startswith("optimizer."))
+    assert losses[3] < losses[0]
+    assert json.loads((Path(config.run.dir) / "run.json").read_text())["trained"] == sum(
+        tensor.numel() for tensor in adapter(config).values()
+    )
+
+
+@pytest.mark.parametrize("home", [pytest.param("tp 2", marks=pytest.mark.whole), "pp 2"])
+def test_a_run_goes_on_at_another_home(trained: tuple[RunConfig, list[float]], home: str, tmp_path: Path) -> None:
+    config, losses = trained
+    other = gone_on_from_the_first_checkpoint(config, tmp_path / "run", HOMES[home])
+    context = replace(config.context, context_parallel_size=1, eval_context_parallel_size=1)
+    other = replace(other, context=replace(context, max_tokens_per_slot=128, eval_max_tokens_per_slot=128))
+    resumed = losses_of_run(other, 2)
+    steps = len([row for row in read_metrics(Path(other.run.dir) / "metrics.jsonl") if "loss" in row])
+    assert steps == 4 and farthest(resumed[:4], losses[:4]) <= 1e-9
+    wanted = adapter(config)
+    assert max(float((adapter(other)[name] - tensor).abs().max()) for name, tensor in wanted.items()) <= 1e-9
+
+
+def test_stock_peft_and_transformers_read_what_is_saved(
+    trained: tuple[RunConfig, list[float]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, _ = trained
+    assert export_main([config.run.dir, str(tmp_path / "adapter")]) == 0
+    assert export_main([config.run.dir, str(tmp_path / "merged"), "--merge", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["dtype"] == "float64"
+    saved, exported = (
+        load_file(x / "adapter_model.safetensors") for x in (Path(config.run.dir) / "model", tmp_path / "adapter")
+    )
+    assert (
+        all(torch.equal(saved[name], tensor) for name, tensor in exported.items()) and saved.keys() == exported.keys()
+    )
+    stock, merged = _stock(config), _merged(tmp_path / "merged")
+    ids = torch.arange(40)[None] * 5 % 257
+    with torch.no_grad():
+        wanted = stock(input_ids=ids).logits
+        assert (merged(input_ids=ids).logits - wanted).abs().max() <= 1e-12 * wanted.abs().max()
+        with stock.disable_adapter():
+            assert (stock(input_ids=ids).logits - wanted).abs().max() > 1e-3
+        written = [m.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0) for m in (stock, merged)]
+    assert torch.equal(*written)
+
+
+def _stock(config: RunConfig, dtype: torch.dtype = torch.float64) -> Any:
+    base = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=dtype)
+    return peft.PeftModel.from_pretrained(base, config.run.dir + "/model", torch_device="cpu").eval()
+
+
+def _merged(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def test_one_export_takes_the_place_of_another(trained: tuple[RunConfig, list[float]], tmp_path: Path) -> None:
+    config, out = trained[0], tmp_path / "out"
+    names = list[set[str]]()
+    for words in (["--merge"], [], ["--merge", "--dtype", "float32"]):
+        assert export_main([config.run.dir, str(out), "--overwrite", *words]) == 0
+        names.append({file.name for file in out.iterdir()})
+    of_adapter, of_model = {"adapter_config.json", "adapter_model.safetensors"}, {"config.json", "model.safetensors"}
+    assert names[0] == names[2]
+    assert names[1] - names[0] == of_adapter and names[0] - names[1] == of_model
+    ids = torch.arange(40)[None] * 5 % 257
+    with torch.no_grad():
+        wanted = _stock(config, torch.float32)(input_ids=ids).logits
+        assert (_merged(out, torch.float32)(input_ids=ids).logits - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+def test_a_merge_that_forgets_the_scaling_is_noticed(trained: tuple[RunConfig, list[float]], tmp_path: Path) -> None:
+    with mutated(("train.checkpoint.export_adapter", "saved.scalings[linear] * ", "")):
+        assert export_main([trained[0].run.dir, str(tmp_path / "out"), "--merge"]) == 0
+    ids = torch.arange(40)[None] * 5 % 257
+    with torch.no_grad():
+        wanted = _stock(trained[0])(input_ids=ids).logits
+        assert (_merged(tmp_path / "out")(input_ids=ids).logits - wanted).abs().max() > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")  # peft's own
+def test_the_adapter_of_a_tied_head_is_not_merged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    changes: dict[str, Any] = {"lora__rank": 2, "lora__targets": ["q_proj", "lm_head"], "train__steps": 1}
+    config = small_config(tmp_path, **changes, train__eval_every=0, train__save_every=1)
+    run_ranks(train_rank, 2, config, 2, timeout=60)
+    assert cli_main(["export", config.run.dir, str(tmp_path / "out"), "--merge"]) == 2
+    assert "lm_head has an adapter, and shares its weight with the other end" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert cli_main(["export", config.run.dir, str(tmp_path / "out")]) == 0
+
+
+def test_the_folder_of_an_adapter_is_no_model(
+    trained: tuple[RunConfig, list[float]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(trained[0].run.dir) / "model"
+    wanted = f"without the model that it belongs to. Name the run that trained it ({folder.parent})"
+    assert cli_main(["eval", str(folder), "--data", str(tmp_path)]) == 2
+    assert wanted in capfd.readouterr().err
+    for read in (read_configuration, load_model):
+        with pytest.raises(ModelError, match=re.escape(wanted) + ".*export .* FOLDER --merge"):
+            read(folder)
+
+
+def test_evaluation_with_and_without_the_adapter(
+    trained: tuple[RunConfig, list[float]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, losses = trained
+
+    def record(*words: str) -> dict[str, Any]:
+        flags = ["--world", "2", "--context.eval_context_parallel_size", "1", "--model.dtype", "float64", "--json"]
+        assert eval_main([config.run.dir, *words, *flags]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    assert record()["eval_loss"] == pytest.approx(losses[-1], rel=1e-12)
+    alone = record("--without-adapter", "--compare", config.model.path)
+    assert alone["eval_loss"] == pytest.approx(alone["compare"]["evaluations"][0]["eval_loss"], rel=1e-14)
+    assert alone["eval_loss"] > losses[-1]
+    both = [
+        "--compare",
+        "base",
+        "--world",
+        "2",
+        "--context.eval_context_parallel_size",
+        "1",
+        "--model.dtype",
+        "float64",
+    ]
+    assert eval_main([config.run.dir, *both]) == 0
+    first, base = losses[-1], alone["eval_loss"]
+    assert capsys.readouterr().out.startswith(
+        f"held out: loss of {config.run.dir} {first:.6f}, of {config.run.dir} without adapter {base:.6f}, "
+        f"difference {base - first:+.6f} ± 0."
+    )
+
+
+@pytest.mark.parametrize("words", [["--without-adapter"], ["--compare", "base"]])
+def test_what_has_no_adapter_is_not_evaluated_without_one(
+    words: list[str], trained: tuple[RunConfig, list[float]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = small_config(tmp_path)
+    Path(whole.run.dir).mkdir()
+    (Path(whole.run.dir) / "config.toml").write_text(to_toml(whole))
+    for target, why in ((trained[0].model.path, "is no run"), (whole.run.dir, r"trains no adapter \(lora.rank is 0\)")):
+        assert cli_main(["eval", target, "--data", str(tmp_path), *words]) == 2
+        assert re.search(rf"{words[0]}.* is given, and \S+ {why}; leave it out", capfd.readouterr().err)
+    assert cli_main(["eval", trained[0].run.dir, "--without-adapter", "--compare", "base"]) == 2
+
+
+WRONG = {
+    "no adapter": ({"lora.alpha": 8.0}, "lora.rank is 0"),
+    "tp and dropout": ({"lora.rank": 4, "lora.dropout": 0.1, "parallel.tp": 2}, "lora.dropout is 0.1"),
+    "all is dropped": ({"lora.rank": 4, "lora.dropout": 1.0}, "below 1"),
+    "stochastic rounding": (
+        {"lora.rank": 4, "model.dtype": "bfloat16", "train.stochastic_rounding": True},
+        "adapters .* are float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_keys_that_do_not_fit(what: str) -> None:
+    keys, message = WRONG[what]
+    with pytest.raises(ConfigError, match=message):
+        check_config(load_config(None, keys), 4)
+
+
+def test_a_target_that_the_model_has_not(tmp_path: Path) -> None:
+    config = small_config(tmp_path, lora__rank=4, lora__targets=["q_prj"], context__context_parallel_size=1)
+    config = replace(config, context=replace(config.context, eval_context_parallel_size=1))
+    with pytest.raises(ModelError, match=r"'q_prj', which is no linear of Qwen3ForCausalLM; did you mean 'q_proj'"):
+        run_ranks(train_rank, 1, config, 1, timeout=60)
+    assert not (tmp_path / "run").exists(), "it is said before anything is read or made"
+
+
+def test_the_learning_rate_of_adapters_has_a_default() -> None:
+    assert load_config(None, {"lora.rank": 8, "model.path": "x"}).train.lr == 2e-4
+    assert "rank = 8" in to_toml(load_config(None, {"lora.rank": 8}))

@@ -1,0 +1,195 @@
+"""A run of `longspan train` with [mtp]: its losses at any degree, and what it saves, resumes, exports and evaluates."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from longspan.cli.eval import main as eval_main
+from longspan.cli.export import main as export_main
+from longspan.config.file import load_config, to_toml
+from longspan.config.sections import ParallelConfig, RunConfig
+from longspan.errors import ConfigError, ModelError
+from longspan.model import add_mtp, load_model
+from longspan.report import write_report
+from longspan.report.run_folder import RunFolder
+from longspan.run.config_check import check_config
+from longspan.run.records.metrics_log import read_metrics
+from longspan.testing import run_ranks
+from tests.run.runs.homes import farthest, gone_on_from_the_first_checkpoint
+from tests.train.small import small_config, train_rank
+
+KEYS = {"mtp__depths": 2, "mtp__loss_weight": 0.5, "model__dtype": "float64"}
+STEPS = {"train__steps": 4, "train__save_every": 2, "train__eval_every": 4}
+COLUMNS = ("loss", "mtp_loss_1", "mtp_loss_2", "grad_norm", "eval_loss")
+
+
+Losses = dict[str, list[float]]
+
+
+def run(config: RunConfig, ranks: int) -> Losses:
+    """Trains; each of COLUMNS at all steps and evaluations, in order."""
+    run_ranks(train_rank, ranks, config, ranks, timeout=120)
+    rows = read_metrics(Path(config.run.dir) / "metrics.jsonl")
+    losses = {key: [float(row[key]) for row in rows if key in row] for key in COLUMNS}
+    return {**losses, "eval_loss": losses["eval_loss"][:1]}  # others are at further degrees
+
+
+def close(found: Losses, wanted: Losses, *, bound: float = 1e-9) -> bool:
+    """Whether all of them are equal up to a relative difference."""
+    return all(farthest(found[key], wanted[key]) <= bound for key in COLUMNS)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Losses]:
+    """A run over two slots that share documents, and its losses."""
+    config = small_config(tmp_path_factory.mktemp("mtp"), **KEYS, **STEPS)
+    return config, run(config, 2)
+
+
+def alone(config: RunConfig, folder: Path) -> RunConfig:
+    """The run on one rank, in a folder of its own."""
+    context = replace(config.context, context_parallel_size=1, eval_context_parallel_size=1)
+    context = replace(context, max_tokens_per_slot=128, eval_max_tokens_per_slot=128)
+    return replace(config, context=context, run=replace(config.run, dir=str(folder)))
+
+
+def test_losses_of_depths_are_those_of_one_rank(trained: tuple[RunConfig, Losses], tmp_path: Path) -> None:
+    config, losses = trained
+    assert close(run(alone(config, tmp_path / "run"), 1), losses)
+    assert all(len(losses[key]) == 4 and losses[key][-1] < losses[key][0] for key in COLUMNS[:3])
+
+
+def test_what_a_run_says_of_its_depths(trained: tuple[RunConfig, Losses]) -> None:
+    config, losses = trained
+    folder = RunFolder.read(config.run.dir)
+    assert folder.facts is not None and folder.facts.mtp == "2 depths of multi-token prediction, loss weight 0.5"
+    assert not folder.facts.uncounted and (folder.train["tflops"] > 0).all()
+    assert folder.train["mtp_loss_2"].tolist() == losses["mtp_loss_2"]
+    page = write_report(folder.path).read_text(encoding="utf-8")
+    assert "Multi-token prediction" in page and "depth 2" in page
+    assert "depths = 2" in to_toml(config)
+
+
+@pytest.mark.parametrize("home", [pytest.param("tp", marks=pytest.mark.whole), "pp"])
+def test_a_run_goes_on_at_another_home(trained: tuple[RunConfig, Losses], home: str, tmp_path: Path) -> None:
+    config, losses = trained
+    other = gone_on_from_the_first_checkpoint(config, tmp_path / "run", ParallelConfig(**{home: 2}))
+    assert close(run(alone(other, tmp_path / "run"), 2), losses)
+
+
+def test_depths_are_fixed_where_a_run_goes_on(trained: tuple[RunConfig, Losses]) -> None:
+    config, _ = trained
+    other = replace(config, mtp=replace(config.mtp, depths=1), train=replace(config.train, steps=5))
+    with pytest.raises(ConfigError, match=r"mtp.depths was 2 when .* and is 1 now"):
+        run_ranks(train_rank, 2, other, 2, timeout=60)
+
+
+def test_exports_have_the_depths_or_leave_them_out(
+    trained: tuple[RunConfig, Losses], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, _ = trained
+    saved = load_file(Path(config.run.dir) / "model" / "model.safetensors")
+    assert export_main([config.run.dir, str(tmp_path / "with")]) == 0
+    assert "2 depths of multi-token prediction: under mtp.layers.0" in capsys.readouterr().out
+    assert export_main([config.run.dir, str(tmp_path / "without"), "--mtp", "none"]) == 0
+    assert "2 depths of multi-token prediction: left out" in capsys.readouterr().out
+    whole, bare = (load_file(tmp_path / name / "model.safetensors") for name in ("with", "without"))
+    assert whole.keys() == saved.keys() and all(torch.equal(whole[name], saved[name]) for name in saved)
+    assert bare.keys() == {name for name in saved if not name.startswith("mtp.")}
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "with", dtype=torch.float64)
+    assert all(torch.equal(x, saved[name]) for name, x in stock.named_parameters())
+    read = add_mtp(load_model(tmp_path / "with", dtype="float64", sharded=False), 2, weights=tmp_path / "with")
+    assert all(torch.equal(x, saved[name]) for name, x in read.named_parameters())
+
+
+def test_a_saved_run_is_evaluated_without_its_depths(
+    trained: tuple[RunConfig, Losses], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, losses = trained
+    flags = ["--world", "2", "--context.eval_context_parallel_size", "1", "--model.dtype", "float64", "--json"]
+    assert eval_main([config.run.dir, *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(losses["eval_loss"][-1], rel=1e-12)
+
+
+def test_depths_of_a_folder_are_trained_on(trained: tuple[RunConfig, Losses], tmp_path: Path) -> None:
+    config, _ = trained
+    keys: dict[str, Any] = {**KEYS, "model__path": config.run.dir + "/model", "train__lr": 1e-3, "train__steps": 1}
+    read = run(alone(small_config(tmp_path, **keys), tmp_path / "read"), 1)
+    drawn = run(alone(small_config(tmp_path, **keys, mtp__weights="random"), tmp_path / "drawn"), 1)
+    assert drawn["loss"] == read["loss"] and all(drawn[key][0] > read[key][0] + 0.1 for key in COLUMNS[1:3])
+    with pytest.raises(
+        ModelError, match=r"mtp.depths is 3, .* weights of 2 depths .*mtp.depths = 2, or mtp.weights = "
+    ):
+        run(alone(small_config(tmp_path, **{**keys, "mtp__depths": 3}), tmp_path / "more"), 1)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("whole", [False, True], ids=["adapted depths", "whole depths"])
+@pytest.mark.filterwarnings("ignore")  # peft's, of what a base model without depths has no place for
+def test_an_adapter_beside_depths(trained: tuple[RunConfig, Losses], whole: bool, tmp_path: Path) -> None:
+    base = trained[0].run.dir + "/model"
+    lora = {"model__path": base, "lora__rank": 4, "train__lr": 0.05, "mtp__train_whole": whole}
+    config = small_config(tmp_path, **{**KEYS, **STEPS, **lora})
+    losses = run(config, 2)
+    for name, parallel in {"tp": ParallelConfig(tp=2), "pp": ParallelConfig(pp=2)}.items():
+        other = gone_on_from_the_first_checkpoint(config, tmp_path / name, parallel)
+        assert close(run(alone(other, tmp_path / name), 2), losses)
+        saved = [
+            load_file(Path(folder) / "model" / "adapter_model.safetensors")
+            for folder in (config.run.dir, other.run.dir)
+        ]
+        assert saved[0].keys() == saved[1].keys()
+    for name, words in {"adapter": [], "merged": ["--merge"], "bare": ["--merge", "--mtp", "none"]}.items():
+        assert export_main([config.run.dir, str(tmp_path / name), *words]) == 0
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    weights, merged, bare = (
+        load_file(Path(folder) / "model.safetensors") for folder in (base, tmp_path / "merged", tmp_path / "bare")
+    )
+    assert any(".mtp.layers.1.mtp_block." in name for name in adapter) and merged.keys() == weights.keys()
+    of_depths = [name for name in adapter if ".mtp." in name]
+    assert all(("lora_" in name) is not whole for name in of_depths) and of_depths
+    for name, weight in weights.items():
+        if whole and name.startswith("mtp."):
+            assert (
+                torch.equal(merged[name], adapter[f"base_model.model.{name}"]) and (merged[name] != weights[name]).any()
+            )
+            continue
+        first, second = (adapter.get(f"base_model.model.{name[:-7]}.lora_{part}.weight") for part in "AB")
+        added = 0 if first is None or second is None else 2 * second @ first
+        assert (merged[name] - weight - added).abs().max() <= 1e-12, name
+        assert name.startswith("mtp.") or torch.equal(bare[name], merged[name])
+    assert not any(name.startswith("mtp.") for name in bare)
+    stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)  # without depths
+    ids = torch.arange(40)[None] * 5 % 200
+    found = peft.PeftModel.from_pretrained(stock, str(tmp_path / "adapter")).eval()(input_ids=ids).logits
+    wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "bare", dtype=torch.float64).eval()(input_ids=ids).logits
+    assert (found - wanted).abs().max() <= 1e-10 * wanted.abs().max()
+    with_depths = add_mtp(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64), 2)
+    read = peft.PeftModel.from_pretrained(with_depths, str(tmp_path / "adapter")).merge_and_unload().state_dict()
+    assert all((read[name] - merged[name]).abs().max() <= 1e-12 for name in merged if whole or name in bare)
+
+
+WRONG = {
+    "keys of none": ({"mtp.loss_weight": 0.1}, r"loss_weight 0.1, .* mtp.depths is 0"),
+    "below none": ({"mtp.depths": -1}, "mtp.depths is -1"),
+    "a weight below none": ({"mtp.depths": 1, "mtp.loss_weight": -0.5}, "mtp.loss_weight is -0.5"),
+    "whole without an adapter": (
+        {"mtp.depths": 1, "mtp.train_whole": True},
+        "mtp.train_whole is true: .* lora.rank is 0",
+    ),
+    "no folder": ({"mtp.depths": 1, "mtp.weights": "nowhere"}, "'nowhere', which is no folder"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_keys_that_do_not_fit(what: str) -> None:
+    keys, message = WRONG[what]
+    with pytest.raises(ConfigError, match=message):
+        check_config(load_config(None, keys), 4)

@@ -1,0 +1,258 @@
+"""Named evaluation sets in a run: what is evaluated when, against the stock model, and what is written of it."""
+
+import io
+import json
+import math
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from longspan import World
+from longspan.config.sections import ModelConfig, RunConfig
+from longspan.corpus.run_corpus import shared_corpus
+from longspan.corpus.tokenizer import load_tokenizer
+from longspan.data.documents import Corpus
+from longspan.errors import ConfigError, DataError, LongspanError
+from longspan.evaluation.passkey.documents import passkey_documents
+from longspan.evaluation.passkey.grid import PasskeyGrid
+from longspan.evaluation.sets import open_set
+from longspan.model.presets import preset_config
+from longspan.report import write_report
+from longspan.run.config_check import check_config
+from longspan.run.loggers import scalars
+from longspan.run.loop import train
+from longspan.run.progress import ProgressDisplay
+from longspan.run.records.metrics_log import read_metrics
+from longspan.run.result import TrainResult
+from longspan.testing import backend, run_ranks
+from longspan.train.long_documents import check_known
+from tests.corpus.rows.families import write_folder
+from tests.train.small import small_config, train_rank, without_times, write_texts
+
+HERE = "tests.run.eval_metrics"
+
+
+def said(rank: int, config: RunConfig, ranks: int) -> tuple[str, TrainResult]:
+    stream = io.StringIO() if rank == 0 else None
+    with World(check_config(config, ranks), backend=backend()) as world, ProgressDisplay(6, stream) as display:
+        result = train(config, world, display)
+    return "" if stream is None else stream.getvalue(), result
+
+
+def run(config: RunConfig, ranks: int = 2) -> tuple[str, TrainResult]:
+    return run_ranks(said, ranks, config, ranks, timeout=90)[0]
+
+
+def with_sets(folder: Path, *tables: dict[str, Any], **changes: object) -> RunConfig:
+    books = write_texts(folder / "books", count=7)
+    return small_config(folder, eval=[{"path": str(books)} | table for table in tables], **changes)
+
+
+def rows_of(config: RunConfig, name: str | None = None) -> list[dict[str, Any]]:
+    """The evaluations of a set, None for the documents that are held out."""
+    rows = read_metrics(Path(config.run.dir) / "metrics.jsonl")
+    return [row for row in rows if "eval_loss" in row and row.get("eval_name") == name]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, str, TrainResult]:
+    config = with_sets(
+        tmp_path_factory.mktemp("sets"),
+        {"name": "books", "every": 3, "metrics": [f"{HERE}.top_five"], "max_document_tokens": 0}
+        | {"planner": "dynamic", "max_tokens_per_slot": 128},
+        {"name": "some", "documents": 3, "context_parallel_size": 1, "attention_kernel": "cpu_flash"},
+        {"name": "keys", "path": "passkey", "passkey_lengths": [400, 420], "passkey_depths": [0, 1]}
+        | {"passkey_samples": 1, "max_tokens_per_slot": 256},
+        train__eval_document_losses=True,
+        run__loggers=["tests.run.loggers.fake_loggers.FileLogger"],
+    )
+    return config, *run(config)
+
+
+def stock_losses(config: RunConfig, name: str) -> list[tuple[int, float, int]]:
+    """Of the stock model, in float64 and one process: tokens, mean loss and hits among five of every document."""
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(config.run.dir)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64, local_files_only=True).eval()
+    corpus, measured = Corpus(folder / "evaluation" / name), []
+    for d in range(len(corpus)):
+        ids = torch.from_numpy(corpus[d][np.arange(len(corpus[d]))])
+        with torch.no_grad():
+            logits = model(input_ids=ids[None], use_cache=False).logits[0][:-1]
+        hits = int((logits.topk(5).indices == ids[1:, None]).any(-1).sum())
+        measured.append((len(ids), F.cross_entropy(logits, ids[1:]).item(), hits))
+    return measured
+
+
+def test_each_document_of_a_set_counts_once_as_in_the_stock_model(straight: tuple[RunConfig, str, TrainResult]) -> None:
+    config, _, result = straight
+    folder, stock = Path(config.run.dir), stock_losses(config, "books")
+    lines = [json.loads(line) for line in (folder / "evaluations" / "books-step-000006.jsonl").read_text().splitlines()]
+    assert [(line["name"], line["tokens"]) for line in lines] == [
+        (f"file{i:02}.py", n) for i, (n, *_) in enumerate(stock)
+    ]
+    assert [line["loss"] for line in lines] == pytest.approx([loss for _, loss, _ in stock], rel=1e-6)
+    targets = sum(tokens - 1 for tokens, *_ in stock)
+    row = rows_of(config, "books")[-1]
+    assert (row["eval_documents"], row["eval_tokens"], row["eval_targets"]) == (7, targets + 7, targets)
+    assert row["eval_loss"] == pytest.approx(sum(loss * (n - 1) for n, loss, _ in stock) / targets, rel=1e-6)
+    assert row["eval_perplexity"] == pytest.approx(math.exp(row["eval_loss"]), rel=1e-12)
+    assert row["eval_top_five"] == sum(hits for *_, hits in stock) / targets
+    assert row["eval_token_accuracy"] <= row["eval_top_five"] and 0 < row["eval_bits_per_byte"] < 8
+    assert [e.name for e in result.named] == ["books", "some", "keys"] and "books  " in result.text()
+    some = [json.loads(line) for line in (folder / "evaluations" / "some-step-000006.jsonl").read_text().splitlines()]
+    assert len(some) == 3 and {line["name"] for line in some} <= {line["name"] for line in lines}
+
+
+def test_each_set_is_evaluated_when_it_is_due_and_as_it_says(straight: tuple[RunConfig, str, TrainResult]) -> None:
+    config, text, _ = straight
+    assert [(row["step"], row["cp"]) for row in rows_of(config)] == [(2, 2), (4, 2), (6, 1), (6, 2)]
+    assert [(row["step"], row["cp"], row["planner"]) for row in rows_of(config, "books")] == [
+        (3, 2, "dynamic"),
+        (6, 2, "dynamic"),
+    ]
+    assert [(row["step"], row["cp"]) for row in rows_of(config, "some")] == [(2, 1), (4, 1), (6, 1)]
+    assert "evaluation set books: 7 documents of 655 tokens, longest 147; evaluated every 3 steps and after the" in text
+    assert "evaluation set some: 3 documents of 180 tokens" in text and "7 of 7 files" in text
+    assert "step 3/6  evaluation of books: loss " in text and "step 2/6  evaluation loss " in text
+
+
+def test_groups_of_training_and_of_every_evaluation_are_logged(straight: tuple[RunConfig, str, TrainResult]) -> None:
+    rows = [json.loads(line) for line in (Path(straight[0].run.dir) / "groups.jsonl").read_text().splitlines()]
+    axes = {row["kind"]: row["axis"] for row in rows if "axis" in row}
+    assert axes == {"control": "control", "parent": "plane", "slots": "slots"} | (
+        {"communicator": "cp"} if "communicator" in axes else {}
+    )
+    shared = [(row["use"], row["degree"], row["level"], row["ranks"]) for row in rows if row["kind"] == "cp"]
+    assert shared == [("training", 2, "p2p", [0, 1]), ("evaluation", 2, "p2p", [0, 1])]
+
+
+def test_loggers_get_rows_with_the_names_of_sets(straight: tuple[RunConfig, str, TrainResult]) -> None:
+    folder = Path(straight[0].run.dir)
+    (session,) = (json.loads(line) for line in (folder / "logged.jsonl").read_text().splitlines())
+    assert session["rows"] == read_metrics(folder / "metrics.jsonl")
+    row = next(row for row in session["rows"] if row.get("eval_name") == "books")
+    assert scalars(row)["eval/books/top_five_cp2"] == row["eval_top_five"]
+
+
+def test_evaluations_that_are_broken_off_leave_no_trace(
+    straight: tuple[RunConfig, str, TrainResult], tmp_path: Path
+) -> None:
+    config, *_ = straight
+    impatient = tuple(replace(entry, max_seconds=1e-9) for entry in config.eval)
+    again = replace(config, eval=impatient, run=replace(config.run, dir=str(tmp_path / "run"), loggers=()))
+    text, result = run(again)
+    assert "the evaluation of books after step 3 was stopped after 0 of " in text and "limit of 1e-09 s is over" in text
+    assert result.stopped == "" and result.named == () and not rows_of(again, "books") and rows_of(again)
+    steps, same = (
+        [without_times(row) for row in read_metrics(Path(c.run.dir) / "metrics.jsonl") if "loss" in row]
+        for c in (config, again)
+    )
+    assert steps == same
+
+
+def test_a_signal_inside_an_evaluation_ends_the_run_with_a_checkpoint(
+    straight: tuple[RunConfig, str, TrainResult], tmp_path: Path
+) -> None:
+    config, *_ = straight
+    books = replace(config.eval[0], metrics=(f"{HERE}.told_to_stop",), planner="padded", context_parallel_size=1)
+    many = replace(books, path=str(write_texts(tmp_path / "many", count=40)), max_tokens_per_slot=256)
+    stopped = replace(config, eval=(many,), run=replace(config.run, dir=str(tmp_path / "run"), loggers=()))
+    text, result = run(stopped)
+    assert re.search(r"of books after step 3 was stopped after 1 of \d+ micro-batches .*: SIGTERM was received", text)
+    assert (result.stopped, result.done) == ("SIGTERM", 3) and not rows_of(stopped, "books")
+    assert (tmp_path / "run" / "checkpoints" / "step-000003").is_dir()
+    text, result = run(replace(stopped, eval=config.eval[:1]))  # other sets are no other run
+    assert (result.stopped, result.done) == ("", 6) and "books: the corpus changed (eval.books.path was" in text
+    assert [(row["step"], row["cp"]) for row in rows_of(stopped, "books")] == [(3, 2), (6, 2)]
+    losses, same = ([row["eval_loss"] for row in rows_of(c, "books")] for c in (config, stopped))
+    assert losses == same
+
+
+REFUSED = [
+    ({"path": "/nowhere"}, {}, DataError, r"eval.books.path '/nowhere' does not exist"),
+    (
+        {"metrics": [f"{HERE}.top_four"]},
+        {},
+        ConfigError,
+        r"eval.books.metrics has '\S*top_four', and \S* has no function",
+    ),
+    (
+        {"metrics": ["nowhere.f"]},
+        {},
+        ConfigError,
+        r"eval.books.metrics has 'nowhere.f', and nowhere cannot be imported",
+    ),
+    (
+        {"metrics": [f"{HERE}.mean_of_losses"]},
+        {},
+        ConfigError,
+        r"eval.books.metrics: the metric 'mean_of_losses' gave a tensor of shape \(\); return \(sum, count\)",
+    ),
+    ({}, {"train__eval_metrics": [f"{HERE}.mean_of_losses"]}, ConfigError, r"^train.eval_metrics: the metric 'mean_of"),
+    (
+        {"max_document_tokens": 0, "context_parallel_size": 1},
+        {},
+        ConfigError,
+        r"eval.books.context_parallel_size 1 and \S*slot 64 do not suit the longest document of set 'books' "
+        r"\(147 tokens, of file06.py\) on 2 ranks: .* eval.books.max_document_tokens cuts longer texts",
+    ),
+]
+
+
+@pytest.mark.parametrize(("table", "changes", "kind", "message"), REFUSED, ids=[message for *_, message in REFUSED])
+def test_what_does_not_fit_is_refused_before_the_first_step(
+    table: dict[str, Any], changes: dict[str, Any], kind: type[LongspanError], message: str, tmp_path: Path
+) -> None:
+    config = with_sets(tmp_path, {"name": "books"} | table, **changes)
+    with pytest.raises(kind, match=message):
+        run_ranks(train_rank, 2, config, 2, timeout=90)
+    assert not list(Path(config.run.dir).glob("metrics.jsonl"))
+
+
+def test_documents_of_a_set_are_no_longer_than_the_model_knows(tmp_path: Path) -> None:
+    check = partial(check_known, preset_config("qwen3-tiny", vocab_size=300), ModelConfig(), 60)
+    with pytest.raises(
+        ConfigError, match=r"has 1000000 tokens \(of set 'books'\), .* with eval.books.max_document_tok"
+    ):
+        check("books", 10**6)
+    with pytest.raises(ConfigError, match=r'set model.rope_scaling = "yarn" and model.rope_factor = 30.75, or leave '):
+        check("keys", 10**6, made=True)
+    check("books", 60)
+
+
+def test_keys_that_were_retrieved_are_in_rows_lines_and_the_report(
+    straight: tuple[RunConfig, str, TrainResult],
+) -> None:
+    config, text, result = straight
+    rows = rows_of(config, "keys")
+    assert [row["step"] for row in rows] == [2, 4, 6]
+    documents = passkey_documents(load_tokenizer(config.run.dir), (400, 420), (0, 1), samples=1, seed=config.train.seed)
+    lines = (Path(config.run.dir) / "evaluations" / "keys-step-000006.jsonl").read_text().splitlines()
+    assert [json.loads(line)["name"] for line in lines] == [document.name for document in documents]
+    grid = PasskeyGrid.from_json(rows[-1]["passkey"])
+    assert (grid.lengths, grid.depths, grid.samples, grid.step, grid.cp) == ((400, 420), (0.0, 1.0), 1, 6, 2)
+    assert grid == result.named[-1].passkey and grid.table() in text
+    assert "Passkey retrieval (keys): " in write_report(config.run.dir).read_text()
+
+
+def test_rows_of_a_set_are_encoded_as_the_training_data_are(tmp_path: Path) -> None:
+    """The tokens that end a turn are in generation_config.json, which the run's folder has later, if at all."""
+    tokenizer, rows = write_folder(tmp_path / "tokenizer", "phi3"), tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"messages": [{"role": r, "content": "so"} for r in ("user", "assistant")]}))
+    degrees = {"context__context_parallel_size": 1, "context__eval_context_parallel_size": 1}
+    keys = {"data__path": str(rows), "data__tokenizer": str(tokenizer), "data__eval_documents": 0, **degrees}
+    config = small_config(tmp_path, eval=[{"name": "a", "path": str(rows)}], **keys)
+    model = preset_config("qwen3-tiny", vocab_size=400)
+    with World(check_config(config, 1), backend="gloo") as world:
+        trained = shared_corpus(config, world, model, resumed=False, log=lambda _: None)
+        evaluated = open_set(config, config.eval[0], world, lambda _: None).documents.corpus  # type: ignore[attr-defined]
+    assert trained.manifest.encodings == evaluated.manifest.encodings

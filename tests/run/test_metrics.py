@@ -1,0 +1,203 @@
+"""What a run writes down, what it shows, and how it hears that it should stop."""
+
+import io
+import json
+import math
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from longspan.cli.evaluation import display as display_module
+from longspan.cli.evaluation.display import EvalDisplay
+from longspan.comm import stop_signal as stop_module
+from longspan.comm.stop_signal import StopSignal
+from longspan.run import progress
+from longspan.run.progress import ProgressDisplay
+from longspan.run.records.metrics_log import MetricsLog, read_metrics
+from longspan.train.memory.live_bytes import peak_memory_bytes
+
+
+def test_a_resumed_log_goes_on_after_its_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path, after_step=0) as log:
+        for step in (1, 2, 3):
+            log.write({"step": step, "loss": 0.5 / step})
+        log.write({"step": 2, "eval_loss": 1.0})
+    with path.open("a") as torn:
+        torn.write('{"step": 4, "lo')
+    with MetricsLog(path, after_step=2) as log:
+        assert log.evaluated == {(2, "")}
+        log.write({"step": 3, "loss": 9.0})
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert rows == [
+        {"step": 1, "loss": 0.5},
+        {"step": 2, "loss": 0.25},
+        {"step": 2, "eval_loss": 1.0},
+        {"step": 3, "loss": 9.0},
+    ]
+    with MetricsLog(path, after_step=0) as log:
+        assert not log.evaluated and not read_metrics(path)
+
+
+def test_rows_are_there_as_soon_as_they_are_written(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path / "metrics.jsonl", after_step=0) as log:
+        log.write({"step": 1})
+        assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}]
+
+
+def test_no_path_writes_nothing() -> None:
+    with MetricsLog(None, after_step=0) as log:
+        log.write({"step": 1, "eval_loss": 2.0})
+        assert log.evaluated == {(1, "")}
+
+
+def test_memory_is_that_of_this_process() -> None:
+    assert 2**24 < peak_memory_bytes(torch.device("cpu")) < 2**40
+
+
+ROW = {"loss": 2.5, "lr": 6e-3, "grad_norm": 1.234, "tokens_per_second": 9000.0, "memory_bytes": 2**29}
+ON_GPUS = ROW | {"mfu": 0.4127, "memory_bytes": 79.1 * 2**30, "tokens_per_second": 98400.0}
+FIGURES = ("loss 2.5000", "lr 6.0e-3", "norm 1.23", " 9000 tok/s", "512 MiB")
+
+
+def test_without_a_terminal_there_are_plain_lines_and_few() -> None:
+    out = io.StringIO()
+    with ProgressDisplay(30, out) as display:
+        display.log("hello [bold]")
+        for step in range(1, 31):
+            display.show_step(ROW | {"step": step})
+        display.show_evaluation({"step": 30, "eval_loss": 2.25, "eval_tokens": 70, "cp": 4, "seconds": 1.0})
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "hello [bold]" and len(lines) == 6 and "\x1b" not in out.getvalue()
+    assert [line.split()[1] for line in lines[1:5]] == ["1/30", "10/30", "20/30", "30/30"]
+    assert all(figure in lines[1] for figure in FIGURES)
+    assert "left" in lines[2] and lines[5].startswith("step 30/30  evaluation loss 2.250000 at cp 4")
+    assert max(map(len, lines)) <= 80, lines
+
+
+def test_lines_come_as_often_as_is_asked_for_and_every_thirty_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, now = io.StringIO(), [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    display = ProgressDisplay(300, out, log_every=25)
+    for step in range(1, 76):
+        now[0] += 1.0 if step <= 50 else 12.0
+        display.show_step(ROW | {"step": step, "seconds": 1.0 if step <= 50 else 12.0})
+    steps = [int(line.split()[1].split("/")[0]) for line in out.getvalue().splitlines()]
+    assert steps == [1, 25, 50, *range(52, 75, 2), 75], "two steps of 12 s, not three, in 30 s"
+
+
+def test_what_takes_long_is_told_of_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.02)
+
+    def wait_for(words: str) -> None:
+        deadline = time.monotonic() + 20
+        while not re.search(rf"^{words}: \d+ s so far$", out.getvalue(), re.MULTILINE):
+            assert time.monotonic() < deadline, out.getvalue()
+            time.sleep(0.005)
+
+    with ProgressDisplay(300, out) as display:
+        wait_for("setting up")
+        display.begin_step(7)
+        wait_for("step 7/300")
+        display.show_step(ROW | {"step": 7})
+        wait_for("after step   7/300")
+        display.show_evaluating("books", 3, 40)
+        wait_for("evaluation of books, 3 of 40 micro-batches done")
+    lines = out.getvalue()
+    time.sleep(0.1)
+    assert out.getvalue() == lines, "nothing is written after the end"
+
+
+def test_a_long_evaluation_of_saved_weights_has_a_line_every_thirty_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, now = io.StringIO(), [0.0]
+    monkeypatch.setattr(display_module.time, "monotonic", lambda: now[0])
+    with EvalDisplay(out) as display:
+        for done, seconds in ((1, 10.0), (2, 31.0), (3, 50.0), (4, 62.0), (40, 63.0)):
+            now[0] = seconds
+            display.progress("books", done, 400)
+    shown = [int(line.split()[1]) for line in out.getvalue().splitlines()]
+    assert shown == [2, 4, 40], "by time, and at a tenth"
+
+
+def test_lines_are_in_the_file_at_once() -> None:
+    file = io.BytesIO()
+    out = io.TextIOWrapper(file, encoding="utf-8")
+    ProgressDisplay(3, out).log("hello")
+    assert file.getvalue() == b"hello\n" and not out.closed
+
+
+def test_on_gpus_a_line_says_how_much_of_them_the_model_uses() -> None:
+    out = io.StringIO()
+    with ProgressDisplay(300, out) as display:
+        display.show_step(ON_GPUS | {"step": 10})
+        display.show_step(ON_GPUS | {"step": 20, "bound_share": 0.914})
+    first, second = out.getvalue().splitlines()
+    assert first == "step  10/300  loss 2.5000  lr 6.0e-3  norm 1.23  98400 tok/s  MFU 41%  79.1 GiB"
+    assert "  MFU 41%  bound 91%  79.1 GiB" in second
+
+
+@pytest.mark.parametrize(
+    ("seconds", "left"), [(59, "0:59 left"), (3599, "59:59 left"), (3600, "1:00 h left"), (190_000, "52:46 h left")]
+)
+def test_the_time_that_is_left(seconds: int, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, now = io.StringIO(), [0.0]
+    monkeypatch.setattr(progress, "LINE_SECONDS", math.inf)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with ProgressDisplay(20, out) as display:
+        display.show_step(ROW | {"step": 1})
+        now[0] = seconds * 0.9
+        display.show_step(ROW | {"step": 10, "loss": 2.0})
+    assert out.getvalue().splitlines()[1].endswith(f"  {left}")
+
+
+def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with ProgressDisplay(3, out) as display:
+        for step in (1, 2, 3):
+            display.show_step(ROW | {"step": step})
+        display.log("a line [between]")
+    assert "3/3" in out.getvalue() and "loss 2.5000" in out.getvalue() and "a line [between]" in out.getvalue()
+
+
+@pytest.mark.parametrize(("width", "shown"), [(20, 0), (40, 2), (60, 4), (80, 5), (120, 5)])
+def test_a_narrow_terminal_keeps_the_step(width: int, shown: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(width))
+    with ProgressDisplay(300, out) as display:
+        display.show_step(ROW | {"step": 145})
+        display.show_step(ROW | {"step": 146})
+    line = [part for part in re.split(r"[\r\n]", out.getvalue()) if "step" in part][-1]
+    assert "step 146/300" in line
+    assert [figure in line for figure in FIGURES] == [i < shown for i in range(len(FIGURES))]
+    assert ("━" in line) == (width > 80)
+
+
+def test_a_screen_without_a_stream_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
+    with ProgressDisplay(3, None) as display:
+        display.log("x")
+        display.show_step(ROW | {"step": 1})
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_signal_asks_and_a_second_one_aborts(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(number)
+    with StopSignal() as stop:
+        assert not stop.received
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # the same press, delivered twice
+        assert stop.received == number.name
+        monkeypatch.setattr(stop_module, "SAME_PRESS", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before

@@ -1,0 +1,159 @@
+"""The warm-up before step 1: what it runs stands for coming plans, and no later loss changes by a bit."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from longspan.config.sections import RunConfig
+from longspan.layout import Layout
+from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
+from longspan.run import warm_up_run
+from longspan.run.records.metrics_log import read_metrics
+from longspan.run.warm_up import warm_up as warm_up_module
+from longspan.run.warm_up.kinds import kind_of, on_all_slots, smallest_of_each_kind
+from longspan.run.warm_up.optimizer_states import make_states
+from longspan.run.warm_up.warm_up import warm_up, warm_up_plans
+from longspan.testing import run_ranks
+from tests.run.runs.test_lora_run import write_base
+from tests.train.small import small_config, train_rank, without_times
+
+LENGTHS = [900, 40, 300, 8, 8, 8, 17, 120, 64, 65, 33, 1]
+FREE = {"context__planner": "dynamic", "context__mode": "free", "context__eval_planner": "dynamic"}
+MOE = {"model__preset": "qwen3-moe-tiny"}
+MASKED: dict[str, object] = {}  # of rows with masks, that the test writes
+HOMES: dict[str, tuple[int, Mapping[str, object]]] = {
+    "masked rows": (2, MASKED),
+    "fsdp, free": (2, FREE),
+    "stages": (2, {"parallel__pp": 2, "context__context_parallel_size": 1, "context__eval_context_parallel_size": 1}),
+    "tensor and experts": (4, MOE | {"parallel__tp": 2, "parallel__ep": 2, "train__optimizer": "sgd"}),
+}
+MARKS = dict.fromkeys(("fsdp, free", "stages", "tensor and experts"), pytest.mark.whole)
+
+
+def _train(rank: int, config: RunConfig, ranks: int) -> list[str]:
+    """A run with a warm-up, although the device is a CPU; the lines that it says."""
+    lines: list[str] = []
+    before, said = warm_up_run.warms_up, warm_up_run.warm_up
+
+    def noted(training: Any, plans: Any, evaluation: Any, log: Any) -> None:
+        said(training, plans, evaluation, lines.append)
+
+    warm_up_run.warms_up, warm_up_run.warm_up = lambda world: True, noted  # type: ignore[assignment]
+    try:
+        train_rank(rank, config, ranks)
+    finally:
+        warm_up_run.warms_up, warm_up_run.warm_up = before, said
+    return lines
+
+
+def _write_masked_rows(path: Path) -> str:
+    rows = ({"input_ids": [i, *range(1, 30)], "loss_mask": [0] * 20 + [1] * 10} for i in range(16))
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+@pytest.mark.parametrize("home", [pytest.param(home, marks=MARKS.get(home, ())) for home in HOMES])
+def test_losses_are_the_same_to_the_last_bit(tmp_path: Path, home: str) -> None:
+    ranks, changes = HOMES[home]
+    if changes is MASKED:
+        tokenizer = write_base(tmp_path / "base")
+        changes = {"data__path": _write_masked_rows(tmp_path / "rows.jsonl"), "data__tokenizer": str(tokenizer)}
+    rows: list[list[dict[str, object]]] = []
+    for name, train in (("cold", train_rank), ("warm", _train)):
+        config = small_config(tmp_path, run__dir=str(tmp_path / name), train__steps=4, **changes)
+        results = run_ranks(train, ranks, config, ranks)
+        rows.append([without_times(row) for row in read_metrics(tmp_path / name / "metrics.jsonl")])
+        if train is _train:
+            begin, end = results[0]
+            assert begin.startswith("compiling kernels and finding memory: ") and "coming steps and evaluation" in begin
+            assert end.startswith("kernels compiled and memory found in ")
+    assert rows[0] == rows[1] and len(rows[0]) > 4
+
+
+def test_kinds_of_groups() -> None:
+    def kind(*lengths: int, slots: int = 2, **changes: Any) -> Any:
+        return kind_of(Group(tuple(range(slots)), tuple(range(len(lengths))), lengths, **changes))
+
+    assert kind(4096) == kind(9000) != kind(4096, 4096) == kind(9000, 4, 1) != kind(9000, 3, 1)
+    assert kind(*[4096] * 256) != kind(*[4096] * 257)
+    assert kind(330) != kind(320) == kind(300) and kind(513) == kind(100_000) != kind(512)
+    assert kind(4096) != kind(4096, slots=4) and kind(4096) != kind(4096, cp_comm_type="a2a")
+    assert kind(3, 5, pad_to=4096) == kind(4096, 4096)
+
+
+@pytest.mark.parametrize("slots", [1, 3, 4])
+def test_every_slot_meets_every_kind(slots: int) -> None:
+    plans = [plan_fixed(LENGTHS, Layout(slots), cp=slots, max_tokens_per_slot=1024)]
+    plans.append(plan_dynamic(LENGTHS, Layout(slots), max_tokens_per_slot=400 if slots > 1 else 1024))
+    work = warm_up_plans(plans, plans[1], in_flight=2)
+    kinds = {kind_of(group) for plan in plans for batch in plan.micro_batches for group in batch.groups}
+    for slot in range(slots):
+        groups = [group for batch in work.kinds_of_training.micro_batches for group in batch.groups]
+        assert {kind_of(group) for group in groups if slot in group.slots} == kinds
+    assert work.kinds == len(kinds) and len(work.kinds_of_training.micro_batches) % 2 == 0
+    assert work.kinds_of_training.max_tokens_per_slot is None and work.first == plans[0]
+    most = max(int(plan.timeline().rows.max()) for plan in plans)
+    rows = work.kinds_of_training.timeline().rows.max(1)
+    assert rows[0] == rows[1] == most == rows.max()
+    assert work.evaluation is not None and work.evaluation.micro_batches[0].lengths in [
+        batch.lengths for batch in plans[1].micro_batches
+    ]
+
+
+def test_the_smallest_group_of_a_kind_is_laid_on_all_slots() -> None:
+    batch = MicroBatch((Group((1, 2), (0, 1), (600, 1500)), Group((3,), (2,), (9000,))))
+    other = MicroBatch((Group((0, 1), (3, 4), (600, 900)),))
+    plan = Plan(slots=5, lengths=(600, 1500, 9000, 600, 900), micro_batches=(batch, other), targets=12595)
+    groups = smallest_of_each_kind([plan])
+    assert [group.lengths for group in groups.values()] == [(9000,), (600, 900)]
+    assert [[g.slots for g in b.groups] for b in on_all_slots(other.groups[0], 5)] == [[(0, 1), (2, 3)], [(3, 4)]]
+    (kind,) = [kind for kind, group in groups.items() if group.degree == 1]
+    assert [group.degree for group in smallest_of_each_kind([plan], leave_out=[kind]).values()] == [2]
+
+
+@pytest.mark.parametrize("planner", ["fixed", "dynamic"])
+def test_communicators_are_made_before_the_first_pass(
+    planner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(warm_up_module, "_run", lambda training, plan, *, backward: calls.append(backward))
+    monkeypatch.setattr(warm_up_module, "make_states", lambda optimizer: None)
+    channels, control = SimpleNamespace(connect_pairs=lambda: calls.append("pairs")), SimpleNamespace(barrier=str)
+    world = SimpleNamespace(home=Layout(2), device=torch.device("cpu"), channels=channels, control=control)
+    world.prepare = calls.append
+    config = small_config(tmp_path, context__planner=planner)
+    training: Any = SimpleNamespace(world=world, config=config, optimizer=None, model=nn.Linear(1, 1))
+    plans = [plan_fixed(lengths, Layout(2), cp=2) for lengths in ([9, 4], [8], [7, 5])]
+    warm_up(training, plans[:2], plans[2], lambda line: None)
+    assert calls == [*plans, *(["pairs"] if planner == "dynamic" else []), True, True, False]
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_states_of_an_optimizer_that_has_not_stepped(made: bool) -> None:
+    weights, moved = [], [torch.randn(8, generator=torch.Generator().manual_seed(1)) for _ in range(3)]
+    for first in (False, True):
+        parameter = nn.Parameter(torch.randn(8, generator=torch.Generator().manual_seed(0)))
+        optimizer: Optimizer = AdamW([parameter], lr=0.1, weight_decay=0.5, fused=True) if made else SGD([parameter])
+        if first:
+            assert make_states(optimizer) == made and parameter.grad is None and bool(optimizer.state) == made
+            assert not make_states(optimizer)
+        for gradient in moved:
+            parameter.grad = gradient.clone()
+            optimizer.step()
+        weights.append(parameter.detach().clone())
+    assert torch.equal(*weights)
+
+
+def test_weight_decay_in_the_gradient_leaves_no_moment() -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = Adam([parameter], lr=0.1, weight_decay=0.5)
+    assert make_states(optimizer) and optimizer.param_groups[0]["weight_decay"] == 0.5
+    assert all(not state.any() for state in optimizer.state[parameter].values())
+    assert parameter.tolist() == [1.0] * 4
