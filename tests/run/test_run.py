@@ -35,12 +35,12 @@ from longspan.errors import (
 )
 from longspan.plan import Plan
 from longspan.plan.cost.model_cost import CPU_GBPS
-from longspan.run import lock as run_lock
+from longspan.run import folder as run_lock
 from longspan.run.config_check import check_config
+from longspan.run.facts import RunFacts
 from longspan.run.loop import train
+from longspan.run.metrics_log import read_metrics
 from longspan.run.progress import ProgressDisplay
-from longspan.run.records.facts import RunFacts
-from longspan.run.records.metrics_log import read_metrics
 from longspan.run.result import TrainResult
 from longspan.testing import run_ranks
 from longspan.train.plans import order
