@@ -45,16 +45,16 @@ MARKS = dict.fromkeys(("fsdp, free", "stages", "tensor and experts"), pytest.mar
 def _train(rank: int, config: RunConfig, ranks: int) -> list[str]:
     """A run with a warm-up, although the device is a CPU; the lines that it says."""
     lines: list[str] = []
-    before, said = warm_up_run.warms_up, warm_up_run.warm_up
+    before, said = warm_up_run.needs_warm_up, warm_up_run.warm_up
 
     def noted(training: Any, plans: Any, evaluation: Any, log: Any) -> None:
         said(training, plans, evaluation, lines.append)
 
-    warm_up_run.warms_up, warm_up_run.warm_up = lambda world: True, noted  # type: ignore[assignment]
+    warm_up_run.needs_warm_up, warm_up_run.warm_up = lambda world: True, noted  # type: ignore[assignment]
     try:
         train_rank(rank, config, ranks)
     finally:
-        warm_up_run.warms_up, warm_up_run.warm_up = before, said
+        warm_up_run.needs_warm_up, warm_up_run.warm_up = before, said
     return lines
 
 
