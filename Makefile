@@ -15,7 +15,7 @@ VLM    ?= runs/vlm
 help:
 	@sed -n '1,4p' Makefile
 	@echo "#   make vlm      train a small vision-language model on handwritten digits, write its report"
-	@echo "#   make check    format, lint, types, import contracts"
+	@echo "#   make check    format, lint, types, import contracts, names"
 	@echo "#   make format   let ruff rewrite what make check would complain of"
 	@echo "#   make test-all the tests, and the whole tables of attention and of training (hours on two cores)"
 	@echo "#   make test-gpu the tests of tests/over_nccl.py over NCCL, one rank a GPU; goes on where it was ended (PART=attention: one part)"
@@ -70,6 +70,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(BIN)/python bench/source/house.py --check
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

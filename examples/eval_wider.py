@@ -9,9 +9,8 @@ import os
 import numpy as np
 import torch
 
-from longspan import Layout, World, evaluate, load_model, plan_fixed, prepare, run_step
+from longspan import Layout, PlanChoice, World, evaluate, load_model, plan_fixed, prepare, run_step
 from longspan.testing import run_ranks
-from longspan.train import PlanChoice
 
 VOCABULARY = 64
 

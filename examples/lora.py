@@ -12,9 +12,9 @@ import peft
 import torch
 from transformers import AutoModelForCausalLM
 
-from longspan import Layout, World, load_model, plan_dynamic, prepare, run_step, save_model, without_adapter
+from longspan import Layout, World, load_model, plan_dynamic, prepare, run_step, save_model
 from longspan.testing import backend, run_ranks
-from longspan.train import build_optimizer
+from longspan.train import build_optimizer, without_adapter
 
 LENGTHS = (300, 40, 90, 7)
 DOCUMENTS = [(np.arange(n) * 7 + n) % 64 for n in LENGTHS]

@@ -39,7 +39,7 @@ from longspan.attention.kernels import table
 from longspan.attention.sums import fused, rows
 from longspan.cli.machine import machine, machine_text
 from longspan.comm.shard_part import ShardPart
-from longspan.run.versions import versions
+from longspan.run.result import versions
 
 TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 HEADS, KV_HEADS = 32, 8

@@ -23,7 +23,7 @@ from longspan.attention import all_gather, all_to_all, ring
 from longspan.bench.profile_parts import merged
 from longspan.cli.machine import machine, machine_text
 from longspan.comm import run_local
-from longspan.run.versions import versions
+from longspan.run.result import versions
 
 TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 Span = tuple[float, float, str]

@@ -34,7 +34,7 @@ from longspan.bench.attention.ranks import forward_flops
 from longspan.bench.profile_parts import merged
 from longspan.bench.record import where_it_ran
 from longspan.cli.machine import machine
-from longspan.run.versions import versions
+from longspan.run.result import versions
 
 Span = tuple[float, float]
 RUNS = 4  # under the profiler

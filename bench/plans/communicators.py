@@ -27,7 +27,7 @@ from longspan.bench.record import where_it_ran, write_record
 from longspan.cli.machine import machine
 from longspan.comm import run_local
 from longspan.plan.simulate.distributions import sample_lengths
-from longspan.run.versions import versions
+from longspan.run.result import versions
 
 
 def main() -> None:

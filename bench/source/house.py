@@ -1,10 +1,12 @@
-"""Measures of the source: lines and files by room, long functions, circles, and the modules that one call enters.
+"""Measures of the source: lines and files by room, long functions, names, circles, and the modules that a call enters.
 
 python bench/source/house.py                                  this checkout
-python bench/source/house.py --against PATH_OF_ANOTHER        two checkouts beside each other, as bench/records/house.md
+python bench/source/house.py --against PATH_OF_ANOTHER        two checkouts in one table, as bench/records/house-2.md
+python bench/source/house.py --check                          the names of functions and locals, as in `make check`
 
 Code lines are those without blank lines, comments and docstrings. `attend` is called forward and backward once on two
-processes (p2p), and once more, when the geometry of its shard is known.
+processes (p2p), and once more, with the geometry of its shard cached. A text step is the second `run_step` of a tiny
+Qwen3 on two processes; modules of `attention/` do not count.
 """
 
 import argparse
@@ -21,7 +23,80 @@ from pathlib import Path
 from typing import Any
 
 ELLIPTIC = {"found", "own", "held", "given", "each", "kept", "told", "asked"}
-KEYS = ("context_parallel_size", "cp_comm_type", "min_dynamic_context_parallel_size", "max_document_tokens", "lr")
+KEYS = ("context_parallel_size", "cp_comm_type", "max_tokens_per_slot", "max_document_tokens", "lr", "encoder.tp")
+# Words that are no names: a local is named after the thing, a function after its action (verb, object) or its result.
+BANNED_LOCALS = frozenset("found own held given kept told asked said wanted what".split())  # noqa: SIM905
+PARTICIPLES = frozenset(
+    [
+        "found",
+        "held",
+        "kept",
+        "made",
+        "taken",
+        "given",
+        "built",
+        "chosen",
+        "drawn",
+        "written",
+        "known",
+        "seen",
+        "said",
+        "told",
+        "sent",
+        "shown",
+        "left",
+        "lost",
+        "done",
+        "begun",
+        "broken",
+        "brought",
+        "bound",
+        "caught",
+        "dealt",
+        "gone",
+        "got",
+        "grown",
+        "heard",
+        "hidden",
+        "led",
+        "meant",
+        "met",
+        "paid",
+        "spent",
+        "taught",
+        "thrown",
+        "understood",
+        "won",
+    ]
+)
+# Words of the field that only look like participles, and adjectives that are part of a term.
+TERMS = frozenset(
+    [
+        "need",
+        "seed",
+        "feed",
+        "speed",
+        "embed",
+        "shared",
+        "gated",
+        "chunked",
+        "packed",
+        "sharded",
+        "fixed",
+        "padded",
+        "masked",
+        "fused",
+        "ragged",
+        "batched",
+        "tied",
+        "quantized",
+    ]
+)
+PREPOSITIONS = frozenset(
+    "of for by in at before after above under over without along between behind beyond into".split()  # noqa: SIM905
+)
+# Names that users rely on, and those that the field has.
+ALLOWED: frozenset[str] = frozenset()
 CALL = """
 import json, sys
 import torch
@@ -60,24 +135,84 @@ if __name__ == "__main__":
 """
 
 
+TEXT_STEP = """
+import json, sys
+import torch
+from longspan import Layout, World, plan_fixed, prepare, run_step
+from longspan.model import preset_config
+from longspan.testing import run_ranks
+
+def rank(_):
+    from transformers import AutoModelForCausalLM
+    torch.manual_seed(0)
+    home = Layout(ranks=2)
+    with World(home) as world:
+        model = prepare(AutoModelForCausalLM.from_config(preset_config("qwen3-tiny", vocab_size=64)), world)
+        optimizer = torch.optim.AdamW(model.parameters())
+        documents = [torch.arange(1, 65) % 50, torch.arange(1, 33) % 50]
+        plan = plan_fixed([64, 32], home, cp=2)
+        run_step(model, plan, documents, world, optimizer)
+        modules = set()
+        def see(frame, event, _):
+            name = frame.f_globals.get("__name__", "")
+            if event == "call" and name.startswith("longspan.") and not name.startswith("longspan.attention"):
+                modules.add(name)
+        sys.setprofile(see)
+        run_step(model, plan, documents, world, optimizer)
+        sys.setprofile(None)
+        return sorted(modules)
+
+if __name__ == "__main__":
+    print(json.dumps(run_ranks(rank, 2)[0]))
+"""
+
+
 @dataclass(frozen=True)
 class Function:
     """One function of the source."""
 
+    name: str
     lines: int
     arguments: int
-    elliptic: bool
+    locals: frozenset[str]
 
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--against", type=Path, help="another checkout of longspan, measured before this one")
     flags.add_argument("--json", action="store_true")
+    flags.add_argument("--check", action="store_true", help="print names that are not allowed, and exit 1")
     options = flags.parse_args()
+    if options.check:
+        sys.exit(check_names(Path(__file__).parents[2]))
     here = Path(__file__).parents[2]
     roots = [root for root in (options.against, here) if root is not None]
     measures = [measure(root.resolve()) for root in roots]
     print(json.dumps(measures, indent=2) if options.json else "\n".join(_tables(measures)))
+
+
+def check_names(root: Path) -> int:
+    """Print each function and local with a banned name; returns 1 if there are any."""
+    complaints = list[str]()
+    for path in sorted((root / "src/longspan").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            place = f"{path.relative_to(root)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (kind := _fault(node.name)):
+                complaints.append(f"{place}: function {node.name} {kind}")
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in BANNED_LOCALS:
+                complaints.append(f"{place}: local {node.id}; name the thing")
+    print(*complaints, f"{len(complaints)} names to better (verb and object, or the noun of the result)", sep="\n")
+    return int(bool(complaints))
+
+
+def _fault(name: str) -> str:
+    """The fault of a function's name; "" if it has none."""
+    first = name.strip("_").split("_")[0]
+    if name.startswith("__") or name in ALLOWED:
+        return ""
+    if first in PARTICIPLES or (len(first) > 3 and first.endswith("ed") and first not in TERMS):
+        return "begins with a participle"
+    return "begins with a preposition" if first in PREPOSITIONS else ""
 
 
 def measure(root: Path) -> dict[str, Any]:
@@ -95,6 +230,15 @@ def measure(root: Path) -> dict[str, Any]:
     scripts = [*tests, *sorted((root / "bench").rglob("*.py"))]
     of_tests = [function for path in scripts for function in _functions(ast.parse(path.read_text()))]
     folders = Counter(path.parent for path in files if path.name != "__init__.py")
+    imports = _imports(root, files)
+    importers = Counter(module for modules in imports.values() for module in modules)
+    sizes = {path: len(path.read_text().splitlines()) for path in files if path.name != "__init__.py"}
+    single = [path for path in sizes if importers[_module(root, path)] == 1]
+    banned = sum(
+        isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store) and x.id in BANNED_LOCALS
+        for tree in files.values()
+        for x in ast.walk(tree)
+    )
     return {
         "rooms": dict(sorted(rooms.items())),
         "figures": {
@@ -106,13 +250,21 @@ def measure(root: Path) -> dict[str, Any]:
             ),
             "assertions in tests": sum(_assertions(p) for p in tests),
             "folders of more than 15 files": sum(count > 15 for count in folders.values()),
-            "import circles": len(_circles(_imports(root, files))),
+            "files over 330 lines": sum(lines > 330 for lines in sizes.values()),
+            "files under 40 lines": sum(lines < 40 for lines in sizes.values()),
+            "files with one importer": len(single),
+            "files with one importer, under 70 lines": sum(sizes[path] < 70 for path in single),
+            "import circles": len(_circles(imports)),
             "functions": len(functions),
             "lines of a function, median": lengths[len(lengths) // 2],
             "functions over 30 lines": sum(length > 30 for length in lengths),
             "functions over 6 arguments": sum(function.arguments > 6 for function in functions),
             "functions with an elliptic local, %": _elliptic_share(functions),
             "the same in tests and benches, %": _elliptic_share(of_tests),
+            "functions that begin with a participle": sum("participle" in _fault(f.name) for f in functions),
+            "functions that begin with a preposition": sum("preposition" in _fault(f.name) for f in functions),
+            "functions that end in _of": sum(function.name.endswith("_of") for function in functions),
+            "banned words as locals": banned,
             **_entered(root),
             **{f"files that name {key}": _files_naming(key, files) for key in KEYS},
         },
@@ -120,7 +272,7 @@ def measure(root: Path) -> dict[str, Any]:
 
 
 def _elliptic_share(functions: list[Function]) -> float:
-    return round(100 * sum(f.elliptic for f in functions) / len(functions), 1)
+    return round(100 * sum(bool(f.locals & ELLIPTIC) for f in functions) / len(functions), 1)
 
 
 def _functions(tree: ast.Module) -> Iterator[Function]:
@@ -129,7 +281,7 @@ def _functions(tree: ast.Module) -> Iterator[Function]:
             stored = {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
             names = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             start = _body_start(node)
-            yield Function((node.end_lineno or start) - start + 1, len(names), bool(stored & ELLIPTIC))
+            yield Function(node.name, (node.end_lineno or start) - start + 1, len(names), frozenset(stored))
 
 
 def _body_start(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -198,23 +350,32 @@ def _circles(imports: dict[str, set[str]]) -> list[set[str]]:
 
 
 def _entered(root: Path) -> dict[str, int]:
-    """Modules whose code one call of attend runs, and how many of their frames lie over each other."""
+    """Modules that one call of attend and one text step enter, and how many frames lie over each other in attend."""
+    (first, depth), (again, _) = _run_script(root, CALL)
+    return {
+        "modules entered by attend": first,
+        "modules entered, cached shard": again,
+        "frames deep": depth,
+        "modules entered by a text step outside attention": len(_run_script(root, TEXT_STEP)),
+    }
+
+
+def _run_script(root: Path, text: str) -> Any:
+    """The last line that a script prints under the package of a checkout, as JSON."""
     script = root / ".house_call.py"
-    script.write_text(CALL)
+    script.write_text(text)
     try:
         environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}"}
         done = subprocess.run([sys.executable, str(script)], env=environment, cwd=root, capture_output=True, check=True)
     finally:
         script.unlink()
-    (first, depth), (again, _) = json.loads(done.stdout.splitlines()[-1])
-    return {"modules entered by attend": first, "modules entered, known shard": again, "frames deep": depth}
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _files_naming(key: str, files: dict[Path, ast.Module]) -> int:
-    """Files of train/ and cli/ that name a configuration key."""
-    rooms = {"train", "cli"}
-    word = re.compile(rf"\b(eval_)?{key}\b")
-    return sum(bool(word.search(p.read_text())) for p in files if rooms & set(p.parts[-4:]))
+    """Files outside plan/ and bench/ that name a configuration key or its twin for evaluation."""
+    word = re.compile(rf"\b(eval_)?{re.escape(key)}\b")
+    return sum(bool(word.search(p.read_text())) for p in files if not {"plan", "bench"} & set(p.parts))
 
 
 def _tables(measures: list[dict[str, Any]]) -> Iterator[str]:

@@ -28,7 +28,7 @@ from typing import Any
 import svg_curves
 
 from longspan.cli.machine import machine, machine_text
-from longspan.run.versions import versions
+from longspan.run.result import versions
 
 ROOT = Path(__file__).parents[2]
 PLANNERS = ("padded", "fixed", "dynamic")

@@ -34,7 +34,7 @@ from longspan.data.documents import Corpus
 from longspan.data.step_order import StepOrder
 from longspan.layout import Layout
 from longspan.plan import Cost
-from longspan.run.versions import versions
+from longspan.run.result import versions
 from longspan.train.step import run_step
 from longspan.train.training import Training, loaded_model, optimizer_of, prepared_model
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from longspan import Layout, World, evaluate, load_model, plan_fixed, prepare, run_step
-from longspan.model.presets import preset_config
+from longspan.model import preset_config
 from longspan.testing import run_ranks
 
 RANKS, TP = 4, 2

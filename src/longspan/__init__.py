@@ -12,6 +12,8 @@ from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from longspan.attention import attend as attend
+
+    # These stand in longspan.layout, .bridge, .multimodal, .mtp and .train; here they only stay importable.
     from longspan.bridge import Bridge as Bridge
     from longspan.bridge import ItemDocuments as ItemDocuments
     from longspan.comm import SequenceShard as SequenceShard
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from longspan.plan import MicroBatch as MicroBatch
     from longspan.plan import Plan as Plan
     from longspan.plan import PlanAhead as PlanAhead
+    from longspan.plan import PlanOptions as PlanOptions
     from longspan.plan import plan_dynamic as plan_dynamic
     from longspan.plan import plan_fixed as plan_fixed
     from longspan.plan import plan_padded as plan_padded
@@ -47,10 +50,30 @@ if TYPE_CHECKING:
     from longspan.train import Document as Document
     from longspan.train import DocumentLoss as DocumentLoss
     from longspan.train import MtpLoss as MtpLoss
+    from longspan.train import PlanChoice as PlanChoice
     from longspan.train import evaluate as evaluate
     from longspan.train import run_step as run_step
     from longspan.train import token_log_probs as token_log_probs
 
+_UNLISTED = (
+    "Bridge",
+    "Encoder",
+    "EncoderHome",
+    "Exchange",
+    "ImageInput",
+    "Item",
+    "ItemDocuments",
+    "MtpLoss",
+    "MultimodalModel",
+    "Packing",
+    "Partition",
+    "Video",
+    "add_mtp",
+    "image_tokens",
+    "prepare_encoder",
+    "video_tokens",
+    "without_adapter",
+)
 __version__ = "0.1.0"
-__getattr__, __dir__, __all__ = lazy_exports(__name__)
+__getattr__, __dir__, __all__ = lazy_exports(__name__, unlisted=_UNLISTED)
 __all__ += ["__version__"]

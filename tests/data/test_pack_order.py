@@ -22,7 +22,7 @@ from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError
 from longspan.plan import Plan
 from longspan.run.config_check import check_config
-from longspan.run.records.metrics_log import read_metrics
+from longspan.run.metrics_log import read_metrics
 from longspan.testing import backend, run_ranks
 from longspan.train.plans.order import step_order_of
 from longspan.train.reading.targets import with_targets_of

@@ -15,7 +15,7 @@ import pytest
 from longspan.data.order.source import EQUAL_CUTS, FIRST_ORDER, ORDER, Mixture
 from longspan.data.step_order import StepOrder, some_documents
 from longspan.errors import DataError
-from longspan.run.set_up import resume
+from longspan.run import resume
 
 LENGTHS = np.array([2 + i * i * 37 % 898 for i in range(101)])
 VERSIONS = pytest.mark.parametrize("version", [FIRST_ORDER, ORDER])

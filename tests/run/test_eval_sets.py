@@ -28,8 +28,8 @@ from longspan.report import write_report
 from longspan.run.config_check import check_config
 from longspan.run.loggers import scalars
 from longspan.run.loop import train
+from longspan.run.metrics_log import read_metrics
 from longspan.run.progress import ProgressDisplay
-from longspan.run.records.metrics_log import read_metrics
 from longspan.run.result import TrainResult
 from longspan.testing import backend, run_ranks
 from longspan.train.long_documents import check_known

@@ -17,8 +17,8 @@ from longspan.cli.evaluation.display import EvalDisplay
 from longspan.comm import stop_signal as stop_module
 from longspan.comm.stop_signal import StopSignal
 from longspan.run import progress
+from longspan.run.metrics_log import MetricsLog, read_metrics
 from longspan.run.progress import ProgressDisplay
-from longspan.run.records.metrics_log import MetricsLog, read_metrics
 from longspan.train.memory.live_bytes import peak_memory_bytes
 
 

@@ -35,12 +35,12 @@ from longspan.errors import (
 )
 from longspan.plan import Plan
 from longspan.plan.cost.model_cost import CPU_GBPS
-from longspan.run import lock as run_lock
+from longspan.run import folder as run_lock
 from longspan.run.config_check import check_config
+from longspan.run.facts import RunFacts
 from longspan.run.loop import train
+from longspan.run.metrics_log import read_metrics
 from longspan.run.progress import ProgressDisplay
-from longspan.run.records.facts import RunFacts
-from longspan.run.records.metrics_log import read_metrics
 from longspan.run.result import TrainResult
 from longspan.testing import run_ranks
 from longspan.train.plans import order
@@ -282,7 +282,7 @@ def test_a_finished_run_is_not_shown_under_other_keys(straight: tuple[RunConfig,
 def test_one_run_at_a_time_and_a_disk_that_is_full(tmp_path: Path) -> None:
     config = small_config(tmp_path, train__steps=1, train__eval_every=0, data__eval_documents=0)
     folder = Path(config.run.dir)
-    lock = run_lock._locked(folder, print)
+    lock = run_lock._lock_file(folder, print)
     with pytest.raises(
         RunFolderError, match=rf"another run is at work in .*: process {os.getpid()} on {gethostname()};"
     ):
@@ -301,11 +301,11 @@ def test_one_run_at_a_time_and_a_disk_that_is_full(tmp_path: Path) -> None:
 
 def test_a_run_that_was_killed_holds_no_folder(tmp_path: Path) -> None:
     if not (child := os.fork()):
-        run_lock._locked(tmp_path, print)
+        run_lock._lock_file(tmp_path, print)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     assert (tmp_path / "run.lock").read_text() == f"process {child} on {gethostname()}"
-    run_lock._locked(tmp_path, print).close()
+    run_lock._lock_file(tmp_path, print).close()
 
 
 def test_a_corpus_that_changed_is_refused_on_every_rank(straight: tuple[RunConfig, TrainResult]) -> None:

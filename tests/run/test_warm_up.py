@@ -14,12 +14,17 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from longspan.config.sections import RunConfig
 from longspan.layout import Layout
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
-from longspan.run import warm_up_run
-from longspan.run.records.metrics_log import read_metrics
-from longspan.run.warm_up import warm_up as warm_up_module
-from longspan.run.warm_up.kinds import kind_of, on_all_slots, smallest_of_each_kind
-from longspan.run.warm_up.optimizer_states import make_states
-from longspan.run.warm_up.warm_up import warm_up, warm_up_plans
+from longspan.run import warm_up as warm_up_module
+from longspan.run import warm_up as warm_up_run
+from longspan.run.metrics_log import read_metrics
+from longspan.run.warm_up import (
+    allocate_adam_states,
+    kind_of,
+    repeat_on_all_slots,
+    smallest_of_each_kind,
+    warm_up,
+    warm_up_plans,
+)
 from longspan.testing import run_ranks
 from tests.run.runs.test_lora_run import write_base
 from tests.train.small import small_config, train_rank, without_times
@@ -40,16 +45,16 @@ MARKS = dict.fromkeys(("fsdp, free", "stages", "tensor and experts"), pytest.mar
 def _train(rank: int, config: RunConfig, ranks: int) -> list[str]:
     """A run with a warm-up, although the device is a CPU; the lines that it says."""
     lines: list[str] = []
-    before, said = warm_up_run.warms_up, warm_up_run.warm_up
+    before, said = warm_up_run.needs_warm_up, warm_up_run.warm_up
 
     def noted(training: Any, plans: Any, evaluation: Any, log: Any) -> None:
         said(training, plans, evaluation, lines.append)
 
-    warm_up_run.warms_up, warm_up_run.warm_up = lambda world: True, noted  # type: ignore[assignment]
+    warm_up_run.needs_warm_up, warm_up_run.warm_up = lambda world: True, noted  # type: ignore[assignment]
     try:
         train_rank(rank, config, ranks)
     finally:
-        warm_up_run.warms_up, warm_up_run.warm_up = before, said
+        warm_up_run.needs_warm_up, warm_up_run.warm_up = before, said
     return lines
 
 
@@ -113,7 +118,10 @@ def test_the_smallest_group_of_a_kind_is_laid_on_all_slots() -> None:
     plan = Plan(slots=5, lengths=(600, 1500, 9000, 600, 900), micro_batches=(batch, other), targets=12595)
     groups = smallest_of_each_kind([plan])
     assert [group.lengths for group in groups.values()] == [(9000,), (600, 900)]
-    assert [[g.slots for g in b.groups] for b in on_all_slots(other.groups[0], 5)] == [[(0, 1), (2, 3)], [(3, 4)]]
+    assert [[g.slots for g in b.groups] for b in repeat_on_all_slots(other.groups[0], 5)] == [
+        [(0, 1), (2, 3)],
+        [(3, 4)],
+    ]
     (kind,) = [kind for kind, group in groups.items() if group.degree == 1]
     assert [group.degree for group in smallest_of_each_kind([plan], leave_out=[kind]).values()] == [2]
 
@@ -124,7 +132,7 @@ def test_communicators_are_made_before_the_first_pass(
 ) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(warm_up_module, "_run", lambda training, plan, *, backward: calls.append(backward))
-    monkeypatch.setattr(warm_up_module, "make_states", lambda optimizer: None)
+    monkeypatch.setattr(warm_up_module, "allocate_adam_states", lambda optimizer: None)
     channels, control = SimpleNamespace(connect_pairs=lambda: calls.append("pairs")), SimpleNamespace(barrier=str)
     world = SimpleNamespace(home=Layout(2), device=torch.device("cpu"), channels=channels, control=control)
     world.prepare = calls.append
@@ -142,8 +150,8 @@ def test_states_of_an_optimizer_that_has_not_stepped(made: bool) -> None:
         parameter = nn.Parameter(torch.randn(8, generator=torch.Generator().manual_seed(0)))
         optimizer: Optimizer = AdamW([parameter], lr=0.1, weight_decay=0.5, fused=True) if made else SGD([parameter])
         if first:
-            assert make_states(optimizer) == made and parameter.grad is None and bool(optimizer.state) == made
-            assert not make_states(optimizer)
+            assert allocate_adam_states(optimizer) == made and parameter.grad is None and bool(optimizer.state) == made
+            assert not allocate_adam_states(optimizer)
         for gradient in moved:
             parameter.grad = gradient.clone()
             optimizer.step()
@@ -154,6 +162,6 @@ def test_states_of_an_optimizer_that_has_not_stepped(made: bool) -> None:
 def test_weight_decay_in_the_gradient_leaves_no_moment() -> None:
     parameter = nn.Parameter(torch.ones(4))
     optimizer = Adam([parameter], lr=0.1, weight_decay=0.5)
-    assert make_states(optimizer) and optimizer.param_groups[0]["weight_decay"] == 0.5
+    assert allocate_adam_states(optimizer) and optimizer.param_groups[0]["weight_decay"] == 0.5
     assert all(not state.any() for state in optimizer.state[parameter].values())
     assert parameter.tolist() == [1.0] * 4

@@ -10,7 +10,7 @@ from longspan.bench.flags import BenchFlags
 from longspan.cli.machine import machine, machine_text
 from longspan.cli.processes import reports_here
 from longspan.errors import ConfigError
-from longspan.run.versions import versions
+from longspan.run.result import versions
 
 
 def show_record(record: dict[str, Any], flags: BenchFlags, *, text: str, markdown: str) -> None:

@@ -16,7 +16,7 @@ from longspan.cli.processes import Device, processes_of, reports_here, usable_gp
 from longspan.errors import LongspanError, counted
 from longspan.report.text_table import text_table
 from longspan.report.value_text import bytes_text, seconds_text
-from longspan.run.versions import versions
+from longspan.run.result import versions
 
 if TYPE_CHECKING:
     from longspan.attention import Kernel

@@ -20,8 +20,8 @@ from longspan.plan import Plan
 from longspan.report.evaluations.passkey_section import passkey_grids
 from longspan.report.evaluations.rows import EvalRow, number
 from longspan.report.evaluations.samples_section import samples_of
-from longspan.run.records.facts import RunFacts
-from longspan.run.records.metrics_log import rows_and_damage
+from longspan.run.facts import RunFacts
+from longspan.run.metrics_log import rows_and_damage
 
 TRAIN_COLUMNS = (
     "loss",

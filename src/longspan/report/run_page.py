@@ -17,7 +17,7 @@ from longspan.report.markup import section, tag, text
 from longspan.report.run_charts import finite, loss_chart, small_charts
 from longspan.report.run_folder import RunFolder
 from longspan.report.value_text import bytes_text, number_text, seconds_text
-from longspan.run.records.facts import RunFacts
+from longspan.run.facts import RunFacts
 
 _DEGREES = ("tp", "pp", "vpp", "ep", "dp_replicate")  # of [parallel]; 1 is not worth a word
 LAST = 10  # steps in "final loss"

@@ -18,7 +18,7 @@ from longspan.run.checks.optimizer import check_optimizer
 from longspan.run.checks.packs import check_packs
 from longspan.run.checks.parallel import check_memory, check_mode, check_parallel, check_pipeline
 from longspan.run.checks.plans import check_plans
-from longspan.run.loggers.logger import check_loggers
+from longspan.run.loggers import check_loggers
 from longspan.train.plans import home_of
 
 

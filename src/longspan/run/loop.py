@@ -27,19 +27,17 @@ from longspan.model.hf_folder import read_configuration
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Plan, PlanAhead
 from longspan.run.config_check import check_config
-from longspan.run.due_evaluations import Evaluations, Final, save_plan
-from longspan.run.lock import run_lock
-from longspan.run.loggers.run_loggers import logger_classes
+from longspan.run.evaluations import Evaluations, Final, save_plan
+from longspan.run.folder import Saves, run_lock
+from longspan.run.loggers import logger_classes
+from longspan.run.metrics_log import read_metrics
 from longspan.run.progress import ProgressDisplay
-from longspan.run.records.facts_of import facts_of
-from longspan.run.records.metrics_log import read_metrics
-from longspan.run.records.open_records import Records, open_records
+from longspan.run.records import Records, open_records
 from longspan.run.result import LAST_STEPS, TrainResult
-from longspan.run.saves import Saves
-from longspan.run.set_up.model import check_targets
-from longspan.run.set_up.set_up import set_up
-from longspan.run.training_run import TrainingRun
-from longspan.run.warm_up_run import warm_up_run
+from longspan.run.run_data import TrainingRun
+from longspan.run.run_facts import facts_of
+from longspan.run.set_up import check_targets, set_up
+from longspan.run.warm_up import warm_up_run
 from longspan.train.encoding import plan_waves_ahead
 from longspan.train.memory.live_bytes import peak_memory_bytes
 from longspan.train.plans import plans_of_steps
@@ -71,7 +69,7 @@ def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainRes
 
 @dataclass(frozen=True)
 class _Loop:
-    """The steps of a run with its evaluations between them, and where they are recorded and shown."""
+    """The steps of a run with the evaluations between them; records and shows both."""
 
     run: TrainingRun
     display: ProgressDisplay
@@ -79,13 +77,13 @@ class _Loop:
     evaluations: Evaluations
 
     def train(self, stop: StopSignal) -> TrainResult:
-        """All steps that are left and, unless the run is stopped, what comes after the last."""
+        """Run the remaining steps and, unless the run is stopped, the end of the run."""
         run = self.run
         with _plans(run) as plans:
             if run.done < run.config.train.steps:
                 plans.start(run.done)  # they are made while kernels are compiled
             warm_up_run(run, self.display.log)
-            done, stopped = self.steps(plans, stop)
+            done, stopped = self.run_steps(plans, stop)
         self.display.end_bar()
         final = Final() if stopped else self.finish()
         return TrainResult(
@@ -100,19 +98,19 @@ class _Loop:
             world=len(run.world.home.ranks),
         )
 
-    def steps(self, plans: PlanAhead, stop: StopSignal) -> tuple[int, str]:
-        """The steps that are left; returns the number that is done, and the signal that stopped them ("" for none)."""
+    def run_steps(self, plans: PlanAhead, stop: StopSignal) -> tuple[int, str]:
+        """Run the remaining steps; returns the number of steps done, and the signal that stopped them ("" for none)."""
         run, settings, saves, stopped = self.run, self.run.config.train, Saves(self.run), ""
         if run.done < settings.steps:
             stopped = self.evaluations.after_step(run.done, unless_recorded=True)
         with saves.before_errors():
             while saves.done < settings.steps and not stopped:
                 self.display.begin_step(saves.done + 1)
-                row, plan = _step(run, plans, saves.done)
+                row, plan = _run_step(run, plans, saves.done)
                 saves.done += 1
                 _, failure = result_or_error(partial(self.record_step, row, plan), RunFolderError)
                 self.display.show_step(row)
-                stopped, minutes_over = _agreed(run.world, stop, failure, saves)
+                stopped, minutes_over = _agree_on_end(run.world, stop, failure, saves)
                 if saves.done in (run.done + 1, settings.steps) or stopped:
                     save_plan(run, plan, f"step-{saves.done:06d}")
                 if stopped or saves.due(minutes_over=minutes_over):
@@ -129,7 +127,7 @@ class _Loop:
         self.records.metrics.write(row)
 
     def finish(self) -> Final:
-        """After the last step: the weights, under [lora] the adapter, as a folder, and the last evaluations."""
+        """After the last step: save the weights (under [lora] the adapter), and run the last evaluations."""
         run = self.run
         dtype = on_every_rank(run.world, lambda: read_configuration(run.dir).dtype, ModelError)
         dtype = None if run.config.lora.rank else dtype
@@ -142,13 +140,13 @@ def _plans(run: TrainingRun) -> PlanAhead:
     return plans_of_steps(run.choice, run.order, run.world.home, ahead=run.config.context.plan_ahead)
 
 
-def _step(run: TrainingRun, plans: PlanAhead, step: int) -> tuple[dict[str, Any], Plan]:
-    """One optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan."""
+def _run_step(run: TrainingRun, plans: PlanAhead, step: int) -> tuple[dict[str, Any], Plan]:
+    """Run one optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan."""
     started = time.perf_counter()
     documents = run.order.select(run.corpus, step)
     plan = with_targets_of(documents, plans.plan(step))
     if isinstance(run.model, MultimodalModel) and step + 1 < run.config.train.steps:
-        _begin_to_read(run, run.model, plans, step + 1)
+        _read_ahead(run, run.model, plans, step + 1)
     result = run.take_step(plan, documents, step)
     seconds = time.perf_counter() - started
     row = {"step": step + 1, "loss": result.loss, "tokens": result.tokens, "targets": result.targets}
@@ -165,10 +163,10 @@ def _step(run: TrainingRun, plans: PlanAhead, step: int) -> tuple[dict[str, Any]
     return row, plan
 
 
-def _begin_to_read(run: TrainingRun, model: MultimodalModel, plans: PlanAhead, step: int) -> None:
-    """Plan a coming step's waves of images, and read those of this rank, in threads; its errors are raised there.
+def _read_ahead(run: TrainingRun, model: MultimodalModel, plans: PlanAhead, step: int) -> None:
+    """Plan the next step's waves of images and read this rank's images, in threads; errors are raised in that step.
 
-    A step whose plan is not made yet reads its images itself: none waits for the plan of another.
+    A step whose plan is not ready reads its images itself; no step waits for the plan of another.
     """
     if (plan := plans.plan_if_made(step)) is None:
         return
@@ -177,10 +175,10 @@ def _begin_to_read(run: TrainingRun, model: MultimodalModel, plans: PlanAhead, s
         plan_waves_ahead(model, with_targets_of(documents, plan), documents, depths=run.config.mtp.depths)
 
 
-def _agreed(world: World, stop: StopSignal, failure: LongspanError | None, saves: Saves) -> tuple[str, bool]:
-    """On every rank: the signal that any received ("" for none), and whether it is time for a checkpoint.
+def _agree_on_end(world: World, stop: StopSignal, failure: LongspanError | None, saves: Saves) -> tuple[str, bool]:
+    """Agree between ranks on the signal that any rank received ("" for none), and on whether a checkpoint is due.
 
-    Raises the error of a rank that failed.
+    Raises on every rank the error of one that failed.
     """
     stopping = bool(stop.received) or failure is not None
     stopping, minutes_over = world.control.any_ranks(stopping, saves.minutes_are_over())

@@ -1,4 +1,4 @@
-"""What a run shows while it goes: a progress bar on a terminal, else plain lines; nothing but on the first rank."""
+"""The display of a running run, on its first rank: a progress bar on a terminal, else plain lines."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ _COUNT = TextColumn("{task.fields[what]} {task.completed}/{task.total}")
 
 
 class ProgressDisplay:
-    """Shows steps and evaluations of a run; silent where `stream` is None.
+    """Shows steps and evaluations of a run; silent if `stream` is None.
 
     Where the stream is no terminal it has a line for every `log_every` steps, and one at least every 30 seconds, from a
     thread where nothing else writes one: a step, an evaluation or the set-up of a run may take many minutes.
@@ -55,7 +55,7 @@ class ProgressDisplay:
         self.end_bar()
 
     def expect(self, steps: int) -> None:
-        """The number of steps, where it was not known before the corpus."""
+        """Set the number of steps, once the corpus is known."""
         self._steps = steps
 
     def log(self, text: str) -> None:
@@ -68,7 +68,7 @@ class ProgressDisplay:
                 self._written = time.monotonic()
 
     def begin_step(self, step: int) -> None:
-        """A training step (counted from 1) begins."""
+        """Note that a training step (counted from 1) begins."""
         self._begin(f"step {step}/{self._steps}")
 
     def show_step(self, row: Mapping[str, Any]) -> None:
@@ -78,7 +78,7 @@ class ProgressDisplay:
             return
         if not self._plain:
             self._advance(row)
-        elif row["step"] % self._log_every == 0 or row["step"] in (1, self._steps) or self._silent(row):
+        elif row["step"] % self._log_every == 0 or row["step"] in (1, self._steps) or self._is_silent(row):
             self.log("  ".join(filter(None, (self._step(row), *_figures(row), self._remaining(row["step"])))))
 
     def show_evaluation(self, row: Mapping[str, Any]) -> None:
@@ -93,7 +93,7 @@ class ProgressDisplay:
             self.log(PasskeyGrid.from_json(row["passkey"]).table())
 
     def show_evaluating(self, name: str, done: int, count: int) -> None:
-        """Show how many micro-batches of an evaluation are done, and of how many, until it ends."""
+        """Show how many micro-batches of an evaluation are done, and how many it has."""
         what = f"evaluation of {name}" if name else "evaluation"
         if self._stream is None or self._plain:
             self._begin(f"{what}, {done:,} of {counted(count, 'micro-batch', 'es')} done", again=done > 0)
@@ -110,7 +110,7 @@ class ProgressDisplay:
         self._progress.update(self._evaluating, completed=done)
 
     def end_evaluating(self) -> None:
-        """Take the bar of an evaluation away."""
+        """Remove the bar of an evaluation."""
         if self._evaluating is not None and self._progress is not None:
             self._progress.remove_task(self._evaluating)
             self._evaluating = None
@@ -124,15 +124,15 @@ class ProgressDisplay:
             self._progress = None
 
     def _begin(self, work: str, *, again: bool = False) -> None:
-        """Note what takes time from now on; `again`: it goes on with what was noted before."""
+        """Note the work that takes time from now on; `again`: continue the work noted before."""
         self._work, self._begun = work, self._begun if again else time.monotonic()
 
-    def _silent(self, row: Mapping[str, Any]) -> bool:
-        """Whether another step of this one's time would come too late for the next line."""
+    def _is_silent(self, row: Mapping[str, Any]) -> bool:
+        """Whether the next line would be late if another step took as long as this one."""
         return time.monotonic() - self._written + row.get("seconds", 0.0) > LINE_SECONDS
 
     def _break_silence(self) -> None:
-        """Write a line when there has been none for long."""
+        """Write a line if there has been none for long."""
         while not self._ended.wait(min(1.0, LINE_SECONDS / 4)):
             now = time.monotonic()
             if now - self._written >= LINE_SECONDS:
@@ -144,7 +144,7 @@ class ProgressDisplay:
     def _advance(self, row: Mapping[str, Any]) -> None:
         if self._progress is None:
             console = Console(file=self._stream)
-            self._figures, columns = _that_fit(row, self._steps, console.width)
+            self._figures, columns = _fit_to_width(row, self._steps, console.width)
             bar = Progress(*columns, console=console, refresh_per_second=4)
             self._task = bar.add_task("", total=self._steps, completed=row["step"] - 1, what="step")
             bar.start()
@@ -164,8 +164,8 @@ class ProgressDisplay:
         return f"{_clock(seconds)} left"
 
 
-def _that_fit(row: Mapping[str, Any], steps: int, width: int) -> tuple[int, tuple[ProgressColumn, ...]]:
-    """How many figures of a row, and which columns, a terminal has room for; the number of the step always shows."""
+def _fit_to_width(row: Mapping[str, Any], steps: int, width: int) -> tuple[int, tuple[ProgressColumn, ...]]:
+    """The number of figures of a row, and the columns, that fit a terminal; the step number always shows."""
     room, shown = width - len(f"step {steps}/{steps}"), 0
     for figure in _figures(row):
         if room < len(figure) + 2:
@@ -196,7 +196,7 @@ def _figures(row: Mapping[str, Any]) -> list[str]:
 
 
 def _metrics(row: Mapping[str, Any]) -> list[str]:
-    """What an evaluation measured beside the loss, where it counted something."""
+    """The figures of an evaluation other than the loss, as far as it counted something."""
     texts = {
         "perplexity": "perplexity {:.4g}",
         "token_accuracy": "accuracy {:.1%}",

@@ -1,14 +1,33 @@
-"""The result of a training run, as a value that prints well. It needs no torch, for the launcher reads it too."""
+"""The result of a training run, as a value that prints well; without torch, because the launcher reads it too."""
 
 import math
+import platform
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from longspan import __version__
 from longspan.errors import counted
 from longspan.evaluation.result import Evaluation, comparison_table, sets_table
 from longspan.files import json_values
-from longspan.run.versions import versions
+
+PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "flash-attn-4")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that results depend on, as far as they are installed.
+
+    >>> versions()["python"]
+    """
+    installed = {"python": platform.python_version(), "longspan": __version__}
+    for name in PACKAGES:
+        try:
+            installed[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return installed
+
 
 LAST_STEPS = 10  # whose mean loss sums up a run
 

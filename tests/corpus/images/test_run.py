@@ -20,8 +20,8 @@ from longspan.corpus.images.image_file import ImageFile
 from longspan.data.documents import Corpus
 from longspan.data.step_order import StepOrder
 from longspan.report import write_report
-from longspan.run.evaluations.samples import _picture
-from longspan.run.records.metrics_log import read_metrics
+from longspan.run.evaluations import _picture
+from longspan.run.metrics_log import read_metrics
 from longspan.testing import run_ranks
 from longspan.train.plans.order import step_order_of
 from tests.corpus.images.folders import qwen_folder, write_images, write_rows

@@ -17,8 +17,8 @@ from longspan.evaluation.saved.request import EvalRequest, Subject
 from longspan.evaluation.saved.targets import saved_weights
 from longspan.run.config_check import check_config
 from longspan.run.loop import train
+from longspan.run.metrics_log import read_metrics
 from longspan.run.progress import ProgressDisplay
-from longspan.run.records.metrics_log import read_metrics
 from longspan.testing import backend, run_ranks
 from tests.train.small import small_config, train_rank, without_times
 

@@ -13,7 +13,7 @@ from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.documents import Corpus
 from longspan.data.step_order import StepOrder
-from longspan.run.records.metrics_log import read_metrics
+from longspan.run.metrics_log import read_metrics
 from longspan.train.plans.order import held_out_count, step_order_of, with_steps_of_epochs
 from tests.corpus.test_formats import rows_as
 from tests.run.runs.homes import losses_of_run

@@ -24,7 +24,7 @@ from longspan.evaluation.result import Evaluation
 from longspan.model import load_model, prepare
 from longspan.plan import Plan, PlanOptions, plan_fixed
 from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200
-from longspan.run.versions import versions
+from longspan.run.result import versions
 from longspan.train.optim.optimizer import build_optimizer
 from longspan.train.plans import PlanChoice, query_heads
 from longspan.train.step import run_step

@@ -22,7 +22,7 @@ from longspan.model.prepared import vocabulary_size
 from longspan.model.seams.randomness import refuse_randomness
 from longspan.plan.cost.model_flops import model_flops
 from longspan.plan.cost.model_shape import ModelShape
-from longspan.run.versions import versions
+from longspan.run.result import versions
 from longspan.train.memory.rows_that_fit import with_rows_that_fit
 from longspan.train.training import Training, loaded_model, optimizer_of, prepared_model
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from longspan.errors import counted
 from longspan.report.markup import section, tag, text
-from longspan.run.records.metrics_log import rows_and_damage
+from longspan.run.metrics_log import rows_and_damage
 
 _KEYS = ("name", "text", "answer", "predicted", "images")
 

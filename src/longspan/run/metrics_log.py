@@ -1,7 +1,7 @@
 """The metrics of a run: one JSON object a line in metrics.jsonl.
 
 Rows of training: step, loss, tokens, targets, grad_norm, lr, seconds, tokens_per_second, memory_bytes, micro_batches,
-efficiency; where they are known tflops, mfu, predicted_seconds and bound_share, and of a model with images
+efficiency; if they are known tflops, mfu, predicted_seconds and bound_share, and of a model with images
 encoder_share, encoder_balance and both as predicted (`step_figures.py`); source_tokens, those of each of several
 sources; router_balance_loss and router_z_loss of models with experts; and mtp_loss_1, mtp_loss_2 and so on of depths of
 multi-token prediction. Rows of evaluation: step,
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.files import as_json, json_values, naming_file, write_atomically
-from longspan.run.loggers.run_loggers import RunLoggers
+from longspan.run.loggers import RunLoggers
 
 
 class MetricsLog:
@@ -47,7 +47,7 @@ class MetricsLog:
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
-            with suppress(OSError):  # of a row that could not be written, for which `write` raised an error
+            with suppress(OSError):  # a row that could not be written: `write` has raised an error
                 self._file.close()
 
     def write(self, row: Mapping[str, Any]) -> None:

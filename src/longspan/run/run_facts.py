@@ -1,4 +1,4 @@
-"""Finds the facts of a run that is set up, on all ranks together: what its first rank says before the first step."""
+"""Collects the facts of a run after its set-up, on all ranks together; the first rank logs them before step 1."""
 
 import json
 from contextlib import suppress
@@ -14,8 +14,8 @@ from longspan.model.execution import Execution, execution_of
 from longspan.model.local_tensors import local_tensor
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan.cost.model_shape import read_experts
-from longspan.run.records.facts import RunFacts
-from longspan.run.training_run import TrainingRun
+from longspan.run.facts import RunFacts
+from longspan.run.run_data import TrainingRun
 from longspan.ssm.kernels import kernels_here
 from longspan.train.gradients import counted_parameters
 from longspan.train.plans import PlanChoice
@@ -29,33 +29,33 @@ def facts_of(run: TrainingRun) -> RunFacts:
     """
     config, execution = run.config, execution_of(run.model)
     return RunFacts(
-        **_model(run),
-        **_types(execution),
-        **_devices(run.world),
-        home=_home(run.world, config.parallel.vpp),
+        **_model_facts(run),
+        **_dtype_names(execution),
+        **_device_facts(run.world),
+        home=_home_degrees(run.world, config.parallel.vpp),
         sequence_parallel=config.parallel.sequence_parallel,
         comm_types="/".join(dict.fromkeys(run.choice.comm_types)),
         kernels=execution.kernels,
-        plans=_plans(run),
+        plans=_plan_text(run),
         priced_for=run.cost.source or "",
         peak_tflops=run.figures.peak,
         uncounted=run.figures.uncounted,
-        **_data(run),
-        **_steps(run),
+        **_data_facts(run),
+        **_step_facts(run),
         report=str(run.dir / "report.html"),
         evaluated="\n".join(run.why_degrees),
-        mixers=_mixers(execution, run.world.device, config.context.partition),
-        mtp=_mtp(config.mtp),
-        encoder=_encoder(run),
+        mixers=_mixers_text(execution, run.world.device, config.context.partition),
+        mtp=_mtp_text(config.mtp),
+        encoder=_encoder_text(run),
         rows=run.why_partition,
         caution=execution.why_slow(),
-        sessions=_sessions(run),
+        sessions=_session_list(run),
     )
 
 
-def _model(run: TrainingRun) -> dict[str, Any]:
+def _model_facts(run: TrainingRun) -> dict[str, Any]:
     model = run.config.model
-    parameters, parameters_of_rank, trained = _parameters(run)
+    parameters, parameters_of_rank, trained = _count_parameters(run)
     experts = read_experts(run.model.config)
     return {
         "model": model.source or model.preset,
@@ -67,7 +67,7 @@ def _model(run: TrainingRun) -> dict[str, Any]:
     }
 
 
-def _data(run: TrainingRun) -> dict[str, int]:
+def _data_facts(run: TrainingRun) -> dict[str, int]:
     lengths = run.corpus.lengths
     return {
         "documents": len(lengths),
@@ -77,14 +77,14 @@ def _data(run: TrainingRun) -> dict[str, int]:
     }
 
 
-def _steps(run: TrainingRun) -> dict[str, Any]:
+def _step_facts(run: TrainingRun) -> dict[str, Any]:
     train = run.config.train
     names = ("steps", "tokens_per_step", "optimizer", "lr")
     return {"done": run.done, **{name: getattr(train, name) for name in names}}
 
 
-def _sessions(run: TrainingRun) -> tuple[tuple[int, int], ...]:
-    """The sessions of the run so far, but for those whose steps are all trained again, and this one."""
+def _session_list(run: TrainingRun) -> tuple[tuple[int, int], ...]:
+    """The sessions of the run: earlier ones, except those whose steps are all repeated, and this one."""
     earlier = tuple[tuple[int, int], ...]()
     with suppress(OSError, ValueError):
         facts = RunFacts.from_json(json.loads((run.dir / "run.json").read_text(encoding="utf-8")))
@@ -92,8 +92,8 @@ def _sessions(run: TrainingRun) -> tuple[tuple[int, int], ...]:
     return (*(session for session in earlier if session[0] < run.done), (run.done, len(run.world.home.ranks)))
 
 
-def _parameters(run: TrainingRun) -> tuple[int, int, int]:
-    """Parameters of the whole model, each once, those on the rank that holds most, and those that are trained."""
+def _count_parameters(run: TrainingRun) -> tuple[int, int, int]:
+    """Number of parameters: of the whole model, each once; on the rank that holds most; trained."""
     counted = counted_parameters(run.model)  # of this rank's stages
     whole, trained = sum(p.numel() for p in counted), sum(p.numel() for p in counted if p.requires_grad)
     here = sum(local_tensor(parameter).numel() for parameter in run.model.parameters())
@@ -103,13 +103,13 @@ def _parameters(run: TrainingRun) -> tuple[int, int, int]:
     return sum(wholes), max(here for *_, here in of_ranks), sum(all_trained)
 
 
-def _types(execution: Execution) -> dict[str, str]:
+def _dtype_names(execution: Execution) -> dict[str, str]:
     names = ("parameter_dtype", "compute_dtype", "reduce_dtype")
     return {name: str(getattr(execution, name)).removeprefix("torch.") for name in names}
 
 
-def _mixers(execution: Execution, device: torch.device, partition: str) -> str:
-    """How state-space layers run; "" where there are none."""
+def _mixers_text(execution: Execution, device: torch.device, partition: str) -> str:
+    """How state-space layers run; "" if there are none."""
     if not execution.mixers:
         return ""
     kernels = kernels_here(execution.compute_dtype, device, execution.mixer_kernels)
@@ -119,14 +119,14 @@ def _mixers(execution: Execution, device: torch.device, partition: str) -> str:
     return f"{layers}; two states a document and slot are sent, at most one in all with context.partition contiguous"
 
 
-def _mtp(mtp: MtpSection) -> str:
-    """Which tokens further ahead are predicted; "" for none."""
+def _mtp_text(mtp: MtpSection) -> str:
+    """The depths of multi-token prediction; "" if there are none."""
     depths = counted(mtp.depths, "depth")
     return f"{depths} of multi-token prediction, loss weight {mtp.loss_weight:g}" if mtp.depths else ""
 
 
-def _encoder(run: TrainingRun) -> str:
-    """Where images are encoded, and what of the encoder is trained; "" for a model without one."""
+def _encoder_text(run: TrainingRun) -> str:
+    """The slots that encode images, and the parts of the encoder that are trained; "" for a model without one."""
     if not isinstance(run.model, MultimodalModel):
         return ""
     settings, count = run.config.encoder, run.corpus.manifest.images
@@ -138,7 +138,7 @@ def _encoder(run: TrainingRun) -> str:
     return f"{parameters:,} parameters on {slots}, {trained}; {counted(count, 'image')}{waves}"
 
 
-def _devices(world: World) -> dict[str, Any]:
+def _device_facts(world: World) -> dict[str, Any]:
     gpu, ranks = world.device.type == "cuda", len(world.home.ranks)
     return {
         "device": device_name(world),
@@ -149,20 +149,20 @@ def _devices(world: World) -> dict[str, Any]:
     }
 
 
-def _home(world: World, virtual_stages: int) -> dict[str, int]:
+def _home_degrees(world: World, virtual_stages: int) -> dict[str, int]:
     home = world.home
     degrees = {"tp": home.tp, "pp": home.pp, "vpp": virtual_stages, "ep": home.ep, "dp_replicate": home.dp_replicate}
     return {"slots": home.slots, **degrees}
 
 
-def _plans(run: TrainingRun) -> str:
+def _plan_text(run: TrainingRun) -> str:
     """How steps and evaluations are planned."""
     free = ", free" if run.config.context.mode == "free" else ""
     cap = run.choice.options.max_tokens_per_slot
     rows = f"at most {counted(cap, 'row')} a slot" if cap else "any number of rows a slot"
-    evaluated = f"; evaluation {_degree(run.evaluation_choice)}" if run.held_out else ""
-    return f"{_degree(run.choice)}{free}, {rows}{evaluated}"
+    evaluated = f"; evaluation {_degree_text(run.evaluation_choice)}" if run.held_out else ""
+    return f"{_degree_text(run.choice)}{free}, {rows}{evaluated}"
 
 
-def _degree(choice: PlanChoice) -> str:
+def _degree_text(choice: PlanChoice) -> str:
     return choice.planner if choice.planner == "dynamic" else f"{choice.planner} at cp {choice.degree}"

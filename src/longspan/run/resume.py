@@ -1,4 +1,4 @@
-"""Going on with a run: from which checkpoint, and with which configuration. Weights and documents stay its own."""
+"""Resume a run: choose its checkpoint, and check that the configuration keeps its weights and documents."""
 
 import json
 import math
@@ -32,9 +32,9 @@ _FIXED_KEYS = (
 
 
 def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path | None:
-    """The checkpoint from which this run goes on, None where it begins; entered by all ranks.
+    """The checkpoint that this run resumes from, None if it begins; entered by all ranks.
 
-    Raises CheckpointError where `run.resume` does not allow that, ConfigError where the run that saved it was another.
+    Raises CheckpointError if `run.resume` does not allow that, ConfigError if another run saved it.
     """
     root = Path(config.run.dir) / "checkpoints"
     on_first_rank(world, lambda: remove_unfinished(root, log), CheckpointError)
@@ -55,7 +55,7 @@ def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path 
 
 
 def order_version(checkpoint: Path | None, world: World) -> int:
-    """Which order of documents a run has: the one that it began with. All ranks call it together."""
+    """The version of the order of documents, that of the run's beginning. All ranks call it together."""
     if checkpoint is None:
         return ORDER
     state = on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
@@ -63,7 +63,7 @@ def order_version(checkpoint: Path | None, world: World) -> int:
 
 
 def with_held_out_of(config: RunConfig, checkpoint: Path | None, world: World) -> RunConfig:
-    """The configuration in which "auto" documents are held out as many as when the run began; entered by all ranks."""
+    """The configuration with "auto" held-out documents resolved as when the run began; entered by all ranks."""
     if checkpoint is None or config.data.eval_documents != AUTO:
         return config
     state = on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
@@ -86,7 +86,7 @@ def check_steps_left(config: RunConfig, world: World, checkpoint: Path, log: Log
 
 
 def rate_line(config: RunConfig, state: dict[str, Any]) -> str:
-    """How the next step's learning rate differs from that under the schedule of a checkpoint's state; "" where not."""
+    """A line about a learning rate that differs from the checkpoint's schedule at the next step; "" if it does not."""
     done, kinds = int(state["step"]), fields(TrainConfig)
     trained = state.get("config", {}).get("train", {})
     before = TrainConfig(**{f.name: _as_tuple(trained[f.name]) for f in kinds if f.name in trained})
@@ -102,12 +102,12 @@ def rate_line(config: RunConfig, state: dict[str, Any]) -> str:
 
 
 def _as_tuple(value: Any) -> Any:
-    """A list of JSON as a configuration has it."""
+    """A tuple, as configurations have it, for a list of JSON."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def _before_and_now(config: RunConfig, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The configuration of a checkpoint, and one of now, as JSON keeps them."""
+    """The configuration of a checkpoint and the present one, both as JSON."""
     return _with_preset(state.get("config", {})), _with_preset(json.loads(json.dumps(asdict(config))))
 
 
@@ -132,9 +132,9 @@ def _with_preset(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_finished(before: dict[str, Any], now: dict[str, Any], path: Path, log: LogLine) -> None:
-    """A finished run is shown and not trained: under other keys than it was trained with, it would be another run's.
+    """Raise ConfigError for a finished run under other training keys; log a line otherwise.
 
-    It is evaluated under the keys given now; what it has recorded stays, which is said.
+    A finished run is shown and evaluated under the present evaluation keys; its records stay.
     """
     changes = {
         key: f"{section}.{key} was {before[section][key]!r} and is {value!r} now"

@@ -1,6 +1,6 @@
-"""What is running: the facts of a run that are said before its first step, kept as run.json, and shown in its report.
+"""The facts of a run: logged before its first step, kept as run.json, shown in its report.
 
-As values; `facts_of.py` finds them. Needs no torch, for the report reads them too.
+Only values, without torch, because the report reads them too; `run_facts.py` collects them.
 """
 
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ class RunFacts:
     ...     print(f"{name:<10} {text}")
 
     `parameters_of_rank` is that of the rank that holds most; `trained` counts an adapter's parameters, 0 without one;
-    `peak_tflops` is a device's in the type that it computes in, None where it is not known; `evaluated` is why
-    evaluations have their degree, where their cost chose it; `mixers` is how state-space layers run, `mtp` which tokens
+    `peak_tflops` is a device's in its compute type, None if it is not known; `evaluated` is why evaluations have
+    their degree, if cost chose it; `mixers` is how state-space layers run, `mtp` which tokens
     further ahead are predicted, `encoder` where images are encoded, "" without any; `rows` is why a hybrid's rows are
     dealt out as they are, where their cost chose; `caution` is what a user of these devices would want to change, ""
     for nothing; `sessions` are the steps that were done when each began, and its ranks, this one last.
@@ -74,7 +74,7 @@ class RunFacts:
         yield "model", f"{self.model}: {sizes}{experts}"
         sums = f"gradients summed in {self.reduce_dtype}"
         yield "precision", f"parameters {self.parameter_dtype}, compute {self.compute_dtype}, {sums}"
-        yield "devices", self._devices()
+        yield "devices", self._device_text()
         yield "home", ", ".join((*_degrees(self.home), *(["sequence-parallel"] if self.sequence_parallel else [])))
         yield "attention", f"{self.comm_types}; kernel {'; '.join(self.kernels) or 'chosen in the first pass'}"
         some = {"mixers": self.mixers, "mtp": self.mtp, "encoder": self.encoder, "rows": self.rows}
@@ -99,7 +99,7 @@ class RunFacts:
         if self.caution:
             yield "caution", self.caution
 
-    def _devices(self) -> str:
+    def _device_text(self) -> str:
         if self.device == "CPU":
             cores = f"{counted(self.ranks, 'process', 'es')} on {counted(self.cores, 'CPU core')}"
             return f"{cores}{_on_hosts(self.hosts)}, {self.backend}"
@@ -108,7 +108,7 @@ class RunFacts:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "RunFacts | None":
-        """The facts of a run.json; None where they are of another release."""
+        """The facts in a run.json; None if another release wrote it."""
         try:
             sessions = tuple((step, ranks) for step, ranks in values.get("sessions", ()))
             return cls(**{**values, "kernels": tuple(values["kernels"]), "sessions": sessions})
@@ -117,14 +117,14 @@ class RunFacts:
 
 
 def facts_text(facts: RunFacts) -> str:
-    """The facts as lines of a console, names lined up."""
+    """The facts as lines for a console, in two columns."""
     lines = list(facts.lines())
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
 
 
 def _degrees(home: dict[str, int]) -> Iterator[str]:
-    """The home's degrees that say something: the slots always, others where they are above 1."""
+    """The slots of a home, and its other degrees that are above 1."""
     yield counted(home["slots"], "slot")
     yield from (f"{name} {degree}" for name, degree in home.items() if name != "slots" and degree > 1)
 

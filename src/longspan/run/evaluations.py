@@ -1,0 +1,260 @@
+"""The evaluations of a run: the sets that are due after a step, their records, and samples of image models.
+
+samples.jsonl, which the report shows, has the model's answers for the first documents with images of a set. They come
+from one pass, with the true tokens before each predicted one. A row has step, name of the set, text (before the first
+target, `<image>` for an image), answer, predicted, and images, each a small PNG in base64.
+"""
+
+import base64
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from longspan.comm import World
+from longspan.comm.all_ranks import on_every_rank, on_first_rank
+from longspan.comm.stop_signal import StopSignal, received_signal
+from longspan.corpus.corpus_images.image_documents import ImageDocuments
+from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer
+from longspan.data.document import NO_TARGET, Labelled
+from longspan.errors import DataError, EvaluationStopped, RunFolderError
+from longspan.evaluation.evaluate import evaluate
+from longspan.evaluation.metrics import TargetRows
+from longspan.evaluation.options import EvaluationOptions
+from longspan.evaluation.plan_of import choices_at_degrees
+from longspan.evaluation.result import Evaluation
+from longspan.evaluation.sets import EvaluationSet
+from longspan.files import as_json, write_atomically
+from longspan.plan import Plan
+from longspan.run.folder import is_due
+from longspan.run.progress import ProgressDisplay
+from longspan.run.records import Records
+from longspan.run.run_data import TrainingRun
+from longspan.train.plans import PlanChoice
+
+SAMPLES, LARGEST = 8, 96  # documents of a set; pixels of the longer side of a picture
+SAMPLES_FILE = "samples.jsonl"
+
+
+class _Predictions:
+    """A metric that records the likeliest token of each row: {(document, position): token}."""
+
+    def __init__(self) -> None:
+        self.tokens = dict[tuple[int, int], int]()
+
+    def __call__(self, rows: TargetRows) -> tuple[float, float]:
+        likeliest = rows.logits.argmax(-1).tolist()
+        places = zip(rows.documents.tolist(), rows.positions.tolist(), strict=True)
+        self.tokens |= dict(zip(places, likeliest, strict=True))
+        return 0.0, 0.0
+
+
+def image_samples(
+    model: Any, documents: Any, choice: PlanChoice, world: World, folder: Path, *, name: str, step: int
+) -> list[dict[str, Any]]:
+    """Rows of samples.jsonl for a set, decoded by the tokenizer of a folder; none if its documents have no images.
+
+    All ranks call it together.
+    """
+    if not isinstance(documents, ImageDocuments) or not documents.items:
+        return []
+    chosen = list(dict.fromkeys(documents.ids[item.document] for item in documents.items))[:SAMPLES]
+    shown = documents.corpus.select(chosen)
+    assert isinstance(shown, ImageDocuments)
+    predictions = _Predictions()
+    options = EvaluationOptions(step=step, name=name, metrics={"predictions": predictions})
+    evaluate(model, shown, choice, world, options)
+    tokens_at = dict[tuple[int, int], int]()
+    for tokens in world.control.gather_objects(predictions.tokens, "predicted tokens of samples"):
+        tokens_at |= tokens
+
+    def rows() -> list[dict[str, Any]]:
+        tokenizer = load_tokenizer(folder)
+        made = (_sample_row(shown, number, tokenizer, tokens_at) for number in range(len(shown)))
+        return [{"step": step, "name": name, **row} for row in made]
+
+    return on_first_rank(world, rows, DataError)  # which alone opens the pictures
+
+
+def _sample_row(
+    documents: ImageDocuments, number: int, tokenizer: TextTokenizer, tokens_at: dict[tuple[int, int], int]
+) -> Any:
+    """The row of one document: text, true answer, predicted answer, pictures."""
+    document = documents[number]
+    positions = np.arange(len(document))
+    ids = document[positions]
+    labels = document.labels(positions) if isinstance(document, Labelled) else ids
+    targets = np.flatnonzero(labels[1:] != NO_TARGET) + 1
+    predicted = [tokens_at.get((number, int(position) - 1), NO_TARGET) for position in targets]
+    return {
+        "text": _text(documents, number, tokenizer, ids[: int(targets[0]) if len(targets) else len(ids)]),
+        "answer": _decode(tokenizer, labels[targets]),
+        "predicted": _decode(tokenizer, predicted),
+        "images": [_picture(documents, i) for i, item in enumerate(documents.items) if item.document == number],
+    }
+
+
+def _text(documents: ImageDocuments, number: int, tokenizer: TextTokenizer, ids: Any) -> str:
+    """The text before an answer, with `<image>` for the placeholders of each image."""
+    pieces, at = list[str](), 0
+    for item in documents.items:
+        if item.document == number and item.spans[0][0] < len(ids):
+            pieces.append(_decode(tokenizer, ids[at : item.spans[0][0]]))
+            at = item.spans[-1][1]
+    return "<image>".join([*pieces, _decode(tokenizer, ids[at:])])
+
+
+def _decode(tokenizer: TextTokenizer, ids: Sequence[int] | Any) -> str:
+    in_vocabulary = [int(i) for i in ids if 0 <= int(i) < tokenizer.size]
+    return tokenizer.engine.decode(in_vocabulary, skip_special_tokens=True)
+
+
+def _picture(documents: ImageDocuments, item: int) -> str:
+    image = documents.picture(item)
+    image.thumbnail((LARGEST, LARGEST))
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+@dataclass(frozen=True)
+class Final:
+    """The evaluations after the last step: of the held-out documents at every degree, and of the named sets.
+
+    `stopped` is the signal that ended them early, "" for none.
+    """
+
+    at_degrees: tuple[Evaluation, ...] = ()
+    named: tuple[Evaluation, ...] = ()
+    stopped: str = ""
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """Evaluates the sets of a run; all ranks call each method together.
+
+    A signal or a set's time limit ends an evaluation after a portion of its micro-batches; that is logged, and nothing
+    of it is recorded. Weights, optimizer and data are as before.
+    """
+
+    run: TrainingRun
+    display: ProgressDisplay
+    records: Records
+    stop: StopSignal
+
+    def after_step(self, done: int, *, unless_recorded: bool = False) -> str:
+        """Evaluate the sets that are due after so many steps; returns the signal that came meanwhile, or ""."""
+        for entry in self.run.sets:
+            if not is_due(done, entry.config.every) or (unless_recorded and self._is_recorded(entry, done)):
+                continue
+            evaluation = self._evaluate(entry, self.run.choice_of(entry.config), done)
+            if evaluation is not None:
+                self._record(entry, [evaluation])
+            elif signal := received_signal(self.run.world, self.stop):
+                return signal
+        return ""
+
+    def after_last_step(self) -> Final:
+        """Evaluate all sets, the held-out documents at every degree; each is recorded once, however often it is run."""
+        done, at_degrees, named = self.run.config.train.steps, list[Evaluation](), list[Evaluation]()
+        for entry in self.run.sets:
+            evaluations = list[Evaluation]()
+            for evaluation in self._final_evaluations(entry, done):
+                if evaluation is not None:
+                    evaluations.append(evaluation)
+                elif signal := received_signal(self.run.world, self.stop):
+                    return Final(stopped=signal)
+            if not self._is_recorded(entry, done):
+                self._record(entry, evaluations)
+            (named if entry.name else at_degrees).extend(sorted(evaluations, key=_degree))
+        self._write_samples(done)
+        return Final(tuple(at_degrees), tuple(named))
+
+    def _write_samples(self, done: int) -> None:
+        """Write the model's answers for some documents of each set that has images."""
+        run, rows = self.run, list[dict[str, Any]]()
+        for entry in run.sets:
+            choice = run.choice_of(entry.config)
+            rows += image_samples(run.model, entry.documents, choice, run.world, run.dir, name=entry.name, step=done)
+        if rows:
+            on_first_rank(run.world, partial(_write_lines, run.dir / SAMPLES_FILE, rows), RunFolderError)
+
+    def _final_evaluations(self, entry: EvaluationSet, done: int) -> Iterator[Evaluation | None]:
+        """Evaluate a set as configured and, for the held-out documents, at every other degree."""
+        choice = self.run.choice_of(entry.config)
+        first = self._evaluate(entry, choice, done)
+        yield first
+        others = () if entry.name else choices_at_degrees(choice, entry.documents, self.run.world.home)
+        for other in others:
+            if first is None or other.degree != first.cp:
+                yield self._evaluate(entry, other, done)
+
+    def _evaluate(self, entry: EvaluationSet, choice: PlanChoice, done: int) -> Evaluation | None:
+        """Evaluate a set under plans of `choice`; None if it was stopped."""
+        settings, kernel = self.run.config.train, entry.config.attention_kernel
+        options = EvaluationOptions(
+            step=done,
+            name=entry.name,
+            loss_chunk_rows=settings.loss_chunk_rows,
+            metrics=entry.metrics,
+            token_bytes=entry.token_bytes,
+            attention_kernel=kernel or None,
+            seconds=entry.config.max_seconds or None,
+            stopped=self.stop.reason,
+            progress=partial(self.display.show_evaluating, entry.name),
+        )
+        try:
+            evaluation = evaluate(self.run.model, entry.documents, choice, self.run.world, options)
+        except EvaluationStopped as stopped:
+            self.display.log(str(stopped))
+            return None
+        finally:
+            self.display.end_evaluating()
+        on_every_rank(self.run.world, partial(self.records.groups.note, evaluation.plan, "evaluation"), RunFolderError)
+        return evaluation
+
+    def _is_recorded(self, entry: EvaluationSet, done: int) -> bool:
+        """Whether metrics.jsonl has an evaluation of this set after this step; the same on every rank."""
+        return self.run.world.control.broadcast_object((done, entry.name) in self.records.metrics.evaluated)
+
+    def _record(self, entry: EvaluationSet, evaluations: Sequence[Evaluation]) -> None:
+        """Write and show evaluations of one set after one step, at one or several degrees, and keep their plans.
+
+        Losses of documents are written for the first one only: all have the same weights and documents.
+        """
+        world = self.run.world
+        for evaluation in sorted(evaluations, key=_degree):
+            row = evaluation.row()
+            on_every_rank(world, partial(self.records.metrics.write, row), RunFolderError)
+            self.display.show_evaluation(row)
+            words = ("evaluation", entry.name, f"cp{evaluation.cp}")
+            save_plan(self.run, evaluation.plan, "-".join(filter(None, words)))
+        if self.run.config.train.eval_document_losses and evaluations:
+            prefix = f"{entry.name}-" if entry.name else ""
+            file = self.run.dir / "evaluations" / f"{prefix}step-{evaluations[0].step:06d}.jsonl"
+            rows = evaluations[0].document_rows(entry.documents.origins)
+            on_first_rank(world, partial(_write_lines, file, rows), RunFolderError)
+
+
+def save_plan(run: TrainingRun, plan: Plan, name: str) -> None:
+    """Keep a plan as plans/NAME.json, for the report; all ranks call it together."""
+    file = run.dir / "plans" / f"{name}.json"
+
+    def write() -> None:
+        file.parent.mkdir(exist_ok=True)
+        write_atomically(file, plan.to_json())
+
+    on_first_rank(run.world, write, RunFolderError)
+
+
+def _write_lines(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    file.parent.mkdir(exist_ok=True)
+    write_atomically(file, "".join(as_json(row) + "\n" for row in rows))
+
+
+def _degree(evaluation: Evaluation) -> int:
+    return evaluation.cp

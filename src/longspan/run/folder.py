@@ -1,0 +1,135 @@
+"""A run and its folder: one run at a time in it, and when checkpoints are written.
+
+The lock is the system's, on the open file `run.lock` (POSIX, also over NFS), so that a killed process leaves none
+behind; the file names its holder. Checkpoints are written every so many steps or minutes, at the end, and before an
+error that every rank raises; how they are written is in `checkpoint/`. An error of one rank, such as the loss of
+another rank, saves nothing: no rank can tell whether the others would join, and the last checkpoint stands.
+"""
+
+import errno
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TextIO
+
+from longspan.checkpoint.checkpoint import save_checkpoint
+from longspan.comm import World
+from longspan.comm.all_ranks import LogLine, is_first_rank, on_every_rank
+from longspan.errors import CheckpointError, LongspanError, NonFiniteError, RunFolderError, counted
+from longspan.files import naming_file
+from longspan.run.run_data import TrainingRun
+
+LOCK = "run.lock"
+
+
+@contextmanager
+def run_lock(directory: Path, world: World, log: LogLine) -> Iterator[None]:
+    """Hold the lock of a run's folder, creating the folder if needed; entered by all ranks.
+
+    Raises RunFolderError on every rank if another process holds it: which one, on which host.
+    """
+    file = on_every_rank(world, lambda: _lock_file(directory, log) if is_first_rank(world) else None, RunFolderError)
+    try:
+        yield
+    finally:
+        if file is not None:
+            with suppress(OSError):
+                file.truncate(0)
+                file.close()
+
+
+def _lock_file(directory: Path, log: LogLine) -> TextIO:
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / LOCK
+    file = path.open("a+", encoding="utf-8")
+    try:
+        with naming_file(path):
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise RunFolderError(_taken_text(directory, file)) from error
+        log(f"{path} cannot be locked ({error.strerror}): a second run in this folder would not be noticed")
+    with suppress(OSError):  # a full disk: what counts is the lock
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+    return file
+
+
+def _taken_text(directory: Path, file: TextIO) -> str:
+    with file:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+    return (
+        f"another run is at work in {directory}: {holder}; wait until it has ended, stop it, or set run.dir to "
+        "another folder"
+    )
+
+
+class Saves:
+    """The checkpoints of a run; `done` counts the steps that its weights have taken.
+
+    >>> saves = Saves(run)
+    >>> with saves.before_errors():
+    ...     saves.done += 1
+    ...     saves.save()
+    """
+
+    def __init__(self, run: TrainingRun) -> None:
+        self.done = run.done
+        self._run, self._saved, self._since = run, run.done, time.monotonic()
+
+    def minutes_are_over(self) -> bool:
+        """Whether the next checkpoint is due by the clock of the first rank, which the other ranks follow."""
+        minutes = self._run.config.train.save_minutes
+        return is_first_rank(self._run.world) and 0 < minutes <= (time.monotonic() - self._since) / 60
+
+    def due(self, *, minutes_over: bool) -> bool:
+        """Whether a checkpoint is due after this step; the ranks have agreed on `minutes_over`."""
+        settings = self._run.config.train
+        return minutes_over or is_due(self.done, settings.save_every) or self.done == settings.steps
+
+    def save(self, *, keep_all: bool = False) -> None:
+        """Write a checkpoint of the weights as they are; all ranks call it together."""
+        run = self._run
+        state = {"config": asdict(run.config), "ranks": len(run.world.home.ranks), "order": run.order.version}
+        keep = 0 if keep_all else run.config.run.keep_checkpoints
+        save_checkpoint(run.checkpoints, run.model, run.optimizer, run.world, step=self.done, state=state, keep=keep)
+        self._saved, self._since = self.done, time.monotonic()
+
+    def save_rest(self) -> None:
+        """Write a checkpoint unless the last one has these weights."""
+        if self.done > self._saved:
+            self.save()
+
+    @contextmanager
+    def before_errors(self) -> Iterator[None]:
+        """Before an error that all ranks raise together, write what was trained since the last checkpoint.
+
+        Weights that are not finite are not written, and nothing is written after a checkpoint that failed.
+        """
+        try:
+            yield
+        except LongspanError as error:
+            refused = isinstance(error, CheckpointError)
+            broken = isinstance(error, NonFiniteError) and not error.weights_are_finite
+            if error.on_all_ranks and self.done > self._saved and not refused and not broken:
+                error.add_note(self._try_to_save())
+            raise
+
+    def _try_to_save(self) -> str:
+        try:
+            self.save(keep_all=True)
+        except LongspanError as error:  # a disk that is full, or a rank that died meanwhile
+            return f"What was trained since step {self._saved} is lost: {error}"
+        return f"The weights after {counted(self.done, 'step')} are saved in {self._run.checkpoints}"
+
+
+def is_due(done: int, every: int) -> bool:
+    """Whether an action of every `every` steps (0: never) is due after `done` steps."""
+    return every > 0 and done > 0 and done % every == 0

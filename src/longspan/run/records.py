@@ -1,0 +1,161 @@
+"""The records of a session, written by its first rank: run.json, metrics.jsonl, groups.jsonl, and rows for its loggers.
+
+`groups.jsonl` has an object for each communicator (kind, axis, ranks, seconds, plans so far), for each group of a plan
+that shares documents (kind "cp": its use, degree, ranks, whether it has a communicator of its own; of a hierarchical
+one each level, a2a and p2p), and for each set of slots with two levels: communicators and groups that contain the first
+rank. Rows of metrics are described in `metrics_log.py`.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from longspan.comm import World
+from longspan.comm.all_ranks import LogLine, is_first_rank, on_every_rank, on_first_rank
+from longspan.errors import ConfigError, RunFolderError
+from longspan.files import as_json, naming_file, write_atomically
+from longspan.plan import Group, Plan
+from longspan.plan.hierarchy import Levels, hierarchical_groups, levels_of
+from longspan.run.facts import RunFacts, facts_text
+from longspan.run.loggers import LoggerClass, RunLoggers, RunStart
+from longspan.run.metrics_log import MetricsLog, evaluated_in, read_metrics
+from longspan.run.run_data import TrainingRun
+
+PRINTED = 8  # hierarchical groups that are printed; all are in the file
+# Along which axis of the home, or for what, a kind of communicator is.
+AXES = {
+    "control": "control",
+    "parent": "plane",
+    "everyone": "all",
+    "slots": "slots",
+    "replicate": "replicate",
+    "tp": "tp",
+    "pipeline": "pp",
+    "ep": "ep",
+    "outer": "experts",
+    "communicator": "cp",
+}
+Use = Literal["training", "evaluation"]
+Row = dict[str, Any]
+
+
+class GroupLog:
+    """Records the groups that each plan adds; writes nothing if `path` is None.
+
+    >>> log = GroupLog(world, Path("runs/first/groups.jsonl"), display.log)
+    >>> log.note(plan)
+    """
+
+    def __init__(self, world: World, path: Path | None, log: Callable[[str], None]) -> None:
+        self._world, self._path, self._log = world, path, log
+        self._plan_count = self._recorded_communicators = 0
+        self._recorded_levels: set[Levels] = set()
+        self._recorded_groups: set[tuple[object, ...]] = set()
+        if path is not None:
+            path.write_text("", encoding="utf-8")
+
+    def note(self, plan: Plan, use: Use = "training") -> None:
+        """Write and log the groups that this plan adds."""
+        if self._path is None:
+            return
+        self._plan_count += 1
+        communicators = self._world.process_groups.made[self._recorded_communicators :]
+        self._recorded_communicators += len(communicators)
+        fresh = dict.fromkeys(levels_of(group) for group in hierarchical_groups(plan))
+        levels = [pair for pair in fresh if pair not in self._recorded_levels]
+        self._recorded_levels.update(levels)
+        rows: list[Row] = [
+            {"kind": r.kind, "axis": AXES[r.kind], "ranks": r.ranks, "seconds": round(r.seconds, 6)}
+            for r in communicators
+        ]
+        groups = self._new_cp_groups(plan, use)
+        self._recorded_groups.update(groups)
+        for group in groups.values():
+            rows += self._cp_rows(group, use)
+        rows += [{"kind": "levels", "use": use, "a2a": pair.a2a, "p2p": pair.p2p} for pair in levels]
+        self._write(rows)
+        if communicators:
+            counts = Counter(f"{record.kind} of {len(record.ranks)}" for record in communicators)
+            names = ", ".join(f"{n} x {name}" if n > 1 else name for name, n in counts.items())
+            self._log(f"process groups of the first rank (kind and number of ranks): {names}")
+        printed = len(self._recorded_levels) - len(levels)
+        for pair in levels[: max(0, PRINTED - printed)]:
+            self._log(f"hierarchical group of slots {sum(pair.a2a, ())}: {pair}")
+
+    def _write(self, rows: list[Row]) -> None:
+        if rows and self._path is not None:
+            with naming_file(self._path), self._path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row | {"plan": self._plan_count}) + "\n" for row in rows)
+
+    def _new_cp_groups(self, plan: Plan, use: Use) -> dict[tuple[object, ...], Group]:
+        """The plan's groups of several slots that contain this rank and are not yet recorded for this use, by key."""
+        groups = (group for batch in plan.micro_batches for group in batch.groups if group.degree > 1)
+        keyed = {
+            (use, group.slots, group.cp_comm_type, group.hierarchical_context_parallel_sizes): group
+            for group in groups
+            if self._world.slot in group.slots
+        }
+        return {key: group for key, group in keyed.items() if key not in self._recorded_groups}
+
+    def _cp_rows(self, group: Group, use: Use) -> Iterator[Row]:
+        """A row for each level of a group."""
+        for level, slots in self._levels_here(group):
+            ranks = tuple(self._world.plane[slot] for slot in slots)
+            over = "plane" if self._world.process_groups.communicator(ranks) is None else "communicator"
+            yield {"kind": "cp", "use": use, "degree": group.degree, "level": level, "ranks": ranks, "over": over}
+
+    def _levels_here(self, group: Group) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Communication type and slots; for a2a+p2p the slots of the line of each level that contains this rank."""
+        kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
+        for kind in dict.fromkeys(kinds):
+            if kind != "a2a+p2p":
+                yield kind, group.slots
+                continue
+            levels = levels_of(group)
+            for level, lines in (("a2a", levels.a2a), ("p2p", levels.p2p)):
+                yield level, next(slots for slots in lines if self._world.slot in slots)
+
+
+class Records(NamedTuple):
+    """The two logs of a session: rows of metrics, and the groups that its plans add."""
+
+    metrics: MetricsLog
+    groups: GroupLog
+
+
+@contextmanager
+def open_records(
+    run: TrainingRun, facts: RunFacts, classes: Mapping[str, LoggerClass], log: LogLine
+) -> Iterator[Records]:
+    """Open all records, and close them at the end; entered by all ranks, only the first writes.
+
+    Logs the facts, unless no step is left. Raises on every rank: ConfigError if a logger cannot start, RunFolderError
+    if the disk refuses a write.
+    """
+    world, first = run.world, is_first_rank(run.world)
+    metrics_file, groups_file = (run.dir / name if first else None for name in ("metrics.jsonl", "groups.jsonl"))
+    if run.done < run.config.train.steps:
+        text = as_json(asdict(facts), indent=1)
+        on_first_rank(world, lambda: write_atomically(run.dir / "run.json", text), RunFolderError)
+        log(facts_text(facts))
+    open_loggers = partial(_open_loggers, run, facts, classes if first else {}, log)
+    with on_every_rank(world, open_loggers, ConfigError) as loggers:
+        open_metrics = partial(MetricsLog, metrics_file, after_step=run.done, loggers=loggers)
+        with on_every_rank(world, open_metrics, RunFolderError) as metrics:
+            open_groups = partial(GroupLog, world, groups_file, log)
+            yield Records(metrics, on_every_rank(world, open_groups, RunFolderError))
+
+
+def _open_loggers(run: TrainingRun, facts: RunFacts, classes: Mapping[str, LoggerClass], log: LogLine) -> RunLoggers:
+    """The loggers of this rank; none if a finished run is shown again, which has no row left to write."""
+    rows = read_metrics(run.dir / "metrics.jsonl") if classes else []
+    steps = run.config.train.steps
+    if run.done == steps and {(steps, entry.name) for entry in run.sets} <= evaluated_in(rows):
+        classes = {}
+    start = RunStart(run.dir, asdict(run.config), dict(facts.lines()), run.done, rows)
+    return RunLoggers.open(classes, start, log)

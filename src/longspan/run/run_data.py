@@ -1,0 +1,181 @@
+"""What a run reads (its corpus, the order of its documents, its evaluation sets), and the run as one value."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedConfig
+
+from longspan.comm import World
+from longspan.comm.all_ranks import LogLine, on_every_rank, on_first_rank
+from longspan.config.eval_inheritance import held_out_set
+from longspan.config.sections import RunConfig
+from longspan.corpus.run_corpus import shared_corpus
+from longspan.corpus.token_bytes import token_bytes
+from longspan.corpus.tokenizer import load_tokenizer
+from longspan.data.documents import Corpus, Documents
+from longspan.data.pack_order import PackOrder
+from longspan.data.step_order import StepOrder
+from longspan.errors import ConfigError, DataError, EvaluationError
+from longspan.evaluation.metrics import check_metrics
+from longspan.evaluation.sets import MADE, EvaluationSet, check_paths, files_in_both, open_set
+from longspan.evaluation.user_metrics import load_metrics
+from longspan.layout import Layout
+from longspan.run.checks.plans import check_longest, check_longest_of_set
+from longspan.run.resume import order_version
+from longspan.train.long_documents import check_known
+from longspan.train.plans import query_heads
+from longspan.train.plans.order import documents_line, step_order_of
+from longspan.train.training import Training
+
+
+@dataclass(frozen=True)
+class TrainingRun(Training):
+    """A run after its set-up, on one rank: the model under training, its data, and the number of steps done."""
+
+    corpus: Corpus
+    order: StepOrder | PackOrder
+    done: int
+    sets: tuple[EvaluationSet, ...] = ()  # the held-out documents first, if there are any
+    why_degrees: tuple[str, ...] = ()  # lines about evaluation degrees that were chosen by cost
+    why_partition: str = ""  # the same for the partition of a hybrid model
+
+    @property
+    def dir(self) -> Path:
+        """The run's folder."""
+        return Path(self.config.run.dir)
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the run's checkpoints."""
+        return self.dir / "checkpoints"
+
+    @property
+    def held_out(self) -> Documents:
+        """The documents that are only evaluated; there may be none."""
+        return self.corpus.select(self.order.evaluation)
+
+
+def check_sources(config: RunConfig, world: World, vocabulary: int) -> None:
+    """Raise on every rank, before a corpus is built, for a missing path and for an object that is not a metric."""
+
+    def check() -> None:
+        for entry in (held_out_set(config), *config.eval):
+            try:
+                check_metrics(load_metrics(entry.metrics, entry.metrics_key), {}, vocabulary, world.device)
+            except EvaluationError as error:
+                raise ConfigError(f"{entry.metrics_key}: {error}") from error
+
+    check_paths(config, world)
+    on_every_rank(world, check, ConfigError)
+
+
+def open_sets(
+    config: RunConfig, corpus: Corpus, held_out: Documents, world: World, log: LogLine
+) -> tuple[EvaluationSet, ...]:
+    """Open the held-out documents, if there are any, and the sets of the [[eval]] tables, in order.
+
+    All ranks call it together, once the run has its tokenizer. Logs a line for each set. Raises DataError on every rank
+    for texts that cannot be read.
+    """
+    sets = [EvaluationSet(held_out_set(config), held_out)] if held_out else []
+    for entry in config.eval:
+        opened = open_set(config, entry, world, log)
+        log(opened.line())
+        if both := files_in_both(corpus, opened):
+            log(both)
+        sets.append(opened)
+    if not sets:
+        return ()
+    directory = Path(config.run.dir)
+    counts = on_first_rank(world, lambda: token_bytes(load_tokenizer(directory).engine), DataError)
+    named = [load_metrics(s.config.metrics, s.config.metrics_key) for s in sets]
+    return tuple(
+        replace(s, metrics={**s.metrics, **metrics}, token_bytes=counts) for s, metrics in zip(sets, named, strict=True)
+    )
+
+
+def check_lengths(
+    sets: Sequence[EvaluationSet],
+    config: RunConfig,
+    home: Layout,
+    model: PreTrainedConfig,
+    longest: int,
+    heads: int | None,
+) -> None:
+    """Raise ConfigError if the longest document of a named set fits no group of slots or exceeds the model's positions.
+
+    `longest`: tokens of the longest document of the run's corpus, by which positions are scaled.
+    """
+    for entry in (s for s in sets if s.name):
+        tokens, origin = entry.longest
+        check_longest_of_set(config, entry.config, home, tokens, origin, heads)
+        made = entry.config.path in MADE
+        check_known(model, config.model, longest, entry.name, tokens, made=made)
+
+
+def with_rows(sets: Sequence[EvaluationSet], config: RunConfig) -> tuple[EvaluationSet, ...]:
+    """The sets with the tables of this configuration, in which the rows of a slot are known."""
+    entries = {entry.name: entry for entry in (held_out_set(config), *config.eval)}
+    return tuple(replace(s, config=entries[s.name]) for s in sets)
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The documents of a run, the same on every rank, and the model's configuration, by which they are read."""
+
+    model: PreTrainedConfig
+    corpus: Corpus
+    order: StepOrder | PackOrder
+    sets: tuple[EvaluationSet, ...]
+    longest: tuple[int, str]  # tokens and origin of the longest document that a planner receives
+
+    @property
+    def tokenizer_size(self) -> int:
+        """The number of ids of the tokenizer."""
+        return self.corpus.manifest.tokenizer_size
+
+    @property
+    def images(self) -> int:
+        """The number of images in all documents, evaluation sets included."""
+        return len(self.corpus.images or ()) + sum(len(getattr(s.documents, "items", ())) for s in self.sets)
+
+    def image_rows(self, tokens_per_step: int) -> float:
+        """Mean rows of images in a step, over all slots together."""
+        if self.corpus.images is None or not len(self.corpus.images):
+            return 0.0
+        share = float(self.corpus.images.column("rows").sum()) / float(self.corpus.lengths.sum())
+        return share * tokens_per_step
+
+    def check_fit(self, config: RunConfig, world: World) -> None:
+        """Raise ConfigError if the longest document of the corpus or of a set does not fit."""
+        (tokens, origin), heads = self.longest, query_heads(self.model)
+        check_longest(config, world.home, tokens, origin, heads)
+        check_lengths(with_rows(self.sets, config), config, world.home, self.model, tokens, heads)
+
+
+def open_data(
+    config: RunConfig, model: PreTrainedConfig, checkpoint: Path | None, world: World, log: LogLine
+) -> RunData:
+    """Open the documents of a run that resumes from a checkpoint or begins (None). Raises ConfigError or DataError."""
+    check_sources(config, world, model.get_text_config().vocab_size)
+    corpus = shared_corpus(config, world, model, resumed=checkpoint is not None, log=log)
+    order = step_order_of(config, corpus, version=order_version(checkpoint, world))
+    log(documents_line(config, order))
+    sets, run_dir = open_sets(config, corpus, corpus.select(order.evaluation), world, log), Path(config.run.dir)
+    sets = on_every_rank(world, lambda: tuple(evaluated.with_images(model, run_dir) for evaluated in sets), DataError)
+    return RunData(model, corpus, order, sets, _longest_document(config, corpus, order))
+
+
+def _longest_document(config: RunConfig, corpus: Corpus, order: StepOrder | PackOrder) -> tuple[int, str]:
+    """Tokens and origin of the longest document that a planner receives."""
+    lengths, data = corpus.lengths, config.data
+    if not data.pack_to:
+        longest = int(np.argmax(lengths))
+        return int(lengths[longest]), corpus.origin(longest)
+    packed = data.pack_to if data.pack_attention == "across" else min(data.pack_to, int(lengths.max()))
+    held_out = max(order.evaluation, key=lambda document: int(lengths[document]), default=None)
+    if held_out is None or lengths[held_out] <= packed:
+        return packed, "packs"
+    return int(lengths[held_out]), corpus.origin(held_out)

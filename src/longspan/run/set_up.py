@@ -1,0 +1,187 @@
+"""`set_up`: open the data and the model of a configuration, resume from a checkpoint, resolve "auto" values.
+
+All checks that need the data or the model run here, on every rank, before the first step. `keep_model_files` writes the
+files of a Hugging Face folder that saved and exported models of the run need: config.json, as the run trains the model
+(rope scaling included), and generation_config.json; the tokenizer's files come with the corpus.
+"""
+
+import warnings
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from longspan.checkpoint.checkpoint import load_checkpoint
+from longspan.comm import World
+from longspan.comm.all_ranks import LogLine, on_every_rank, on_first_rank
+from longspan.config.file import to_toml
+from longspan.config.precision import warn_of_lost_updates
+from longspan.config.sections import LoraSection, ModelConfig, RunConfig
+from longspan.corpus.run_corpus import check_tokenizer
+from longspan.corpus.tokenizer_files import keep_generation
+from longspan.data.documents import Corpus
+from longspan.errors import ModelError, RunFolderError
+from longspan.evaluation.auto_degree import with_degrees
+from longspan.files import write_atomically
+from longspan.model.hf_folder import no_progress_bars, weight_files
+from longspan.model.load import torch_dtype
+from longspan.model.multimodal.multimodal_model import language_model_of
+from longspan.model.seams.randomness import refuse_randomness
+from longspan.model.weights.empty import empty_model, images_class
+from longspan.plan import Cost
+from longspan.plan.cost.spans import with_spans
+from longspan.run.checks.encoder import check_images
+from longspan.run.resume import check_steps_left, checkpoint_to_resume, rate_line, with_held_out_of
+from longspan.run.run_data import RunData, TrainingRun, open_data, with_rows
+from longspan.train.long_documents import configuration_for
+from longspan.train.memory.rows_that_fit import with_rows_that_fit
+from longspan.train.mtp.depths import depths_line, with_depths
+from longspan.train.plans import cost_of_run, query_heads
+from longspan.train.plans.order import source_lines, with_steps_of_epochs
+from longspan.train.plans.partition import with_partition
+from longspan.train.training import (
+    AnyModel,
+    adapted,
+    configuration_of,
+    loaded_model,
+    optimizer_of,
+    prepared_model,
+    unread_model,
+)
+
+
+def keep_model_files(
+    directory: Path, settings: ModelConfig, configuration: PreTrainedConfig, architecture: str, log: LogLine
+) -> None:
+    """Write config.json and generation_config.json into a folder, for a model of this configuration and class."""
+    source = Path(settings.source)
+    config: Any = deepcopy(configuration)
+    config.architectures = [architecture]
+    config.dtype = dtype = _saved_dtype(settings, configuration)
+    with no_progress_bars():
+        config.save_pretrained(directory)
+    keep_generation((source.parent if source.is_file() else source) if settings.source else None, directory)
+    if dtype != torch_dtype(settings.dtype):
+        log(
+            f"model/ will be saved in {str(dtype).removeprefix('torch.')}, the dtype of {source}; parameters and "
+            f"checkpoints are {settings.dtype}, which longspan export --dtype {settings.dtype} keeps"
+        )
+
+
+def _saved_dtype(settings: ModelConfig, configuration: Any) -> torch.dtype:
+    """The dtype of saved folders: that of the source folder or configuration if it names one, else model.dtype."""
+    named = configuration.dtype if settings.source else None
+    return named if isinstance(named, torch.dtype) and named.is_floating_point else torch_dtype(settings.dtype)
+
+
+def check_targets(config: RunConfig, world: World) -> None:
+    """Raise ModelError on every rank if [lora] names targets or parts that the model does not have. Reads no weights.
+
+    A model whose towers are read only for a corpus with images is left to `prepare_run_model`.
+    """
+    if not config.lora.rank or (not config.lora.targets and config.lora.parts == LoraSection().parts):
+        return
+
+    def check() -> None:
+        configuration = configuration_of(config, config.data.vocab_size)
+        architecture = images_class(configuration, images=False)
+        if architecture is not None or not hasattr(configuration, "vision_config"):
+            model = empty_model(configuration, torch.float32, architecture)
+            with warnings.catch_warnings(action="ignore"):  # about parts left out, which the run logs later
+                adapted(config, with_depths(config, model, read=False))
+
+    on_first_rank(world, check, ModelError)
+
+
+def prepare_run_model(data: RunData, config: RunConfig, world: World, log: LogLine, *, resumed: bool) -> AnyModel:
+    """Load the run's model with a configuration that fits its data, keep its files, and prepare it.
+
+    A run that is `resumed` reads and draws no weights, because its checkpoint has them all; under [lora] the checkpoint
+    has only the adapter, and the base model is read.
+    """
+    vocabulary = data.tokenizer_size if config.data.tokenizer else config.data.vocab_size
+    configuration = _fit_configuration(data, config, vocabulary, world, log)
+    if config.mtp.depths and not resumed:
+        log(on_every_rank(world, lambda: depths_line(config, configuration), ModelError))
+    images = data.images > 0
+    check_images(config, data.images)
+
+    def load() -> Any:
+        if resumed and not config.lora.rank:
+            return unread_model(config, configuration=configuration, images=images)
+        return loaded_model(config, configuration=configuration, vocabulary=vocabulary, images=images)
+
+    model = on_every_rank(world, load, ModelError)
+    directory, architecture = Path(config.run.dir), type(model).__name__
+    on_first_rank(
+        world, lambda: keep_model_files(directory, config.model, configuration, architecture, log), RunFolderError
+    )
+    return prepared_model(config, world, model, images=images)
+
+
+def _fit_configuration(data: RunData, config: RunConfig, vocabulary: int, world: World, log: LogLine) -> Any:
+    """The model's configuration for this vocabulary and the longest document; raises if the tokenizer does not fit."""
+    configuration = on_every_rank(world, lambda: configuration_of(config, vocabulary), ModelError)
+    check_tokenizer(config, configuration, data.tokenizer_size)
+    return configuration_for(configuration, config.model, *data.longest, log)
+
+
+def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
+    """Open or begin the run of a configuration that `check_config` has passed; all ranks call it together.
+
+    Raises ConfigError, DataError, ModelError or CheckpointError, the same on every rank, for what does not fit.
+    """
+    directory = Path(config.run.dir)
+    checkpoint = checkpoint_to_resume(config, world, log)
+    config = with_held_out_of(config, checkpoint, world)
+    if config.model.path and checkpoint is None:
+        on_every_rank(world, lambda: weight_files(Path(config.model.path)), ModelError)
+    named = on_every_rank(world, lambda: configuration_of(config, config.data.vocab_size), ModelError)
+    data = open_data(config, named, checkpoint, world, log)
+    config = replace(config, data=replace(config.data, eval_documents=len(data.order.evaluation)))
+    as_written, config = config, with_steps_of_epochs(config, data.order, log)
+    for line in source_lines(config, data.order):
+        log(line)
+    if checkpoint is not None:
+        check_steps_left(config, world, checkpoint, log)
+    data.check_fit(config, world)
+    model = prepare_run_model(data, config, world, log, resumed=checkpoint is not None)
+    refuse_randomness(language_model_of(model))
+    world.seed = config.train.seed
+    optimizer = optimizer_of(config, world, model)
+    done = 0
+    if checkpoint is not None:
+        state = load_checkpoint(checkpoint, model, optimizer, world)
+        done = int(state["step"])
+        log(f"going on from {checkpoint}: {done} of {config.train.steps} steps are done")
+        if done < config.train.steps and (line := rate_line(config, state)):
+            log(line)
+    if done < config.train.steps:  # a finished run keeps the configuration that it was trained with
+        on_first_rank(world, lambda: write_atomically(directory / "config.toml", to_toml(as_written)), RunFolderError)
+        warn_of_lost_updates(config, log)
+    cost = _price_model(config, world, model, data.corpus, log)
+    run = TrainingRun(config, world, model, optimizer, cost, data.corpus, data.order, done)
+    return _with_plans(run, data, log)
+
+
+def _with_plans(run: TrainingRun, data: RunData, log: LogLine) -> TrainingRun:
+    """The run with its evaluation sets, and with "auto" resolved: partition, rows of a slot, evaluation degrees."""
+    world, cost, heads = run.world, run.cost, query_heads(data.model)
+    config, why_partition = with_partition(run.config, run.order, world, log, cost=cost, heads=heads)
+    image_rows = data.image_rows(config.train.tokens_per_step)
+    config = with_rows_that_fit(config, run.model, run.optimizer, world, log, image_rows=image_rows)
+    data.check_fit(config, world)
+    lengths = {s.name: s.documents.lengths for s in data.sets}
+    config, why = with_degrees(config, lengths, world, log, cost=cost, heads=heads)
+    sets = with_rows(data.sets, config)
+    return replace(run, config=config, sets=sets, why_degrees=why, why_partition=why_partition)
+
+
+def _price_model(config: RunConfig, world: World, model: AnyModel, corpus: Corpus, log: LogLine) -> Cost:
+    cost = cost_of_run(config, model.config, log, gpu=world.device.type == "cuda")
+    if corpus.images is None or not len(corpus.images):
+        return cost
+    return with_spans(cost, model.config, corpus.images.column("rows").tolist(), int(corpus.lengths.sum()))

@@ -1,1 +1,0 @@
-"""From a configuration to everything that a run works with."""

@@ -1,0 +1,276 @@
+"""The warm-up of a run on GPUs: before step 1, compile kernels and allocate memory on all ranks, with synthetic
+documents.
+
+Some costs arise once: FlashAttention-4 and Triton compile for each kind of group, NCCL connects each pair of ranks,
+CUDA loads each kernel, and the allocator requests memory from the driver. The largest micro-batch of the coming plans
+runs first, so that all others fit into its memory; then each kind of group in these plans, once on all slots; then the
+first plan unchanged; then the forward passes that evaluation adds. Gradients are cleared. Weights, moments, learning
+rate, random numbers and every later loss are the same as without a warm-up.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+
+from longspan.comm import World
+from longspan.comm.all_ranks import LogLine
+from longspan.comm.failure.watch import is_out_of_memory
+from longspan.data.synthetic import synthetic_documents
+from longspan.errors import ConfigError, counted
+from longspan.model.multimodal.multimodal_model import language_model_of
+from longspan.model.prepared import vocabulary_size
+from longspan.plan import Group, MicroBatch, Plan
+from longspan.plan.timeline import slot_rows
+from longspan.run.run_data import TrainingRun
+from longspan.train.memory.live_bytes import peak_memory_bytes
+from longspan.train.mtp.loss import mtp_loss
+from longspan.train.plans import planner_of_steps
+from longspan.train.step import run_step
+from longspan.train.training import Training
+
+# FlashAttention-4 (4.0.0b36) compiles for packed documents, for more than 256 of them, and where the longest tile has
+# no more rows than fit a block: of 64, 80 or 128 queries (128 / query heads of a key head, forward), and 128 keys.
+MANY = 256
+SHORT_STEP, SHORT = 8, 128  # chunks of up to SHORT rows count in steps of so many
+
+
+class Kind(NamedTuple):
+    """The properties of a group that its kernels and messages depend on; the number of rows is not one."""
+
+    degree: int
+    cp_comm_type: str | tuple[str, ...]
+    sizes: tuple[int, int] | None
+    partition: str
+    documents: int  # 0 where there is one, 1 where there are several, 2 above MANY
+    whole: int  # documents of which every member holds a part of each chunk: 0, 1, or 2 for several
+    short: int  # rows of the longest chunk, in steps; 0 where it is not short
+
+
+def kind_of(group: Group) -> Kind:
+    """The kind of a group.
+
+    >>> kind_of(Group(slots=(0, 1), documents=(0,), lengths=(4096,)))
+    Kind(degree=2, cp_comm_type='p2p', sizes=None, partition='zigzag', documents=0, whole=1, short=0)
+    """
+    rows, chunks = group.laid_out, 2 * group.degree
+    longest = -(-max(rows) // chunks)
+    return Kind(
+        group.degree,
+        group.cp_comm_type,
+        group.hierarchical_context_parallel_sizes,
+        group.partition,
+        (len(rows) > 1) + (len(rows) > MANY),
+        min(2, sum(n >= chunks for n in rows)),
+        -(-longest // SHORT_STEP) if longest <= SHORT else 0,
+    )
+
+
+def smallest_of_each_kind(plans: Iterable[Plan], leave_out: Iterable[Kind] = ()) -> dict[Kind, Group]:
+    """The group with the fewest rows of each kind in these plans, large ones first."""
+    smallest: dict[Kind, Group] = {}
+    for plan in plans:
+        for group in (group for batch in plan.micro_batches for group in batch.groups):
+            kind = kind_of(group)
+            if kind not in smallest or group.rows_per_slot < smallest[kind].rows_per_slot:
+                smallest[kind] = group
+    for kind in leave_out:
+        smallest.pop(kind, None)
+    return dict(sorted(smallest.items(), key=lambda item: -item[1].rows_per_slot))
+
+
+def largest_micro_batch(plans: Sequence[Plan]) -> MicroBatch:
+    """The micro-batch in which some slot holds the most rows."""
+    batches = [(plan, batch) for plan in plans for batch in plan.micro_batches]
+    return max(batches, key=lambda item: int(slot_rows((item[1],), item[0].slots, item[0].row_multiple).max()))[1]
+
+
+def repeat_on_all_slots(group: Group, slots: int) -> list[MicroBatch]:
+    """Micro-batches in which every slot is in a copy of this group, with its own copy of the documents."""
+    degree, whole = group.degree, slots // group.degree * group.degree
+    blocks = [tuple(range(first, first + degree)) for first in range(0, whole, degree)]
+    batches = [MicroBatch(tuple(replace(group, slots=block) for block in blocks))]
+    if whole < slots:
+        batches.append(MicroBatch((replace(group, slots=tuple(range(slots - degree, slots))),)))
+    return batches
+
+
+def number_plan(batches: Sequence[MicroBatch], like: Plan) -> Plan:
+    """A plan of these micro-batches with documents numbered from 0, with the mode and slots of another plan."""
+    lengths, numbered = list[int](), list[MicroBatch]()
+    for batch in batches:
+        groups = list[Group]()
+        for group in batch.groups:
+            documents = tuple(range(len(lengths), len(lengths) + len(group.lengths)))
+            groups.append(replace(group, documents=documents))
+            lengths += group.lengths
+        numbered.append(MicroBatch(tuple(groups)))
+    return Plan(
+        slots=like.slots,
+        lengths=tuple(lengths),
+        micro_batches=tuple(numbered),
+        targets=sum(lengths) - len(lengths),
+        mode=like.mode,
+        node_size=like.node_size,
+        row_multiple=like.row_multiple,
+        planner="warm-up",
+        cost=like.cost,
+    ).check()
+
+
+_STATES = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+
+
+def allocate_adam_states(optimizer: Optimizer) -> bool:
+    """Allocate the states that the first step of Adam or AdamW would allocate, all zero; returns whether it did.
+
+    A step along zero gradients, with learning rate and weight decay 0, allocates them without changing a weight; its
+    step count is reset. Other optimizers, and one that has states, stay untouched. There must be no gradients before,
+    and there are none after.
+    """
+    if optimizer.state or type(optimizer) not in (Adam, AdamW):
+        return False
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    settings = [{key: group[key] for key in ("lr", "weight_decay")} for group in optimizer.param_groups]
+    assert all(parameter.grad is None for parameter in parameters)
+    try:
+        for group in optimizer.param_groups:
+            group |= {"lr": 0.0, "weight_decay": 0.0}
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    finally:
+        for group, before in zip(optimizer.param_groups, settings, strict=True):
+            group |= before
+        optimizer.zero_grad(set_to_none=True)
+    for states in optimizer.state.values():
+        assert set(states) <= _STATES
+        for state in states.values():
+            assert isinstance(state, Tensor)
+            state.zero_()
+    return True
+
+
+CONNECTED = 16  # slots, at most, of which every pair is connected where plans are dynamic
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """The plans that a warm-up runs, in order, and the number of kinds of groups in them."""
+
+    kinds_of_training: Plan
+    first: Plan
+    evaluation: Plan | None
+    kinds: int
+
+
+def warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, log: LogLine) -> None:
+    """Run the warm-up of these plans of coming steps and of evaluation; entered by all ranks, with the same plans.
+
+    A rank that runs out of memory raises ConfigError; the others raise CommError, which quotes it.
+    """
+    started, device = time.perf_counter(), training.world.device
+    work = warm_up_plans(plans, evaluation, in_flight=training.world.home.pp * training.config.parallel.vpp)
+    kinds, steps = counted(work.kinds, "kind") + " of groups", counted(len(plans), "coming step")
+    log(f"compiling kernels and finding memory: {kinds} in {steps}{' and evaluation' if evaluation else ''}")
+    try:
+        allocate_adam_states(training.optimizer)
+        _connect(training, [*plans, *([evaluation] if evaluation else [])])
+        for plan in (work.kinds_of_training, work.first):
+            _run(training, plan, backward=True)
+        if work.evaluation is not None:
+            _run(training, work.evaluation, backward=False)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise _out_of_memory_error(training, work, error) from error
+    finally:
+        training.model.zero_grad(set_to_none=True)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    training.world.control.barrier("end of the warm-up")
+    log(f"kernels compiled and memory found in {time.perf_counter() - started:.1f} s: {_memory_text(device)}")
+
+
+def warm_up_plans(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: int) -> WarmUp:
+    """The warm-up of some plans, with `in_flight` copies of the largest micro-batch, as a pipeline holds at once."""
+    groups = smallest_of_each_kind(plans)
+    batches = [largest_micro_batch(plans)] * in_flight
+    batches += [batch for group in groups.values() for batch in repeat_on_all_slots(group, plans[0].slots)]
+    batches += batches[-1:] * (-len(batches) % in_flight)
+    forward = None if evaluation is None else _forward_plan(evaluation, groups, in_flight)
+    both = [*plans, *([evaluation] if evaluation else [])]
+    return WarmUp(number_plan(batches, plans[0]), plans[0], forward, len(smallest_of_each_kind(both)))
+
+
+def _forward_plan(evaluation: Plan, warm: Iterable[Kind], in_flight: int) -> Plan:
+    """The kinds of groups that only evaluation has, and its largest micro-batch."""
+    groups = smallest_of_each_kind([evaluation], leave_out=warm)
+    batches = [largest_micro_batch([evaluation])]
+    batches += [batch for group in groups.values() for batch in repeat_on_all_slots(group, evaluation.slots)]
+    return number_plan(batches + batches[-1:] * (-len(batches) % in_flight), evaluation)
+
+
+def _connect(training: Training, plans: Sequence[Plan]) -> None:
+    """Create the communicators of the coming plans; for dynamic plans connect every pair of slots."""
+    world, context = training.world, training.config.context
+    for plan in plans:
+        world.prepare(plan)
+    if "dynamic" in (context.planner, context.eval_planner) and world.home.slots <= CONNECTED:
+        world.channels.connect_pairs()
+
+
+def _run(training: Training, plan: Plan, *, backward: bool) -> None:
+    model, chunk = language_model_of(training.model), training.config.train.loss_chunk_rows
+    documents = synthetic_documents(plan.lengths, vocabulary_size(model) or 2)
+    router, mtp = (training.router, mtp_loss(training.config)) if backward else (None, None)
+    plan = replace(plan, targets=plan.tokens - len(plan.lengths))  # of made documents, which mask nothing
+    run_step(model, plan, documents, training.world, backward=backward, loss_chunk_rows=chunk, router=router, mtp=mtp)
+
+
+def _memory_text(device: torch.device) -> str:
+    """Peak memory of the first rank, and the memory that its allocator has reserved."""
+    line = f"at most {peak_memory_bytes(device) / 2**30:.1f} GiB"
+    if device.type == "cuda":
+        line += f" of {torch.cuda.memory_reserved(device) / 2**30:.1f} GiB reserved"
+    return f"{line} on the first rank"
+
+
+def _out_of_memory_error(training: Training, work: WarmUp, error: BaseException) -> ConfigError:
+    """The error of a rank that has too little memory for the coming plans."""
+    plan = work.kinds_of_training
+    rows = int(slot_rows(plan.micro_batches, plan.slots, plan.row_multiple).max())
+    cap = training.config.context.max_tokens_per_slot
+    return ConfigError(
+        f"rank {training.world.rank} ran out of memory before step 1, in a micro-batch of up to {rows:,} rows of a "
+        f"slot ({str(error).partition('. ')[0]}); context.max_tokens_per_slot is {cap}: lower it, "
+        "recompute activations (train.activation_checkpointing), or start more processes"
+    )
+
+
+COMING, COMING_DYNAMIC = 32, 4  # steps whose plans are looked at; dynamic plans take a while each
+
+
+def warm_up_run(run: TrainingRun, log: LogLine) -> None:
+    """Warm up on GPUs if steps are left; entered by all ranks."""
+    if needs_warm_up(run.world) and run.done < run.config.train.steps:
+        warm_up(run, _coming_plans(run), _evaluation_plan(run), log)
+
+
+def needs_warm_up(world: World) -> bool:
+    """Whether a warm-up saves time on the devices of this world; CPUs compile nothing."""
+    return world.device.type == "cuda"
+
+
+def _coming_plans(run: TrainingRun) -> list[Plan]:
+    count = COMING_DYNAMIC if run.config.context.planner == "dynamic" else COMING
+    planner = planner_of_steps(run.choice, run.order, run.world.home)
+    return [planner(step) for step in range(run.done, min(run.done + count, run.config.train.steps))]
+
+
+def _evaluation_plan(run: TrainingRun) -> Plan | None:
+    return run.evaluation_choice.plan(run.held_out.lengths, run.world.home) if run.held_out else None
