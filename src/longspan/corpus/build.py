@@ -12,17 +12,16 @@ from pathlib import Path
 
 from longspan.config.sections import DataConfig
 from longspan.corpus.corpus_settings import CorpusSettings, recipe_of, rows_lines, what_is_left_out
+from longspan.corpus.files import KnownSums, LogLine, differences
 from longspan.corpus.first_rows import sample_texts
 from longspan.corpus.rows.lines import special_line
-from longspan.corpus.store.builder import build_documents
+from longspan.corpus.store.builder import Recipe, build_documents
 from longspan.corpus.store.cache import NONE, Cache, cache_folder, cannot_keep
-from longspan.corpus.store.recipe import Recipe
+from longspan.corpus.store.streamed import open_corpus
 from longspan.corpus.tokenizer import TextTokenizer, as_saved_beside, load_tokenizer, train_tokenizer
 from longspan.data.documents import Corpus
-from longspan.data.store.images import ImageTable
-from longspan.data.store.manifest import Manifest
-from longspan.data.store.record import FILE, Record, read_record
-from longspan.data.store.sources import KnownSums, LogLine, differences
+from longspan.data.images import ImageTable
+from longspan.data.manifest import FILE, Manifest, Record, read_record
 from longspan.errors import DataError, counted
 from longspan.files import write_atomically
 
@@ -38,7 +37,7 @@ def ensure_corpus(
     are missing, empty or unreadable, and, where the run is `resumed`, for sources or settings that changed since it
     began: its order would not hold.
     """
-    corpus = _CorpusOfRun(settings, run_dir, log).ensured(tokenizer, resumed=resumed)
+    corpus = _CorpusOfRun(settings, run_dir, log, resumed=resumed).ensure(tokenizer, resumed=resumed)
     for line in what_is_left_out(settings, run_dir, corpus.manifest, key=f"{settings.prefix}max_document_tokens"):
         log(line)
     return corpus
@@ -47,10 +46,10 @@ def ensure_corpus(
 class _CorpusOfRun:
     """A corpus of a run as it is found, and as it is to be."""
 
-    def __init__(self, settings: CorpusSettings, run_dir: Path, log: LogLine) -> None:
+    def __init__(self, settings: CorpusSettings, run_dir: Path, log: LogLine, *, resumed: bool) -> None:
         self._settings, self._run_dir, self._log = settings, run_dir, log
         self._folder = run_dir / settings.folder
-        self._old = read_record(self._folder)
+        self._old = self._read_record(resumed=resumed)
         self._files = settings.files(run_dir)
         self._cache = _cache(settings.data, run_dir, log)
         known = () if self._old is None else self._old.sources(self._folder)
@@ -59,7 +58,18 @@ class _CorpusOfRun:
         self._sources = sums.of(self._files, log)
         sums.keep(self._sources)
 
-    def ensured(self, tokenizer: TextTokenizer | None, *, resumed: bool) -> Corpus:
+    def _read_record(self, *, resumed: bool) -> Record | None:
+        """Read the record of the run; one of an earlier format is removed with its documents, unless it is resumed."""
+        try:
+            return read_record(self._folder)
+        except DataError:
+            if resumed:
+                raise
+            self._log("the corpus changed (an older version of longspan built it): building it again")
+            shutil.rmtree(self._folder)
+            return None
+
+    def ensure(self, tokenizer: TextTokenizer | None, *, resumed: bool) -> Corpus:
         """The corpus, as it was where nothing changed. Raises DataError where a resumed run's changed."""
         if resumed and self._old is None:
             raise DataError(
@@ -69,11 +79,6 @@ class _CorpusOfRun:
         changes = self._changed_settings(tokenizer) + self._changed_files()
         if resumed and changes:
             raise DataError(_changed_message(self._run_dir, changes))
-        if self._old is not None and self._old.old:
-            if resumed:  # a run that it belongs to goes on with it
-                return Corpus(self._folder)
-            if self._old.around is None:
-                changes.append("an older version of longspan built it")
         if changes:
             self._log(f"the corpus changed ({changes[0]}): building it again")
         if tokenizer is None:
@@ -82,7 +87,7 @@ class _CorpusOfRun:
         old = self._old
         same = old is not None and old.key == recipe.key and (old.documents == ROWS) is not recipe.stored
         if old is not None and same and not changes and _is_whole(self._folder / old.documents):
-            return Corpus(self._folder)
+            return open_corpus(self._folder)
         if resumed and old is not None and old.key != recipe.key:
             raise DataError(_changed_message(self._run_dir, ["its rows become other tokens than they did"]))
         return self._made(recipe, tokenizer, trained=trained)
@@ -92,15 +97,15 @@ class _CorpusOfRun:
         if (old := self._old) is None:
             return []
         asked, changes = self._settings.asked(), list[str]()
-        defaults = {field.name: field.default for field in fields(DataConfig)}  # of keys that an older version had not
-        for key in old.asked.keys() | asked.keys() if not old.old else old.asked.keys():
+        defaults = {field.name: field.default for field in fields(DataConfig)}  # of keys that the record lacks
+        for key in old.asked.keys() | asked.keys():
             before, now = old.asked.get(key, defaults.get(key)), asked.get(key)
             if before != now:
                 prefix = self._settings.prefix if key in ("path", "max_document_tokens") else "data."
                 changes.append(f"{prefix}{key} was {before!r} and is {now!r}")
         if tokenizer is not None and tokenizer.digest != old.tokenizer_digest:
             changes.append("the tokenizer is another one")
-        elif tokenizer is not None and old.around is not None and old.around != _around(tokenizer):
+        elif tokenizer is not None and old.around != _around(tokenizer):
             changes.append(f"a text stood in {' '.join(old.around)} and stands in {' '.join(_around(tokenizer))}")
         if tokenizer is None and (size := self._settings.data.vocab_size) < old.tokenizer_size:
             changes.append(f"data.vocab_size is {size}, the tokenizer has {old.tokenizer_size} entries")
@@ -116,7 +121,7 @@ class _CorpusOfRun:
         if self._old is None or not (self._folder / self._old.documents).is_dir():
             return
         if (images := ImageTable.of(self._folder / self._old.documents)) is not None:
-            yield from images.changed()
+            yield from images.changes()
 
     def _own_tokenizer(self, *, changed: bool) -> TextTokenizer:
         """The tokenizer that was trained for the run, or is trained now."""
@@ -138,8 +143,6 @@ class _CorpusOfRun:
         documents = self._documents(recipe)
         if (stays := self._folder / ROWS) != documents:
             shutil.rmtree(stays, ignore_errors=True)
-        for name in ("tokens.bin", "offsets.npy", "origins.npy"):  # of an older version
-            (self._folder / name).unlink(missing_ok=True)
         record = Record(
             documents=ROWS if documents == stays else str(documents),
             key=recipe.key,
@@ -152,7 +155,7 @@ class _CorpusOfRun:
         )
         self._folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self._folder / FILE, record.to_json())
-        corpus = Corpus(self._folder)
+        corpus = open_corpus(self._folder)
         if corpus.manifest.special:
             self._log(special_line(corpus.manifest.special, parsed=corpus.manifest.parse_special_tokens))
         return corpus
@@ -203,7 +206,7 @@ def _is_whole(folder: Path) -> bool:
         if manifest.dtype:
             Corpus(folder)
         if (images := ImageTable.of(folder)) is not None:
-            return next(images.changed(), None) is None
+            return next(images.changes(), None) is None
     except (DataError, OSError, KeyError, TypeError, ValueError):
         return False
     return True

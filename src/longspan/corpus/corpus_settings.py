@@ -7,17 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from longspan.config.sections import DataConfig
-from longspan.corpus.files import STDLIB, files_of_other_kinds, find_files
+from longspan.corpus.files import STDLIB, CorpusFile, SourceFile, files_of_other_kinds, find_files
 from longspan.corpus.first_rows import kind_of_files
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.lines import end_line, names_line, rows_line, unseen_line
+from longspan.corpus.rows.lines import end_line, left_out_lines, names_line, rows_line, unseen_line
 from longspan.corpus.rows.sample import RowSettings
+from longspan.corpus.store.builder import Recipe
 from longspan.corpus.store.cache import NONE, cache_folder
-from longspan.corpus.store.recipe import Recipe
 from longspan.corpus.tokenizer import TextTokenizer
-from longspan.data.left_out import left_out_lines
-from longspan.data.store.manifest import Manifest
-from longspan.data.store.sources import CorpusFile, Source
+from longspan.data.manifest import Manifest
 
 # Keys of [data] that decide documents, beside paths and RowSettings.
 _DECIDING = ("max_document_tokens", "on_bad", "check_images")
@@ -89,7 +87,7 @@ def rows_lines(settings: CorpusSettings, recipe: Recipe) -> Iterator[str]:
 
 
 def recipe_of(
-    settings: CorpusSettings, files: Sequence[CorpusFile], sources: Sequence[Source], tokenizer: TextTokenizer
+    settings: CorpusSettings, files: Sequence[CorpusFile], sources: Sequence[SourceFile], tokenizer: TextTokenizer
 ) -> Recipe:
     """How the documents of these files are made. Raises DataError for rows of different kinds in one source."""
     data, encodings = settings.data, list[RowEncoding]()

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from longspan.corpus.formats.chunk import rows_of
-from longspan.corpus.formats.row_file import row_file
+from longspan.corpus.chunk import rows_of
+from longspan.corpus.files import CorpusFile
+from longspan.corpus.row_files import row_file
 from longspan.corpus.rows.kinds import Kind, kind_of, kind_of_row
 from longspan.corpus.rows.sample import BadRow, Row
-from longspan.data.store.sources import CorpusFile
 from longspan.errors import DataError
 
 FIRST_ROWS, FIRST_FILES = 20, 5

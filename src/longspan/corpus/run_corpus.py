@@ -9,9 +9,10 @@ from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, on_every_rank, on_first_rank
 from longspan.config.sections import RunConfig
 from longspan.corpus.build import ensure_corpus
-from longspan.corpus.corpus_images.image_documents import show_images
 from longspan.corpus.corpus_settings import CorpusSettings
+from longspan.corpus.image_documents import show_images
 from longspan.corpus.rows.kinds import shown_kind
+from longspan.corpus.store.streamed import open_corpus
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer
 from longspan.corpus.tokenizer_files import vocabulary_files
 from longspan.data.documents import Corpus
@@ -41,7 +42,9 @@ def shared_corpus(config: RunConfig, world: World, model: PreTrainedConfig, *, r
         log(f"corpus: {corpus_line(built, [path for _, path in CorpusSettings(config.data).paths()])}")
 
     on_first_rank(world, build, DataError)
-    return on_every_rank(world, lambda: show_images(open_corpus(directory / "corpus"), model, directory), DataError)
+    return on_every_rank(
+        world, lambda: show_images(open_shared_corpus(directory / "corpus"), model, directory), DataError
+    )
 
 
 def corpus_line(corpus: Corpus, paths: Sequence[str]) -> str:
@@ -89,9 +92,9 @@ def _own_tokenizer(config: RunConfig) -> Path | None:
     return folder if config.model.source and vocabulary_files(folder) else None
 
 
-def open_corpus(folder: Path) -> Corpus:
+def open_shared_corpus(folder: Path) -> Corpus:
     """A corpus of a run, on every rank. Raises DataError where it is missing here."""
     try:
-        return Corpus(folder)
+        return open_corpus(folder)
     except DataError as error:
         raise DataError(f"{error}; the run's folder must be on storage that all its machines share") from error

@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-from longspan.corpus.images.stock_processor import FILES
+from longspan.corpus.images.without_torchvision import FILES
 from longspan.errors import DataError, shortened
 from longspan.model.hf_folder import TOKENIZER_FILES, VOCABULARIES
 

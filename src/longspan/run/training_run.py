@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from longspan.data.documents import Corpus, Documents
-from longspan.data.pack_order import PackOrder
-from longspan.data.step_order import StepOrder
+from longspan.data.documents import Corpus, CorpusDocuments
+from longspan.data.step_order import PackOrder, StepOrder
 from longspan.evaluation.sets import EvaluationSet
 from longspan.train.training import Training
 
@@ -32,6 +31,6 @@ class TrainingRun(Training):
         return self.dir / "checkpoints"
 
     @property
-    def held_out(self) -> Documents:
+    def held_out(self) -> CorpusDocuments:
         """The documents that are only evaluated; there may be none."""
         return self.corpus.select(self.order.evaluation)

@@ -15,8 +15,8 @@ import pytest
 
 from longspan.config.sections import DataConfig
 from longspan.corpus.build import ensure_corpus
-from longspan.corpus.corpus_images.image_documents import ImageDocuments
 from longspan.corpus.corpus_settings import CorpusSettings
+from longspan.corpus.image_documents import ImageDocuments
 from longspan.corpus.images.image_file import ImageFile, needed_pillow
 from longspan.corpus.tokenizer import load_tokenizer
 from longspan.errors import DataError

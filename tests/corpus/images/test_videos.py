@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from longspan.corpus.corpus_images.image_documents import ImageDocuments, show_images
+from longspan.corpus.image_documents import ImageDocuments, show_images
 from longspan.corpus.images.image_file import ImageFile
 from longspan.corpus.images.processor import load_processor
 from longspan.corpus.tokenizer import load_tokenizer
@@ -35,8 +35,8 @@ def shown(folder: Path, rows: list[dict[str, Any]], name: str, patch: pytest.Mon
     config = config_of(name)
     config.image_token_id, config.video_token_id = 260, 261  # pyright: ignore[reportAttributeAccessIssue]
     tokens = VideoTokens(ImageTokens(260, 2, config=config), 261, name == "qwen3-vl")
-    patch.setattr("longspan.corpus.corpus_images.image_documents.image_tokens", lambda _: tokens.images)
-    patch.setattr("longspan.corpus.corpus_images.image_documents.video_tokens", lambda _: tokens)
+    patch.setattr("longspan.corpus.image_documents.image_tokens", lambda _: tokens.images)
+    patch.setattr("longspan.corpus.image_documents.video_tokens", lambda _: tokens)
     corpus = corpus_of(folder, rows, model, **data)
     documents = show_images(corpus, config, model).select(range(len(corpus)))
     assert isinstance(documents, ImageDocuments)
@@ -154,7 +154,7 @@ def test_a_frame_that_breaks_or_changes_is_named(tmp_path: Path, monkeypatch: py
     place = r"video 1 of rows\.jsonl, the line at byte 0 \(.*2\.png\), frame 3: .*2\.png is no image"
     with pytest.raises(DataError, match=place):
         documents.read(1)
-    assert any("2.png has changed" in line for line in documents.corpus.images.changed())
+    assert any("2.png has changed" in line for line in documents.corpus.images.changes())
 
 
 def test_frames_as_bytes_in_tables_and_cuts_between_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from longspan.data.images import Stamp, file_stamp
 from longspan.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from PIL.Image import Image
+
 
 Size = tuple[int, int]  # height, width
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # the EXIF tag, and its values that exchange height and width
@@ -52,12 +54,11 @@ class ImageFile(NamedTuple):
             upright = ImageOps.exif_transpose(image) if _orientation(image) else image
             return upright.convert("RGB")
 
-    def stamp(self) -> tuple[int, int]:
+    def stamp(self) -> Stamp:
         """Bytes and time of change (ns) of a file, by which a change is seen; of bytes in a row their number and 0."""
         if not self.path:
             return len(self.data), 0
-        stat = Path(self.path).stat()
-        return stat.st_size, stat.st_mtime_ns
+        return file_stamp(self.path)
 
     def _has_end(self, kind: str) -> bool:
         """Whether the file ends as whole ones of its kind do; one of a kind that does not tell does."""
@@ -123,3 +124,33 @@ def needed_pillow() -> Any:
         ) from error
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
     return Image
+
+
+class VideoFile(NamedTuple):
+    """A video: its frames in order, the second at which each stands, and the seconds from one to the next."""
+
+    frames: tuple[ImageFile, ...]
+    times: tuple[float, ...]
+    interval: float
+
+    def size(self) -> Size:
+        """Height and width of every upright frame, from their headers.
+
+        Raises DataError, naming the frame, for one that is missing, no image, or of another size than the first.
+        """
+        sizes = [_size(frame, number) for number, frame in enumerate(self.frames)]
+        other = next((i for i, size in enumerate(sizes) if size != sizes[0]), None)
+        if other is not None:
+            (height, width), (first_height, first_width) = sizes[other], sizes[0]
+            raise DataError(
+                f"frames[{other}] is of {width} x {height} pixels, and frames[0] of {first_width} x {first_height}; "
+                "frames of a video are of one size"
+            )
+        return sizes[0]
+
+
+def _size(frame: ImageFile, number: int) -> Size:
+    try:
+        return frame.size()
+    except DataError as error:
+        raise DataError(f"frames[{number}]: {error}") from error

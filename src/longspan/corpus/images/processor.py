@@ -7,7 +7,7 @@ torchvision alone, is in `video_processor.py`.
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -15,15 +15,49 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from longspan.corpus.images.image_file import Size, needed_pillow
-from longspan.corpus.images.made_image import made_image, names_of
-from longspan.corpus.images.stock_processor import load_stock
-from longspan.corpus.images.video_processor import VideoProcessor
+from longspan.corpus.images.without_torchvision import VideoProcessor, load_stock
 from longspan.errors import DataError
 from longspan.model.hf_folder import why_refused
-from longspan.model.vision.image_arguments import GRIDS, IN_DOCUMENT
+from longspan.model.vision.image_arguments import GRIDS, IN_DOCUMENT, PIXELS, SIZES
 from longspan.model.vision.image_tokens import Grid, ImageInput
+
+_OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
+
+
+def made_image(made: Mapping[str, Any]) -> ImageInput:
+    """The first image of what a processor made of a text and its images.
+
+    Tiles that stand under a dim of documents, or of images, lie under none here: pixels are (n, 3, H, W). Raises
+    DataError for a field that is no tensor.
+    """
+    tensors = {name: _tensor(name, value) for name, value in made.items() if name not in _OF_TEXT}
+    pixels = tensors.pop(PIXELS)
+    nested = pixels.shape[:2] if pixels.ndim == 5 else None
+    grid, size = tensors.pop(GRIDS, None), tensors.pop(SIZES, None)
+    return ImageInput(
+        pixels if nested is None else pixels[0],
+        None if grid is None else tuple(grid[0].tolist()),  # type: ignore[arg-type]
+        None if size is None else tuple(size.reshape(-1, 2)[0].tolist()),  # type: ignore[arg-type]
+        {name: x[0] if nested is not None and x.shape[:2] == nested else x for name, x in tensors.items()},
+    )
+
+
+def names_of(image: ImageInput) -> list[str]:
+    """The arguments of a model that an image has."""
+    known = {PIXELS: True, GRIDS: image.grid is not None, SIZES: image.size is not None}
+    return [name for name, there in known.items() if there] + list(image.fields)
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{name} is no tensor, and a model from images and text takes tensors: {error}") from error
+
 
 _SIDES = (8, 16, 32, 64, 256, 1024, 4096)
 _PROBES = tuple((a, b) for a in _SIDES for b in _SIDES if max(a, b) <= 8 * min(a, b))  # do all images take the same?

@@ -13,15 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from longspan.corpus.rows.assistant_spans import Spans, assistant_spans, marked_spans
-from longspan.corpus.rows.media.named_media import check_counts, kinds_of_parts
-from longspan.corpus.rows.media.placeholders import RowImages
-from longspan.corpus.rows.media.row_media import NOTHING_SHOWN, RowMedia
+from longspan.corpus.rows.infer_turns import Spans, assistant_spans, marked_spans
 from longspan.corpus.rows.messages import learnt_of, messages_of, tools_of
-from longspan.corpus.rows.sample import RowSettings, Sample
+from longspan.corpus.rows.named_media import check_counts, kinds_of_parts
+from longspan.corpus.rows.placeholders import RowImages
+from longspan.corpus.rows.row_media import NOTHING_SHOWN, RowMedia
+from longspan.corpus.rows.sample import RowError, RowSettings, Sample, check_strings, needed
 from longspan.corpus.rows.template import SOME_TOOL, ChatTemplate, Message
 from longspan.corpus.rows.turn_tokens import TurnTokens, turn_tokens
-from longspan.corpus.rows.values import RowError, check_strings, needed
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.document import NO_TARGET
 

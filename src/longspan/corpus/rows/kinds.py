@@ -4,8 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from longspan.corpus.rows.sample import Row
-from longspan.corpus.rows.values import RowError, strings
+from longspan.corpus.rows.sample import Row, RowError, strings
 from longspan.errors import DataError
 
 Kind = Literal["text", "messages", "prompt+completion", "input_ids"]

@@ -1,12 +1,14 @@
 """What the console says of rows: what they hold, how they become tokens, and what of them is no target."""
 
+from collections.abc import Iterator, Mapping, Sequence
+
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.kinds import rows_hold
 from longspan.corpus.rows.sample import Row, Sample, Turns
 from longspan.corpus.rows.turn_tokens import pattern_of
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.document import NO_TARGET
-from longspan.data.left_out import LeftOut
+from longspan.data.manifest import SHORTEST, LeftOut
 from longspan.errors import counted
 
 _WORDS = ("Zq0user", "Zq1assistant")
@@ -92,3 +94,38 @@ def unseen_line(left_out: LeftOut, turns: Turns) -> str | None:
     if left_out.blank_turns:
         lines.append(f"no targets, as they are blank: {counted(left_out.blank_turns, 'assistant turn')}")
     return "; ".join(lines) or None
+
+
+def left_out_lines(
+    left_out: LeftOut,
+    longest: int,
+    other_kinds: Mapping[str, int],
+    not_utf8: Sequence[str],
+    *,
+    key: str = "data.max_document_tokens",
+    bad: Sequence[str] = (),
+) -> Iterator[str]:
+    """A line for each way in which something is cut or left out, with its numbers and the `key` that decides it."""
+    if left_out.cut_texts:
+        yield (
+            f"cut {counted(left_out.cut_texts, 'text')} of {counted(left_out.cut_tokens, 'token')} into "
+            f"{counted(left_out.cut_documents, 'document')} of at most {longest:,} tokens "
+            f"({key}; 0 cuts none)"
+        )
+    if left_out.short_texts or left_out.lost_tokens:
+        yield (
+            f"left out {counted(left_out.short_texts, 'text')} of fewer than {SHORTEST} tokens, and ends of cut texts: "
+            f"{counted(left_out.lost_tokens, 'token')} in all"
+        )
+    if left_out.masked_parts:
+        yield f"left out {counted(left_out.masked_parts, 'part')} of cut texts in which no token is a target ({key})"
+    if left_out.masked_rows:
+        yield f"left out {counted(left_out.masked_rows, 'row')} in which no token is a target"
+    if left_out.bad_rows:
+        more = f"; and {left_out.bad_rows - len(bad):,} more" if left_out.bad_rows > len(bad) else ""
+        yield f'left out {counted(left_out.bad_rows, "bad row")} (data.on_bad = "skip"): {"; ".join(bad)}{more}'
+    if other_kinds:
+        kinds = ", ".join(f"{kind} ({count:,})" for kind, count in list(other_kinds.items())[:5])
+        yield f"left out {counted(sum(other_kinds.values()), 'file')} of kinds that are not read: {kinds}"
+    if not_utf8:
+        yield f"left out {counted(len(not_utf8), 'file')}, not UTF-8: {', '.join(not_utf8[:5])}"

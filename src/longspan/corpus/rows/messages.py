@@ -1,12 +1,13 @@
-"""What the messages of a row must be before a template sees them, and which of them are learnt."""
+"""Messages of a row: checks of their form before a template renders them, which of them are learnt, and their texts."""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from longspan.corpus.rows.values import RowError, kind_of_value, shown
+from longspan.corpus.rows.sample import RowError, kind_of_value, shown
 
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 LEARNT = ("weight", "train", "loss")  # keys of a message that say whether it is learnt, in formats of others
 _NOT_READ = re.compile(r".*masks?|masked|train_detail|loss_.*|.*_weight")
 
@@ -107,3 +108,77 @@ def tools_of(value: Any) -> list[Any] | None:
 
 def _is_sharegpt(message: Any) -> bool:
     return isinstance(message, dict) and {"from", "value"} <= message.keys()
+
+
+class Field(NamedTuple):
+    """A text of a message, with the keys that lead to it.
+
+    `added`: the value is not a text, and a key is added to it as a mark. `blank`: there is no text, but its place in
+    the rendering belongs to its message.
+    """
+
+    message: int
+    path: tuple[str | int, ...]
+    value: Any
+    added: bool = False
+    blank: bool = False
+
+    @property
+    def is_thought(self) -> bool:
+        """Whether it is under a key for thoughts."""
+        return self.path[0] in _THOUGHTS
+
+
+def texts_of_messages(messages: Sequence[Mapping[str, Any]]) -> list[Field]:
+    """List the texts of messages, the last argument of each tool call, and blank contents of all but assistants."""
+    return [field for i, message in enumerate(messages) for field in _texts(i, message)]
+
+
+def _texts(i: int, message: Mapping[str, Any]) -> Iterator[Field]:
+    thought = next((key for key in _THOUGHTS if _is_text(message.get(key))), None)
+    if thought is not None and message.get("role") == "assistant":
+        yield Field(i, (thought,), message[thought])
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [k for k, part in enumerate(content) if _is_text(part.get("text"))]
+        yield from (Field(i, ("content", k, "text"), content[k]["text"]) for k in parts)
+    elif _is_text(content):
+        yield Field(i, ("content",), content)
+    elif "content" in message and message.get("role") != "assistant":
+        yield Field(i, ("content",), "", blank=True)
+    for k, call in enumerate(message.get("tool_calls") or ()):
+        yield _call_field(i, k, call)
+
+
+def _call_field(i: int, number: int, call: Mapping[str, Any]) -> Field:
+    path: tuple[str | int, ...] = ("tool_calls", number)
+    if "function" in call:
+        path, call = (*path, "function"), call["function"]
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):
+        return Field(i, (*path, "arguments"), arguments)
+    if not isinstance(arguments, dict):
+        return Field(i, (*path, "name"), call["name"])
+    last = next(reversed(arguments), None)
+    if last is not None and _is_text(arguments[last]):
+        return Field(i, (*path, "arguments", last), arguments[last])
+    return Field(i, (*path, "arguments"), arguments, added=True)
+
+
+def replace_field(messages: Sequence[Mapping[str, Any]], field: Field, value: Any) -> list[Mapping[str, Any]]:
+    """Return the messages with another value of a field."""
+    changed = list(messages)
+    changed[field.message] = _put(messages[field.message], field.path, value)
+    return changed
+
+
+def _put(inside: Any, path: tuple[str | int, ...], value: Any) -> Any:
+    if not path:
+        return value
+    copy = list(inside) if isinstance(inside, list) else dict(inside)
+    copy[path[0]] = _put(inside[path[0]], path[1:], value)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return copy
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())

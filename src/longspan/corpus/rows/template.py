@@ -14,9 +14,9 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from longspan.corpus.images.processor import load_processor
-from longspan.corpus.images.stock_processor import has_processor
+from longspan.corpus.images.without_torchvision import has_processor
 from longspan.corpus.rows.kinds import rows_hold
-from longspan.corpus.rows.values import RowError
+from longspan.corpus.rows.sample import RowError
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.corpus.tokenizer_files import ends_of_generation
 from longspan.errors import DataError

@@ -12,8 +12,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from longspan.corpus.rows.sample import RowError, strings, with_strings
 from longspan.corpus.rows.template import ChatTemplate
-from longspan.corpus.rows.values import RowError, strings, with_strings
 
 _HARMLESS = "Z"
 _WORDS = ("Zq0user", "Zq1assistant", "Zq2user", "Zq3assistant")

@@ -3,23 +3,88 @@
 Nothing of a row stays in memory, so a corpus may be larger than that.
 """
 
+import hashlib
+import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from longspan.corpus.formats.row_file import row_file
-from longspan.corpus.store.document_encoder import Encoded, Notes, Piece
-from longspan.corpus.store.recipe import Recipe
-from longspan.corpus.store.workers import encoded_batches
-from longspan.data.left_out import SHORTEST, LeftOut
-from longspan.data.store.arrays import GrowingArray, GrowingCodes
-from longspan.data.store.images import ImageWriter
-from longspan.data.store.manifest import Manifest, SourceLines
-from longspan.data.store.sources import CorpusFile, LogLine
+from longspan.corpus.files import CorpusFile, LogLine
+from longspan.corpus.row_files import row_file
+from longspan.corpus.store.document_encoder import DocumentEncoder, Encoded, FileChunk, Notes
+from longspan.corpus.store.workers import cores, encoded_batches
+from longspan.data.arrays import GrowingArray, GrowingCodes
+from longspan.data.images import ImageWriter
+from longspan.data.manifest import SHORTEST, LeftOut, Manifest, SourceFile, SourceLines
 from longspan.errors import DataError, counted
+
+if TYPE_CHECKING:
+    from longspan.corpus.rows.encoding import RowEncoding
+
+
+VERSION = 2  # of what the same recipe makes
+_IN_PROCESS_BYTES = {"text": 32 << 20, "input_ids": 32 << 20}  # corpora that one process encodes; 4 MiB of other kinds
+_WITH_PIXELS_BYTES = 1 << 18  # likewise, where each row names images that are decoded
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that decides the documents of a corpus, and how they are made: with `stored` tokens, by so many `workers`.
+
+    `sources` are what `files` hold, `encodings` how rows of each source become tokens, `longest` the most tokens of a
+    document (0: any); with `skip_bad` a bad row is left out. `path` names the corpus in messages.
+    """
+
+    path: str
+    files: Sequence[CorpusFile]
+    sources: Sequence[SourceFile]
+    encodings: "tuple[RowEncoding, ...]"
+    longest: int
+    skip_bad: bool = False
+    workers: int = 0
+    stored: bool = True
+
+    @cached_property
+    def key(self) -> str:
+        """SHA-256 of everything that decides the documents: equal recipes have equal keys, wherever their files lie."""
+        digests = [encoding.digest for encoding in self.encodings]
+        checked = ["pixels"] * self.checks_pixels
+        digest = hashlib.sha256(json.dumps([VERSION, digests, self.longest, self.skip_bad, *checked]).encode())
+        for file, source in zip(self.files, self.sources, strict=True):
+            digest.update(f"{file.source} {source.sha256} {source.name}\n".encode())
+            if self.images:  # paths of images begin there
+                digest.update(f"{file.path.absolute().parent}\n".encode())
+        return digest.hexdigest()
+
+    @property
+    def images(self) -> bool:
+        """Whether rows may have images."""
+        return any(encoding.images is not None for encoding in self.encodings)
+
+    @property
+    def checks_pixels(self) -> bool:
+        """Whether images are decoded."""
+        return self.images and any(encoding.check_pixels for encoding in self.encodings)
+
+    @property
+    def encoder(self) -> DocumentEncoder:
+        """What encodes rows, in any process."""
+        small = all(e.kind != "input_ids" and e.tokenizer.size <= 1 << 16 for e in self.encodings)
+        return DocumentEncoder(self.encodings, self.longest, "<u2" if small and self.stored else "<u4", self.skip_bad)
+
+    @property
+    def processes(self) -> int:
+        """How many processes encode: one where it is done before others have started."""
+        size = sum(source.bytes for source in self.sources)
+        small = min(_IN_PROCESS_BYTES.get(encoding.kind, 4 << 20) for encoding in self.encodings)
+        small = min(small, _WITH_PIXELS_BYTES) if self.checks_pixels else small
+        return 1 if size <= small else self.workers or cores()
+
 
 BATCH_BYTES = 1 << 20  # of rows that are encoded together
 _NEWS_SECONDS = 5.0
@@ -145,7 +210,7 @@ class _Progress:
         self._began = self._said = time.monotonic()
         self._read = 0
 
-    def say(self, batch: Sequence[Piece], writer: _Writer) -> None:
+    def say(self, batch: Sequence[FileChunk], writer: _Writer) -> None:
         """Say how far it is once this batch is written, where it is time to."""
         last = batch[-1]
         while self._file < last.file:
@@ -173,12 +238,12 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
-def _batches(files: Iterable[CorpusFile]) -> Iterator[list[Piece]]:
+def _batches(files: Iterable[CorpusFile]) -> Iterator[list[FileChunk]]:
     """The rows of files in order, some megabytes at a time."""
-    batch, size = list[Piece](), 0
+    batch, size = list[FileChunk](), 0
     for number, file in enumerate(files):
         for chunk in row_file(file.name, file.path).chunks():
-            batch.append(Piece(file.source, number, chunk))
+            batch.append(FileChunk(file.source, number, chunk))
             size += len(chunk.data)
             if size >= BATCH_BYTES:
                 yield batch

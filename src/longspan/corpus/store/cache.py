@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from longspan.data.store.sources import LogLine
+from longspan.corpus.files import LogLine
 from longspan.errors import DataError
 from longspan.files import naming_file
 

@@ -9,23 +9,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from longspan.corpus.formats.chunk import Chunk, rows_of
-from longspan.corpus.rows.sample import BadRow, Row, Sample, SampleImage
-from longspan.data.document import NO_TARGET
-from longspan.data.left_out import parts_of
-from longspan.data.store.images import PlacedImage
+from longspan.corpus.chunk import Chunk, rows_of
+from longspan.corpus.rows.sample import BadRow, Row, Sample
+from longspan.data.documents import NOTHING, OTHER_TOKEN, OWN_TOKEN, encode_labels
+from longspan.data.images import PlacedImage, SampleImage
+from longspan.data.manifest import SHORTEST
+from longspan.data.permutation import Integers
 from longspan.errors import DataError
 
 if TYPE_CHECKING:
     from longspan.corpus.rows.encoding import RowEncoding
 
 SHOWN = 3  # bad rows that are named
-Rows = npt.NDArray[np.int64]
-# A code for each token says what it is to be predicted as: itself, nothing, or the token of number code − 2.
-OWN_TOKEN, NOTHING, OTHER_TOKEN = 0, 1, 2
 
 
-class Piece(NamedTuple):
+class FileChunk(NamedTuple):
     """Rows of file number `file`, which belongs to source number `source`."""
 
     source: int
@@ -61,11 +59,11 @@ class Encoded(NamedTuple):
 
     ids: npt.NDArray[Any]
     codes: npt.NDArray[Any] | None
-    lengths: Rows
-    targets: Rows
-    files: Rows
-    positions: Rows
-    starts: Rows
+    lengths: Integers
+    targets: Integers
+    files: Integers
+    positions: Integers
+    starts: Integers
     notes: Notes
     images: Sequence[PlacedImage] = ()
 
@@ -82,7 +80,7 @@ class DocumentEncoder:
     dtype: str
     skip_bad: bool = False
 
-    def encode(self, pieces: Sequence[Piece]) -> Encoded:
+    def encode(self, pieces: Sequence[FileChunk]) -> Encoded:
         """The documents of these pieces, in order. Raises DataError for a row that gives none."""
         made = _Documents(self)
         for source, group in groupby(pieces, key=lambda piece: piece.source):
@@ -108,7 +106,7 @@ class _Documents:
         self._images = list[PlacedImage]()
         self._notes = Notes()
 
-    def rows_of(self, piece: Piece) -> Iterator[tuple[int, Row | BadRow]]:
+    def rows_of(self, piece: FileChunk) -> Iterator[tuple[int, Row | BadRow]]:
         """The rows of a piece; of a text that is not UTF-8 none, and it is named."""
         try:
             for placed in rows_of(piece.chunk):
@@ -136,7 +134,7 @@ class _Documents:
 
     def _add_sample(self, sample: Sample, place: tuple[int, int], start: int, where: str) -> None:
         """Add the documents of a sample, whose tokens are those of its row from `start` on."""
-        ids, codes = sample.ids, codes_of(sample)
+        ids, codes = sample.ids, encode_labels(sample.ids, sample.labels)
         limit = np.iinfo(self._encoder.dtype).max
         if ids.size and not (ids.min() >= 0 and ids.max() <= limit):
             self.add_bad(BadRow(where, f"token ids {ids.min()} to {ids.max()}; give ids from 0 to {limit}"))
@@ -147,7 +145,7 @@ class _Documents:
             limit = f"max_document_tokens is {longest}, and an image is not cut; raise it, or set it to 0"
             self.add_bad(BadRow(where, f"an image takes {large} tokens: {limit}"))
             return
-        for part in parts_of(len(ids), codes, longest, self._notes.left_out, uncut):
+        for part in cut_row(len(ids), codes, longest, self._notes.left_out, uncut):
             inside = (image for image in sample.images if part.start <= image.start < part.stop)
             self._images += (PlacedImage(len(self._each), _moved(image, -part.start), place[1]) for image in inside)
             code = None if codes is None else codes[part].copy()
@@ -186,15 +184,37 @@ def _moved(image: SampleImage, by: int) -> SampleImage:
     return image._replace(start=image.start + by, stop=image.stop + by)
 
 
-def codes_of(sample: Sample) -> Rows | None:
-    """The codes of a sample's tokens; None where each is predicted as itself."""
-    if sample.labels is None:
-        return None
-    codes = np.where(sample.labels == NO_TARGET, NOTHING, sample.labels + OTHER_TOKEN)
-    return np.where(sample.labels == sample.ids, OWN_TOKEN, codes)
+def cut_row(
+    length: int,
+    codes: Integers | None,
+    longest: int,
+    counts: Counter[str],
+    uncut: Sequence[tuple[int, int]] = (),
+) -> list[slice]:
+    """Cut a row of `length` tokens into documents of at most `longest` tokens (0: one document); count in `counts`, by
+    fields of LeftOut. If tokens have `codes`, a part whose targets are at most its first token is no document. Each of
+    the `uncut` spans (start, stop), ascending and none longer than `longest`, stays in one part."""
+    step = longest or max(length, 1)
+    parts = [part for part in _cut(length, step, uncut) if part.stop - part.start >= SHORTEST]
+    lost = length - sum(part.stop - part.start for part in parts)
+    if codes is not None:
+        with_targets = [part for part in parts if (codes[part][1:] != NOTHING).any()]
+        counts.update(masked_parts=len(parts) - len(with_targets))
+        parts = with_targets
+    if length > step:
+        counts.update(cut_texts=1, cut_tokens=length, cut_documents=len(parts))
+    elif length < SHORTEST:
+        counts.update(short_texts=1)
+    counts.update(lost_tokens=lost)
+    return parts
 
 
-def labels_of(ids: Rows, codes: npt.NDArray[Any]) -> Rows:
-    """The labels of tokens with these codes."""
-    codes = codes.astype(np.int64)
-    return np.where(codes == OWN_TOKEN, ids, np.where(codes == NOTHING, NO_TARGET, codes - OTHER_TOKEN))
+def _cut(length: int, step: int, uncut: Sequence[tuple[int, int]]) -> list[slice]:
+    """Cut into parts of at most `step` tokens; a part that would end inside an uncut span ends before it."""
+    parts, start = list[slice](), 0
+    while start < length:
+        stop = min(start + step, length)
+        stop = next((a for a, b in uncut if start < a < stop < b), stop)
+        parts.append(slice(start, stop))
+        start = stop
+    return parts

@@ -10,9 +10,8 @@ from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, on_every_rank, on_first_rank
 from longspan.config.eval_inheritance import held_out_set
 from longspan.config.sections import RunConfig
-from longspan.corpus.token_bytes import token_bytes
-from longspan.corpus.tokenizer import load_tokenizer
-from longspan.data.documents import Corpus, Documents
+from longspan.corpus.tokenizer import load_tokenizer, token_bytes
+from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.errors import ConfigError, DataError, EvaluationError
 from longspan.evaluation.metrics import check_metrics
 from longspan.evaluation.sets import MADE, EvaluationSet, check_paths, files_in_both, open_set
@@ -37,7 +36,7 @@ def check_sources(config: RunConfig, world: World, vocabulary: int) -> None:
 
 
 def open_sets(
-    config: RunConfig, corpus: Corpus, held_out: Documents, world: World, log: LogLine
+    config: RunConfig, corpus: Corpus, held_out: CorpusDocuments, world: World, log: LogLine
 ) -> tuple[EvaluationSet, ...]:
     """The documents that a run holds out, where there are any, and the sets of its tables [[eval]], in order.
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from longspan.comm import World
 from longspan.comm.all_ranks import on_first_rank
-from longspan.corpus.corpus_images.image_documents import ImageDocuments
+from longspan.corpus.image_documents import ImageDocuments
 from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer
 from longspan.data.document import NO_TARGET, Labelled
 from longspan.errors import DataError

@@ -11,8 +11,7 @@ from longspan.comm.all_ranks import LogLine, on_every_rank
 from longspan.config.sections import RunConfig
 from longspan.corpus.run_corpus import shared_corpus
 from longspan.data.documents import Corpus
-from longspan.data.pack_order import PackOrder
-from longspan.data.step_order import StepOrder
+from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import DataError
 from longspan.evaluation.sets import EvaluationSet
 from longspan.run.checks.plans import check_longest

@@ -19,12 +19,11 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedConfig
 
-from longspan.corpus.corpus_images.image_reader import ImageReader
-from longspan.corpus.corpus_images.shown_images import ShownImages
+from longspan.corpus.image_reader import ImageReader, ShownImages
 from longspan.corpus.images.processor import Processor, load_processor
-from longspan.data.documents import Corpus, Documents
-from longspan.data.order.packs import Pack
-from longspan.data.store.images import ImageTable
+from longspan.data.document import Pack
+from longspan.data.documents import Corpus, CorpusDocuments
+from longspan.data.images import ImageTable
 from longspan.errors import DataError, ModelError, counted
 from longspan.model.vision.image_arguments import check_images
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
@@ -118,7 +117,7 @@ class ReadsImages(ABC):
 
 
 @dataclass(frozen=True)
-class ImageDocuments(Documents, ReadsImages):
+class ImageDocuments(CorpusDocuments, ReadsImages):
     """Some documents of a corpus, in the order of a plan's lengths, with the images that stand in them."""
 
     images: ShownImages | None = None
@@ -206,7 +205,7 @@ def _video_tokens(model: PreTrainedConfig, processor: Processor) -> VideoTokens:
 
 def with_images(documents: AnyDocuments, model: PreTrainedConfig, folder: Path) -> AnyDocuments:
     """Documents of a corpus with their images; others as they are. Raises DataError as `show_images` does."""
-    if not isinstance(documents, Documents):
+    if not isinstance(documents, CorpusDocuments):
         return documents
     return cast(AnyDocuments, show_images(documents.corpus, model, folder).select(documents.ids))
 

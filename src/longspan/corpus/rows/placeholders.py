@@ -14,19 +14,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from longspan.corpus.images.image_file import ImageFile
+from longspan.corpus.images.image_file import ImageFile, VideoFile
 from longspan.corpus.images.processor import Grid, Processor, load_processor
-from longspan.corpus.images.stock_processor import digest_of
-from longspan.corpus.images.video_file import VideoFile, joined_paths, joined_stamp
-from longspan.corpus.images.video_processor import VideoProcessor
-from longspan.corpus.rows.media.named_media import PARTS, check_counts, kinds_by_name, kinds_named, names
-from longspan.corpus.rows.media.row_media import RowMedia
-from longspan.corpus.rows.sample import Sample, SampleImage
+from longspan.corpus.images.without_torchvision import VideoProcessor, digest_of
+from longspan.corpus.rows.named_media import PARTS, check_counts, kinds_by_name, kinds_named, names
+from longspan.corpus.rows.row_media import RowMedia
+from longspan.corpus.rows.sample import RowError, Sample, check_strings, string
 from longspan.corpus.rows.template import ChatTemplate
 from longspan.corpus.rows.turn_tokens import pattern_of
-from longspan.corpus.rows.values import RowError, check_strings, string
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.document import NO_TARGET
+from longspan.data.images import SampleImage, join_paths, join_stamps
 from longspan.errors import DataError, counted
 
 _RULES = "images are named by parts, else by texts of rows with a key for them"  # another sentence for other rules
@@ -190,8 +188,8 @@ class RowImages:
             at = int(part[0]), int(part[-1]) + 1, len(part), (1, height, width), number
             yield SampleImage(
                 *at,
-                joined_paths(frames),
-                *joined_stamp(frames),
+                join_paths([frame.path for frame in frames]),
+                *join_stamps(frame.stamp() for frame in frames),
                 frame=group * size,
                 seconds=video.interval * size,
             )

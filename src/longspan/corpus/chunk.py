@@ -9,8 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-from longspan.corpus.rows.sample import BadRow, Row
-from longspan.corpus.rows.values import kind_of_value
+from longspan.corpus.rows.sample import BadRow, Row, kind_of_value
 
 CHUNK_BYTES = 1 << 20  # of a file of lines or a table, together with the rest of the last row
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"

@@ -1,24 +1,30 @@
 """Pixels of a corpus's images, read by the rank that encodes them; those of a coming step in threads, ahead of it."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from longspan.corpus.formats.row_file import row_file
+import numpy as np
+import numpy.typing as npt
+
 from longspan.corpus.images.image_file import ImageFile
 from longspan.corpus.images.processor import Processor
-from longspan.corpus.images.video_file import files_of_paths, shown_paths
-from longspan.corpus.rows.media.named_media import media_of_row
-from longspan.corpus.rows.media.row_media import RowMedia
-from longspan.corpus.rows.sample import BadRow
-from longspan.corpus.rows.values import RowError
-from longspan.data.store.images import ImageTable, PlacedImage
-from longspan.data.store.sources import Source
+from longspan.corpus.row_files import row_file
+from longspan.corpus.rows.named_media import media_of_row
+from longspan.corpus.rows.row_media import RowMedia
+from longspan.corpus.rows.sample import BadRow, RowError
+from longspan.data.documents import Corpus
+from longspan.data.images import ImageTable, PlacedImage, display_paths, split_paths
+from longspan.data.manifest import SourceFile
 from longspan.errors import DataError
-from longspan.model.vision.image_tokens import ImageInput
+from longspan.layout import Partition
+from longspan.model.vision.image_tokens import ImageInput, ImageTokens
+from longspan.model.vision.video_tokens import Video, VideoTokens
 
 THREADS = 4
 _MOST = 4096  # images that are read ahead and not yet asked for; the oldest are dropped
@@ -32,7 +38,7 @@ class ImageReader:
     """
 
     def __init__(
-        self, table: ImageTable, processor: Processor, sources: Sequence[Source], file_of: Callable[[int], int]
+        self, table: ImageTable, processor: Processor, sources: Sequence[SourceFile], file_of: Callable[[int], int]
     ) -> None:
         self._table, self._processor, self._sources, self._file_of = table, processor, sources, file_of
         self._ahead, self._lock = OrderedDict[int, Future[ImageInput]](), Lock()
@@ -97,7 +103,7 @@ class ImageReader:
     def _files(self, placed: PlacedImage) -> list[ImageFile]:
         """Where the bytes of an image, or of a group of frames, are: files, or its row, which is read again."""
         if placed.image.path:
-            return files_of_paths(placed.image.path)
+            return [ImageFile(path) for path in split_paths(placed.image.path)]
         source = self._sources[self._file_of(placed.document)]
         row = row_file(source.name, Path(source.path)).row_at(placed.position)
         try:
@@ -121,5 +127,46 @@ class ImageReader:
         kind = "row" if name.endswith((".parquet", ".arrow")) else "the line at byte"
         number = placed.position + 1 if kind == "row" else placed.position
         what = "image" if placed.image.frame < 0 else "video"
-        path = f" ({shown_paths(placed.image.path)})" if placed.image.path else ""
+        path = f" ({display_paths(placed.image.path)})" if placed.image.path else ""
         return f"{what} {placed.image.number + 1} of {name}, {kind} {number}{path}"
+
+
+@dataclass(frozen=True)
+class ShownImages:
+    """The images of a corpus, what reads them, and what the model's ids and positions say of them.
+
+    Groups of frames of videos are images too; `videos` says what ids and positions say of them, None where none are.
+    """
+
+    corpus: Corpus
+    table: ImageTable
+    reader: ImageReader
+    tokens: ImageTokens
+    videos: VideoTokens | None = None
+
+    def spans(self, number: int, shift: int = 0) -> tuple[tuple[int, int], ...]:
+        """The runs of placeholders of an image, so much further on than in its document.
+
+        They are one, but where its processor puts other tokens between rows.
+        """
+        document, image, _ = self.table[number]
+        if image.stop - image.start == image.rows:
+            return ((image.start + shift, image.stop + shift),)
+        ids = self.corpus.read(document, np.arange(image.start, image.stop))
+        places = image.start + shift + np.flatnonzero(ids == self.tokens.placeholder)
+        return tuple((int(a), int(b)) for a, b in Partition.from_rows([places]).runs(0).tolist())
+
+    def positions(self, ids: npt.NDArray[np.int64], numbers: Sequence[int]) -> npt.NDArray[np.int64] | None:
+        """The positions (n, T) of these tokens (T,), in which these images stand; None where they are plain."""
+        placed = [self.table[number] for number in numbers]
+        grids = np.array([p.image.grid for p in placed if p.image.frame < 0], dtype=np.int64)
+        if self.videos is None:
+            return self.tokens.positions(ids, grids)
+        return self.videos.positions(ids, grids, list(_videos(p for p in placed if p.image.frame >= 0)))
+
+
+def _videos(groups: Iterable[PlacedImage]) -> Iterator[Video]:
+    """The videos that groups of frames make, in order; of one that is cut what is there."""
+    for _, several in groupby(groups, key=lambda placed: (placed.document, placed.image.number)):
+        first, *others = (placed.image for placed in several)
+        yield Video((1 + len(others), *first.grid[1:]), first.seconds)

@@ -12,13 +12,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from longspan.corpus.images.image_file import ImageFile
-from longspan.corpus.images.video_file import VideoFile
-from longspan.corpus.rows.media.entries import check_keys, image_of
-from longspan.corpus.rows.media.named_videos import TIMES, video_of
-from longspan.corpus.rows.media.row_media import RowMedia
-from longspan.corpus.rows.sample import Row
-from longspan.corpus.rows.values import RowError, kind_of_value, strings
+from longspan.corpus.images.image_file import ImageFile, VideoFile
+from longspan.corpus.rows.row_media import TIMES, RowMedia, check_entry_keys, image_of, video_of
+from longspan.corpus.rows.sample import Row, RowError, kind_of_value, strings
 from longspan.errors import counted
 
 PARTS = {kind: {"type": kind} for kind in ("image", "video")}
@@ -159,7 +155,7 @@ class _PartMedia:
             _check_shows_nothing(part, name)
             return part
         known = ("type", *_BRING[kind], *(("index",) if kind == "image" else TIMES))
-        check_keys(part, known, name)
+        check_entry_keys(part, known, name)
         self._check_index(part.get("index"), kind, name)
         there = [key for key in _BRING[kind] if part.get(key) not in (None, "")]
         if len(there) > 1:
@@ -171,7 +167,9 @@ class _PartMedia:
     def _add(self, kind: str, key: str, part: Mapping[str, Any], name: str) -> None:
         value = part[key]
         if isinstance(value, dict) and "url" in value:
-            check_keys({**value, "detail": None} if value.get("detail") == "auto" else value, ("url",), f"{name}.{key}")
+            check_entry_keys(
+                {**value, "detail": None} if value.get("detail") == "auto" else value, ("url",), f"{name}.{key}"
+            )
             value = value["url"]
         if kind == "video":
             self.videos.append(video_of(value, self._folder, name, part))
