@@ -1,4 +1,8 @@
-"""Pixels of a corpus's images, read by the rank that encodes them; those of a coming step in threads, ahead of it."""
+"""The images of a corpus for a model: their pixels, places and positions.
+
+Pixels are read by the rank that encodes them; those of the next step are read ahead in threads. What a step calls is in
+`image_documents.py`.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +19,7 @@ import numpy.typing as npt
 from longspan.corpus.images.image_file import ImageFile
 from longspan.corpus.images.processor import Processor
 from longspan.corpus.row_files import row_file
-from longspan.corpus.rows.named_media import media_of_row
+from longspan.corpus.rows.named_media import read_row_media
 from longspan.corpus.rows.row_media import RowMedia
 from longspan.corpus.rows.sample import BadRow, RowError
 from longspan.data.documents import Corpus
@@ -27,14 +31,14 @@ from longspan.model.vision.image_tokens import ImageInput, ImageTokens
 from longspan.model.vision.video_tokens import Video, VideoTokens
 
 THREADS = 4
-_MOST = 4096  # images that are read ahead and not yet asked for; the oldest are dropped
+_MOST = 4096  # images that were read ahead and not used yet; the oldest are dropped
 
 
 class ImageReader:
-    """Reads images of a corpus: `reader(number)` gives what an encoder takes, `ahead(numbers)` begins to read some.
+    """Reads images of a corpus: `reader(number)` returns an encoder's input, `ahead(numbers)` begins to read some.
 
-    `file_of` says in which of the `sources` a document's row stands. Raises DataError, naming file and row, for an
-    image that is gone, broken, or other than when the corpus was made. `read` counts the images that were read here.
+    `file_of` gives the number of a document's file among `sources`. Raises DataError, naming file and row, for an image
+    that is gone, broken, or changed since the corpus was built. `read` counts the images that were read here.
     """
 
     def __init__(
@@ -46,13 +50,13 @@ class ImageReader:
         self.read = 0
 
     def __call__(self, number: int) -> ImageInput:
-        """What the encoder is given for an image."""
+        """Return the encoder's input for an image."""
         with self._lock:
-            begun = self._ahead.pop(number, None)
-        return self._input(number) if begun is None else begun.result()
+            future = self._ahead.pop(number, None)
+        return self._input(number) if future is None else future.result()
 
     def ahead(self, numbers: Iterable[int]) -> None:
-        """Begin to read these images, in threads; errors are raised when they are asked for."""
+        """Begin to read these images in threads; errors are raised when an image is used."""
         self._pool = self._pool or ThreadPoolExecutor(THREADS, "longspan-images")
         with self._lock:
             for number in numbers:
@@ -62,15 +66,15 @@ class ImageReader:
                 self._ahead.popitem(last=False)[1].cancel()
 
     def picture(self, number: int) -> Any:
-        """The upright image in three channels (PIL); of a group of frames the first."""
+        """Return the upright image in three channels (PIL); of a group of frames the first."""
         placed = self._table[number]
-        return self._loaded(placed, self._files(placed)[:1])[0]
+        return self._load(placed, self._files(placed)[:1])[0]
 
     def _input(self, number: int) -> ImageInput:
         placed = self._table[number]
-        pictures = self._loaded(placed, self._files(placed))
+        pictures = self._load(placed, self._files(placed))
         try:
-            image = self._made(placed, pictures)
+            image = self._process(placed, pictures)
         except DataError as error:
             raise DataError(f"{self._where(placed)}: {error}") from error
         self.read += 1
@@ -81,13 +85,13 @@ class ImageReader:
             )
         return image
 
-    def _made(self, placed: PlacedImage, pictures: Sequence[Any]) -> ImageInput:
-        """What the encoder takes; the grid of a group of frames was decided by all frames of its video."""
+    def _process(self, placed: PlacedImage, pictures: Sequence[Any]) -> ImageInput:
+        """Process pictures for the encoder; the grid of a group of frames was decided by all frames of its video."""
         if placed.image.frame < 0:
             return self._processor.image(pictures[0], placed.image.among)
         return ImageInput(self._processor.videos.pixels(pictures, placed.image.grid), placed.image.grid)
 
-    def _loaded(self, placed: PlacedImage, files: Sequence[ImageFile]) -> list[Any]:
+    def _load(self, placed: PlacedImage, files: Sequence[ImageFile]) -> list[Any]:
         pictures = list[Any]()
         for number, file in enumerate(files):
             try:
@@ -101,13 +105,13 @@ class ImageReader:
         return pictures
 
     def _files(self, placed: PlacedImage) -> list[ImageFile]:
-        """Where the bytes of an image, or of a group of frames, are: files, or its row, which is read again."""
+        """Find the bytes of an image or of a group of frames: in files, or in its row, which is read again."""
         if placed.image.path:
             return [ImageFile(path) for path in split_paths(placed.image.path)]
         source = self._sources[self._file_of(placed.document)]
         row = row_file(source.name, Path(source.path)).row_at(placed.position)
         try:
-            media = RowMedia() if isinstance(row, BadRow) else media_of_row(row)
+            media = RowMedia() if isinstance(row, BadRow) else read_row_media(row)
         except RowError as error:
             raise DataError(f"{self._where(placed)}: {error}") from error
         number, frame = placed.image.number, placed.image.frame
@@ -126,16 +130,16 @@ class ImageReader:
         name = self._sources[self._file_of(placed.document)].name
         kind = "row" if name.endswith((".parquet", ".arrow")) else "the line at byte"
         number = placed.position + 1 if kind == "row" else placed.position
-        what = "image" if placed.image.frame < 0 else "video"
+        media = "image" if placed.image.frame < 0 else "video"
         path = f" ({display_paths(placed.image.path)})" if placed.image.path else ""
-        return f"{what} {placed.image.number + 1} of {name}, {kind} {number}{path}"
+        return f"{media} {placed.image.number + 1} of {name}, {kind} {number}{path}"
 
 
 @dataclass(frozen=True)
 class ShownImages:
-    """The images of a corpus, what reads them, and what the model's ids and positions say of them.
+    """The images of a corpus with their reader, and the model's token ids and positions for them.
 
-    Groups of frames of videos are images too; `videos` says what ids and positions say of them, None where none are.
+    Groups of frames of videos are images too; `videos` has ids and positions for them (None without videos).
     """
 
     corpus: Corpus
@@ -145,9 +149,9 @@ class ShownImages:
     videos: VideoTokens | None = None
 
     def spans(self, number: int, shift: int = 0) -> tuple[tuple[int, int], ...]:
-        """The runs of placeholders of an image, so much further on than in its document.
+        """Return the runs of placeholders of an image, moved by `shift` from their places in its document.
 
-        They are one, but where its processor puts other tokens between rows.
+        There is one run, unless the processor puts other tokens between rows.
         """
         document, image, _ = self.table[number]
         if image.stop - image.start == image.rows:
@@ -157,7 +161,7 @@ class ShownImages:
         return tuple((int(a), int(b)) for a, b in Partition.from_rows([places]).runs(0).tolist())
 
     def positions(self, ids: npt.NDArray[np.int64], numbers: Sequence[int]) -> npt.NDArray[np.int64] | None:
-        """The positions (n, T) of these tokens (T,), in which these images stand; None where they are plain."""
+        """Return the positions (n, T) of tokens (T,) with these images; None if they are plain."""
         placed = [self.table[number] for number in numbers]
         grids = np.array([p.image.grid for p in placed if p.image.frame < 0], dtype=np.int64)
         if self.videos is None:
@@ -166,7 +170,7 @@ class ShownImages:
 
 
 def _videos(groups: Iterable[PlacedImage]) -> Iterator[Video]:
-    """The videos that groups of frames make, in order; of one that is cut what is there."""
+    """Yield the videos of groups of frames, in order; of a video that was cut, the groups that are present."""
     for _, several in groupby(groups, key=lambda placed: (placed.document, placed.image.number)):
         first, *others = (placed.image for placed in several)
         yield Video((1 + len(others), *first.grid[1:]), first.seconds)

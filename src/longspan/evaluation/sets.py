@@ -21,7 +21,7 @@ from longspan.config.sections import RunConfig
 from longspan.corpus.build import ensure_corpus
 from longspan.corpus.corpus_settings import CorpusSettings
 from longspan.corpus.image_documents import with_images
-from longspan.corpus.run_corpus import given_tokenizer, open_shared_corpus
+from longspan.corpus.run_corpus import configured_tokenizer, open_shared_corpus
 from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.step_order import sample_documents
@@ -135,7 +135,7 @@ def _shared_corpus(config: RunConfig, entry: EvalConfig, world: World, log: LogL
         folder.parent.mkdir(exist_ok=True)
         say = lambda text: log(f"evaluation set {entry.name}: {text}")  # noqa: E731
         with naming_file(folder):
-            tokenizer = given_tokenizer(config) or load_tokenizer(directory)
+            tokenizer = configured_tokenizer(config) or load_tokenizer(directory)
             ensure_corpus(settings, directory, tokenizer=tokenizer, resumed=False, log=say)
 
     on_first_rank(world, build, DataError)

@@ -36,8 +36,8 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
     "another image's pixels": (
         (
             "corpus.image_reader",
-            "self._loaded(placed, self._files(placed))",
-            "self._loaded(placed, self._files(self._table[0]))",
+            "self._load(placed, self._files(placed))",
+            "self._load(placed, self._files(self._table[0]))",
         ),
         tables.test_bytes_in_tables,
     ),
@@ -74,7 +74,7 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
         family("llava_onevision"),
     ),
     "places in the row, not in its part": (
-        ("corpus.store.document_encoder", "_moved(image, -part.start)", "_moved(image, 0)"),
+        ("corpus.store.document_encoder", "_shift(image, -part.start)", "_shift(image, 0)"),
         tables.test_long_documents_are_cut_before_an_image,
     ),
     "cut in an image": (

@@ -97,11 +97,13 @@ def test_all_frames_become_one_size(kind: str, frames: int, size: Any, bounds: A
     folder = FOLDERS["qwen2.5-vl" if kind.startswith("Qwen2") else "qwen3-vl"](tmp_path / "model")
     videos = load_processor(folder.absolute()).videos
     assert videos.kind == kind and videos.group == 2
-    videos.said["size"] = dict(zip(("shortest_edge", "longest_edge"), bounds, strict=True))
+    videos.settings["size"] = dict(zip(("shortest_edge", "longest_edge"), bounds, strict=True))
     assert videos.grid(frames, size) == grid
     pictures = [Image.new("RGB", size[::-1], (255, 0, 0)), Image.new("RGB", size[::-1], (0, 0, 255))]
     pixels = videos.pixels(pictures, (1, *grid[1:])).view(-1, 3, 2, 16)  # one colour: whatever the size
-    low, high = (np.array(x) for x in zip(*[((0 - m) / s, (1 - m) / s) for m, s in _normal(videos.said)], strict=True))
+    low, high = (
+        np.array(x) for x in zip(*[((0 - m) / s, (1 - m) / s) for m, s in _normal(videos.settings)], strict=True)
+    )
     expected = np.stack([[high[0], low[1], low[2]], [low[0], low[1], high[2]]], 1)
     np.testing.assert_allclose(pixels[3, :, :, 7].numpy(), expected, atol=1e-5)
 

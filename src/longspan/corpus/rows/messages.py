@@ -5,59 +5,60 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from longspan.corpus.rows.sample import RowError, kind_of_value, shown
+from longspan.corpus.rows.sample import RowError, preview, type_name
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-LEARNT = ("weight", "train", "loss")  # keys of a message that say whether it is learnt, in formats of others
+LEARNT = ("weight", "train", "loss")  # keys of a message, in other formats, that decide whether it is learnt
 _NOT_READ = re.compile(r".*masks?|masked|train_detail|loss_.*|.*_weight")
 
 
-def messages_of(value: Any, name: str = "messages", *, images: bool = False) -> list[dict[str, Any]]:
-    """Messages, each an object with a role. Raises RowError for anything else, and for parts that are no text.
+def check_messages(value: Any, name: str = "messages", *, images: bool = False) -> list[dict[str, Any]]:
+    """Check messages, each an object with a role. Raises RowError for anything else, and for parts that are no text.
 
-    With `images` a part may be one, or a video.
+    With `images` a part may be an image or a video.
     """
     if not isinstance(value, list) or not value:
         raise RowError(
-            f'"{name}" is {"empty" if value == [] else kind_of_value(value)}; give a list of objects with role and '
-            "content"
+            f'"{name}" is {"empty" if value == [] else type_name(value)}; give a list of objects with role and content'
         )
-    return [_message(message, f"{name}[{i}]", images) for i, message in enumerate(value)]
+    return [_check_message(message, f"{name}[{i}]", images) for i, message in enumerate(value)]
 
 
-def _message(message: Any, name: str, images: bool) -> dict[str, Any]:
+def _check_message(message: Any, name: str, images: bool) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         hint = "; from and value are called role and content here" if _is_sharegpt(message) else ""
-        raise RowError(f"{name} needs an object with a string role; found {shown(message)}{hint}")
+        raise RowError(f"{name} needs an object with a string role; found {preview(message)}{hint}")
     content = message.get("content")
     if isinstance(content, list):
-        content = [_without_nulls(part) for part in content]  # templates ask whether a part has a key
+        content = [_drop_nulls(part) for part in content]  # templates ask whether a part has a key
         message = {**message, "content": content}
         for k, part in enumerate(content):
             if images and part in ({"type": "image"}, {"type": "video"}):
                 continue
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-                kind = part.get("type", "no text") if isinstance(part, dict) else kind_of_value(part)
+                kind = part.get("type", "no text") if isinstance(part, dict) else type_name(part)
                 read = "text, images and videos" if images else "text"
                 raise RowError(f"{name}.content[{k}] is {kind}; only parts of {read} are read")
     elif content is not None and not isinstance(content, str):
-        raise RowError(f"{name}.content is {kind_of_value(content)}; give a string: {shown(content)}")
+        raise RowError(f"{name}.content is {type_name(content)}; give a string: {preview(content)}")
     _check_calls(message.get("tool_calls"), f"{name}.tool_calls")
     _check_learnt(message, name)
     return message
 
 
-def _without_nulls(part: Any) -> Any:
+def _drop_nulls(part: Any) -> Any:
     return {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else part
 
 
 def _check_learnt(message: Mapping[str, Any], name: str) -> None:
     for key, value in message.items():
         if value is not None and key in LEARNT and value not in (0, 1):
-            raise RowError(f"{name}.{key} is {shown(value)}; give 0 where the message is no target, and 1 where it is")
+            raise RowError(
+                f"{name}.{key} is {preview(value)}; give 0 where the message is no target, and 1 where it is"
+            )
         if value and key in LEARNT and message["role"] != "assistant":
             raise RowError(
-                f"{name}.{key} is {shown(value)}, and only what an assistant says is learnt; its role is "
+                f"{name}.{key} is {preview(value)}, and only what an assistant says is learnt; its role is "
                 f"{message['role']}: leave {key} out, or give 0"
             )
         if value is not None and _NOT_READ.fullmatch(key):
@@ -67,10 +68,10 @@ def _check_learnt(message: Mapping[str, Any], name: str) -> None:
             )
 
 
-def learnt_of(messages: Sequence[Mapping[str, Any]], first: int) -> list[int]:
-    """The assistant's messages from `first` on that are learnt: those of which no key says otherwise.
+def learnt_messages(messages: Sequence[Mapping[str, Any]], first: int) -> list[int]:
+    """List the assistant's messages from `first` on that are learnt: those whose keys do not turn it off.
 
-    Raises RowError where there are none.
+    Raises RowError if there are none.
     """
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
     if not answers:
@@ -85,15 +86,15 @@ def _check_calls(calls: Any, name: str) -> None:
     if calls is None or calls == []:
         return
     if not isinstance(calls, list):
-        raise RowError(f"{name} is {kind_of_value(calls)}; give a list of calls")
+        raise RowError(f"{name} is {type_name(calls)}; give a list of calls")
     for k, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RowError(f"{name}[{k}] names no function; give name and arguments: {shown(call)}")
+            raise RowError(f"{name}[{k}] names no function; give name and arguments: {preview(call)}")
 
 
-def tools_of(value: Any) -> list[Any] | None:
-    """The tools of a row: a list of schemas, or its JSON; None where there are none."""
+def read_tools(value: Any) -> list[Any] | None:
+    """Read the tools of a row: a list of schemas, or its JSON; None if there are none."""
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None
@@ -102,7 +103,7 @@ def tools_of(value: Any) -> list[Any] | None:
     if value is None or value == []:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise RowError(f'"tools" is {kind_of_value(value)}; give a list of objects: {shown(value)}')
+        raise RowError(f'"tools" is {type_name(value)}; give a list of objects: {preview(value)}')
     return value
 
 

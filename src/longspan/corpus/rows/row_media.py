@@ -1,4 +1,9 @@
-"""The images and videos of a row, each kind in the order in which its texts name them."""
+"""The images and videos of a row, and the entries that give them.
+
+An image is a path, a file: or data: URL, or bytes, also in base64; a video is a list of frames with their times.
+Nothing is downloaded. Whether a file exists and is an image is checked when it is opened. Which keys and parts have
+entries is in `named_media.py`.
+"""
 
 import base64
 import re
@@ -10,8 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes
 
-from longspan.corpus.images.image_file import ImageFile, VideoFile, shown_path
-from longspan.corpus.rows.sample import RowError, kind_of_value, shown
+from longspan.corpus.images.image_file import ImageFile, VideoFile, shorten_path
+from longspan.corpus.rows.sample import RowError, preview, type_name
 from longspan.errors import DataError, counted
 
 _LONGEST_PATH = 4096  # characters, which no system takes more of
@@ -19,8 +24,8 @@ _BASE64 = re.compile(r"(?:iVBORw0|/9j/|R0lGOD|UklGR)[A-Za-z0-9+/\s]{64,}={0,2}\s
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{1,11}://|file:", re.IGNORECASE)
 
 
-def image_of(entry: Any, folder: str, name: str) -> ImageFile:
-    """The image that an entry called `name` stands for, of a file in this folder. Raises RowError for what is none.
+def read_image_entry(entry: Any, folder: str, name: str) -> ImageFile:
+    """Read the entry of an image, called `name`, of a row of a file in this folder. Raises RowError if it is none.
 
     >>> image_of("a.png", "/data", "images[0]").path
     '/data/a.png'
@@ -28,12 +33,12 @@ def image_of(entry: Any, folder: str, name: str) -> ImageFile:
     if isinstance(entry, dict):
         check_entry_keys(entry, ("bytes", "path"), name)
         if data := entry.get("bytes"):
-            return ImageFile("", data if isinstance(data, bytes) else _decoded(data, f"{name}.bytes"))
+            return ImageFile("", data if isinstance(data, bytes) else _decode_base64(data, f"{name}.bytes"))
         entry = entry.get("path")
     if isinstance(entry, bytes) and entry:
         return ImageFile("", entry)
     if not isinstance(entry, str) or not entry:
-        kind = "an empty string" if entry == "" else kind_of_value(entry)
+        kind = "an empty string" if entry == "" else type_name(entry)
         raise RowError(f'{name} is {kind}; give a path, or {{"bytes": …}} as parquet files have them')
     if entry[:5].lower() == "data:":
         return ImageFile("", _data_of_url(entry, name))
@@ -43,19 +48,19 @@ def image_of(entry: Any, folder: str, name: str) -> ImageFile:
     return ImageFile(str(Path(folder, path).absolute()))
 
 
-def check_entry_keys(entry: Mapping[str, Any], known: Collection[str], name: str) -> None:
-    """Raise RowError where an entry has a key, with a value, that nothing here reads."""
-    unknown = [key for key, value in entry.items() if key not in known and value is not None and value != ""]
+def check_entry_keys(entry: Mapping[str, Any], keys: Collection[str], name: str) -> None:
+    """Raise RowError if an entry has a key with a value that is not read."""
+    unknown = [key for key, value in entry.items() if key not in keys and value is not None and value != ""]
     if unknown:
         listed = " and ".join(f'"{key}"' for key in unknown[:3])
         raise RowError(
-            f"{name} has {listed}, and {', '.join(known)} alone are read of it; leave it out: sizes are set in the "
+            f"{name} has {listed}, and {', '.join(keys)} alone are read of it; leave it out: sizes are set in the "
             "files of the model folder's processor"
         )
 
 
 def _path(entry: str, name: str) -> str:
-    """The path that an entry is, or that its file: URL has."""
+    """Return the path of an entry, or of its file: URL."""
     scheme = _SCHEME.match(entry)
     if scheme is None:
         if _BASE64.fullmatch(entry):
@@ -69,30 +74,30 @@ def _path(entry: str, name: str) -> str:
             )
         return entry
     if scheme.group().lower().rstrip("/") != "file:":
-        raise RowError(f"{name} is {shown_path(entry)!r}; nothing is downloaded: give the path of a file here")
+        raise RowError(f"{name} is {shorten_path(entry)!r}; nothing is downloaded: give the path of a file here")
     path = entry[len("file:") :]
     if path.startswith("//"):
         host, slash, path = path[2:].partition("/")
         if host not in ("", "localhost"):
             raise RowError(
-                f"{name} is {shown_path(entry)!r}, a file of the host {host!r}; nothing is downloaded: a file here is "
-                "file:///…, with three slashes, or a path"
+                f"{name} is {shorten_path(entry)!r}, a file of the host {host!r}; nothing is downloaded: a file here "
+                "is file:///…, with three slashes, or a path"
             )
         path = slash + path
     return unquote(path)
 
 
 def _data_of_url(url: str, name: str) -> bytes:
-    """The bytes that a data: URL brings."""
+    """Return the bytes of a data: URL."""
     header, comma, text = url.partition(",")
     if not comma or not text:
-        raise RowError(f"{name} is {shown_path(url)!r}, which brings no bytes; give data:image/png;base64,…")
-    return _decoded(text, name) if header.lower().endswith(";base64") else unquote_to_bytes(text)
+        raise RowError(f"{name} is {shorten_path(url)!r}, which brings no bytes; give data:image/png;base64,…")
+    return _decode_base64(text, name) if header.lower().endswith(";base64") else unquote_to_bytes(text)
 
 
-def _decoded(text: Any, name: str) -> bytes:
+def _decode_base64(text: Any, name: str) -> bytes:
     if not isinstance(text, str):
-        raise RowError(f"{name} is {kind_of_value(text)}; give base64 in a string")
+        raise RowError(f"{name} is {type_name(text)}; give base64 in a string")
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except ValueError as error:
@@ -101,7 +106,7 @@ def _decoded(text: Any, name: str) -> bytes:
 
 @dataclass(frozen=True)
 class RowMedia:
-    """What a row shows beside its texts."""
+    """The images and videos of a row."""
 
     images: Sequence[ImageFile] = ()
     videos: Sequence[VideoFile] = ()
@@ -110,11 +115,11 @@ class RowMedia:
         return len(self.images) + len(self.videos)
 
     def first(self, images: int, videos: int) -> "RowMedia":
-        """So many of each, from the beginning."""
+        """Return the first `images` images and `videos` videos."""
         return RowMedia(self.images[:images], self.videos[:videos])
 
     def check_pixels(self) -> None:
-        """Read the pixels of all. Raises RowError, naming it, for one that is broken."""
+        """Read the pixels of all. Raises RowError for a broken one, with its name."""
         files = [(f"images[{i}]", file) for i, file in enumerate(self.images)]
         for i, video in enumerate(self.videos):
             files += [(f"videos[{i}]: frames[{k}]", file) for k, file in enumerate(video.frames)]
@@ -125,7 +130,7 @@ class RowMedia:
                 raise RowError(f"{name}: {error}") from error
 
     def in_order(self, kinds: Sequence[str]) -> Iterator[tuple[str, ImageFile | VideoFile]]:
-        """Each with its name (`images[0]`), where these kinds ("image", "video") follow one another."""
+        """Yield each with its name (`images[0]`), in the order of these kinds ("image", "video")."""
         counts = {"image": 0, "video": 0}
         for kind in kinds:
             number = counts[kind]
@@ -141,12 +146,12 @@ _RATES = ("fps", "sample_fps")
 TIMES = (*_RATES, "timestamps")
 
 
-def video_of(entry: Any, folder: str, name: str, beside: Mapping[str, Any] | None = None) -> VideoFile:
-    """A video as a row has it: a list of frames, or an object with `frames` and `fps` or `timestamps`.
+def read_video_entry(entry: Any, folder: str, name: str, part: Mapping[str, Any] | None = None) -> VideoFile:
+    """Read the entry of a video: a list of frames, or an object with `frames` and `fps` or `timestamps`.
 
-    These may also stand `beside` a list. Raises RowError for what is none.
+    A `part` of a message may have these times next to its list. Raises RowError if it is no video.
     """
-    times = {key: beside[key] for key in TIMES if beside and beside.get(key) is not None}
+    times = {key: part[key] for key in TIMES if part and part.get(key) is not None}
     frames = entry
     if isinstance(entry, dict):
         check_entry_keys(entry, ("frames", *TIMES), name)
@@ -154,33 +159,33 @@ def video_of(entry: Any, folder: str, name: str, beside: Mapping[str, Any] | Non
             raise RowError(f"{name} has {', '.join(times)} beside an object of frames; give them in one place")
         frames, times = entry.get("frames"), entry
     if not isinstance(frames, list):
-        what = shown(frames) if isinstance(frames, str) else kind_of_value(frames)
+        shown = preview(frames) if isinstance(frames, str) else type_name(frames)
         raise RowError(
-            f"{name} is {what}; files of videos are not read here: give its frames as a list of images, or as "
+            f"{name} is {shown}; files of videos are not read here: give its frames as a list of images, or as "
             '{"frames": […], "fps": 2}'
         )
     if not frames:
         raise RowError(f"{name} has no frames; leave it out")
-    files = tuple(image_of(frame, folder, f"{name}.frames[{i}]") for i, frame in enumerate(frames))
-    return VideoFile(files, *_times(times, len(files), name))
+    files = tuple(read_image_entry(frame, folder, f"{name}.frames[{i}]") for i, frame in enumerate(frames))
+    return VideoFile(files, *_read_times(times, len(files), name))
 
 
-def _times(said: Mapping[str, Any], frames: int, name: str) -> tuple[tuple[float, ...], float]:
-    """The second of each frame, and the seconds from one to the next, in the mean."""
-    rate = next((said[key] for key in _RATES if said.get(key) is not None), None)
-    times = said.get("timestamps")
+def _read_times(entry: Mapping[str, Any], frames: int, name: str) -> tuple[tuple[float, ...], float]:
+    """Return the time of each frame in seconds, and the mean seconds from one to the next."""
+    rate = next((entry[key] for key in _RATES if entry.get(key) is not None), None)
+    times = entry.get("timestamps")
     if times is None:
         rate = FPS if rate is None else rate
         if not _is_number(rate) or not rate > 0:
-            raise RowError(f"{name} has fps {shown(rate)}; give the frames a second as a number above 0")
+            raise RowError(f"{name} has fps {preview(rate)}; give the frames a second as a number above 0")
         return tuple(i / rate for i in range(frames)), 1 / rate
     if rate is not None:
         raise RowError(f"{name} has fps and timestamps, which both say when frames stand; give one of them")
     if not isinstance(times, list) or not all(map(_is_number, times)) or len(times) != frames:
-        found = counted(len(times), "number") if isinstance(times, list) else kind_of_value(times)
-        raise RowError(f"{name} has timestamps of {found} for {counted(frames, 'frame')}; give each its second")
+        count = counted(len(times), "number") if isinstance(times, list) else type_name(times)
+        raise RowError(f"{name} has timestamps of {count} for {counted(frames, 'frame')}; give each its second")
     if any(b <= a for a, b in pairwise(times)) or times[0] < 0:
-        raise RowError(f"{name} has timestamps that do not rise from 0 or later: {shown(times)}")
+        raise RowError(f"{name} has timestamps that do not rise from 0 or later: {preview(times)}")
     spread = (times[-1] - times[0]) / (frames - 1) if frames > 1 else 1 / FPS
     return tuple(float(time) for time in times), spread
 

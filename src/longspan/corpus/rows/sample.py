@@ -1,4 +1,7 @@
-"""A row of data, what it becomes, and how that may be set. Nothing here reads files or knows a tokenizer."""
+"""A row of data, the samples that it becomes, the settings for that, and checks of a row's values.
+
+A check raises what is wrong as one line. Files and tokenizers are not used here.
+"""
 
 import json
 import re
@@ -13,31 +16,31 @@ from longspan.data.images import SampleImage
 
 
 class RowError(Exception):
-    """What is wrong with a row, in one line without its place. `masked`: only that nothing of it is a target."""
+    """What is wrong with a row, in one line without its place. `masked`: only that none of its tokens is a target."""
 
     def __init__(self, reason: str, *, masked: bool = False) -> None:
         super().__init__(reason)
         self.masked = masked
 
 
-def needed(values: Mapping[str, Any], key: str) -> Any:
-    """The value of a key. Raises RowError where a row does not have it."""
+def require_key(values: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a key. Raises RowError if a row does not have it."""
     if key not in values:
-        what = "an object with a string" if key in ("text", "prompt", "completion") else "an object with"
-        raise RowError(f'needs {what} "{key}"; found keys {sorted(values)}')
+        kind = "an object with a string" if key in ("text", "prompt", "completion") else "an object with"
+        raise RowError(f'needs {kind} "{key}"; found keys {sorted(values)}')
     return values[key]
 
 
-def string(value: Any, name: str) -> str:
-    """A text of a row. Raises RowError for another type, and for half of a surrogate pair."""
+def require_string(value: Any, name: str) -> str:
+    """Return a text of a row. Raises RowError for another type, and for a lone surrogate."""
     if not isinstance(value, str):
-        raise RowError(f'needs an object with a string "{name}"; "{name}" is {kind_of_value(value)}: {shown(value)}')
+        raise RowError(f'needs an object with a string "{name}"; "{name}" is {type_name(value)}: {preview(value)}')
     check_characters(value, "its text" if name == "text" else f'its "{name}"')
     return value
 
 
 def check_characters(text: str, of: str) -> None:
-    """Raise RowError for half of a surrogate pair, which JSON can write and no tokenizer can read."""
+    """Raise RowError for a lone surrogate, which JSON can write and no tokenizer can read."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -48,7 +51,7 @@ def check_characters(text: str, of: str) -> None:
 
 
 def check_strings(value: Any, name: str, special: re.Pattern[str] | None) -> None:
-    """Raise RowError for a string in a value that is half a character, or names a special token."""
+    """Raise RowError for a string in a value with a lone surrogate or the name of a special token."""
     for path, text in strings(value, name):
         check_characters(text, path)
         if special is not None and (match := special.search(text)):
@@ -59,7 +62,7 @@ def check_strings(value: Any, name: str, special: re.Pattern[str] | None) -> Non
 
 
 def strings(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Every string in a JSON value, keys of objects too, and where it stands: `messages[2].content`."""
+    """Yield every string in a JSON value, keys of objects too, with its place: `messages[2].content`."""
     if isinstance(value, str):
         yield name, value
     elif isinstance(value, dict):
@@ -71,24 +74,24 @@ def strings(value: Any, name: str) -> Iterator[tuple[str, str]]:
             yield from strings(inner, f"{name}[{i}]")
 
 
-def with_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value with every string in it changed, keys of objects too."""
+def map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a JSON value with every string in it changed, keys of objects too."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {change(str(key)): with_strings(inner, change) for key, inner in value.items()}
-    return [with_strings(inner, change) for inner in value] if isinstance(value, list) else value
+        return {change(str(key)): map_strings(inner, change) for key, inner in value.items()}
+    return [map_strings(inner, change) for inner in value] if isinstance(value, list) else value
 
 
-def kind_of_value(value: Any) -> str:
-    """The name of a JSON value's type."""
+def type_name(value: Any) -> str:
+    """Return the name of a JSON value's type."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return {str: "a string", list: "a list", dict: "an object"}.get(type(value), "a number")
 
 
-def shown(value: Any) -> str:
-    """The beginning of a value, for a message."""
+def preview(value: Any) -> str:
+    """Return the beginning of a value, for a message."""
     return json.dumps(value, default=str)[:60]
 
 
@@ -96,9 +99,9 @@ Turns = Literal["together", "split"]
 
 
 class Row(NamedTuple):
-    """One row of data as a file has it, and where it stands: `Row("chat.jsonl, line 7", {"messages": […]})`.
+    """One row of data as in its file, with its place: `Row("chat.jsonl, line 7", {"messages": […]})`.
 
-    `folder` is that of its file, where relative paths of images begin.
+    Relative paths of images begin in `folder`, the folder of its file.
     """
 
     where: str
@@ -107,8 +110,8 @@ class Row(NamedTuple):
 
 
 class Unseen(NamedTuple):
-    """How much of a document's assistant turns is no target: thoughts and other texts that the template leaves out,
-    wholly or in part, and turns that are blank."""
+    """Counts of what is no target in a document's assistant turns: thoughts and other texts that the template leaves
+    out, wholly or in part, and turns that are blank."""
 
     unseen_thoughts: int = 0
     unseen_texts: int = 0
@@ -116,10 +119,10 @@ class Unseen(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """The tokens of one document (n,), and its labels (n,): −100 where a token is no target.
+    """The tokens of one document (n,), and its labels (n,), −100 for tokens that are no targets.
 
-    Labels stand as in Hugging Face's, not shifted. None: every token but the first is a target. `row` is the index of
-    its row among those that were encoded with it: a conversation that is split gives several samples.
+    Labels are not shifted, as in Hugging Face's. None: every token except the first is a target. `row` is the index of
+    its row among those that were encoded together: a conversation that is split gives several samples.
     """
 
     ids: npt.NDArray[np.int64]
@@ -130,7 +133,7 @@ class Sample(NamedTuple):
 
 
 class BadRow(NamedTuple):
-    """A row that gives no document, and why. `masked`: nothing of it is a target, so that it is counted and skipped."""
+    """A row that gives no document, with the reason. `masked`: none of its tokens is a target; it is only counted."""
 
     where: str
     reason: str
@@ -139,13 +142,13 @@ class BadRow(NamedTuple):
 
 @dataclass(frozen=True)
 class RowSettings:
-    """What decides the tokens of rows beside the tokenizer.
+    """What decides the tokens of rows in addition to the tokenizer.
 
     `parse_special_tokens`: names of special tokens in texts are read as these tokens. `turns`: "together" makes one
-    document of a conversation, "split" one of each assistant turn, with what stood before it. `date_string`: the day
-    that templates are told where they ask, so that a conversation has the same tokens on every day.
+    document of a conversation, "split" one of each assistant turn with the messages before it. `date_string`: the day
+    for templates that write one, so that a conversation has the same tokens on every day.
     """
 
     parse_special_tokens: bool = False
     turns: Turns = "together"
-    date_string: str = "26 Jul 2024"  # what Llama 3's templates write where they are told none
+    date_string: str = "26 Jul 2024"  # the default of Llama 3's templates

@@ -1,4 +1,7 @@
-"""Documents whose tokens are not stored: their rows are read and encoded again whenever a rank asks for them."""
+"""Documents whose tokens are not stored (data.cache "none"): a row is read and encoded again when a rank reads it.
+
+`open_corpus` opens any corpus, with stored tokens or without.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -18,7 +21,7 @@ from longspan.errors import DataError
 if TYPE_CHECKING:
     from longspan.corpus.rows.encoding import RowEncoding
 
-KEPT_TOKENS = 1 << 22  # of rows that were encoded last
+KEPT_TOKENS = 1 << 22  # of the rows encoded last, which stay in memory
 _OPEN_FILES = 16
 Encodings = Callable[[], "tuple[RowEncoding, ...]"]
 
@@ -45,14 +48,14 @@ def _make_tokens(place: Path, manifest: Manifest, tokenizer_folder: Path, record
 
 
 class EncodedRow(NamedTuple):
-    """The tokens of one row, and their codes."""
+    """The tokens of a row, and their codes."""
 
     ids: Integers
     codes: Integers
 
 
 class StreamedTokens:
-    """The tokens of documents in a folder that says where their rows stand."""
+    """The tokens of documents, made from their rows, whose places are in the documents' folder (a `TokenSource`)."""
 
     def __init__(self, folder: Path, manifest: Manifest, encodings: Encodings) -> None:
         self._sources = SourceLines(folder)
@@ -67,11 +70,11 @@ class StreamedTokens:
         self._kept = 0
 
     def ids(self, document: int, positions: Integers) -> Integers:
-        """The tokens of a document at these positions."""
+        """Return the tokens of a document at these positions."""
         return self._row(document).ids[positions + int(self._starts[document])]
 
     def codes(self, document: int, positions: Integers) -> Any:
-        """Their codes."""
+        """Return their codes."""
         return self._row(document).codes[positions + int(self._starts[document])]
 
     def _row(self, document: int) -> EncodedRow:
@@ -79,13 +82,13 @@ class StreamedTokens:
         if place in self._rows:
             self._rows.move_to_end(place)
             return self._rows[place]
-        row = self._rows[place] = self._encoded(document, *place)
+        row = self._rows[place] = self._encode_row(document, *place)
         self._kept += len(row.ids)
         while self._kept > KEPT_TOKENS and len(self._rows) > 1:
             self._kept -= len(self._rows.popitem(last=False)[1].ids)
         return row
 
-    def _encoded(self, document: int, file: int, position: int) -> EncodedRow:
+    def _encode_row(self, document: int, file: int, position: int) -> EncodedRow:
         row = self._file(file).row_at(position)
         source = 0 if self._source_of is None else int(self._source_of[document])
         samples = [row] if isinstance(row, BadRow) else self._encoding(source).encode([row])

@@ -18,8 +18,8 @@ from transformers import PreTrainedConfig
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, on_every_rank
 from longspan.config.sections import DataConfig, RunConfig
-from longspan.corpus.corpus_settings import CorpusSettings, recipe_of, rows_lines, what_is_left_out
-from longspan.corpus.files import KnownSums
+from longspan.corpus.corpus_settings import CorpusSettings, describe_left_out, describe_rows, make_recipe
+from longspan.corpus.files import FileSums
 from longspan.corpus.image_documents import with_images
 from longspan.corpus.rows.lines import special_line
 from longspan.corpus.run_corpus import corpus_line
@@ -126,8 +126,8 @@ def _build(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log: LogLin
     try:
         folder.mkdir()
         files = settings.files(folder)
-        recipe = recipe_of(settings, files, KnownSums().of(files, log), tokenizer)
-        for line in rows_lines(settings, recipe):
+        recipe = make_recipe(settings, files, FileSums().measure(files, log), tokenizer)
+        for line in describe_rows(settings, recipe):
             log(line)
         manifest = build_documents(recipe, folder / "corpus", log)
     except DataError as error:
@@ -135,7 +135,7 @@ def _build(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log: LogLin
     if manifest.special:
         log(special_line(manifest.special, parsed=manifest.parse_special_tokens))
     log(f"--data: {corpus_line(Corpus(folder / 'corpus'), [data.path])}")
-    for line in what_is_left_out(settings, folder, manifest, key="--max-document-tokens"):
+    for line in describe_left_out(settings, folder, manifest, key="--max-document-tokens"):
         log(line)
 
 

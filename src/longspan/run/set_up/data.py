@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, on_every_rank
 from longspan.config.sections import RunConfig
-from longspan.corpus.run_corpus import shared_corpus
+from longspan.corpus.run_corpus import build_shared_corpus
 from longspan.data.documents import Corpus
 from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import DataError
@@ -60,7 +60,7 @@ def open_data(
 ) -> RunData:
     """The documents of the run that goes on from this checkpoint, or begins. Raises ConfigError or DataError."""
     check_sources(config, world, model.get_text_config().vocab_size)
-    corpus = shared_corpus(config, world, model, resumed=checkpoint is not None, log=log)
+    corpus = build_shared_corpus(config, world, model, resumed=checkpoint is not None, log=log)
     order = step_order_of(config, corpus, version=order_version(checkpoint, world))
     log(documents_line(config, order))
     sets, run_dir = open_sets(config, corpus, corpus.select(order.evaluation), world, log), Path(config.run.dir)
