@@ -1,6 +1,6 @@
 """Documents of a corpus with images, as a step takes them: token ids, and the places of images among them.
 
-    corpus = Corpus(Path("runs/first/corpus"))
+    corpus = open_corpus(Path("runs/first/corpus"))
     show_images(corpus, configuration, Path("runs/first"))
     corpus.select([3, 7]).items                     # every rank knows the places; read(i) has the pixels of one
 
@@ -125,7 +125,7 @@ class ImageDocuments(CorpusDocuments, ReadsImages):
     def find_images(self, images: ShownImages) -> Iterator[ImagePlace]:
         """Find the images in them, in order of documents and of their places."""
         for index, document in enumerate(self.ids):
-            for number in images.table.of_document(document):
+            for number in images.table.document_images(document):
                 yield ImagePlace(index, number)
 
 
@@ -154,7 +154,7 @@ class ImagePacks(ReadsImages, Sequence[Pack]):
         """Find the images in them, in order of packs and of their places."""
         for index, pack in enumerate(self.packs):
             for end, piece in zip(pack.ends.tolist(), pack.pieces, strict=True):
-                for number in images.table.of_document(piece.document.number):
+                for number in images.table.document_images(piece.document.number):
                     if piece.start <= images.table[number].image.start < piece.stop:
                         yield ImagePlace(index, number, end - piece.stop)
 

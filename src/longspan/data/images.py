@@ -1,4 +1,4 @@
-"""The images of a folder of documents: where they stand among tokens, and where their bytes are.
+"""The images of a folder of documents: their places among tokens, and the places of their bytes.
 
 Each column of the table is an array in a file. Pixels are read in `longspan.corpus`.
 """
@@ -61,7 +61,7 @@ class SampleImage(NamedTuple):
 
 
 class PlacedImage(NamedTuple):
-    """An image of document number `document`, whose row stands at `position` of its file."""
+    """An image of document number `document`, whose row is at `position` of its file."""
 
     document: int
     image: SampleImage
@@ -112,7 +112,7 @@ class ImageTable:
     def __len__(self) -> int:
         return len(self._ends)
 
-    def of_document(self, document: int) -> range:
+    def document_images(self, document: int) -> range:
         """Return the numbers of a document's images."""
         first, last = np.searchsorted(self._columns["document"], (document, document + 1)).tolist()
         return range(first, last)

@@ -221,11 +221,11 @@ class PackOrder:
 
     def mean_pack(self, steps: int = 64) -> float:
         """Return the mean tokens of a pack in the first `steps` steps."""
-        borders = self._borders.of_step(steps - 1)
+        borders = self._borders.step_borders(steps - 1)
         return float(borders[-1]) / (steps * (len(borders) - 1))
 
     def _pieces(self, step: int) -> _StepPieces:
-        borders = self._borders.of_step(step)
+        borders = self._borders.step_borders(step)
         begin, end = int(borders[0]), int(borders[-1])
         part, ids, begins = self.stream.at_token(begin), list[Integers](), list[Integers]()
         while True:

@@ -18,7 +18,7 @@ _STRIDE = 64  # steps; the beginning of every 64th is kept
 class UncutSpans:
     """Spans (start, stop) of documents, sorted by document and start, none in another.
 
-    >>> UncutSpans(np.array([0, 4]), np.array([2, 0]), np.array([6, 3])).of(np.array([4, 7, 0]))
+    >>> UncutSpans(np.array([0, 4]), np.array([2, 0]), np.array([6, 3])).find(np.array([4, 7, 0]))
     (array([0, 2]), array([0, 2]), array([3, 6]))
     """
 
@@ -31,7 +31,7 @@ class UncutSpans:
         """The length of the longest span, 1 without spans."""
         return int((self.stops - self.starts).max(initial=1))
 
-    def of(self, documents: Integers) -> tuple[Integers, Integers, Integers]:
+    def find(self, documents: Integers) -> tuple[Integers, Integers, Integers]:
         """Return the spans of these documents: the index of each span's document, its start and its stop."""
         first, last = (np.searchsorted(self.documents, documents, side=side) for side in ("left", "right"))
         counts = last - first
@@ -43,14 +43,14 @@ class UncutSpans:
 class EqualBorders:
     """Borders of packs of a stream, `size` tokens from one to the next; a step takes `packs` packs.
 
-    >>> EqualBorders(8, packs=2).of_step(1)
+    >>> EqualBorders(8, packs=2).step_borders(1)
     array([16, 24, 32])
     """
 
     def __init__(self, size: int, packs: int) -> None:
         self._size, self._packs = size, packs
 
-    def of_step(self, step: int) -> Integers:
+    def step_borders(self, step: int) -> Integers:
         """Return where the packs of a step begin, and where the last one ends (packs + 1,)."""
         return np.arange(step * self._packs, (step + 1) * self._packs + 1) * self._size
 
@@ -71,12 +71,12 @@ class UncutBorders:
     def __init__(self, stream: DocumentStream, spans: UncutSpans, size: int, packs: int) -> None:
         self._stream, self._spans, self._size, self._packs = stream, spans, size, packs
         self._begins = array("q", [0])
-        self._block, self._of_part = lru_cache(maxsize=2)(self._borders), lru_cache(maxsize=2)(self._spans_of)
+        self._block, self._part_spans = lru_cache(maxsize=2)(self._borders), lru_cache(maxsize=2)(self._find_spans)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return UncutBorders, (self._stream, self._spans, self._size, self._packs)
 
-    def of_step(self, step: int) -> Integers:
+    def step_borders(self, step: int) -> Integers:
         """Return where the packs of a step begin, and where the last one ends (packs + 1,)."""
         block, index = divmod(step, _STRIDE)
         while len(self._begins) <= block:
@@ -98,7 +98,7 @@ class UncutBorders:
             border += self._size
             while border >= part.before + part.ends[-1]:
                 part = self._stream.after(part)
-            starts, stops = self._of_part(part.first)
+            starts, stops = self._part_spans(part.first)
             span = bisect_right(starts, border) - 1
             if span >= 0 and border < stops[span]:
                 border = starts[span]
@@ -107,9 +107,9 @@ class UncutBorders:
             self._begins.append(border)
         return np.array(borders, dtype=np.int64)
 
-    def _spans_of(self, first: int) -> tuple[list[int], list[int]]:
+    def _find_spans(self, first: int) -> tuple[list[int], list[int]]:
         """Return the starts and stops, in tokens of the stream, of the spans in the part that begins at this place."""
         part: StreamPart = self._stream.at(first)
-        place, starts, stops = self._spans.of(part.ids)
+        place, starts, stops = self._spans.find(part.ids)
         begins = part.before + part.ends[place]
         return (begins + starts).tolist(), (begins + stops).tolist()

@@ -135,8 +135,8 @@ def test_a_rank_reads_its_images_alone_and_ahead(trained: tuple[RunConfig, list[
     corpus = Corpus(Path(config.run.dir) / "corpus")
     order, images = step_order_of(config, corpus), corpus.images
     assert images is not None and isinstance(order, StepOrder)
-    steps = sum(len(images.of_document(d)) for step in range(4) for d in order.documents_of_step(step))
-    held_out = sum(len(images.of_document(d)) for d in order.evaluation)
+    steps = sum(len(images.document_images(d)) for step in range(4) for d in order.documents_of_step(step))
+    held_out = sum(len(images.document_images(d)) for d in order.evaluation)
     evaluations = 4  # after step 2, after the last at two degrees, and of samples
     once = steps + evaluations * held_out
     assert once <= first.given + second.given <= once + 4 + evaluations < 1.5 * once
