@@ -24,7 +24,7 @@ from bench.processes.emulated_nodes import run_on_nodes
 from longspan import Layout, World, evaluate, load_model, plan_fixed, prepare, run_step
 from longspan.bench.layers import with_layers
 from longspan.bench.record import open_record, where_it_ran, write_record
-from longspan.data.synthetic import synthetic_documents
+from longspan.data.document import synthetic_documents
 from longspan.model.presets import preset_config
 from longspan.plan import Plan
 from longspan.plan.hierarchy import hierarchical_groups, levels_of

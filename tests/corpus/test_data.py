@@ -17,12 +17,11 @@ from longspan import Layout, SequenceShard, plan_fixed
 from longspan.config.sections import DataConfig
 from longspan.corpus.build import ensure_corpus
 from longspan.corpus.corpus_settings import CorpusSettings
-from longspan.corpus.files import files_of_other_kinds, find_files
+from longspan.corpus.files import CorpusFile, files_of_other_kinds, find_files
 from longspan.corpus.first_rows import sample_texts
 from longspan.corpus.tokenizer import load_tokenizer, train_tokenizer
 from longspan.data.documents import Corpus, Manifest
-from longspan.data.left_out import LeftOut
-from longspan.data.store.sources import CorpusFile
+from longspan.data.manifest import LeftOut
 from longspan.errors import DataError
 from longspan.train.reading.read_rows import read_inputs_and_labels
 from tests.train.small import write_texts
@@ -132,7 +131,7 @@ def test_lines_that_are_no_texts(tmp_path: Path, text: str, message: str) -> Non
 
 def test_several_processes_give_the_documents_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts, documents = write_texts(tmp_path / "texts"), list[list[list[int]]]()
-    monkeypatch.setattr("longspan.corpus.store.recipe._IN_PROCESS_BYTES", {"text": 0})
+    monkeypatch.setattr("longspan.corpus.store.builder._IN_PROCESS_BYTES", {"text": 0})
     for workers in (1, 2):
         corpus = build(tmp_path / str(workers), texts, workers=workers, cache=str(tmp_path / f"cache {workers}"))
         documents.append([corpus[d][np.arange(len(corpus[d]))].tolist() for d in range(len(corpus))])
@@ -213,8 +212,8 @@ def test_what_stands_around_texts_and_special_tokens_in_them_is_said(tmp_path: P
         build(tmp_path, texts, resumed=True)
 
 
-def as_older_versions_kept_it(run_dir: Path, texts: Path) -> None:
-    """Put the documents of a run beside its record, as versions without a cache did."""
+def write_earlier_format(run_dir: Path, texts: Path) -> None:
+    """Put the documents of a run next to its record, as versions before 0.1 did."""
     folder, corpus = run_dir / "corpus", Corpus(run_dir / "corpus")
     documents = folder / json.loads((folder / "corpus.json").read_text())["documents"]
     for name in ("tokens.bin", "origins.npy"):
@@ -226,18 +225,22 @@ def as_older_versions_kept_it(run_dir: Path, texts: Path) -> None:
     (folder / "corpus.json").write_text(json.dumps({"path": str(texts), "sources": sources, **manifest}))
 
 
-def test_a_corpus_of_an_older_version_goes_on_with_its_run_and_is_built_again_for_another(tmp_path: Path) -> None:
+def test_a_corpus_of_an_earlier_format_is_refused_by_name_and_built_again_for_a_new_run(tmp_path: Path) -> None:
     texts, said = write_texts(tmp_path / "texts"), list[str]()
     before = build(tmp_path, texts)
-    as_older_versions_kept_it(tmp_path / "run", texts)
-    old = build(tmp_path, texts, said=said, resumed=True)
-    assert old.manifest.opening is None and (tmp_path / "run" / "corpus" / "tokens.bin").is_file()
-    assert old.lengths.tolist() == before.lengths.tolist() and old.origin(5) == before.origin(5)
-    assert old[5][np.arange(7)].tolist() == before[5][np.arange(7)].tolist()
-    assert [line.split()[0] for line in said] == ["cut"] and not said.clear()
-    with pytest.raises(DataError, match=r"data.max_document_tokens was 64 and is 32"):
-        build(tmp_path, texts, resumed=True, max_document_tokens=32)
-    assert build(tmp_path, texts, said=said).manifest.opening == ()
+    write_earlier_format(tmp_path / "run", texts)
+    refusal = (
+        r"corpus is a corpus in a format from before version 0.1: its corpus.json has the list of its source files.* "
+        r"start `longspan train` again, which builds it from data.path; a run with checkpoints needs .*run.dir"
+    )
+    with pytest.raises(DataError, match=refusal):
+        build(tmp_path, texts, resumed=True)
+    with pytest.raises(DataError, match=refusal):
+        Corpus(tmp_path / "run" / "corpus")
+    assert (tmp_path / "run" / "corpus" / "tokens.bin").is_file(), "a refusal removes nothing"
+    again = build(tmp_path, texts, said=said)
+    assert again.manifest == before.manifest and again.lengths.tolist() == before.lengths.tolist()
+    assert again[5][np.arange(7)].tolist() == before[5][np.arange(7)].tolist()
     assert said[0] == "the corpus changed (an older version of longspan built it): building it again"
     assert not (tmp_path / "run" / "corpus" / "tokens.bin").exists()
 

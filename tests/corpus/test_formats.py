@@ -14,10 +14,10 @@ import pytest
 from longspan.config.sections import DataConfig, SourceConfig
 from longspan.corpus.build import ensure_corpus
 from longspan.corpus.corpus_settings import CorpusSettings
-from longspan.corpus.formats.row_file import row_file
+from longspan.corpus.row_files import row_file
 from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from longspan.corpus.tokenizer_files import ends_of_generation
-from longspan.data.document import targets_of
+from longspan.data.document import target_count
 from longspan.data.documents import Corpus
 from longspan.errors import DataError
 
@@ -44,7 +44,7 @@ def contents(corpus: Corpus) -> list[tuple[list[int], list[int], int]]:
     for number, length in enumerate(corpus.lengths.tolist()):
         document, at = corpus[number], np.arange(length)
         labels = document.labels(at) if corpus.targets is not None else document[at]  # type: ignore[attr-defined]
-        result.append((document[at].tolist(), labels[1:].tolist(), targets_of(document)))
+        result.append((document[at].tolist(), labels[1:].tolist(), target_count(document)))
     return result
 
 

@@ -72,14 +72,14 @@ def test_long_texts_are_joined_from_pieces(kind: str) -> None:
     text = " ".join(TEXTS[i] for i in draw.integers(0, len(TEXTS), 400))
     whole = engine.encode(text, add_special_tokens=False).ids
     longest = 0
-    encode = long_texts._encoded
+    encode = long_texts._encode_piece
 
     def noted(engine: Tokenizer, text: str, begin: int, end: int) -> object:
         nonlocal longest
         longest = max(longest, end - begin)
         return encode(engine, text, begin, end)
 
-    with patch.object(long_texts, "_encoded", noted):
+    with patch.object(long_texts, "_encode_piece", noted):
         assert ids_in_pieces(engine, text, piece=2000, overlap=200).tolist() == whole
     assert 0 < longest < 3000
 
@@ -104,7 +104,7 @@ def test_other_models_are_encoded_as_a_whole() -> None:
 
 def test_overlaps_are_doubled_while_they_are_shorter_than_a_piece() -> None:
     engine, text = engine_of("gpt-2"), "a b" * 100
-    left = long_texts._encoded(engine, text, 0, 100)
+    left = long_texts._encode_piece(engine, text, 0, 100)
     pieces = [*long_texts._next_pieces(engine, text, left, 50, 8)]
     assert [(left.end - piece.begin, piece.end) for piece in pieces] == [(8, 150), (16, 150), (32, 150), (64, 150)]
 

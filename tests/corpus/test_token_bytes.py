@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from longspan.corpus.token_bytes import token_bytes
-from longspan.corpus.tokenizer import train_tokenizer
+from longspan.corpus.tokenizer import token_bytes, train_tokenizer
 
 TEXTS = ["def layout(rank):\n    return rank\n" * 5, "für alle Ränge: übrig ✓\n", "plan " * 30]
 BYTE_LEVEL = train_tokenizer(TEXTS, 300).engine

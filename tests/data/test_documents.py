@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.config.sections import RunConfig, SourceConfig
-from longspan.corpus.formats import packages
-from longspan.corpus.formats.chunk import Chunk
+from longspan.corpus.chunk import Chunk
+from longspan.corpus.files import SourceFile
+from longspan.corpus.row_files import import_reader
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.store.document_encoder import DocumentEncoder, Piece, labels_of
+from longspan.corpus.store.document_encoder import DocumentEncoder, FileChunk
 from longspan.corpus.tokenizer import load_tokenizer, train_tokenizer
-from longspan.data.documents import Corpus
-from longspan.data.store.manifest import Manifest, SourceLines
-from longspan.data.store.sources import Source
+from longspan.data.documents import Corpus, decode_labels
+from longspan.data.manifest import Manifest, SourceLines
 from longspan.errors import ConfigError, DataError
 from longspan.run.checks.data import check_data
 
@@ -54,9 +54,9 @@ def test_labels_are_cut_with_their_tokens(rows: list[list[tuple[int, str]]], lon
         parts = [slice(start, start + (longest or len(ids))) for start in starts]
         wanted += [(ids[p], labels[p][1:]) for p in parts if any(label != -100 for label in labels[p][1:])]
     chunk = Chunk("lines", "rows.jsonl", 0, 0, "\n".join(lines).encode(), 0)
-    encoded = DocumentEncoder((ENCODING,), longest, "<u4").encode([Piece(0, 0, chunk)])
+    encoded = DocumentEncoder((ENCODING,), longest, "<u4").encode([FileChunk(0, 0, chunk)])
     ids = encoded.ids.astype(np.int64)
-    labels = ids if encoded.codes is None else labels_of(ids, encoded.codes)
+    labels = ids if encoded.codes is None else decode_labels(ids, encoded.codes)
     ends = np.cumsum(encoded.lengths)
     cut = [
         (ids[e - n : e].tolist(), labels[e - n : e].tolist()[1:]) for e, n in zip(ends, encoded.lengths, strict=True)
@@ -74,7 +74,7 @@ def test_ten_million_documents_are_opened_in_little_memory(tmp_path: Path) -> No
         del column
     with (tmp_path / "tokens.bin").open("wb") as tokens:
         tokens.truncate(2 * length * documents)
-    SourceLines.write(tmp_path, [Source("rows.jsonl", 1, 1, "")])
+    SourceLines.write(tmp_path, [SourceFile("rows.jsonl", 1, 1, "")])
     (tmp_path / "corpus.json").write_text(Manifest("", 1, "<u2", 0, tokens=length * documents).to_json())
     tracemalloc.start()
     try:
@@ -100,7 +100,7 @@ def test_a_missing_package_is_named_with_what_installs_it(module: str, monkeypat
     monkeypatch.setitem(sys.modules, module, None)
     package = module.partition(".")[0]
     with pytest.raises(DataError, match=rf"rows is read with {package}, .*: pip install 'longspan\[data\]'"):
-        packages.needed(module, "rows")
+        import_reader(module, "rows")
 
 
 def test_two_builders_are_processes(tmp_path: Path) -> None:

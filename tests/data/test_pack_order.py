@@ -15,10 +15,9 @@ from torch.nn import functional as F
 from longspan import Document, Layout, World, plan_dynamic, plan_fixed, prepare, run_step
 from longspan.config.defaults import resolved
 from longspan.config.sections import DataConfig, RunConfig
+from longspan.data.document import LabelledPack, Piece
 from longspan.data.documents import Corpus
-from longspan.data.order.packs import LabelledPack, Piece
-from longspan.data.pack_order import PackOrder
-from longspan.data.step_order import StepOrder
+from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError
 from longspan.plan import Plan
 from longspan.run.config_check import check_config

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longspan.data.order.source import EQUAL_CUTS, FIRST_ORDER, ORDER, Mixture
-from longspan.data.step_order import StepOrder, some_documents
+from longspan.data.step_order import StepOrder, sample_documents
+from longspan.data.stream import EQUAL_CUTS, FIRST_ORDER, ORDER, Mixture
 from longspan.errors import DataError
 from longspan.run import resume
 
@@ -144,5 +144,5 @@ def test_a_source_of_which_nothing_is_left_is_refused() -> None:
 
 
 def test_some_documents_are_the_same_in_every_version() -> None:
-    assert some_documents(9, 0, seed=1) == some_documents(9, 9, seed=1) == tuple(range(9))
-    assert some_documents(1000, 5, seed=1) == (287, 641, 733, 876, 969)
+    assert sample_documents(9, 0, seed=1) == sample_documents(9, 9, seed=1) == tuple(range(9))
+    assert sample_documents(1000, 5, seed=1) == (287, 641, 733, 876, 969)

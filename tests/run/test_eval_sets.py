@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from longspan import World
 from longspan.config.sections import ModelConfig, RunConfig
-from longspan.corpus.run_corpus import shared_corpus
+from longspan.corpus.run_corpus import build_shared_corpus
 from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.documents import Corpus
 from longspan.errors import ConfigError, DataError, LongspanError
@@ -253,6 +253,6 @@ def test_rows_of_a_set_are_encoded_as_the_training_data_are(tmp_path: Path) -> N
     config = small_config(tmp_path, eval=[{"name": "a", "path": str(rows)}], **keys)
     model = preset_config("qwen3-tiny", vocab_size=400)
     with World(check_config(config, 1), backend="gloo") as world:
-        trained = shared_corpus(config, world, model, resumed=False, log=lambda _: None)
+        trained = build_shared_corpus(config, world, model, resumed=False, log=lambda _: None)
         evaluated = open_set(config, config.eval[0], world, lambda _: None).documents.corpus  # type: ignore[attr-defined]
     assert trained.manifest.encodings == evaluated.manifest.encodings

@@ -22,7 +22,7 @@ from longspan import World
 from longspan.checkpoint.files import step_of
 from longspan.config.file import load_config, to_toml
 from longspan.config.sections import RunConfig
-from longspan.data.order.source import ORDER
+from longspan.data.stream import ORDER
 from longspan.errors import (
     CheckpointError,
     ConfigError,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from longspan.corpus.images.stock_processor import FILES
+from longspan.corpus.images.without_torchvision import FILES
 from longspan.errors import ModelError
 from longspan.model.lora.save import CONFIGURATION
 from longspan.model.weights.saved_folder import OF_MODEL, partial_folder, put_in_place

@@ -1,6 +1,6 @@
-"""The corpus of a run: which files it has, whether it changed, and where its documents are. One rank decides it.
+"""The corpus of a run: its source files, whether it changed, and the folder of its documents. One rank calls this.
 
-Tokens are made in `store/`, once for all runs that ask for the same.
+Documents are built in `store/`, once for all runs with the same files and settings.
 """
 
 import shutil
@@ -11,139 +11,142 @@ from itertools import islice
 from pathlib import Path
 
 from longspan.config.sections import DataConfig
-from longspan.corpus.corpus_settings import CorpusSettings, recipe_of, rows_lines, what_is_left_out
+from longspan.corpus.corpus_settings import CorpusSettings, describe_left_out, describe_rows, make_recipe
+from longspan.corpus.files import FileSums, LogLine, differences
 from longspan.corpus.first_rows import sample_texts
 from longspan.corpus.rows.lines import special_line
-from longspan.corpus.store.builder import build_documents
+from longspan.corpus.store.builder import Recipe, build_documents
 from longspan.corpus.store.cache import NONE, Cache, cache_folder, cannot_keep
-from longspan.corpus.store.recipe import Recipe
-from longspan.corpus.tokenizer import TextTokenizer, as_saved_beside, load_tokenizer, train_tokenizer
+from longspan.corpus.store.streamed import open_corpus
+from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer, reload_with_config, train_tokenizer
 from longspan.data.documents import Corpus
-from longspan.data.store.images import ImageTable
-from longspan.data.store.manifest import Manifest
-from longspan.data.store.record import FILE, Record, read_record
-from longspan.data.store.sources import KnownSums, LogLine, differences
+from longspan.data.images import ImageTable
+from longspan.data.manifest import FILE, Manifest, Record, read_record
 from longspan.errors import DataError, counted
 from longspan.files import write_atomically
 
-ROWS = "rows"  # folder of documents whose tokens are not stored, in the corpus's folder
+ROWS = "rows"  # the folder of documents without stored tokens, in the corpus's folder
 
 
 def ensure_corpus(
     settings: CorpusSettings, run_dir: Path, *, tokenizer: TextTokenizer | None, resumed: bool, log: LogLine
 ) -> Corpus:
-    """The corpus of a run, whose documents are made where they are not in the cache yet.
+    """Return the corpus of a run; documents that are not in the cache are built.
 
-    Without a `tokenizer` one is trained. What happens is logged, every few seconds. Raises DataError for sources that
-    are missing, empty or unreadable, and, where the run is `resumed`, for sources or settings that changed since it
-    began: its order would not hold.
+    Without a `tokenizer` one is trained. Progress is logged every few seconds. Raises DataError for sources that are
+    missing, empty or unreadable and, if the run is `resumed`, for sources or settings that changed since it began: the
+    order of its documents would be another one.
     """
-    corpus = _CorpusOfRun(settings, run_dir, log).ensured(tokenizer, resumed=resumed)
-    for line in what_is_left_out(settings, run_dir, corpus.manifest, key=f"{settings.prefix}max_document_tokens"):
+    corpus = _CorpusOfRun(settings, run_dir, log, resumed=resumed).ensure(tokenizer, resumed=resumed)
+    for line in describe_left_out(settings, run_dir, corpus.manifest, key=f"{settings.prefix}max_document_tokens"):
         log(line)
     return corpus
 
 
 class _CorpusOfRun:
-    """A corpus of a run as it is found, and as it is to be."""
+    """The recorded corpus of a run, compared with its settings and files now."""
 
-    def __init__(self, settings: CorpusSettings, run_dir: Path, log: LogLine) -> None:
+    def __init__(self, settings: CorpusSettings, run_dir: Path, log: LogLine, *, resumed: bool) -> None:
         self._settings, self._run_dir, self._log = settings, run_dir, log
         self._folder = run_dir / settings.folder
-        self._old = read_record(self._folder)
+        self._old = self._read_record(resumed=resumed)
         self._files = settings.files(run_dir)
-        self._cache = _cache(settings.data, run_dir, log)
-        known = () if self._old is None else self._old.sources(self._folder)
+        self._cache = _open_cache(settings.data, run_dir, log)
+        recorded = () if self._old is None else self._old.sources(self._folder)
         path = " ".join(path for _, path in settings.paths())
-        sums = KnownSums(None if self._cache is None else self._cache.sums_of(path), known or ())
-        self._sources = sums.of(self._files, log)
-        sums.keep(self._sources)
+        sums = FileSums(None if self._cache is None else self._cache.sums_file(path), recorded or ())
+        self._sources = sums.measure(self._files, log)
+        sums.save(self._sources)
 
-    def ensured(self, tokenizer: TextTokenizer | None, *, resumed: bool) -> Corpus:
-        """The corpus, as it was where nothing changed. Raises DataError where a resumed run's changed."""
+    def _read_record(self, *, resumed: bool) -> Record | None:
+        """Read the record of the run; one of an earlier format is removed with its documents, unless it is resumed."""
+        try:
+            return read_record(self._folder)
+        except DataError:
+            if resumed:
+                raise
+            self._log("the corpus changed (an older version of longspan built it): building it again")
+            shutil.rmtree(self._folder)
+            return None
+
+    def ensure(self, tokenizer: TextTokenizer | None, *, resumed: bool) -> Corpus:
+        """Return the corpus, built again if it changed. Raises DataError if the corpus of a resumed run changed."""
         if resumed and self._old is None:
             raise DataError(
                 f"{self._run_dir} has checkpoints but no corpus: restore {self._folder}, or set run.dir to a new folder"
             )
-        trained = tokenizer is None
-        changes = self._changed_settings(tokenizer) + self._changed_files()
+        changes = self._compare_settings(tokenizer) + self._compare_files()
         if resumed and changes:
-            raise DataError(_changed_message(self._run_dir, changes))
-        if self._old is not None and self._old.old:
-            if resumed:  # a run that it belongs to goes on with it
-                return Corpus(self._folder)
-            if self._old.around is None:
-                changes.append("an older version of longspan built it")
+            raise DataError(_describe_changes(self._run_dir, changes))
         if changes:
             self._log(f"the corpus changed ({changes[0]}): building it again")
         if tokenizer is None:
-            tokenizer = self._own_tokenizer(changed=bool(changes))
-        recipe = recipe_of(self._settings, self._files, self._sources, tokenizer)
+            tokenizer = self._load_or_train_tokenizer(changed=bool(changes))
+        recipe = make_recipe(self._settings, self._files, self._sources, tokenizer)
         old = self._old
         same = old is not None and old.key == recipe.key and (old.documents == ROWS) is not recipe.stored
         if old is not None and same and not changes and _is_whole(self._folder / old.documents):
-            return Corpus(self._folder)
+            return open_corpus(self._folder)
         if resumed and old is not None and old.key != recipe.key:
-            raise DataError(_changed_message(self._run_dir, ["its rows become other tokens than they did"]))
-        return self._made(recipe, tokenizer, trained=trained)
+            raise DataError(_describe_changes(self._run_dir, ["its rows become other tokens than they did"]))
+        return self._build(recipe, tokenizer)
 
-    def _changed_settings(self, tokenizer: TextTokenizer | None) -> list[str]:
-        """Which keys or tokens are others than those that the corpus was made with."""
+    def _compare_settings(self, tokenizer: TextTokenizer | None) -> list[str]:
+        """List the keys and tokens that differ from those that the corpus was built with."""
         if (old := self._old) is None:
             return []
-        asked, changes = self._settings.asked(), list[str]()
-        defaults = {field.name: field.default for field in fields(DataConfig)}  # of keys that an older version had not
-        for key in old.asked.keys() | asked.keys() if not old.old else old.asked.keys():
-            before, now = old.asked.get(key, defaults.get(key)), asked.get(key)
+        values, changes = self._settings.deciding_values(), list[str]()
+        defaults = {field.name: field.default for field in fields(DataConfig)}  # of keys that the record lacks
+        for key in old.asked.keys() | values.keys():
+            before, now = old.asked.get(key, defaults.get(key)), values.get(key)
             if before != now:
                 prefix = self._settings.prefix if key in ("path", "max_document_tokens") else "data."
                 changes.append(f"{prefix}{key} was {before!r} and is {now!r}")
         if tokenizer is not None and tokenizer.digest != old.tokenizer_digest:
             changes.append("the tokenizer is another one")
-        elif tokenizer is not None and old.around is not None and old.around != _around(tokenizer):
+        elif tokenizer is not None and old.around != _around(tokenizer):
             changes.append(f"a text stood in {' '.join(old.around)} and stands in {' '.join(_around(tokenizer))}")
         if tokenizer is None and (size := self._settings.data.vocab_size) < old.tokenizer_size:
             changes.append(f"data.vocab_size is {size}, the tokenizer has {old.tokenizer_size} entries")
         return sorted(changes)
 
-    def _changed_files(self) -> list[str]:
+    def _compare_files(self) -> list[str]:
+        """List the source files, or some images, that differ from those that the corpus was built from."""
         before = None if self._old is None else self._old.sources(self._folder)
         changes = [] if before is None else differences(before, self._sources)
-        return changes or list(islice(self._changed_images(), 3))
+        return changes or list(islice(self._compare_images(), 3))
 
-    def _changed_images(self) -> Iterator[str]:
-        """The images that are not what they were when the documents were made."""
+    def _compare_images(self) -> Iterator[str]:
+        """Yield the images that differ from those at the time of the build."""
         if self._old is None or not (self._folder / self._old.documents).is_dir():
             return
         if (images := ImageTable.of(self._folder / self._old.documents)) is not None:
-            yield from images.changed()
+            yield from images.changes()
 
-    def _own_tokenizer(self, *, changed: bool) -> TextTokenizer:
-        """The tokenizer that was trained for the run, or is trained now."""
+    def _load_or_train_tokenizer(self, *, changed: bool) -> TextTokenizer:
+        """Load the tokenizer that was trained for the run, or train one."""
         if self._old is not None and not changed and (self._run_dir / "tokenizer.json").is_file():
             return load_tokenizer(self._run_dir)
         data = self._settings.data
         paths = ", ".join(path for _, path in self._settings.paths())
         self._log(f"training a tokenizer of {data.vocab_size} entries on {paths}")
         trained = train_tokenizer(sample_texts(self._files), data.vocab_size)
-        return as_saved_beside(trained, self._run_dir / "config.json")
+        return reload_with_config(trained, self._run_dir / "config.json")
 
-    def _made(self, recipe: Recipe, tokenizer: TextTokenizer, *, trained: bool) -> Corpus:
-        """The corpus of this recipe, which is recorded in the run's folder; what is special about it is said."""
+    def _build(self, recipe: Recipe, tokenizer: TextTokenizer) -> Corpus:
+        """Build or find the documents of this recipe and record them in the run's folder."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
         tokenizer.parsing(recipe.encodings[0].settings.parse_special_tokens).save_pretrained(self._run_dir)
         _check_saved(tokenizer, self._run_dir)
-        for line in rows_lines(self._settings, recipe):
+        for line in describe_rows(self._settings, recipe):
             self._log(line)
         documents = self._documents(recipe)
-        if (stays := self._folder / ROWS) != documents:
-            shutil.rmtree(stays, ignore_errors=True)
-        for name in ("tokens.bin", "offsets.npy", "origins.npy"):  # of an older version
-            (self._folder / name).unlink(missing_ok=True)
+        if (unstored := self._folder / ROWS) != documents:
+            shutil.rmtree(unstored, ignore_errors=True)
         record = Record(
-            documents=ROWS if documents == stays else str(documents),
+            documents=ROWS if documents == unstored else str(documents),
             key=recipe.key,
-            asked=self._settings.asked(),
+            asked=self._settings.deciding_values(),
             tokenizer_digest=tokenizer.digest,
             tokenizer_size=tokenizer.size,
             around=_around(tokenizer),
@@ -152,13 +155,13 @@ class _CorpusOfRun:
         )
         self._folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self._folder / FILE, record.to_json())
-        corpus = Corpus(self._folder)
+        corpus = open_corpus(self._folder)
         if corpus.manifest.special:
             self._log(special_line(corpus.manifest.special, parsed=corpus.manifest.parse_special_tokens))
         return corpus
 
     def _documents(self, recipe: Recipe) -> Path:
-        """The folder of the documents of this recipe: in the cache, or without one in the run's folder."""
+        """Return the folder of the documents of this recipe: in the cache, or without a cache in the run's folder."""
         build = partial(build_documents, recipe, log=self._log)
         if self._cache is not None:
             try:
@@ -182,8 +185,8 @@ class _CorpusOfRun:
         return folder
 
 
-def _cache(data: DataConfig, run_dir: Path, log: LogLine) -> Cache | None:
-    """The cache that `data.cache` names; in the run's folder where that of the user cannot be written."""
+def _open_cache(data: DataConfig, run_dir: Path, log: LogLine) -> Cache | None:
+    """Open the cache that `data.cache` names; one in the run's folder if the user's cannot be written."""
     if data.cache == NONE:
         return None
     folder = cache_folder(data.cache)
@@ -203,16 +206,16 @@ def _is_whole(folder: Path) -> bool:
         if manifest.dtype:
             Corpus(folder)
         if (images := ImageTable.of(folder)) is not None:
-            return next(images.changed(), None) is None
+            return next(images.changes(), None) is None
     except (DataError, OSError, KeyError, TypeError, ValueError):
         return False
     return True
 
 
 def _check_saved(tokenizer: TextTokenizer, run_dir: Path) -> None:
-    """Raise DataError where the run's folder, and so the models that it saves, have another tokenizer than the corpus.
+    """Raise DataError if the run's folder, and so the models that it saves, have another tokenizer than the corpus.
 
-    Which class reads a tokenizer's files is decided by the config.json beside them too.
+    The config.json next to a tokenizer's files is one of the things that decide which class reads them.
     """
     saved = load_tokenizer(run_dir)
     if (saved.digest, _around(saved)) != (tokenizer.digest, _around(tokenizer)):
@@ -227,7 +230,7 @@ def _around(tokenizer: TextTokenizer) -> tuple[str, ...]:
     return (*tokenizer.opening, "…", *tokenizer.closing)
 
 
-def _changed_message(run_dir: Path, changes: list[str]) -> str:
+def _describe_changes(run_dir: Path, changes: list[str]) -> str:
     more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
     return (
         f"the corpus of {run_dir} changed since the run began: {'; '.join(changes[:3])}{more}; "

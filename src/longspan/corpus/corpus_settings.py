@@ -1,4 +1,4 @@
-"""What a corpus is made from: keys of [data] or of an evaluation set, and how its files become documents."""
+"""The settings of a corpus: keys of [data] or of an evaluation set, the recipe that follows, and lines about both."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -7,28 +7,26 @@ from pathlib import Path
 from typing import Any
 
 from longspan.config.sections import DataConfig
-from longspan.corpus.files import STDLIB, files_of_other_kinds, find_files
+from longspan.corpus.files import STDLIB, CorpusFile, SourceFile, files_of_other_kinds, find_files
 from longspan.corpus.first_rows import kind_of_files
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.lines import end_line, names_line, rows_line, unseen_line
+from longspan.corpus.rows.lines import end_line, left_out_lines, names_line, rows_line, unseen_line
 from longspan.corpus.rows.sample import RowSettings
+from longspan.corpus.store.builder import Recipe
 from longspan.corpus.store.cache import NONE, cache_folder
-from longspan.corpus.store.recipe import Recipe
 from longspan.corpus.tokenizer import TextTokenizer
-from longspan.data.left_out import left_out_lines
-from longspan.data.store.manifest import Manifest
-from longspan.data.store.sources import CorpusFile, Source
+from longspan.data.manifest import Manifest
 
-# Keys of [data] that decide documents, beside paths and RowSettings.
+# Keys of [data] that decide documents, with the paths and RowSettings.
 _DECIDING = ("max_document_tokens", "on_bad", "check_images")
 
 
 @dataclass(frozen=True)
 class CorpusSettings:
-    """What a corpus of a run is made from: keys of [data], or those of an evaluation set.
+    """The settings of a corpus of a run: keys of [data], or those of an evaluation set.
 
-    `folder` is where it is named in the run's folder; messages begin the names of the keys `path` and
-    `max_document_tokens` with `prefix`.
+    `folder` in the run's folder has its record; in messages `prefix` precedes the keys `path` and
+    `max_document_tokens`.
     """
 
     data: DataConfig
@@ -36,42 +34,42 @@ class CorpusSettings:
     prefix: str = "data."
 
     def paths(self) -> tuple[tuple[str, str], ...]:
-        """The key and the path of each source."""
+        """Return the key and the path of each source."""
         if not self.data.sources:
             return ((f"{self.prefix}path", self.data.path or STDLIB),)
         return tuple((f"data.sources[{i}].path", source.path) for i, source in enumerate(self.data.sources))
 
     def files(self, run_dir: Path) -> tuple[CorpusFile, ...]:
-        """Its source files in order; those of the run are none. Raises DataError where there are none."""
+        """Find its source files, in order and without those of the run. Raises DataError if there are none."""
         leave_out = (run_dir, cache_folder("" if self.data.cache == NONE else self.data.cache))
         files = list[CorpusFile]()
         for number, (key, path) in enumerate(self.paths()):
             folder = f"{Path(path).name}/" if self.data.sources and not Path(path).is_file() else ""
-            found = find_files(path, leave_out=leave_out, key=key)
-            files += (CorpusFile(number, folder + name, file) for name, file in found.items())
+            by_name = find_files(path, leave_out=leave_out, key=key)
+            files += (CorpusFile(number, folder + name, file) for name, file in by_name.items())
         return tuple(files)
 
-    def asked(self) -> dict[str, Any]:
-        """The keys that decide the documents, with their values as JSON keeps them."""
+    def deciding_values(self) -> dict[str, Any]:
+        """Return the keys that decide the documents, with values for JSON."""
         names = (*_DECIDING, *asdict(self.row_settings()))
         values = {name: getattr(self.data, name) for name in names}
         paths = [path for _, path in self.paths()]
         return ({"sources": paths} if self.data.sources else {"path": self.data.path}) | values
 
     def row_settings(self) -> RowSettings:
-        """How rows become tokens."""
+        """Return the settings by which rows become tokens."""
         return RowSettings(**{field.name: getattr(self.data, field.name) for field in fields(RowSettings)})
 
     def other_kinds(self, run_dir: Path) -> dict[str, int]:
-        """How many files are not read, by the endings of their names."""
+        """Count the files that are not read, by the endings of their names."""
         counts = Counter[str]()
         for _, path in self.paths():
             counts.update(files_of_other_kinds(path, leave_out=(run_dir,)))
         return dict(counts.most_common())
 
 
-def what_is_left_out(settings: CorpusSettings, run_dir: Path, manifest: Manifest, *, key: str) -> Iterator[str]:
-    """Lines on what is cut or in no document; `key` is what cuts."""
+def describe_left_out(settings: CorpusSettings, run_dir: Path, manifest: Manifest, *, key: str) -> Iterator[str]:
+    """Yield lines about what is cut or left out; `key` is the option that cuts."""
     other_kinds, longest = settings.other_kinds(run_dir), settings.data.max_document_tokens
     yield from left_out_lines(manifest.left_out, longest, other_kinds, manifest.skipped, key=key, bad=manifest.bad)
     yield from (names_line(name, texts) for name, texts in manifest.names_as_text.items())
@@ -79,8 +77,8 @@ def what_is_left_out(settings: CorpusSettings, run_dir: Path, manifest: Manifest
         yield unseen
 
 
-def rows_lines(settings: CorpusSettings, recipe: Recipe) -> Iterator[str]:
-    """A line for each source: what its rows hold, and how they become tokens; another where chats have no last end."""
+def describe_rows(settings: CorpusSettings, recipe: Recipe) -> Iterator[str]:
+    """Yield a line about the rows and tokens of each source, and another if the last turn of chats has no end."""
     for (key, _), encoding in zip(settings.paths(), recipe.encodings, strict=True):
         source = f"{key}: " * bool(settings.data.sources)
         yield source + rows_line(encoding)
@@ -88,10 +86,10 @@ def rows_lines(settings: CorpusSettings, recipe: Recipe) -> Iterator[str]:
             yield source + line
 
 
-def recipe_of(
-    settings: CorpusSettings, files: Sequence[CorpusFile], sources: Sequence[Source], tokenizer: TextTokenizer
+def make_recipe(
+    settings: CorpusSettings, files: Sequence[CorpusFile], sources: Sequence[SourceFile], tokenizer: TextTokenizer
 ) -> Recipe:
-    """How the documents of these files are made. Raises DataError for rows of different kinds in one source."""
+    """Make the recipe of the documents of these files. Raises DataError for different kinds of rows in one source."""
     data, encodings = settings.data, list[RowEncoding]()
     for number, _ in enumerate(settings.paths()):
         of_source = [file for file in files if file.source == number]

@@ -1,19 +1,118 @@
-"""Which files a corpus has: those of the running Python's standard library, a file, or those of a folder.
+"""The source files of a corpus: a file, the files of a folder, or the standard library of the running Python.
 
-Files are taken in the order of their names, so that a corpus is the same on every machine that holds the same files.
-Symbolic links are followed; a folder to which several lead is read once. Nothing is downloaded, and no row is read here
-(`formats/`).
+Files are in the order of their names, so that equal files give an equal corpus on every machine. Symbolic links are
+followed; a folder with several links to it is read once. Each file has a SHA-256 sum, which is not taken again for a
+file of the same size and time. Nothing is downloaded. Rows are read in `row_files.py`.
 """
 
+import hashlib
 import json
 import os
 import sysconfig
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from stat import S_ISREG
 
-from longspan.corpus.formats.row_file import SUFFIXES
+from longspan.corpus.row_files import SUFFIXES
+from longspan.data.manifest import SourceFile
 from longspan.errors import DataError, counted
+from longspan.files import write_atomically
+
+LogLine = Callable[[str], None]
+
+_BLOCK = 1 << 20
+_SETTLED_SECONDS = 2.0  # a file may be written again within the resolution of its time
+_NEWS_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class CorpusFile:
+    """A file to read: the number of its source, its name in the corpus, and its path."""
+
+    source: int
+    name: str
+    path: Path
+
+
+class FileSums:
+    """SHA-256 sums of files by path, size and time: those of files read before, from a `file` of sums too."""
+
+    def __init__(self, file: Path | None = None, earlier: Iterable[SourceFile] = ()) -> None:
+        self._file = file
+        self._sums = {source.path: source for source in earlier}
+        if file is not None:
+            with suppress(OSError, ValueError, TypeError):
+                lines = file.read_text(encoding="utf-8").splitlines()
+                self._sums |= {source.path: source for source in (SourceFile(**json.loads(line)) for line in lines)}
+
+    def measure(self, files: Iterable[CorpusFile], log: LogLine) -> list[SourceFile]:
+        """Return size, time and sum of each file, read if necessary. Raises DataError for an unreadable file."""
+        last_line, sources = time.monotonic(), list[SourceFile]()
+        for file in files:
+            sources.append(self._source(file))
+            if time.monotonic() - last_line > _NEWS_SECONDS:
+                last_line = time.monotonic()
+                log(f"read {len(sources):,} files to see what they hold")
+        return sources
+
+    def _source(self, file: CorpusFile) -> SourceFile:
+        path = str(file.path.absolute())
+        try:
+            stat = file.path.stat()
+            path.encode()
+            if not S_ISREG(stat.st_mode):
+                raise DataError(
+                    f"{file.name} of the corpus ({file.path}) is no regular file; give one, or leave it out"
+                )
+            old = self._sums.get(path)
+            if old is not None and (old.bytes, old.modified_ns) == (stat.st_size, stat.st_mtime_ns):
+                return SourceFile(file.name, old.bytes, old.modified_ns, old.sha256, path)
+            return SourceFile(file.name, stat.st_size, stat.st_mtime_ns, file_sha256(file.path), path)
+        except UnicodeEncodeError as error:
+            raise DataError(f"the path {path!r} of a file of the corpus is not UTF-8; give it another name") from error
+        except OSError as error:
+            raise DataError(f"cannot read {file.name} of the corpus ({file.path}): {error.strerror}") from error
+
+    def save(self, sources: Iterable[SourceFile]) -> None:
+        """Write the sums of these files for later starts."""
+        if self._file is None:
+            return
+        settled = time.time_ns() - int(_SETTLED_SECONDS * 1e9)
+        certain = [source for source in sources if source.modified_ns < settled]
+        if any(self._sums.get(source.path) != source for source in certain):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._file, "".join(json.dumps(asdict(source)) + "\n" for source in certain))
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 sum of a file, which is read in blocks."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def differences(before: Iterable[SourceFile], now: Iterable[SourceFile]) -> list[str]:
+    """Describe how the files of a corpus differ from those that it was built from, one phrase per file."""
+    old, new = _index_by_name(before), _index_by_name(now)
+    changes = [f"{name} is gone" for name in old.keys() - new.keys()]
+    changes += [f"{name} is new" for name in new.keys() - old.keys()]
+    for name in old.keys() & new.keys():
+        if old[name].bytes != new[name].bytes:
+            changes.append(f"{name} had {old[name].bytes} bytes and has {new[name].bytes}")
+        elif old[name].sha256 != new[name].sha256:
+            changes.append(f"{name} has other contents")
+    return sorted(changes)
+
+
+def _index_by_name(sources: Iterable[SourceFile]) -> Mapping[str, SourceFile]:
+    return {source.name: source for source in sources}
+
 
 STDLIB = "stdlib"
 _SPLITS, _STATE = "dataset_dict.json", "state.json"  # which save_to_disk of the package datasets writes
@@ -22,9 +121,9 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "lib-dynload", "test", "tests",
 
 
 def find_files(path: str, *, leave_out: Sequence[Path] = (), key: str = "data.path") -> dict[str, Path]:
-    """The files of a corpus by name, sorted. Folders to `leave_out` are not searched; messages name `key`.
+    """Find the files of a corpus by name, sorted. Folders to `leave_out` are not searched; messages name `key`.
 
-    Raises DataError for a path that does not exist, a file of another kind, and a folder without a readable file.
+    Raises DataError for a path that does not exist, a file of another kind, and a folder without files to read.
     """
     root = find_root(path, key=key)
     if root.is_file():
@@ -32,25 +131,23 @@ def find_files(path: str, *, leave_out: Sequence[Path] = (), key: str = "data.pa
     walk = _walk(root, stdlib=path == STDLIB, leave_out=leave_out)
     files = dict(sorted((name, file) for name, file in walk if name.endswith(SUFFIXES)))
     if not files:
-        instead = next(filter(None, map(_instead_of, files_of_other_kinds(path, leave_out=leave_out))), "")
+        instead = next(filter(None, map(_hint, files_of_other_kinds(path, leave_out=leave_out))), "")
         raise DataError(f"{key} {path!r} holds no file of {_kinds()}{instead}; give a folder that does")
     return files
 
 
 def find_root(path: str, *, key: str = "data.path") -> Path:
-    """The folder or file of a corpus. Raises DataError where it does not exist, or is a file of another kind."""
+    """Find the folder or file of a corpus. Raises DataError if it does not exist or is a file of another kind."""
     root = Path(sysconfig.get_path("stdlib")) if path == STDLIB else Path(path).expanduser()
     if not root.exists():
         raise DataError(f"{key} {path!r} does not exist; give {STDLIB!r}, or a folder or file of {_kinds()}")
     if root.is_file() and not root.name.endswith(SUFFIXES):
-        raise DataError(
-            f"{key} {path!r} ends in {root.suffix!r}; a file must be one of {_kinds()}{_instead_of(root.name)}"
-        )
+        raise DataError(f"{key} {path!r} ends in {root.suffix!r}; a file must be one of {_kinds()}{_hint(root.name)}")
     return root
 
 
 def files_of_other_kinds(path: str, *, leave_out: Sequence[Path] = ()) -> dict[str, int]:
-    """How many files of a corpus's folder are not read, by the ending of their names, the most frequent first."""
+    """Count the files of a folder that are not read, by the endings of their names, the most frequent first."""
     root = Path(path).expanduser()
     if path == STDLIB or not root.is_dir():
         return {}
@@ -59,7 +156,7 @@ def files_of_other_kinds(path: str, *, leave_out: Sequence[Path] = ()) -> dict[s
 
 
 def _walk(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Iterator[tuple[str, Path]]:
-    """The files of a folder that may be sources, and their names in it."""
+    """Yield the files of a folder that may be sources, with their names in it."""
     hidden = {"__pycache__"} | (_NOT_STDLIB if stdlib else set())
     skip = {folder.resolve() for folder in leave_out}
     for here, names in _folders(
@@ -74,7 +171,7 @@ def _walk(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Iterator[tu
 
 
 def _folders(root: Path, is_left_out: Callable[[Path], bool]) -> Iterator[tuple[Path, list[str]]]:
-    """A folder and those in it, with the names of their files; each once, those behind symbolic links last."""
+    """Yield a folder and those in it, with the names of their files; each once, those of symbolic links last."""
     seen, places = set[tuple[int, int]](), [root]
     for place in places:
         for folder, folders, names in os.walk(place, onerror=_raise_unreadable):
@@ -92,9 +189,9 @@ def _raise_unreadable(error: OSError) -> None:
 
 
 def _parts(state: Path, names: list[str]) -> list[str]:
-    """Of the `names` in the folder of a data set that datasets saved those of its rows; in another folder all.
+    """Return the `names` of files with rows in a folder that `save_to_disk` wrote; in another folder all names.
 
-    `map`, `shuffle` and `select` leave files of their own there.
+    `map`, `shuffle` and `select` of datasets leave other files there.
     """
     try:
         settings = json.loads(state.read_text(encoding="utf-8"))
@@ -115,7 +212,7 @@ def _parts(state: Path, names: list[str]) -> list[str]:
 
 
 def _splits(root: Path) -> str:
-    """The folders of the splits of a data set."""
+    """List the folders of the splits of a data set."""
     try:
         names: list[str] = json.loads((root / _SPLITS).read_text(encoding="utf-8"))["splits"]
         return ", ".join(str(root / name) for name in names)
@@ -123,8 +220,8 @@ def _splits(root: Path) -> str:
         raise DataError(f"{root / _SPLITS} does not name its splits: {type(error).__name__}: {error}") from error
 
 
-def _instead_of(name: str) -> str:
-    """What to do with a file of which the ending of the name is nearly one that is read."""
+def _hint(name: str) -> str:
+    """Advise on a file whose name ends nearly as those that are read."""
     if name.lower().endswith(SUFFIXES):
         return ", in small letters"
     return "; rows of JSON are read one object a line, as .jsonl" if name.lower().endswith(".json") else ""

@@ -1,4 +1,4 @@
-"""The first rows of a source, which show its kind; and texts to train a tokenizer on, where there is none."""
+"""Rows of source files before a corpus is built: the first rows decide its kind, and texts train a tokenizer."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -6,43 +6,43 @@ from typing import Any
 
 import numpy as np
 
-from longspan.corpus.formats.chunk import rows_of
-from longspan.corpus.formats.row_file import row_file
-from longspan.corpus.rows.kinds import Kind, kind_of, kind_of_row
+from longspan.corpus.chunk import chunk_rows
+from longspan.corpus.files import CorpusFile
+from longspan.corpus.row_files import row_file
+from longspan.corpus.rows.kinds import Kind, common_kind, row_kind
 from longspan.corpus.rows.sample import BadRow, Row
-from longspan.data.store.sources import CorpusFile
 from longspan.errors import DataError
 
 FIRST_ROWS, FIRST_FILES = 20, 5
-SAMPLE_CHARACTERS = 4_000_000  # what the byte-pair tokenizer is trained on, at most
+SAMPLE_CHARACTERS = 4_000_000  # at most so many train the byte-pair tokenizer
 
 
 def kind_of_files(files: Sequence[CorpusFile], *, skip_bad: bool) -> Kind:
-    """The kind of rows of these files, by the first rows of the first ones.
+    """Return the kind of rows of these files, by the first rows of the first files.
 
     Raises DataError for rows of different kinds, and for a row of none unless bad ones are to be skipped.
     """
     rows, bad = list[Row](), list[BadRow]()
     for file in files[:FIRST_FILES]:
-        for row in islice(_rows_of(file), FIRST_ROWS):
+        for row in islice(_read_file(file), FIRST_ROWS):
             if skip_bad and not _has_kind(row):
                 continue
             if isinstance(row, BadRow):
                 bad.append(row)
                 break
             rows.append(row)
-    kind = kind_of(rows) if rows else "text"
+    kind = common_kind(rows) if rows else "text"
     if bad:
         raise DataError(f"{bad[0].where}: {bad[0].reason}")
     return kind
 
 
 def sample_texts(files: Sequence[CorpusFile]) -> Iterator[str]:
-    """Texts to train a tokenizer on: of files in a fixed shuffled order, until SAMPLE_CHARACTERS are together."""
+    """Yield texts to train a tokenizer on: SAMPLE_CHARACTERS characters of files in a fixed shuffled order."""
     left = SAMPLE_CHARACTERS
     order = np.argsort(np.random.PCG64(0).random_raw(len(files)), kind="stable")
     for number in order:
-        for row in _rows_of(files[number]):
+        for row in _read_file(files[number]):
             text = "" if isinstance(row, BadRow) else _text(row.values)
             yield text[:left]
             left -= len(text)
@@ -51,19 +51,19 @@ def sample_texts(files: Sequence[CorpusFile]) -> Iterator[str]:
 
 
 def text_sizes(files: Sequence[CorpusFile]) -> Iterator[int]:
-    """The bytes of the texts of each row. Raises DataError for what is no row."""
+    """Yield the bytes of the texts of each row. Raises DataError for a bad row."""
     for file in files:
-        for row in _rows_of(file):
+        for row in _read_file(file):
             if isinstance(row, BadRow):
                 raise DataError(f"{row.where}: {row.reason}")
             yield len(_text(row.values).encode())
 
 
-def _rows_of(file: CorpusFile) -> Iterator[Row | BadRow]:
-    """The rows of a file; of a text that is not UTF-8 none."""
+def _read_file(file: CorpusFile) -> Iterator[Row | BadRow]:
+    """Yield the rows of a file; a text that is not UTF-8 has none."""
     for chunk in row_file(file.name, file.path).chunks():
         try:
-            for placed in rows_of(chunk):
+            for placed in chunk_rows(chunk):
                 yield placed.row
         except UnicodeDecodeError:
             return
@@ -71,13 +71,13 @@ def _rows_of(file: CorpusFile) -> Iterator[Row | BadRow]:
 
 def _has_kind(row: Row | BadRow) -> bool:
     try:
-        return isinstance(row, Row) and bool(kind_of_row(row))
+        return isinstance(row, Row) and bool(row_kind(row))
     except DataError:
         return False
 
 
 def _text(value: Any) -> str:
-    """The text of a row, or all texts that it holds; half a character is left out."""
+    """Return the text of a row, or all texts in it; a lone surrogate is left out."""
     if isinstance(value, dict):
         text = value.get("text")
         return _text(text) if isinstance(text, str) else "\n".join(filter(None, map(_text, value.values())))

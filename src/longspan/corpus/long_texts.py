@@ -1,14 +1,14 @@
-"""The ids of long texts in bounded memory: encoded in pieces that overlap, and joined where both pieces agree.
+"""Encodes long texts in bounded memory: in overlapping pieces, which are joined where both have the same tokens.
 
-The tokenizers library takes some 150 bytes for each character of a text while it encodes it. Pieces are joined inside
-their overlap, away from its ends, at a place around which
+The tokenizers library takes some 150 bytes for each character of a text while it encodes it. Two pieces are joined at a
+place inside their overlap, away from its ends, if
 
-- both pieces have the same tokens at the same characters, and
-- before and behind which runs of letters, spaces and other characters end inside the overlap.
+- both pieces have the same tokens at the same characters around it, and
+- before and after it, runs of letters, spaces and other characters end inside the overlap.
 
-By the second, what a pre-tokenizer's pattern looks ahead at is in both pieces. By the first, every two neighbouring
-tokens are neighbours in a piece, and byte-pair encoding gives one sequence alone of which that is true. So the ids are
-those of the whole text. Other models than byte-pair encoding are not encoded in pieces.
+By the second condition both pieces contain everything that a pre-tokenizer's pattern looks ahead at. By the first,
+every two neighbouring tokens are neighbours in a piece, and byte-pair encoding gives only one sequence with this
+property. So the ids are those of the whole text. Other models than byte-pair encoding are not encoded in pieces.
 """
 
 from collections.abc import Iterator
@@ -20,13 +20,13 @@ import numpy.typing as npt
 from tokenizers import Tokenizer, models
 
 PIECE, OVERLAP = 1 << 18, 1 << 13  # characters
-_RUNS = 3  # of characters of a kind, of which the first and the last may go on outside
+_RUNS = 3  # of characters of a kind; the first and the last may continue outside
 
 Integers = npt.NDArray[np.int64]
 
 
 class _Piece(NamedTuple):
-    """The tokens of text[begin:end], and the characters of the text that each stands for."""
+    """The tokens of text[begin:end], and the characters of the text that each one covers."""
 
     begin: int
     end: int
@@ -35,52 +35,52 @@ class _Piece(NamedTuple):
 
 
 def has_pieces(engine: Tokenizer) -> bool:
-    """Whether texts can be encoded in pieces: whether the model is byte-pair encoding that leaves nothing to chance."""
+    """Whether texts can be encoded in pieces: the model is byte-pair encoding without dropout."""
     return isinstance(engine.model, models.BPE) and not engine.model.dropout
 
 
 def ids_in_pieces(engine: Tokenizer, text: str, *, piece: int = PIECE, overlap: int = OVERLAP) -> Integers:
-    """The ids of a text without what stands around it, encoded in pieces of so many characters.
+    """Encode a text in pieces of `piece` characters, without the tokens that a tokenizer puts around it.
 
-    Where pieces agree nowhere, their overlap is doubled; where that does not help, the text is encoded as a whole.
+    If two pieces cannot be joined, their overlap is doubled; if that does not help, the text is encoded as a whole.
     """
-    done, left, first = list[Integers](), _encoded(engine, text, 0, piece), 0
+    joined, left, first = list[Integers](), _encode_piece(engine, text, 0, piece), 0
     while left.end < len(text):
         for right in _next_pieces(engine, text, left, piece, overlap):
-            if seam := _seam(text, left, right, first):
+            if seam := _find_seam(text, left, right, first):
                 break
         else:
             return np.array(engine.encode(text, add_special_tokens=False).ids, dtype=np.int64)
-        done.append(left.ids[first : seam[0]])
+        joined.append(left.ids[first : seam[0]])
         left, first = right, seam[1]
-    return np.concatenate([*done, left.ids[first:]])
+    return np.concatenate([*joined, left.ids[first:]])
 
 
 def _next_pieces(engine: Tokenizer, text: str, left: _Piece, piece: int, overlap: int) -> Iterator[_Piece]:
-    """The pieces that may follow, with ever larger overlaps."""
+    """Yield candidates for the next piece, with larger and larger overlaps."""
     while overlap < left.end - left.begin:
-        yield _encoded(engine, text, left.end - overlap, left.end + piece)
+        yield _encode_piece(engine, text, left.end - overlap, left.end + piece)
         overlap *= 2
 
 
-def _encoded(engine: Tokenizer, text: str, begin: int, end: int) -> _Piece:
+def _encode_piece(engine: Tokenizer, text: str, begin: int, end: int) -> _Piece:
     encoding = engine.encode(text[begin:end], add_special_tokens=False)
     spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) + begin
     return _Piece(begin, min(end, len(text)), np.array(encoding.ids, dtype=np.int64), spans)
 
 
-def _seam(text: str, left: _Piece, right: _Piece, first: int) -> tuple[int, int] | None:
-    """The token before which the left piece ends, from its `first` on, and the one with which the right one goes on."""
+def _find_seam(text: str, left: _Piece, right: _Piece, first: int) -> tuple[int, int] | None:
+    """Find the token of the left piece (after its `first`) before which it ends, and the right one's next token."""
     quarter = (left.end - right.begin) // 4
     begin, middle, end = (right.begin + n * quarter for n in (1, 2, 3))
     a, at, b = np.searchsorted(left.spans[:, 0], (begin, middle, end))
     c, d = np.searchsorted(right.spans[:, 0], (begin, end))
-    if not (first < a < at < b and _runs(text[begin:middle]) >= _RUNS and _runs(text[middle:end]) >= _RUNS):
+    if not (first < a < at < b and min(_count_runs(text[begin:middle]), _count_runs(text[middle:end])) >= _RUNS):
         return None
     same = np.array_equal(left.ids[a:b], right.ids[c:d]) and np.array_equal(left.spans[a:b], right.spans[c:d])
     return (int(at), int(c + at - a)) if same else None
 
 
-def _runs(text: str) -> int:
-    """How many runs of letters and digits, of spaces, and of other characters a text has."""
+def _count_runs(text: str) -> int:
+    """Count the runs of letters and digits, of spaces, and of other characters in a text."""
     return sum(1 for _ in groupby(text, lambda c: "space" if c.isspace() else "word" if c.isalnum() else "other"))

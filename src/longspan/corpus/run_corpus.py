@@ -1,4 +1,4 @@
-"""The corpus of a run: built once in the run's folder, with the tokenizer that belongs to the model."""
+"""The corpus of a run on all ranks: the first rank builds it with the model's tokenizer, then all open it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,9 +9,10 @@ from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, on_every_rank, on_first_rank
 from longspan.config.sections import RunConfig
 from longspan.corpus.build import ensure_corpus
-from longspan.corpus.corpus_images.image_documents import show_images
 from longspan.corpus.corpus_settings import CorpusSettings
-from longspan.corpus.rows.kinds import shown_kind
+from longspan.corpus.image_documents import show_images
+from longspan.corpus.rows.kinds import display_kind
+from longspan.corpus.store.streamed import open_corpus
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer
 from longspan.corpus.tokenizer_files import vocabulary_files
 from longspan.data.documents import Corpus
@@ -20,36 +21,44 @@ from longspan.files import naming_file
 from longspan.model import PRESETS
 
 
-def shared_corpus(config: RunConfig, world: World, model: PreTrainedConfig, *, resumed: bool, log: LogLine) -> Corpus:
-    """The corpus in the run's folder for a model of this configuration: the first rank makes sure of it, all open it.
+def build_shared_corpus(
+    config: RunConfig, world: World, model: PreTrainedConfig, *, resumed: bool, log: LogLine
+) -> Corpus:
+    """Build the corpus in the run's folder on the first rank, if necessary, and open it on all for this model.
 
     Raises DataError on every rank for a tokenizer that is missing or has more ids than the model's embedding has rows,
-    before anything is read, and for sources that are missing, empty or, where the run is `resumed`, changed.
+    before anything is read, and for sources that are missing, empty or, if the run is `resumed`, changed.
     """
     directory = Path(config.run.dir)
 
     def build() -> None:
-        tokenizer = given_tokenizer(config)
+        tokenizer = configured_tokenizer(config)
         preset = PRESETS.get(config.model.preset_name)
         if tokenizer is None or preset is None or preset.rows:  # the embedding of a tiny preset takes any tokenizer
             check_tokenizer(config, model, config.data.vocab_size if tokenizer is None else tokenizer.size)
         directory.mkdir(parents=True, exist_ok=True)
         if not (resumed and (directory / "config.json").is_file()):
-            model.save_pretrained(directory)  # by which transformers reads the tokenizer beside it
+            model.save_pretrained(directory)  # transformers reads the tokenizer next to it by this file
         with naming_file(directory / "corpus"):
-            built = ensure_corpus(CorpusSettings(config.data), directory, tokenizer=tokenizer, resumed=resumed, log=log)
-        log(f"corpus: {corpus_line(built, [path for _, path in CorpusSettings(config.data).paths()])}")
+            corpus = ensure_corpus(
+                CorpusSettings(config.data), directory, tokenizer=tokenizer, resumed=resumed, log=log
+            )
+        log(f"corpus: {corpus_line(corpus, [path for _, path in CorpusSettings(config.data).paths()])}")
 
     on_first_rank(world, build, DataError)
-    return on_every_rank(world, lambda: show_images(open_corpus(directory / "corpus"), model, directory), DataError)
+    return on_every_rank(
+        world, lambda: show_images(open_shared_corpus(directory / "corpus"), model, directory), DataError
+    )
 
 
 def corpus_line(corpus: Corpus, paths: Sequence[str]) -> str:
-    """How much a corpus holds of its kinds of rows, for the console."""
+    """Describe the size of a corpus, for the console."""
     manifest = corpus.manifest
     parts = [f"{counted(len(corpus.sources), 'file')} of {', '.join(paths)}"]
     if set(manifest.kinds) != {"text"}:
-        parts.append(f"{counted(manifest.rows, 'row')} of {', '.join(map(shown_kind, dict.fromkeys(manifest.kinds)))}")
+        parts.append(
+            f"{counted(manifest.rows, 'row')} of {', '.join(map(display_kind, dict.fromkeys(manifest.kinds)))}"
+        )
     parts += [counted(len(corpus), "document"), counted(int(corpus.lengths.sum()), "token")]
     if manifest.images:
         parts.append(counted(manifest.images, "image"))
@@ -59,20 +68,20 @@ def corpus_line(corpus: Corpus, paths: Sequence[str]) -> str:
 
 
 def check_tokenizer(config: RunConfig, model: PreTrainedConfig, size: int) -> None:
-    """Raise DataError where a tokenizer of `size` ids has more than the embedding of this configuration has rows."""
+    """Raise DataError if a tokenizer has more ids (`size`) than the embedding of this configuration has rows."""
     source = config.model.source
     tokenizer = (
-        config.data.tokenizer or (_own_tokenizer(config) and source) or "trained on the corpus (data.vocab_size)"
+        config.data.tokenizer or (_model_tokenizer(config) and source) or "trained on the corpus (data.vocab_size)"
     )
     rows = model.get_text_config().vocab_size
     check_vocabulary(size, rows, tokenizer=str(tokenizer), model=source or config.model.preset_name)
 
 
-def given_tokenizer(config: RunConfig) -> TextTokenizer | None:
-    """The tokenizer that data.tokenizer names, else the model folder's; None: one is to be trained."""
+def configured_tokenizer(config: RunConfig) -> TextTokenizer | None:
+    """Load the tokenizer that data.tokenizer names, else the model folder's; None: one must be trained."""
     if config.data.tokenizer:
         return load_tokenizer(config.data.tokenizer)
-    if (folder := _own_tokenizer(config)) is not None:
+    if (folder := _model_tokenizer(config)) is not None:
         return load_tokenizer(folder)
     if config.model.path:
         raise DataError(
@@ -82,16 +91,16 @@ def given_tokenizer(config: RunConfig) -> TextTokenizer | None:
     return None
 
 
-def _own_tokenizer(config: RunConfig) -> Path | None:
-    """The folder of the model or configuration, where it has a tokenizer."""
+def _model_tokenizer(config: RunConfig) -> Path | None:
+    """Return the folder of the model or configuration if it has a tokenizer."""
     source = Path(config.model.source)
     folder = source.parent if source.is_file() else source
     return folder if config.model.source and vocabulary_files(folder) else None
 
 
-def open_corpus(folder: Path) -> Corpus:
-    """A corpus of a run, on every rank. Raises DataError where it is missing here."""
+def open_shared_corpus(folder: Path) -> Corpus:
+    """Open a corpus of a run, on every rank. Raises DataError if it is missing on this host."""
     try:
-        return Corpus(folder)
+        return open_corpus(folder)
     except DataError as error:
         raise DataError(f"{error}; the run's folder must be on storage that all its machines share") from error

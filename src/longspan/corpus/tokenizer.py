@@ -1,8 +1,8 @@
-"""Text to token ids: a tokenizer folder's own, or a byte-level byte-pair tokenizer trained on the corpus.
+"""Text to token ids, by a folder's tokenizer or a byte-level byte-pair tokenizer that is trained on the corpus.
 
-Only the rank that builds the corpus calls this. The ids of a text are those of transformers' tokenizer (with what it
-puts around a text: the beginning of text, say), and the end-of-text token, where there is one. The names of special
-tokens in a text are plain text unless they are to be parsed.
+The ids of a text are those of transformers' tokenizer (with the tokens that it puts around a text, such as the
+beginning of text), and the end-of-text token, if there is one. The names of special tokens in a text are plain text
+unless they are to be parsed. Long texts are encoded in `long_texts.py`.
 """
 
 import hashlib
@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from longspan.corpus.long_texts import PIECE, has_pieces, ids_in_pieces
@@ -24,6 +26,8 @@ from longspan.corpus.tokenizer_files import copy_tokenizer_files, vocabulary_fil
 from longspan.errors import DataError
 from longspan.model.hf_folder import FAST_TOKENIZER, OF_FOLDER, why_refused
 
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_SPACE = "\u2581"  # what sentencepiece writes for a space
 END_OF_TEXT = "<|endoftext|>"
 _OWN_CODE = (
     "where its tokenizer.json alone makes the tokenizer, take auto_map and tokenizer_class out of "
@@ -33,11 +37,10 @@ _OWN_CODE = (
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer and the token that ends a text (None where it has none).
+    """A tokenizer and the token that ends a text (None: it has none).
 
-    Two tokenizers of equal `digest` (SHA-256 of the engine without what it puts around a text) and equal `opening` and
-    `closing` give equal ids. `folder` is what it was read from (None: it was trained here), `kind` the class of
-    transformers that read it.
+    Two tokenizers with equal `digest` (SHA-256 of the engine without its post-processor), `opening` and `closing` give
+    equal ids. It was read from `folder` (None: it was trained here) by the class `kind` of transformers.
     """
 
     engine: Tokenizer
@@ -48,12 +51,12 @@ class TextTokenizer:
 
     @cached_property
     def size(self) -> int:
-        """Smallest embedding that holds every id: the largest id plus one."""
+        """Rows of the smallest embedding with every id: the largest id plus one."""
         return max(self.engine.get_vocab(with_added_tokens=True).values()) + 1
 
     @cached_property
     def around(self) -> tuple[list[int], list[int]]:
-        """The ids that the tokenizer's post-processor puts before and behind a text."""
+        """The ids that the tokenizer's post-processor puts before and after a text."""
         text, whole = (self.engine.encode("a", add_special_tokens=special).ids for special in (False, True))
         start = next(i for i in range(len(whole)) if whole[i : i + len(text)] == text)
         return whole[:start], whole[start + len(text) :]
@@ -61,14 +64,14 @@ class TextTokenizer:
     @property
     def opening(self) -> tuple[str, ...]:
         """The tokens that every text begins with."""
-        return self._named(self.around[0])
+        return self._names(self.around[0])
 
     @property
     def closing(self) -> tuple[str, ...]:
         """The tokens that every text ends with."""
-        return self._named([*self.around[1], *self.end_of_text])
+        return self._names([*self.around[1], *self.end_of_text])
 
-    def _named(self, ids: Sequence[int]) -> tuple[str, ...]:
+    def _names(self, ids: Sequence[int]) -> tuple[str, ...]:
         return tuple(str(self.engine.id_to_token(i)) for i in ids)
 
     @property
@@ -77,7 +80,7 @@ class TextTokenizer:
         return [] if self.end is None or self.end in self.around[1] else [self.end]
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, with what stands around it."""
+        """Encode each text, with the tokens around it."""
         in_pieces = has_pieces(self.engine)
         long = [in_pieces and len(text) > PIECE for text in texts]
         short = [text for text, pieces in zip(texts, long, strict=True) if not pieces]
@@ -92,12 +95,12 @@ class TextTokenizer:
         return np.concatenate([opening, ids_in_pieces(self.engine, text), closing, self.end_of_text]).astype(np.int64)
 
     def parsing(self, parse: bool) -> "TextTokenizer":
-        """The tokenizer, set to read the names of special tokens in a text as these tokens, or as plain text."""
+        """Return the tokenizer, set to read the names of special tokens in a text as these tokens, or as plain text."""
         self.engine.encode_special_tokens = not parse
         return self
 
     def count_special(self, texts: Iterable[str]) -> Counter[str]:
-        """How often the name of each special token stands in the texts."""
+        """Count the name of each special token in the texts."""
         return Counter(name for text in texts for name in self._special.findall(text)) if self._special else Counter()
 
     @cached_property
@@ -106,7 +109,7 @@ class TextTokenizer:
         return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write what transformers' AutoTokenizer reads: the files that it was read from, or of a trained one two."""
+        """Write the files for transformers' AutoTokenizer: those that it was read from, or two for a trained one."""
         if self.folder is not None:
             copy_tokenizer_files(self.folder, folder)
             return
@@ -129,13 +132,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
         show_progress=False,
     )
     engine.train_from_iterator(texts, trainer)
-    return _ready(engine, engine.token_to_id(END_OF_TEXT))
+    return _make_tokenizer(engine, engine.token_to_id(END_OF_TEXT))
 
 
-def as_saved_beside(tokenizer: TextTokenizer, config: Path) -> TextTokenizer:
-    """A trained tokenizer as transformers reads it from a folder with this config.json, where there is one.
+def reload_with_config(tokenizer: TextTokenizer, config: Path) -> TextTokenizer:
+    """Read a trained tokenizer as transformers does in a folder with this config.json, if there is one.
 
-    For some kinds of models transformers takes a class of its own, which cuts a text into words in its own way.
+    For some kinds of models transformers uses a class that splits a text into words differently.
     """
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(Path(folder))
@@ -148,22 +151,22 @@ def load_tokenizer(folder: str | Path) -> TextTokenizer:
     """Load the tokenizer of a folder, as transformers does by its tokenizer_config.json.
 
     Files of another kind than tokenizer.json (tokenizer.model, vocab.json with merges.txt) are read by transformers.
-    Without a tokenizer_config.json a text ends with <|endoftext|>, where tokenizer.json has it. Raises DataError where
-    the folder or its files are missing or unreadable.
+    Without a tokenizer_config.json a text ends with <|endoftext|> if tokenizer.json has it. Raises DataError if the
+    folder or its files are missing or unreadable.
     """
     folder = Path(folder).expanduser()
     file, settings = folder / FAST_TOKENIZER, folder / "tokenizer_config.json"
     if settings.is_file():
         _check_settings(settings)
     if not file.is_file():
-        return _of_other_files(folder)
+        return _load_other_files(folder)
     try:
         engine = Tokenizer.from_file(str(file))
     except Exception as error:  # the Rust side raises plain Exception
         raise DataError(f"{file} is not a tokenizer: {error}") from error
     if settings.is_file():
-        return _as_transformers_reads(folder)
-    return replace(_ready(engine, engine.token_to_id(END_OF_TEXT)), folder=folder)
+        return _load_by_transformers(folder)
+    return replace(_make_tokenizer(engine, engine.token_to_id(END_OF_TEXT)), folder=folder)
 
 
 def _check_settings(settings: Path) -> None:
@@ -174,8 +177,8 @@ def _check_settings(settings: Path) -> None:
         raise DataError(f"{settings} is not a JSON object: {error}") from error
 
 
-def _of_other_files(folder: Path) -> TextTokenizer:
-    """The tokenizer of a folder without tokenizer.json, made by transformers from the files that are there."""
+def _load_other_files(folder: Path) -> TextTokenizer:
+    """Load the tokenizer of a folder without tokenizer.json, by transformers from its other files."""
     files = vocabulary_files(folder)
     if not files:
         raise DataError(
@@ -187,7 +190,7 @@ def _of_other_files(folder: Path) -> TextTokenizer:
         "to read them, or save it once where it loads with AutoTokenizer.from_pretrained(…).save_pretrained(…)"
     )
     try:
-        tokenizer = _as_transformers_reads(folder)
+        tokenizer = _load_by_transformers(folder)
     except DataError as error:
         raise DataError(f"{error}; {hint}") from error
     if len(tokenizer.engine.get_vocab(with_added_tokens=False)) < 2:
@@ -195,8 +198,8 @@ def _of_other_files(folder: Path) -> TextTokenizer:
     return tokenizer
 
 
-def _as_transformers_reads(folder: Path) -> TextTokenizer:
-    """The tokenizer with the tokens that the folder's settings add, and what they put around a text."""
+def _load_by_transformers(folder: Path) -> TextTokenizer:
+    """Load the tokenizer with the tokens that the folder's settings add, and those that they put around a text."""
     from transformers import AutoTokenizer
 
     try:
@@ -206,11 +209,11 @@ def _as_transformers_reads(folder: Path) -> TextTokenizer:
         raise DataError(
             f"the tokenizer in {folder} cannot be loaded by transformers: {why_refused(error, _OWN_CODE)}"
         ) from error
-    return replace(_ready(engine, end), folder=folder, kind=type(stock).__name__)
+    return replace(_make_tokenizer(engine, end), folder=folder, kind=type(stock).__name__)
 
 
 def check_vocabulary(tokenizer_size: int, embedding_rows: int, *, tokenizer: str, model: str) -> None:
-    """Raise DataError where a tokenizer has ids that the model's embedding has no row for."""
+    """Raise DataError if a tokenizer has ids without a row in the model's embedding."""
     if tokenizer_size > embedding_rows:
         raise DataError(
             f"the vocabulary does not match: tokenizer {tokenizer} has ids up to {tokenizer_size - 1}, "
@@ -219,7 +222,7 @@ def check_vocabulary(tokenizer_size: int, embedding_rows: int, *, tokenizer: str
         )
 
 
-def _ready(engine: Tokenizer, end: int | None) -> TextTokenizer:
+def _make_tokenizer(engine: Tokenizer, end: int | None) -> TextTokenizer:
     engine.no_truncation()
     engine.no_padding()
     engine.encode_special_tokens = True
@@ -227,7 +230,40 @@ def _ready(engine: Tokenizer, end: int | None) -> TextTokenizer:
 
 
 def _digest(engine: Tokenizer) -> str:
-    """SHA-256 of all that decides ids but the post-processor, of which transformers writes an empty one in two ways."""
+    """Return the SHA-256 of the engine without its post-processor (transformers writes an empty one in two ways)."""
     decides: dict[str, object] = json.loads(engine.to_str())
     del decides["post_processor"]
     return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
+
+
+def token_bytes(engine: Tokenizer, rows: int = 0) -> npt.NDArray[np.int64] | None:
+    """Count the UTF-8 bytes of each token id (V,), for at least `rows` ids; None for vocabularies without them.
+
+    With them a loss per token becomes one per byte of text, which can be compared between tokenizers. They are known
+    for byte-level vocabularies (GPT-2's alphabet of bytes) and for those that write a space as sentencepiece does, with
+    or without bytes as a fallback. Special tokens have no text. If the tokenizer changes a text (by a normalizer, or by
+    a space before it), the bytes of the changed text are counted.
+    """
+    settings: dict[str, Any] = json.loads(engine.to_str())
+    kinds = set(_kinds(settings.get("decoder"))) | set(_kinds(settings.get("pre_tokenizer")))
+    byte_level = "ByteLevel" in kinds
+    if not byte_level and _SPACE not in json.dumps(settings.get("decoder"), ensure_ascii=False):
+        return None
+    vocabulary, added = engine.get_vocab(with_added_tokens=True), engine.get_added_tokens_decoder()
+    counts = np.zeros(max(rows, max(vocabulary.values(), default=-1) + 1), dtype=np.int64)
+    for token, i in vocabulary.items():
+        if not byte_level and _BYTE.fullmatch(token):
+            counts[i] = 1
+        elif i in added:
+            counts[i] = 0 if added[i].special else len(token.encode())
+        else:  # in GPT-2's alphabet each character is a byte
+            counts[i] = len(token) if byte_level else len(token.replace(_SPACE, " ").encode())
+    return counts
+
+
+def _kinds(settings: Any) -> list[str]:
+    """List the types of a decoder or pre-tokenizer and of those in it."""
+    if not isinstance(settings, dict):
+        return []
+    inner = [kind for values in settings.values() if isinstance(values, list) for v in values for kind in _kinds(v)]
+    return [str(settings.get("type")), *inner]

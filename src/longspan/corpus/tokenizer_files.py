@@ -1,10 +1,10 @@
-"""The files of a Hugging Face folder that a run keeps: tokenizer, image processor, and how the model generates."""
+"""The files of a Hugging Face folder that a run copies: tokenizer, image processor, and generation settings."""
 
 import json
 import shutil
 from pathlib import Path
 
-from longspan.corpus.images.stock_processor import FILES
+from longspan.corpus.images.without_torchvision import FILES
 from longspan.errors import DataError, shortened
 from longspan.model.hf_folder import TOKENIZER_FILES, VOCABULARIES
 
@@ -12,18 +12,18 @@ GENERATION = "generation_config.json"
 
 
 def vocabulary_files(folder: Path) -> list[str]:
-    """The files of a folder that hold a tokenizer's vocabulary, of whatever kind; empty where it has no tokenizer."""
+    """List the vocabulary files of a folder, of any kind of tokenizer; empty if it has no tokenizer."""
     return [name for name in VOCABULARIES if (folder / name).is_file()]
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> None:
-    """Copy the tokenizer's files byte for byte, chat templates too, in place of those of another one in `target`."""
+    """Copy the tokenizer's files byte for byte, with chat templates, and replace those of another one in `target`."""
     for name in (*TOKENIZER_FILES, *FILES):
         _replace(source / name, target / name)
 
 
 class KeptFiles:
-    """The files that a run's folder keeps for the folders of its models: its tokenizer, and how the model generates."""
+    """The files of a run's folder that the folders of its models get: its tokenizer and generation settings."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -36,7 +36,7 @@ class KeptFiles:
 
 
 def keep_generation(source: Path | None, folder: Path) -> None:
-    """Copy how the model of a source folder generates into a run's folder, where that is written down."""
+    """Copy the generation settings of a source folder into a run's folder; without any the run has none."""
     if source is None or not (source / GENERATION).is_file():
         (folder / GENERATION).unlink(missing_ok=True)
     else:
@@ -44,9 +44,9 @@ def keep_generation(source: Path | None, folder: Path) -> None:
 
 
 def ends_of_generation(folder: Path) -> set[int]:
-    """The ids at which a folder's model stops generating, none where that is not written down.
+    """Read the ids at which a folder's model stops generating; none without generation settings.
 
-    Raises DataError for what is no id.
+    Raises DataError for values that are no ids.
     """
     file = folder / GENERATION
     if not file.is_file():

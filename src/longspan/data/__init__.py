@@ -1,1 +1,1 @@
-"""What a step reads: documents, the order they come in, and packs of them. Knows no files of text and no tokenizer."""
+"""What a step reads: documents, their order, and packs of them. Source files are read in `longspan.corpus`."""

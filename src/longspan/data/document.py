@@ -1,38 +1,40 @@
-"""A document with labels: which of its tokens are targets, how much each counts, and what a loss wants to know of it.
+"""What a step reads as a document: token ids, labels and numbers in memory; pieces of documents as one; synthetic ids.
 
-A step reads a document through its length and an array of positions; a list, an array or a tensor of token ids will do.
-What has more to say has methods beside these, of which a rank asks for the positions that it holds:
+A step takes the length of a document and indexes it with an array of positions: a list, an array or a tensor of token
+ids will do. A document may also have these members, which a rank calls with the positions of its rows:
 
-- `labels(positions)`: (n,) the token id to predict at each position, or −100 where none is; by default its own token.
-  They stand as in Hugging Face's `labels`: not shifted, and position 0 is never predicted.
+- `labels(positions)`: (n,) the token id to predict at each position, −100 for none; by default the position's own
+  token. As in Hugging Face's `labels` they are not shifted, and position 0 is never predicted.
 - `token_values(positions)`: numbers (n,) by name of the tokens at these positions. `weights` multiply losses.
-- `targets`: how many positions beyond 0 have a label, which every rank must know without reading the document.
+- `targets`: how many positions after 0 have a label; every rank needs this number without reading the document.
+
+Documents in files are in `documents.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from longspan.data.permutation import Integers
 from longspan.errors import DataError, shortened
 from longspan.layout.packing import NO_TARGET
-
-Rows = npt.NDArray[np.int64]
 
 
 @runtime_checkable
 class Labelled(Protocol):
-    """A document of which not every token is a target."""
+    """A document in which not every token is a target."""
 
     @property
     def targets(self) -> int:
-        """Positions beyond 0 that have a label."""
+        """How many positions after 0 have a label."""
         ...
 
-    def labels(self, positions: Rows) -> Rows:
-        """The token id to predict at each position (n,), −100 where none is."""
+    def labels(self, positions: Integers) -> Integers:
+        """Return the token id to predict at each position (n,), −100 for none."""
         ...
 
 
@@ -40,38 +42,38 @@ class Labelled(Protocol):
 class Valued(Protocol):
     """A document whose tokens have numbers."""
 
-    def token_values(self, positions: Rows) -> Mapping[str, npt.NDArray[np.float64]]:
-        """Numbers (n,) of the tokens at these positions, by name."""
+    def token_values(self, positions: Integers) -> Mapping[str, npt.NDArray[np.float64]]:
+        """Return numbers (n,) of the tokens at these positions, by name."""
         ...
 
 
 class Document:
-    """Token ids (n,) of one document in memory, which of them are targets, and numbers that a loss is given.
+    """Token ids (n,) of one document in memory, with its targets and with numbers for a loss.
 
     >>> chat = Document([5, 7, 9, 2], loss_mask=[False, False, True, True])
     >>> len(chat), chat.targets
     (4, 2)
     >>> answer = Document([5, 7, 9, 2], labels=[-100, -100, 9, 2], weights=[0, 0, 1, 0.5], advantage=-0.3)
 
-    `loss_mask` says which tokens are targets; `labels` say so as Hugging Face's do, −100 for none, and may name other
-    tokens. The first token is never one. `weights` multiply the losses of tokens. Other keywords are numbers of the
-    document, or of each of its tokens, that a loss of one's own reads by their names. Raises DataError for arrays of
-    another length and for what is no number.
+    `loss_mask` marks the tokens that are targets. `labels` mark them as Hugging Face's do, with −100 for none, and may
+    name other tokens. The first token is never a target. `weights` multiply the losses of tokens. Other keywords are
+    numbers of the document, or of each of its tokens, which a loss of one's own reads by their names. Raises DataError
+    for arrays of another length and for values that are no numbers.
     """
 
     def __init__(
         self, ids: Any, *, labels: Any = None, loss_mask: Any = None, weights: Any = None, **values: Any
     ) -> None:
-        self._ids = _integers("ids", ids)
+        self._ids = _read_integers("ids", ids)
         if labels is not None and loss_mask is not None:
             raise DataError("a document has labels and a loss_mask; give one of them: −100 in labels masks a token")
         self._labels = self._ids
         if labels is not None:
-            self._labels = _integers("labels", labels)
+            self._labels = _read_integers("labels", labels)
         elif loss_mask is not None:
-            self._labels = np.where(_mask(loss_mask, len(self._ids)), self._ids, NO_TARGET)
+            self._labels = np.where(_read_mask(loss_mask, len(self._ids)), self._ids, NO_TARGET)
         columns = values if weights is None else {"weights": weights, **values}
-        self._values = {name: _numbers(name, value, len(self._ids)) for name, value in columns.items()}
+        self._values = {name: _read_numbers(name, value, len(self._ids)) for name, value in columns.items()}
         if len(self._labels) != len(self._ids):
             raise DataError(f"a document has {len(self._labels)} labels for {len(self._ids)} token ids; give one each")
 
@@ -81,12 +83,12 @@ class Document:
     def __getitem__(self, positions: Any) -> Any:
         return self._ids[positions]
 
-    def labels(self, positions: Rows) -> Rows:
-        """The token id to predict at each position (n,), −100 where none is."""
+    def labels(self, positions: Integers) -> Integers:
+        """Return the token id to predict at each position (n,), −100 for none."""
         return self._labels[positions]
 
-    def token_values(self, positions: Rows) -> Mapping[str, npt.NDArray[np.float64]]:
-        """The numbers of the tokens at these positions (n,), by name."""
+    def token_values(self, positions: Integers) -> Mapping[str, npt.NDArray[np.float64]]:
+        """Return numbers (n,) of the tokens at these positions, by name."""
         return {
             name: value[positions] if value.ndim else np.full(len(positions), value)
             for name, value in self._values.items()
@@ -98,14 +100,14 @@ class Document:
         return int((self._labels[1:] != NO_TARGET).sum())
 
 
-def targets_of(document: Any) -> int:
-    """How many tokens of a document are targets: of one without labels all but the first."""
+def target_count(document: Any) -> int:
+    """Count the targets of a document; without labels they are all tokens but the first."""
     return int(document.targets) if isinstance(document, Labelled) else max(len(document) - 1, 0)
 
 
-def _array(name: str, values: Any) -> npt.NDArray[Any]:
-    """What a caller gave as an array on the host: tensors of any device and floating-point type, with a graph too."""
-    if hasattr(values, "detach"):  # a tensor, known by what it can do: help texts are printed without torch
+def _as_array(name: str, values: Any) -> npt.NDArray[Any]:
+    """Return values as an array on the host; tensors may be on any device, of any floating-point type, with a graph."""
+    if hasattr(values, "detach"):  # a tensor; torch is not imported here, so that help texts are printed without it
         values = values.detach()
         return (values.double() if values.is_floating_point() else values).cpu().numpy()
     try:
@@ -117,15 +119,15 @@ def _array(name: str, values: Any) -> npt.NDArray[Any]:
         ) from error
 
 
-def _integers(name: str, values: Any) -> Rows:
-    array = _array(name, values)
+def _read_integers(name: str, values: Any) -> Integers:
+    array = _as_array(name, values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise DataError(f"{name} of a document are {array.dtype} of shape {array.shape}; give integers (n,)")
     return array.astype(np.int64)
 
 
-def _mask(values: Any, length: int) -> npt.NDArray[np.bool_]:
-    array = _array("loss_mask", values)
+def _read_mask(values: Any, length: int) -> npt.NDArray[np.bool_]:
+    array = _as_array("loss_mask", values)
     if array.ndim == 1 and len(array) != length:
         raise DataError(f"a loss_mask has {len(array)} values for {length} token ids; give one each")
     if array.ndim != 1 or not np.isin(array, (0, 1)).all():
@@ -136,9 +138,9 @@ def _mask(values: Any, length: int) -> npt.NDArray[np.bool_]:
     return array.astype(bool)
 
 
-def _numbers(name: str, value: Any, length: int) -> npt.NDArray[np.float64]:
+def _read_numbers(name: str, value: Any, length: int) -> npt.NDArray[np.float64]:
     try:
-        array = _array(repr(name), value).astype(np.float64)
+        array = _as_array(repr(name), value).astype(np.float64)
     except (TypeError, ValueError) as error:
         if isinstance(error, DataError):
             raise
@@ -153,3 +155,92 @@ def _numbers(name: str, value: Any, length: int) -> npt.NDArray[np.float64]:
     if not np.isfinite(array).all():
         raise DataError(f"{name!r} of a document has values that are not finite; give finite numbers")
     return array
+
+
+class Piece(NamedTuple):
+    """The tokens from start to stop of a document."""
+
+    document: Any
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Pieces of documents end to end, read as one document; nothing is copied.
+
+    >>> Pack((Piece([1, 2, 3], 1, 3), Piece([7, 8], 0, 2)))[np.arange(4)]
+    array([2, 3, 7, 8])
+    """
+
+    pieces: tuple[Piece, ...]
+
+    @cached_property
+    def ends(self) -> Integers:
+        """The end of each piece in the pack."""
+        return np.cumsum([piece.stop - piece.start for piece in self.pieces])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, positions: Integers) -> Integers:
+        ids = np.empty(len(positions), dtype=np.int64)
+        for document, there, here in self._runs(positions):
+            ids[here] = np.asarray(document)[there] if isinstance(document, list | tuple) else document[there]
+        return ids
+
+    def _runs(self, positions: Integers) -> list[tuple[Any, Integers, Integers]]:
+        """Split positions of the pack: documents, with their own positions and the places of these in `positions`."""
+        of_piece = np.searchsorted(self.ends, positions, side="right")
+        runs = list[tuple[Any, Integers, Integers]]()
+        for number in np.unique(of_piece).tolist():
+            here, piece = np.flatnonzero(of_piece == number), self.pieces[number]
+            runs.append((piece.document, positions[here] - int(self.ends[number]) + piece.stop, here))
+        return runs
+
+
+class LabelledPack(Pack):
+    """A pack of documents in which not every token is a target (`Labelled`)."""
+
+    def labels(self, positions: Integers) -> Integers:
+        """Return the token id to predict at each position (n,), −100 for none."""
+        labels = np.empty(len(positions), dtype=np.int64)
+        for document, there, here in self._runs(positions):
+            labels[here] = document.labels(there)
+        return labels
+
+    @cached_property
+    def targets(self) -> int:
+        """How many of its tokens are predicted."""
+        return int((self.labels(np.arange(1, len(self))) != NO_TARGET).sum())
+
+
+def make_pack(pieces: tuple[Piece, ...]) -> Pack:
+    """Make one document of these pieces; it has labels if theirs have."""
+    return (LabelledPack if isinstance(pieces[0].document, Labelled) else Pack)(pieces)
+
+
+@dataclass(frozen=True)
+class SyntheticDocument:
+    """Token ids that are a function of document and position, the same on every rank; for probes and benches.
+
+    >>> import numpy as np
+    >>> SyntheticDocument(number=0, length=4096, vocabulary=512)[np.arange(3)]
+    array([ 40, 229, 114])
+    """
+
+    number: int
+    length: int
+    vocabulary: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, positions: Any) -> np.ndarray:
+        mixed = (positions + 1) * 2654435761 + (self.number + 1) * 40503
+        return (mixed ^ (mixed >> 13)) % self.vocabulary
+
+
+def synthetic_documents(lengths: Sequence[int], vocabulary: int) -> list[SyntheticDocument]:
+    """Return a document of each length, with ids below `vocabulary`."""
+    return [SyntheticDocument(i, n, vocabulary) for i, n in enumerate(lengths)]

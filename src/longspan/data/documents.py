@@ -1,37 +1,46 @@
-"""Documents on disk: a rank reads only the rows that it is asked for, and no number of a document is kept in memory.
+"""Documents in files: a rank reads only the rows that it uses, and no array of the corpus's size is in memory.
 
-A folder of documents holds `lengths.npy`, `origins.npy` (which file each was cut from), `corpus.json` and
-`sources.jsonl` (those files as they were). `tokens.bin` and `offsets.npy` have their tokens; without them
-`positions.npy` says where rows stand in their files, from which the tokens are made again. `targets.npy` is there where
-not every token is one, and `codes.bin` says which. A run's folder names the folder. `build.py` makes it; nothing here
-writes.
+A folder of documents has `lengths.npy`, `origins.npy` (the file of each document), `corpus.json` and `sources.jsonl`
+(those files as they were). `tokens.bin` and `offsets.npy` have the tokens. Without them `positions.npy` and
+`starts.npy` have the places of rows in their files, from which the tokens are made again. `targets.npy` and `codes.bin`
+exist only if some tokens are no targets. A run's folder names the folder of its documents.
+
+Nothing here writes: `longspan.corpus` builds a corpus, and makes tokens again that are not stored.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from longspan.corpus.rows.sample import RowSettings
-from longspan.corpus.store.document_encoder import labels_of
-from longspan.corpus.store.streamed import StreamedTokens
-from longspan.data.order.packs import Pack
-from longspan.data.store.arrays import mapped
-from longspan.data.store.images import ImageTable
-from longspan.data.store.manifest import Manifest, SourceLines
-from longspan.data.store.record import FILE, Record, read_record
-from longspan.data.store.sources import Source
+from longspan.data.arrays import map_array
+from longspan.data.document import NO_TARGET, Pack
+from longspan.data.images import ImageTable
+from longspan.data.manifest import FILE, Manifest, Record, SourceFile, SourceLines, read_record
+from longspan.data.permutation import Integers
 from longspan.errors import DataError
 
-if TYPE_CHECKING:
-    from longspan.corpus.rows.encoding import RowEncoding
+# The code of a token decides its label: its own id, none, or the id code − 2.
+OWN_TOKEN, NOTHING, OTHER_TOKEN = 0, 1, 2
 
-Rows = npt.NDArray[np.int64]
+
+class TokenSource(Protocol):
+    """The tokens of a corpus's documents, and their codes."""
+
+    def ids(self, document: int, positions: Integers) -> Any:
+        """Return the tokens of a document at these positions."""
+        ...
+
+    def codes(self, document: int, positions: Integers) -> Any:
+        """Return their codes; None if every token is a target."""
+        ...
+
+
+# Makes the tokens of a run's documents that are not stored, from their folder, their manifest and the run's tokenizer.
+MakeTokens = Callable[[Path, Manifest, Path, Record], TokenSource]
 
 
 class Corpus:
@@ -42,12 +51,13 @@ class Corpus:
     array([ 12, 907,   4])
 
     `lengths` are the documents' tokens, `targets` how many of them are predicted (None: all but the first of each), and
-    `source_of` says which of the tables [[data.sources]] each comes from: files that are mapped into memory. `sources`
-    are the files that they were cut from. `rows_read` counts the rows that were asked for, in this process.
-    Raises DataError where the folder is missing or damaged.
+    `source_of` is the number of each document's table [[data.sources]]: arrays that are mapped into memory. `sources`
+    are the files of the documents. `rows_read` counts the rows that were read in this process. Tokens that are not
+    stored (data.cache "none") are made by `make_tokens`; `longspan.corpus.store.streamed.open_corpus` passes it.
+    Raises DataError if the folder is missing or damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, make_tokens: MakeTokens | None = None) -> None:
         record = read_record(folder)
         place = folder if record is None else folder / record.documents
         if record is not None and not place.is_dir():
@@ -56,95 +66,120 @@ class Corpus:
                 "makes them anew, with data.cache as a folder on storage that all its machines share"
             )
         try:
-            self._open(place, folder, record)
+            self._open(place)
+            self._tokens = self._find_tokens(place, folder, record, make_tokens)
         except (OSError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, DataError):
                 raise
             raise DataError(f"{place} is not a corpus: {error}; remove it and it is built again") from error
         self.rows_read = 0
-        self.selects: Callable[[Corpus, tuple[int, ...]], Documents] = Documents  # with images: corpus_images
-        self.packs: Callable[[tuple[Pack, ...]], Sequence[Pack]] = tuple  # likewise
+        self.selects: Callable[[Corpus, tuple[int, ...]], CorpusDocuments] = (
+            CorpusDocuments  # with images: ImageDocuments
+        )
+        self.packs: Callable[[tuple[Pack, ...]], Sequence[Pack]] = tuple  # with images: ImagePacks
 
-    def _open(self, place: Path, folder: Path, record: Record | None) -> None:
-        text = (place / FILE).read_text(encoding="utf-8")
-        self.manifest = manifest = Manifest.from_json(text)
-        older = json.loads(text).get("sources")
-        self._origins = mapped(place / "origins.npy")
-        self.sources: Sequence[Source] = SourceLines(place) if older is None else [Source(**s) for s in older]
-        lengths = place / "lengths.npy"
-        self.lengths: npt.NDArray[Any] = mapped(lengths) if older is None else np.diff(mapped(place / "offsets.npy"))
+    def _open(self, place: Path) -> None:
+        self.manifest = Manifest.from_json((place / FILE).read_text(encoding="utf-8"))
+        self.sources: Sequence[SourceFile] = SourceLines(place)
+        self._origins = map_array(place / "origins.npy")
+        self.lengths: npt.NDArray[Any] = map_array(place / "lengths.npy")
         several, masked = (place / name for name in ("source_of.npy", "targets.npy"))
         zero = np.broadcast_to(np.int16(0), len(self.lengths))
-        self.source_of: npt.NDArray[Any] = mapped(several) if several.is_file() else zero
-        self.targets: npt.NDArray[Any] | None = mapped(masked) if masked.is_file() else None
+        self.source_of: npt.NDArray[Any] = map_array(several) if several.is_file() else zero
+        self.targets: npt.NDArray[Any] | None = map_array(masked) if masked.is_file() else None
         self.images = ImageTable.of(place)
-        if manifest.dtype:
-            tokens = manifest.tokens if older is None else int(mapped(place / "offsets.npy")[-1])
-            self._tokens: StoredTokens | StreamedTokens = StoredTokens(place, manifest, tokens)
-        elif record is not None:
-            tokenizer = folder / record.tokenizer
-            self._tokens = StreamedTokens(place, manifest, partial(_encodings, tokenizer, manifest, record))
-        else:
+
+    def _find_tokens(
+        self, place: Path, folder: Path, record: Record | None, make_tokens: MakeTokens | None
+    ) -> TokenSource | None:
+        """The stored tokens, or those that are made again; None if nothing was passed to make them."""
+        if self.manifest.dtype:
+            return StoredTokens(place, self.manifest)
+        if record is None:
             raise ValueError("it has no tokens, and no run says how rows are read")
+        return None if make_tokens is None else make_tokens(place, self.manifest, folder / record.tokenizer, record)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, document: int) -> "Document":
+    def __getitem__(self, document: int) -> "CorpusDocument":
         if not 0 <= document < len(self):
             raise IndexError(f"document {document} of a corpus of {len(self)}")
-        kind = Document if self.targets is None else LabelledDocument
+        kind = CorpusDocument if self.targets is None else LabelledCorpusDocument
         return kind(self, int(document), int(self.lengths[document]))
 
-    def select(self, documents: Sequence[int]) -> "Documents":
-        """These documents, numbered from 0: what a plan of their lengths calls its documents."""
+    def select(self, documents: Sequence[int]) -> "CorpusDocuments":
+        """Return these documents, numbered from 0 as in a plan of their lengths."""
         return self.selects(self, tuple(documents))
 
     def origin(self, document: int) -> str:
-        """Name of the source file that a document was cut from."""
+        """Return the name of a document's source file."""
         return self.sources[self.file_of(document)].name
 
     def file_of(self, document: int) -> int:
-        """The number of that file among `sources`."""
+        """Return the number of a document's file among `sources`."""
         return int(self._origins[document])
 
-    def read(self, document: int, positions: Rows) -> Rows:
-        """Token ids of a document at positions that it has."""
+    def read(self, document: int, positions: Integers) -> Integers:
+        """Read the token ids of a document at these positions."""
         self.rows_read += len(positions)
-        return self._tokens.ids(document, positions).astype(np.int64)
+        return self._token_source.ids(document, positions).astype(np.int64)
 
-    def read_labels(self, document: int, positions: Rows) -> Rows:
-        """What is to be predicted at positions of a document: token ids, −100 where none is."""
-        ids = self._tokens.ids(document, positions).astype(np.int64)
-        codes = self._tokens.codes(document, positions)
-        return ids if codes is None else labels_of(ids, codes)
+    def read_labels(self, document: int, positions: Integers) -> Integers:
+        """Read the labels of a document at these positions: token ids, −100 for none."""
+        ids = self._token_source.ids(document, positions).astype(np.int64)
+        codes = self._token_source.codes(document, positions)
+        return ids if codes is None else decode_labels(ids, codes)
+
+    @property
+    def _token_source(self) -> TokenSource:
+        if self._tokens is None:
+            raise DataError(
+                "the documents have no stored tokens (data.cache is 'none'), and nothing was passed to make them; open "
+                "the corpus with longspan.corpus.store.streamed.open_corpus"
+            )
+        return self._tokens
 
 
 class StoredTokens:
-    """The tokens of all documents end to end in one file, and their codes in another, where there are any."""
+    """The tokens of all documents end to end in one file, and their codes in another, if there are any."""
 
-    def __init__(self, folder: Path, manifest: Manifest, tokens: int) -> None:
-        self._offsets = mapped(folder / "offsets.npy")
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._offsets = map_array(folder / "offsets.npy")
         self._tokens = np.memmap(folder / "tokens.bin", dtype=manifest.dtype, mode="r")
         self._codes = np.memmap(folder / "codes.bin", dtype=manifest.codes, mode="r") if manifest.codes else None
         for name, array in (("tokens.bin", self._tokens), ("codes.bin", self._codes)):
-            if array is not None and len(array) != tokens:
+            if array is not None and len(array) != manifest.tokens:
                 raise DataError(
-                    f"{folder} is damaged: {name} has {len(array)} tokens, corpus.json wants {tokens}; remove the "
-                    "folder and it is built again"
+                    f"{folder} is damaged: {name} has {len(array)} tokens, corpus.json wants {manifest.tokens}; remove "
+                    "the folder and it is built again"
                 )
 
-    def ids(self, document: int, positions: Rows) -> Any:
-        """The tokens of a document at these positions."""
+    def ids(self, document: int, positions: Integers) -> Any:
+        """Return the tokens of a document at these positions."""
         return self._tokens[positions + int(self._offsets[document])]
 
-    def codes(self, document: int, positions: Rows) -> Any:
-        """Their codes; None where there are none."""
+    def codes(self, document: int, positions: Integers) -> Any:
+        """Return their codes; None if there are none."""
         return None if self._codes is None else self._codes[positions + int(self._offsets[document])]
 
 
+def encode_labels(ids: Integers, labels: Integers | None) -> Integers | None:
+    """Return the codes of tokens with these labels; None without labels, if each token is predicted as itself."""
+    if labels is None:
+        return None
+    codes = np.where(labels == NO_TARGET, NOTHING, labels + OTHER_TOKEN)
+    return np.where(labels == ids, OWN_TOKEN, codes)
+
+
+def decode_labels(ids: Integers, codes: npt.NDArray[Any]) -> Integers:
+    """Return the labels of tokens with these codes."""
+    codes = codes.astype(np.int64)
+    return np.where(codes == OWN_TOKEN, ids, np.where(codes == NOTHING, NO_TARGET, codes - OTHER_TOKEN))
+
+
 @dataclass(frozen=True)
-class Document:
+class CorpusDocument:
     """A lazy view of one document: indexed by an array of positions, it reads those rows."""
 
     corpus: Corpus
@@ -154,10 +189,10 @@ class Document:
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, positions: Any) -> Rows:
-        return self.corpus.read(self.number, self._checked(positions))
+    def __getitem__(self, positions: Any) -> Integers:
+        return self.corpus.read(self.number, self._check_positions(positions))
 
-    def _checked(self, positions: Any) -> Rows:
+    def _check_positions(self, positions: Any) -> Integers:
         rows = np.asarray(positions, dtype=np.int64)
         if rows.size and not (rows.min() >= 0 and rows.max() < self.length):
             raise IndexError(f"positions {rows.min()} to {rows.max()} of a document of {self.length} tokens")
@@ -165,7 +200,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class LabelledDocument(Document):
+class LabelledCorpusDocument(CorpusDocument):
     """A document of a corpus in which not every token is a target (`Labelled` in `document.py`)."""
 
     @property
@@ -174,13 +209,13 @@ class LabelledDocument(Document):
         assert self.corpus.targets is not None
         return int(self.corpus.targets[self.number])
 
-    def labels(self, positions: Rows) -> Rows:
-        """The token id to predict at each position (n,), −100 where none is."""
-        return self.corpus.read_labels(self.number, self._checked(positions))
+    def labels(self, positions: Integers) -> Integers:
+        """Read the token id to predict at each position (n,), −100 for none."""
+        return self.corpus.read_labels(self.number, self._check_positions(positions))
 
 
 @dataclass(frozen=True)
-class Documents(Sequence[Document]):
+class CorpusDocuments(Sequence[CorpusDocument]):
     """Some documents of a corpus, in the order of a plan's lengths."""
 
     corpus: Corpus
@@ -189,10 +224,10 @@ class Documents(Sequence[Document]):
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getitem__(self, index: int) -> Document:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __getitem__(self, index: int) -> CorpusDocument:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.corpus[self.ids[index]]
 
-    def __iter__(self) -> Iterator[Document]:
+    def __iter__(self) -> Iterator[CorpusDocument]:
         return (self.corpus[d] for d in self.ids)
 
     @property
@@ -202,25 +237,15 @@ class Documents(Sequence[Document]):
 
     @property
     def targets(self) -> int | None:
-        """How many of their tokens are predicted; None where that is all but the first of each."""
+        """How many of their tokens are predicted; None if all but the first of each are."""
         targets = self.corpus.targets
         return None if targets is None else int(targets[list(self.ids)].sum())
 
     def origin(self, document: int) -> str:
-        """The source file of one of them."""
+        """Return the source file of one of them."""
         return self.corpus.origin(self.ids[document])
 
     @property
     def origins(self) -> tuple[str, ...]:
         """The source file of each document."""
         return tuple(self.corpus.origin(document) for document in self.ids)
-
-
-def _encodings(tokenizer_folder: Path, manifest: Manifest, record: Record) -> "tuple[RowEncoding, ...]":
-    """How rows of each source are encoded, as the run did it whose documents lie here."""
-    from longspan.corpus.rows.encoding import RowEncoding  # it imports transformers
-    from longspan.corpus.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(tokenizer_folder)
-    settings = RowSettings(**record.row_settings)
-    return tuple(RowEncoding(kind, tokenizer, settings) for kind in manifest.kinds)  # type: ignore[arg-type]

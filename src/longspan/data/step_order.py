@@ -1,41 +1,46 @@
-"""Which documents a step trains on: a function of the seed and the step, of nothing else.
+"""Which documents, or packs of documents, a step trains on: a function of the seed and the step only.
 
-World size, degrees and planner do not enter, so a run goes on with the same documents wherever it is resumed. What is
-held in memory does not grow with the corpus: its lengths are mapped from their file, shuffled places are computed
-(`order/`), and of steps the start of every 64th is kept.
+World size, degrees and planner have no influence, so a resumed run goes on with the same documents. Memory does not
+grow with the corpus: its lengths are mapped from their file, shuffled places are computed (`permutation.py`), and only
+the start of every 64th step is kept.
+
+A pack holds documents end to end, cut every so many tokens, as in pre-training. A planner sees a pack as one document,
+with attention across its documents, or each piece in it as a document with positions of its own.
 """
 
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from longspan.data.documents import Corpus, Documents
-from longspan.data.order.arrays import as_sent, received
-from longspan.data.order.permutation import Integers, first_of_shuffled
-from longspan.data.order.source import EVAL_SET, HELD_OUT, ORDER, Mixture, sources_of
-from longspan.data.order.stream import DocumentStream
+from longspan.data.arrays import as_pickled, from_pickled
+from longspan.data.document import Pack, Piece, make_pack
+from longspan.data.documents import Corpus, CorpusDocuments
+from longspan.data.permutation import Integers, shuffled_sample
+from longspan.data.stream import EVAL_SET, HELD_OUT, ORDER, DocumentStream, Mixture, shuffled_sources
+from longspan.data.uncut import EqualBorders, UncutBorders, UncutSpans
 from longspan.errors import DataError
 
-_STRIDE = 64  # steps; the start of every so many is kept
+_STRIDE = 64  # steps; the start of every 64th is kept
 
 
 class StepOrder:
-    """Shuffled epochs of the training documents, taken whole, up to `tokens_per_step` a step and at least one.
+    """Shuffled epochs of whole training documents, up to `tokens_per_step` a step and at least one document.
 
     >>> order = StepOrder([5, 3, 9, 4, 2], tokens_per_step=8, seed=0, eval_documents=1)
     >>> order.evaluation, len(order.documents_of_step(0))
     ((3,), 1)
 
-    `targets` are the tokens that each document predicts (None: all but its first), which a plan counts by.
+    `targets` are the tokens that each document predicts (None: all but its first), by which a plan counts.
     `evaluation` are the held-out documents, chosen by the seed before anything else and never trained on.
-    Several sources are a `mixture`: the tokens of each stand in the proportion of its weight, and each runs through
-    epochs of its own. A step may reach into the next epoch. An order pickles without what files hold. Raises DataError
-    where no document is left to train on.
+    Several sources are a `mixture`: tokens of sources are in proportion to their weights, and each source has epochs of
+    its own. A step may reach into the next epoch. An order pickles without the arrays that are in files. Raises
+    DataError if no document is left to train on.
     """
 
     def __init__(
@@ -55,62 +60,63 @@ class StepOrder:
                 f"data.eval_documents {eval_documents} leaves nothing to train on: the corpus has "
                 f"{len(self.lengths)} documents; hold out at most {max(0, len(self.lengths) - 1)}"
             )
-        held_out = np.sort(first_of_shuffled(len(self.lengths), eval_documents, seed, HELD_OUT))
+        held_out = np.sort(shuffled_sample(len(self.lengths), eval_documents, seed, HELD_OUT))
         self.evaluation: tuple[int, ...] = tuple(held_out.tolist())
-        self.stream = DocumentStream(self.lengths, sources_of(self.lengths, mixture, held_out, seed, version))
+        self.stream = DocumentStream(self.lengths, shuffled_sources(self.lengths, mixture, held_out, seed, version))
         self._budget = tokens_per_step
         self._open()
 
     def _open(self) -> None:
-        self._kept = array("q", [0])  # starts, in the stream, of every _STRIDE-th step so far
-        self._starts = lru_cache(maxsize=2)(self._starts_of)
+        self._block_starts = array("q", [0])  # starts, in the stream, of every _STRIDE-th step so far
+        self._starts = lru_cache(maxsize=2)(self._compute_starts)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in self.__dict__.items() if name not in ("_kept", "_starts", "lengths")}
-        return state | {"targets": None if self.targets is None else as_sent(self.targets)}
+        computed = ("_block_starts", "_starts", "lengths")
+        state = {name: value for name, value in self.__dict__.items() if name not in computed}
+        return state | {"targets": None if self.targets is None else as_pickled(self.targets)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state | {"targets": None if state["targets"] is None else received(state["targets"])}
+        self.__dict__ |= state | {"targets": None if state["targets"] is None else from_pickled(state["targets"])}
         self.lengths = self.stream.lengths
         self._open()
 
     def documents_of_step(self, step: int) -> tuple[int, ...]:
-        """Document ids of a step, counted from 0."""
+        """Return the document ids of a step; steps count from 0."""
         return tuple(self._ids(step).tolist())
 
     def lengths_of_step(self, step: int) -> list[int]:
-        """The tokens of each document of a step."""
+        """Return the tokens of each document of a step."""
         return self.lengths[self._ids(step)].tolist()
 
     def targets_of_step(self, step: int) -> int | None:
-        """How many tokens the documents of a step predict; None: all but the first of each."""
+        """Count the tokens that the documents of a step predict; None: all but the first of each."""
         return None if self.targets is None else int(self.targets[self._ids(step)].sum(dtype=np.int64))
 
-    def select(self, corpus: Corpus, step: int) -> Documents:
-        """The documents of a step, as its plan numbers them."""
+    def select(self, corpus: Corpus, step: int) -> CorpusDocuments:
+        """Return the documents of a step, as its plan numbers them."""
         return corpus.select(self.documents_of_step(step))
 
     def source_tokens(self, step: int) -> list[int]:
-        """The tokens of each source in a step."""
+        """Return the tokens of each source in a step."""
         ids = self._ids(step)
         return self.stream.tokens_of_sources(ids, self.lengths[ids])
 
     def steps_of_epochs(self, epochs: float) -> int:
-        """The steps until every training document was trained on so many times; the last may reach into the next epoch.
+        """Return after how many steps every document was trained on `epochs` times; the last may begin the next epoch.
 
         >>> StepOrder([4, 4, 4, 4, 4], tokens_per_step=8, seed=0, eval_documents=0).steps_of_epochs(1.0)
         3
         """
         place = self.stream.place_after(epochs)
-        while self._kept[-1] < place:
-            self._starts(len(self._kept) - 1)
-        block = bisect_left(self._kept, place) - 1
+        while self._block_starts[-1] < place:
+            self._starts(len(self._block_starts) - 1)
+        block = bisect_left(self._block_starts, place) - 1
         return 0 if block < 0 else block * _STRIDE + bisect_left(self._starts(block), place)
 
     def _ids(self, step: int) -> Integers:
         block, index = divmod(step, _STRIDE)
-        while len(self._kept) <= block:
-            self._starts(len(self._kept) - 1)
+        while len(self._block_starts) <= block:
+            self._starts(len(self._block_starts) - 1)
         start, end = self._starts(block)[index : index + 2]
         ids = list[Integers]()
         while start < end:
@@ -119,17 +125,17 @@ class StepOrder:
             start += len(ids[-1])
         return np.concatenate(ids)
 
-    def _starts_of(self, block: int) -> list[int]:
-        """Where in the stream each step of a block begins, and the one after them."""
-        starts = [self._kept[block]]
+    def _compute_starts(self, block: int) -> list[int]:
+        """Return the place in the stream at which each step of a block begins, and the first step after it."""
+        starts = [self._block_starts[block]]
         while len(starts) <= _STRIDE:
             starts.append(self._end(starts[-1]))
-        if block == len(self._kept) - 1:
-            self._kept.append(starts[-1])
+        if block == len(self._block_starts) - 1:
+            self._block_starts.append(starts[-1])
         return starts
 
     def _end(self, start: int) -> int:
-        """Where the step that begins at a place ends: as many documents as fit, at least one."""
+        """Return where the step that begins at a place ends: after all documents that fit, at least one."""
         part, left = self.stream.at(start), self._budget
         index = start - part.first
         while True:
@@ -140,12 +146,99 @@ class StepOrder:
             part, index = self.stream.after(part), 0
 
 
-def some_documents(count: int, most: int, seed: int) -> tuple[int, ...]:
-    """Of so many documents at most so many, chosen by the seed, in order; 0: all of them.
+def sample_documents(count: int, most: int, seed: int) -> tuple[int, ...]:
+    """Choose at most `most` of `count` documents by the seed, in ascending order; 0: all of them.
 
-    >>> some_documents(5, 0, seed=0), len(some_documents(5, 2, seed=0))
+    >>> sample_documents(5, 0, seed=0), len(sample_documents(5, 2, seed=0))
     ((0, 1, 2, 3, 4), 2)
     """
     if not 0 < most < count:
         return tuple(range(count))
-    return tuple(np.sort(first_of_shuffled(count, most, seed, EVAL_SET)).tolist())
+    return tuple(np.sort(shuffled_sample(count, most, seed, EVAL_SET)).tolist())
+
+
+class _StepPieces(NamedTuple):
+    """The pieces of a step: the document of each, its start and stop in it, and its pack in the step."""
+
+    documents: Integers
+    starts: Integers
+    stops: Integers
+    packs: Integers
+
+
+class PackOrder:
+    """Steps of whole packs of documents, in the order of `order`.
+
+    >>> packs = PackOrder(order, pack_to=8192, tokens_per_step=65536, across=False)
+    >>> packs.lengths_of_step(0)[:3]
+    [5120, 3072, 811]
+
+    Packs are cut from the endless stream of epochs, so each has `pack_to` tokens, and the last one of an epoch
+    continues in the next. `evaluation` are the documents that `order` holds out: they are not packed.
+
+    A cut inside a span of `uncut` is moved back to its start, and the next pack begins there: packs have at most
+    `pack_to` tokens, and fewer if a span does not fit.
+    """
+
+    def __init__(
+        self, order: StepOrder, *, pack_to: int, tokens_per_step: int, across: bool, uncut: UncutSpans | None = None
+    ) -> None:
+        self.stream, self.evaluation, self.version = order.stream, order.evaluation, order.version
+        self._across, packs = across, max(1, tokens_per_step // pack_to)
+        self._equal = [pack_to] * packs if uncut is None else None
+        self._borders = (
+            EqualBorders(pack_to, packs) if uncut is None else UncutBorders(order.stream, uncut, pack_to, packs)
+        )
+
+    def lengths_of_step(self, step: int) -> list[int]:
+        """Return the tokens of each document of a step, for a planner."""
+        if self._across and self._equal is not None:
+            return list(self._equal)
+        pieces = self._pieces(step)
+        lengths = pieces.stops - pieces.starts
+        return (np.bincount(pieces.packs, lengths).astype(np.int64) if self._across else lengths).tolist()
+
+    def targets_of_step(self, step: int) -> int | None:
+        """Return None: the targets of pieces with labels are counted when they are read (`LabelledPack.targets`)."""
+        return None
+
+    def select(self, corpus: Any, step: int) -> Sequence[Pack]:
+        """Return the documents of a step, as its plan numbers them."""
+        documents, starts, stops, packs = (values.tolist() for values in self._pieces(step))
+        pieces = [Piece(corpus[d], start, stop) for d, start, stop in zip(documents, starts, stops, strict=True)]
+        borders = np.searchsorted(packs, np.arange(packs[-1] + 2)) if self._across else np.arange(len(pieces) + 1)
+        packed = tuple(make_pack(tuple(pieces[a:b])) for a, b in pairwise(borders.tolist()))
+        return corpus.packs(packed) if hasattr(corpus, "packs") else packed
+
+    def source_tokens(self, step: int) -> list[int]:
+        """Return the tokens of each source in a step."""
+        pieces = self._pieces(step)
+        return self.stream.tokens_of_sources(pieces.documents, pieces.stops - pieces.starts)
+
+    def steps_of_epochs(self, epochs: float) -> int:
+        """Return after how many steps every document was trained on `epochs` times; the last may begin the next."""
+        return self._borders.steps_to(self.stream.tokens_before(self.stream.place_after(epochs)))
+
+    def mean_pack(self, steps: int = 64) -> float:
+        """Return the mean tokens of a pack in the first `steps` steps."""
+        borders = self._borders.step_borders(steps - 1)
+        return float(borders[-1]) / (steps * (len(borders) - 1))
+
+    def _pieces(self, step: int) -> _StepPieces:
+        borders = self._borders.step_borders(step)
+        begin, end = int(borders[0]), int(borders[-1])
+        part, ids, begins = self.stream.at_token(begin), list[Integers](), list[Integers]()
+        while True:
+            first = max(0, int(np.searchsorted(part.ends, begin - part.before, side="right")) - 1)
+            last = int(np.searchsorted(part.ends[:-1], end - part.before))
+            ids.append(part.ids[first:last])
+            begins.append(part.before + part.ends[first:last])
+            if part.before + part.ends[-1] >= end:
+                break
+            part = self.stream.after(part)
+        documents, document_begins = np.concatenate(ids), np.concatenate(begins)
+        cuts = np.union1d(np.maximum(document_begins, borders[0]), borders[:-1])
+        cuts = cuts[cuts < borders[-1]]
+        index = np.searchsorted(document_begins, cuts, side="right") - 1  # of the document of each piece
+        starts, stops = cuts - document_begins[index], np.append(cuts[1:], borders[-1]) - document_begins[index]
+        return _StepPieces(documents[index], starts, stops, np.searchsorted(borders, cuts, side="right") - 1)

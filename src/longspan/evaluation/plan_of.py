@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from longspan.bridge.item_documents import item_table_of
-from longspan.data.documents import Documents
+from longspan.data.documents import CorpusDocuments
 from longspan.evaluation.passkey.documents import PasskeyDocuments
 from longspan.layout import Layout
 from longspan.model.seams.call_rules import call_rules
@@ -21,7 +21,9 @@ def plan_of(choice: PlanChoice, model: nn.Module, documents: Any, home: Layout) 
     return _planned(_fitted(choice, model, documents), _lengths(documents), home)
 
 
-def choices_at_degrees(choice: PlanChoice, documents: Documents | PasskeyDocuments, home: Layout) -> list[PlanChoice]:
+def choices_at_degrees(
+    choice: PlanChoice, documents: CorpusDocuments | PasskeyDocuments, home: Layout
+) -> list[PlanChoice]:
     """A choice at degree 1, 2, 4, … as far as they divide the slots, each under a cap that holds these documents.
 
     Degrees at which a2a cannot split the query heads evenly are left out.

@@ -19,12 +19,12 @@ from longspan.config.eval_set import EvalConfig
 from longspan.config.passkey_settings import PASSKEY
 from longspan.config.sections import RunConfig
 from longspan.corpus.build import ensure_corpus
-from longspan.corpus.corpus_images.image_documents import with_images
 from longspan.corpus.corpus_settings import CorpusSettings
-from longspan.corpus.run_corpus import given_tokenizer, open_corpus
+from longspan.corpus.image_documents import with_images
+from longspan.corpus.run_corpus import configured_tokenizer, open_shared_corpus
 from longspan.corpus.tokenizer import load_tokenizer
-from longspan.data.documents import Corpus, Documents
-from longspan.data.step_order import some_documents
+from longspan.data.documents import Corpus, CorpusDocuments
+from longspan.data.step_order import sample_documents
 from longspan.errors import DataError, counted
 from longspan.evaluation.metrics import Metric
 from longspan.evaluation.passkey.documents import PasskeyDocuments, passkey_documents
@@ -40,7 +40,7 @@ class EvaluationSet:
     """
 
     config: EvalConfig
-    documents: Documents | PasskeyDocuments
+    documents: CorpusDocuments | PasskeyDocuments
     metrics: Mapping[str, Metric] = field(default_factory=dict[str, Metric])
     token_bytes: npt.NDArray[np.int64] | None = None
 
@@ -103,13 +103,13 @@ def open_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -
     if (make := MADE.get(entry.path)) is not None:
         return on_every_rank(world, lambda: make(entry, config), DataError)
     corpus = _shared_corpus(config, entry, world, log)
-    documents = corpus.select(some_documents(len(corpus), entry.documents, config.train.seed))
+    documents = corpus.select(sample_documents(len(corpus), entry.documents, config.train.seed))
     return EvaluationSet(entry, documents)
 
 
 def files_in_both(training: Corpus, evaluated: EvaluationSet) -> str:
     """How many source files of a set are trained on, in words; "" where none is."""
-    if not isinstance(evaluated.documents, Documents):
+    if not isinstance(evaluated.documents, CorpusDocuments):
         return ""
     corpus = evaluated.documents.corpus
     evaluated_sums = {source.sha256 for source in corpus.sources}
@@ -135,8 +135,8 @@ def _shared_corpus(config: RunConfig, entry: EvalConfig, world: World, log: LogL
         folder.parent.mkdir(exist_ok=True)
         say = lambda text: log(f"evaluation set {entry.name}: {text}")  # noqa: E731
         with naming_file(folder):
-            tokenizer = given_tokenizer(config) or load_tokenizer(directory)
+            tokenizer = configured_tokenizer(config) or load_tokenizer(directory)
             ensure_corpus(settings, directory, tokenizer=tokenizer, resumed=False, log=say)
 
     on_first_rank(world, build, DataError)
-    return on_every_rank(world, partial(open_corpus, directory / settings.folder), DataError)
+    return on_every_rank(world, partial(open_shared_corpus, directory / settings.folder), DataError)

@@ -12,7 +12,7 @@ from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, on_first_rank
 from longspan.config.bounds import AUTO
 from longspan.config.sections import ModelConfig, RunConfig, TrainConfig
-from longspan.data.order.source import FIRST_ORDER, ORDER
+from longspan.data.stream import FIRST_ORDER, ORDER
 from longspan.errors import CheckpointError, ConfigError
 from longspan.train.optim.schedule import Schedule
 

@@ -15,9 +15,9 @@ import pytest
 
 from longspan.config.sections import DataConfig
 from longspan.corpus.build import ensure_corpus
-from longspan.corpus.corpus_images.image_documents import ImageDocuments
 from longspan.corpus.corpus_settings import CorpusSettings
-from longspan.corpus.images.image_file import ImageFile, needed_pillow
+from longspan.corpus.image_documents import ImageDocuments
+from longspan.corpus.images.image_file import ImageFile, import_pillow
 from longspan.corpus.tokenizer import load_tokenizer
 from longspan.errors import DataError
 from tests.corpus.images.folders import qwen_folder, with_broken_pixels, write_images, write_rows
@@ -283,13 +283,13 @@ def png_of_size(width: int, height: int) -> bytes:
 
 def test_huge_images() -> None:
     """Up to Pillow's bound without a word of it; beyond with figures."""
-    needed_pillow.cache_clear()
+    import_pillow.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert ImageFile("", png_of_size(10_000, 15_000)).size() == (15_000, 10_000)
         with pytest.raises(DataError, match="has 200,000,000 pixels, and at most 178,956,970 are read"):
             ImageFile("", png_of_size(20_000, 10_000)).size()
-    needed_pillow.cache_clear()
+    import_pillow.cache_clear()
     assert np.prod((20_000, 10_000)) > 2 * Image.MAX_IMAGE_PIXELS
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longspan import Layout, World, plan_fixed, prepare, run_step
-from longspan.corpus.corpus_images.image_documents import ImageDocuments, show_images
+from longspan.corpus.image_documents import ImageDocuments, show_images
 from longspan.corpus.images.processor import load_processor
 from longspan.doctor.float64 import whole_float64
 from longspan.errors import DataError

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from longspan.config.sections import DataConfig
 from longspan.corpus.build import ensure_corpus
-from longspan.corpus.corpus_images.image_documents import ImageDocuments, show_images
 from longspan.corpus.corpus_settings import CorpusSettings
+from longspan.corpus.image_documents import ImageDocuments, show_images
 from longspan.corpus.images.image_file import ImageFile
 from longspan.corpus.images.processor import load_processor
+from longspan.corpus.store.document_encoder import cut_row
 from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.documents import Corpus
-from longspan.data.left_out import parts_of
 from longspan.errors import DataError
 from longspan.model.vision.image_tokens import ImageTokens
 from tests.corpus.images.folders import llava_folder, qwen_folder, with_broken_pixels, write_images, write_rows
@@ -62,7 +62,7 @@ def corpus_of(folder: Path, rows: list[dict[str, Any]], model: Path, **data: Any
 def documents_of(corpus: Corpus, model: Path, monkeypatch: pytest.MonkeyPatch) -> ImageDocuments:
     processor = load_processor(model.absolute())
     tokens = ImageTokens(processor.placeholder, 2) if processor.has_grids else ImageTokens(258, fixed_rows=16)
-    monkeypatch.setattr("longspan.corpus.corpus_images.image_documents.image_tokens", lambda _: tokens)
+    monkeypatch.setattr("longspan.corpus.image_documents.image_tokens", lambda _: tokens)
 
     class Model:
         vision_config = object()
@@ -250,7 +250,7 @@ def test_other_rows_of_the_model_name_document_and_counts(tmp_path: Path, monkey
         (ImageTokens(260, 1), "document 1 .* has 8 placeholders .* makes 32 rows"),
         (ImageTokens(7, 2), "token id 260 .* takes id 7"),
     ]:
-        monkeypatch.setattr("longspan.corpus.corpus_images.image_documents.image_tokens", lambda _, made=tokens: made)
+        monkeypatch.setattr("longspan.corpus.image_documents.image_tokens", lambda _, made=tokens: made)
         model_config = type("Model", (), {"vision_config": object()})()
         with pytest.raises(DataError, match=message):
             show_images(corpus, model_config, model)
@@ -278,7 +278,7 @@ def test_parts_hold_each_span_whole(gaps: list[tuple[int, int]], longest: int, t
         spans.append((at + gap, at + gap + size))
         at += gap + size
     counts = Counter[str]()
-    parts = parts_of(at + tail, None, longest, counts, spans)
+    parts = cut_row(at + tail, None, longest, counts, spans)
     assert all(2 <= part.stop - part.start <= longest for part in parts)
     assert sum(part.stop - part.start for part in parts) + counts["lost_tokens"] == at + tail
     for start, stop in spans:

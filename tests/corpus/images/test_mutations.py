@@ -22,7 +22,7 @@ def family(name: str) -> Callable[..., Any]:
     return lambda tmp_path, _: families.test_ids_and_rows_are_those_of_the_stock_processor(name, tmp_path)
 
 
-ROWS = "train.data.rows.media.placeholders"
+ROWS = "corpus.rows.placeholders"
 Change = tuple[str, str, str]
 MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
     "answers where they stood before placeholders": (
@@ -35,14 +35,14 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
     ),
     "another image's pixels": (
         (
-            "train.data.corpus_images.image_reader",
-            "self._loaded(placed, self._files(placed))",
-            "self._loaded(placed, self._files(self._table[0]))",
+            "corpus.image_reader",
+            "self._load(placed, self._files(placed))",
+            "self._load(placed, self._files(self._table[0]))",
         ),
         tables.test_bytes_in_tables,
     ),
     "frames of the video's beginning": (
-        ("train.data.corpus_images.image_reader", "frames[frame : frame + ", "frames[0 : "),
+        ("corpus.image_reader", "frames[frame : frame + ", "frames[0 : "),
         videos.test_frames_as_bytes_in_tables_and_cuts_between_groups,
     ),
     "times of groups as if of frames": (
@@ -50,23 +50,23 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
         partial(videos.test_tokens_places_and_positions, "qwen2.5-vl"),
     ),
     "frames of a group in one order for all": (
-        ("train.data.images.video_processor", "torch.stack(patches, 2)", "torch.stack(patches[::-1], 2)"),
+        ("corpus.images.without_torchvision", "torch.stack(patches, 2)", "torch.stack(patches[::-1], 2)"),
         videos.test_pixels_are_those_of_the_image_processor,
     ),
     "videos of a row are one": (
-        ("train.data.corpus_images.shown_images", "(placed.document, placed.image.number)", "0"),
+        ("corpus.image_reader", "(placed.document, placed.image.number)", "0"),
         partial(videos.test_tokens_places_and_positions, "qwen2.5-vl"),
     ),
     "the images of the document before": (
-        ("train.data.store.images", "(document, document + 1)", "(document - 1, document)"),
+        ("data.images", "(document, document + 1)", "(document - 1, document)"),
         stock,
     ),
     "a field is dropped": (
-        ("train.data.images.made_image", "for name, x in tensors.items()}", "for name, x in [*tensors.items()][:0]}"),
+        ("corpus.images.processor", "for name, x in tensors.items()}", "for name, x in [*tensors.items()][:0]}"),
         family("video_llama_3"),
     ),
     "an image alone in its document": (
-        ("train.data.corpus_images.image_reader", "pictures[0], placed.image.among", "pictures[0], 1"),
+        ("corpus.image_reader", "pictures[0], placed.image.among", "pictures[0], 1"),
         family("llava_onevision"),
     ),
     "placeholders of an image alone": (
@@ -74,11 +74,11 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
         family("llava_onevision"),
     ),
     "places in the row, not in its part": (
-        ("train.data.store.document_encoder", "_moved(image, -part.start)", "_moved(image, 0)"),
+        ("corpus.store.document_encoder", "_shift(image, -part.start)", "_shift(image, 0)"),
         tables.test_long_documents_are_cut_before_an_image,
     ),
     "cut in an image": (
-        ("train.data.left_out", "if start < a < stop < b", "if False"),
+        ("corpus.store.document_encoder", "if start < a < stop < b", "if False"),
         tables.test_long_documents_are_cut_before_an_image,
     ),
 }

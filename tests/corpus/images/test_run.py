@@ -15,7 +15,7 @@ from transformers import Qwen2_5_VLConfig
 from longspan.cli.eval import main as eval_main
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
-from longspan.corpus.corpus_images.image_reader import ImageReader
+from longspan.corpus.image_reader import ImageReader
 from longspan.corpus.images.image_file import ImageFile
 from longspan.data.documents import Corpus
 from longspan.data.step_order import StepOrder
@@ -135,8 +135,8 @@ def test_a_rank_reads_its_images_alone_and_ahead(trained: tuple[RunConfig, list[
     corpus = Corpus(Path(config.run.dir) / "corpus")
     order, images = step_order_of(config, corpus), corpus.images
     assert images is not None and isinstance(order, StepOrder)
-    steps = sum(len(images.of_document(d)) for step in range(4) for d in order.documents_of_step(step))
-    held_out = sum(len(images.of_document(d)) for d in order.evaluation)
+    steps = sum(len(images.document_images(d)) for step in range(4) for d in order.documents_of_step(step))
+    held_out = sum(len(images.document_images(d)) for d in order.evaluation)
     evaluations = 4  # after step 2, after the last at two degrees, and of samples
     once = steps + evaluations * held_out
     assert once <= first.given + second.given <= once + 4 + evaluations < 1.5 * once

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from longspan.corpus.corpus_images.image_documents import ImageDocuments, show_images
+from longspan.corpus.image_documents import ImageDocuments, show_images
 from longspan.corpus.images.image_file import ImageFile
 from longspan.corpus.images.processor import load_processor
 from longspan.corpus.tokenizer import load_tokenizer
@@ -35,8 +35,8 @@ def shown(folder: Path, rows: list[dict[str, Any]], name: str, patch: pytest.Mon
     config = config_of(name)
     config.image_token_id, config.video_token_id = 260, 261  # pyright: ignore[reportAttributeAccessIssue]
     tokens = VideoTokens(ImageTokens(260, 2, config=config), 261, name == "qwen3-vl")
-    patch.setattr("longspan.corpus.corpus_images.image_documents.image_tokens", lambda _: tokens.images)
-    patch.setattr("longspan.corpus.corpus_images.image_documents.video_tokens", lambda _: tokens)
+    patch.setattr("longspan.corpus.image_documents.image_tokens", lambda _: tokens.images)
+    patch.setattr("longspan.corpus.image_documents.video_tokens", lambda _: tokens)
     corpus = corpus_of(folder, rows, model, **data)
     documents = show_images(corpus, config, model).select(range(len(corpus)))
     assert isinstance(documents, ImageDocuments)
@@ -97,11 +97,13 @@ def test_all_frames_become_one_size(kind: str, frames: int, size: Any, bounds: A
     folder = FOLDERS["qwen2.5-vl" if kind.startswith("Qwen2") else "qwen3-vl"](tmp_path / "model")
     videos = load_processor(folder.absolute()).videos
     assert videos.kind == kind and videos.group == 2
-    videos.said["size"] = dict(zip(("shortest_edge", "longest_edge"), bounds, strict=True))
+    videos.settings["size"] = dict(zip(("shortest_edge", "longest_edge"), bounds, strict=True))
     assert videos.grid(frames, size) == grid
     pictures = [Image.new("RGB", size[::-1], (255, 0, 0)), Image.new("RGB", size[::-1], (0, 0, 255))]
     pixels = videos.pixels(pictures, (1, *grid[1:])).view(-1, 3, 2, 16)  # one colour: whatever the size
-    low, high = (np.array(x) for x in zip(*[((0 - m) / s, (1 - m) / s) for m, s in _normal(videos.said)], strict=True))
+    low, high = (
+        np.array(x) for x in zip(*[((0 - m) / s, (1 - m) / s) for m, s in _normal(videos.settings)], strict=True)
+    )
     expected = np.stack([[high[0], low[1], low[2]], [low[0], low[1], high[2]]], 1)
     np.testing.assert_allclose(pixels[3, :, :, 7].numpy(), expected, atol=1e-5)
 
@@ -154,7 +156,7 @@ def test_a_frame_that_breaks_or_changes_is_named(tmp_path: Path, monkeypatch: py
     place = r"video 1 of rows\.jsonl, the line at byte 0 \(.*2\.png\), frame 3: .*2\.png is no image"
     with pytest.raises(DataError, match=place):
         documents.read(1)
-    assert any("2.png has changed" in line for line in documents.corpus.images.changed())
+    assert any("2.png has changed" in line for line in documents.corpus.images.changes())
 
 
 def test_frames_as_bytes_in_tables_and_cuts_between_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

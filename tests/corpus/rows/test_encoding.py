@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.kinds import kind_of, rows_hold
+from longspan.corpus.rows.kinds import common_kind, rows_hold
 from longspan.corpus.rows.sample import BadRow, Row, RowSettings, Sample
 from longspan.corpus.tokenizer import END_OF_TEXT, train_tokenizer
 from longspan.errors import DataError
@@ -47,8 +47,8 @@ def test_a_bad_row_stands_in_its_place() -> None:
     ],
 )
 def test_kinds(values: dict[str, object], kind: str, shown: str) -> None:
-    assert kind_of([Row("line 1", values)] * 2) == kind
-    assert rows_hold(kind_of([Row("line 1", values)])) == shown
+    assert common_kind([Row("line 1", values)] * 2) == kind
+    assert rows_hold(common_kind([Row("line 1", values)])) == shown
 
 
 @pytest.mark.parametrize(
@@ -63,4 +63,4 @@ def test_kinds(values: dict[str, object], kind: str, shown: str) -> None:
 )
 def test_rows_of_no_kind_or_of_two(rows: list[dict[str, object]], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        kind_of([Row(f"line {i}", values) for i, values in enumerate(rows, 1)])
+        common_kind([Row(f"line {i}", values) for i, values in enumerate(rows, 1)])

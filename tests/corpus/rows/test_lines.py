@@ -10,7 +10,7 @@ from longspan.corpus.corpus_settings import CorpusSettings
 from longspan.corpus.rows.lines import end_line, rows_line, unseen_line
 from longspan.corpus.rows.sample import Row, Sample, Unseen
 from longspan.corpus.tokenizer import load_tokenizer
-from longspan.data.left_out import LeftOut
+from longspan.data.manifest import LeftOut
 from longspan.errors import DataError
 from tests.corpus.rows.families import encoding_of, write_folder
 from tests.corpus.rows.test_marks import marked_template

@@ -9,15 +9,15 @@ from tests.corpus.rows.families import FAMILIES, encoding_of, write_folder
 from tests.corpus.rows.test_chat import BY_HAND, EXPECTED, said
 from tests.mutation import mutated
 
-ROWS = "train.data.rows"
-SPANS = f"{ROWS}.assistant_spans"
+ROWS = "corpus.rows"
+SPANS, TOKENS = f"{ROWS}.infer_turns", f"{ROWS}.turn_tokens"
 MUTATIONS = {  # what is wrong -> the module, what stands there, and in its place
     "the prompt is a target": (SPANS, "return at + len(prompt)", "return at"),
     "the prompt of another turn": (SPANS, "text.rfind(prompt, before.ends[-1], begin)", "text.find(prompt)"),
-    "a thought is not the assistant's": (SPANS, "known.sort(key=lambda pair: pair[0])", "known = known[-1:]"),
-    "the end of a turn is no target": (f"{ROWS}.turn_tokens", "return self._last_of(inside[i:]).end()", "return start"),
-    "an end that is a token too late": (f"{ROWS}.turn_tokens", "self._last_of(inside[i:]).end()", "tokens[-1].end()"),
-    "marks are counted with the others": (f"{ROWS}.fields", "removed += len(match.group())", "removed += 0"),
+    "a thought is not the assistant's": (SPANS, "pairs.sort(key=lambda pair: pair[0])", "pairs = pairs[-1:]"),
+    "the end of a turn is no target": (TOKENS, "return self._last_end(inside[i:]).end()", "return start"),
+    "an end that is a token too late": (TOKENS, "self._last_end(inside[i:]).end()", "tokens[-1].end()"),
+    "marks are counted with the others": (SPANS, "removed += len(match.group())", "removed += 0"),
     "tokens by where they end": (f"{ROWS}.chat", "(begins < stop) & (ends > start)",
                                  "(begins < stop) & (ends >= start)"),
     "the beginning of text twice": (f"{ROWS}.chat", "text, add_special_tokens=False",

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from longspan import Document, Layout, Plan, World, plan_dynamic, plan_fixed, prepare, run_step
 from longspan.corpus.rows.sample import Row, Sample
-from longspan.data.document import targets_of
+from longspan.data.document import target_count
 from longspan.testing import backend, run_ranks
 from tests.corpus.rows.conversations import chats
 from tests.corpus.rows.families import encoding_of, write_folder
@@ -80,7 +80,7 @@ def plans_of(home: Layout, lengths: list[int], targets: int) -> dict[str, Plan]:
 def _steps(rank: int, ranks: int, folder: Path, wanted: Reference) -> dict[str, float]:
     """The largest relative error of the loss and of any gradient, by home and plan."""
     documents, errors = documents_of(folder), dict[str, float]()
-    lengths, targets = [len(document) for document in documents], sum(map(targets_of, documents))
+    lengths, targets = [len(document) for document in documents], sum(map(target_count, documents))
     assert targets == wanted.targets
     for name, home in HOMES[ranks].items():
         with World(home, backend=backend(), timeout=60) as world:

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from longspan import Document, Layout, World, evaluate, plan_dynamic, plan_fixed, prepare, run_step
-from longspan.data.document import targets_of
+from longspan.data.document import target_count
 from longspan.errors import DataError, PlanError
 from longspan.testing import backend, run_ranks
 from longspan.train import PlanChoice
@@ -61,7 +61,7 @@ def _steps(rank: int) -> dict[str, tuple[float, ...]]:
         for choice in (PlanChoice.fixed(4), PlanChoice.dynamic(max_tokens_per_slot=16)):
             result = evaluate(model, documents, choice, world)
             assert result.targets == count == result.metrics["token_accuracy"].count
-            assert [int(mean.count) for mean in result.document_losses] == [targets_of(d) for d in documents]
+            assert [int(mean.count) for mean in result.document_losses] == [target_count(d) for d in documents]
             errors[choice.planner] = (abs(result.loss / loss - 1),)
         with pytest.raises(PlanError, match=rf"by 77 targets, its 8 documents predict {count} tokens; plan with"):
             run_step(model, plan_fixed(LENGTHS, world.home, cp=2), documents, world)
@@ -80,7 +80,9 @@ def test_what_a_document_says() -> None:
     assert document.labels(positions).tolist() == [-100, 3]
     values = {name: numbers.tolist() for name, numbers in document.token_values(positions).items()}
     assert values == {"weights": [0, 0.5], "advantage": [-0.25, -0.25]}
-    assert Document([5, 7, 9], loss_mask=[1, 0, 1]).targets == 1 and targets_of(Document([5])) == 0 == targets_of([])
+    assert Document([5, 7, 9], loss_mask=[1, 0, 1]).targets == 1 and target_count(Document([5])) == 0 == target_count(
+        []
+    )
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

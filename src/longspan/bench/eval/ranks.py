@@ -18,7 +18,7 @@ from longspan.bench.record import write_unfinished
 from longspan.bench.timing import profile_of, seconds_of
 from longspan.cli.machine import machine
 from longspan.comm import World
-from longspan.data.synthetic import synthetic_documents
+from longspan.data.document import synthetic_documents
 from longspan.evaluation.evaluate import evaluate
 from longspan.evaluation.result import Evaluation
 from longspan.model import load_model, prepare

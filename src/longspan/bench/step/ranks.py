@@ -17,7 +17,7 @@ from longspan.bench.step.settings import Settings
 from longspan.bench.timing import profile_of, seconds_of
 from longspan.cli.machine import machine
 from longspan.comm import World
-from longspan.data.synthetic import synthetic_documents
+from longspan.data.document import synthetic_documents
 from longspan.model.prepared import vocabulary_size
 from longspan.model.seams.randomness import refuse_randomness
 from longspan.plan.cost.model_flops import model_flops

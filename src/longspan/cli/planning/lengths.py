@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longspan.corpus.files import find_files
+from longspan.corpus.files import CorpusFile, find_files
 from longspan.corpus.first_rows import kind_of_files, text_sizes
-from longspan.corpus.formats.row_file import row_file
-from longspan.data.store.sources import CorpusFile
+from longspan.corpus.row_files import row_file
 from longspan.errors import ConfigError, DataError
 from longspan.layout import check_lengths
 from longspan.plan.simulate.distributions import DISTRIBUTIONS, sample_lengths
@@ -109,14 +108,14 @@ def _from_text(flags: SourceFlags) -> tuple[tuple[int, ...], str]:
 def _encoded_lengths(files: Sequence[CorpusFile], tokenizer: str) -> list[int]:
     """The tokens of each document that training would make, uncut."""
     from longspan.corpus.rows.encoding import RowEncoding
-    from longspan.corpus.store.document_encoder import DocumentEncoder, Piece
+    from longspan.corpus.store.document_encoder import DocumentEncoder, FileChunk
     from longspan.corpus.tokenizer import load_tokenizer
 
     encoding = RowEncoding(kind_of_files(files, skip_bad=False), load_tokenizer(tokenizer))
     encoder, lengths = DocumentEncoder((encoding,), 0, "<u4"), list[int]()
     for number, file in enumerate(files):
         for chunk in row_file(file.name, file.path).chunks():
-            lengths += encoder.encode([Piece(0, number, chunk)]).lengths.tolist()
+            lengths += encoder.encode([FileChunk(0, number, chunk)]).lengths.tolist()
     return lengths
 
 

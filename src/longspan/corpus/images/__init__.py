@@ -1,1 +1,1 @@
-"""Images beside text: a model folder's own processor, and images as files and rows have them."""
+"""Images and videos: in files or rows, and what the processor of a model's folder makes of them."""

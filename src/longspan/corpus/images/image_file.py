@@ -1,7 +1,7 @@
-"""An image where it lies: a file, or bytes in a row. Its header says its size; its pixels are read where asked for.
+"""Images in files or in rows, and videos as lists of frames: their sizes from headers, and their pixels.
 
-Images stand upright, as the EXIF orientation in their header says, in three channels: as transformers' `load_image` has
-them (which also looks behind the pixels of a PNG).
+Images are turned upright by the EXIF orientation in their header, with three channels, as transformers' `load_image`
+does (which also looks after the pixels of a PNG). What an image becomes for a model is in `processor.py`.
 """
 
 import io
@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from longspan.data.images import Stamp, file_stamp
 from longspan.errors import DataError
 
 if TYPE_CHECKING:
@@ -19,23 +20,24 @@ if TYPE_CHECKING:
 
     from PIL.Image import Image
 
+
 Size = tuple[int, int]  # height, width
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # the EXIF tag, and its values that exchange height and width
-_TAIL = 64  # bytes in which a whole file says that it ends
+_TAIL = 64  # last bytes of a file, which contain the end mark of a complete one
 _ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "GIF": b";"}
 _SHOWN = 80  # characters of each end of a path in messages
 
 
 class ImageFile(NamedTuple):
-    """An image: the absolute `path` of a file, or, where that is empty, the bytes that a row holds."""
+    """An image: the absolute `path` of a file or, if that is empty, the bytes in a row."""
 
     path: str
     data: bytes = b""
 
     def size(self) -> Size:
-        """Height and width of the upright image. Raises DataError for what is missing, no image, or cut off.
+        """Return height and width of the upright image. Raises DataError if it is missing, no image, or cut off.
 
-        Pixels are read only where the file does not end as a whole one does.
+        Pixels are read only if the file does not end as a complete one does.
         """
         with self._open() as image:
             turned, kind = _orientation(image) in _TURNED, image.format or ""
@@ -45,22 +47,21 @@ class ImageFile(NamedTuple):
         return size
 
     def load(self) -> "Image":
-        """The upright image in three channels. Raises DataError for what is missing, or broken."""
+        """Read the upright image in three channels. Raises DataError if it is missing or broken."""
         from PIL import ImageOps
 
         with self._open() as image:
             upright = ImageOps.exif_transpose(image) if _orientation(image) else image
             return upright.convert("RGB")
 
-    def stamp(self) -> tuple[int, int]:
-        """Bytes and time of change (ns) of a file, by which a change is seen; of bytes in a row their number and 0."""
+    def stamp(self) -> Stamp:
+        """Return size and time of change of a file, to detect changes; for bytes in a row their number and 0."""
         if not self.path:
             return len(self.data), 0
-        stat = Path(self.path).stat()
-        return stat.st_size, stat.st_mtime_ns
+        return file_stamp(self.path)
 
     def _has_end(self, kind: str) -> bool:
-        """Whether the file ends as whole ones of its kind do; one of a kind that does not tell does."""
+        """Whether the file ends as complete ones of its kind do; true for kinds without an end mark."""
         if kind not in _ENDS:
             return True
         with Path(self.path).open("rb") if self.path else io.BytesIO(self.data) as file:
@@ -69,7 +70,7 @@ class ImageFile(NamedTuple):
 
     @contextmanager
     def _open(self) -> "Iterator[Image]":
-        pil: Any = needed_pillow()
+        pil: Any = import_pillow()
         try:
             with pil.open(self.path or io.BytesIO(self.data)) as image:
                 yield image
@@ -84,7 +85,7 @@ class ImageFile(NamedTuple):
                 f"{2 * pil.MAX_IMAGE_PIXELS:,} are read, as one with more fills the memory; store it with fewer: "
                 "processors make a large image smaller"
             ) from error
-        except pil.UnidentifiedImageError as error:  # its own words are the path, or an address in memory
+        except pil.UnidentifiedImageError as error:  # its message is the path, or an address in memory
             raise DataError(f"{self._name} is no image that Pillow can read: it knows no such format") from error
         except Exception as error:  # decoders raise errors of any kind for broken files
             reason = (isinstance(error, OSError) and error.strerror) or error
@@ -92,28 +93,28 @@ class ImageFile(NamedTuple):
 
     @property
     def _name(self) -> str:
-        return shown_path(self.path) or f"an image of {len(self.data):,} bytes in the row"
+        return shorten_path(self.path) or f"an image of {len(self.data):,} bytes in the row"
 
 
-def shown_path(path: str) -> str:
-    """A path as messages write it: of a long one both ends."""
+def shorten_path(path: str) -> str:
+    """Return a path for messages: both ends of a long one."""
     if len(path) <= 2 * _SHOWN:
         return path
     return f"{path[:_SHOWN]}…{path[-_SHOWN:]} ({len(path):,} characters)"
 
 
 def _orientation(image: Any) -> int:
-    """The EXIF orientation, 0 where there is none; of a PNG it is looked for before the pixels, which are not read."""
+    """Return the EXIF orientation, 0 without one; in a PNG only data before the pixels are searched."""
     if image.format == "PNG" and "exif" not in image.info:
         return 0
     return int(image.getexif().get(_ORIENTATION, 0))
 
 
 @lru_cache(maxsize=1)
-def needed_pillow() -> Any:
-    """The module PIL.Image. Raises DataError, with what installs it, where it is missing.
+def import_pillow() -> Any:
+    """Import the module PIL.Image. Raises DataError, with the command that installs it, if it is missing.
 
-    Pillow warns of images of more than half of the pixels that it reads, which leaves nothing to do: it is quiet here.
+    Pillow's warning about images with more than half of its limit of pixels is turned off, as it needs no action.
     """
     try:
         from PIL import Image
@@ -123,3 +124,33 @@ def needed_pillow() -> Any:
         ) from error
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
     return Image
+
+
+class VideoFile(NamedTuple):
+    """A video: its frames in order, the time of each in seconds, and the mean seconds from one to the next."""
+
+    frames: tuple[ImageFile, ...]
+    times: tuple[float, ...]
+    interval: float
+
+    def size(self) -> Size:
+        """Return height and width of every upright frame, from the headers.
+
+        Raises DataError, naming the frame, if one is missing, no image, or of another size than the first.
+        """
+        sizes = [_size(frame, number) for number, frame in enumerate(self.frames)]
+        other = next((i for i, size in enumerate(sizes) if size != sizes[0]), None)
+        if other is not None:
+            (height, width), (first_height, first_width) = sizes[other], sizes[0]
+            raise DataError(
+                f"frames[{other}] is of {width} x {height} pixels, and frames[0] of {first_width} x {first_height}; "
+                "frames of a video are of one size"
+            )
+        return sizes[0]
+
+
+def _size(frame: ImageFile, number: int) -> Size:
+    try:
+        return frame.size()
+    except DataError as error:
+        raise DataError(f"frames[{number}]: {error}") from error

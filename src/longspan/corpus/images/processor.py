@@ -1,13 +1,13 @@
-"""The processor of a model's folder: what its text has for an image of a size, and an image's pixels.
+"""The processor of a model's folder: placeholders and grid of an image of a size, and an image's pixels.
 
-It is transformers' own (the folder's files name its class), with the image processor of its PIL backend, so that
-torchvision is not needed and pixels are the same on every machine. Its part for video, which transformers has with
-torchvision alone, is in `video_processor.py`.
+It is transformers' own processor (the folder's files name its class) with the image processor of its PIL backend, so
+that torchvision is not needed and pixels are equal on every machine. How it is loaded, and videos, are in
+`without_torchvision.py`.
 """
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -15,27 +15,29 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from longspan.corpus.images.image_file import Size, needed_pillow
-from longspan.corpus.images.made_image import made_image, names_of
-from longspan.corpus.images.stock_processor import load_stock
-from longspan.corpus.images.video_processor import VideoProcessor
+from longspan.corpus.images.image_file import Size, import_pillow
+from longspan.corpus.images.without_torchvision import VideoProcessor, load_stock_processor
 from longspan.errors import DataError
 from longspan.model.hf_folder import why_refused
-from longspan.model.vision.image_arguments import GRIDS, IN_DOCUMENT
+from longspan.model.vision.image_arguments import GRIDS, IN_DOCUMENT, PIXELS, SIZES
 from longspan.model.vision.image_tokens import Grid, ImageInput
 
+_OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
 _SIDES = (8, 16, 32, 64, 256, 1024, 4096)
-_PROBES = tuple((a, b) for a in _SIDES for b in _SIDES if max(a, b) <= 8 * min(a, b))  # do all images take the same?
+# Sizes that show whether all images take the same placeholders.
+_PROBES = tuple((a, b) for a in _SIDES for b in _SIDES if max(a, b) <= 8 * min(a, b))
 _SMALL = (64, 64)  # of a blank image
 
 
 @lru_cache(maxsize=8)
 def load_processor(folder: Path) -> "Processor":
-    """The processor of a folder, once a process. Raises DataError where its files name none that can be loaded here."""
-    needed_pillow()
+    """Load the processor of a folder, once a process. Raises DataError if its files name none that can be loaded."""
+    import_pillow()
     try:
-        return Processor(load_stock(folder), folder)
+        return Processor(load_stock_processor(folder), folder)
     except DataError:
         raise
     except Exception as error:  # json, transformers and huggingface_hub each raise their own
@@ -47,7 +49,7 @@ def load_processor(folder: Path) -> "Processor":
 
 @dataclass(frozen=True, eq=False)
 class Processor:
-    """A `folder`'s processor, `stock`, in transformers' words.
+    """A `folder`'s processor; `stock` is transformers' object.
 
     >>> processor = load_processor(Path("Qwen2.5-VL-7B"))
     >>> processor.grid((20, 33)), processor.text((20, 33))[:13]
@@ -61,25 +63,25 @@ class Processor:
 
     @property
     def token(self) -> str:
-        """What stands in a text for an image before it is processed."""
+        """The text of an image before it is processed."""
         return str(getattr(self.stock, "image_placeholder_token", self.stock.image_token))
 
     @cached_property
     def placeholder(self) -> int:
-        """The token id at whose places rows of images stand, which need not be that of `token`."""
-        ids = (getattr(said, "image_token_id", None) for said in (self.stock.tokenizer, self.stock))
-        known = next((int(i) for i in ids if i is not None), None)
+        """The token id whose places take the rows of images; it need not be the id of `token`."""
+        ids = (getattr(part, "image_token_id", None) for part in (self.stock.tokenizer, self.stock))
+        named = next((int(i) for i in ids if i is not None), None)
         written: list[int] = self.stock.tokenizer(self.text(_SMALL), add_special_tokens=False)["input_ids"]
-        return known if known is not None and known in written else Counter(written).most_common(1)[0][0]
+        return named if named is not None and named in written else Counter(written).most_common(1)[0][0]
 
     @property
     def name(self) -> str:
-        """The class of the image processor."""
+        """The name of the image processor's class."""
         return type(self.stock.image_processor).__name__
 
     @cached_property
     def videos(self) -> VideoProcessor:
-        """What videos become. Raises DataError where the folder's video processor is not known here."""
+        """The processor of videos. Raises DataError for a class that is not supported."""
         return VideoProcessor.of(self.folder, self.stock)
 
     @property
@@ -88,61 +90,61 @@ class Processor:
         return GRIDS in self.stock.image_processor.model_input_names
 
     def grid(self, size: Size) -> Grid | None:
-        """The grid of patches (t, h, w) of an image of this size, from the size alone; None where there are none.
+        """Return the grid of patches (t, h, w) of an image of this size, without its pixels; None if it has no grid.
 
         Raises DataError for a size that the processor refuses.
         """
         if not self.has_grids:
             return None
         if size not in self._grids:
-            self._grids[size] = _naming(self.name, size, lambda: self._grid(size))
+            self._grids[size] = _name_errors(self.name, size, lambda: self._grid(size))
         return self._grids[size]
 
     def text(self, size: Size, among: int = 1) -> str:
-        """What an image of this size is in the text that is tokenized: placeholders, and what stands around them.
+        """Return the text of an image of this size for the tokenizer: placeholders, and the tokens around them.
 
-        `among` are the images of its document, by which some processors decide whether to cut it into tiles.
+        `among` is how many images its document has; some processors decide by it whether to cut the image into tiles.
         """
         grid, several = self.grid(size), self._sees_others and among > 1
         key = grid or (several, None if self.all_alike else size)
         if key not in self._texts:
-            self._texts[key] = _naming(self.name, size, lambda: self._text(size, grid, several))
+            self._texts[key] = _name_errors(self.name, size, lambda: self._text(size, grid, several))
         return self._texts[key]
 
     def image(self, picture: Any, among: int = 1) -> ImageInput:
-        """What the model takes for a PIL image, processed alone. Raises DataError where that fails."""
+        """Process a PIL image into the inputs of the model. Raises DataError if that fails."""
         several = self._sees_others and among > 1
         size = (picture.height, picture.width)
-        return _naming(self.name, size, lambda: made_image(self._processed(picture, several)))
+        return _name_errors(self.name, size, lambda: read_model_inputs(self._process(picture, several)))
 
     @cached_property
     def fields(self) -> tuple[str, ...]:
-        """The names of all that the model is given for an image. Raises DataError where images cannot be processed."""
-        return tuple(names_of(self.image(_blank(_SMALL))))
+        """The names of the model's inputs for an image. Raises DataError if images cannot be processed."""
+        return tuple(argument_names(self.image(_blank(_SMALL))))
 
     @cached_property
     def _sees_others(self) -> bool:
-        """Whether an image is processed otherwise where its document has several."""
+        """Whether an image is processed differently if its document has several."""
         return IN_DOCUMENT in self.stock.image_processor.model_input_names
 
     @cached_property
     def all_alike(self) -> bool:
         """Whether images of every size take the same placeholders."""
         try:
-            made = self.stock._get_num_multimodal_tokens(image_sizes=list(_PROBES))
+            counts = self.stock._get_num_multimodal_tokens(image_sizes=list(_PROBES))
         except Exception:  # some processors have none, or one that does not run
             return False
-        return len({*zip(made["num_image_tokens"], made["num_image_patches"], strict=True)}) == 1
+        return len({*zip(counts["num_image_tokens"], counts["num_image_patches"], strict=True)}) == 1
 
     def _grid(self, size: Size) -> Grid:
         with suppress(Exception):  # processors whose resizing has other arguments
-            if (grid := self._resized_grid(size)) is not None:
+            if (grid := self._compute_grid(size)) is not None:
                 return grid
-        made = self._processed(_blank(size))[GRIDS][0]
+        made = self._process(_blank(size))[GRIDS][0]
         return int(made[0]), int(made[1]), int(made[2])
 
-    def _resized_grid(self, size: Size) -> Grid | None:
-        """The grid by the processor's own arithmetic; None where its parts do not agree."""
+    def _compute_grid(self, size: Size) -> Grid | None:
+        """Compute the grid by the processor's `smart_resize`; None if its own count of patches differs."""
         processor: Any = self.stock.image_processor
         resize: Callable[..., Size] | None = getattr(sys.modules[type(processor).__module__], "smart_resize", None)
         if resize is None or not processor.do_resize:
@@ -156,7 +158,7 @@ class Processor:
         if grid is not None:
             with suppress(Exception):  # processors that need more than the grid
                 return str(self.stock.replace_image_token({GRIDS: np.array([grid])}, 0))
-        made = self._processed(_blank(size), several)
+        made = self._process(_blank(size), several)
         if "text_replacement_offsets" not in made:
             raise DataError(
                 f"{type(self.stock).__name__} does not say what it writes for an image by itself, so its placeholders "
@@ -164,20 +166,51 @@ class Processor:
             )
         return str(made["text_replacement_offsets"][0][0]["replacement"])
 
-    def _processed(self, image: Any, several: bool = False) -> Any:
-        """What the stock processor makes of a document of this image alone, or of it and a blank one."""
+    def _process(self, image: Any, several: bool = False) -> Any:
+        """Run the stock processor on a document with only this image, or with it and a blank one."""
         images = [image, _blank(_SMALL)] if several else [image]
         settings = {"return_tensors": "pt", "padding": False, "return_text_replacement_offsets": True}
         return self.stock(images=[images], text=[self.token * len(images)], **settings)
 
 
-def _naming(name: str, size: Size, make: Callable[[], Any]) -> Any:
+def _name_errors(name: str, size: Size, make: Callable[[], Any]) -> Any:
     try:
         return make()
-    except Exception as error:  # whatever a processor's own code raises
+    except Exception as error:  # a processor's code may raise anything
         height, width = size
         raise DataError(f"{name} refuses an image of {width} x {height} pixels: {error}") from error
 
 
 def _blank(size: Size) -> Any:
-    return needed_pillow().new("RGB", (size[1], size[0]))
+    return import_pillow().new("RGB", (size[1], size[0]))
+
+
+def read_model_inputs(made: Mapping[str, Any]) -> ImageInput:
+    """Return the first image of a processor's output for a text and its images.
+
+    A leading dim of documents, or of images, around tiles is removed: pixels are (n, 3, H, W). Raises DataError for a
+    field that is no tensor.
+    """
+    tensors = {name: _as_tensor(name, value) for name, value in made.items() if name not in _OF_TEXT}
+    pixels = tensors.pop(PIXELS)
+    nested = pixels.shape[:2] if pixels.ndim == 5 else None
+    grid, size = tensors.pop(GRIDS, None), tensors.pop(SIZES, None)
+    return ImageInput(
+        pixels if nested is None else pixels[0],
+        None if grid is None else tuple(grid[0].tolist()),  # type: ignore[arg-type]
+        None if size is None else tuple(size.reshape(-1, 2)[0].tolist()),  # type: ignore[arg-type]
+        {name: x[0] if nested is not None and x.shape[:2] == nested else x for name, x in tensors.items()},
+    )
+
+
+def argument_names(image: ImageInput) -> list[str]:
+    """List the arguments of the model that an image has."""
+    present = {PIXELS: True, GRIDS: image.grid is not None, SIZES: image.size is not None}
+    return [name for name, has in present.items() if has] + list(image.fields)
+
+
+def _as_tensor(name: str, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{name} is no tensor, and a model from images and text takes tensors: {error}") from error

@@ -1,6 +1,7 @@
-"""Rows of one kind to tokens and labels. It pickles, so that worker processes can do it.
+"""Encodes rows of one kind: texts, prompts with completions, tokens, and conversations (`chat.py`).
 
-How long a document may be is not its business: a sample is as long as its row.
+A `RowEncoding` pickles, so that worker processes can use it. A sample is as long as its row; rows are cut into
+documents in `store/document_encoder.py`.
 """
 
 import hashlib
@@ -12,33 +13,143 @@ from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from longspan.corpus.images.stock_processor import has_processor
+import numpy as np
+import numpy.typing as npt
+
+from longspan.corpus.images.without_torchvision import has_processor
 from longspan.corpus.rows.chat import ChatEncoding
-from longspan.corpus.rows.kinds import Kind, check_keys, check_objects, kind_of
-from longspan.corpus.rows.media.named_media import has_media_keys, media_beside, names_read_as_text, row_and_media
-from longspan.corpus.rows.media.placeholders import RowImages
-from longspan.corpus.rows.media.row_media import NOTHING_SHOWN, RowMedia
-from longspan.corpus.rows.messages import messages_of
-from longspan.corpus.rows.plain import completion_sample, encode_texts, token_sample
-from longspan.corpus.rows.sample import BadRow, Row, RowSettings, Sample
+from longspan.corpus.rows.kinds import MASKS, Kind, check_keys, check_objects, common_kind
+from longspan.corpus.rows.messages import check_messages
+from longspan.corpus.rows.named_media import has_media_keys, media_key, names_read_as_text, row_and_media
+from longspan.corpus.rows.placeholders import RowImages
+from longspan.corpus.rows.row_media import NOTHING_SHOWN, RowMedia
+from longspan.corpus.rows.sample import (
+    BadRow,
+    Row,
+    RowError,
+    RowSettings,
+    Sample,
+    preview,
+    require_key,
+    require_string,
+    type_name,
+)
 from longspan.corpus.rows.template import ChatTemplate
-from longspan.corpus.rows.values import RowError, needed, string
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.document import NO_TARGET
 from longspan.errors import DataError
 
-__all__ = ["RowEncoding", "kind_of"]
+
+def encode_texts(rows: Sequence[Row], tokenizer: TextTokenizer) -> list[Sample | BadRow]:
+    """Encode texts with the tokens that the tokenizer puts around them; every token is a target."""
+    texts, results = list[str](), list[BadRow | None]()
+    for row in rows:
+        try:
+            check_keys(row.values, "text")
+            texts.append(require_string(require_key(row.values, "text"), "text"))
+            results.append(None)
+        except RowError as error:
+            results.append(BadRow(row.where, str(error)))
+    encoded = iter(tokenizer.encode(texts))
+    return [Sample(next(encoded), row=i) if bad is None else bad for i, bad in enumerate(results)]
+
+
+def completion_sample(values: Mapping[str, Any], tokenizer: TextTokenizer) -> Sample:
+    """Encode prompt and completion as one text, with the tokens that the tokenizer puts around it.
+
+    Targets are the tokens with a character of the completion (also one across the border), and the end of text.
+    """
+    prompt, completion = (require_string(require_key(values, key), key) for key in ("prompt", "completion"))
+    encoding = tokenizer.engine.encode(prompt + completion, add_special_tokens=False)
+    (opening, closing), end = tokenizer.around, tokenizer.end_of_text
+    in_completion = [stop > len(prompt) for _, stop in encoding.offsets]
+    ids = np.array([*opening, *encoding.ids, *closing, *end], dtype=np.int64)
+    mask = np.array([*([False] * len(opening)), *in_completion, *([True] * len([*closing, *end]))])
+    return Sample(ids, np.where(mask, ids, NO_TARGET))
+
+
+def token_sample(values: Mapping[str, Any], vocabulary: int) -> Sample:
+    """Take tokens as they are, with labels or masks: a token is a target if no mask has a 0 for it."""
+    ids = _read_integers(require_key(values, "input_ids"), "input_ids")
+    if not len(ids):
+        raise RowError("input_ids has no tokens; leave the row out")
+    _check_ids(ids, "input_ids", vocabulary)
+    labels, masks = values.get("labels"), [name for name in MASKS if values.get(name) is not None]
+    if labels is not None and masks:
+        raise RowError(f"labels and {masks[0]} both say which tokens are targets; give one of them")
+    _check_one_document(values, len(ids))
+    padding = values.get("attention_mask")
+    if padding is not None and not all(padding):
+        raise RowError(f"attention_mask masks {list(padding).count(0)} tokens of padding; leave the padding out")
+    if labels is not None:
+        targets = _check_length(_read_integers(labels, "labels"), "labels", len(ids))
+        _check_ids(targets[targets != NO_TARGET], "labels", vocabulary)
+        return Sample(ids, targets)
+    if not masks:
+        return Sample(ids)
+    learnt = np.logical_and.reduce([_read_mask(values[name], name, len(ids)) for name in masks])
+    return Sample(ids, np.where(learnt, ids, NO_TARGET))
+
+
+def _check_one_document(values: Mapping[str, Any], length: int) -> None:
+    """Raise RowError if keys of packed rows show several documents in a row, as they would attend to each other."""
+    parts, positions = values.get("seq_lengths"), values.get("position_ids")
+    hint = "give each a row of its own, steps pack rows themselves"
+    if parts is not None and len(_read_integers(parts, "seq_lengths")) > 1:
+        raise RowError(f"seq_lengths says that the row holds {len(parts)} documents; {hint}")
+    if positions is not None and not np.array_equal(_read_integers(positions, "position_ids"), np.arange(length)):
+        raise RowError(
+            f"position_ids are not 0 to {length - 1}, as those of one document are; {hint}, or leave them out"
+        )
+
+
+def _read_mask(values: Any, name: str, length: int) -> npt.NDArray[np.bool_]:
+    mask = _check_length(_read_integers(values, name), name, length)
+    if bad := [int(value) for value in mask if value not in (0, 1)]:
+        raise RowError(f"{name} holds {bad[0]}; give a 0 or a 1 for each token")
+    return mask == 1
+
+
+def _read_integers(values: Any, name: str) -> npt.NDArray[np.int64]:
+    if not isinstance(values, list | np.ndarray):
+        raise RowError(f"{name} is {type_name(values)}; give a list of integers: {preview(values)}")
+    array = np.asarray(values) if len(values) and not _is_ragged(values) else np.asarray(values or [], dtype=object)
+    if len(array) and (array.ndim != 1 or array.dtype.kind not in "iub"):
+        raise RowError(f"{name} holds something else than integers; give a list of integers: {preview(list(values))}")
+    return array.astype(np.int64)
+
+
+def _is_ragged(values: Any) -> bool:
+    return any(isinstance(value, list | dict | str | type(None)) for value in values)
+
+
+def _check_length(values: npt.NDArray[np.int64], name: str, length: int) -> npt.NDArray[np.int64]:
+    if len(values) != length:
+        raise RowError(f"{name} has {len(values)} entries for {length} input_ids; give one each")
+    return values
+
+
+def _check_ids(ids: npt.NDArray[np.int64], name: str, vocabulary: int) -> None:
+    wrong = np.flatnonzero((ids < 0) | (ids >= vocabulary))
+    if len(wrong):
+        raise RowError(
+            f"{name} holds {ids[wrong[0]]} at {wrong[0]}, and the tokenizer has ids 0 to {vocabulary - 1}; tokenize "
+            "with the model's own tokenizer"
+        )
+
+
+__all__ = ["RowEncoding", "common_kind"]
 
 
 @dataclass(frozen=True)
 class RowEncoding:
-    """How rows of a kind become samples, with this tokenizer.
+    """Makes samples of rows of a kind, with this tokenizer.
 
     >>> encoding = RowEncoding("messages", load_tokenizer("model-folder"))
     >>> encoding.encode([Row("chat.jsonl, line 1", {"messages": […]})])
 
-    With `check_pixels` images are decoded, and a row with a broken one is bad; what others become does not change.
-    Raises DataError for rows of messages where the tokenizer has no chat template.
+    With `check_pixels` images are decoded, and a row with a broken one is bad; other rows do not change. Raises
+    DataError for rows of messages if the tokenizer has no chat template.
     """
 
     kind: Kind
@@ -51,13 +162,13 @@ class RowEncoding:
             _ = self._chat
 
     def encode(self, rows: Sequence[Row]) -> list[Sample | BadRow]:
-        """What becomes of the rows, in their order; a conversation that is split gives a sample for each turn."""
+        """Encode rows in their order; a conversation that is split gives a sample for each turn."""
         if self.kind == "text" and not any(self._may_show(row.values) for row in rows):
             return encode_texts(rows, self.tokenizer.parsing(self.settings.parse_special_tokens))
-        return [result for i, row in enumerate(rows) for result in self._encoded(i, row)]
+        return [result for i, row in enumerate(rows) for result in self._encode_row(i, row)]
 
     def names_as_text(self, rows: Sequence[Row]) -> Counter[str]:
-        """In how many texts `<image>` and the like stand for nothing that is shown, where a model takes images."""
+        """Count the texts in which `<image>` and the like are plain text, if the model takes images."""
         counts = Counter[str]()
         for row in rows if self.images is not None else ():
             counts.update(names_read_as_text(row.values))
@@ -78,12 +189,12 @@ class RowEncoding:
 
     @property
     def template(self) -> ChatTemplate:
-        """The tokenizer's chat template. Raises DataError where it has none."""
+        """The tokenizer's chat template. Raises DataError if it has none."""
         return self._chat.template
 
     @cached_property
     def images(self) -> RowImages | None:
-        """How images become placeholders; None where the tokenizer's folder has no image processor."""
+        """Makes placeholders of images; None if the tokenizer's folder has no image processor."""
         if not has_processor(self.tokenizer.folder):
             return None
         template = None
@@ -92,19 +203,19 @@ class RowEncoding:
         return RowImages(self.tokenizer, template)
 
     def _may_show(self, values: Mapping[str, Any]) -> bool:
-        """Whether a row of text has more than its text to be looked at."""
-        return has_media_keys(values) if self.images is not None else media_beside(values, lists=True) is not None
+        """Whether a row of text may have images or other media."""
+        return has_media_keys(values) if self.images is not None else media_key(values, lists=True) is not None
 
-    def _encoded(self, i: int, row: Row) -> list[Sample | BadRow]:
+    def _encode_row(self, i: int, row: Row) -> list[Sample | BadRow]:
         try:
             samples = [sample._replace(row=i) for sample in self._samples(row)]
         except RowError as error:
             return [BadRow(row.where, str(error), error.masked)]
-        return [_masked(row) if _has_no_target(sample) else sample for sample in samples]
+        return [_masked_row(row) if _has_no_target(sample) else sample for sample in samples]
 
     def _samples(self, row: Row) -> list[Sample]:
         check_keys(row.values, self.kind)
-        values, media = self._with_media(row)
+        values, media = self._extract_media(row)
         check_objects(values)
         if self.kind == "messages":
             return self._chat.samples(values, media=media)
@@ -112,16 +223,16 @@ class RowEncoding:
             return [self.images.text_sample(values, media)]
         if self.kind == "text":
             tokenizer = self.tokenizer.parsing(self.settings.parse_special_tokens)
-            return [Sample(tokenizer.encode([string(needed(values, "text"), "text")])[0])]
+            return [Sample(tokenizer.encode([require_string(require_key(values, "text"), "text")])[0])]
         if self.kind == "input_ids":
             return [token_sample(values, self.tokenizer.size)]
-        prompt, completion = needed(values, "prompt"), needed(values, "completion")
+        prompt, completion = require_key(values, "prompt"), require_key(values, "completion")
         if isinstance(prompt, list) or isinstance(completion, list):
-            before, said = (
-                messages_of(part, name, images=self.images is not None)
+            before, answers = (
+                check_messages(part, name, images=self.images is not None)
                 for part, name in ((prompt, "prompt"), (completion, "completion"))
             )
-            both = [*before, *said]
+            both = [*before, *answers]
             return self._chat.samples({**values, "messages": both}, first_target=len(before), media=media)
         if media:
             raise RowError("images stand beside prompt and completion as strings; write these as lists of messages")
@@ -132,14 +243,14 @@ class RowEncoding:
         template = ChatTemplate.of(self.tokenizer, self.settings.date_string)
         return ChatEncoding(self.tokenizer, template, self.settings, self.images)
 
-    def _with_media(self, row: Row) -> tuple[Mapping[str, Any], RowMedia]:
-        """A row's values, in which images and videos are parts of messages without more, and these in their order."""
+    def _extract_media(self, row: Row) -> tuple[Mapping[str, Any], RowMedia]:
+        """Return a row's values with images and videos as bare parts of messages, and its media in their order."""
         values = row.values
         if self.images is None:
-            plain = self.kind in ("text", "input_ids")  # beside these a column "image" need not be one
-            if (beside := media_beside(values, lists=plain)) is not None:
+            plain = self.kind in ("text", "input_ids")  # with these a column "image" need not be an image
+            if (media_name := media_key(values, lists=plain)) is not None:
                 raise RowError(
-                    f"it has {beside}, and the folder of the tokenizer ({self.tokenizer.folder}) has no image "
+                    f"it has {media_name}, and the folder of the tokenizer ({self.tokenizer.folder}) has no image "
                     "processor; train a model that takes images, from its folder with preprocessor_config.json, or "
                     "leave them out"
                 )
@@ -156,5 +267,5 @@ def _has_no_target(sample: Sample) -> bool:
     return sample.labels is not None and not (sample.labels[1:] != NO_TARGET).any()
 
 
-def _masked(row: Row) -> BadRow:
+def _masked_row(row: Row) -> BadRow:
     return BadRow(row.where, "none of its tokens is a target", masked=True)

@@ -1,11 +1,10 @@
-"""Which kind of rows a file holds, seen from their keys. What the keys hold is checked where rows are encoded."""
+"""The kind of a file's rows, decided by their keys. Values of keys are checked when rows are encoded."""
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from longspan.corpus.rows.sample import Row
-from longspan.corpus.rows.values import RowError, strings
+from longspan.corpus.rows.sample import Row, RowError, strings
 from longspan.errors import DataError
 
 Kind = Literal["text", "messages", "prompt+completion", "input_ids"]
@@ -15,7 +14,7 @@ KEYS: dict[Kind, tuple[str, ...]] = {
     "prompt+completion": ("prompt", "completion"),
     "input_ids": ("input_ids",),
 }
-# Beside input_ids, in formats of others too: 1 for each token that is a target, else 0.
+# Together with input_ids, also in other formats: 1 for each token that is a target, else 0.
 MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "assistant_tokens_mask")
 _SHOWN: dict[Kind, str] = {
     "text": "text",
@@ -23,13 +22,13 @@ _SHOWN: dict[Kind, str] = {
     "prompt+completion": "prompt and completion",
     "input_ids": "input_ids (tokens)",
 }
-_OF_OBJECTS = ("<ref-object>", "<bbox>")  # which ms-swift puts the words and boxes of `objects` in for
+_OF_OBJECTS = ("<ref-object>", "<bbox>")  # which ms-swift replaces by the words and boxes of `objects`
 _HINTS = {
     "conversations": '; rename it to messages, each turn as {"role": …, "content": …}',
     "chosen": "; pairs of answers are for a loss of one's own (docs/losses.md)",
     "instruction": "; write it as prompt, or as the first of messages",
 }
-# Keys that a reader expects to count, and why they do not; of text, which is all learnt, the first alone is refused.
+# Keys that seem to have an effect, and why they have none; only the first is refused for text, which is all learnt.
 _NOT_READ = {
     re.compile(r".*masks?"): f"masks are read beside input_ids alone, as {', '.join(MASKS)}",
     re.compile(r"labels?|kto_tag"): "answers that are liked or not are for a loss of one's own (docs/losses.md), and "
@@ -39,16 +38,16 @@ _NOT_READ = {
 }
 
 
-def kind_of(rows: Sequence[Row]) -> Kind:
-    """The kind of rows, which all of them must have; keys of no kind are left alone.
+def common_kind(rows: Sequence[Row]) -> Kind:
+    """Return the kind of rows, which must be the same for all; keys of no kind are ignored.
 
     Raises DataError for a row of no kind or of two, and for rows of different kinds, with both places.
     """
     if not rows:
         raise DataError("there are no rows; give rows with one of: " + _kinds())
-    kind, first = kind_of_row(rows[0]), rows[0]
+    kind, first = row_kind(rows[0]), rows[0]
     for row in rows[1:]:
-        if (other := kind_of_row(row)) != kind:
+        if (other := row_kind(row)) != kind:
             raise DataError(
                 f"{row.where} holds {_SHOWN[other]}, and {first.where} holds {_SHOWN[kind]}; rows of one source must "
                 "be of one kind: give each kind a source of its own"
@@ -56,11 +55,11 @@ def kind_of(rows: Sequence[Row]) -> Kind:
     return kind
 
 
-def kind_of_row(row: Row) -> Kind:
-    """The kind of one row. Raises DataError where its keys are of no kind, or of two."""
+def row_kind(row: Row) -> Kind:
+    """Return the kind of one row. Raises DataError if its keys are of no kind, or of two."""
     kinds = _kinds_in(row.values)
     if len(kinds) > 1:
-        raise DataError(f"{row.where} {_of_kinds(kinds)}")
+        raise DataError(f"{row.where} {_several_kinds(kinds)}")
     if not kinds:
         hint = next((hint for key, hint in _HINTS.items() if key in row.values), "")
         raise DataError(f"{row.where}: needs {_kinds()}; found keys {sorted(row.values)}{hint}")
@@ -68,7 +67,7 @@ def kind_of_row(row: Row) -> Kind:
 
 
 def check_objects(values: Mapping[str, Any]) -> None:
-    """Raise RowError for words or boxes (ms-swift's `objects`) that texts name and that are not put in."""
+    """Raise RowError for texts that name words or boxes (ms-swift's `objects`), which are not inserted."""
     keys = ("messages", "prompt", "completion") if values.get("objects") else ()
     for where, text in (place for key in keys for place in strings(values.get(key), key)):
         if name := next((name for name in _OF_OBJECTS if name in text), None):
@@ -79,9 +78,9 @@ def check_objects(values: Mapping[str, Any]) -> None:
 
 
 def check_keys(values: Mapping[str, Any], kind: Kind) -> None:
-    """Raise RowError for a row of several kinds, and for a key that would say what is learnt and is not read."""
+    """Raise RowError for a row of several kinds, and for a key about targets that is not read."""
     if len(kinds := _kinds_in(values)) > 1:
-        raise RowError(_of_kinds(kinds))
+        raise RowError(_several_kinds(kinds))
     read = ("attention_mask", "labels", *MASKS) if kind == "input_ids" else ()
     patterns = list(_NOT_READ.items())[: 1 if kind == "text" else None]
     for key, value in values.items():
@@ -94,18 +93,18 @@ def _kinds_in(values: Mapping[str, Any]) -> list[Kind]:
     return [kind for kind, keys in KEYS.items() if all(values.get(key) is not None for key in keys)]
 
 
-def _of_kinds(kinds: Sequence[Kind]) -> str:
+def _several_kinds(kinds: Sequence[Kind]) -> str:
     shown = " and also ".join(_SHOWN[kind] for kind in kinds)
     return f"holds {shown}; a row is of one kind: leave the others out"
 
 
 def rows_hold(kind: Kind) -> str:
-    """What a user is told of a kind: "rows hold messages (chat)"."""
-    return f"rows hold {shown_kind(kind)}"
+    """Return a phrase for messages: "rows hold messages (chat)"."""
+    return f"rows hold {display_kind(kind)}"
 
 
-def shown_kind(kind: str) -> str:
-    """What a user is told in place of the name of a kind."""
+def display_kind(kind: str) -> str:
+    """Return the name of a kind for messages."""
     return next((shown for name, shown in _SHOWN.items() if name == kind), kind)
 
 

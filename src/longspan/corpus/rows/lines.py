@@ -1,19 +1,21 @@
-"""What the console says of rows: what they hold, how they become tokens, and what of them is no target."""
+"""Lines for the console about rows: their contents and tokens, what is no target, and what is cut or left out."""
+
+from collections.abc import Iterator, Mapping, Sequence
 
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.kinds import rows_hold
 from longspan.corpus.rows.sample import Row, Sample, Turns
-from longspan.corpus.rows.turn_tokens import pattern_of
+from longspan.corpus.rows.turn_tokens import any_of_pattern
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.document import NO_TARGET
-from longspan.data.left_out import LeftOut
+from longspan.data.manifest import SHORTEST, LeftOut
 from longspan.errors import counted
 
 _WORDS = ("Zq0user", "Zq1assistant")
 
 
 def rows_line(encoding: RowEncoding) -> str:
-    """What rows hold, and how they become tokens and targets."""
+    """Describe the contents of rows, and how they become tokens and targets."""
     around = around_line(encoding.tokenizer)
     how = {
         "text": around,
@@ -25,7 +27,7 @@ def rows_line(encoding: RowEncoding) -> str:
 
 
 def _template_line(encoding: RowEncoding) -> str:
-    marks = encoding.template.marked(None)
+    marks = encoding.template.has_marks(None)
     targets = (
         "whose {% generation %} marks name the targets"
         if marks
@@ -35,7 +37,7 @@ def _template_line(encoding: RowEncoding) -> str:
 
 
 def end_line(encoding: RowEncoding) -> str | None:
-    """That the last turn of a conversation has no end which is learnt; None where it has one, and for other rows."""
+    """Warn that the last turn of a conversation has no end that is learnt; None if it has one, and for other rows."""
     if encoding.kind != "messages":
         return None
     turns = [{"role": role, "content": word} for role, word in zip(("user", "assistant"), _WORDS, strict=True)]
@@ -45,10 +47,10 @@ def end_line(encoding: RowEncoding) -> str | None:
     engine, ends = encoding.tokenizer.engine, frozenset(encoding.template.ends)
     text = engine.decode(sample.ids[sample.labels != NO_TARGET].tolist(), skip_special_tokens=False)
     special = {token.content for token in engine.get_added_tokens_decoder().values() if token.special}
-    tokens = pattern_of(ends | special)
+    tokens = any_of_pattern(ends | special)
     if tokens is not None and tokens.search(text.partition(_WORDS[1])[2]):
         return None
-    who = "marks no end of" if encoding.template.marked(None) else "writes no token behind"
+    who = "marks no end of" if encoding.template.has_marks(None) else "writes no token behind"
     return (
         f"the chat template {who} the last turn of a conversation, so that this end is no target: chats of one turn do "
         f"not teach a model to stop (at {' or '.join(sorted(ends)) or 'a token that its folder would name'})"
@@ -56,7 +58,7 @@ def end_line(encoding: RowEncoding) -> str | None:
 
 
 def around_line(tokenizer: TextTokenizer) -> str:
-    """What stands before and behind every text."""
+    """Describe the tokens before and after every text."""
     opening, closing = " ".join(tokenizer.opening), " ".join(tokenizer.closing)
     parts = [f"begins with {opening}"] * bool(opening) + [f"ends with {closing}"] * bool(closing)
     if not parts:
@@ -65,7 +67,7 @@ def around_line(tokenizer: TextTokenizer) -> str:
 
 
 def special_line(special: dict[str, int], *, parsed: bool) -> str:
-    """How often the names of special tokens stand in texts."""
+    """Report how often the names of special tokens occur in texts."""
     named = ", ".join(f"{name} ({count:,})" for name, count in list(special.items())[:5])
     more = f" and {len(special) - 5} others" if len(special) > 5 else ""
     times = counted(sum(special.values()), "time")
@@ -75,7 +77,7 @@ def special_line(special: dict[str, int], *, parsed: bool) -> str:
 
 
 def names_line(name: str, texts: int) -> str:
-    """That `<image>`, say, stands in so many texts in which it names nothing."""
+    """Report in how many texts `<image>`, say, is plain text."""
     return (
         f"{name} stands in {counted(texts, 'text')}, and is read as these {len(name)} characters there: their rows "
         f'have no key "{name.strip("<>")}s", or parts of messages that name what is shown (docs/multimodal.md)'
@@ -83,7 +85,7 @@ def names_line(name: str, texts: int) -> str:
 
 
 def unseen_line(left_out: LeftOut, turns: Turns) -> str | None:
-    """What of assistant turns is no target, as the chat template leaves it out or it is blank; None: nothing."""
+    """Report what of assistant turns is no target, as the chat template leaves it out or it is blank; None: nothing."""
     unseen = {"thought": left_out.unseen_thoughts, "other text": left_out.unseen_texts}
     parts = [counted(count, name) for name, count in unseen.items() if count]
     lines = [f"not in the rendered texts, so no targets: {' and '.join(parts)} of assistant turns"] * bool(parts)
@@ -92,3 +94,38 @@ def unseen_line(left_out: LeftOut, turns: Turns) -> str | None:
     if left_out.blank_turns:
         lines.append(f"no targets, as they are blank: {counted(left_out.blank_turns, 'assistant turn')}")
     return "; ".join(lines) or None
+
+
+def left_out_lines(
+    left_out: LeftOut,
+    longest: int,
+    other_kinds: Mapping[str, int],
+    not_utf8: Sequence[str],
+    *,
+    key: str = "data.max_document_tokens",
+    bad: Sequence[str] = (),
+) -> Iterator[str]:
+    """Yield a line for each way in which something is cut or left out, with numbers and the `key` that decides it."""
+    if left_out.cut_texts:
+        yield (
+            f"cut {counted(left_out.cut_texts, 'text')} of {counted(left_out.cut_tokens, 'token')} into "
+            f"{counted(left_out.cut_documents, 'document')} of at most {longest:,} tokens "
+            f"({key}; 0 cuts none)"
+        )
+    if left_out.short_texts or left_out.lost_tokens:
+        yield (
+            f"left out {counted(left_out.short_texts, 'text')} of fewer than {SHORTEST} tokens, and ends of cut texts: "
+            f"{counted(left_out.lost_tokens, 'token')} in all"
+        )
+    if left_out.masked_parts:
+        yield f"left out {counted(left_out.masked_parts, 'part')} of cut texts in which no token is a target ({key})"
+    if left_out.masked_rows:
+        yield f"left out {counted(left_out.masked_rows, 'row')} in which no token is a target"
+    if left_out.bad_rows:
+        more = f"; and {left_out.bad_rows - len(bad):,} more" if left_out.bad_rows > len(bad) else ""
+        yield f'left out {counted(left_out.bad_rows, "bad row")} (data.on_bad = "skip"): {"; ".join(bad)}{more}'
+    if other_kinds:
+        kinds = ", ".join(f"{kind} ({count:,})" for kind, count in list(other_kinds.items())[:5])
+        yield f"left out {counted(sum(other_kinds.values()), 'file')} of kinds that are not read: {kinds}"
+    if not_utf8:
+        yield f"left out {counted(len(not_utf8), 'file')}, not UTF-8: {', '.join(not_utf8[:5])}"

@@ -1,62 +1,64 @@
-"""What the messages of a row must be before a template sees them, and which of them are learnt."""
+"""Messages of a row: checks of their form before a template renders them, which of them are learnt, and their texts."""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from longspan.corpus.rows.values import RowError, kind_of_value, shown
+from longspan.corpus.rows.sample import RowError, preview, type_name
 
-LEARNT = ("weight", "train", "loss")  # keys of a message that say whether it is learnt, in formats of others
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+LEARNT = ("weight", "train", "loss")  # keys of a message, in other formats, that decide whether it is learnt
 _NOT_READ = re.compile(r".*masks?|masked|train_detail|loss_.*|.*_weight")
 
 
-def messages_of(value: Any, name: str = "messages", *, images: bool = False) -> list[dict[str, Any]]:
-    """Messages, each an object with a role. Raises RowError for anything else, and for parts that are no text.
+def check_messages(value: Any, name: str = "messages", *, images: bool = False) -> list[dict[str, Any]]:
+    """Check messages, each an object with a role. Raises RowError for anything else, and for parts that are no text.
 
-    With `images` a part may be one, or a video.
+    With `images` a part may be an image or a video.
     """
     if not isinstance(value, list) or not value:
         raise RowError(
-            f'"{name}" is {"empty" if value == [] else kind_of_value(value)}; give a list of objects with role and '
-            "content"
+            f'"{name}" is {"empty" if value == [] else type_name(value)}; give a list of objects with role and content'
         )
-    return [_message(message, f"{name}[{i}]", images) for i, message in enumerate(value)]
+    return [_check_message(message, f"{name}[{i}]", images) for i, message in enumerate(value)]
 
 
-def _message(message: Any, name: str, images: bool) -> dict[str, Any]:
+def _check_message(message: Any, name: str, images: bool) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         hint = "; from and value are called role and content here" if _is_sharegpt(message) else ""
-        raise RowError(f"{name} needs an object with a string role; found {shown(message)}{hint}")
+        raise RowError(f"{name} needs an object with a string role; found {preview(message)}{hint}")
     content = message.get("content")
     if isinstance(content, list):
-        content = [_without_nulls(part) for part in content]  # templates ask whether a part has a key
+        content = [_drop_nulls(part) for part in content]  # templates ask whether a part has a key
         message = {**message, "content": content}
         for k, part in enumerate(content):
             if images and part in ({"type": "image"}, {"type": "video"}):
                 continue
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-                kind = part.get("type", "no text") if isinstance(part, dict) else kind_of_value(part)
+                kind = part.get("type", "no text") if isinstance(part, dict) else type_name(part)
                 read = "text, images and videos" if images else "text"
                 raise RowError(f"{name}.content[{k}] is {kind}; only parts of {read} are read")
     elif content is not None and not isinstance(content, str):
-        raise RowError(f"{name}.content is {kind_of_value(content)}; give a string: {shown(content)}")
+        raise RowError(f"{name}.content is {type_name(content)}; give a string: {preview(content)}")
     _check_calls(message.get("tool_calls"), f"{name}.tool_calls")
     _check_learnt(message, name)
     return message
 
 
-def _without_nulls(part: Any) -> Any:
+def _drop_nulls(part: Any) -> Any:
     return {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else part
 
 
 def _check_learnt(message: Mapping[str, Any], name: str) -> None:
     for key, value in message.items():
         if value is not None and key in LEARNT and value not in (0, 1):
-            raise RowError(f"{name}.{key} is {shown(value)}; give 0 where the message is no target, and 1 where it is")
+            raise RowError(
+                f"{name}.{key} is {preview(value)}; give 0 where the message is no target, and 1 where it is"
+            )
         if value and key in LEARNT and message["role"] != "assistant":
             raise RowError(
-                f"{name}.{key} is {shown(value)}, and only what an assistant says is learnt; its role is "
+                f"{name}.{key} is {preview(value)}, and only what an assistant says is learnt; its role is "
                 f"{message['role']}: leave {key} out, or give 0"
             )
         if value is not None and _NOT_READ.fullmatch(key):
@@ -66,10 +68,10 @@ def _check_learnt(message: Mapping[str, Any], name: str) -> None:
             )
 
 
-def learnt_of(messages: Sequence[Mapping[str, Any]], first: int) -> list[int]:
-    """The assistant's messages from `first` on that are learnt: those of which no key says otherwise.
+def learnt_messages(messages: Sequence[Mapping[str, Any]], first: int) -> list[int]:
+    """List the assistant's messages from `first` on that are learnt: those whose keys do not turn it off.
 
-    Raises RowError where there are none.
+    Raises RowError if there are none.
     """
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
     if not answers:
@@ -84,15 +86,15 @@ def _check_calls(calls: Any, name: str) -> None:
     if calls is None or calls == []:
         return
     if not isinstance(calls, list):
-        raise RowError(f"{name} is {kind_of_value(calls)}; give a list of calls")
+        raise RowError(f"{name} is {type_name(calls)}; give a list of calls")
     for k, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RowError(f"{name}[{k}] names no function; give name and arguments: {shown(call)}")
+            raise RowError(f"{name}[{k}] names no function; give name and arguments: {preview(call)}")
 
 
-def tools_of(value: Any) -> list[Any] | None:
-    """The tools of a row: a list of schemas, or its JSON; None where there are none."""
+def read_tools(value: Any) -> list[Any] | None:
+    """Read the tools of a row: a list of schemas, or its JSON; None if there are none."""
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None
@@ -101,9 +103,83 @@ def tools_of(value: Any) -> list[Any] | None:
     if value is None or value == []:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise RowError(f'"tools" is {kind_of_value(value)}; give a list of objects: {shown(value)}')
+        raise RowError(f'"tools" is {type_name(value)}; give a list of objects: {preview(value)}')
     return value
 
 
 def _is_sharegpt(message: Any) -> bool:
     return isinstance(message, dict) and {"from", "value"} <= message.keys()
+
+
+class Field(NamedTuple):
+    """A text of a message, with the keys that lead to it.
+
+    `added`: the value is not a text, and a key is added to it as a mark. `blank`: there is no text, but its place in
+    the rendering belongs to its message.
+    """
+
+    message: int
+    path: tuple[str | int, ...]
+    value: Any
+    added: bool = False
+    blank: bool = False
+
+    @property
+    def is_thought(self) -> bool:
+        """Whether it is under a key for thoughts."""
+        return self.path[0] in _THOUGHTS
+
+
+def texts_of_messages(messages: Sequence[Mapping[str, Any]]) -> list[Field]:
+    """List the texts of messages, the last argument of each tool call, and blank contents of all but assistants."""
+    return [field for i, message in enumerate(messages) for field in _texts(i, message)]
+
+
+def _texts(i: int, message: Mapping[str, Any]) -> Iterator[Field]:
+    thought = next((key for key in _THOUGHTS if _is_text(message.get(key))), None)
+    if thought is not None and message.get("role") == "assistant":
+        yield Field(i, (thought,), message[thought])
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [k for k, part in enumerate(content) if _is_text(part.get("text"))]
+        yield from (Field(i, ("content", k, "text"), content[k]["text"]) for k in parts)
+    elif _is_text(content):
+        yield Field(i, ("content",), content)
+    elif "content" in message and message.get("role") != "assistant":
+        yield Field(i, ("content",), "", blank=True)
+    for k, call in enumerate(message.get("tool_calls") or ()):
+        yield _call_field(i, k, call)
+
+
+def _call_field(i: int, number: int, call: Mapping[str, Any]) -> Field:
+    path: tuple[str | int, ...] = ("tool_calls", number)
+    if "function" in call:
+        path, call = (*path, "function"), call["function"]
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):
+        return Field(i, (*path, "arguments"), arguments)
+    if not isinstance(arguments, dict):
+        return Field(i, (*path, "name"), call["name"])
+    last = next(reversed(arguments), None)
+    if last is not None and _is_text(arguments[last]):
+        return Field(i, (*path, "arguments", last), arguments[last])
+    return Field(i, (*path, "arguments"), arguments, added=True)
+
+
+def replace_field(messages: Sequence[Mapping[str, Any]], field: Field, value: Any) -> list[Mapping[str, Any]]:
+    """Return the messages with another value of a field."""
+    changed = list(messages)
+    changed[field.message] = _put(messages[field.message], field.path, value)
+    return changed
+
+
+def _put(inside: Any, path: tuple[str | int, ...], value: Any) -> Any:
+    if not path:
+        return value
+    copy = list(inside) if isinstance(inside, list) else dict(inside)
+    copy[path[0]] = _put(inside[path[0]], path[1:], value)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return copy
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())

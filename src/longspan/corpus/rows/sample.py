@@ -1,19 +1,107 @@
-"""A row of data, what it becomes, and how that may be set. Nothing here reads files or knows a tokenizer."""
+"""A row of data, the samples that it becomes, the settings for that, and checks of a row's values.
 
-from collections.abc import Mapping
+A check raises what is wrong as one line. Files and tokenizers are not used here.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from longspan.data.images import SampleImage
+
+
+class RowError(Exception):
+    """What is wrong with a row, in one line without its place. `masked`: only that none of its tokens is a target."""
+
+    def __init__(self, reason: str, *, masked: bool = False) -> None:
+        super().__init__(reason)
+        self.masked = masked
+
+
+def require_key(values: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a key. Raises RowError if a row does not have it."""
+    if key not in values:
+        kind = "an object with a string" if key in ("text", "prompt", "completion") else "an object with"
+        raise RowError(f'needs {kind} "{key}"; found keys {sorted(values)}')
+    return values[key]
+
+
+def require_string(value: Any, name: str) -> str:
+    """Return a text of a row. Raises RowError for another type, and for a lone surrogate."""
+    if not isinstance(value, str):
+        raise RowError(f'needs an object with a string "{name}"; "{name}" is {type_name(value)}: {preview(value)}')
+    check_characters(value, "its text" if name == "text" else f'its "{name}"')
+    return value
+
+
+def check_characters(text: str, of: str) -> None:
+    """Raise RowError for a lone surrogate, which JSON can write and no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RowError(
+            f"character {error.start + 1} of {of} is \\u{ord(text[error.start]):04x}, a lone surrogate, which is half "
+            "of a character; write both halves, or leave it out"
+        ) from error
+
+
+def check_strings(value: Any, name: str, special: re.Pattern[str] | None) -> None:
+    """Raise RowError for a string in a value with a lone surrogate or the name of a special token."""
+    for path, text in strings(value, name):
+        check_characters(text, path)
+        if special is not None and (match := special.search(text)):
+            raise RowError(
+                f"{path} holds {match.group()!r}, which the tokenizer reads as a special token, such as one that ends "
+                "a turn; leave it out, or let it be one with data.parse_special_tokens = true"
+            )
+
+
+def strings(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    """Yield every string in a JSON value, keys of objects too, with its place: `messages[2].content`."""
+    if isinstance(value, str):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield f"a key of {name}", str(key)
+            yield from strings(inner, f"{name}.{key}")
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            yield from strings(inner, f"{name}[{i}]")
+
+
+def map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a JSON value with every string in it changed, keys of objects too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(str(key)): map_strings(inner, change) for key, inner in value.items()}
+    return [map_strings(inner, change) for inner in value] if isinstance(value, list) else value
+
+
+def type_name(value: Any) -> str:
+    """Return the name of a JSON value's type."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return {str: "a string", list: "a list", dict: "an object"}.get(type(value), "a number")
+
+
+def preview(value: Any) -> str:
+    """Return the beginning of a value, for a message."""
+    return json.dumps(value, default=str)[:60]
+
+
 Turns = Literal["together", "split"]
 
 
 class Row(NamedTuple):
-    """One row of data as a file has it, and where it stands: `Row("chat.jsonl, line 7", {"messages": […]})`.
+    """One row of data as in its file, with its place: `Row("chat.jsonl, line 7", {"messages": […]})`.
 
-    `folder` is that of its file, where relative paths of images begin.
+    Relative paths of images begin in `folder`, the folder of its file.
     """
 
     where: str
@@ -22,43 +110,19 @@ class Row(NamedTuple):
 
 
 class Unseen(NamedTuple):
-    """How much of a document's assistant turns is no target: thoughts and other texts that the template leaves out,
-    wholly or in part, and turns that are blank."""
+    """Counts of what is no target in a document's assistant turns: thoughts and other texts that the template leaves
+    out, wholly or in part, and turns that are blank."""
 
     unseen_thoughts: int = 0
     unseen_texts: int = 0
     blank_turns: int = 0
 
 
-class SampleImage(NamedTuple):
-    """An image of a document: `rows` placeholders, of which the first stands at `start` and the last before `stop`.
-
-    `grid` is that of its patches (0, 0, 0: it has none). It is that `number` of the images of its row, from 0: the file
-    `path`, or bytes of the row where that is empty; `bytes` and `modified_ns` are what that was like when it was read.
-    The conversation or text that it stands in has images `among` which it is, itself counted.
-
-    A group of frames of a video is one too: that `number` of the videos of its row, from its `frame` on, with the paths
-    of its frames in one text (`video_file.py`) and the `seconds` from one group to the next. `frame` −1: an image.
-    """
-
-    start: int
-    stop: int
-    rows: int
-    grid: tuple[int, int, int]
-    number: int
-    path: str
-    bytes: int
-    modified_ns: int
-    among: int = 1
-    frame: int = -1
-    seconds: float = 0.0
-
-
 class Sample(NamedTuple):
-    """The tokens of one document (n,), and its labels (n,): −100 where a token is no target.
+    """The tokens of one document (n,), and its labels (n,), −100 for tokens that are no targets.
 
-    Labels stand as in Hugging Face's, not shifted. None: every token but the first is a target. `row` is the index of
-    its row among those that were encoded with it: a conversation that is split gives several samples.
+    Labels are not shifted, as in Hugging Face's. None: every token except the first is a target. `row` is the index of
+    its row among those that were encoded together: a conversation that is split gives several samples.
     """
 
     ids: npt.NDArray[np.int64]
@@ -69,7 +133,7 @@ class Sample(NamedTuple):
 
 
 class BadRow(NamedTuple):
-    """A row that gives no document, and why. `masked`: nothing of it is a target, so that it is counted and skipped."""
+    """A row that gives no document, with the reason. `masked`: none of its tokens is a target; it is only counted."""
 
     where: str
     reason: str
@@ -78,13 +142,13 @@ class BadRow(NamedTuple):
 
 @dataclass(frozen=True)
 class RowSettings:
-    """What decides the tokens of rows beside the tokenizer.
+    """What decides the tokens of rows in addition to the tokenizer.
 
     `parse_special_tokens`: names of special tokens in texts are read as these tokens. `turns`: "together" makes one
-    document of a conversation, "split" one of each assistant turn, with what stood before it. `date_string`: the day
-    that templates are told where they ask, so that a conversation has the same tokens on every day.
+    document of a conversation, "split" one of each assistant turn with the messages before it. `date_string`: the day
+    for templates that write one, so that a conversation has the same tokens on every day.
     """
 
     parse_special_tokens: bool = False
     turns: Turns = "together"
-    date_string: str = "26 Jul 2024"  # what Llama 3's templates write where they are told none
+    date_string: str = "26 Jul 2024"  # the default of Llama 3's templates

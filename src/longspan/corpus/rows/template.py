@@ -1,4 +1,7 @@
-"""A tokenizer's chat template: messages as text, by transformers' own renderer, on a day that does not change."""
+"""A tokenizer's chat template: renders messages as text by transformers' renderer, on a fixed day.
+
+Which characters of a rendering are targets is decided in `chat.py` and `infer_turns.py`.
+"""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +17,9 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from longspan.corpus.images.processor import load_processor
-from longspan.corpus.images.stock_processor import has_processor
+from longspan.corpus.images.without_torchvision import has_processor
 from longspan.corpus.rows.kinds import rows_hold
-from longspan.corpus.rows.values import RowError
+from longspan.corpus.rows.sample import RowError
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.corpus.tokenizer_files import ends_of_generation
 from longspan.errors import DataError
@@ -45,7 +48,7 @@ _renderer: Callable[..., tuple[list[str], list[list[tuple[int, int]]]]] = render
 
 
 class Rendered(NamedTuple):
-    """A conversation as text; `marks` are what the template marks as generated, (start, stop) in characters."""
+    """A conversation as text; `marks` are the spans that the template marks as generated, in characters."""
 
     text: str
     marks: tuple[tuple[int, int], ...] = ()
@@ -53,7 +56,7 @@ class Rendered(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The templates of a tokenizer, with and without tools, the names of its special tokens, and what ends a turn."""
+    """The templates of a tokenizer, with and without tools, the names of its special tokens, and the ends of turns."""
 
     plain: str
     with_tools: str
@@ -63,7 +66,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: TextTokenizer, day: str) -> "ChatTemplate":
-        """The templates of a tokenizer's folder, on a `day` as "26 Jul 2024". Raises DataError where it has none."""
+        """The templates of a tokenizer's folder, on a `day` as "26 Jul 2024". Raises DataError if it has none."""
         try:
             datetime.strptime(day, _DAY_FORMAT)
         except ValueError as error:
@@ -86,40 +89,40 @@ class ChatTemplate:
         special = tuple(sorted((k, str(v)) for k, v in stock.special_tokens_map.items() if isinstance(v, str)))
         return cls(plain, with_tools, special, _ends(tokenizer, folder), day)
 
-    def marked(self, tools: Sequence[Any] | None) -> bool:
-        """Whether the template itself marks what is generated."""
+    def has_marks(self, tools: Sequence[Any] | None) -> bool:
+        """Whether the template marks what is generated."""
         return _MARKS.search(self._template(tools)) is not None
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False, marks: bool = False
     ) -> Rendered:
-        """The text of messages, with the prompt of an answer if asked. Raises RowError where the template raises.
+        """Render messages, optionally with the prompt of an answer. Raises RowError if the template raises.
 
-        Texts and lists of text parts are given as the template writes them: as the other where it reads that alone.
+        A text becomes a list of parts, or a list a text, if the template reads only the other form.
         """
-        fitted = [self._contents.get((m["role"], bool(tools)), _TEXT).fitted(m) for m in messages]
-        return self._rendered(fitted, tools, prompt=prompt, marks=marks)
+        fitted = [self._contents.get((m["role"], bool(tools)), _TEXT).fit(m) for m in messages]
+        return self._render(fitted, tools, prompt=prompt, marks=marks)
 
     @cached_property
     def _contents(self) -> Mapping[tuple[str, bool], "_Contents"]:
-        """What is written of messages by role, with tools and without."""
+        """The forms of contents that the template reads, by role, with tools and without."""
         pairs = [(role, tools) for role in _ROLES for tools in (None, SOME_TOOL)]
-        return {(role, bool(tools)): self._contents_of(role, tools) for role, tools in pairs}
+        return {(role, bool(tools)): self._try_contents(role, tools) for role, tools in pairs}
 
-    def _contents_of(self, role: str, tools: Sequence[Any] | None) -> "_Contents":
-        """What is written of messages of a role.
+    def _try_contents(self, role: str, tools: Sequence[Any] | None) -> "_Contents":
+        """Try which contents of messages of a role the template reads.
 
-        Parts are where the same text comes of them as of one text, but for blanks; other templates write the list
-        itself, as Python or JSON has it, or leave it out. Some read parts alone, or the first of them.
+        It reads parts if they give the same text as one text, except blanks. Other templates write the list itself, as
+        Python or JSON, or leave it out. Some read only parts, or only the first part.
         """
         both, text = "".join(_WORDS), lambda words: [{"type": "text", "text": word} for word in words]
         contents = both, text([both]), text(_WORDS)
-        whole, part, parts = ("".join(self._with_content(role, content, tools).split()) for content in contents)
+        whole, part, parts = ("".join(self._render_content(role, content, tools).split()) for content in contents)
         reads = all(word in parts for word in _WORDS) and (parts == whole or both not in whole)
         return _Contents(text=both in whole or both not in part, parts=reads)
 
-    def _with_content(self, role: str, content: Any, tools: Sequence[Any] | None) -> str:
-        """A conversation with a message of this role and content; empty where the template refuses it."""
+    def _render_content(self, role: str, content: Any, tools: Sequence[Any] | None) -> str:
+        """Render a conversation with a message of this role and content; empty if the template refuses it."""
         message = {"role": role, "content": content, "name": "f", "tool_call_id": _ID}
         plain = "Zq" if isinstance(content, str) else [{"type": "text", "text": "Zq"}]
         question, answer = ({"role": other, "content": plain} for other in ("user", "assistant"))
@@ -131,17 +134,17 @@ class ChatTemplate:
                 "tool": [question, {**answer, "tool_calls": [call]}, message, answer],
             }
             with suppress(RowError):
-                return self._rendered(turns.get(role, [question, message]), tools).text
+                return self._render(turns.get(role, [question, message]), tools).text
         return ""
 
-    def _rendered(
+    def _render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False, marks: bool = False
     ) -> Rendered:
         template = self._template(tools)
-        known = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        present = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
             texts, spans = _renderer(
-                conversations=[known],
+                conversations=[present],
                 tools=None if tools is None else list(tools),
                 chat_template=_DAY + template if "strftime_now" in template else template,
                 return_assistant_tokens_mask=marks,
@@ -161,13 +164,13 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class _Contents:
-    """Which contents of a message a template writes: a text (or it takes parts alone), a list of several text parts."""
+    """Which contents of a message a template reads: a text (else only parts), a list of several text parts."""
 
     text: bool
     parts: bool
 
-    def fitted(self, message: Message) -> Message:
-        """A message with its text, or text parts, as the template writes them; one with other parts as it is."""
+    def fit(self, message: Message) -> Message:
+        """Return a message with its text, or text parts, as the template reads them; with other parts as it is."""
         content = message.get("content")
         if isinstance(content, list):
             if self.parts or not all(isinstance(part.get("text"), str) for part in content):
@@ -182,14 +185,14 @@ _TEXT = _Contents(text=True, parts=False)
 
 
 def _dates(template: str, day: str) -> dict[str, Any]:
-    """What templates that ask for the day are told."""
+    """Return the variables for templates that write the day."""
     today = datetime.strptime(day, _DAY_FORMAT)
     formats = {match["format"] for match in _DATES.finditer(template)}
     return {"date_string": day, "longspan_dates": {f: today.strftime(f) for f in formats}}
 
 
 def _ends(tokenizer: TextTokenizer, folder: Path) -> tuple[str, ...]:
-    """The tokens at which generation stops: the tokenizer's end of text, and those of generation_config.json."""
+    """List the tokens at which generation stops: the tokenizer's end of text, and those of generation_config.json."""
     ids = ends_of_generation(folder) | ({tokenizer.end} if tokenizer.end is not None else set[int]())
     names = (tokenizer.engine.id_to_token(i) for i in sorted(ids))
     return tuple(name for name in names if name is not None)

@@ -1,6 +1,6 @@
-"""The tokens of a chat template that stand between turns, learnt from what it makes of two turns of each side.
+"""The tokens of a chat template between turns, read off its rendering of a conversation of four turns.
 
-And what texts are without characters of such tokens, so that a rendering can be compared with a harmless one.
+Texts without the characters of such tokens are made here too, so that a rendering can be compared with a harmless one.
 """
 
 import re
@@ -12,8 +12,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from longspan.corpus.rows.sample import RowError, map_strings, strings
 from longspan.corpus.rows.template import ChatTemplate
-from longspan.corpus.rows.values import RowError, strings, with_strings
 
 _HARMLESS = "Z"
 _WORDS = ("Zq0user", "Zq1assistant", "Zq2user", "Zq3assistant")
@@ -21,12 +21,12 @@ _WORDS = ("Zq0user", "Zq1assistant", "Zq2user", "Zq3assistant")
 
 @dataclass(frozen=True)
 class TurnTokens:
-    """What begins and ends turns.
+    """The tokens that begin and end turns.
 
-    `prompts` is the prompt of an answer, and the beginnings of it that stand before answers already given, the longest
-    first; `ends` are tokens at which generation stops; `closing` is the one that stands behind an answer already given,
-    where that is another; `headers` are tokens that begin turns; `special` are those that mean nothing but themselves,
-    and `plain` the others that the tokenizer has beside its vocabulary.
+    `prompts` are the prompt of an answer and the beginnings of it that precede earlier answers, the longest first.
+    `ends` are the tokens at which generation stops. `closing` is the token after an earlier answer, if it is another
+    one. `headers` are tokens that begin turns. `special` are the tokenizer's special tokens, `plain` its other added
+    tokens.
     """
 
     prompts: tuple[str, ...]
@@ -38,43 +38,43 @@ class TurnTokens:
 
     @cached_property
     def between(self) -> re.Pattern[str] | None:
-        """Any of the tokens, the longest first; None where there are none."""
-        return pattern_of(self.ends | self.headers | self.special)
+        """A pattern for any of the tokens, the longest first; None if there are none."""
+        return any_of_pattern(self.ends | self.headers | self.special)
 
     @cached_property
     def _marks(self) -> re.Pattern[str]:
-        """The characters that a text can bring to one of the tokens: those that they begin or end with, and what they
-        have beside letters, digits and blanks."""
+        """The characters with which a text can form a token: first and last ones of tokens, and all of their characters
+        except letters, digits and blanks."""
         names = self.ends | self.headers | self.special
         characters = {c for name in names for i, c in enumerate(name) if i in (0, len(name) - 1) or not _is_word(c)}
         return re.compile(f"[{re.escape(''.join(sorted(characters)))}]" if characters else "(?!)")
 
     @cached_property
     def _marks_and_plain(self) -> re.Pattern[str]:
-        """The same, behind names of `plain` tokens, which stay as they are: templates look for them in texts."""
-        plain = pattern_of(self.plain - self.ends - self.headers)
+        """The same after names of `plain` tokens, which stay as they are: templates look for them in texts."""
+        plain = any_of_pattern(self.plain - self.ends - self.headers)
         return re.compile(f"{plain.pattern}|{self._marks.pattern}") if plain else self._marks
 
     def is_harmless(self, value: Any) -> bool:
         """Whether no string in a value has a character of the tokens."""
         return not any(self._marks.search(text) for _, text in strings(value, ""))
 
-    def harmless(self, value: Any) -> Any:
-        """A value with other characters where its strings could make one of the tokens, alone or joined."""
+    def make_harmless(self, value: Any) -> Any:
+        """Replace the characters in a value with which its strings, or several of them, could form a token."""
         replaced = lambda match: match.group() if match.group() in self.plain else _HARMLESS  # noqa: E731
-        return with_strings(value, lambda text: self._marks_and_plain.sub(replaced, text))
+        return map_strings(value, lambda text: self._marks_and_plain.sub(replaced, text))
 
     def end_of_turn(self, text: str, start: int, limit: int, turn: str) -> int:
-        """Where the turn whose last text ends at `start` ends: behind the first token there that ends turns.
+        """Find the end of the turn whose last text ends at `start`: after the first token there that ends turns.
 
-        Another special token ends it too where it stands alone before the next turn, or at the end of the text. Before
-        the end no other turn may begin. A turn that ends the text needs no such token. Raises RowError otherwise.
+        Another special token ends it too, if it is the only one before the next turn or the end of the text. No other
+        turn may begin before the end. A turn at the end of the text needs no such token. Raises RowError otherwise.
         """
         tokens = list(self.between.finditer(text, start, limit)) if self.between else []
         inside = list(takewhile(lambda token: token.group() not in self.headers - self.ends, tokens))
         for i, token in enumerate(inside):
             if token.group() in self.ends | self.closing:
-                return self._last_of(inside[i:]).end()
+                return self._last_end(inside[i:]).end()
         behind = tokens[len(inside)].start() if len(inside) < len(tokens) else len(text)
         if inside and not text[inside[0].end() : behind].strip():
             return inside[0].end()
@@ -86,8 +86,8 @@ class TurnTokens:
             "or mark what the assistant says in the template with {% generation %}"
         )
 
-    def _last_of(self, tokens: Sequence[re.Match[str]]) -> re.Match[str]:
-        """The first token, or one that ends generation where nothing but other tokens stands between the two."""
+    def _last_end(self, tokens: Sequence[re.Match[str]]) -> re.Match[str]:
+        """Return the first token, or one that ends generation if only other tokens are between the two."""
         last = tokens[0]
         for token in tokens:
             if token.start() > last.end() or token.group() in self.headers - self.ends:
@@ -99,25 +99,25 @@ class TurnTokens:
 
 
 def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tokenizer) -> TurnTokens:
-    """The tokens between turns of a template. Raises RowError where it cannot render a plain conversation."""
+    """Read off the tokens between turns of a template. Raises RowError if it cannot render a plain conversation."""
     added = engine.get_added_tokens_decoder().values()
     special, plain = (frozenset(t.content for t in added if t.special == kind) for kind in (True, False))
-    tokens = pattern_of(special | plain)
+    tokens = any_of_pattern(special | plain)
     roles = ("user", "assistant", "user", "assistant")
     turns = [{"role": role, "content": word} for role, word in zip(roles, _WORDS, strict=True)]
     text = template.render(turns, tools).text
     between, tail = text.split(_WORDS[1])[-1].split(_WORDS[2])[0], text.split(_WORDS[3])[-1]
-    found = tokens.findall(between) if tokens else []
+    separators = tokens.findall(between) if tokens else []
     ends = frozenset(template.ends)
     last = tokens.findall(tail) if tokens else []
-    is_end = len(found) > 1 or any(token in ends or token in tail for token in found)
+    is_end = len(separators) > 1 or any(token in ends or token in tail for token in separators)
     prompt = _prompt(template, tools, tokens)
     first = tokens.match(prompt) if tokens else None
-    headers = {*found[1 if is_end else 0 :], *([first.group()] if first else [])}
+    headers = {*separators[1 if is_end else 0 :], *([first.group()] if first else [])}
     heads = [text.split(_WORDS[i])[-1].split(_WORDS[i + 1])[0] for i in (0, 2)]
-    closing = frozenset(some[0] for some in (found * is_end, last) if some and not ends.intersection(some))
+    closing = frozenset(some[0] for some in (separators * is_end, last) if some and not ends.intersection(some))
     return TurnTokens(
-        prompts=_written(_beginnings(prompt, tokens), heads),
+        prompts=_prompts_in_heads(_beginnings(prompt, tokens), heads),
         ends=ends,
         closing=closing,
         headers=frozenset(headers),
@@ -130,13 +130,13 @@ def _is_word(character: str) -> bool:
     return character.isalnum() or character in "_- "
 
 
-def pattern_of(names: set[str] | frozenset[str]) -> re.Pattern[str] | None:
-    """Any of these names, the longest first; None where there are none."""
+def any_of_pattern(names: set[str] | frozenset[str]) -> re.Pattern[str] | None:
+    """Return a pattern for any of these names, the longest first; None if there are none."""
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
 
 
 def _prompt(template: ChatTemplate, tools: Sequence[Any] | None, tokens: re.Pattern[str] | None) -> str:
-    """What a template puts behind a question when an answer is wanted, from the first token that differs."""
+    """Return what a template writes after a question to prompt an answer, from the first token that differs."""
     question = [{"role": "user", "content": _WORDS[0]}]
     without, with_prompt = (template.render(question, tools, prompt=prompt).text for prompt in (False, True))
     same = next((i for i, (a, b) in enumerate(zip(without, with_prompt, strict=False)) if a != b), len(without))
@@ -147,13 +147,13 @@ def _prompt(template: ChatTemplate, tools: Sequence[Any] | None, tokens: re.Patt
 
 
 def _beginnings(prompt: str, tokens: re.Pattern[str] | None) -> tuple[str, ...]:
-    """The prompt, and its beginnings up to the end of a token or a line, the longest first."""
+    """List the prompt and its beginnings up to the end of a token or a line, the longest first."""
     stops = {match.end() for match in tokens.finditer(prompt)} if tokens else set[int]()
     stops |= {match.end() for match in re.finditer("\n+", prompt)} | {len(prompt)}
     return tuple(prompt[:stop] for stop in sorted(stops, reverse=True) if stop)
 
 
-def _written(beginnings: tuple[str, ...], heads: Sequence[str]) -> tuple[str, ...]:
-    """The beginnings of a prompt from the whole one to the longest that each head of an answer has."""
+def _prompts_in_heads(beginnings: tuple[str, ...], heads: Sequence[str]) -> tuple[str, ...]:
+    """Select the beginnings of a prompt from the whole one to the longest that each head of an answer contains."""
     longest = [next((i for i, beginning in enumerate(beginnings) if beginning in head), 0) for head in heads]
     return beginnings[: max(longest) + 1]

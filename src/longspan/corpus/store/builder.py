@@ -1,42 +1,113 @@
-"""Making a folder of documents: files are read in order, encoded side by side, and written as they come.
+"""Builds a folder of documents: files are read in order, encoded by several processes, and written.
 
-Nothing of a row stays in memory, so a corpus may be larger than that.
+A `Recipe` contains everything that decides the documents. Rows do not stay in memory, so a corpus may be larger than
+it. How rows become documents is in `document_encoder.py`; which files and encodings there are is in
+`corpus_settings.py`.
 """
 
+import hashlib
+import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from longspan.corpus.formats.row_file import row_file
-from longspan.corpus.store.document_encoder import Encoded, Notes, Piece
-from longspan.corpus.store.recipe import Recipe
-from longspan.corpus.store.workers import encoded_batches
-from longspan.data.left_out import SHORTEST, LeftOut
-from longspan.data.store.arrays import GrowingArray, GrowingCodes
-from longspan.data.store.images import ImageWriter
-from longspan.data.store.manifest import Manifest, SourceLines
-from longspan.data.store.sources import CorpusFile, LogLine
+from longspan.corpus.files import CorpusFile, LogLine
+from longspan.corpus.row_files import row_file
+from longspan.corpus.store.document_encoder import DocumentEncoder, Encoded, FileChunk, Notes
+from longspan.corpus.store.workers import cores, encoded_batches
+from longspan.data.arrays import GrowingArray, GrowingCodes
+from longspan.data.images import ImageWriter
+from longspan.data.manifest import SHORTEST, LeftOut, Manifest, SourceFile, SourceLines
 from longspan.errors import DataError, counted
+
+if TYPE_CHECKING:
+    from longspan.corpus.rows.encoding import RowEncoding
+
+
+VERSION = 2  # a recipe with another version has another key, so that its documents are built again
+# Larger corpora are encoded by several processes; 4 MiB for other kinds, less for rows whose images are decoded.
+_IN_PROCESS_BYTES = {
+    "text": 32 << 20,
+    "input_ids": 32 << 20,
+}
+_WITH_PIXELS_BYTES = 1 << 18
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the documents of a corpus, and how to make them: with `stored` tokens, by `workers`.
+
+    `sources` are the sums of `files`, `encodings` make tokens of the rows of each source, `longest` is the most tokens
+    of a document (0: any); with `skip_bad` a bad row is left out. `path` names the corpus in messages.
+    """
+
+    path: str
+    files: Sequence[CorpusFile]
+    sources: Sequence[SourceFile]
+    encodings: "tuple[RowEncoding, ...]"
+    longest: int
+    skip_bad: bool = False
+    workers: int = 0
+    stored: bool = True
+
+    @cached_property
+    def key(self) -> str:
+        """SHA-256 of everything that decides the documents; equal files give equal keys wherever they are."""
+        digests = [encoding.digest for encoding in self.encodings]
+        checked = ["pixels"] * self.checks_pixels
+        digest = hashlib.sha256(json.dumps([VERSION, digests, self.longest, self.skip_bad, *checked]).encode())
+        for file, source in zip(self.files, self.sources, strict=True):
+            digest.update(f"{file.source} {source.sha256} {source.name}\n".encode())
+            if self.images:  # relative paths of images begin there
+                digest.update(f"{file.path.absolute().parent}\n".encode())
+        return digest.hexdigest()
+
+    @property
+    def images(self) -> bool:
+        """Whether rows may have images."""
+        return any(encoding.images is not None for encoding in self.encodings)
+
+    @property
+    def checks_pixels(self) -> bool:
+        """Whether the build decodes images."""
+        return self.images and any(encoding.check_pixels for encoding in self.encodings)
+
+    @property
+    def encoder(self) -> DocumentEncoder:
+        """The encoder of rows, for any process."""
+        small = all(e.kind != "input_ids" and e.tokenizer.size <= 1 << 16 for e in self.encodings)
+        return DocumentEncoder(self.encodings, self.longest, "<u2" if small and self.stored else "<u4", self.skip_bad)
+
+    @property
+    def processes(self) -> int:
+        """How many processes encode: one if it is done before others would have started."""
+        size = sum(source.bytes for source in self.sources)
+        small = min(_IN_PROCESS_BYTES.get(encoding.kind, 4 << 20) for encoding in self.encodings)
+        small = min(small, _WITH_PIXELS_BYTES) if self.checks_pixels else small
+        return 1 if size <= small else self.workers or cores()
+
 
 BATCH_BYTES = 1 << 20  # of rows that are encoded together
 _NEWS_SECONDS = 5.0
 
 
 def build_documents(recipe: Recipe, folder: Path, log: LogLine) -> Manifest:
-    """Write the documents of a recipe to a folder, which is made; progress is logged.
+    """Write the documents of a recipe to a folder, which is created; progress is logged.
 
-    Raises DataError where there are none, for rows that give none, and for files that change meanwhile.
+    Raises DataError if there are no documents, for rows that give none, and for files that change in the meantime.
     """
     folder.mkdir(parents=True)
     progress = _Progress(recipe, log)
     with _Writer(folder, recipe) as writer:
         for batch, encoded in encoded_batches(recipe.encoder, _batches(recipe.files), recipe.processes):
             writer.add(encoded)
-            progress.say(batch, writer)
-        progress.say_all(writer)
+            progress.log_batch(batch, writer)
+        progress.log_total(writer)
     manifest = writer.manifest()
     _check_unchanged(recipe)
     if not manifest.documents:
@@ -47,7 +118,7 @@ def build_documents(recipe: Recipe, folder: Path, log: LogLine) -> Manifest:
 
 
 class _Writer:
-    """The files of a folder of documents, written from their beginnings to their ends."""
+    """Writes the files of a folder of documents from their beginnings to their ends."""
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
         self._recipe, self._folder = recipe, folder
@@ -74,7 +145,7 @@ class _Writer:
                 file.close()
 
     def add(self, encoded: Encoded) -> None:
-        """Write the documents of some rows behind the others."""
+        """Write the documents of the next rows."""
         values = {
             "lengths": encoded.lengths,
             "origins": encoded.files,
@@ -97,12 +168,12 @@ class _Writer:
         self._notes.add(encoded.notes)
 
     def manifest(self) -> Manifest:
-        """What the closed files hold; targets are no file where all tokens are."""
+        """Return the manifest of the closed files; `targets.npy` is removed if all tokens are targets."""
         if not self._masked:
             (self._folder / "targets.npy").unlink()
         notes = self._notes
         return replace(
-            _manifest_of(self._recipe),
+            _initial_manifest(self._recipe),
             codes=self._codes.dtype,
             rows=notes.rows,
             documents=self._columns["lengths"].count,
@@ -117,8 +188,8 @@ class _Writer:
         )
 
 
-def _manifest_of(recipe: Recipe) -> Manifest:
-    """What is known before anything is read."""
+def _initial_manifest(recipe: Recipe) -> Manifest:
+    """Return the fields that do not depend on rows."""
     encoding = recipe.encodings[0]
     tokenizer = encoding.tokenizer
     return Manifest(
@@ -137,28 +208,28 @@ def _manifest_of(recipe: Recipe) -> Manifest:
 
 
 class _Progress:
-    """Lines that say how far a build is, every few seconds."""
+    """Logs the progress of a build every few seconds."""
 
     def __init__(self, recipe: Recipe, log: LogLine) -> None:
         self._log, self._sizes = log, [source.bytes for source in recipe.sources]
         self._total, self._file, self._before = sum(self._sizes), 0, 0
-        self._began = self._said = time.monotonic()
+        self._began = self._last_line = time.monotonic()
         self._read = 0
 
-    def say(self, batch: Sequence[Piece], writer: _Writer) -> None:
-        """Say how far it is once this batch is written, where it is time to."""
+    def log_batch(self, batch: Sequence[FileChunk], writer: _Writer) -> None:
+        """Log the progress after this batch, if some seconds have passed."""
         last = batch[-1]
         while self._file < last.file:
             self._before += self._sizes[self._file]
             self._file += 1
         self._read = self._before + last.chunk.end
-        if time.monotonic() - self._said > _NEWS_SECONDS:
-            self._said = time.monotonic()
-            left = (self._said - self._began) * (self._total - self._read) / max(self._read, 1)
+        if time.monotonic() - self._last_line > _NEWS_SECONDS:
+            self._last_line = time.monotonic()
+            left = (self._last_line - self._began) * (self._total - self._read) / max(self._read, 1)
             self._log(f"{self._line(writer, self._read)}, about {_duration(left)} left")
 
-    def say_all(self, writer: _Writer) -> None:
-        """Say what was done in all."""
+    def log_total(self, writer: _Writer) -> None:
+        """Log the whole build."""
         self._log(self._line(writer, self._total))
 
     def _line(self, writer: _Writer, read: int) -> str:
@@ -173,12 +244,12 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
-def _batches(files: Iterable[CorpusFile]) -> Iterator[list[Piece]]:
-    """The rows of files in order, some megabytes at a time."""
-    batch, size = list[Piece](), 0
+def _batches(files: Iterable[CorpusFile]) -> Iterator[list[FileChunk]]:
+    """Yield the rows of files in order, some megabytes at a time."""
+    batch, size = list[FileChunk](), 0
     for number, file in enumerate(files):
         for chunk in row_file(file.name, file.path).chunks():
-            batch.append(Piece(file.source, number, chunk))
+            batch.append(FileChunk(file.source, number, chunk))
             size += len(chunk.data)
             if size >= BATCH_BYTES:
                 yield batch
@@ -188,7 +259,7 @@ def _batches(files: Iterable[CorpusFile]) -> Iterator[list[Piece]]:
 
 
 def _check_unchanged(recipe: Recipe) -> None:
-    """Raise DataError where a file was written while it was read."""
+    """Raise DataError for a file that was written while it was read."""
     for file, source in zip(recipe.files, recipe.sources, strict=True):
         stat = file.path.stat()
         if (stat.st_size, stat.st_mtime_ns) != (source.bytes, source.modified_ns):

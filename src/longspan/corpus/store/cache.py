@@ -1,7 +1,7 @@
-"""Where documents are kept for all runs: a folder for each key, which is there in full or not at all.
+"""The cache of documents for all runs: a folder for each key, which exists only if it is complete.
 
-Of two runs that start at once one builds while the other waits. Where a file system has no locks each builds its own,
-and the first that is done is kept.
+If two runs start at once, one builds while the other waits. On a file system without locks both build, and the first
+result stays.
 """
 
 import fcntl
@@ -14,23 +14,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from longspan.data.store.sources import LogLine
+from longspan.corpus.files import LogLine
 from longspan.errors import DataError
 from longspan.files import naming_file
 
-NONE = "none"  # as data.cache: nothing is kept
+NONE = "none"  # as data.cache: no tokens are stored
 _POLL_SECONDS, _NEWS_SECONDS = 0.2, 30.0
 
 
 def cache_folder(setting: str) -> Path:
-    """The folder that `data.cache` names: longspan/corpora in the user's cache (XDG_CACHE_HOME) where it is empty."""
+    """Return the folder that `data.cache` names; empty: longspan/corpora in the user's cache (XDG_CACHE_HOME)."""
     if setting:
         return Path(setting).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "longspan" / "corpora"
 
 
 class Cache:
-    """The cache in a folder, which is made. Raises OSError where that cannot be."""
+    """The cache in a folder, which is created. Raises OSError if it cannot be written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -38,20 +38,20 @@ class Cache:
         if not os.access(folder, os.W_OK):
             raise PermissionError(13, "not writable for this user", str(folder))
 
-    def sums_of(self, path: str) -> Path:
-        """The file in which SHA-256 sums of the files at a path are kept."""
+    def sums_file(self, path: str) -> Path:
+        """Return the file with the SHA-256 sums of the files at a path."""
         name = hashlib.sha256(str(Path(path).absolute()).encode()).hexdigest()[:32]
         return self.folder / "files" / f"{name}.jsonl"
 
     def documents(
         self, key: str, whole: Callable[[Path], bool], build: Callable[[Path], object], log: LogLine
     ) -> tuple[Path, bool]:
-        """The folder of these documents; whether `build` made it now, as it was not there or not `whole`."""
+        """Return the folder of these documents, and whether `build` made it now, as it was missing or not `whole`."""
         folder = self.folder / key[:40]
         if folder.is_dir() and whole(folder):
             return folder, False
         with self._lock(folder, log) as locked:
-            if folder.is_dir() and whole(folder):  # another run has made it meanwhile
+            if folder.is_dir() and whole(folder):  # another run made it in the meantime
                 return folder, False
             if locked:
                 for old in self.folder.glob(f"{folder.name}.partial*"):
@@ -70,17 +70,17 @@ class Cache:
 
     @contextmanager
     def _lock(self, folder: Path, log: LogLine) -> Iterator[bool]:
-        """Hold these documents alone, as soon as no other run does; whether they are held."""
-        said = 0.0
+        """Lock these documents, as soon as no other run has; yields False if the file system has no locks."""
+        last_line = 0.0
         with folder.with_suffix(".lock").open("a") as file:
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    if time.monotonic() - said > _NEWS_SECONDS:
+                    if time.monotonic() - last_line > _NEWS_SECONDS:
                         log("another run tokenizes the same corpus: waiting for it")
-                        said = time.monotonic()
+                        last_line = time.monotonic()
                     time.sleep(_POLL_SECONDS)
                 except OSError:
                     yield False
@@ -89,7 +89,7 @@ class Cache:
 
 
 def _move(partial: Path, folder: Path) -> None:
-    """Give a folder its name, unless another run was faster."""
+    """Rename a complete folder, unless another run was faster."""
     try:
         partial.rename(folder)
     except OSError:
@@ -98,7 +98,7 @@ def _move(partial: Path, folder: Path) -> None:
 
 
 def cannot_keep(folder: Path, error: OSError) -> DataError:
-    """What to tell of a cache that cannot be written."""
+    """Return the error for a cache that cannot be written."""
     free = ""
     with suppress(OSError):
         free = f" ({shutil.disk_usage(folder).free:,} bytes are free)"

@@ -1,4 +1,7 @@
-"""From rows of files to documents: tokens, lengths and targets of some rows at a time, in any process."""
+"""Rows of files become documents: tokens, lengths and targets of some rows at a time, in any process.
+
+How a row becomes tokens is in `rows/`; how files are read in order and written is in `builder.py`.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -9,24 +12,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from longspan.corpus.formats.chunk import Chunk, rows_of
-from longspan.corpus.rows.sample import BadRow, Row, Sample, SampleImage
-from longspan.data.document import NO_TARGET
-from longspan.data.left_out import parts_of
-from longspan.data.store.images import PlacedImage
+from longspan.corpus.chunk import Chunk, chunk_rows
+from longspan.corpus.rows.sample import BadRow, Row, Sample
+from longspan.data.documents import NOTHING, OTHER_TOKEN, OWN_TOKEN, encode_labels
+from longspan.data.images import PlacedImage, SampleImage
+from longspan.data.manifest import SHORTEST
+from longspan.data.permutation import Integers
 from longspan.errors import DataError
 
 if TYPE_CHECKING:
     from longspan.corpus.rows.encoding import RowEncoding
 
-SHOWN = 3  # bad rows that are named
-Rows = npt.NDArray[np.int64]
-# A code for each token says what it is to be predicted as: itself, nothing, or the token of number code − 2.
-OWN_TOKEN, NOTHING, OTHER_TOKEN = 0, 1, 2
+SHOWN = 3  # bad rows that messages name
 
 
-class Piece(NamedTuple):
-    """Rows of file number `file`, which belongs to source number `source`."""
+class FileChunk(NamedTuple):
+    """Some rows of file number `file`, which belongs to source number `source`."""
 
     source: int
     file: int
@@ -34,8 +35,8 @@ class Piece(NamedTuple):
 
 
 class Notes:
-    """What is to be said of some rows: how many there are, what of them is left out (fields of LeftOut), names of
-    special tokens in them, names of images that are texts, the first bad ones, and files that are not UTF-8."""
+    """Notes about some rows: their number, counts of what is left out (fields of LeftOut), names of special tokens in
+    them, names of images that are plain text, the first bad rows, and files that are not UTF-8."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -43,7 +44,7 @@ class Notes:
         self.bad, self.skipped = list[str](), list[str]()
 
     def add(self, other: "Notes") -> None:
-        """Add what is to be said of further rows."""
+        """Add the notes about further rows."""
         self.rows += other.rows
         self.left_out.update(other.left_out)
         self.special.update(other.special)
@@ -53,28 +54,28 @@ class Notes:
 
 
 class Encoded(NamedTuple):
-    """The documents of some pieces: `ids` and `codes` end to end (T,), the others one for each document (D,).
+    """The documents of some rows: `ids` and `codes` end to end (T,), other fields with one value per document (D,).
 
-    `positions` and `starts` say where a document's row stands in its file, and with which of the row's tokens it
-    begins. `codes` are None where every token is predicted as itself. `images` stand in documents counted from 0.
+    `positions` are the places of the documents' rows in their files, `starts` the first of the row's tokens that a
+    document has. `codes` are None if every token is predicted as itself. `images` count documents from 0.
     """
 
     ids: npt.NDArray[Any]
     codes: npt.NDArray[Any] | None
-    lengths: Rows
-    targets: Rows
-    files: Rows
-    positions: Rows
-    starts: Rows
+    lengths: Integers
+    targets: Integers
+    files: Integers
+    positions: Integers
+    starts: Integers
     notes: Notes
     images: Sequence[PlacedImage] = ()
 
 
 @dataclass(frozen=True)
 class DocumentEncoder:
-    """How rows become documents: each source's encoding, the most tokens of a document (0: any), and what is stored.
+    """Makes documents of rows, with each source's encoding, at most `longest` tokens (0: any) and the type of tokens.
 
-    A row that gives no document is an error, or with `skip_bad` counted.
+    A row that gives no document is an error; with `skip_bad` it is counted.
     """
 
     encodings: "tuple[RowEncoding, ...]"
@@ -82,24 +83,24 @@ class DocumentEncoder:
     dtype: str
     skip_bad: bool = False
 
-    def encode(self, pieces: Sequence[Piece]) -> Encoded:
-        """The documents of these pieces, in order. Raises DataError for a row that gives none."""
-        made = _Documents(self)
+    def encode(self, pieces: Sequence[FileChunk]) -> Encoded:
+        """Encode the rows of these chunks in order. Raises DataError for a row that gives no document."""
+        batch = _BatchDocuments(self)
         for source, group in groupby(pieces, key=lambda piece: piece.source):
             rows, places = list[Row](), list[tuple[int, int]]()
             for piece in group:
-                for position, row in made.rows_of(piece):
+                for position, row in batch.rows(piece):
                     if isinstance(row, BadRow):
-                        made.add_bad(row)
+                        batch.add_bad(row)
                     else:
                         rows.append(row)
                         places.append((piece.file, position))
-            made.add(self.encodings[source], rows, places)
-        return made.encoded()
+            batch.add(self.encodings[source], rows, places)
+        return batch.finish()
 
 
-class _Documents:
-    """Documents that are added one by one."""
+class _BatchDocuments:
+    """Collects documents of rows."""
 
     def __init__(self, encoder: DocumentEncoder) -> None:
         self._encoder = encoder
@@ -108,17 +109,17 @@ class _Documents:
         self._images = list[PlacedImage]()
         self._notes = Notes()
 
-    def rows_of(self, piece: Piece) -> Iterator[tuple[int, Row | BadRow]]:
-        """The rows of a piece; of a text that is not UTF-8 none, and it is named."""
+    def rows(self, piece: FileChunk) -> Iterator[tuple[int, Row | BadRow]]:
+        """Yield the rows of a chunk with their positions; a text that is not UTF-8 has none and is noted."""
         try:
-            for placed in rows_of(piece.chunk):
+            for placed in chunk_rows(piece.chunk):
                 self._notes.rows += 1
                 yield placed
         except UnicodeDecodeError:
             self._notes.skipped.append(piece.chunk.name)
 
     def add(self, encoding: "RowEncoding", rows: Sequence[Row], places: Sequence[tuple[int, int]]) -> None:
-        """Add the documents of rows that stand at these places."""
+        """Add the documents of rows, which are at these places (file, position)."""
         if encoding.kind == "text":
             texts = (row.values.get("text") for row in rows)
             self._notes.special.update(encoding.tokenizer.count_special(t for t in texts if isinstance(t, str)))
@@ -135,8 +136,8 @@ class _Documents:
             start += len(sample.ids)
 
     def _add_sample(self, sample: Sample, place: tuple[int, int], start: int, where: str) -> None:
-        """Add the documents of a sample, whose tokens are those of its row from `start` on."""
-        ids, codes = sample.ids, codes_of(sample)
+        """Add the documents of a sample; its tokens are the row's tokens from `start` on."""
+        ids, codes = sample.ids, encode_labels(sample.ids, sample.labels)
         limit = np.iinfo(self._encoder.dtype).max
         if ids.size and not (ids.min() >= 0 and ids.max() <= limit):
             self.add_bad(BadRow(where, f"token ids {ids.min()} to {ids.max()}; give ids from 0 to {limit}"))
@@ -147,19 +148,19 @@ class _Documents:
             limit = f"max_document_tokens is {longest}, and an image is not cut; raise it, or set it to 0"
             self.add_bad(BadRow(where, f"an image takes {large} tokens: {limit}"))
             return
-        for part in parts_of(len(ids), codes, longest, self._notes.left_out, uncut):
+        for part in cut_row(len(ids), codes, longest, self._notes.left_out, uncut):
             inside = (image for image in sample.images if part.start <= image.start < part.stop)
-            self._images += (PlacedImage(len(self._each), _moved(image, -part.start), place[1]) for image in inside)
+            self._images += (PlacedImage(len(self._each), _shift(image, -part.start), place[1]) for image in inside)
             code = None if codes is None else codes[part].copy()
             if code is not None:
-                code[0] = OWN_TOKEN  # never predicted: it stands for nothing
+                code[0] = OWN_TOKEN  # the first token is never predicted
             targets = len(ids[part]) - 1 if code is None else int((code[1:] != NOTHING).sum())
             self._ids.append(ids[part])
             self._codes.append(code)
             self._each.append((len(ids[part]), targets, *place, start + part.start))
 
     def add_bad(self, row: BadRow) -> None:
-        """Count a row that gives no document. Raises DataError where that is an error."""
+        """Count a row that gives no document. Raises DataError if that is an error."""
         if row.masked:
             self._notes.left_out["masked_rows"] += 1
             return
@@ -169,8 +170,8 @@ class _Documents:
         if len(self._notes.bad) < SHOWN:
             self._notes.bad.append(f"{row.where}: {row.reason}")
 
-    def encoded(self) -> Encoded:
-        """All of them."""
+    def finish(self) -> Encoded:
+        """Return all documents that were added."""
         codes = None
         if any(code is not None and code.any() for code in self._codes):
             pairs = zip(self._codes, self._ids, strict=True)
@@ -182,19 +183,41 @@ class _Documents:
         return Encoded(ids, codes, lengths, targets, files, positions, starts, self._notes, self._images)
 
 
-def _moved(image: SampleImage, by: int) -> SampleImage:
+def _shift(image: SampleImage, by: int) -> SampleImage:
     return image._replace(start=image.start + by, stop=image.stop + by)
 
 
-def codes_of(sample: Sample) -> Rows | None:
-    """The codes of a sample's tokens; None where each is predicted as itself."""
-    if sample.labels is None:
-        return None
-    codes = np.where(sample.labels == NO_TARGET, NOTHING, sample.labels + OTHER_TOKEN)
-    return np.where(sample.labels == sample.ids, OWN_TOKEN, codes)
+def cut_row(
+    length: int,
+    codes: Integers | None,
+    longest: int,
+    counts: Counter[str],
+    uncut: Sequence[tuple[int, int]] = (),
+) -> list[slice]:
+    """Cut a row of `length` tokens into documents of at most `longest` tokens (0: one document); count in `counts`, by
+    fields of LeftOut. If tokens have `codes`, a part whose targets are at most its first token is no document. Each of
+    the `uncut` spans (start, stop), ascending and none longer than `longest`, stays in one part."""
+    step = longest or max(length, 1)
+    parts = [part for part in _cut(length, step, uncut) if part.stop - part.start >= SHORTEST]
+    lost = length - sum(part.stop - part.start for part in parts)
+    if codes is not None:
+        with_targets = [part for part in parts if (codes[part][1:] != NOTHING).any()]
+        counts.update(masked_parts=len(parts) - len(with_targets))
+        parts = with_targets
+    if length > step:
+        counts.update(cut_texts=1, cut_tokens=length, cut_documents=len(parts))
+    elif length < SHORTEST:
+        counts.update(short_texts=1)
+    counts.update(lost_tokens=lost)
+    return parts
 
 
-def labels_of(ids: Rows, codes: npt.NDArray[Any]) -> Rows:
-    """The labels of tokens with these codes."""
-    codes = codes.astype(np.int64)
-    return np.where(codes == OWN_TOKEN, ids, np.where(codes == NOTHING, NO_TARGET, codes - OTHER_TOKEN))
+def _cut(length: int, step: int, uncut: Sequence[tuple[int, int]]) -> list[slice]:
+    """Cut into parts of at most `step` tokens; a part that would end inside an uncut span ends before it."""
+    parts, start = list[slice](), 0
+    while start < length:
+        stop = min(start + step, length)
+        stop = next((a for a, b in uncut if start < a < stop < b), stop)
+        parts.append(slice(start, stop))
+        start = stop
+    return parts

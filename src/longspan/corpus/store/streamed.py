@@ -1,4 +1,7 @@
-"""Documents whose tokens are not stored: their rows are read and encoded again whenever a rank asks for them."""
+"""Documents whose tokens are not stored (data.cache "none"): a row is read and encoded again when a rank reads it.
+
+`open_corpus` opens any corpus, with stored tokens or without.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -6,52 +9,72 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from longspan.corpus.formats.row_file import RowFile, row_file
-from longspan.corpus.rows.sample import BadRow
-from longspan.corpus.store.document_encoder import OWN_TOKEN, codes_of
-from longspan.data.store.arrays import mapped
-from longspan.data.store.manifest import Manifest, SourceLines
+from longspan.corpus.row_files import RowFile, row_file
+from longspan.corpus.rows.sample import BadRow, RowSettings
+from longspan.data.arrays import map_array
+from longspan.data.documents import OWN_TOKEN, Corpus, encode_labels
+from longspan.data.manifest import Manifest, Record, SourceLines
+from longspan.data.permutation import Integers
 from longspan.errors import DataError
 
 if TYPE_CHECKING:
     from longspan.corpus.rows.encoding import RowEncoding
 
-KEPT_TOKENS = 1 << 22  # of rows that were encoded last
+KEPT_TOKENS = 1 << 22  # of the rows encoded last, which stay in memory
 _OPEN_FILES = 16
-Rows = npt.NDArray[np.int64]
 Encodings = Callable[[], "tuple[RowEncoding, ...]"]
 
 
-class EncodedRow(NamedTuple):
-    """The tokens of one row, and their codes."""
+def open_corpus(folder: Path) -> Corpus:
+    """Open the corpus in a folder, of a run or of documents; tokens that are not stored are made when they are read.
 
-    ids: Rows
-    codes: Rows
+    Raises DataError if the folder is missing or damaged.
+    """
+    return Corpus(folder, _make_tokens)
+
+
+def _make_tokens(place: Path, manifest: Manifest, tokenizer_folder: Path, record: Record) -> "StreamedTokens":
+    """Encode rows of each source as the run did that the record belongs to."""
+
+    def encodings() -> "tuple[RowEncoding, ...]":
+        from longspan.corpus.rows.encoding import RowEncoding  # it imports transformers
+        from longspan.corpus.tokenizer import load_tokenizer
+
+        tokenizer, settings = load_tokenizer(tokenizer_folder), RowSettings(**record.row_settings)
+        return tuple(RowEncoding(kind, tokenizer, settings) for kind in manifest.kinds)  # type: ignore[arg-type]
+
+    return StreamedTokens(place, manifest, encodings)
+
+
+class EncodedRow(NamedTuple):
+    """The tokens of a row, and their codes."""
+
+    ids: Integers
+    codes: Integers
 
 
 class StreamedTokens:
-    """The tokens of documents in a folder that says where their rows stand."""
+    """The tokens of documents, made from their rows, whose places are in the documents' folder (a `TokenSource`)."""
 
     def __init__(self, folder: Path, manifest: Manifest, encodings: Encodings) -> None:
         self._sources = SourceLines(folder)
-        self._positions, self._starts = mapped(folder / "positions.npy"), mapped(folder / "starts.npy")
-        self._origins = mapped(folder / "origins.npy")
+        self._positions, self._starts = map_array(folder / "positions.npy"), map_array(folder / "starts.npy")
+        self._origins = map_array(folder / "origins.npy")
         several = len(manifest.kinds) > 1
-        self._source_of = mapped(folder / "source_of.npy") if several else None
+        self._source_of = map_array(folder / "source_of.npy") if several else None
         self._manifest, self._make_encodings = manifest, encodings
         self._encodings: tuple[RowEncoding, ...] | None = None
         self._files = OrderedDict[int, RowFile]()
         self._rows = OrderedDict[tuple[int, int], EncodedRow]()
         self._kept = 0
 
-    def ids(self, document: int, positions: Rows) -> Rows:
-        """The tokens of a document at these positions."""
+    def ids(self, document: int, positions: Integers) -> Integers:
+        """Return the tokens of a document at these positions."""
         return self._row(document).ids[positions + int(self._starts[document])]
 
-    def codes(self, document: int, positions: Rows) -> Any:
-        """Their codes."""
+    def codes(self, document: int, positions: Integers) -> Any:
+        """Return their codes."""
         return self._row(document).codes[positions + int(self._starts[document])]
 
     def _row(self, document: int) -> EncodedRow:
@@ -59,21 +82,21 @@ class StreamedTokens:
         if place in self._rows:
             self._rows.move_to_end(place)
             return self._rows[place]
-        row = self._rows[place] = self._encoded(document, *place)
+        row = self._rows[place] = self._encode_row(document, *place)
         self._kept += len(row.ids)
         while self._kept > KEPT_TOKENS and len(self._rows) > 1:
             self._kept -= len(self._rows.popitem(last=False)[1].ids)
         return row
 
-    def _encoded(self, document: int, file: int, position: int) -> EncodedRow:
+    def _encode_row(self, document: int, file: int, position: int) -> EncodedRow:
         row = self._file(file).row_at(position)
         source = 0 if self._source_of is None else int(self._source_of[document])
         samples = [row] if isinstance(row, BadRow) else self._encoding(source).encode([row])
-        ids, codes = list[Rows](), list[Rows]()
+        ids, codes = list[Integers](), list[Integers]()
         for sample in samples:
             if isinstance(sample, BadRow):
                 raise DataError(f"{sample.where} is another row than when the run began: {sample.reason}")
-            code = codes_of(sample)
+            code = encode_labels(sample.ids, sample.labels)
             ids.append(sample.ids)
             codes.append(np.full(len(sample.ids), OWN_TOKEN) if code is None else code)
         return EncodedRow(np.concatenate(ids), np.concatenate(codes))

@@ -16,7 +16,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from longspan.corpus.store.document_encoder import DocumentEncoder, Encoded, Piece
+from longspan.corpus.store.document_encoder import DocumentEncoder, Encoded, FileChunk
 from longspan.errors import DataError, LongspanError
 
 IN_FLIGHT_BYTES = 64 << 20  # of rows that are sent and not yet taken back; more only where one batch is larger
@@ -29,7 +29,7 @@ from longspan.corpus.store.workers import serve
 serve(connection)
 """
 
-Batch = Sequence[Piece]
+Batch = Sequence[FileChunk]
 
 
 def cores() -> int:

@@ -14,7 +14,7 @@ from longspan.config.bounds import NOT_GIVEN
 from longspan.config.passkey_settings import PASSKEY
 from longspan.config.sections import DataConfig, RunConfig
 from longspan.corpus.tokenizer import TextTokenizer
-from longspan.data.documents import Documents
+from longspan.data.documents import CorpusDocuments
 from longspan.errors import ConfigError, DataError
 from longspan.evaluation.passkey.documents import passkey_documents
 from longspan.evaluation.saved.request import EvalRequest, Subject
@@ -102,7 +102,7 @@ def _limited(request: EvalRequest, sets: Sets) -> Sets:
 
 def _check_same_texts(first: NamedDocuments, other: NamedDocuments) -> None:
     """Raise DataError unless document d is the same whole text in both, read by two tokenizers."""
-    corpora = [of_name.documents.corpus for of_name in (first, other) if isinstance(of_name.documents, Documents)]
+    corpora = [of_name.documents.corpus for of_name in (first, other) if isinstance(of_name.documents, CorpusDocuments)]
     if any(corpus.manifest.left_out.cut_texts for corpus in corpora):
         raise DataError(
             f"texts of --data {first.name} are cut into documents, by two tokenizers at different places; give "

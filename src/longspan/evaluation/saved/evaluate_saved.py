@@ -17,7 +17,7 @@ from longspan.comm.all_ranks import LogLine, is_first_rank, on_every_rank
 from longspan.comm.stop_signal import StopSignal
 from longspan.config.eval_set import EvalConfig
 from longspan.config.sections import RunConfig
-from longspan.corpus.token_bytes import token_bytes
+from longspan.corpus.tokenizer import token_bytes
 from longspan.errors import ConfigError, DataError
 from longspan.evaluation.auto_degree import chosen_on_ranks
 from longspan.evaluation.evaluate import evaluate

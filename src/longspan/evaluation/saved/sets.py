@@ -18,15 +18,16 @@ from transformers import PreTrainedConfig
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, on_every_rank
 from longspan.config.sections import DataConfig, RunConfig
-from longspan.corpus.corpus_images.image_documents import with_images
-from longspan.corpus.corpus_settings import CorpusSettings, recipe_of, rows_lines, what_is_left_out
+from longspan.corpus.corpus_settings import CorpusSettings, describe_left_out, describe_rows, make_recipe
+from longspan.corpus.files import FileSums
+from longspan.corpus.image_documents import with_images
 from longspan.corpus.rows.lines import special_line
 from longspan.corpus.run_corpus import corpus_line
 from longspan.corpus.store.builder import build_documents
+from longspan.corpus.store.streamed import open_corpus
 from longspan.corpus.tokenizer import TextTokenizer
-from longspan.data.documents import Corpus, Documents
-from longspan.data.step_order import some_documents
-from longspan.data.store.sources import KnownSums
+from longspan.data.documents import Corpus, CorpusDocuments
+from longspan.data.step_order import sample_documents
 from longspan.errors import DataError
 from longspan.evaluation.passkey.documents import PasskeyDocuments
 from longspan.evaluation.sets import MADE
@@ -40,7 +41,7 @@ class NamedDocuments:
     """Documents and the name that their evaluations are recorded under."""
 
     name: str
-    documents: Documents | PasskeyDocuments
+    documents: CorpusDocuments | PasskeyDocuments
 
     @property
     def longest(self) -> int:
@@ -67,7 +68,7 @@ class NamedDocuments:
 
 def held_out_documents(run_dir: Path, config: RunConfig) -> NamedDocuments:
     """The documents that a run holds out. Raises DataError where there are none, or no corpus."""
-    corpus = Corpus(run_dir / "corpus")
+    corpus = open_corpus(run_dir / "corpus")
     held_out = corpus.select(step_order_of(config, corpus).evaluation)
     if not held_out:
         raise DataError(
@@ -83,13 +84,13 @@ def set_of_run(run_dir: Path, config: RunConfig, name: str) -> NamedDocuments:
         return NamedDocuments(name, make(entry, config).documents)
     folder = run_dir / "evaluation" / name
     try:
-        corpus = Corpus(folder)
+        corpus = open_corpus(folder)
     except DataError as error:
         raise DataError(
             f"the evaluation set {name!r} is not in {folder}, where training keeps its documents ({error.__cause__}); "
             f"give its texts: --data {name}={entry.path}"
         ) from error
-    return NamedDocuments(name, corpus.select(some_documents(len(corpus), entry.documents, config.train.seed)))
+    return NamedDocuments(name, corpus.select(sample_documents(len(corpus), entry.documents, config.train.seed)))
 
 
 def text_sets(
@@ -125,8 +126,8 @@ def _build(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log: LogLin
     try:
         folder.mkdir()
         files = settings.files(folder)
-        recipe = recipe_of(settings, files, KnownSums().of(files, log), tokenizer)
-        for line in rows_lines(settings, recipe):
+        recipe = make_recipe(settings, files, FileSums().measure(files, log), tokenizer)
+        for line in describe_rows(settings, recipe):
             log(line)
         manifest = build_documents(recipe, folder / "corpus", log)
     except DataError as error:
@@ -134,7 +135,7 @@ def _build(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log: LogLin
     if manifest.special:
         log(special_line(manifest.special, parsed=manifest.parse_special_tokens))
     log(f"--data: {corpus_line(Corpus(folder / 'corpus'), [data.path])}")
-    for line in what_is_left_out(settings, folder, manifest, key="--max-document-tokens"):
+    for line in describe_left_out(settings, folder, manifest, key="--max-document-tokens"):
         log(line)
 
 

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from longspan.data.pack_order import PackOrder
-from longspan.data.step_order import StepOrder
+from longspan.data.step_order import PackOrder, StepOrder
 from longspan.layout import Layout
 from longspan.plan import Plan, PlanAhead, WarmStart
 from longspan.train.plans.choice import PlanChoice

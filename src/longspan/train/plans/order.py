@@ -8,10 +8,9 @@ from longspan.comm.all_ranks import LogLine
 from longspan.config.defaults import with_steps
 from longspan.config.sections import RunConfig
 from longspan.data.documents import Corpus
-from longspan.data.order.source import EQUAL_CUTS, ORDER, Mixture
-from longspan.data.order.uncut import UncutSpans
-from longspan.data.pack_order import PackOrder
-from longspan.data.step_order import StepOrder
+from longspan.data.step_order import PackOrder, StepOrder
+from longspan.data.stream import EQUAL_CUTS, ORDER, Mixture
+from longspan.data.uncut import UncutSpans
 from longspan.errors import ConfigError, counted
 from longspan.train.optim.schedule import Schedule
 

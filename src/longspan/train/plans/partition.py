@@ -13,8 +13,7 @@ from longspan.config.bounds import AUTO
 from longspan.config.eval_inheritance import held_out_set
 from longspan.config.eval_set import EvalConfig
 from longspan.config.sections import RunConfig
-from longspan.data.pack_order import PackOrder
-from longspan.data.step_order import StepOrder
+from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions

@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from longspan.bridge.item_documents import targets_beside_items
-from longspan.data.document import targets_of
-from longspan.data.order.packs import LabelledPack
+from longspan.data.document import LabelledPack, target_count
 from longspan.plan import Plan
 from longspan.plan.items import ItemTable
 
@@ -21,7 +20,7 @@ def targets_of_documents(documents: Any, lengths: Sequence[int], items: ItemTabl
     """
     if items is not None:
         return targets_beside_items(documents, items)
-    return tuple(targets_of(documents[document]) for document in range(len(lengths)))
+    return tuple(target_count(documents[document]) for document in range(len(lengths)))
 
 
 def with_targets_of(documents: Any, plan: Plan) -> Plan:

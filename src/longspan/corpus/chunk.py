@@ -1,7 +1,7 @@
-"""Some rows of one file as they stand there: what is read in order by one process and becomes rows in another.
+"""Some rows of one file as bytes: one process reads them in order, another parses them.
 
-A row is known by its position: in a file of lines the byte at which its line begins (of what was decompressed), in a
-table its number, in a file that is one text 0.
+A row has a position: in a file of lines the byte at which its line begins (after decompression), in a table its number,
+in a file that is one text 0. How files are read is in `row_files.py`.
 """
 
 import json
@@ -9,18 +9,17 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-from longspan.corpus.rows.sample import BadRow, Row
-from longspan.corpus.rows.values import kind_of_value
+from longspan.corpus.rows.sample import BadRow, Row, type_name
 
-CHUNK_BYTES = 1 << 20  # of a file of lines or a table, together with the rest of the last row
+CHUNK_BYTES = 1 << 20  # of a file of lines or a table; the last row is completed
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Chunk(NamedTuple):
-    """Rows of the file `name`, the first of which is number `first` (from 0) and stands at `position`.
+    """Rows of the file `name`, beginning with row number `first` (from 0) at `position`.
 
-    `data` are lines, a text, or a table as Arrow streams it; `end` is how many bytes of the file are read by now;
-    `folder` is the file's.
+    `data` are lines, a text, or a table in Arrow's stream format; `end` counts the bytes of the file read so far;
+    `folder` is the file's folder.
     """
 
     form: Literal["lines", "text", "table"]
@@ -33,33 +32,33 @@ class Chunk(NamedTuple):
 
 
 class PlacedRow(NamedTuple):
-    """A row, or why it is none, and where it stands in its file."""
+    """A row or a bad row, and its position in its file."""
 
     position: int
     row: Row | BadRow
 
 
-def rows_of(chunk: Chunk) -> Iterator[PlacedRow]:
-    """The rows of a chunk in order; empty lines are none.
+def chunk_rows(chunk: Chunk) -> Iterator[PlacedRow]:
+    """Parse the rows of a chunk in order; empty lines are skipped.
 
     Raises UnicodeDecodeError for a text that is not UTF-8.
     """
     if chunk.form == "text":
         yield PlacedRow(0, Row(chunk.name, {"text": chunk.data.decode("utf-8-sig")}, chunk.folder))
     elif chunk.form == "table":
-        yield from _rows_of_table(chunk)
+        yield from _read_table(chunk)
     else:
         position = chunk.position
         for number, line in enumerate(chunk.data.split(b"\n"), chunk.first + 1):
             if line.removeprefix(BYTE_ORDER_MARK).strip():
-                yield PlacedRow(position, row_of_line(line, f"{chunk.name}, line {number}", chunk.folder))
+                yield PlacedRow(position, parse_line(line, f"{chunk.name}, line {number}", chunk.folder))
             position += len(line) + 1
 
 
-def row_of_line(line: bytes, where: str, folder: str = "") -> Row | BadRow:
-    """The row of a line of JSON in a file of this folder, or why it is none.
+def parse_line(line: bytes, where: str, folder: str = "") -> Row | BadRow:
+    """Parse a line of JSON in a file of this folder.
 
-    Where files were joined, a byte order mark may begin any line.
+    Any line may begin with a byte order mark, as files may have been concatenated.
     """
     try:
         record = json.loads(line.removeprefix(BYTE_ORDER_MARK).decode("utf-8"))
@@ -75,24 +74,22 @@ def row_of_line(line: bytes, where: str, folder: str = "") -> Row | BadRow:
     except RecursionError:
         return BadRow(where, f"JSON that is nested too deeply: {_beginning(line)}")
     if not isinstance(record, dict):
-        return BadRow(
-            where, f'needs an object, such as {{"text": …}}; found {kind_of_value(record)}: {_beginning(line)}'
-        )
+        return BadRow(where, f'needs an object, such as {{"text": …}}; found {type_name(record)}: {_beginning(line)}')
     return Row(where, record, folder)
 
 
 def values_of_record(record: dict[str, Any]) -> dict[str, Any]:
-    """A row of a table, whose values have no keys without a value: an Arrow struct has each key in every row."""
-    return {key: _without_nulls(value) for key, value in record.items()}
+    """Return a row of a table without null values in structs, as an Arrow struct has each key in every row."""
+    return {key: drop_nulls(value) for key, value in record.items()}
 
 
-def _without_nulls(value: Any) -> Any:
+def drop_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+        return {key: drop_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [drop_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _rows_of_table(chunk: Chunk) -> Iterator[PlacedRow]:
+def _read_table(chunk: Chunk) -> Iterator[PlacedRow]:
     import pyarrow
 
     for batch in pyarrow.ipc.open_stream(chunk.data):

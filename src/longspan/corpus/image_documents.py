@@ -1,11 +1,11 @@
-"""Documents of a corpus with images, as a step takes them: token ids, and where images stand among them.
+"""Documents of a corpus with images, as a step takes them: token ids, and the places of images among them.
 
-    corpus = Corpus(Path("runs/first/corpus"))
+    corpus = open_corpus(Path("runs/first/corpus"))
     show_images(corpus, configuration, Path("runs/first"))
     corpus.select([3, 7]).items                     # every rank knows the places; read(i) has the pixels of one
 
-They are what `longspan.bridge.ItemDocuments` is in memory. A corpus without images has none to show, and its documents
-have no items.
+They correspond to `longspan.bridge.ItemDocuments` in memory. Documents of a corpus without images have no items. Pixels
+are read in `image_reader.py`.
 """
 
 from abc import ABC, abstractmethod
@@ -19,12 +19,11 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedConfig
 
-from longspan.corpus.corpus_images.image_reader import ImageReader
-from longspan.corpus.corpus_images.shown_images import ShownImages
+from longspan.corpus.image_reader import ImageReader, ShownImages
 from longspan.corpus.images.processor import Processor, load_processor
-from longspan.data.documents import Corpus, Documents
-from longspan.data.order.packs import Pack
-from longspan.data.store.images import ImageTable
+from longspan.data.document import Pack
+from longspan.data.documents import Corpus, CorpusDocuments
+from longspan.data.images import ImageTable
 from longspan.errors import DataError, ModelError, counted
 from longspan.model.vision.image_arguments import check_images
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
@@ -39,7 +38,7 @@ AnyDocuments = TypeVar("AnyDocuments")  # those of a corpus become ImageDocument
 
 
 class ImagePlace(NamedTuple):
-    """Image `number` of the corpus in one of some documents, and how much further on than in its own document."""
+    """Image `number` of the corpus in one of some documents, moved by `shift` from its place in its own."""
 
     document: int
     number: int
@@ -47,13 +46,13 @@ class ImagePlace(NamedTuple):
 
 
 class ReadsImages(ABC):
-    """What a step asks of documents for their images, which are `items` in order of `numbers`, the corpus's."""
+    """Documents with images, which a step sees as `items`; `numbers` are the corpus's numbers of the items."""
 
     images: ShownImages | None
 
     @abstractmethod
     def find_images(self, images: ShownImages) -> Iterator[ImagePlace]:
-        """The images in them, in order of documents and of their places."""
+        """Find the images in them, in order of documents and of their places."""
 
     @property
     @abstractmethod
@@ -62,11 +61,11 @@ class ReadsImages(ABC):
 
     @abstractmethod
     def __getitem__(self, index: int) -> Any:
-        """One of the documents."""
+        """Return one of the documents."""
 
     @cached_property
     def places(self) -> tuple[ImagePlace, ...]:
-        """Where the images stand."""
+        """The places of the images."""
         return () if self.images is None else tuple(self.find_images(self.images))
 
     @cached_property
@@ -76,63 +75,63 @@ class ReadsImages(ABC):
 
     @cached_property
     def items(self) -> tuple[Item, ...]:
-        """The images by the positions that their rows take."""
+        """The images, each with the positions that its rows take."""
         images = self.images
         return () if images is None else tuple(Item(p.document, images.spans(p.number, p.shift)) for p in self.places)
 
     @cached_property
     def item_table(self) -> ItemTable:
-        """The items, checked and in arrays."""
+        """The items, checked and as arrays."""
         return ItemTable(self.lengths, self.items)
 
     def positions(self, document: int) -> npt.NDArray[np.int64] | None:
-        """The positions of a document in several parts (n, T); None where they are plain."""
-        numbers = self._of_document.get(document)
+        """Return the positions of a document in several parts (n, T); None if they are plain."""
+        numbers = self._numbers_by_document.get(document)
         if self.images is None or numbers is None:
             return None
         tokens = self[document]
         return self.images.positions(tokens[np.arange(len(tokens))], numbers)
 
     def read(self, item: int) -> ImageInput:
-        """What the encoder is given for an item."""
+        """Read the encoder's input for an item."""
         assert self.images is not None
         return self.images.reader(self.numbers[item])
 
     def picture(self, item: int) -> "Image":
-        """An item as it is in its file: upright, in three channels."""
+        """Read an item as in its file: upright, in three channels."""
         assert self.images is not None
         return self.images.reader.picture(self.numbers[item])
 
     def read_ahead(self, items: Sequence[int]) -> None:
-        """Begin to read these items, in threads."""
+        """Begin to read these items in threads."""
         if self.images is not None:
             self.images.reader.ahead(self.numbers[item] for item in items)
 
     @cached_property
-    def _of_document(self) -> dict[int, list[int]]:
-        """The numbers of the images of each document that has any."""
-        found = dict[int, list[int]]()
+    def _numbers_by_document(self) -> dict[int, list[int]]:
+        """The numbers of the images by document."""
+        numbers = dict[int, list[int]]()
         for place in self.places:
-            found.setdefault(place.document, []).append(place.number)
-        return found
+            numbers.setdefault(place.document, []).append(place.number)
+        return numbers
 
 
 @dataclass(frozen=True)
-class ImageDocuments(Documents, ReadsImages):
-    """Some documents of a corpus, in the order of a plan's lengths, with the images that stand in them."""
+class ImageDocuments(CorpusDocuments, ReadsImages):
+    """Some documents of a corpus, in the order of a plan's lengths, with their images."""
 
     images: ShownImages | None = None
 
     def find_images(self, images: ShownImages) -> Iterator[ImagePlace]:
-        """The images in them, in order of documents and of their places."""
+        """Find the images in them, in order of documents and of their places."""
         for index, document in enumerate(self.ids):
-            for number in images.table.of_document(document):
+            for number in images.table.document_images(document):
                 yield ImagePlace(index, number)
 
 
 @dataclass(frozen=True)
 class ImagePacks(ReadsImages, Sequence[Pack]):
-    """The packs of a step, each as one document, with the images in them, none of which a pack cuts."""
+    """The packs of a step, each as one document, with their images; a pack cuts no image."""
 
     packs: tuple[Pack, ...]
     images: ShownImages | None = None
@@ -152,19 +151,19 @@ class ImagePacks(ReadsImages, Sequence[Pack]):
         return tuple(map(len, self.packs))
 
     def find_images(self, images: ShownImages) -> Iterator[ImagePlace]:
-        """The images in them, in order of packs and of their places."""
+        """Find the images in them, in order of packs and of their places."""
         for index, pack in enumerate(self.packs):
             for end, piece in zip(pack.ends.tolist(), pack.pieces, strict=True):
-                for number in images.table.of_document(piece.document.number):
+                for number in images.table.document_images(piece.document.number):
                     if piece.start <= images.table[number].image.start < piece.stop:
                         yield ImagePlace(index, number, end - piece.stop)
 
 
 def show_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus:
-    """Let a corpus give its documents with images, for a model of this configuration, by the processor in a folder.
+    """Make a corpus return documents with images, for a model of this configuration, by the processor in a folder.
 
-    Of a model without images nothing changes. Raises DataError where there are images and the model takes none, or,
-    with a document and both counts, where it makes other rows of an image than placeholders stand for it.
+    For a model without images nothing changes. Raises DataError if there are images and the model takes none, or if the
+    model makes another number of rows of an image than it has placeholders.
     """
     images = corpus.images if corpus.images is not None and len(corpus.images) else None
     takes_images = getattr(model, "vision_config", None) is not None
@@ -188,16 +187,17 @@ def show_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus
 
 
 def _video_tokens(model: PreTrainedConfig, processor: Processor) -> VideoTokens:
-    """What the model takes for videos. Raises DataError where that is not what the processor makes of them."""
+    """Return the model's tokens of videos. Raises DataError if the processor writes others."""
     try:
         videos = video_tokens(model)
     except ModelError as error:
         raise DataError(f"the documents have videos: {error}") from error
-    made, vision = processor.videos, getattr(model, "vision_config", None)
-    group = getattr(vision, "temporal_patch_size", made.group)
-    if (made.placeholder, made.group) != (videos.placeholder, group):
+    stock, vision = processor.videos, getattr(model, "vision_config", None)
+    group = getattr(vision, "temporal_patch_size", stock.group)
+    if (stock.placeholder, stock.group) != (videos.placeholder, group):
         raise DataError(
-            f"{made.kind} puts token id {made.placeholder} where videos stand, for groups of {made.group} frames, and "
+            f"{stock.kind} puts token id {stock.placeholder} where videos stand, for groups of {stock.group} frames, "
+            "and "
             f"the model takes id {videos.placeholder} (video_token_id) for groups of {group} (temporal_patch_size); "
             "use the processor and the tokenizer of the model's own folder"
         )
@@ -205,8 +205,8 @@ def _video_tokens(model: PreTrainedConfig, processor: Processor) -> VideoTokens:
 
 
 def with_images(documents: AnyDocuments, model: PreTrainedConfig, folder: Path) -> AnyDocuments:
-    """Documents of a corpus with their images; others as they are. Raises DataError as `show_images` does."""
-    if not isinstance(documents, Documents):
+    """Return documents of a corpus with their images, others as they are. Raises DataError as `show_images` does."""
+    if not isinstance(documents, CorpusDocuments):
         return documents
     return cast(AnyDocuments, show_images(documents.corpus, model, folder).select(documents.ids))
 

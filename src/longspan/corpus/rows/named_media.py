@@ -1,9 +1,9 @@
-"""Which images and videos a row has, and where its texts name them.
+"""The images and videos of a row, and the places in its texts that name them.
 
-A row has `images`, a list of paths or of bytes (or `image`, one), and `videos`, a list of lists of frames, and names
-them in order: as parts {"type": "image"} and {"type": "video"} of messages, or, where no part does, as `<image>` and
-`<video>` in texts. Parts may also bring what they show themselves. Audio is not read: where a row has a key for it,
-`<audio>` is refused as a name of something that is not there.
+A row has `images`, a list of paths or of bytes (or one `image`), and `videos`, a list of lists of frames, and names
+them in order: as parts {"type": "image"} and {"type": "video"} of messages or, without such parts, as `<image>` and
+`<video>` in texts. Parts may also contain their images and videos. Audio is not read: in a row with a key for it,
+`<audio>` is refused as the name of something that is missing. How entries are read is in `row_media.py`.
 """
 
 import re
@@ -12,20 +12,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from longspan.corpus.images.image_file import ImageFile
-from longspan.corpus.images.video_file import VideoFile
-from longspan.corpus.rows.media.entries import check_keys, image_of
-from longspan.corpus.rows.media.named_videos import TIMES, video_of
-from longspan.corpus.rows.media.row_media import RowMedia
-from longspan.corpus.rows.sample import Row
-from longspan.corpus.rows.values import RowError, kind_of_value, strings
+from longspan.corpus.images.image_file import ImageFile, VideoFile
+from longspan.corpus.rows.row_media import TIMES, RowMedia, check_entry_keys, read_image_entry, read_video_entry
+from longspan.corpus.rows.sample import Row, RowError, strings, type_name
 from longspan.errors import counted
 
 PARTS = {kind: {"type": kind} for kind in ("image", "video")}
-NAMED = {kind: f"<{kind}>" for kind in (*PARTS, "audio")}  # in a text, where a row has the keys of its kind
+NAMED = {kind: f"<{kind}>" for kind in (*PARTS, "audio")}  # in a text of a row with a key of the kind
 _KEYS = {kind: (f"{kind}s", kind) for kind in NAMED}
 _TYPES = {kind: (kind, f"{kind}_url") for kind in NAMED}  # of parts
-_BRING = {  # keys of a part that brings what it shows itself
+_BRING = {  # keys of a part that contains its image or video
     "image": ("image_url", "image", "path", "url", "base64"),
     "video": ("video_url", "video", "frames", "path", "url"),
 }
@@ -34,17 +30,17 @@ _CONVERSATIONS = ("messages", "prompt", "completion")
 
 
 def kinds_by_name(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """The kinds (image, video, audio) that texts of a row name: those that it has a key for, and no part is of.
+    """Return the kinds (image, video, audio) that texts of a row name: those with a key and without a part.
 
-    A key without a value is one too: a text that names what is not there is then an error, and not a text.
+    A key without a value counts: a text that names something missing is then an error, not plain text.
     """
-    there = [kind for kind, keys in _KEYS.items() if any(key in values for key in keys)]
-    types = [part.get("type") for key in _CONVERSATIONS for part in _parts_of(values.get(key))] if there else []
-    return tuple(kind for kind in there if not any(type in _TYPES[kind] for type in types))
+    with_key = [kind for kind, keys in _KEYS.items() if any(key in values for key in keys)]
+    types = [part.get("type") for key in _CONVERSATIONS for part in _message_parts(values.get(key))] if with_key else []
+    return tuple(kind for kind in with_key if not any(type in _TYPES[kind] for type in types))
 
 
-def names(kinds: Collection[str]) -> re.Pattern[str]:
-    """What names these kinds in a text."""
+def name_pattern(kinds: Collection[str]) -> re.Pattern[str]:
+    """Return the pattern of names of these kinds in a text."""
     return _pattern(tuple(kinds))
 
 
@@ -53,73 +49,73 @@ def _pattern(kinds: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(NAMED[kind] for kind in kinds) or r"(?!)")
 
 
-def kinds_named(text: str, names: re.Pattern[str]) -> list[str]:
-    """What a text names, in its order: image, video."""
-    return [name.strip("<>") for name in names.findall(text)]
+def kinds_named(text: str, name_pattern: re.Pattern[str]) -> list[str]:
+    """List the kinds that a text names, in its order: image, video."""
+    return [name.strip("<>") for name in name_pattern.findall(text)]
 
 
 def names_read_as_text(values: Mapping[str, Any]) -> Counter[str]:
-    """In how many texts of a row each of `<image>`, `<video>` and `<audio>` stands for nothing that is shown."""
+    """Count the texts of a row in which each of `<image>`, `<video>` and `<audio>` is plain text."""
     bare = [NAMED[kind] for kind in NAMED if kind not in kinds_by_name(values)]
     texts = [text for key in ("messages", *_TEXTS) for _, text in strings(values.get(key), key)]
     return Counter(name for text in texts for name in bare if name in text)
 
 
 def has_media_keys(values: Mapping[str, Any]) -> bool:
-    """Whether a row has a key of images, videos or audio, with a value or without."""
+    """Whether a row has a key of images, videos or audio, with or without a value."""
     return any(key in values for keys in _KEYS.values() for key in keys)
 
 
-def media_beside(values: Mapping[str, Any], *, lists: bool) -> str | None:
-    """What a row brings beside its texts, in lists alone if asked: images, videos or audios; None: nothing."""
+def media_key(values: Mapping[str, Any], *, lists: bool) -> str | None:
+    """Return which media a row has under keys, optionally only in lists: images, videos or audios; None: nothing."""
     there = ((keys[0], values.get(key)) for keys in _KEYS.values() for key in keys)
     return next((media for media, value in there if value and (isinstance(value, list) or not lists)), None)
 
 
-def media_of(values: Mapping[str, Any], folder: str) -> RowMedia:
-    """What a row has beside its texts, of a file in this folder. Raises RowError for what is none."""
+def read_media(values: Mapping[str, Any], folder: str) -> RowMedia:
+    """Read the media under keys of a row, of a file in this folder. Raises RowError for malformed entries."""
     if values.get("video"):
         raise RowError('"video" is no key of a row; give "videos", a list of lists of frames')
     if audio := next((key for key in _KEYS["audio"] if values.get(key)), None):
         raise RowError(f'it has "{audio}", and audio is not read here; leave the row out')
-    images = [image_of(entry, folder, f"images[{i}]") for i, entry in enumerate(_list(values, "image"))]
-    videos = [video_of(entry, folder, f"videos[{i}]") for i, entry in enumerate(_list(values, "video"))]
+    images = [read_image_entry(entry, folder, f"images[{i}]") for i, entry in enumerate(_list(values, "image"))]
+    videos = [read_video_entry(entry, folder, f"videos[{i}]") for i, entry in enumerate(_list(values, "video"))]
     if (image := values.get("image")) is None:
         return RowMedia(images, videos)
     if isinstance(image, list):
         raise RowError('"image" is a list; give one image, or the list as "images"')
     if images:
         raise RowError('it has "image" and "images"; give them in one list')
-    return RowMedia([image_of(image, folder, '"image"')], videos)
+    return RowMedia([read_image_entry(image, folder, '"image"')], videos)
 
 
 def _list(values: Mapping[str, Any], kind: str) -> list[Any]:
     entries = values.get(f"{kind}s")
     if entries is not None and not isinstance(entries, list):
-        what = 'paths, or of {"bytes": …}' if kind == "image" else "lists of frames"
-        raise RowError(f'"{kind}s" is {kind_of_value(entries)}; give a list of {what}')
+        entry = 'paths, or of {"bytes": …}' if kind == "image" else "lists of frames"
+        raise RowError(f'"{kind}s" is {type_name(entries)}; give a list of {entry}')
     return entries or []
 
 
-def media_of_row(row: Row) -> RowMedia:
-    """All that a row shows, beside its texts or brought by parts of them, in their order."""
+def read_row_media(row: Row) -> RowMedia:
+    """Read all media of a row, under its keys or in parts of messages, in their order."""
     return row_and_media(row)[1]
 
 
 def row_and_media(row: Row) -> tuple[dict[str, Any], RowMedia]:
-    """A row's values, in which images and videos are parts of messages without more, and these in their order.
+    """Return a row's values with images and videos as bare parts of messages, and its media in their order.
 
-    Raises RowError for what is none, and where a row shows nothing that its plain texts name.
+    Raises RowError for malformed entries, and if texts name something that the row lacks.
     """
-    beside, of_parts = media_of(row.values, row.folder), _PartMedia(row.folder)
-    changed, named = dict(row.values), names(kinds_by_name(row.values))
+    by_key, of_parts = read_media(row.values, row.folder), _PartMedia(row.folder)
+    changed, named = dict(row.values), name_pattern(kinds_by_name(row.values))
     for key in _CONVERSATIONS:
         if isinstance(row.values.get(key), list):
-            changed[key] = of_parts.without(row.values[key], key, named)
-    media = RowMedia(beside.images or of_parts.images, beside.videos or of_parts.videos)
+            changed[key] = of_parts.extract(row.values[key], key, named)
+    media = RowMedia(by_key.images or of_parts.images, by_key.videos or of_parts.videos)
     for kind, here, there in (
-        ("image", beside.images, of_parts.images),
-        ("video", beside.videos, of_parts.videos),
+        ("image", by_key.images, of_parts.images),
+        ("video", by_key.videos, of_parts.videos),
     ):
         if here and there:
             raise RowError(f'{len(there)} parts bring {kind}s, and the row has "{kind}s" too; give them in one place')
@@ -130,36 +126,36 @@ def row_and_media(row: Row) -> tuple[dict[str, Any], RowMedia]:
 
 
 class _PartMedia:
-    """The images and videos that parts of messages bring themselves, of a row of a file in this folder."""
+    """Collects the images and videos in parts of messages, of a row of a file in this folder."""
 
     def __init__(self, folder: str) -> None:
         self.images, self.videos = list[ImageFile](), list[VideoFile]()
         self._folder, self._counts = folder, Counter[str]()
 
-    def without(self, messages: Sequence[Any], key: str, names: re.Pattern[str]) -> list[Any]:
-        """Messages in which what is shown is a part without more, also where a text has one of the `names`."""
+    def extract(self, messages: Sequence[Any], key: str, name_pattern: re.Pattern[str]) -> list[Any]:
+        """Replace media by bare parts in messages, and by parts in texts with one of the `name_pattern`."""
         changed = list[Any]()
         for i, message in enumerate(messages):
             content = message.get("content") if isinstance(message, dict) else None
-            if isinstance(content, str) and names.search(content):
+            if isinstance(content, str) and name_pattern.search(content):
                 content = [{"type": "text", "text": content}]
             if isinstance(content, list):
-                parts = [cut for part in content for cut in _cut(part, names)]
+                parts = [cut for part in content for cut in _cut(part, name_pattern)]
                 parts = [self._bare(part, f"{key}[{i}].content[{k}]") for k, part in enumerate(parts)]
                 message = {**message, "content": parts}
             changed.append(message)
         return changed
 
     def _bare(self, part: Any, name: str) -> Any:
-        """A part of an image or a video without these, which are kept here; another part as it is."""
+        """Return a bare part for an image or a video, which is collected; another part as it is."""
         if not isinstance(part, dict):
             return part
         kind = next((kind for kind in PARTS if part.get("type") in _TYPES[kind]), None)
         if kind is None:
             _check_shows_nothing(part, name)
             return part
-        known = ("type", *_BRING[kind], *(("index",) if kind == "image" else TIMES))
-        check_keys(part, known, name)
+        keys = ("type", *_BRING[kind], *(("index",) if kind == "image" else TIMES))
+        check_entry_keys(part, keys, name)
         self._check_index(part.get("index"), kind, name)
         there = [key for key in _BRING[kind] if part.get(key) not in (None, "")]
         if len(there) > 1:
@@ -171,15 +167,17 @@ class _PartMedia:
     def _add(self, kind: str, key: str, part: Mapping[str, Any], name: str) -> None:
         value = part[key]
         if isinstance(value, dict) and "url" in value:
-            check_keys({**value, "detail": None} if value.get("detail") == "auto" else value, ("url",), f"{name}.{key}")
+            check_entry_keys(
+                {**value, "detail": None} if value.get("detail") == "auto" else value, ("url",), f"{name}.{key}"
+            )
             value = value["url"]
         if kind == "video":
-            self.videos.append(video_of(value, self._folder, name, part))
+            self.videos.append(read_video_entry(value, self._folder, name, part))
         else:
-            self.images.append(image_of({"bytes": value} if key == "base64" else value, self._folder, name))
+            self.images.append(read_image_entry({"bytes": value} if key == "base64" else value, self._folder, name))
 
     def _check_index(self, index: Any, kind: str, name: str) -> None:
-        """Raise RowError for a part that asks for another image than the next."""
+        """Raise RowError for a part whose index is not that of the next image."""
         if index is not None and index != self._counts[kind]:
             raise RowError(
                 f"{name} has index {index!r}, and is image {self._counts[kind]} of the row, from 0; images are named "
@@ -189,12 +187,12 @@ class _PartMedia:
 
 
 def kinds_of_parts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What messages name, in their order: image, video."""
-    return [kind for part in _parts_of(messages) for kind in PARTS if part == PARTS[kind]]
+    """List the kinds of the media parts of messages, in their order: image, video."""
+    return [kind for part in _message_parts(messages) for kind in PARTS if part == PARTS[kind]]
 
 
 def check_counts(named: Sequence[str], media: RowMedia, where: str) -> None:
-    """Raise RowError where texts name another number of images, of videos or of audio than there are."""
+    """Raise RowError if texts name another number of images, videos or audio than there are."""
     for kind, there in (("image", len(media.images)), ("video", len(media.videos)), ("audio", 0)):
         if (count := named.count(kind)) == there:
             continue
@@ -207,21 +205,21 @@ def check_counts(named: Sequence[str], media: RowMedia, where: str) -> None:
         )
 
 
-def _parts_of(messages: Any) -> Iterator[Mapping[str, Any]]:
-    """The parts of contents of messages, where they are such."""
+def _message_parts(messages: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the parts of messages whose contents are lists."""
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
         yield from (part for part in content if isinstance(part, dict)) if isinstance(content, list) else ()
 
 
-def _cut(part: Any, names: re.Pattern[str]) -> Iterator[Any]:
-    """A part of a content, cut where its text names what is shown."""
+def _cut(part: Any, name_pattern: re.Pattern[str]) -> Iterator[Any]:
+    """Cut a part of a content where its text names media."""
     text = part.get("text") if isinstance(part, dict) else None
-    if not (isinstance(text, str) and names.search(text)):
+    if not (isinstance(text, str) and name_pattern.search(text)):
         yield part
         return
-    kinds = kinds_named(text, names)
-    for i, piece in enumerate(names.split(text)):
+    kinds = kinds_named(text, name_pattern)
+    for i, piece in enumerate(name_pattern.split(text)):
         if i:
             yield {"type": kinds[i - 1]}
         if piece:
@@ -229,7 +227,7 @@ def _cut(part: Any, names: re.Pattern[str]) -> Iterator[Any]:
 
 
 def _check_shows_nothing(part: Mapping[str, Any], name: str) -> None:
-    """Raise RowError for a part of a text, or of no type, that has an image or a video too."""
+    """Raise RowError for a text part, or one without a type, that contains an image or a video too."""
     keys = [(kind, key) for kind in PARTS for key in _TYPES[kind] if part.get(key) not in (None, "")]
     for kind, key in keys[:1]:
         of_type = f"of type {part['type']!r}" if part.get("type") else "without a type"

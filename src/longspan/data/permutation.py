@@ -1,6 +1,6 @@
-"""Shuffled epochs that are computed place by place: nothing of a corpus's size is made or held.
+"""Shuffled epochs that are computed place by place, without an array of the corpus's size.
 
-`FirstEpochs` are those of earlier versions, which make and hold all of an epoch.
+`FirstEpochs` is the order of earlier versions, which makes and keeps the permutation of an epoch.
 """
 
 import math
@@ -22,25 +22,25 @@ class Shuffled(Protocol):
     """The numbers below a count in shuffled epochs, one after another without end."""
 
     def __getitem__(self, places: Integers, /) -> Integers:
-        """What stands at these places."""
+        """Return the numbers at these places."""
         ...
 
 
 class Epochs:
-    """Shuffled epochs of range(count) that follow from a seed, computed at the places that are asked for.
+    """Shuffled epochs of range(count), a function of the seed that is computed only at the places that are used.
 
     >>> sorted(Epochs(5, 7)[np.arange(5)].tolist()), sorted(Epochs(5, 7)[np.arange(5, 10)].tolist())
     ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
 
-    A Feistel network over the cells of a rectangle of at least `count` cells, with keys of the epoch; a cell beyond
-    `count` is walked on from until one below is found (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002:
-    the generalized Feistel network and cycle walking). About one cell in sqrt(count) is beyond.
+    This is a Feistel network over the cells of a rectangle of at least `count` cells, with keys of the epoch. A cell
+    that is not below `count` is permuted again until one below is reached (Black and Rogaway, Ciphers with Arbitrary
+    Finite Domains, 2002: the generalized Feistel network and cycle walking). That is about one cell in sqrt(count).
     """
 
     def __init__(self, count: int, *seed: int) -> None:
         self._count = count
         root = math.isqrt(max(0, count - 1)) + 1
-        self._height = root + root % 2  # even: moving rows is an odd permutation too
+        self._height = root + root % 2  # even, so that moving rows can be an odd permutation too
         self._width = -(-count // self._height)
         self._keys: Words = np.random.PCG64(list(seed)).random_raw(_ROUNDS)
 
@@ -48,28 +48,28 @@ class Epochs:
         epochs, cells = np.divmod(places.astype(np.uint64), np.uint64(self._count))
         if (epochs == epochs[:1]).all():
             epochs = epochs[:1]
-        keys = [_hashed(key + epochs * _GOLDEN) for key in self._keys]
-        cells = self._permuted(cells, keys)
+        keys = [_hash_words(key + epochs * _GOLDEN) for key in self._keys]
+        cells = self._permute(cells, keys)
         while (beyond := cells >= np.uint64(self._count)).any():
-            cells[beyond] = self._permuted(cells[beyond], [key if len(key) == 1 else key[beyond] for key in keys])
+            cells[beyond] = self._permute(cells[beyond], [key if len(key) == 1 else key[beyond] for key in keys])
         return cells.astype(np.int64)
 
-    def _permuted(self, cells: Words, keys: list[Words]) -> Words:
-        """The cells of the rectangle after all rounds, each of which moves rows by columns or columns by rows."""
+    def _permute(self, cells: Words, keys: list[Words]) -> Words:
+        """Permute cells of the rectangle; each round moves rows by columns or columns by rows."""
         width = np.uint64(self._width)
         row = cells // width
         column = cells - row * width
         for turn, key in enumerate(keys):
             if turn % 2:
-                column = _moved(column, row, key, self._width)
+                column = _move(column, row, key, self._width)
             else:
-                row = _moved(row, column, key, self._height)
+                row = _move(row, column, key, self._height)
         return row * width + column
 
 
-def _moved(values: Words, by: Words, key: Words, size: int) -> Words:
-    """(value + hash of another and a key) modulo size, for values below it."""
-    moved = _hashed(by + key)
+def _move(values: Words, by: Words, key: Words, size: int) -> Words:
+    """Return (value + hash of `by` and a key) modulo size, for values below size."""
+    moved = _hash_words(by + key)
     moved >>= _HALF
     moved *= np.uint64(size)
     moved >>= _HALF
@@ -78,8 +78,9 @@ def _moved(values: Words, by: Words, key: Words, size: int) -> Words:
     return moved
 
 
-def _hashed(words: Words) -> Words:
-    """The finalizer of SplitMix64, in place (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators)."""
+def _hash_words(words: Words) -> Words:
+    """Apply the finalizer of SplitMix64 in place (Steele, Lea and Flood, Fast Splittable Pseudorandom Number
+    Generators)."""
     words ^= words >> np.uint64(30)
     words *= np.uint64(0xBF58476D1CE4E5B9)
     words ^= words >> np.uint64(27)
@@ -89,7 +90,7 @@ def _hashed(words: Words) -> Words:
 
 
 class FirstEpochs:
-    """Shuffled epochs of range(count) as earlier versions made them, which hold all of an epoch or two."""
+    """Shuffled epochs of range(count) as earlier versions made them; the permutations of two epochs are kept."""
 
     def __init__(self, count: int, *seed: int) -> None:
         self._count, self._seed = count, seed
@@ -98,29 +99,29 @@ class FirstEpochs:
         epochs, numbers = np.divmod(places, self._count)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
-            numbers[here] = _sorted_by_bits(self._count, *self._seed, epoch)[numbers[here]]
+            numbers[here] = _bit_order(self._count, *self._seed, epoch)[numbers[here]]
         return numbers
 
 
 @lru_cache(maxsize=2)
-def _sorted_by_bits(count: int, *seed: int) -> npt.NDArray[np.integer[Any]]:
-    """A permutation from the raw bits of the generator, which numpy keeps the same in every version."""
+def _bit_order(count: int, *seed: int) -> npt.NDArray[np.integer[Any]]:
+    """Return the permutation that sorts raw bits of the generator, which are the same in every version of numpy."""
     order = np.argsort(np.random.PCG64(list(seed)).random_raw(count), kind="stable")
     return order.astype(np.int32 if count < 2**31 else np.int64)
 
 
-def first_of_shuffled(count: int, most: int, *seed: int, block: int = 2**17) -> Integers:
-    """The first `most` of a range(count) that is shuffled by sorting raw bits, in its order, without making all of it.
+def shuffled_sample(count: int, most: int, *seed: int, block: int = 2**17) -> Integers:
+    """Return the first `most` numbers of range(count) shuffled by sorting raw bits, without the whole permutation.
 
-    >>> first_of_shuffled(9, 3, 0).tolist() == FirstEpochs(9)[np.arange(3)].tolist()
+    >>> shuffled_sample(9, 3, 0).tolist() == FirstEpochs(9)[np.arange(3)].tolist()
     True
     """
     generator = np.random.PCG64(list(seed))
     bits, ids = np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.int64)
     for start in range(0, count, block):
-        drawn = generator.random_raw(min(block, count - start))
-        among = np.flatnonzero(drawn < bits[-1]) if len(bits) == most > 0 else np.arange(len(drawn))
-        bits, ids = np.concatenate([bits, drawn[among]]), np.concatenate([ids, among + start])
+        more = generator.random_raw(min(block, count - start))
+        candidates = np.flatnonzero(more < bits[-1]) if len(bits) == most > 0 else np.arange(len(more))
+        bits, ids = np.concatenate([bits, more[candidates]]), np.concatenate([ids, candidates + start])
         smallest = np.argsort(bits, kind="stable")[:most]
         bits, ids = bits[smallest], ids[smallest]
     return ids

@@ -1,7 +1,7 @@
-"""The placeholders of images in the tokens of a row: as many as the folder's processor gives an image of its size.
+"""The placeholders of images and videos in the tokens of a row, as many as the folder's processor gives their sizes.
 
-And of videos: as many as it gives each group of frames. Pixels are not read. What stands around placeholders is the
-processor's and the chat template's own.
+A video has placeholders for each group of frames. Pixels are not read. The tokens around placeholders are those of the
+processor and the chat template.
 """
 
 import re
@@ -14,29 +14,28 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from longspan.corpus.images.image_file import ImageFile
+from longspan.corpus.images.image_file import ImageFile, VideoFile
 from longspan.corpus.images.processor import Grid, Processor, load_processor
-from longspan.corpus.images.stock_processor import digest_of
-from longspan.corpus.images.video_file import VideoFile, joined_paths, joined_stamp
-from longspan.corpus.images.video_processor import VideoProcessor
-from longspan.corpus.rows.media.named_media import PARTS, check_counts, kinds_by_name, kinds_named, names
-from longspan.corpus.rows.media.row_media import RowMedia
-from longspan.corpus.rows.sample import Sample, SampleImage
+from longspan.corpus.images.without_torchvision import VideoProcessor, processor_digest
+from longspan.corpus.rows.named_media import PARTS, check_counts, kinds_by_name, kinds_named, name_pattern
+from longspan.corpus.rows.row_media import RowMedia
+from longspan.corpus.rows.sample import RowError, Sample, check_strings, require_string
 from longspan.corpus.rows.template import ChatTemplate
-from longspan.corpus.rows.turn_tokens import pattern_of
-from longspan.corpus.rows.values import RowError, check_strings, string
+from longspan.corpus.rows.turn_tokens import any_of_pattern
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.document import NO_TARGET
+from longspan.data.images import SampleImage, join_paths, join_stamps
 from longspan.errors import DataError, counted
 
-_RULES = "images are named by parts, else by texts of rows with a key for them"  # another sentence for other rules
+# Part of the digest of placeholders: it changes with the rules by which texts name images.
+_RULES = "images are named by parts, else by texts of rows with a key for them"
 _WORDS = ("Zq0before", "Zq1behind")
 
 
 class Shown(NamedTuple):
-    """An image or a video in a text: what it is called in messages, where it lies, and what it is there.
+    """An image or a video in a text: its name for messages, its file or frames, its text, and the grid of its patches.
 
-    `grid` is that of its patches; None where they are not cut into one.
+    `grid` is None if it is not cut into one.
     """
 
     name: str
@@ -46,7 +45,7 @@ class Shown(NamedTuple):
 
 
 class Expanded(NamedTuple):
-    """A text with the placeholders of what it shows, in its order, and spans (start, stop) of characters."""
+    """A text with placeholders for its media, these in their order, and spans (start, stop) of characters."""
 
     text: str
     shown: tuple[Shown, ...]
@@ -55,9 +54,9 @@ class Expanded(NamedTuple):
 
 @dataclass(frozen=True)
 class RowImages:
-    """How images of rows become placeholders: with the processor in the tokenizer's folder, and its chat template.
+    """Makes placeholders of the images of rows, with the processor in the tokenizer's folder and its chat template.
 
-    Every method raises RowError for what is wrong with a row.
+    Every method raises RowError if something is wrong with a row.
     """
 
     tokenizer: TextTokenizer
@@ -71,17 +70,21 @@ class RowImages:
 
     @property
     def digest(self) -> tuple[str, ...]:
-        """What decides placeholders beside the tokenizer: what the files of the processor and the template say."""
+        """What decides placeholders in addition to the tokenizer: the files of the processor, and the template."""
         assert self.tokenizer.folder is not None
-        return _RULES, digest_of(self.tokenizer.folder), *(() if self.template is None else (self.template.plain,))
+        return (
+            _RULES,
+            processor_digest(self.tokenizer.folder),
+            *(() if self.template is None else (self.template.plain,)),
+        )
 
     @cached_property
     def marks(self) -> dict[str, str]:
-        """What stands in a text for an image, and for a video, by kind."""
+        """The text for an image, and for a video, by kind."""
         return {kind: self._mark(kind, token) for kind, token in self._tokens(("image", "video")).items()}
 
     def _mark(self, kind: str, token: str) -> str:
-        """What the chat template writes for a part of this kind, else the processor's token."""
+        """Return what the chat template writes for a part of this kind, else the processor's token."""
         if self.template is None:
             return token
         before, behind = ({"type": "text", "text": word} for word in _WORDS)
@@ -93,7 +96,7 @@ class RowImages:
         return between if between.count(token) == 1 and between in text else token
 
     def _tokens(self, kinds: Sequence[str]) -> dict[str, str]:
-        """The processor's tokens of these kinds, those that it has."""
+        """Return the processor's tokens of these kinds, without those that it lacks."""
         tokens = {"image": self.processor.token}
         if "video" in kinds:
             with suppress(DataError):
@@ -101,21 +104,21 @@ class RowImages:
         return tokens
 
     def expand(self, text: str, media: RowMedia, spans: Sequence[tuple[int, int]] = ()) -> Expanded:
-        """The text with what the processor writes for these images and videos."""
+        """Replace placeholders in a text by what the processor writes for these images and videos."""
         tokens = self._tokens(["video"] if media.videos else [])
         if media.videos:
             _ = self._videos
         pattern = re.compile("|".join(re.escape(token) for token in tokens.values()))
-        found, pieces = pattern.findall(text), pattern.split(text)
-        kinds = [kind for token in found for kind in tokens if tokens[kind] == token]
-        for kind, given in (("image", media.images), ("video", media.videos)):
-            if kinds.count(kind) != len(given):
+        marks, pieces = pattern.findall(text), pattern.split(text)
+        kinds = [kind for token in marks for kind in tokens if tokens[kind] == token]
+        for kind, files in (("image", media.images), ("video", media.videos)):
+            if kinds.count(kind) != len(files):
                 raise RowError(
                     f"its chat template writes {counted(kinds.count(kind), 'placeholder')} {tokens[kind]} for "
-                    f"{counted(len(given), kind)}; mend the template of {self.tokenizer.folder}"
+                    f"{counted(len(files), kind)}; mend the template of {self.tokenizer.folder}"
                 )
-        shown = tuple(self._shown(name, file, len(media.images)) for name, file in media.in_order(kinds))
-        sizes = [len(token) for token in found]
+        shown = tuple(self._show(name, file, len(media.images)) for name, file in media.in_order(kinds))
+        sizes = [len(token) for token in marks]
         starts = np.cumsum([len(piece) for piece in pieces[:-1]]) + np.cumsum([0, *sizes[:-1]])[: len(sizes)]
         grown = np.cumsum([0, *(len(made.text) - size for made, size in zip(shown, sizes, strict=True))])
         moved = tuple((int(a + grown[(starts < a).sum()]), int(b + grown[(starts < b).sum()])) for a, b in spans)
@@ -123,27 +126,27 @@ class RowImages:
         return Expanded("".join(piece + made for piece, made in zip(pieces, texts, strict=True)), shown, moved)
 
     def with_images(self, sample: Sample, expanded: Expanded) -> Sample:
-        """A sample of an expanded text with the places of what it shows, whose placeholders are no targets."""
+        """Return a sample of an expanded text with its images; placeholders are no targets."""
         still, moving = ([made for made in expanded.shown if _is_video(made) == video] for video in (False, True))
         placed, labels = list[SampleImage](), sample.ids if sample.labels is None else sample.labels
         for kind, shown in (("image", still), ("video", moving)):
             if kind == "image" or shown:
                 placeholder = self.processor.placeholder if kind == "image" else self._videos.placeholder
-                placed += self._placed(sample.ids, kind, placeholder, shown)
+                placed += self._place(sample.ids, kind, placeholder, shown)
                 labels = np.where(sample.ids == placeholder, NO_TARGET, labels)
         return sample._replace(labels=labels, images=tuple(sorted(placed)))
 
     def text_sample(self, values: Mapping[str, Any], media: RowMedia) -> Sample:
-        """The sample of a text in which images and videos are named, with what the tokenizer puts around texts."""
-        text, named = string(values.get("text"), "text"), names(kinds_by_name(values))
+        """Encode a text that names images and videos, with the tokens that the tokenizer puts around texts."""
+        text, named = require_string(values.get("text"), "text"), name_pattern(kinds_by_name(values))
         added = self.tokenizer.engine.get_added_tokens_decoder().values()
-        special = pattern_of({token.content for token in added if token.special})
+        special = any_of_pattern({token.content for token in added if token.special})
         check_counts(kinds_named(text, named), media, "its text")
         if media.videos:
             _ = self._videos
         for i, piece in enumerate(named.split(text)):
             check_strings(piece, f"its text (piece {i + 1})", special)
-        expanded = self.expand(named.sub(lambda found: self.marks[found[0].strip("<>")], text), media)
+        expanded = self.expand(named.sub(lambda match: self.marks[match[0].strip("<>")], text), media)
         ids = self.tokenizer.parsing(True).engine.encode(expanded.text, add_special_tokens=False).ids
         (opening, closing), end = self.tokenizer.around, self.tokenizer.end_of_text
         return self.with_images(Sample(np.array([*opening, *ids, *closing, *end], np.int64)), expanded)
@@ -155,12 +158,12 @@ class RowImages:
         except DataError as error:
             raise RowError(str(error)) from error
 
-    def _placed(
+    def _place(
         self, ids: npt.NDArray[np.int64], kind: str, placeholder: int, shown: Sequence[Shown]
     ) -> Iterator[SampleImage]:
-        """Where the placeholders of images, or of the groups of frames of videos, stand in a text's ids (n,)."""
+        """Find the placeholders of images, or of the groups of frames of videos, in a text's ids (n,)."""
         places = np.flatnonzero(ids == placeholder)
-        counts = [self._placeholders(made.text, placeholder) for made in shown]
+        counts = [self._count_placeholders(made.text, placeholder) for made in shown]
         if len(places) != sum(counts) or not all(counts):
             raise RowError(
                 f"{counted(len(places), 'placeholder')} (token id {placeholder}) for "
@@ -178,7 +181,7 @@ class RowImages:
     def _groups(
         self, number: int, places: npt.NDArray[np.int64], video: VideoFile, grid: Grid
     ) -> Iterator[SampleImage]:
-        """The groups of frames of a video, whose placeholders stand at these places (n,)."""
+        """Yield the groups of frames of a video with placeholders at these places (n,)."""
         size, (groups, height, width) = self._videos.group, grid
         if len(places) % groups:
             raise RowError(
@@ -190,13 +193,13 @@ class RowImages:
             at = int(part[0]), int(part[-1]) + 1, len(part), (1, height, width), number
             yield SampleImage(
                 *at,
-                joined_paths(frames),
-                *joined_stamp(frames),
+                join_paths([frame.path for frame in frames]),
+                *join_stamps(frame.stamp() for frame in frames),
                 frame=group * size,
                 seconds=video.interval * size,
             )
 
-    def _shown(self, name: str, file: ImageFile | VideoFile, images: int) -> Shown:
+    def _show(self, name: str, file: ImageFile | VideoFile, images: int) -> Shown:
         try:
             if isinstance(file, VideoFile):
                 grid = self._videos.grid(len(file.frames), file.size())
@@ -206,8 +209,8 @@ class RowImages:
         except DataError as error:
             raise RowError(f"{name}: {error}") from error
 
-    def _placeholders(self, text: str, placeholder: int) -> int:
-        """How many placeholders the text of one image or video has."""
+    def _count_placeholders(self, text: str, placeholder: int) -> int:
+        """Count the placeholders in the text of one image or video."""
         ids = self.tokenizer.parsing(True).engine.encode(text, add_special_tokens=False).ids
         return ids.count(placeholder)
 

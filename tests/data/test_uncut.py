@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from longspan.bridge import items_at_placeholders
 from longspan.config.sections import DataConfig, RunConfig, TrainConfig
-from longspan.corpus.corpus_images.image_documents import ImagePacks, show_images
-from longspan.data.order.source import EQUAL_CUTS
-from longspan.data.order.uncut import UncutSpans
-from longspan.data.pack_order import PackOrder
-from longspan.data.step_order import StepOrder
+from longspan.corpus.image_documents import ImagePacks, show_images
+from longspan.data.step_order import PackOrder, StepOrder
+from longspan.data.stream import EQUAL_CUTS
+from longspan.data.uncut import UncutSpans
 from longspan.errors import ConfigError
 from longspan.model.hf_folder import read_configuration
 from longspan.testing import run_ranks
@@ -159,7 +158,7 @@ def test_packs_with_images_are_documents_of_their_tokens(across: bool, tmp_path:
 
 @pytest.mark.whole
 def test_an_image_of_another_piece_is_noticed(tmp_path: Path) -> None:
-    wrong = ("train.data.corpus_images.image_documents", "end - piece.stop", "end - piece.stop + piece.start")
+    wrong = ("corpus.image_documents", "end - piece.stop", "end - piece.stop + piece.start")
     with mutated(wrong), pytest.raises(AssertionError):
         test_packs_with_images_are_documents_of_their_tokens(False, tmp_path)
 

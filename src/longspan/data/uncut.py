@@ -1,4 +1,4 @@
-"""Spans of documents that no pack is cut in, the placeholders of an image, and where packs end that cut none."""
+"""Borders of packs, and spans of documents in which no pack is cut, such as the placeholders of an image."""
 
 from array import array
 from bisect import bisect_left, bisect_right
@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from longspan.data.order.permutation import Integers
-from longspan.data.order.stream import DocumentStream, Part
+from longspan.data.permutation import Integers
+from longspan.data.stream import DocumentStream, StreamPart
 
-_STRIDE = 64  # steps; where every so many begin is kept
+_STRIDE = 64  # steps; the beginning of every 64th is kept
 
 
 @dataclass(frozen=True)
 class UncutSpans:
     """Spans (start, stop) of documents, sorted by document and start, none in another.
 
-    >>> UncutSpans(np.array([0, 4]), np.array([2, 0]), np.array([6, 3])).of(np.array([4, 7, 0]))
+    >>> UncutSpans(np.array([0, 4]), np.array([2, 0]), np.array([6, 3])).find(np.array([4, 7, 0]))
     (array([0, 2]), array([0, 2]), array([3, 6]))
     """
 
@@ -28,11 +28,11 @@ class UncutSpans:
 
     @property
     def longest(self) -> int:
-        """The length of the longest, 1 where there is none."""
+        """The length of the longest span, 1 without spans."""
         return int((self.stops - self.starts).max(initial=1))
 
-    def of(self, documents: Integers) -> tuple[Integers, Integers, Integers]:
-        """Which of these documents have spans, each as often as it has, and the starts and stops of these."""
+    def find(self, documents: Integers) -> tuple[Integers, Integers, Integers]:
+        """Return the spans of these documents: the index of each span's document, its start and its stop."""
         first, last = (np.searchsorted(self.documents, documents, side=side) for side in ("left", "right"))
         counts = last - first
         place = np.repeat(np.arange(len(documents)), counts)
@@ -41,63 +41,64 @@ class UncutSpans:
 
 
 class EqualBorders:
-    """Borders of packs of a stream in tokens, `size` from one to the next; a step takes so many `packs`.
+    """Borders of packs of a stream, `size` tokens from one to the next; a step takes `packs` packs.
 
-    >>> EqualBorders(8, packs=2).of_step(1)
+    >>> EqualBorders(8, packs=2).step_borders(1)
     array([16, 24, 32])
     """
 
     def __init__(self, size: int, packs: int) -> None:
         self._size, self._packs = size, packs
 
-    def of_step(self, step: int) -> Integers:
-        """Where the packs of a step (packs + 1,) begin, and the last ends."""
+    def step_borders(self, step: int) -> Integers:
+        """Return where the packs of a step begin, and where the last one ends (packs + 1,)."""
         return np.arange(step * self._packs, (step + 1) * self._packs + 1) * self._size
 
     def steps_to(self, token: int) -> int:
-        """The steps that it takes until so many tokens of the stream are taken."""
+        """Return how many steps take the first `token` tokens of the stream."""
         return -(-token // (self._packs * self._size))
 
 
 class UncutBorders:
-    """Borders of packs of a stream, at most `size` tokens apart, none of which is inside of a span.
+    """Borders of packs of a stream, at most `size` tokens apart and never inside a span.
 
-    A border that would be is moved back to the span's start, and the next pack begins there: a pack is shorter where an
-    image does not fit in its rest, and nowhere else. So where a step begins follows from all before it: borders are
-    walked once, and where every 64th step begins is kept. Raises nothing: a span is to be no longer than `size`.
+    A border inside a span is moved back to the span's start, and the next pack begins there: a pack is shorter only if
+    an image does not fit into its rest. So the beginning of a step depends on all steps before it: borders are
+    computed in order, and the beginning of every 64th step is kept. A span must not be longer than `size`; this is not
+    checked here.
     """
 
     def __init__(self, stream: DocumentStream, spans: UncutSpans, size: int, packs: int) -> None:
         self._stream, self._spans, self._size, self._packs = stream, spans, size, packs
         self._begins = array("q", [0])
-        self._block, self._of_part = lru_cache(maxsize=2)(self._borders), lru_cache(maxsize=2)(self._spans_of)
+        self._block, self._part_spans = lru_cache(maxsize=2)(self._borders), lru_cache(maxsize=2)(self._find_spans)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return UncutBorders, (self._stream, self._spans, self._size, self._packs)
 
-    def of_step(self, step: int) -> Integers:
-        """Where the packs of a step (packs + 1,) begin, and the last ends."""
+    def step_borders(self, step: int) -> Integers:
+        """Return where the packs of a step begin, and where the last one ends (packs + 1,)."""
         block, index = divmod(step, _STRIDE)
         while len(self._begins) <= block:
             self._block(len(self._begins) - 1)
         return self._block(block)[index * self._packs : (index + 1) * self._packs + 1]
 
     def steps_to(self, token: int) -> int:
-        """The steps that it takes until so many tokens of the stream are taken."""
+        """Return how many steps take the first `token` tokens of the stream."""
         while self._begins[-1] < token:
             self._block(len(self._begins) - 1)
         block = max(0, bisect_left(self._begins, token) - 1)
         return block * _STRIDE + int(np.searchsorted(self._block(block)[:: self._packs], token))
 
     def _borders(self, block: int) -> Integers:
-        """The borders of 64 steps, with that at which the next ones begin."""
+        """Return the borders of 64 steps, and the one at which the next steps begin."""
         border, borders = self._begins[block], array("q", [self._begins[block]])
         part = self._stream.at_token(border)
         while len(borders) <= _STRIDE * self._packs:
             border += self._size
             while border >= part.before + part.ends[-1]:
                 part = self._stream.after(part)
-            starts, stops = self._of_part(part.first)
+            starts, stops = self._part_spans(part.first)
             span = bisect_right(starts, border) - 1
             if span >= 0 and border < stops[span]:
                 border = starts[span]
@@ -106,9 +107,9 @@ class UncutBorders:
             self._begins.append(border)
         return np.array(borders, dtype=np.int64)
 
-    def _spans_of(self, first: int) -> tuple[list[int], list[int]]:
-        """The starts and stops of the spans in the part of the stream that begins at this place, in its tokens."""
-        part: Part = self._stream.at(first)
-        place, starts, stops = self._spans.of(part.ids)
+    def _find_spans(self, first: int) -> tuple[list[int], list[int]]:
+        """Return the starts and stops, in tokens of the stream, of the spans in the part that begins at this place."""
+        part: StreamPart = self._stream.at(first)
+        place, starts, stops = self._spans.find(part.ids)
         begins = part.before + part.ends[place]
         return (begins + starts).tolist(), (begins + stops).tolist()

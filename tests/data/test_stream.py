@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan.data.order import stream
-from longspan.data.order.source import ORDER, Mixture, sources_of
-from longspan.data.order.stream import DocumentStream
+from longspan.data import stream
 from longspan.data.step_order import StepOrder
+from longspan.data.stream import ORDER, DocumentStream, Mixture, shuffled_sources
 
 WEIGHTS = st.sampled_from([0.1, 0.3, 1.0, 2.0, 7.0])
 
@@ -39,7 +38,7 @@ def cases(draw: st.DrawFn) -> Case:
 def opened(case: Case, documents: int = 100) -> DocumentStream:
     """The stream, in parts of so many documents."""
     with patch.object(stream, "_DOCUMENTS", documents):
-        return DocumentStream(case.lengths, sources_of(case.lengths, case.mixture, case.held_out, 5, ORDER))
+        return DocumentStream(case.lengths, shuffled_sources(case.lengths, case.mixture, case.held_out, 5, ORDER))
 
 
 def taken(found: DocumentStream, count: int) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.data.order.permutation import Epochs, FirstEpochs, first_of_shuffled
+from longspan.data.permutation import Epochs, FirstEpochs, shuffled_sample
 
 
 @given(count=st.integers(1, 3000), seed=st.integers(0, 2**40))
@@ -55,5 +55,5 @@ def test_an_epoch_never_changes() -> None:
 @given(count=st.integers(0, 200), most=st.integers(0, 200), block=st.integers(1, 64))
 def test_the_first_of_a_shuffled_range_need_not_be_sorted_with_the_rest(count: int, most: int, block: int) -> None:
     most = min(most, count)
-    found = first_of_shuffled(count, most, 9, 0, block=block)
+    found = shuffled_sample(count, most, 9, 0, block=block)
     assert found.tolist() == np.argsort(np.random.PCG64([9, 0]).random_raw(count), kind="stable")[:most].tolist()

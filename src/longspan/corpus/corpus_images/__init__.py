@@ -1,1 +1,0 @@
-"""Images of a corpus as steps take them: documents that say where each stands, and what reads their pixels."""

@@ -1,1 +1,0 @@
-"""From the files of a corpus to rows of data: lines of JSON, whole texts, and tables."""

@@ -1,0 +1,176 @@
+"""The images of a corpus for a model: their pixels, places and positions.
+
+Pixels are read by the rank that encodes them; those of the next step are read ahead in threads. What a step calls is in
+`image_documents.py`.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from longspan.corpus.images.image_file import ImageFile
+from longspan.corpus.images.processor import Processor
+from longspan.corpus.row_files import row_file
+from longspan.corpus.rows.named_media import read_row_media
+from longspan.corpus.rows.row_media import RowMedia
+from longspan.corpus.rows.sample import BadRow, RowError
+from longspan.data.documents import Corpus
+from longspan.data.images import ImageTable, PlacedImage, display_paths, split_paths
+from longspan.data.manifest import SourceFile
+from longspan.errors import DataError
+from longspan.layout import Partition
+from longspan.model.vision.image_tokens import ImageInput, ImageTokens
+from longspan.model.vision.video_tokens import Video, VideoTokens
+
+THREADS = 4
+_MOST = 4096  # images that were read ahead and not used yet; the oldest are dropped
+
+
+class ImageReader:
+    """Reads images of a corpus: `reader(number)` returns an encoder's input, `ahead(numbers)` begins to read some.
+
+    `file_of` gives the number of a document's file among `sources`. Raises DataError, naming file and row, for an image
+    that is gone, broken, or changed since the corpus was built. `read` counts the images that were read here.
+    """
+
+    def __init__(
+        self, table: ImageTable, processor: Processor, sources: Sequence[SourceFile], file_of: Callable[[int], int]
+    ) -> None:
+        self._table, self._processor, self._sources, self._file_of = table, processor, sources, file_of
+        self._ahead, self._lock = OrderedDict[int, Future[ImageInput]](), Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self.read = 0
+
+    def __call__(self, number: int) -> ImageInput:
+        """Return the encoder's input for an image."""
+        with self._lock:
+            future = self._ahead.pop(number, None)
+        return self._input(number) if future is None else future.result()
+
+    def ahead(self, numbers: Iterable[int]) -> None:
+        """Begin to read these images in threads; errors are raised when an image is used."""
+        self._pool = self._pool or ThreadPoolExecutor(THREADS, "longspan-images")
+        with self._lock:
+            for number in numbers:
+                if number not in self._ahead:
+                    self._ahead[number] = self._pool.submit(self._input, number)
+            while len(self._ahead) > _MOST:
+                self._ahead.popitem(last=False)[1].cancel()
+
+    def picture(self, number: int) -> Any:
+        """Return the upright image in three channels (PIL); of a group of frames the first."""
+        placed = self._table[number]
+        return self._load(placed, self._files(placed)[:1])[0]
+
+    def _input(self, number: int) -> ImageInput:
+        placed = self._table[number]
+        pictures = self._load(placed, self._files(placed))
+        try:
+            image = self._process(placed, pictures)
+        except DataError as error:
+            raise DataError(f"{self._where(placed)}: {error}") from error
+        self.read += 1
+        if (image.grid or (0, 0, 0)) != placed.image.grid:
+            raise DataError(
+                f"{self._where(placed)}: its patches are {image.grid} and were {placed.image.grid} when the corpus was "
+                "made; restore it, or start a run in a new folder"
+            )
+        return image
+
+    def _process(self, placed: PlacedImage, pictures: Sequence[Any]) -> ImageInput:
+        """Process pictures for the encoder; the grid of a group of frames was decided by all frames of its video."""
+        if placed.image.frame < 0:
+            return self._processor.image(pictures[0], placed.image.among)
+        return ImageInput(self._processor.videos.pixels(pictures, placed.image.grid), placed.image.grid)
+
+    def _load(self, placed: PlacedImage, files: Sequence[ImageFile]) -> list[Any]:
+        pictures = list[Any]()
+        for number, file in enumerate(files):
+            try:
+                pictures.append(file.load())
+            except DataError as error:
+                frame = f", frame {placed.image.frame + number + 1}" if placed.image.frame >= 0 else ""
+                raise DataError(
+                    f'{self._where(placed)}{frame}: {error} (a run in a new folder with data.check_images = "pixels" '
+                    'finds such images before its first step, and with data.on_bad = "skip" leaves their rows out)'
+                ) from error
+        return pictures
+
+    def _files(self, placed: PlacedImage) -> list[ImageFile]:
+        """Find the bytes of an image or of a group of frames: in files, or in its row, which is read again."""
+        if placed.image.path:
+            return [ImageFile(path) for path in split_paths(placed.image.path)]
+        source = self._sources[self._file_of(placed.document)]
+        row = row_file(source.name, Path(source.path)).row_at(placed.position)
+        try:
+            media = RowMedia() if isinstance(row, BadRow) else read_row_media(row)
+        except RowError as error:
+            raise DataError(f"{self._where(placed)}: {error}") from error
+        number, frame = placed.image.number, placed.image.frame
+        if frame < 0:
+            files = list(media.images[number : number + 1])
+        else:
+            frames = [file for video in media.videos[number : number + 1] for file in video.frames]
+            files = frames[frame : frame + self._processor.videos.group]
+        if not files:
+            raise DataError(
+                f"{self._where(placed)}: its row is another one than when the corpus was made; restore the file"
+            )
+        return files
+
+    def _where(self, placed: PlacedImage) -> str:
+        name = self._sources[self._file_of(placed.document)].name
+        kind = "row" if name.endswith((".parquet", ".arrow")) else "the line at byte"
+        number = placed.position + 1 if kind == "row" else placed.position
+        media = "image" if placed.image.frame < 0 else "video"
+        path = f" ({display_paths(placed.image.path)})" if placed.image.path else ""
+        return f"{media} {placed.image.number + 1} of {name}, {kind} {number}{path}"
+
+
+@dataclass(frozen=True)
+class ShownImages:
+    """The images of a corpus with their reader, and the model's token ids and positions for them.
+
+    Groups of frames of videos are images too; `videos` has ids and positions for them (None without videos).
+    """
+
+    corpus: Corpus
+    table: ImageTable
+    reader: ImageReader
+    tokens: ImageTokens
+    videos: VideoTokens | None = None
+
+    def spans(self, number: int, shift: int = 0) -> tuple[tuple[int, int], ...]:
+        """Return the runs of placeholders of an image, moved by `shift` from their places in its document.
+
+        There is one run, unless the processor puts other tokens between rows.
+        """
+        document, image, _ = self.table[number]
+        if image.stop - image.start == image.rows:
+            return ((image.start + shift, image.stop + shift),)
+        ids = self.corpus.read(document, np.arange(image.start, image.stop))
+        places = image.start + shift + np.flatnonzero(ids == self.tokens.placeholder)
+        return tuple((int(a), int(b)) for a, b in Partition.from_rows([places]).runs(0).tolist())
+
+    def positions(self, ids: npt.NDArray[np.int64], numbers: Sequence[int]) -> npt.NDArray[np.int64] | None:
+        """Return the positions (n, T) of tokens (T,) with these images; None if they are plain."""
+        placed = [self.table[number] for number in numbers]
+        grids = np.array([p.image.grid for p in placed if p.image.frame < 0], dtype=np.int64)
+        if self.videos is None:
+            return self.tokens.positions(ids, grids)
+        return self.videos.positions(ids, grids, list(_videos(p for p in placed if p.image.frame >= 0)))
+
+
+def _videos(groups: Iterable[PlacedImage]) -> Iterator[Video]:
+    """Yield the videos of groups of frames, in order; of a video that was cut, the groups that are present."""
+    for _, several in groupby(groups, key=lambda placed: (placed.document, placed.image.number)):
+        first, *others = (placed.image for placed in several)
+        yield Video((1 + len(others), *first.grid[1:]), first.seconds)

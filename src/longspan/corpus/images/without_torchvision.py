@@ -1,0 +1,255 @@
+"""Transformers' processor of a model's folder, for images and videos, loaded without torchvision.
+
+transformers 5.17 to 5.23 loads a processor together with its video processor, and that needs torchvision. So the stock
+processor is loaded here without its parts for video, with the image processor of the PIL backend; and the video
+processors of Qwen2-VL and Qwen3-VL are written again: settings from the folder's files with the defaults of the class
+that they name, sizes by the class's `smart_resize` (bounds are pixels of a frame, or of all frames in Qwen3-VL), frames
+resized by Pillow and cut into patches by the folder's image processor. No frames are chosen or left out.
+
+This file may go once transformers loads processors without torchvision, or torchvision is a dependency of the extra
+`images`. `AutoProcessor.from_pretrained` then takes its place. Corpora with videos must be compared before that, as
+torchvision does not resize frames exactly as Pillow does.
+"""
+
+import copy
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from longspan.corpus.images.image_file import Size
+from longspan.errors import DataError
+from longspan.model.hf_folder import OF_FOLDER
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+Grid = tuple[int, int, int]
+NESTED, OWN_FILE, LEGACY = "processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"
+_CLIP: dict[str, Any] = {
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+_HALF: dict[str, Any] = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+_ALL: dict[str, Any] = {"temporal_patch_size": 2, "merge_size": 2, "do_resize": True, "do_rescale": True}
+_ALL |= {"do_normalize": True, "rescale_factor": 1 / 255, "resample": 3, "cap_pixels_per_frame": False}
+_QWEN2, _QWEN3 = "Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor"
+_DEFAULTS: dict[str, dict[str, Any]] = {  # of the classes, in transformers 5.17 to 5.23
+    _QWEN2: {"size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}, "max_video_tokens": 128000}
+    | {"patch_size": 14}
+    | _CLIP,
+    _QWEN3: {"size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768}, "max_video_tokens": 768}
+    | {"patch_size": 16}
+    | _HALF,
+}
+_OF_PROCESSORS = {"Qwen2VLProcessor": _QWEN2, "Qwen2_5_VLProcessor": _QWEN2, "Qwen3VLProcessor": _QWEN3}
+_RESIZE = {
+    _QWEN2: "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl",
+    _QWEN3: "transformers.models.qwen3_vl.video_processing_qwen3_vl",
+}
+
+
+def has_processor(folder: Path | None) -> bool:
+    """Whether a folder has an image processor."""
+    return folder is not None and any((folder / name).is_file() for name in FILES[:2])
+
+
+def load_stock_processor(folder: Path) -> Any:
+    """Load the stock processor with its parts for images and text only."""
+    from transformers import AutoTokenizer
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor  # 5.17's own name wants torchvision
+
+    stock = _stock_class(_class_name(folder))
+
+    def parts(cls: Any, path: Any, *_: Any, **__: Any) -> list[Any]:
+        loaders = {
+            "tokenizer": lambda: AutoTokenizer.from_pretrained(path, **OF_FOLDER),
+            "image_processor": lambda: AutoImageProcessor.from_pretrained(path, backend="pil", **OF_FOLDER),
+        }
+        return [loaders[name]() if name in loaders else None for name in cls.get_attributes()]
+
+    unchecked = {"_get_arguments_from_pretrained": classmethod(parts), "check_argument_for_proper_class": _no_check}
+    processor = type(stock.__name__, (stock,), unchecked).from_pretrained(folder, **OF_FOLDER)
+    for needed in ("image_processor", "image_token"):
+        if getattr(processor, needed, None) is None:
+            raise DataError(f"{stock.__name__}, the processor in {folder}, has no {needed}; images need one that has")
+    return processor
+
+
+def _stock_class(name: str) -> Any:
+    """Return the processor's class. If its file imports an image processor of torchvision, Pillow's takes its place."""
+    import transformers
+
+    stock = getattr(transformers, name)
+    if "torchvision" not in getattr(stock, "_backends", ()):
+        return stock
+    package, _, file = stock.__module__.rpartition(".")
+    needs_torchvision = f"{package}.image_{file}"
+    on_pillow = needs_torchvision.replace("image_processing_", "image_processing_pil_")
+    sys.modules[needs_torchvision] = import_module(on_pillow)
+    try:
+        return getattr(import_module(stock.__module__), name)
+    finally:
+        del sys.modules[needs_torchvision]
+
+
+def _no_check(*_: Any) -> None:
+    """Accept any part: stock processors check the classes of their parts, and the part for video is None here."""
+
+
+def _class_name(folder: Path) -> str:
+    """Return the class that the folder's files name, or transformers' class for its kind of model."""
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    settings = [_read_json(folder / name) for name in (*FILES[1::-1], "tokenizer_config.json")]
+    named = next((made["processor_class"] for made in settings if made.get("processor_class")), None)
+    named = named or PROCESSOR_MAPPING_NAMES.get(_read_json(folder / "config.json").get("model_type", ""))
+    if named is None:
+        raise DataError(
+            f"neither {FILES[1]} nor {FILES[0]} in {folder} names a processor_class, and there is no config.json of a "
+            "model that transformers has one for; save the model's processor there"
+        )
+    return re.sub(r"Fast$", "", str(named))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def processor_digest(folder: Path) -> str:
+    """Return the SHA-256 of the values in the files of a folder's processor; nothing is loaded."""
+    values = [_read_json(folder / name) for name in FILES]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class VideoProcessor:
+    """Makes placeholders and pixels of videos as the stock class `kind` does; `stock` is the folder's processor.
+
+    >>> videos = VideoProcessor.of(Path("Qwen3-VL-8B"), processor.stock)
+    >>> videos.grid(frames=8, size=(480, 640))
+    (4, 20, 26)
+    """
+
+    kind: str
+    settings: dict[str, Any]
+    stock: Any
+    _texts: dict[Any, str] = field(default_factory=dict[Any, str], repr=False)
+
+    @classmethod
+    def of(cls, folder: Path, stock: Any) -> "VideoProcessor":
+        """The video processor of a folder, whose processor is `stock`. Raises DataError for an unsupported class."""
+        settings = _read_settings(folder)
+        names = [name for name in (settings.get("video_processor_type"), _OF_PROCESSORS.get(_class(stock))) if name]
+        kind = names[0].removesuffix("Fast") if names else ""
+        if kind not in _DEFAULTS or getattr(stock, "video_token_id", None) is None:
+            raise DataError(
+                f"videos are processed here as {' and '.join(_DEFAULTS)} do, and {folder} has a "
+                f"{kind or _class(stock)}; give frames as images, each with its place in the text"
+            )
+        defaults = _DEFAULTS[kind] | _ALL
+        settings = defaults | {key: value for key, value in settings.items() if value is not None}
+        edges = {"shortest_edge": settings.get("min_pixels"), "longest_edge": settings.get("max_pixels")}
+        bounds = {edge: value for edge, value in edges.items() if value and kind == _QWEN2}
+        settings["size"] = defaults["size"] | dict(settings["size"]) | bounds
+        whole = copy.copy(stock)
+        sizes = ("merge_size", "temporal_patch_size", "patch_size")
+        whole.video_processor = SimpleNamespace(**{name: settings[name] for name in sizes})
+        return cls(kind, settings, whole)
+
+    @property
+    def token(self) -> str:
+        """The text of a video before it is processed."""
+        return str(self.stock.video_token)
+
+    @property
+    def placeholder(self) -> int:
+        """The token id whose places take the rows of videos."""
+        return int(self.stock.video_token_id)
+
+    @property
+    def group(self) -> int:
+        """How many frames become one patch of time."""
+        return int(self.settings["temporal_patch_size"])
+
+    def grid(self, frames: int, size: Size) -> Grid:
+        """Return the grid of patches (t, h, w) of `frames` frames of this height and width.
+
+        Raises DataError for a size that the class refuses.
+        """
+        patch, factor = self.settings["patch_size"], self.settings["patch_size"] * self.settings["merge_size"]
+        height, width = size
+        if self.settings["do_resize"]:
+            try:
+                height, width = self._resize(frames, size, factor)
+            except Exception as error:  # the class's code may raise anything
+                raise DataError(f"{self.kind} refuses {frames} frames of {width} x {height} pixels: {error}") from error
+        if height % factor or width % factor:
+            raise DataError(
+                f"{self.kind} without do_resize takes frames of multiples of {factor} pixels a side, and these are of "
+                f"{width} x {height}"
+            )
+        return -(-frames // self.group), height // patch, width // patch
+
+    def text(self, grid: Grid, times: Sequence[float]) -> str:
+        """Return the text of a video for the tokenizer: its placeholders and the times of its groups."""
+        import torch
+        from transformers.video_utils import VideoMetadata
+
+        key = (grid, tuple(times))
+        if key not in self._texts:
+            metadata = VideoMetadata(total_num_frames=len(times), fps=1.0, frames_indices=list(times))  # type: ignore[arg-type]
+            made = {"video_grid_thw": torch.tensor([grid]), "video_metadata": [metadata]}
+            self._texts[key] = str(self.stock.replace_video_token(made, 0))
+        return self._texts[key]
+
+    def pixels(self, frames: Sequence[Any], grid: Grid) -> "Tensor":
+        """Return the pixels (h · w, C · frames · p²) of a group of PIL images; a short group repeats its last image."""
+        import torch
+
+        patches = [self._patches(frame, grid) for frame in frames]
+        patches += patches[-1:] * (self.group - len(patches))
+        return torch.stack(patches, 2).flatten(1)
+
+    def _patches(self, frame: Any, grid: Grid) -> "Tensor":
+        """Return the patches (h · w, C, p²) of one frame."""
+        patch = int(self.settings["patch_size"])
+        if self.settings["do_resize"]:
+            frame = frame.resize((grid[2] * patch, grid[1] * patch), resample=self.settings["resample"])
+        names = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std", "patch_size", "merge_size")
+        settings = {name: self.settings[name] for name in names} | {"do_resize": False, "temporal_patch_size": 1}
+        pixels: Tensor = self.stock.image_processor([frame], return_tensors="pt", **settings)["pixel_values"]
+        return pixels.view(len(pixels), -1, patch**2)
+
+    def _resize(self, frames: int, size: Size, factor: int) -> Size:
+        """Return the height and width of frames by the class's formula and bounds."""
+        resize: Any = import_module(_RESIZE[self.kind]).smart_resize
+        least, most = self.settings["size"]["shortest_edge"], self.settings["size"]["longest_edge"]
+        capped, tokens = self.settings["cap_pixels_per_frame"], self.settings["max_video_tokens"]
+        if self.kind == _QWEN2:
+            if capped:
+                share = int(tokens * factor**2 * 0.9) * self.group // frames
+                most = max(min(most, share), int(least * 1.05))
+            return resize(*size, factor=factor, min_pixels=least, max_pixels=most)
+        if capped:
+            most = max(min(tokens * factor**2, most // frames), int(least * 1.05)) * frames
+        bounds = {"temporal_factor": self.group, "factor": factor, "min_pixels": least, "max_pixels": most}
+        return resize(frames, *size, **bounds)
+
+
+def _class(stock: Any) -> str:
+    """Return the name of the stock class of a processor that was loaded without its parts for video."""
+    return type(stock).__name__
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    """Read the settings of a folder's video processor, from the files where transformers looks for them."""
+    nested = _read_json(folder / NESTED).get("video_processor")
+    return nested or _read_json(folder / OWN_FILE) or _read_json(folder / LEGACY)

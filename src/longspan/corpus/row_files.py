@@ -1,0 +1,278 @@
+"""Readers of source files: lines and texts, plain or compressed, parquet and Arrow tables; `row_file` picks by the
+name.
+
+Every reader reads a file in chunks, whatever its size, and also a single row by its position.
+"""
+
+import gzip
+import io
+import weakref
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, lru_cache
+from importlib import import_module
+from itertools import accumulate
+from pathlib import Path
+from types import ModuleType
+from typing import Any, BinaryIO, Protocol, cast
+
+from longspan.corpus.chunk import CHUNK_BYTES, Chunk, parse_line, values_of_record
+from longspan.corpus.rows.sample import BadRow, Row
+from longspan.errors import DataError
+
+GZIP, ZSTD = ".gz", ".zst"
+_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of Arrow's; without it Arrow reads a cut-off file as a shorter one
+
+
+class LineFile:
+    """A .jsonl file, plain or compressed; to reach a row of a compressed file the rows before it are decompressed."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name, self.path = name, path
+        self._stream: BinaryIO | None = None
+        self._close: Callable[[], object] = lambda: None
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Yield its lines in order, some at a time."""
+        with self.path.open("rb") as raw, readable(self.name, self.path), _decompress(raw, self.name) as lines:
+            first, position = 0, 0
+            while data := lines.read(CHUNK_BYTES):
+                data += lines.readline()
+                yield Chunk("lines", self.name, first, position, data, raw.tell(), parent_folder(self.path))
+                first, position = first + data.count(b"\n"), position + len(data)
+
+    def row_at(self, position: int) -> Row | BadRow:
+        """Read the row whose line begins at this byte."""
+        with readable(self.name, self.path):
+            if self._stream is None or (_is_compressed(self.name) and self._stream.tell() > position):
+                self._stream = self._open()
+            _skip_to(self._stream, position, seekable=not _is_compressed(self.name))
+            line = self._stream.readline()
+        return parse_line(line, f"{self.name}, byte {position}", parent_folder(self.path))
+
+    def _open(self) -> BinaryIO:
+        raw = self.path.open("rb")
+        self._close()
+        self._close = weakref.finalize(self, raw.close)
+        return _decompress(raw, self.name)
+
+
+class TextFile:
+    """A .txt, .md or .py file: one row."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name, self.path = name, path
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Yield its text."""
+        with readable(self.name, self.path):
+            data = self.path.read_bytes()
+        yield Chunk("text", self.name, 0, 0, data, len(data), parent_folder(self.path))
+
+    def row_at(self, position: int) -> Row | BadRow:
+        """Read its text."""
+        (chunk,) = self.chunks()
+        return Row(self.name, {"text": chunk.data.decode("utf-8-sig")}, chunk.folder)
+
+
+def parent_folder(path: Path) -> str:
+    """Return the folder of a file, absolute."""
+    return str(path.absolute().parent)
+
+
+@contextmanager
+def readable(name: str, path: Path) -> Iterator[None]:
+    """Turn read errors of a file into DataErrors that name it."""
+    try:
+        yield
+    except (EOFError, zlib.error, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise DataError(f"cannot read {name} of the corpus ({path}): {error.strerror}") from error
+        reason = "cannot be decompressed, perhaps it was cut off" if _is_compressed(name) else "cannot be read"
+        raise DataError(f"{name} of the corpus ({path}) {reason}: {error}") from error
+
+
+def _is_compressed(name: str) -> bool:
+    return name.endswith((GZIP, ZSTD))
+
+
+def _decompress(raw: BinaryIO, name: str) -> BinaryIO:
+    """Open the lines of a file; reading raises OSError or EOFError if a compressed file ends too early."""
+    if _is_compressed(name) and not raw.read(1):
+        raise EOFError("it has 0 bytes")
+    raw.seek(0)
+    if name.endswith(GZIP):
+        return cast(BinaryIO, gzip.GzipFile(fileobj=raw, mode="rb"))
+    if name.endswith(ZSTD):
+        return io.BufferedReader(
+            _ZstdStream(import_reader("pyarrow", name).CompressedInputStream(raw, "zstd")), CHUNK_BYTES
+        )
+    return raw
+
+
+class _ZstdStream(io.RawIOBase):
+    """pyarrow's stream with a position. (zstandard's own stream ends without an error if a file was cut off.)"""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._position = stream, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count: int = self._stream.readinto(buffer)
+        self._position += count
+        return count
+
+    def tell(self) -> int:
+        return self._position
+
+
+def _skip_to(stream: BinaryIO, position: int, *, seekable: bool) -> None:
+    if seekable:
+        stream.seek(position)
+        return
+    while (left := position - stream.tell()) > 0 and stream.read(min(left, CHUNK_BYTES)):
+        pass
+
+
+class ParquetFile:
+    """A .parquet file. A row is read with its row group, which stays in memory until a row of another one is read."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name, self.path = name, path
+        self._group = lru_cache(maxsize=1)(self._read_group)
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Yield its rows in order, some at a time."""
+        with readable(self.name, self.path):
+            first, meta, size = 0, self._file.metadata, self.path.stat().st_size
+            for number in range(meta.num_row_groups):
+                group = meta.row_group(number)
+                rows = max(1, CHUNK_BYTES * group.num_rows // max(group.total_byte_size, 1))
+                for batch in self._file.iter_batches(batch_size=min(rows, 1 << 16), row_groups=[number]):
+                    end = size * (first + len(batch)) // meta.num_rows
+                    yield Chunk("table", self.name, first, first, _serialize(batch), end, parent_folder(self.path))
+                    first += len(batch)
+
+    def row_at(self, position: int) -> Row:
+        """Read the row of this number."""
+        with readable(self.name, self.path):
+            group = bisect_right(self._ends, position) - 1
+            (record,) = self._group(group).slice(position - self._ends[group], 1).to_pylist()
+        return Row(f"{self.name}, row {position + 1}", values_of_record(record), parent_folder(self.path))
+
+    @cached_property
+    def _file(self) -> Any:
+        parquet: Any = import_reader("pyarrow.parquet", self.name)
+        return _open_table(parquet.ParquetFile, self.name, self.path)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """How many rows are before each row group, and in all."""
+        meta = self._file.metadata
+        return list(accumulate((meta.row_group(i).num_rows for i in range(meta.num_row_groups)), initial=0))
+
+    def _read_group(self, number: int) -> Any:
+        return self._file.read_row_group(number)
+
+
+class ArrowFile:
+    """An .arrow file, mapped into memory."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name, self.path = name, path
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Yield its rows in order, some at a time."""
+        first, size = 0, self.path.stat().st_size
+        rows = self._table.num_rows
+        for batch in self._table.to_batches():
+            step = max(1, CHUNK_BYTES * len(batch) // max(batch.nbytes, 1))
+            for start in range(0, len(batch), step):
+                piece = batch.slice(start, step)
+                end = size * (first + len(piece)) // rows
+                yield Chunk("table", self.name, first, first, _serialize(piece), end, parent_folder(self.path))
+                first += len(piece)
+
+    def row_at(self, position: int) -> Row:
+        """Read the row of this number."""
+        (record,) = self._table.slice(position, 1).to_pylist()
+        return Row(f"{self.name}, row {position + 1}", values_of_record(record), parent_folder(self.path))
+
+    @cached_property
+    def _table(self) -> Any:
+        pyarrow: Any = import_reader("pyarrow", self.name)
+
+        def read(path: Path) -> Any:
+            mapped = pyarrow.memory_map(str(path))
+            try:
+                table = pyarrow.ipc.open_stream(mapped).read_all()
+            except pyarrow.ArrowInvalid:
+                return pyarrow.ipc.open_file(mapped).read_all()
+            if mapped.size() < len(_END) or mapped.read_at(len(_END), mapped.size() - len(_END)) != _END:
+                raise pyarrow.ArrowInvalid("it was cut off: there is no mark of its end")
+            return table
+
+        return _open_table(read, self.name, self.path)
+
+
+def _open_table(read: Any, name: str, path: Path) -> Any:
+    pyarrow: Any = import_reader("pyarrow", name)
+    try:
+        return read(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"cannot read {name} of the corpus ({path}): {error}") from error
+
+
+def _serialize(batch: Any) -> bytes:
+    """Return a batch of rows as bytes for another process."""
+    import pyarrow
+
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(sink, batch.schema) as stream:
+        stream.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
+_READERS = {
+    ".txt": TextFile,
+    ".md": TextFile,
+    ".py": TextFile,
+    ".jsonl": LineFile,
+    ".jsonl.gz": LineFile,
+    ".jsonl.zst": LineFile,
+    ".parquet": ParquetFile,
+    ".arrow": ArrowFile,
+}
+SUFFIXES = tuple(_READERS)
+
+
+class RowFile(Protocol):
+    """A file of rows, which are read in order or one by one."""
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Yield its rows in order, some at a time."""
+        ...
+
+    def row_at(self, position: int) -> Row | BadRow:
+        """Read the row at a position of a chunk."""
+        ...
+
+
+def row_file(name: str, path: Path) -> RowFile:
+    """Return the reader for the ending of `name`; nothing is read yet."""
+    return next(reader for suffix, reader in _READERS.items() if name.endswith(suffix))(name, path)
+
+
+def import_reader(module: str, name: str) -> ModuleType:
+    """Import the module that reads the file `name`. Raises DataError, with the command that installs it, if missing."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise DataError(
+            f"{name} is read with {package}, which is not installed: pip install 'longspan[data]'"
+        ) from error

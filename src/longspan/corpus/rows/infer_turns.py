@@ -1,0 +1,303 @@
+"""Infers the turns of an assistant from the rendering of a conversation, for templates that do not mark them.
+
+A reader who uses templates with {% generation %} marks may skip this file; only `marked_spans` concerns them.
+
+The rendering of the whole conversation decides. Turns are located in it and never rendered one by one, because
+templates write a turn differently once others follow it. A span begins after the prompt that inference writes there,
+and ends after the token that ends the turn. Texts that the template leaves out (an earlier thought, say) are not in the
+rendering and so no targets. No span contains a text of another message.
+
+Texts are located with marks: words that occur nowhere in the rendering. A mark is put after each text of each message,
+and in place of each blank text of a message that is not an assistant's, and the conversation is rendered again. If the
+second rendering without its marks equals the first, the marks stand where the texts end. Otherwise the template depends
+on what the texts are. Then blank texts are left as they are, and if that does not help, each text is marked in a
+rendering of its own: the rest of that rendering after the mark must end the first rendering.
+
+The texts of messages are listed in `messages.py`, the tokens between turns in `turn_tokens.py`.
+"""
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple
+
+from longspan.corpus.rows.messages import Field, replace_field, texts_of_messages
+from longspan.corpus.rows.sample import RowError, Unseen
+from longspan.corpus.rows.template import ChatTemplate, Message, Rendered
+from longspan.corpus.rows.turn_tokens import TurnTokens
+
+_CONTEXT = 16  # characters at the end of a question by which its end is recognized
+_LONGEST_CLOSING = 32
+Render = Callable[[Sequence[Message]], str]
+
+
+class Spans(NamedTuple):
+    """Spans (start, stop) of a rendering in characters, and counts of the assistant's texts that are not in it."""
+
+    spans: tuple[tuple[int, int], ...]
+    unseen: Unseen = Unseen()
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """The texts of one message that are in the rendering, ordered by their ends there."""
+
+    message: int
+    fields: tuple[Field, ...]
+    ends: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """A rendering, the turns in it, and the places where texts end in it, with the messages of these texts."""
+
+    messages: Sequence[Message]
+    text: str
+    template: ChatTemplate
+    tools: Sequence[Any] | None
+    turns: tuple[_Turn, ...]
+    ends: tuple[tuple[int, int], ...]
+
+    def render(self, messages: Sequence[Message]) -> str:
+        return self.template.render(messages, self.tools).text
+
+    def turn_before(self, turn: _Turn) -> _Turn:
+        """Return the last earlier turn whose texts end before this turn, or an empty turn."""
+        earlier = [t for t in self.turns if t.message < turn.message and t.ends[-1] <= turn.ends[0]]
+        return earlier[-1] if earlier else _Turn(-1, (), (0,))
+
+    def limit(self, turn: _Turn) -> int:
+        """Return where the first text of the next turn ends, or the end of the rendering."""
+        later = [t.ends[0] for t in self.turns if t.message > turn.message and t.ends[0] >= turn.ends[-1]]
+        return later[0] if later else len(self.text)
+
+    def messages_in(self, start: int, stop: int) -> set[int]:
+        """Return the messages with a text that ends inside a span or at its end."""
+        first, last = (bisect_right(self.ends, (place, len(self.messages))) for place in (start, stop))
+        return {message for _, message in self.ends[first:last]}
+
+    def messages_around(self, start: int, stop: int) -> range:
+        """Return the messages from the last one with a text before a span to the first one with a text after it."""
+        before, behind = (bisect_right(self.ends, (place, len(self.messages))) for place in (start, stop))
+        first = self.ends[before - 1][1] if before else 0
+        return range(first, (self.ends[behind][1] if behind < len(self.ends) else len(self.messages) - 1) + 1)
+
+
+def assistant_spans(
+    messages: Sequence[Message],
+    text: str,
+    template: ChatTemplate,
+    tools: Sequence[Any] | None,
+    tokens: TurnTokens,
+    learnt: Collection[int],
+) -> Spans:
+    """Find the spans of the `learnt` messages of an assistant in the rendering `text` of all messages.
+
+    Raises RowError for a span that its surroundings do not determine.
+    """
+    fields = texts_of_messages(messages)
+    conversation, ends = _locate_turns(fields, messages, text, template, tools)
+    turns = [turn for turn in conversation.turns if turn.message in learnt]
+    spans = tuple(span for turn in turns for span in _turn_spans(conversation, turn, tokens))
+    lacking = [field for field, places in zip(fields, ends, strict=True) if field.message in learnt and not places]
+    cut = sum(_is_cut(field, text) for turn in turns for field in turn.fields)
+    thoughts = sum(field.is_thought for field in lacking)
+    blank = len(set(learnt) - {field.message for field in fields})
+    return Spans(spans, Unseen(thoughts + cut, len(lacking) - thoughts, blank))
+
+
+def marked_spans(
+    messages: Sequence[Message],
+    rendered: Rendered,
+    template: ChatTemplate,
+    tools: Sequence[Any] | None,
+    learnt: Collection[int],
+) -> tuple[tuple[int, int], ...]:
+    """Select the template's own marks of the `learnt` messages.
+
+    A mark without a text belongs to the assistant's messages between the texts next to it. Raises RowError for a mark
+    of learnt messages and of others.
+    """
+    answers = {i for i, message in enumerate(messages) if message["role"] == "assistant"}
+    if answers == set(learnt):
+        return rendered.marks
+    conversation, _ = _locate_turns(texts_of_messages(messages), messages, rendered.text, template, tools)
+    spans = list[tuple[int, int]]()
+    for start, stop in rendered.marks:
+        owners = conversation.messages_in(start, stop) or answers.intersection(
+            conversation.messages_around(start, stop)
+        )
+        if owners.issubset(learnt):
+            spans.append((start, stop))
+        elif not owners.isdisjoint(learnt):
+            names = ", ".join(f"messages[{i}]" for i in sorted(owners))
+            raise RowError(
+                f"its chat template marks {names} as one with {{% generation %}}, and not all of them are to be "
+                "learnt; mark each of them for itself"
+            )
+    return tuple(spans)
+
+
+def _locate_turns(
+    fields: Sequence[Field],
+    messages: Sequence[Message],
+    text: str,
+    template: ChatTemplate,
+    tools: Sequence[Any] | None,
+) -> tuple[_Conversation, list[tuple[int, ...]]]:
+    """Locate the turns in a rendering, and the ends of each field's texts."""
+    render: Render = lambda changed: template.render(changed, tools).text  # noqa: E731
+    ends = locate_ends(fields, messages, text, render)
+    turns = tuple(turn for i in range(len(messages)) if (turn := _make_turn(i, fields, ends)).ends)
+    places = sorted((place, field.message) for field, ends in zip(fields, ends, strict=True) for place in ends)
+    return _Conversation(messages, text, template, tools, turns, tuple(places)), ends
+
+
+def _make_turn(message: int, fields: Sequence[Field], ends: Sequence[tuple[int, ...]]) -> _Turn:
+    pairs = [(places[-1], f) for f, places in zip(fields, ends, strict=True) if f.message == message and places]
+    pairs.sort(key=lambda pair: pair[0])
+    return _Turn(message, tuple(field for _, field in pairs), tuple(end for end, _ in pairs))
+
+
+def _is_cut(field: Field, text: str) -> bool:
+    """Whether the template leaves out the thought at the beginning of an answer."""
+    return field.path[0] == "content" and "</think>" in field.value and field.value.strip() not in text
+
+
+def _turn_spans(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) -> Iterator[tuple[int, int]]:
+    """Find what is generated of a turn: one span, or several if generation stops and begins again."""
+    name = f"messages[{turn.message}]"
+    start = _find_start(conversation, turn, tokens)
+    end = tokens.end_of_turn(conversation.text, turn.ends[-1], conversation.limit(turn), name)
+    if start is None:
+        raise RowError(
+            f"where {name} begins cannot be told from its chat template: neither the prompt of an answer nor its first "
+            "word is in the text; mark it in the template with {% generation %}"
+        )
+    if others := conversation.messages_in(start, end) - {turn.message}:
+        raise RowError(
+            f"its chat template writes messages[{min(others)}] into {name}, so that it would be learnt as what the "
+            "assistant says; give its texts and its calls as messages of their own"
+        )
+    for token in tokens.between.finditer(conversation.text, start, end) if tokens.between else ():
+        if token.group() in tokens.ends and token.end() < end:
+            yield start, token.end()
+            if (start := _skip_prompt(conversation.text, token.end(), tokens)) is None:
+                raise RowError(f"its chat template writes {name} as two turns; give its texts as messages of their own")
+    yield start, end
+
+
+def _skip_prompt(text: str, at: int, tokens: TurnTokens) -> int | None:
+    """Return the end of the prompt of an answer that begins here, after blanks; None if none begins here."""
+    while text[at : at + 1].isspace():
+        at += 1
+    return next((at + len(prompt) for prompt in tokens.prompts if text.startswith(prompt, at)), None)
+
+
+def _find_start(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) -> int | None:
+    """Find where the model begins to generate: after the prompt, or where the turn's first text begins."""
+    text, before, first = conversation.text, conversation.turn_before(turn), turn.fields[0]
+    words = first.value.strip() if isinstance(first.value, str) else ""
+    begin = turn.ends[0] - len(words) if text[: turn.ends[0]].endswith(words) else turn.ends[0]
+    for prompt in tokens.prompts:
+        if (at := text.rfind(prompt, before.ends[-1], begin)) >= 0:
+            return at + len(prompt)
+    if (start := _find_end_of_question(conversation, turn, before)) is not None:
+        return start
+    is_call = first.path[0] == "tool_calls"  # the text of a call does not begin with its arguments
+    return None if is_call else locate_start(first, conversation.messages, text, conversation.render)
+
+
+def _find_end_of_question(conversation: _Conversation, turn: _Turn, before: _Turn) -> int | None:
+    """Find where the messages before a turn end as they do in a prompt, from the last words of their last text on."""
+    try:
+        prompt = conversation.template.render(conversation.messages[: turn.message], conversation.tools, prompt=True)
+    except RowError:  # a conversation that begins with the assistant
+        return None
+    text, end = conversation.text, before.ends[-1]
+    words = str(before.fields[-1].value).rstrip()[-_CONTEXT:] if before.fields else ""
+    begin = end - len(words) if words and text[:end].endswith(words) else end
+    return next((stop for stop in range(turn.ends[0], end, -1) if prompt.text.endswith(text[begin:stop])), None)
+
+
+def locate_ends(
+    fields: Sequence[Field], messages: Sequence[Message], text: str, render: Render
+) -> list[tuple[int, ...]]:
+    """Find the ends of each text in the rendering, in characters; empty for a text that is not in it."""
+    marks = _make_marks(text, len(fields))
+    texts = [k for k, field in enumerate(fields) if not field.added]
+    written = [k for k in texts if not fields[k].blank]
+    places = _locate_marks(messages, {marks[k]: fields[k] for k in texts}, text, render)
+    if places is None and len(written) < len(texts):
+        places = _locate_marks(messages, {marks[k]: fields[k] for k in written}, text, render)
+    single = [k for k, field in enumerate(fields) if field.added or (places is None and not field.blank)]
+    places = places or {}
+    for k in single:
+        rendered = render(_add_mark(messages, fields[k], marks[k]))
+        places[marks[k]] = _locate_mark(rendered, marks[k], text, fields[k])
+    return [tuple(places.get(mark, ())) for mark in marks]
+
+
+def _locate_marks(
+    messages: Sequence[Message], fields: Mapping[str, Field], text: str, render: Render
+) -> dict[str, list[int]] | None:
+    """Find the marks of fields, counted without them; None if the rendering without the marks is another one."""
+    if not fields:
+        return {}
+    for mark, field in fields.items():
+        messages = _add_mark(messages, field, mark)
+    try:
+        rendered = render(messages)
+    except RowError:
+        return None
+    pattern = re.compile("|".join(map(re.escape, fields)))
+    places, removed = {mark: list[int]() for mark in fields}, 0
+    for match in pattern.finditer(rendered):
+        places[match.group()].append(match.start() - removed)
+        removed += len(match.group())
+    return places if pattern.sub("", rendered) == text else None
+
+
+def _locate_mark(rendered: str, mark: str, text: str, field: Field) -> list[int]:
+    """Find the one mark of a rendering by what follows it, which must end the first rendering."""
+    at = rendered.rfind(mark)
+    if at < 0:
+        return []
+    rest = rendered[at + len(mark) :]
+    closing = _LONGEST_CLOSING if field.added else 0  # what closes the added value: a quote, say
+    rest = next((rest[i:] for i in range(closing + 1) if text.endswith(rest[i:])), None)
+    if rest is None:
+        raise RowError(
+            "its chat template writes what follows a turn differently when the turn has one word more, so that it "
+            "cannot be told what the assistant says; mark it in the template with {% generation %}"
+        )
+    return [len(text) - len(rest)]
+
+
+def locate_start(field: Field, messages: Sequence[Message], text: str, render: Render) -> int | None:
+    """Find where a text begins in the rendering; None if its beginning is not in it."""
+    (mark,) = _make_marks(text, 1)
+    if field.added:
+        return None
+    blank = len(field.value) - len(field.value.lstrip())
+    rendered = render(replace_field(messages, field, field.value[:blank] + mark + field.value[blank:]))
+    at = rendered.find(mark)
+    return at if at >= 0 and text.startswith(rendered[:at]) else None
+
+
+def _make_marks(text: str, number: int) -> list[str]:
+    """Make words that occur nowhere in the text, none in another; of letters and digits, which no template escapes."""
+    stem = next(stem for k in count() if (stem := f"Zq{k}w") not in text)
+    return [f"{stem}{k}v" for k in range(number)]
+
+
+def _add_mark(messages: Sequence[Message], field: Field, mark: str) -> Sequence[Message]:
+    """Add a mark after a text (before the blanks at its end, which templates may strip)."""
+    if field.added:
+        return replace_field(messages, field, {**field.value, mark: mark})
+    if field.blank:
+        return replace_field(messages, field, mark)
+    end = len(field.value.rstrip())
+    return replace_field(messages, field, field.value[:end] + mark + field.value[end:])

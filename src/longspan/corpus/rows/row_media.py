@@ -1,0 +1,194 @@
+"""The images and videos of a row, and the entries that give them.
+
+An image is a path, a file: or data: URL, or bytes, also in base64; a video is a list of frames with their times.
+Nothing is downloaded. Whether a file exists and is an image is checked when it is opened. Which keys and parts have
+entries is in `named_media.py`.
+"""
+
+import base64
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, unquote_to_bytes
+
+from longspan.corpus.images.image_file import ImageFile, VideoFile, shorten_path
+from longspan.corpus.rows.sample import RowError, preview, type_name
+from longspan.errors import DataError, counted
+
+_LONGEST_PATH = 4096  # characters, which no system takes more of
+_BASE64 = re.compile(r"(?:iVBORw0|/9j/|R0lGOD|UklGR)[A-Za-z0-9+/\s]{64,}={0,2}\s*")  # of PNG, JPEG, GIF and WebP
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{1,11}://|file:", re.IGNORECASE)
+
+
+def read_image_entry(entry: Any, folder: str, name: str) -> ImageFile:
+    """Read the entry of an image, called `name`, of a row of a file in this folder. Raises RowError if it is none.
+
+    >>> image_of("a.png", "/data", "images[0]").path
+    '/data/a.png'
+    """
+    if isinstance(entry, dict):
+        check_entry_keys(entry, ("bytes", "path"), name)
+        if data := entry.get("bytes"):
+            return ImageFile("", data if isinstance(data, bytes) else _decode_base64(data, f"{name}.bytes"))
+        entry = entry.get("path")
+    if isinstance(entry, bytes) and entry:
+        return ImageFile("", entry)
+    if not isinstance(entry, str) or not entry:
+        kind = "an empty string" if entry == "" else type_name(entry)
+        raise RowError(f'{name} is {kind}; give a path, or {{"bytes": …}} as parquet files have them')
+    if entry[:5].lower() == "data:":
+        return ImageFile("", _data_of_url(entry, name))
+    path = Path(_path(entry, name))
+    with suppress(RuntimeError):  # "~name" without a user of this name is a name
+        path = path.expanduser()
+    return ImageFile(str(Path(folder, path).absolute()))
+
+
+def check_entry_keys(entry: Mapping[str, Any], keys: Collection[str], name: str) -> None:
+    """Raise RowError if an entry has a key with a value that is not read."""
+    unknown = [key for key, value in entry.items() if key not in keys and value is not None and value != ""]
+    if unknown:
+        listed = " and ".join(f'"{key}"' for key in unknown[:3])
+        raise RowError(
+            f"{name} has {listed}, and {', '.join(keys)} alone are read of it; leave it out: sizes are set in the "
+            "files of the model folder's processor"
+        )
+
+
+def _path(entry: str, name: str) -> str:
+    """Return the path of an entry, or of its file: URL."""
+    scheme = _SCHEME.match(entry)
+    if scheme is None:
+        if _BASE64.fullmatch(entry):
+            raise RowError(
+                f"{name} looks like an image as base64, of {len(entry):,} characters; write it as "
+                '"data:image/png;base64,…", or as {"bytes": "…"}'
+            )
+        if len(entry) > _LONGEST_PATH:
+            raise RowError(
+                f"{name} has {len(entry):,} characters, and a path at most {_LONGEST_PATH:,}: {entry[:60]!r}"
+            )
+        return entry
+    if scheme.group().lower().rstrip("/") != "file:":
+        raise RowError(f"{name} is {shorten_path(entry)!r}; nothing is downloaded: give the path of a file here")
+    path = entry[len("file:") :]
+    if path.startswith("//"):
+        host, slash, path = path[2:].partition("/")
+        if host not in ("", "localhost"):
+            raise RowError(
+                f"{name} is {shorten_path(entry)!r}, a file of the host {host!r}; nothing is downloaded: a file here "
+                "is file:///…, with three slashes, or a path"
+            )
+        path = slash + path
+    return unquote(path)
+
+
+def _data_of_url(url: str, name: str) -> bytes:
+    """Return the bytes of a data: URL."""
+    header, comma, text = url.partition(",")
+    if not comma or not text:
+        raise RowError(f"{name} is {shorten_path(url)!r}, which brings no bytes; give data:image/png;base64,…")
+    return _decode_base64(text, name) if header.lower().endswith(";base64") else unquote_to_bytes(text)
+
+
+def _decode_base64(text: Any, name: str) -> bytes:
+    if not isinstance(text, str):
+        raise RowError(f"{name} is {type_name(text)}; give base64 in a string")
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except ValueError as error:
+        raise RowError(f"{name} is no base64 ({error}): {text[:40]!r}") from error
+
+
+@dataclass(frozen=True)
+class RowMedia:
+    """The images and videos of a row."""
+
+    images: Sequence[ImageFile] = ()
+    videos: Sequence[VideoFile] = ()
+
+    def __len__(self) -> int:
+        return len(self.images) + len(self.videos)
+
+    def first(self, images: int, videos: int) -> "RowMedia":
+        """Return the first `images` images and `videos` videos."""
+        return RowMedia(self.images[:images], self.videos[:videos])
+
+    def check_pixels(self) -> None:
+        """Read the pixels of all. Raises RowError for a broken one, with its name."""
+        files = [(f"images[{i}]", file) for i, file in enumerate(self.images)]
+        for i, video in enumerate(self.videos):
+            files += [(f"videos[{i}]: frames[{k}]", file) for k, file in enumerate(video.frames)]
+        for name, file in files:
+            try:
+                file.load()
+            except DataError as error:
+                raise RowError(f"{name}: {error}") from error
+
+    def in_order(self, kinds: Sequence[str]) -> Iterator[tuple[str, ImageFile | VideoFile]]:
+        """Yield each with its name (`images[0]`), in the order of these kinds ("image", "video")."""
+        counts = {"image": 0, "video": 0}
+        for kind in kinds:
+            number = counts[kind]
+            counts[kind] += 1
+            yield f"{kind}s[{number}]", (self.images if kind == "image" else self.videos)[number]
+
+
+NOTHING_SHOWN = RowMedia()
+
+
+FPS = 2.0  # frames a second where a row says nothing, as Qwen's own qwen-vl-utils has it for lists of frames
+_RATES = ("fps", "sample_fps")
+TIMES = (*_RATES, "timestamps")
+
+
+def read_video_entry(entry: Any, folder: str, name: str, part: Mapping[str, Any] | None = None) -> VideoFile:
+    """Read the entry of a video: a list of frames, or an object with `frames` and `fps` or `timestamps`.
+
+    A `part` of a message may have these times next to its list. Raises RowError if it is no video.
+    """
+    times = {key: part[key] for key in TIMES if part and part.get(key) is not None}
+    frames = entry
+    if isinstance(entry, dict):
+        check_entry_keys(entry, ("frames", *TIMES), name)
+        if times:
+            raise RowError(f"{name} has {', '.join(times)} beside an object of frames; give them in one place")
+        frames, times = entry.get("frames"), entry
+    if not isinstance(frames, list):
+        shown = preview(frames) if isinstance(frames, str) else type_name(frames)
+        raise RowError(
+            f"{name} is {shown}; files of videos are not read here: give its frames as a list of images, or as "
+            '{"frames": […], "fps": 2}'
+        )
+    if not frames:
+        raise RowError(f"{name} has no frames; leave it out")
+    files = tuple(read_image_entry(frame, folder, f"{name}.frames[{i}]") for i, frame in enumerate(frames))
+    return VideoFile(files, *_read_times(times, len(files), name))
+
+
+def _read_times(entry: Mapping[str, Any], frames: int, name: str) -> tuple[tuple[float, ...], float]:
+    """Return the time of each frame in seconds, and the mean seconds from one to the next."""
+    rate = next((entry[key] for key in _RATES if entry.get(key) is not None), None)
+    times = entry.get("timestamps")
+    if times is None:
+        rate = FPS if rate is None else rate
+        if not _is_number(rate) or not rate > 0:
+            raise RowError(f"{name} has fps {preview(rate)}; give the frames a second as a number above 0")
+        return tuple(i / rate for i in range(frames)), 1 / rate
+    if rate is not None:
+        raise RowError(f"{name} has fps and timestamps, which both say when frames stand; give one of them")
+    if not isinstance(times, list) or not all(map(_is_number, times)) or len(times) != frames:
+        count = counted(len(times), "number") if isinstance(times, list) else type_name(times)
+        raise RowError(f"{name} has timestamps of {count} for {counted(frames, 'frame')}; give each its second")
+    if any(b <= a for a, b in pairwise(times)) or times[0] < 0:
+        raise RowError(f"{name} has timestamps that do not rise from 0 or later: {preview(times)}")
+    spread = (times[-1] - times[0]) / (frames - 1) if frames > 1 else 1 / FPS
+    return tuple(float(time) for time in times), spread
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value and abs(value) < 1e9

@@ -1,0 +1,120 @@
+"""Arrays in files: written from their beginning to their end, mapped into memory, and pickled by the file's name.
+
+What the arrays of a corpus hold is in `documents.py` and `images.py`.
+"""
+
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+_BLOCK = 1 << 20
+Array = npt.NDArray[Any]
+
+
+class FileArray(NamedTuple):
+    """The place of an array in a file that is mapped into memory."""
+
+    path: str
+    dtype: np.dtype[Any]
+    offset: int
+    shape: tuple[int, ...]
+
+
+def as_pickled(array: npt.NDArray[Any]) -> FileArray | npt.NDArray[Any]:
+    """Return what to pickle of an array: the place of a whole file, else the values at the smallest integer type.
+
+    >>> from_pickled(as_pickled(np.load("lengths.npy", mmap_mode="r")))       # nothing is copied
+    """
+    file = array if isinstance(array, np.memmap) else array.base
+    if isinstance(file, np.memmap) and file.filename is not None and _is_whole_file(array, file):
+        return FileArray(str(Path(file.filename).absolute()), array.dtype, file.offset, array.shape)
+    return array.astype(np.min_scalar_type(int(array.max(initial=0))))
+
+
+def from_pickled(pickled: FileArray | npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the array that `as_pickled` was called with, mapped if a file holds it."""
+    if not isinstance(pickled, FileArray):
+        return pickled
+    path, dtype, offset, shape = pickled
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape))
+
+
+def _is_whole_file(array: npt.NDArray[Any], file: "np.memmap[Any, Any]") -> bool:
+    """Whether an array is all of a mapped file; a slice of one is not."""
+    whole = file.base is None or not isinstance(file.base, np.ndarray)
+    layout = (array.dtype, array.shape, array.strides) == (file.dtype, file.shape, file.strides)
+    return whole and layout and array.ctypes.data == file.ctypes.data
+
+
+class GrowingArray:
+    """A .npy file of one dimension, written from its beginning to its end. It is complete once it is closed."""
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        self._dtype, self.count = np.dtype(dtype), 0
+        self._file: BinaryIO = path.open("wb")
+        self._write_header()
+
+    def append(self, values: Array) -> None:
+        """Write these values after the earlier ones."""
+        self._file.write(np.ascontiguousarray(values, dtype=self._dtype).data)
+        self.count += len(values)
+
+    def close(self) -> None:
+        """Write the number of values into the header."""
+        self._file.seek(0)
+        self._write_header()
+        self._file.close()
+
+    def _write_header(self) -> None:  # numpy leaves room for any number in the shape
+        header = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": (self.count,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+
+class GrowingCodes:
+    """The file `codes.bin`: a byte for each token, four bytes if labels name other tokens; no file without codes.
+
+    Codes that are never written read as 0: the token itself is predicted.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file, self._dtype, self._tokens = path, None, np.dtype(np.uint8), 0
+
+    @property
+    def dtype(self) -> str:
+        """The type of a code; empty if there are none."""
+        return "" if self._file is None else self._dtype.str
+
+    def append(self, codes: Array | None, tokens: int) -> None:
+        """Write the codes of the next `tokens` tokens."""
+        if codes is not None:
+            if codes.dtype.itemsize > self._dtype.itemsize:
+                self._widen()
+            self._file = self._file or self._path.open("wb")
+            self._file.seek(self._tokens * self._dtype.itemsize)
+            self._file.write(codes.astype(self._dtype).data)
+        self._tokens += tokens
+
+    def close(self) -> None:
+        """Extend the file to a code for every token."""
+        if self._file is not None:
+            self._file.truncate(self._tokens * self._dtype.itemsize)
+            self._file.close()
+
+    def _widen(self) -> None:
+        narrow, self._dtype = self._path.with_suffix(".narrow"), np.dtype(np.int32)
+        if self._file is None:
+            return
+        self._file.close()
+        self._path.rename(narrow)
+        self._file = self._path.open("wb")
+        with narrow.open("rb") as old:
+            while block := old.read(_BLOCK):
+                self._file.write(np.frombuffer(block, np.uint8).astype(np.int32).data)
+        narrow.unlink()
+
+
+def map_array(path: Path) -> Array:
+    """Map the values of a .npy file; only those that are used are read."""
+    return np.asarray(np.load(path, mmap_mode="r"))

@@ -1,0 +1,183 @@
+"""The images of a folder of documents: their places among tokens, and the places of their bytes.
+
+Each column of the table is an array in a file. Pixels are read in `longspan.corpus`.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from longspan.data.arrays import GrowingArray, map_array
+
+_COLUMNS = {
+    "document": "<i8",
+    "start": "<i4",
+    "stop": "<i4",
+    "rows": "<i4",
+    "time": "<i4",
+    "height": "<i4",
+    "width": "<i4",
+    "number": "<i4",
+    "bytes": "<i8",
+    "modified_ns": "<i8",
+    "position": "<i8",
+    "among": "<i4",
+    "frame": "<i4",
+    "seconds": "<f8",
+}
+_PATHS, _ENDS = "image_paths.jsonl", "image_paths.npy"
+_BETWEEN = "\0"  # between the paths of frames, which cannot contain it
+
+Stamp = tuple[int, int]  # bytes of a file, and its time of change in ns
+
+
+class SampleImage(NamedTuple):
+    """An image of a document: `rows` placeholders, the first at `start` and the last before `stop`.
+
+    `grid` is the grid of its patches (0, 0, 0: it has none). `number` counts the images of its row from 0. Its bytes
+    are in the file `path`, or in the row if that is empty; `bytes` and `modified_ns` are the file's size and time of
+    change when it was read. The conversation or text has `among` images, this one included.
+
+    A group of frames of a video is a SampleImage too: `number` counts the videos of the row, `frame` is the first frame
+    of the group, `path` joins the paths of its frames (`join_paths`), and `seconds` is the time from one group to the
+    next. For an image `frame` is −1.
+    """
+
+    start: int
+    stop: int
+    rows: int
+    grid: tuple[int, int, int]
+    number: int
+    path: str
+    bytes: int
+    modified_ns: int
+    among: int = 1
+    frame: int = -1
+    seconds: float = 0.0
+
+
+class PlacedImage(NamedTuple):
+    """An image of document number `document`, whose row is at `position` of its file."""
+
+    document: int
+    image: SampleImage
+    position: int
+
+
+class ImageWriter:
+    """Writes the files of a folder's images from their beginnings to their ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self._columns = {name: GrowingArray(_file(folder, name), dtype) for name, dtype in _COLUMNS.items()}
+        self._paths, self._ends = (folder / _PATHS).open("wb"), GrowingArray(folder / _ENDS, "<i8")
+
+    def append(self, images: Sequence[PlacedImage], documents: int) -> None:
+        """Write the images of further documents; `documents` is how many are written already."""
+        rows = [_row(placed, documents) for placed in images]
+        for number, column in enumerate(self._columns.values()):
+            column.append(np.array([row[number] for row in rows]))
+        for placed in images:
+            self._paths.write(json.dumps(placed.image.path).encode() + b"\n")
+            self._ends.append(np.array([self._paths.tell()]))
+
+    @property
+    def count(self) -> int:
+        """How many images there are."""
+        return self._ends.count
+
+    def close(self) -> None:
+        """Complete the files."""
+        for column in (*self._columns.values(), self._ends):
+            column.close()
+        self._paths.close()
+
+
+class ImageTable:
+    """The images of a folder of documents, in the order of documents and of their places; the files are mapped."""
+
+    def __init__(self, folder: Path) -> None:
+        self._ends = map_array(folder / _ENDS)
+        self._columns: dict[str, npt.NDArray[Any]] = {name: map_array(_file(folder, name)) for name in _COLUMNS}
+        self._paths = np.memmap(folder / _PATHS, mode="r") if len(self._ends) else np.zeros(0, np.uint8)
+
+    @classmethod
+    def of(cls, folder: Path) -> "ImageTable | None":
+        """The images of a folder; None if it was built without images."""
+        return cls(folder) if (folder / _ENDS).is_file() else None
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def document_images(self, document: int) -> range:
+        """Return the numbers of a document's images."""
+        first, last = np.searchsorted(self._columns["document"], (document, document + 1)).tolist()
+        return range(first, last)
+
+    def __getitem__(self, number: int) -> PlacedImage:
+        at: dict[str, Any] = {name: column[number].item() for name, column in self._columns.items()}
+        document, position = at.pop("document"), at.pop("position")
+        grid = at.pop("time"), at.pop("height"), at.pop("width")
+        return PlacedImage(document, SampleImage(grid=grid, path=self.path(number), **at), position)
+
+    def path(self, number: int) -> str:
+        """The file of an image, or the joined paths of a group of frames; empty if the bytes are in a row."""
+        begin = int(self._ends[number - 1]) if number else 0
+        return str(json.loads(self._paths[begin : int(self._ends[number])].tobytes()))
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """Return one value of all images, such as `rows` or `height`."""
+        return self._columns[name]
+
+    def changes(self) -> Iterator[str]:
+        """Compare the files of images with their stamps: a phrase for each that is gone or has changed."""
+        stamps = zip(self._columns["bytes"].tolist(), self._columns["modified_ns"].tolist(), strict=True)
+        for number, stamp in enumerate(stamps):
+            path = self.path(number)
+            try:
+                if path and join_stamps(map(file_stamp, split_paths(path))) != stamp:
+                    yield f"image {display_paths(path)} has changed"
+            except OSError as error:
+                yield f"image {display_paths(path)} cannot be read ({error.strerror})"
+
+
+def join_paths(paths: Sequence[str]) -> str:
+    """Join the paths of frames to one text; empty if the bytes of a frame are in its row."""
+    return _BETWEEN.join(paths) if all(paths) else ""
+
+
+def split_paths(paths: str) -> list[str]:
+    """Split joined paths; one path is a list of one."""
+    return paths.split(_BETWEEN)
+
+
+def display_paths(paths: str) -> str:
+    """Format one path, or joined ones, for messages."""
+    return paths.replace(_BETWEEN, " or ")
+
+
+def file_stamp(path: str) -> Stamp:
+    """Return size and time of change of a file, by which a change is detected."""
+    stat = Path(path).stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
+def join_stamps(stamps: Iterable[Stamp]) -> Stamp:
+    """Join the stamps of frames to one that changes with any of them."""
+    sizes, times = zip(*stamps, strict=True)
+    return sum(sizes), sum(times) % (1 << 62)
+
+
+def _file(folder: Path, column: str) -> Path:
+    return folder / f"image_{column}.npy"
+
+
+def _row(placed: PlacedImage, documents: int) -> tuple[float, ...]:
+    """The values of an image in the order of the columns."""
+    image = placed.image
+    place = (documents + placed.document, image.start, image.stop, image.rows, *image.grid)
+    row = (*place, image.number, image.bytes, image.modified_ns, placed.position)
+    return (*row, image.among, image.frame, image.seconds)

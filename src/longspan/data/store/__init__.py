@@ -1,1 +1,0 @@
-"""Documents as arrays on disk, and what their folder records."""

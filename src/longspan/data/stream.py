@@ -1,0 +1,237 @@
+"""The endless stream of training documents: shuffled epochs of each source, interleaved by the weights of sources.
+
+The next document is of the source that is furthest behind, in tokens divided by its weight. That is the merge of the
+sources' streams by the tokens before each document over the weight. So a part of the stream is computed from how many
+documents and tokens each source gave before it, and only the beginnings of parts are kept. How documents become steps
+is in `step_order.py`.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from longspan.data.arrays import as_pickled, from_pickled
+from longspan.data.permutation import Epochs, FirstEpochs, Integers, Shuffled
+from longspan.errors import DataError, counted
+
+HELD_OUT, EPOCH, EVAL_SET = 0, 1, 2  # which of the seed's streams
+FIRST_ORDER, ORDER = 1, 3  # the order of earlier versions, which their resumed runs keep, and that of new runs
+EQUAL_CUTS = 2  # the last order that cut packs with images at equal distances
+
+
+class Mixture(NamedTuple):
+    """Several sources: the number of each document's source (ascending), and their weights."""
+
+    source_of: npt.NDArray[Any]
+    weights: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class ShuffledSource:
+    """The training documents of one source: those from `first` to `stop`, except the held-out ones."""
+
+    first: int
+    stop: int
+    held_out: Integers  # document ids, sorted
+    tokens: int  # of the documents that are trained on
+    weight: float
+    shuffled: Shuffled  # numbers of its training documents
+
+    @property
+    def documents(self) -> int:
+        """How many documents are trained on."""
+        return self.stop - self.first - len(self.held_out)
+
+    def ids(self, start: int, count: int) -> Integers:
+        """Return the ids of `count` documents of its endless stream, from place `start` on."""
+        return self._ids_by_number(self.shuffled[np.arange(start, start + count)])
+
+    def _ids_by_number(self, numbers: Integers) -> Integers:
+        """Return the ids of training documents by their numbers; held-out documents have none."""
+        before = self.held_out - self.first - np.arange(len(self.held_out))  # training documents before each
+        return self.first + numbers + np.searchsorted(before, numbers, side="right")
+
+
+def shuffled_sources(
+    lengths: npt.NDArray[Any], mixture: Mixture | None, held_out: Integers, seed: int, version: int
+) -> tuple[ShuffledSource, ...]:
+    """Return the sources of a corpus without its held-out documents (sorted); one source without a mixture.
+
+    Raises DataError for a source without documents to train on.
+    """
+    bounds, weights = np.array([0, len(lengths)]), (1.0,)
+    if mixture is not None:
+        weights = mixture.weights
+        numbers = np.arange(len(weights) + 1, dtype=mixture.source_of.dtype)  # another type would copy the array
+        bounds = np.searchsorted(mixture.source_of, numbers)
+    sources = list[ShuffledSource]()
+    for number, weight in enumerate(weights):
+        first, stop = int(bounds[number]), int(bounds[number + 1])
+        left_out = held_out[(held_out >= first) & (held_out < stop)]
+        if stop - first <= len(left_out):
+            raise DataError(
+                f"data.sources[{number}] has {counted(stop - first, 'document')}, of which data.eval_documents holds "
+                f"out {len(left_out)}: nothing is left to train on; leave the source out, or hold out fewer"
+            )
+        tokens = int(lengths[first:stop].sum(dtype=np.int64)) - int(lengths[left_out].sum(dtype=np.int64))
+        count = stop - first - len(left_out)
+        is_first = version == FIRST_ORDER
+        shuffled = FirstEpochs(count, seed, EPOCH) if is_first else Epochs(count, seed, EPOCH, number)
+        sources.append(ShuffledSource(first, stop, left_out, tokens, weight, shuffled))
+    return tuple(sources)
+
+
+_DOCUMENTS = 2**14  # about as many are in a part
+
+
+class StreamPart(NamedTuple):
+    """A run of the stream: its first place, the tokens before it, and its documents."""
+
+    first: int
+    before: int
+    ids: Integers  # (n,)
+    ends: Integers  # (n + 1,) the tokens of the first i documents of the part
+    source: Integers  # (n,) the number of each document's source
+
+
+class _Mark(NamedTuple):
+    """How many documents and tokens each source gave before a part."""
+
+    documents: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+class DocumentStream:
+    """The endless stream of documents, indexed by place or by token.
+
+    >>> DocumentStream(lengths, sources).at(0).ids[:2]      # the first two documents
+    array([40, 17])
+
+    Parts are computed one after the other, and their beginnings are kept: some bytes for 16,384 documents. A stream
+    pickles without the arrays that are in files.
+    """
+
+    def __init__(self, lengths: npt.NDArray[Any], sources: Sequence[ShuffledSource]) -> None:
+        self.lengths, self.sources = lengths, tuple(sources)
+        rates = [source.weight * source.documents / source.tokens for source in sources]  # of documents
+        self._counts = [max(1, int(_DOCUMENTS * rate / sum(rates))) for rate in rates]
+        self._marks, self._places, self._tokens = [_Mark((0,) * len(sources), (0,) * len(sources))], [0], [0]
+        self._part = lru_cache(maxsize=2)(self._make_part)
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return as_pickled(self.lengths), self.sources
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        lengths, sources = state
+        self.__init__(from_pickled(lengths), sources)
+
+    @property
+    def documents(self) -> int:
+        """How many documents are trained on."""
+        return sum(source.documents for source in self.sources)
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of these documents."""
+        return sum(source.tokens for source in self.sources)
+
+    def at(self, place: int) -> StreamPart:
+        """Return the part that contains a place."""
+        while self._places[-1] <= place:
+            self._part(len(self._marks) - 1)
+        return self._part(bisect_right(self._places, place) - 1)
+
+    def at_token(self, token: int) -> StreamPart:
+        """Return the part that contains a token."""
+        while self._tokens[-1] <= token:
+            self._part(len(self._marks) - 1)
+        return self._part(bisect_right(self._tokens, token) - 1)
+
+    def after(self, part: StreamPart) -> StreamPart:
+        """Return the part that follows another."""
+        return self.at(part.first + len(part.ids))
+
+    def tokens_of_sources(self, ids: Integers, tokens: Integers) -> list[int]:
+        """Sum tokens of documents by source."""
+        of_source = np.searchsorted([source.first for source in self.sources], ids, side="right") - 1
+        return np.bincount(of_source, weights=tokens, minlength=len(self.sources)).astype(np.int64).tolist()
+
+    def place_after(self, epochs: float) -> int:
+        """Return the first place before which every source gave each of its documents `epochs` times."""
+        needed = [_ceil(epochs * source.documents) for source in self.sources]
+        if len(needed) == 1 or not any(needed):
+            return sum(needed)
+        number = 0
+        while any(map(int.__lt__, self._marks[number].documents, needed)):
+            number += 1
+            if number == len(self._marks):
+                self._part(number - 1)
+        part, before = self._part(number - 1), self._marks[number - 1].documents
+        return part.first + max(
+            int(np.flatnonzero(part.source == source)[count - had - 1]) + 1
+            for source, (had, count) in enumerate(zip(before, needed, strict=True))
+            if count > had
+        )
+
+    def tokens_before(self, place: int) -> int:
+        """Return the tokens of all documents before a place."""
+        part = self.at(place)
+        return part.before + int(part.ends[place - part.first])
+
+    def _make_part(self, number: int) -> StreamPart:
+        """Merge documents of all sources, until the first source has given all of its candidates."""
+        mark = self._marks[number]
+        runs = [self._run(source, mark) for source in range(len(self.sources))]
+        shares = [run.tokens / source.weight for run, source in zip(runs, self.sources, strict=True)]
+        until = min(share[-1] for share in shares)
+        taken = [int(np.searchsorted(share, until)) for share in shares]
+        order = np.argsort(_join(shares, taken), kind="stable")
+        ids = _join([run.ids for run in runs], taken)[order]
+        part = StreamPart(
+            self._places[number],
+            self._tokens[number],
+            ids,
+            self._ends(ids),
+            np.repeat(np.arange(len(runs)), taken)[order],
+        )
+        if number == len(self._marks) - 1:
+            documents = (had + new for had, new in zip(mark.documents, taken, strict=True))
+            tokens = (int(run.tokens[new]) for run, new in zip(runs, taken, strict=True))
+            self._keep(_Mark(tuple(documents), tuple(tokens)))
+        return part
+
+    def _keep(self, mark: _Mark) -> None:
+        self._marks.append(mark)
+        self._places.append(sum(mark.documents))
+        self._tokens.append(sum(mark.tokens))
+
+    def _run(self, source: int, mark: _Mark) -> "_Run":
+        ids = self.sources[source].ids(mark.documents[source], self._counts[source])
+        return _Run(ids, mark.tokens[source] + self._ends(ids))
+
+    def _ends(self, ids: Integers) -> Integers:
+        ends = np.zeros(len(ids) + 1, dtype=np.int64)
+        np.cumsum(self.lengths[ids], out=ends[1:])
+        return ends
+
+
+class _Run(NamedTuple):
+    """Documents of one source, and the source's tokens before each of them and after the last."""
+
+    ids: Integers
+    tokens: Integers
+
+
+def _join(arrays: Sequence[npt.NDArray[Any]], taken: Sequence[int]) -> npt.NDArray[Any]:
+    """Concatenate the first values of each array, as many as are taken of it."""
+    return np.concatenate([array[:count] for array, count in zip(arrays, taken, strict=True)])
+
+
+def _ceil(documents: float) -> int:
+    """Round up a product of a fraction and a count; rounding errors of the product do not count."""
+    return int(np.ceil(round(documents, 6)))
