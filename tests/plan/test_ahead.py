@@ -17,9 +17,8 @@ import pytest
 
 from longspan.errors import LongspanError, PlanError
 from longspan.plan import Plan
-from longspan.plan.ahead.plan_ahead import PlanAhead
-from longspan.plan.ahead.planning import PlannerError
-from longspan.plan.ahead.warm_start import WarmStart
+from longspan.plan.plan_ahead import PlanAhead, WarmStart
+from longspan.plan.planning import PlannerError
 from longspan.testing import run_ranks
 from tests.plan import planners
 
@@ -224,7 +223,7 @@ def test_a_daemonic_process_may_plan_ahead() -> None:
 
 _SCRIPT = """
 import os, sys, time
-from longspan.plan.ahead.plan_ahead import PlanAhead
+from longspan.plan.plan_ahead import PlanAhead
 from tests.plan import planners
 
 def planner(step):
@@ -233,7 +232,7 @@ def planner(step):
 def main():
     print("rank", os.environ.get("RANK"), flush=True)
     with PlanAhead({planner}, ahead=1) as plans:
-        print(plans.plan(2) == planners.plan_step(2), plans._planning._process.pid, flush=True)
+        print(plans.plan(2) == planners.plan_step(2), plans._planning.pid, flush=True)
         {end}
 
 {guard}
@@ -322,4 +321,4 @@ def test_a_first_step_that_cannot_be_planned_leaves_its_block_cold() -> None:
 
 def _pid(plans: PlanAhead) -> int:
     assert plans._planning is not None
-    return plans._planning._process.pid
+    return plans._planning.pid

@@ -10,14 +10,11 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions, lower_bound_seconds, predicted_seconds
 from longspan.plan.dynamic.degrees import Anchoring, DegreeTable
-from longspan.plan.dynamic.draft import Bins, LeastLoaded, step_seconds
+from longspan.plan.dynamic.draft import Bins, LeastLoaded, divide, step_seconds
 from longspan.plan.dynamic.few_documents import plan_few
-from longspan.plan.dynamic.grouping import divide
-from longspan.plan.dynamic.lockstep import make_draft
+from longspan.plan.dynamic.lockstep import Effort, Search, Settings, make_draft
 from longspan.plan.dynamic.planner import _lockstep
-from longspan.plan.dynamic.problem import Problem
-from longspan.plan.dynamic.search import Effort, Search, Settings
-from longspan.plan.dynamic.slots import FreeSlots, runs
+from longspan.plan.dynamic.problem import FreeSlots, Problem, runs
 from longspan.plan.planners.request import Request
 from longspan.plan.simulate.distributions import sample_lengths
 

@@ -3,6 +3,7 @@
 The store that they share is started here too.
 """
 
+import multiprocessing
 import os
 import pickle
 import signal
@@ -10,17 +11,70 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from multiprocessing import connection
+from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspan.errors import CommError
-from longspan.launch.fork_server import start_fork_server
 from longspan.launch.rank_process import DEAD_KEY, READY, Answer, Descriptor, Spec, State, Task, rank_main
 from longspan.launch.stop_signals import blocked
+from longspan.launch.worker import describe_end
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
+
+
+# Imported once, by the fork server; a module that cannot be imported is left out.
+PRELOAD: tuple[str, ...] = (
+    "__main__",
+    "torch",
+    "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "transformers",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.llama.modeling_llama",
+    "longspan.comm.world",
+    "longspan.comm.shard",
+    "longspan.attention",
+    "longspan.model.prepare_model",
+    "longspan.train.step",
+    "longspan.run.loop",
+)
+
+
+def start_fork_server() -> ForkServerContext:
+    """Start the fork server if it does not run; it imports in the background while this process imports torch.
+
+    What it imports may ask torch for GPUs, which makes CUDA unusable in everything forked from it unless torch asks the
+    driver's management library (PYTORCH_NVML_BASED_CUDA_CHECK, torch 2.11 to 2.13).
+
+    It gets no SIGINT and SIGTERM, which a supervisor may send to all processes of a command: it ends with its launcher.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["longspan.launch.no_collections", *PRELOAD])
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    resource_tracker.ensure_running()  # starting it, Python (3.11 to 3.13) unblocks the signals
+    try:
+        with blocked():
+            forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+    return context
+
+
+def kill_fork_server() -> None:
+    """End the fork server, which may be importing still; the next `start_fork_server` starts another."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+        server._stop()
 
 
 def start_store_server() -> Any:
@@ -62,7 +116,7 @@ class LocalRank:
             self.answer = pickle.loads(self.pipe.recv_bytes())
         except EOFError:
             self.process.join()
-            self.death, self.killed_by = _end_of(self.process.exitcode), -min(0, self.process.exitcode or 0)
+            self.death, self.killed_by = _describe_death(self.process.exitcode), -min(0, self.process.exitcode or 0)
         self.waiting = False
 
     def send(self, task: Task) -> None:
@@ -225,12 +279,10 @@ class LocalRanks:
             rank.process.close()
 
 
-def _end_of(code: int | None) -> str:
+def _describe_death(code: int | None) -> str:
     if code is not None and code < 0:
-        names = {s.value: s.name for s in signal.Signals}
-        why = ", as Linux does where memory runs out" if -code == signal.SIGKILL else ""
-        return f"was killed by signal {-code} ({names.get(-code, 'unknown')}){why}"
-    return f"left with exit code {code} before it answered"
+        return describe_end(code) + (", as Linux does where memory runs out" if -code == signal.SIGKILL else "")
+    return f"{describe_end(code)} before it answered"
 
 
 def _dump(folder: Path, index: int) -> str:

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from longspan.errors import CommError
 from longspan.launch.stop_signals import unblocked
+from longspan.launch.worker import pickle_error
 
 READY = b"ready"  # a rank that takes tasks says so once nothing is left of the one before
 DEAD_KEY = "longspan/dead/"  # the launcher writes here, under the rank, how a rank died
@@ -192,9 +193,4 @@ def _failure(error: BaseException) -> Answer:
     text = "".join(traceback.format_exception(error))
     summary = f"{type(error).__name__}: {error}".strip()
     consequence = bool(getattr(error, "seen_from_outside", False))
-    try:
-        pickled = pickle.dumps(error)
-        pickle.loads(pickled)
-    except Exception:
-        pickled = None
-    return Answer(False, pickled, text, summary[:2000], consequence)
+    return Answer(False, pickle_error(error), text, summary[:2000], consequence)

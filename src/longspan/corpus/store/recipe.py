@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from longspan.corpus.store.document_encoder import DocumentEncoder
-from longspan.corpus.store.workers import cores
 from longspan.data.store.sources import CorpusFile, Source
+from longspan.launch.launch import usable_cores
 
 if TYPE_CHECKING:
     from longspan.corpus.rows.encoding import RowEncoding
@@ -70,4 +70,4 @@ class Recipe:
         size = sum(source.bytes for source in self.sources)
         small = min(_IN_PROCESS_BYTES.get(encoding.kind, 4 << 20) for encoding in self.encodings)
         small = min(small, _WITH_PIXELS_BYTES) if self.checks_pixels else small
-        return 1 if size <= small else self.workers or cores()
+        return 1 if size <= small else self.workers or usable_cores()

@@ -1,9 +1,18 @@
-"""What a model's steps cost where nobody has measured them: on H200s, and with layers that run forward twice."""
+"""Where the Cost of a model comes from: a file of measured constants, H200s as measured, CPUs by orders of magnitude.
 
+`with_recomputation` and `with_spans` change a cost for layers that run forward twice, and for rows of images that see
+each other.
+"""
+
+import json
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from longspan.plan.cost.cost import Cost
+from longspan.errors import ConfigError, LongspanError, PlanError
+from longspan.plan.cost.cost import DEFAULT_COST, Cost
+from longspan.plan.cost.model_flops import later_pairs
 from longspan.plan.cost.model_shape import ModelShape
 
 # What H200s sustain (bench/records/step-analysis.md): attention's kernels, and all else of a step together: layers,
@@ -101,3 +110,58 @@ def with_recomputation(
         states=cost.states and cost.states.recomputed(share),
         forward=forward,
     )
+
+
+def with_spans(cost: Cost, config: Any, spans: Iterable[int], tokens: int) -> Cost:
+    """A model's cost for documents of `tokens` rows in all, of which spans of so many rows see each other.
+
+    >>> cost = with_spans(cost, "gemma-3-4b-it/config.json", [256] * 64, 32768)  # doctest: +SKIP
+
+    Pairs count at the rate of attention, in the mean over rows: 256 rows of an image take Gemma 3 (4B) 0.4% more than
+    as many of text. Of models whose images do not see each other, and of those that no configuration prices, it is the
+    cost itself.
+    """
+    try:
+        shape = ModelShape.of(config)
+    except PlanError:
+        return cost
+    full = shape.layers - shape.window_layers - shape.chunk_layers
+    if not (shape.span_layers and full and tokens):
+        return cost
+    pair_seconds = 2 * cost.attention_seconds / full  # causal attention over L rows has L² / 2 pairs
+    added = shape.span_layers * pair_seconds * later_pairs(spans) / tokens
+    forward = cost.forward and with_spans(cost.forward, config, spans, tokens)
+    return replace(cost, linear_seconds=cost.linear_seconds + added, forward=forward)
+
+
+def read_cost(file: str, key: str) -> Cost:
+    """The cost in a JSON file, or the default where `file` is empty; `key` is what names the file, for messages.
+
+    >>> read_cost("", "--cost") == Cost()
+    True
+
+    Raises ConfigError for a file that holds none, for a folder too.
+    """
+    if not file:
+        return DEFAULT_COST
+    try:
+        values = json.loads(Path(file).read_text(encoding="utf-8"))
+        return replace(_fill_exchange_bytes(Cost.from_json(values), values), source=file)
+    except (OSError, ValueError, TypeError, LongspanError) as error:
+        raise ConfigError(
+            f"{key} {file} {_fault(error)}; give the file that `longspan bench calibrate --out FILE.json` writes for "
+            "this machine"
+        ) from error
+
+
+def _fill_exchange_bytes(cost: Cost, values: dict[str, Any]) -> Cost:
+    """A file without `exchange_bytes` is taken for one of four query heads to a key/value head, as in the default."""
+    if "exchange_bytes" in values or "ring_bytes" not in values:
+        return cost
+    return replace(cost, exchange_bytes=cost.ring_bytes / DEFAULT_COST.ring_bytes * DEFAULT_COST.exchange_bytes)
+
+
+def _fault(error: Exception) -> str:
+    if isinstance(error, IsADirectoryError):
+        return "is a folder"
+    return f"holds no cost: {error.strerror if isinstance(error, OSError) else error}"

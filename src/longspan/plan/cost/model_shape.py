@@ -9,16 +9,20 @@ from typing import Any, NamedTuple
 
 from longspan.errors import PlanError
 from longspan.plan.cost.config_reader import ConfigReader
-from longspan.plan.cost.layer_kinds import (
+from longspan.plan.cost.layers import (
     ATTENTION,
     MIXING,
     LayerKind,
+    Weights,
+    attention_weights,
+    feed_forward_weights,
     kinds_of_depth,
+    latent,
     layer_kinds,
     layer_types,
+    widths_of,
     window_of,
 )
-from longspan.plan.cost.layer_weights import Weights, attention_weights, feed_forward_weights, latent, widths_of
 from longspan.plan.cost.mixer_shape import MixerShape, mixer_kind, mixer_of
 
 SEEN_BY_IMAGES = ("gemma3", "shieldgemma2")  # families in whose every layer tokens of an image see each other

@@ -10,10 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longspan.plan.dynamic.draft import step_seconds
-from longspan.plan.dynamic.grouping import micro_batch_of
-from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, Floats, Ints, Problem
-from longspan.plan.dynamic.slots import FreeSlots, slots_of
+from longspan.plan.dynamic.draft import micro_batch_of, step_seconds
+from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, Floats, FreeSlots, Ints, Problem, slots_of
 from longspan.plan.micro_batch import MicroBatch
 from longspan.plan.planners.bin_packing import spread
 

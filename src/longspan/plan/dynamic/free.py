@@ -9,10 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longspan.plan.dynamic.draft import Anchor, Bins, Draft, LeastLoaded
-from longspan.plan.dynamic.grouping import Division, divide
-from longspan.plan.dynamic.problem import Floats, Ints, Problem
-from longspan.plan.dynamic.slots import Parts
+from longspan.plan.dynamic.draft import Anchor, Bins, Division, Draft, LeastLoaded, divide
+from longspan.plan.dynamic.problem import Floats, Ints, Parts, Problem
 from longspan.plan.planners.bin_packing import first_fit
 
 GOALS = (1.003, 1.01, 1.02)  # when lanes should end, against the mean work of a slot

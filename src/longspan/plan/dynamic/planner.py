@@ -7,13 +7,11 @@ from typing import Literal, Unpack
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan.check import check_choice, check_count
-from longspan.plan.dynamic.draft import step_seconds
+from longspan.plan.dynamic.draft import divide, longest_first, micro_batches, step_seconds
 from longspan.plan.dynamic.few_documents import plan_few
 from longspan.plan.dynamic.free import plan_free
-from longspan.plan.dynamic.grouping import divide, longest_first, micro_batches
-from longspan.plan.dynamic.problem import Ints, Problem
-from longspan.plan.dynamic.search import Effort, Settings, search, warm_starts
-from longspan.plan.dynamic.slots import DegreeSet
+from longspan.plan.dynamic.lockstep import Effort, Settings, search, warm_starts
+from longspan.plan.dynamic.problem import DegreeSet, Ints, Problem
 from longspan.plan.micro_batch import MicroBatch
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import Packer

@@ -9,9 +9,89 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from longspan.errors import PlanError
+from longspan.layout import Layout
 from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.model_cost import CPU_TFLOPS, H200_ATTENTION_TFLOPS, H200_SOURCE
+from longspan.plan.dynamic.planner import plan_dynamic
+from longspan.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class EncoderLoad:
+    """Predicted seconds of images dealt to all slots by their cost, and the busiest slot's work over the mean.
+
+    `replicated_seconds`: of every slot encoding all images of its groups' documents, micro-batch by micro-batch.
+    """
+
+    seconds: float
+    balance: float
+    replicated_seconds: float
+
+    @classmethod
+    def of(
+        cls, plan: Plan, images: Sequence[Sequence[int]], cost: Cost, *, max_rows: int | None = None
+    ) -> "EncoderLoad":
+        """The load of these images: rows of each, by document of the plan; waves hold `max_rows` of a slot.
+
+        >>> load = EncoderLoad.of(plan, [[256] * 16] * len(plan.lengths), shape.cost())  # doctest: +SKIP
+        """
+        rows, home = [count for of_document in images for count in of_document], Layout(plan.slots)
+        waves = plan_dynamic(rows, home, max_tokens_per_slot=max_rows, max_cp=1, cost=cost, effort="fast")
+        work = waves.timeline().busy.sum(0)
+        alone = [float(sum(cost.work_seconds(n, n * n) for n in of_document)) for of_document in images]
+        return cls(waves.predicted_seconds, float(work.max() / work.mean()), _replicated(plan, alone, cost))
+
+
+def _replicated(plan: Plan, alone: Sequence[float], cost: Cost) -> float:
+    """The slowest slot of each micro-batch, as these wait for each other; `alone` are documents' images on one slot."""
+    seconds = 0.0
+    for batch in plan.micro_batches:
+        work = [0.0] * plan.slots
+        for group in batch.groups:
+            for slot in group.slots:
+                work[slot] += sum(alone[document] for document in group.documents)
+        seconds += max(work) + cost.micro_batch_seconds * any(work)
+    return seconds
+
+
+def encoder_cost(
+    weights: int,
+    width: int,
+    full_layers: int,
+    *,
+    window_layers: int = 0,
+    window: int = 0,
+    patches_per_row: int = 1,
+    flops_per_second: float = 4e14,
+    wave_seconds: float = 2e-3,
+) -> Cost:
+    """The cost of an encoder whose patches see each other, forward and backward, for `Encoder(cost=…)`.
+
+    `weights` are the parameters that every patch goes through, `width` the query width (heads × head size).
+    `full_layers` let all patches of an item see each other, `window_layers` those of windows of `window` patches (an
+    encoder of windows alone has a cost that grows with the rows and no more). `patches_per_row` patches are merged into
+    one row of the language model (4 for a 2 × 2 merger). Raises PlanError for negative numbers, and for layers with
+    windows without a window.
+
+    >>> cost = encoder_cost(600_000_000, 1280, 4, window_layers=28, window=64, patches_per_row=4)
+    """
+    counts = {"weights": weights, "width": width, "full_layers": full_layers, "window_layers": window_layers}
+    if wrong := [name for name, value in counts.items() if value < 0]:
+        raise PlanError(f"{wrong[0]} is {counts[wrong[0]]}; give a count of at least 0")
+    if window_layers and window < 1:
+        raise PlanError(f"{window_layers} layers attend in windows, but window is {window}; give its patches")
+    if patches_per_row < 1:
+        raise PlanError(f"patches_per_row is {patches_per_row}; give at least 1")
+    pair = 14 * width  # FLOPs: 4 forward and 10 backward for each feature of a query and a key
+    linear = patches_per_row * (6 * weights + pair * window_layers * window)
+    return Cost(
+        linear_seconds=linear / flops_per_second,
+        attention_seconds=full_layers * pair * patches_per_row**2 / flops_per_second,
+        micro_batch_seconds=wave_seconds,
+        source="an encoder",
+    )
+
 
 Trained = Literal["all", "projector", "none"]
 Grid = tuple[int, int, int]

@@ -20,7 +20,7 @@ from longspan.model.hf_folder import weight_files
 from longspan.model.multimodal.multimodal_model import language_model_of
 from longspan.model.seams.randomness import refuse_randomness
 from longspan.plan import Cost
-from longspan.plan.cost.spans import with_spans
+from longspan.plan.cost.model_cost import with_spans
 from longspan.run.evaluations.open_sets import with_rows
 from longspan.run.set_up.data import RunData, open_data
 from longspan.run.set_up.model import prepared_for

@@ -8,10 +8,47 @@ from collections.abc import Callable
 from types import TracebackType
 
 from longspan.errors import LongspanError, PlanError
-from longspan.plan.ahead.planning import Planning
-from longspan.plan.ahead.process import StepRequest, checked
 from longspan.plan.check import check_count
 from longspan.plan.plan import Plan
+from longspan.plan.planning import Planning, StepRequest, check_is_plan
+
+
+class WarmStart:
+    """A planner for `PlanAhead` that warm-starts, with plans that still depend on the step alone.
+
+    >>> def plan_step(step, warm):  # doctest: +SKIP
+    ...     return plan_dynamic(lengths_of(step), home, max_tokens_per_slot=8192, warm=warm)
+    >>> planner = WarmStart(plan_step, every=64)  # doctest: +SKIP
+
+    The rule: steps go in blocks of `every`. The first step of a block is planned cold (`warm` is None); its plan
+    warm-starts every other step of its block, and nothing else does. So a plan depends on its step and on the first
+    step of its block, not on which steps were planned before: a run that goes on in the middle of a block plans the
+    block's first step once more. A first step that cannot be planned leaves its block cold.
+
+    `plan_step(step, warm)` must be a pure function.
+    """
+
+    def __init__(self, plan_step: Callable[[int, Plan | None], Plan], *, every: int) -> None:
+        self.every = check_count("every", every)
+        self._plan_step = plan_step
+        self._found: tuple[int, Plan | None] | None = None  # the first step of the block at hand, and its plan
+
+    def __call__(self, step: int) -> Plan:
+        """The plan of a step."""
+        first = step - step % self.every
+        if step == first:
+            plan = self._plan_step(step, None)
+            self._found = (first, plan)
+            return plan
+        if self._found is None or self._found[0] != first:
+            self._found = (first, self._first_plan(first))
+        return self._plan_step(step, self._found[1])
+
+    def _first_plan(self, first: int) -> Plan | None:
+        try:
+            return self._plan_step(first, None)
+        except LongspanError:
+            return None
 
 
 class PlanAhead:
@@ -58,9 +95,9 @@ class PlanAhead:
             self._window = range(step, step)
         planning, first_missing = self._open_planning(), self._window.stop
         self._window = range(step, step + 1 + self.ahead)
-        planning.keep(self._generation, self._window)
+        planning.keep_window(self._generation, self._window)
         for following in range(first_missing, self._window.stop):
-            planning.ask(StepRequest(self._generation, following))
+            planning.request(StepRequest(self._generation, following))
 
     def plan(self, step: int) -> Plan:
         """The plan of this step, waited for if need be; the plans of the next steps are begun.
@@ -70,7 +107,7 @@ class PlanAhead:
         self.start(step)
         if not self.ahead:
             return self._inline(step)
-        return self._open_planning().take(StepRequest(self._generation, step))
+        return self._open_planning().wait_for_plan(StepRequest(self._generation, step))
 
     def plan_if_made(self, step: int) -> Plan | None:
         """The plan of a coming step, without waiting for it: None where it is not made yet, or could not be.
@@ -83,7 +120,7 @@ class PlanAhead:
                 return self._inline(step)
             except LongspanError:
                 return None
-        return self._open_planning().answered(StepRequest(self._generation, step))
+        return self._open_planning().plan_if_made(StepRequest(self._generation, step))
 
     def close(self) -> None:
         """End the planning process."""
@@ -93,11 +130,11 @@ class PlanAhead:
 
     def _inline(self, step: int) -> Plan:
         if self._made_inline is None or self._made_inline[0] != step:
-            self._made_inline = (step, checked(self._planner(step), step))
+            self._made_inline = (step, check_is_plan(self._planner(step), step))
         return self._made_inline[1]
 
     def _open_planning(self) -> "Planning":
         if self._planning is None:
             raise PlanError("plans are made ahead inside a with block: with PlanAhead(planner) as plans: …")
-        self._planning.check_process()
+        self._planning.check_owner()
         return self._planning
