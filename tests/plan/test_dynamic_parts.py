@@ -12,7 +12,7 @@ from longspan.plan import Cost, PlanOptions, lower_bound_seconds, predicted_seco
 from longspan.plan.dynamic.degrees import Anchoring, DegreeTable
 from longspan.plan.dynamic.draft import Bins, LeastLoaded, divide, step_seconds
 from longspan.plan.dynamic.few_documents import plan_few
-from longspan.plan.dynamic.lockstep import Effort, Search, Settings, make_draft
+from longspan.plan.dynamic.lockstep import DraftSettings, Effort, Search, make_draft
 from longspan.plan.dynamic.planner import _lockstep
 from longspan.plan.dynamic.problem import FreeSlots, Problem, runs
 from longspan.plan.planners.request import Request
@@ -131,7 +131,7 @@ def test_the_longest_document_decides_how_short_a_micro_batch_can_be() -> None:
 @pytest.mark.parametrize("name", ["lognorm", "files", "expo"])
 def test_a_draft_follows_the_durations_that_are_wanted(name: str) -> None:
     search = Search(problem(sample_lengths(name, 16 * 32768, longest=65536).tolist(), 16))
-    search.attempt(Settings(np.array([0.4, 0.3, 0.2, 0.15]), Anchoring(0.5, 0.4)))
+    search.attempt(DraftSettings(np.array([0.4, 0.3, 0.2, 0.15]), Anchoring(0.5, 0.4)))
     assert search.best is not None and search.best.durations[1] > 1.3 * search.best.durations[3]
 
 
@@ -197,9 +197,9 @@ def test_a_division_holds_the_cap_and_is_no_slower_than_sharing_all(name: str, l
 def test_a_sample_is_a_problem_of_the_same_kind() -> None:
     mine = problem(sample_lengths("expo", 1024 * 32768).tolist(), 1024)
     small = mine.sample()
-    assert (mine.sampled, small.request.slots, len(small.blocks)) == (4, 256, 32)
+    assert (mine.sample_factor, small.request.slots, len(small.blocks)) == (4, 256, 32)
     assert small.mean_seconds == pytest.approx(mine.mean_seconds, rel=0.02)
-    assert problem([1000000, 5], 1024).sampled == 1
+    assert problem([1000000, 5], 1024).sample_factor == 1
 
 
 def test_the_strong_bound_knows_what_caps_and_least_degrees_cost() -> None:

@@ -1,6 +1,6 @@
 """The ranks of one launch: fresh processes from the fork server, what each of them answered, and how one ended.
 
-The store that they share is started here too.
+The fork server and the store that the ranks share are started here too. What a rank does is in `rank_process.py`.
 """
 
 import multiprocessing
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from longspan.errors import CommError
 from longspan.launch.rank_process import DEAD_KEY, READY, Answer, Descriptor, Spec, State, Task, rank_main
-from longspan.launch.stop_signals import blocked
+from longspan.launch.stop_signals import block_signals
 from longspan.launch.worker import describe_end
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def start_fork_server() -> ForkServerContext:
     os.environ[name] = "1"
     resource_tracker.ensure_running()  # starting it, Python (3.11 to 3.13) unblocks the signals
     try:
-        with blocked():
+        with block_signals():
             forkserver.ensure_running()
     finally:
         if before is None:
@@ -85,7 +85,7 @@ def start_store_server() -> Any:
 
 
 def torchrun_variables(n: int, port: int, threads: int) -> dict[str, str]:
-    """The environment of n ranks on this machine, but for RANK and LOCAL_RANK."""
+    """The environment of n ranks on this machine, except RANK and LOCAL_RANK."""
     variables = {
         "WORLD_SIZE": n,
         "LOCAL_WORLD_SIZE": n,
@@ -152,7 +152,8 @@ class LocalRanks:
         """Start every rank."""
         self.ranks = self._all
         for index in range(self._n):
-            with blocked() if index else nullcontext():  # the first waits for the fork server, and may be interrupted
+            # The first waits for the fork server, and may be interrupted.
+            with block_signals() if index else nullcontext():
                 self._start(index)
 
     def _start(self, index: int) -> None:
@@ -233,7 +234,7 @@ class LocalRanks:
             self.failed, key=lambda rank: 0 if rank.death else 2 if rank.answer and rank.answer.consequence else 1
         )
 
-    def ended_by(self, signals: Sequence[int]) -> bool:
+    def was_ended_by(self, signals: Sequence[int]) -> bool:
         """Whether these signals, which were sent to the ranks, are why they failed."""
         if not signals or not self.failed:
             return False
@@ -244,7 +245,7 @@ class LocalRanks:
         for rank in running:
             rank.process.join(0)
             if rank.process.exitcode is None and rank.process.pid is not None:
-                os.kill(rank.process.pid, signal.SIGUSR2)  # the rank's faulthandler writes where it is
+                os.kill(rank.process.pid, signal.SIGUSR2)  # the rank's faulthandler dumps its stack
         deadline = time.monotonic() + 3
         while time.monotonic() < deadline and not all(_dump(self.folder, rank.index) for rank in running):
             time.sleep(0.05)

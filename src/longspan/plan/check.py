@@ -20,13 +20,13 @@ def check_count(name: str, value: object, *, least: int = 1) -> int:
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Raise PlanError where the value is none of the choices."""
+    """Raise PlanError if the value is none of the choices."""
     if value not in choices:
         raise PlanError(f"{name} is {value!r}; use one of {', '.join(choices)}")
 
 
 def check_size(documents: int, longest: int) -> None:
-    """Raise PlanError where sums of squared lengths might not fit 63 bits, in which work is counted."""
+    """Raise PlanError if sums of squared lengths might not fit 63 bits, in which work is counted."""
     most = (2**63 - 1) // max(1, longest) ** 2
     if documents > most:
         raise PlanError(
@@ -36,7 +36,7 @@ def check_size(documents: int, longest: int) -> None:
 
 
 def check_comm_types(cp_comm_type: str | Sequence[str]) -> tuple[str, ...]:
-    """The types named, one per layer or one for all, if they are known."""
+    """Return the types, one for each layer or one for all, if all are types that exist."""
     types = (cp_comm_type,) if isinstance(cp_comm_type, str) else tuple(cp_comm_type)
     if not types:
         raise PlanError("cp_comm_type is an empty list; give one type, or one for each layer")
@@ -47,7 +47,7 @@ def check_comm_types(cp_comm_type: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def check_hierarchy(types: Iterable[str], sizes: Sequence[int] | None, degree: int) -> None:
-    """Raise PlanError where a layer uses a2a+p2p and the two sizes are missing or do not multiply to the degree."""
+    """Raise PlanError if a layer uses a2a+p2p and the two sizes are missing or do not multiply to the degree."""
     if "a2a+p2p" not in types:
         return
     if sizes is None or len(sizes) != 2:
@@ -65,5 +65,5 @@ def check_hierarchy(types: Iterable[str], sizes: Sequence[int] | None, degree: i
 
 
 def heads_allow(degree: int, heads: int | None, types: Iterable[str], tp: int = 1) -> bool:
-    """Whether so many query heads (None: not known) can be dealt to a group under `a2a`, where a layer uses it."""
+    """Whether so many query heads (None: unknown) can be divided among a group, if a layer uses `a2a`."""
     return heads is None or degree == 1 or "a2a" not in types or heads % (degree * tp) == 0

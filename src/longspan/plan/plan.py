@@ -104,7 +104,7 @@ class Plan:
         return "\n".join([*_header(self, cost or self.cost, times), "", *_lines(self, times, limit)])
 
     def check(self) -> "Plan":
-        """Return this plan if it is sound: every document once, slots in range, caps met, known types.
+        """Return this plan if it is sound: every document once, slots in range, caps met, types that exist.
 
         Raises PlanError naming the document, slot or micro-batch, and the numbers.
         """

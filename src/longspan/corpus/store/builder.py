@@ -13,7 +13,7 @@ import numpy as np
 from longspan.corpus.formats.row_file import row_file
 from longspan.corpus.store.document_encoder import Encoded, Notes, Piece
 from longspan.corpus.store.recipe import Recipe
-from longspan.corpus.store.workers import encoded_batches
+from longspan.corpus.store.workers import encode_batches
 from longspan.data.left_out import SHORTEST, LeftOut
 from longspan.data.store.arrays import GrowingArray, GrowingCodes
 from longspan.data.store.images import ImageWriter
@@ -33,7 +33,7 @@ def build_documents(recipe: Recipe, folder: Path, log: LogLine) -> Manifest:
     folder.mkdir(parents=True)
     progress = _Progress(recipe, log)
     with _Writer(folder, recipe) as writer:
-        for batch, encoded in encoded_batches(recipe.encoder, _batches(recipe.files), recipe.processes):
+        for batch, encoded in encode_batches(recipe.encoder, _batches(recipe.files), recipe.processes):
             writer.add(encoded)
             progress.say(batch, writer)
         progress.say_all(writer)

@@ -19,12 +19,10 @@ IN_FLIGHT_BYTES = 64 << 20  # of rows that are sent and not yet taken back; more
 Batch = Sequence[Piece]
 
 
-def encoded_batches(
-    encoder: DocumentEncoder, batches: Iterable[Batch], workers: int
-) -> Iterator[tuple[Batch, Encoded]]:
-    """Each batch with its documents, in order, encoded by so many processes; by this one where it is one.
+def encode_batches(encoder: DocumentEncoder, batches: Iterable[Batch], workers: int) -> Iterator[tuple[Batch, Encoded]]:
+    """Each batch with its documents, in order, encoded by so many processes; by this one if it is one.
 
-    Raises DataError for a row that gives no document, and where a process ended.
+    Raises DataError for a row that gives no document, and if a process ended.
     """
     if workers <= 1:
         for batch in batches:

@@ -29,7 +29,7 @@ FORWARD_ALONE = "forward passes alone"
 # What forward takes of forward and backward together: 2 of 6 FLOPs for each weight; 2 of 7 products of attention; keys
 # and values go round once, of three turns (backward sends them again, and their gradients home), in one of two passes;
 # queries, keys, values and outputs are exchanged in either pass alike; and, as one kernel has two in backward, a third
-# of the launches and of the closing. A cost that was measured forward alone does not use these.
+# of the launches and of the closing. A cost with measured forward passes does not use these.
 FORWARD_SHARES = {
     "linear_seconds": 1 / 3,
     "attention_seconds": 2 / 7,
@@ -110,7 +110,7 @@ class Cost:
         return {f.name: getattr(self, f.name) for f in _constant_fields()}
 
     def forward_only(self) -> "Cost":
-        """The cost of forward passes alone, as in an evaluation: measured, or by `FORWARD_SHARES`.
+        """The cost of forward passes only, as in an evaluation: measured, or by `FORWARD_SHARES`.
 
         >>> cost = Cost().forward_only()
         >>> cost.forward_only() is cost, round(cost.micro_batch_seconds, 4)
@@ -123,7 +123,7 @@ class Cost:
         source = self.source and f"{self.source}; {FORWARD_ALONE}"
         states = self.states and self.states.forward_only()
         if self.states and self.forward and self.forward.states:  # measured, or before recomputation
-            states = self.forward.states.dealt(self.states.partition)
+            states = self.forward.states.for_partition(self.states.partition)
         return dataclasses.replace(self, **constants, source=source, passes="forward", forward=None, states=states)
 
     def under(self, cp_comm_type: str | Sequence[str], a2a_size: int = 1) -> "Cost":
@@ -135,9 +135,9 @@ class Cost:
         kinds = [cp_comm_type] if isinstance(cp_comm_type, str) else list(cp_comm_type)
         return dataclasses.replace(self, cp_comm_type=max(kinds, key=kinds.count), a2a_size=a2a_size)
 
-    def dealt(self, partition: str) -> "Cost":
-        """This cost for groups of a partition, which matters to the states of a hybrid alone."""
-        return dataclasses.replace(self, states=self.states.dealt(partition)) if self.states else self
+    def for_partition(self, partition: str) -> "Cost":
+        """This cost for groups of a partition, which matters only to the states of a hybrid."""
+        return dataclasses.replace(self, states=self.states.for_partition(partition)) if self.states else self
 
     def scaled(self, factor: float, source: str) -> "Cost":
         """The cost of a machine on which everything takes `factor` times as long."""
@@ -160,8 +160,8 @@ class Cost:
         """Seconds that a group takes of each of its slots, without `micro_batch_seconds`; arguments broadcast.
 
         `tokens` and `squares` are the sums of its documents' rows and of their squares (padding included); `inside`
-        says that all its slots share a node, and `documents`, which counts for states, how many they are. Attention
-        hides a ring's traffic, but neither that of all_gather nor the exchanges of a2a, each of which waits like one
+        is whether all its slots share a node, `documents` (which counts for states) how many they are. Attention
+        hides a ring's traffic, but neither that of all_gather nor the exchanges of a2a, which each wait like one
         step of a ring (4 x H200, packed rows, degree 4: a2a took 0.5 to 0.9 ms a layer beyond kernels and wire,
         bench/records/attention-time-packed-4xH200.md; a step is 0.6 ms there).
         """

@@ -1,6 +1,8 @@
-"""Which layers of a model attend, mix rows by a recurrence or a convolution, and visit an MLP or experts.
+"""The layers of a model: which attend, mix rows by a recurrence or a convolution, and visit an MLP or experts; and the
+weights that multiply a row in attention, an MLP or experts.
 
-Configurations say it in many ways: a list of types, indices of those that attend, a pattern of letters, an interval.
+Configurations name layers in many ways: a list of types, indices of those that attend, a pattern of letters, an
+interval. State-space layers have their weights in `mixer_shape.py`.
 """
 
 from collections.abc import Sequence
@@ -25,27 +27,27 @@ class LayerKind(NamedTuple):
 
 
 def layer_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
-    """The layers of a configuration, in order. Which types are priced is `model_shape.py`'s business."""
+    """The layers of a configuration, in order. `model_shape.py` decides which types are priced."""
     types = layer_types(read)
     count = read.count("num_hidden_layers") or len(types)
     windowed = bool(window_of(read)) and not types
-    alone = any(kind in ("mlp", "moe") for kind in types)  # attention, mixers and MLPs each are layers of their own
+    separate = any(kind in ("mlp", "moe") for kind in types)  # attention, mixers and MLPs each are layers of their own
     usual = "sliding_attention" if windowed else ATTENTION[0]
-    return tuple(_kind(read, layer, types[layer] if layer < len(types) else usual, alone) for layer in range(count))
+    return tuple(_kind(read, layer, types[layer] if layer < len(types) else usual, separate) for layer in range(count))
 
 
 def layer_types(read: ConfigReader) -> list[str]:
-    """The type of each layer by today's names; empty where the configuration says none: all attend."""
-    if (types := _said(read)) is None:
-        types = _implied(read, read.count("num_hidden_layers"))
+    """The type of each layer by today's names; empty if the configuration has none: all attend."""
+    if (types := _read_types(read)) is None:
+        types = _infer_types(read, read.count("num_hidden_layers"))
     return [_OLDER_NAMES.get(kind, kind) for kind in types]
 
 
 def types_of_depth(config: Any, types: Sequence[str]) -> list[str]:
-    """The layers of a depth of multi-token prediction behind layers of these types, where the configuration names them.
+    """The layers of a depth of multi-token prediction behind layers of these types, if the configuration names them.
 
-    Empty where it does not: a depth has a layer like the last one. Where the model has no experts an MLP stands for
-    them, and the other way round.
+    Empty if it does not: a depth has a layer like the last one. If the model has no experts an MLP stands for them, and
+    the other way round.
 
     >>> types_of_depth({"mtp_hybrid_override_pattern": "*E"}, ["linear_attention", "mlp", "full_attention"])
     ['full_attention', 'mlp']
@@ -68,22 +70,22 @@ def kinds_of_depth(read: ConfigReader) -> tuple[LayerKind, ...]:
 
 
 def window_of(read: ConfigReader) -> int:
-    """The window of sliding layers; 0 where it is not used."""
+    """The window of sliding layers; 0 if it is not used."""
     return 0 if read.value("use_sliding_window") is False else read.count("sliding_window")
 
 
-def _kind(read: ConfigReader, layer: int, kind: str, alone: bool) -> LayerKind:
+def _kind(read: ConfigReader, layer: int, kind: str, separate: bool) -> LayerKind:
     both = kind == "hybrid"  # attention and a mixer side by side
     attention = ATTENTION[0] if both else kind if kind in ATTENTION else ""
     mixes = both or kind in MIXING
-    if alone:
+    if separate:
         return LayerKind(attention, mixes, {"mlp": "dense", "moe": "experts"}.get(kind, ""))
     if _is_mamba2(read) or has_shared_blocks(read):
         return LayerKind(attention, mixes, "")
     return LayerKind(attention, mixes, "experts" if _visits_experts(read, layer) else "dense")
 
 
-def _said(read: ConfigReader) -> list[str] | None:
+def _read_types(read: ConfigReader) -> list[str] | None:
     for name in ("layer_types", "layers_block_type"):
         if isinstance(types := read.value(name), (list, tuple)):
             return [str(kind) for kind in cast(Sequence[Any], types)]
@@ -92,8 +94,8 @@ def _said(read: ConfigReader) -> list[str] | None:
     return None
 
 
-def _implied(read: ConfigReader, layers: int) -> list[str]:
-    """Of configurations that name no types: by what else they say."""
+def _infer_types(read: ConfigReader, layers: int) -> list[str]:
+    """Infer the types of a configuration that names none from its other attributes."""
     linear = read.inside("linear_attn_config")  # of Kimi, whose layers count from 1
     attending = read.value("attn_layer_indices", "full_attn_idxs")
     if (full := linear.value("full_attn_layers")) is not None:
@@ -139,7 +141,7 @@ _GATED_SHARED_EXPERT = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")  # whose share
 
 
 class Weights(NamedTuple):
-    """Weights of a part of a layer, and those of its last product, which is not recomputed where it ends the layer."""
+    """Weights of a part of a layer, and those of its last product, which is not recomputed if it ends the layer."""
 
     all: int
     last: int
@@ -211,20 +213,20 @@ def _shared_width(read: ConfigReader, one: int) -> int:
     names = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
     if width := read.count(*names):
         return width
-    # Of Llama 4, intermediate_size is that of experts, of which one is shared, and dense layers have another.
+    # Of Llama 4, intermediate_size is that of experts, one of them shared, and dense layers have another.
     return (1 if read.count("intermediate_size_mlp") else read.count("n_shared_experts", "num_shared_experts")) * one
 
 
 def _dense_width(read: ConfigReader) -> int:
     if read.count("conv_L_cache") and not read.count("num_experts_per_tok"):
-        return _fitted_width(read)
+        return _lfm2_width(read)
     if shared := read.count("shared_intermediate_size"):  # of Granite without experts
         return shared
     return read.count("intermediate_size_mlp") or read.count("intermediate_size")
 
 
-def _fitted_width(read: ConfigReader) -> int:
-    """Of LFM2: two thirds of what is said, times a factor, in whole multiples."""
+def _lfm2_width(read: ConfigReader) -> int:
+    """Of LFM2: two thirds of the width in the configuration, times a factor, in whole multiples."""
     width = read.count("block_ff_dim", "intermediate_size")
     if read.value("block_auto_adjust_ff_dim") is False:
         return width

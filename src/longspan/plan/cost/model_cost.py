@@ -20,19 +20,19 @@ from longspan.plan.cost.model_shape import ModelShape
 H200_ATTENTION_TFLOPS = 600.0
 H200_TFLOPS = 450.0
 # Of state-space layers: scans, both passes, by flash-linear-attention (Qwen3-Next's at 67; narrower heads do less), and
-# what a row and channel of the convolution takes besides, with norms and gates: the layer's time on one GPU less its
+# what a row and channel of the convolution takes, with norms and gates: the layer's time on one GPU less its
 # scan and its projections at H200_TFLOPS (bench/records/mixers-4xH200.md, one GPU at its share of 131,072 rows).
 H200_SCAN_TFLOPS = 55.0
 # Of the passes that give a run's states to others, with the folds of these: what a member of a group takes beyond a
-# rank alone, 1 ms of a layer and 16,384 rows (bench/records/mixer-member-H200.md).
+# single rank, 1 ms of a layer and 16,384 rows (bench/records/mixer-member-H200.md).
 H200_SUMMARY_TFLOPS = 100.0
 H200_CHANNEL_SECONDS = 40e-12
 # Of a group's ring in one layer, one way: what sharded attention takes beyond its kernels, 2 ms forward and backward at
 # degree 4 and 16K or 64K packed rows (bench/records/attention-time-packed-4xH200.md).
 H200_RING_STEP_SECONDS = 300e-6
 # Of one layer's forward pass: what the host takes to launch it, at degree 2 with a message for each layer. Four
-# micro-batches of 4 layers through two stages took 85 to 89 ms (bench/records/eval-4xH200.md, 8k-pp2), of which some 15
-# are no micro-batch's, where the device was busy for 36.
+# micro-batches of 4 layers through two stages took 85 to 89 ms (bench/records/eval-4xH200.md, 8k-pp2): some 15 of
+# them are no micro-batch's, and the device was busy for 36.
 H200_LAUNCH_SECONDS = 3.5e-3
 H200_SOURCE = "the model on H200s"  # `Cost.source` of what follows from these
 
@@ -45,7 +45,7 @@ CPU_RING_STEP_SECONDS = 500e-6
 def cost_on_h200(config: Any, *, depths: int = 0) -> Cost:
     """The cost of a model, as in `Cost.for_model`, by what H200s were measured to sustain.
 
-    Forward passes alone, which are short, are also priced by what the host takes to launch them.
+    Forward passes without backward are short, and are also priced by what the host takes to launch them.
 
     >>> plan = plan_dynamic(lengths, home, cost=cost_on_h200("Qwen3-8B/config.json"))  # doctest: +SKIP
     """
@@ -65,7 +65,7 @@ def cost_on_h200(config: Any, *, depths: int = 0) -> Cost:
 
 
 def cost_on_cpus(config: Any, *, depths: int = 0) -> Cost:
-    """How the parts of a model's plans compare on CPUs, of which no machine was measured: `source` is "".
+    """How the parts of a model's plans compare on CPUs, none of which was measured: `source` is "".
 
     >>> cost_on_cpus("Qwen3-8B/config.json").source  # doctest: +SKIP
     ''
@@ -84,7 +84,7 @@ def cost_on_cpus(config: Any, *, depths: int = 0) -> Cost:
 def with_recomputation(
     cost: Cost, config: Any, kind: str, layers: int = 0, *, frozen: bool = False, depths: int = 0
 ) -> Cost:
-    """A model's cost where so many layers (0: each) run forward again in backward: "none", "selective" or "full".
+    """A model's cost if so many layers (0: each) run forward again in backward: "none", "selective" or "full".
 
     >>> with_recomputation(cost, "Qwen3-8B/config.json", "selective").linear_seconds  # doctest: +SKIP
 
@@ -107,13 +107,13 @@ def with_recomputation(
         ring_step_seconds=cost.ring_step_seconds * (1 + full / 2),
         ring_bytes=cost.ring_bytes * (1 + full / 3),
         exchange_bytes=cost.exchange_bytes * (1 + full / 2),
-        states=cost.states and cost.states.recomputed(share),
+        states=cost.states and cost.states.with_recomputation(share),
         forward=forward,
     )
 
 
 def with_spans(cost: Cost, config: Any, spans: Iterable[int], tokens: int) -> Cost:
-    """A model's cost for documents of `tokens` rows in all, of which spans of so many rows see each other.
+    """A model's cost for documents of `tokens` rows in all, with spans of so many rows that see each other.
 
     >>> cost = with_spans(cost, "gemma-3-4b-it/config.json", [256] * 64, 32768)  # doctest: +SKIP
 

@@ -15,8 +15,8 @@ from longspan.errors import PlanError
 from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.cost.state_cost import StateCost
 
-# TFLOP/s of dense matrix products by the vendor's data sheets, without sparsity. The first name all of whose words are
-# in the device's counts. tensorfloat32 is what torch computes float32 products in where that is allowed.
+# TFLOP/s of dense matrix products by the vendor's data sheets, without sparsity. The first name counts whose words are
+# all in the device's. tensorfloat32 is what torch computes float32 products in, if that is allowed.
 PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("B200", {"bfloat16": 2250.0, "tensorfloat32": 1100.0}),
     ("H200 NVL", {"bfloat16": 835.0, "tensorfloat32": 417.0, "float32": 60.0}),
@@ -61,13 +61,13 @@ def _pairs(length: int, window: int) -> int:
 
 
 def _pairs_in_chunks(length: int, chunk: int) -> int:
-    """The same where each row sees itself and those before it in its chunk."""
+    """Queries and keys that see each other if each row sees itself and those before it in its chunk."""
     chunks, rest = divmod(length, chunk)
     return chunks * _pairs(chunk, chunk) + _pairs(rest, rest)
 
 
 def peak_tflops(device: str, dtype: str) -> float | None:
-    """What a device of this name does at most in this type, in 1e12 FLOP/s; None where it is not in the table.
+    """What a device of this name does at most in this type, in 1e12 FLOP/s; None if it is not in the table.
 
     >>> peak_tflops("NVIDIA H100 80GB HBM3", "bfloat16")
     989.0
@@ -106,7 +106,7 @@ def price_model(
     for name, value in (rates | {"summary_tflops": summary_tflops}).items():
         check_rate(name, value)
     full = shape.layers - shape.window_layers - shape.chunk_layers
-    # For documents longer than the window or chunk, of which a row sees half.
+    # For documents longer than the window or chunk: a row sees half a chunk in the mean.
     seen = shape.window_layers * 14 * shape.window + shape.chunk_layers * 7 * shape.chunk
     states = StateCost.of(
         shape,

@@ -1,4 +1,11 @@
-"""Where every item goes: anchors, which have slots of their own, and bins, which hold the others."""
+"""Drafts: where every item goes, as anchors with slots of their own and bins with the others; and groups from a draft.
+
+`divide` decides how the slots of a bin share its items, its fillers: the longest are shared by all slots of the bin,
+which makes all end together, and each slot takes others whole, which needs no communication. In lockstep a bin may take
+as long as the slowest bin of its micro-batch, so it shares as few documents as that allows; in free mode it shares what
+makes it fastest. `micro_batches` makes groups: narrow ones before wide ones, equal ones by their first slot; documents
+that have the same slots are one group.
+"""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +20,7 @@ from longspan.plan.micro_batch import Group, MicroBatch
 
 @dataclass(frozen=True)
 class Anchor:
-    """A document that has slots for itself, but for the fillers in the bins on these slots."""
+    """A document that has slots for itself, except for the fillers in the bins on these slots."""
 
     micro_batch: int
     item: int
@@ -114,7 +121,7 @@ def step_seconds(problem: Problem, durations: list[float]) -> float:
     return math.fsum(durations) + count * problem.request.cost.micro_batch_seconds
 
 
-TRIED = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # numbers of shared fillers, besides all
+TRIED = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # numbers of shared fillers, as well as all
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +152,7 @@ class _FilledBins:
         self.work = problem.request.cost.work_seconds(self.tokens, self.squares)
         self.width = np.array(bins.width, dtype=np.int64)[self.index]
         node, start = problem.request.node_size, np.array(bins.start, dtype=np.int64)[self.index]
-        self.in_one_node = start // node == (start + self.width - 1) // node
+        self.shares_node = start // node == (start + self.width - 1) // node
         self._anchors(draft)
         first = np.zeros((len(self.index), 1), dtype=np.int64)
         self.head_tokens = np.concatenate((first, np.cumsum(self.tokens, axis=1)), axis=1)
@@ -154,7 +161,7 @@ class _FilledBins:
         self.problem = problem
 
     def _anchors(self, draft: Draft) -> None:
-        """What an anchor adds: to the shared group where both have the same slots, else as seconds and rows before."""
+        """What an anchor adds: to the shared group if both have the same slots, else as seconds and rows before."""
         anchor = np.array(draft.bins.anchor, dtype=np.int64)[self.index]
         parts = np.array([len(a.parts) for a in draft.anchors] or [0], dtype=np.int64)
         item = np.array([a.item for a in draft.anchors] or [0], dtype=np.int64)
@@ -180,7 +187,7 @@ class _FilledBins:
         tokens = self.head_tokens[rows, p] + self.anchor_tokens[rows]
         squares = self.head_squares[rows, p] + self.anchor_squares[rows]
         width, documents = self.width[rows], self.head_counts[rows, p] + self.merged[rows]
-        inside = self.in_one_node[rows]
+        inside = self.shares_node[rows]
         group = problem.request.cost.group_seconds(tokens, squares, width, inside, np.maximum(documents, 1))
         start = self.base_seconds[rows] + np.where(tokens > 0, group, 0.0)
         shared_rows = self.base_rows[rows] - (-tokens // width)
@@ -201,7 +208,7 @@ class _FilledBins:
 
 
 def divide(draft: Draft, *, level: bool) -> Division:
-    """Divide the fillers of every bin; `level` says that all bins of a micro-batch end with the slowest."""
+    """Divide the fillers of every bin; with `level` all bins of a micro-batch end with the slowest."""
     bins = draft.bins
     seconds = np.array(bins.seconds)
     empty = np.array([not fillers for fillers in bins.fillers], dtype=np.bool_)
@@ -237,7 +244,7 @@ def _least_ends(filled: _FilledBins, all_shared: Floats, tried: list[int], micro
 
 
 def _settle(filled: _FilledBins, division: Division, goal: Floats, all_shared: Floats, tried: list[int]) -> None:
-    """Share as few fillers as the goal allows; where it cannot be met, what ends earliest."""
+    """Share as few fillers as the goal allows; if it cannot be met, what ends earliest."""
     open_rows = np.ones(len(filled.index), dtype=np.bool_)
     best = np.full(len(filled.index), np.inf)
     choices = [*tried, int(filled.count.max())]

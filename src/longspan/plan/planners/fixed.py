@@ -1,8 +1,9 @@
-"""Plans in which every group has the same context-parallel degree, as contiguous blocks of slots.
+"""Plans in which every group has the same context-parallel degree, as contiguous blocks of slots: packed or padded.
 
 Documents are packed into bins of at most a group's capacity, and bins into micro-batches: few bins (first-fit
-decreasing) or level ones (longest processing time first), whichever the cost model prefers. Degrees that vary are
-`dynamic.py`'s.
+decreasing) or level ones (longest processing time first), whichever the cost model prefers. The padded batch is the
+baseline that packing is compared with, and what a model needs that cannot tell packed documents apart. Degrees that
+vary are the business of `dynamic/`.
 """
 
 import math
@@ -20,6 +21,183 @@ from longspan.plan.plan import Plan
 from longspan.plan.planners.bin_packing import first_fit, spread
 from longspan.plan.planners.options import PlanKeywords, PlanOptions, options_of, shows_options
 from longspan.plan.planners.request import Request
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@shows_options
+def plan_fixed(
+    lengths: Sequence[int],
+    home: Layout,
+    cp: int,
+    *,
+    options: PlanOptions | None = None,
+    **keywords: Unpack[PlanKeywords],
+) -> Plan:
+    """Pack documents into micro-batches for groups of `cp` slots each.
+
+    >>> plan = plan_fixed([900, 300, 20], Layout(ranks=8), cp=4, max_tokens_per_slot=512)
+    >>> [group.documents for group in plan.micro_batches[0].groups]
+    [(0,), (1, 2)]
+
+    Every slot runs the same number of micro-batches, a multiple of `micro_batch_multiple`, and holds at most
+    `max_tokens_per_slot` rows in each, in whole multiples of `row_multiple`. `targets` is what divides the loss
+    (default length − 1 a document). `hierarchical_context_parallel_sizes` count if a layer uses a2a+p2p.
+
+    `partition` is how the rows of a group are divided between its slots. "zigzag": of each document equal shares from
+    its beginning and its end, so that every slot has as much causal attention. "contiguous": documents end to end, one
+    run of rows a slot; it pays under `a2a`, which divides heads, not rows, and need not reorder what arrives. Under
+    `p2p`, `all_gather` and `a2a+p2p` slots with the ends of long documents compute more, and a step takes longer than
+    `cost` predicts.
+
+    `heads` is the model's number of query heads, which the home's tp divides. With it, a degree (under `a2a`) or first
+    size (under `a2a+p2p`) that does not divide them is an error here; without it, `attend` raises that error in the
+    step. No documents give a step of dummy micro-batches; with `allow_empty=False`, an error.
+
+    All keyword arguments are fields of `PlanOptions`, which `options` takes as one value.
+
+    Raises PlanError if cp does not divide the slots, a document is longer than cp x max_tokens_per_slot, or a type
+    or number is impossible; LayoutError for a bad length.
+    """
+    request = Request.of(lengths, home, options_of(plan_fixed, options, keywords))
+    packer = Packer.of(request, request.check_degree(home, cp))
+    if not request.lengths:
+        return request.plan((), "fixed")
+    best = min(packer.assignments(), key=packer.seconds)
+    return request.plan(packer.micro_batches(best), "fixed")
+
+
+def smallest_degree(lengths: Sequence[int], home: Layout, options: PlanOptions) -> int:
+    """The smallest degree that slots and heads allow and that holds the longest document; all slots if none does."""
+    cap, types = options.max_tokens_per_slot, check_comm_types(options.cp_comm_type)
+    fit = (d for d in range(1, home.slots + 1) if home.slots % d == 0 and (not cap or max(lengths) <= cap * d))
+    return next((d for d in fit if heads_allow(d, options.heads, types, home.tp)), home.slots)
+
+
+@dataclass(frozen=True, eq=False)
+class Packer:
+    """Documents longest first, and the groups that they can go to.
+
+    An *assignment* gives each document a place in that order: micro-batch x groups + group, as an array.
+    """
+
+    request: Request
+    cp: int
+    order: Ints  # (documents,) ids, longest first, equal lengths by id
+    lengths: list[int]  # (documents,) in that order
+    work: list[float]  # (documents,) seconds, in that order
+    room: int  # rows that a group holds
+    inside: NDArray[np.bool_]  # (groups,) whether all its slots share a node
+
+    @classmethod
+    def of(cls, request: Request, cp: int) -> "Packer":
+        """The documents and groups of a request at degree cp, which divides its slots."""
+        in_plan_order = np.array(request.lengths, dtype=np.int64)
+        order = np.argsort(-in_plan_order, kind="stable")
+        lengths = in_plan_order[order]
+        first = np.arange(0, request.slots, cp)
+        room = int(lengths.sum()) if request.rows is None else request.rows * cp
+        inside = first // request.node_size == (first + cp - 1) // request.node_size
+        work = request.cost.work_seconds(lengths, lengths * lengths)
+        return cls(request, cp, order, lengths.tolist(), work.tolist(), room, inside)
+
+    def assignments(self) -> Iterator[Ints]:
+        """Assignments worth pricing: few bins, level bins, these with one more round of micro-batches, and chains."""
+        few = self._sort_bins(first_fit(self.lengths, self.room))
+        yield self._place(self._level(few))
+        groups, multiple = len(self.inside), self.request.micro_batch_multiple
+        least = self._round_up(1 + int(few.max()) // groups)
+        for count in (least, least + multiple):
+            level = spread(self.lengths, self.work, count * groups, self.room)
+            if level is not None:
+                yield self._place(self._level(self._sort_bins(level)))
+        if self.request.mode == "free":
+            yield self._chains()
+
+    def seconds(self, assignment: Ints) -> float:
+        """What the step takes; the sums are exactly rounded, so that all hosts prefer the same assignment."""
+        matrix, launch = self._seconds_of_places(assignment, self.inside), self.request.cost.micro_batch_seconds
+        if self.request.mode == "lockstep":
+            return math.fsum(matrix.max(axis=1) + launch)
+        return max(math.fsum(column[column > 0] + launch) for column in matrix.T)
+
+    def micro_batches(self, assignment: Ints) -> list[MicroBatch]:
+        """Groups of the documents that share a place, ids rising; a place without documents has no group."""
+        documents_of: dict[int, list[int]] = {}
+        for document, place in sorted(zip(self.order.tolist(), assignment.tolist(), strict=True)):
+            documents_of.setdefault(place, []).append(document)
+        batches: list[list[Group]] = [[] for _ in range(self._count(assignment))]
+        for place in sorted(documents_of):
+            m, g = divmod(place, len(self.inside))
+            batches[m].append(self.request.group(range(g * self.cp, (g + 1) * self.cp), documents_of[place]))
+        return [MicroBatch(tuple(groups)) for groups in batches]
+
+    def _sort_bins(self, bins: Sequence[int]) -> Ints:
+        """Number bins by falling time, so that those of one micro-batch are alike."""
+        places = np.array(bins, dtype=np.int64)
+        rank = np.argsort(np.argsort(-self._bin_seconds(places, int(places.max()) + 1, inside=True), kind="stable"))
+        return rank[places]
+
+    def _level(self, assignment: Ints) -> Ints:
+        """Spread the documents of each micro-batch anew over its groups, if that is faster."""
+        groups, count = len(self.inside), self._count(assignment)
+        batch, fresh = assignment // groups, assignment.copy()
+        members = np.split(np.argsort(batch, kind="stable"), np.cumsum(np.bincount(batch))[:-1])
+        for m, here in enumerate(members):
+            ids: list[int] = here.tolist()
+            bins = spread([self.lengths[i] for i in ids], [self.work[i] for i in ids], groups, self.room)
+            fresh[here] = assignment[here] if bins is None else m * groups + np.array(bins, dtype=np.int64)
+        before, after = (
+            self._seconds_of_places(places, inside=True, count=count).max(axis=1) for places in (assignment, fresh)
+        )
+        return np.where((after < before)[batch], fresh, assignment)
+
+    def _place(self, assignment: Ints) -> Ints:
+        """Give the bins of each micro-batch to groups: the longest inside a node, or to the least loaded group."""
+        groups, matrix = len(self.inside), self._seconds_of_places(assignment, inside=True)
+        load, place = np.zeros(groups), np.empty(matrix.shape, dtype=np.int64)
+        for m, seconds in enumerate(matrix):
+            penalty = ~self.inside if self.request.mode == "lockstep" else load
+            place[m, np.argsort(-seconds, kind="stable")] = m * groups + np.argsort(penalty, kind="stable")
+            load[place[m] - m * groups] += seconds
+        return place.reshape(-1)[assignment]
+
+    def _chains(self) -> Ints:
+        """Documents spread over the groups first, then each group's own packed into few micro-batches."""
+        groups, all_rows = len(self.inside), sum(self.lengths)
+        chain = np.array(spread(self.lengths, self.work, groups, all_rows), dtype=np.int64)
+        assignment = np.empty_like(chain)
+        for g in range(groups):
+            here = np.flatnonzero(chain == g)
+            bins = first_fit([self.lengths[i] for i in here.tolist()], self.room)
+            assignment[here] = np.array(bins, dtype=np.int64) * groups + g
+        return assignment
+
+    def _seconds_of_places(
+        self, assignment: Ints, inside: NDArray[np.bool_] | bool, count: int | None = None
+    ) -> Floats:
+        """Seconds of each place (micro-batches, groups)."""
+        count = count or self._count(assignment)
+        flags = np.broadcast_to(inside, (count, len(self.inside))).reshape(-1)
+        return self._bin_seconds(assignment, flags.size, flags).reshape(count, len(self.inside))
+
+    def _bin_seconds(self, bins: Ints, count: int, inside: NDArray[np.bool_] | bool) -> Floats:
+        """Seconds of each bin (count,); an empty one takes none."""
+        rows = np.array(self.lengths, dtype=np.int64)
+        tokens, squares = np.zeros((2, count), dtype=np.int64)
+        np.add.at(tokens, bins, rows)
+        np.add.at(squares, bins, rows * rows)
+        documents = np.bincount(bins, minlength=count)
+        return np.where(tokens > 0, self.request.cost.group_seconds(tokens, squares, self.cp, inside, documents), 0.0)
+
+    def _count(self, assignment: Ints) -> int:
+        return self._round_up(1 + int(assignment.max()) // len(self.inside))
+
+    def _round_up(self, micro_batches: int) -> int:
+        """Round a number of micro-batches up to the request's multiple."""
+        multiple = self.request.micro_batch_multiple
+        return -(-micro_batches // multiple) * multiple
 
 
 @shows_options
@@ -66,181 +244,3 @@ def _micro_batch(request: Request, cp: int, documents: range) -> MicroBatch:
             for g, group_documents in enumerate(documents_of_groups)
         )
     )
-
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-
-
-@shows_options
-def plan_fixed(
-    lengths: Sequence[int],
-    home: Layout,
-    cp: int,
-    *,
-    options: PlanOptions | None = None,
-    **keywords: Unpack[PlanKeywords],
-) -> Plan:
-    """Pack documents into micro-batches for groups of `cp` slots each.
-
-    >>> plan = plan_fixed([900, 300, 20], Layout(ranks=8), cp=4, max_tokens_per_slot=512)
-    >>> [group.documents for group in plan.micro_batches[0].groups]
-    [(0,), (1, 2)]
-
-    Every slot runs the same number of micro-batches, a multiple of `micro_batch_multiple`, and holds at most
-    `max_tokens_per_slot` rows in each, in whole multiples of `row_multiple`. `targets` is what divides the loss
-    (default length − 1 a document). `hierarchical_context_parallel_sizes` count where a layer uses a2a+p2p.
-
-    `partition` is how the rows of a group are divided between its slots. "zigzag": of each document equal shares from
-    its beginning and its end, so that every slot has as much causal attention. "contiguous": documents end to end, one
-    run of rows a slot; it pays under `a2a`, which divides heads, not rows, and need not reorder what arrives. Under
-    `p2p`, `all_gather` and `a2a+p2p` slots with the ends of long documents compute more, and a step takes longer than
-    `cost` predicts.
-
-    `heads` is the model's number of query heads, which the home's tp divides. With it, a degree (under `a2a`) or first
-    size (under `a2a+p2p`) that does not divide them is an error here; without it, `attend` raises that error in the
-    step. No documents give a step of dummy micro-batches; with `allow_empty=False`, an error.
-
-    All keyword arguments are fields of `PlanOptions`, which `options` takes as one value.
-
-    Raises PlanError where cp does not divide the slots, a document is longer than cp x max_tokens_per_slot, or a type
-    or number is impossible; LayoutError for a bad length.
-    """
-    request = Request.of(lengths, home, options_of(plan_fixed, options, keywords))
-    packer = Packer.of(request, request.check_degree(home, cp))
-    if not request.lengths:
-        return request.plan((), "fixed")
-    best = min(packer.assignments(), key=packer.seconds)
-    return request.plan(packer.micro_batches(best), "fixed")
-
-
-def smallest_degree(lengths: Sequence[int], home: Layout, options: PlanOptions) -> int:
-    """The smallest degree that slots and heads allow and that holds the longest document; all slots where none does."""
-    cap, types = options.max_tokens_per_slot, check_comm_types(options.cp_comm_type)
-    fit = (d for d in range(1, home.slots + 1) if home.slots % d == 0 and (not cap or max(lengths) <= cap * d))
-    return next((d for d in fit if heads_allow(d, options.heads, types, home.tp)), home.slots)
-
-
-@dataclass(frozen=True, eq=False)
-class Packer:
-    """Documents longest first, and the groups that they can go to.
-
-    An *assignment* gives each document a place in that order: micro-batch x groups + group, as an array.
-    """
-
-    request: Request
-    cp: int
-    order: Ints  # (documents,) ids, longest first, equal lengths by id
-    lengths: list[int]  # (documents,) in that order
-    work: list[float]  # (documents,) seconds, in that order
-    room: int  # rows that a group holds
-    inside: NDArray[np.bool_]  # (groups,) whether all its slots share a node
-
-    @classmethod
-    def of(cls, request: Request, cp: int) -> "Packer":
-        """The documents and groups of a request at degree cp, which divides its slots."""
-        in_plan_order = np.array(request.lengths, dtype=np.int64)
-        order = np.argsort(-in_plan_order, kind="stable")
-        lengths = in_plan_order[order]
-        first = np.arange(0, request.slots, cp)
-        room = int(lengths.sum()) if request.rows is None else request.rows * cp
-        inside = first // request.node_size == (first + cp - 1) // request.node_size
-        work = request.cost.work_seconds(lengths, lengths * lengths)
-        return cls(request, cp, order, lengths.tolist(), work.tolist(), room, inside)
-
-    def assignments(self) -> Iterator[Ints]:
-        """Assignments worth pricing: few bins, level bins, these with one more round of micro-batches, and chains."""
-        few = self._by_falling_time(first_fit(self.lengths, self.room))
-        yield self._placed(self._levelled(few))
-        groups, multiple = len(self.inside), self.request.micro_batch_multiple
-        least = self._rounded_up(1 + int(few.max()) // groups)
-        for count in (least, least + multiple):
-            level = spread(self.lengths, self.work, count * groups, self.room)
-            if level is not None:
-                yield self._placed(self._levelled(self._by_falling_time(level)))
-        if self.request.mode == "free":
-            yield self._chains()
-
-    def seconds(self, assignment: Ints) -> float:
-        """What the step takes; the sums are exactly rounded, so that all hosts prefer the same assignment."""
-        matrix, launch = self._seconds_of_places(assignment, self.inside), self.request.cost.micro_batch_seconds
-        if self.request.mode == "lockstep":
-            return math.fsum(matrix.max(axis=1) + launch)
-        return max(math.fsum(column[column > 0] + launch) for column in matrix.T)
-
-    def micro_batches(self, assignment: Ints) -> list[MicroBatch]:
-        """Groups of the documents that share a place, ids rising; a place without documents has no group."""
-        documents_of: dict[int, list[int]] = {}
-        for document, place in sorted(zip(self.order.tolist(), assignment.tolist(), strict=True)):
-            documents_of.setdefault(place, []).append(document)
-        batches: list[list[Group]] = [[] for _ in range(self._count(assignment))]
-        for place in sorted(documents_of):
-            m, g = divmod(place, len(self.inside))
-            batches[m].append(self.request.group(range(g * self.cp, (g + 1) * self.cp), documents_of[place]))
-        return [MicroBatch(tuple(groups)) for groups in batches]
-
-    def _by_falling_time(self, bins: Sequence[int]) -> Ints:
-        """Bins by falling time, so that those of one micro-batch are alike."""
-        places = np.array(bins, dtype=np.int64)
-        rank = np.argsort(np.argsort(-self._bin_seconds(places, int(places.max()) + 1, inside=True), kind="stable"))
-        return rank[places]
-
-    def _levelled(self, assignment: Ints) -> Ints:
-        """The same micro-batches, the documents of each spread anew over its groups where that is faster."""
-        groups, count = len(self.inside), self._count(assignment)
-        batch, fresh = assignment // groups, assignment.copy()
-        members = np.split(np.argsort(batch, kind="stable"), np.cumsum(np.bincount(batch))[:-1])
-        for m, here in enumerate(members):
-            ids: list[int] = here.tolist()
-            bins = spread([self.lengths[i] for i in ids], [self.work[i] for i in ids], groups, self.room)
-            fresh[here] = assignment[here] if bins is None else m * groups + np.array(bins, dtype=np.int64)
-        before, after = (
-            self._seconds_of_places(places, inside=True, count=count).max(axis=1) for places in (assignment, fresh)
-        )
-        return np.where((after < before)[batch], fresh, assignment)
-
-    def _placed(self, assignment: Ints) -> Ints:
-        """The bins of each micro-batch at the groups that suit: the longest inside a node, or where least is to do."""
-        groups, matrix = len(self.inside), self._seconds_of_places(assignment, inside=True)
-        load, place = np.zeros(groups), np.empty(matrix.shape, dtype=np.int64)
-        for m, seconds in enumerate(matrix):
-            penalty = ~self.inside if self.request.mode == "lockstep" else load
-            place[m, np.argsort(-seconds, kind="stable")] = m * groups + np.argsort(penalty, kind="stable")
-            load[place[m] - m * groups] += seconds
-        return place.reshape(-1)[assignment]
-
-    def _chains(self) -> Ints:
-        """Documents spread over the groups first, then each group's own packed into few micro-batches."""
-        groups, all_rows = len(self.inside), sum(self.lengths)
-        chain = np.array(spread(self.lengths, self.work, groups, all_rows), dtype=np.int64)
-        assignment = np.empty_like(chain)
-        for g in range(groups):
-            here = np.flatnonzero(chain == g)
-            bins = first_fit([self.lengths[i] for i in here.tolist()], self.room)
-            assignment[here] = np.array(bins, dtype=np.int64) * groups + g
-        return assignment
-
-    def _seconds_of_places(
-        self, assignment: Ints, inside: NDArray[np.bool_] | bool, count: int | None = None
-    ) -> Floats:
-        """Seconds of each place (micro-batches, groups)."""
-        count = count or self._count(assignment)
-        flags = np.broadcast_to(inside, (count, len(self.inside))).reshape(-1)
-        return self._bin_seconds(assignment, flags.size, flags).reshape(count, len(self.inside))
-
-    def _bin_seconds(self, bins: Ints, count: int, inside: NDArray[np.bool_] | bool) -> Floats:
-        """Seconds of each bin (count,); an empty one takes none."""
-        rows = np.array(self.lengths, dtype=np.int64)
-        tokens, squares = np.zeros((2, count), dtype=np.int64)
-        np.add.at(tokens, bins, rows)
-        np.add.at(squares, bins, rows * rows)
-        documents = np.bincount(bins, minlength=count)
-        return np.where(tokens > 0, self.request.cost.group_seconds(tokens, squares, self.cp, inside, documents), 0.0)
-
-    def _count(self, assignment: Ints) -> int:
-        return self._rounded_up(1 + int(assignment.max()) // len(self.inside))
-
-    def _rounded_up(self, micro_batches: int) -> int:
-        """So many micro-batches, rounded up to the multiple asked for."""
-        multiple = self.request.micro_batch_multiple
-        return -(-micro_batches // multiple) * multiple

@@ -111,7 +111,7 @@ class PlanChoice:
             cp_comm_type=entry.cp_comm_type or "p2p",
             hierarchical_context_parallel_sizes=entry.hierarchical_context_parallel_sizes,
             partition=(partition := _partition(entry.partition or context.partition)),
-            cost=(cost or cost_of(context)).forward_only().dealt(partition),
+            cost=(cost or cost_of(context)).forward_only().for_partition(partition),
             node_size=context.node_size,
             row_multiple=row_multiple_of(config.parallel),
             heads=heads,
