@@ -1,11 +1,10 @@
-"""What two parts of the dynamic planner bring: plans of a handful of documents, and warm starts. Needs no GPU.
+"""What a part of the dynamic planner brings: plans of a handful of documents. Needs no GPU.
 
-    python bench/plans/planner_parts.py --out bench/records/planner-parts.json      # about four minutes
+    python bench/plans/planner_parts.py --out bench/records/planner-parts.json      # about two minutes
 
 `few_documents` is left out by taking it away from the planner; everything else is the same. Batches are those of
 `planner.py` (32K tokens a slot), and, as these hold few documents on few slots only, batches of 2 to 32 documents on up
-to 64 slots. Warm starts are compared with cold plans of the same batch, at both efforts. Figures are step times over
-the lower bound, and CPU seconds of one core to plan.
+to 64 slots. Ratios are step times over the lower bound, seconds are CPU seconds of one core to plan.
 """
 
 import os
@@ -29,11 +28,11 @@ SEEDS = 10
 plan_few = planner.plan_few
 
 
-def plan(lengths: list[int], slots: int, cap: int, *, few: bool = True, **arguments: Any) -> tuple[Plan, float]:
+def plan(lengths: list[int], slots: int, cap: int, *, few: bool = True) -> tuple[Plan, float]:
     """The lockstep plan of a batch and the seconds to make it, with or without plans of a handful of documents."""
     planner.plan_few = plan_few if few else lambda _: None
     begun = time.process_time()
-    made = plan_dynamic(lengths, Layout(slots), max_tokens_per_slot=cap, **arguments)
+    made = plan_dynamic(lengths, Layout(slots), max_tokens_per_slot=cap)
     return made, time.process_time() - begun
 
 
@@ -78,24 +77,6 @@ def few_of_handfuls() -> list[dict[str, Any]]:
     return rows
 
 
-def warm_starts() -> list[dict[str, Any]]:
-    """Cold and warm plans of the same batch, the warm ones from the plan of another batch."""
-    rows: list[dict[str, Any]] = []
-    for cap in (8192, 16384):
-        for slots in (64, 256, 1024, 8192):
-            for name in NAMES:
-                earlier, _ = plan(lengths_of(name, slots, cap, 0).tolist(), slots, cap)
-                lengths = lengths_of(name, slots, cap, 1).tolist()
-                figures: dict[str, Any] = {"lengths": name, "slots": slots, "cap": cap}
-                for effort in ("balanced", "fast"):
-                    for start, warm in (("cold", None), ("warm", earlier)):
-                        made, seconds = plan(lengths, slots, cap, effort=effort, warm=warm)
-                        figures[f"{start} {effort}"] = {"ratio": made.ratio, "seconds": seconds}
-                rows.append(figures)
-                print(rows[-1], flush=True)
-    return rows
-
-
 def few_table(rows: list[dict[str, Any]]) -> list[str]:
     """Only rows in which a plan changed, after a line that counts all."""
     batches, slower = sum(row["batches"] for row in rows), sum(row["slower"] for row in rows)
@@ -113,27 +94,12 @@ def few_table(rows: list[dict[str, Any]]) -> list[str]:
     return [*lines, ""]
 
 
-def warm_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Ratio and CPU seconds of each kind of plan."""
-    kinds = ("cold balanced", "warm balanced", "cold fast", "warm fast")
-    lines = [f"| slots | cap | lengths | {' | '.join(kinds)} |", "| --- " * 7 + "|"]
-    for row in rows:
-        cells = [f"{row[kind]['ratio']:.3f} ({row[kind]['seconds']:.2f})" for kind in kinds]
-        lines += [f"| {row['slots']} | {row['cap']} | {row['lengths']} | {' | '.join(cells)} |"]
-    means = [
-        np.mean([[row[kind][figure] for row in rows] for kind in kinds], axis=1) for figure in ("ratio", "seconds")
-    ]
-    lines += [f"| mean | | | {' | '.join(f'{a:.4f} ({b:.2f})' for a, b in zip(*means, strict=True))} |"]
-    return [*lines, ""]
-
-
 def markdown(record: dict[str, Any]) -> str:
     """The record as a page."""
-    lines = ["# Parts of the dynamic planner: a handful of documents, warm starts", ""]
+    lines = ["# A part of the dynamic planner: a handful of documents", ""]
     lines += [f"Machine: {machine_text(record['machine'])}. Command: `{record['command']}`. {record['note']}", ""]
     lines += ["## few_documents, distributions of planner.md", "", *few_table(record["distributions"])]
     lines += ["## few_documents, 2 to 32 documents of 1,000 to 60,000 rows", "", *few_table(record["handfuls"])]
-    lines += ["## Warm starts, in brackets CPU seconds", "", *warm_table(record["warm"])]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
@@ -146,10 +112,9 @@ def main() -> None:
         "bench": "planner-parts",
         "machine": machine(),
         "command": "python bench/plans/planner_parts.py",
-        "note": f"{SEEDS} batches a row of the first two tables; lockstep.",
+        "note": f"{SEEDS} batches a row; lockstep.",
         "distributions": few_of_distributions(),
         "handfuls": few_of_handfuls(),
-        "warm": warm_starts(),
     }
     if flags.out:
         flags.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -12,7 +12,7 @@ from longspan.plan.cost.cost import Cost
 from longspan.plan.dynamic import plan_dynamic
 from longspan.plan.micro_batch import CommType, Group, MicroBatch, Mode, PartitionKind
 from longspan.plan.plan import Plan
-from longspan.plan.plan_ahead import PlanAhead, WarmStart
+from longspan.plan.plan_ahead import PlanAhead
 from longspan.plan.planners.fixed import plan_fixed, plan_padded
 from longspan.plan.planners.options import PlanOptions
 from longspan.plan.timeline import Timeline, predicted_seconds, slot_rows, timeline
@@ -29,7 +29,6 @@ __all__ = [
     "PlanAhead",
     "PlanOptions",
     "Timeline",
-    "WarmStart",
     "lower_bound_seconds",
     "plan_dynamic",
     "plan_fixed",

@@ -1,8 +1,8 @@
 """Plans of coming steps, made in another process while this one trains; the same plans as made inline.
 
 Planning is Python code and holds the interpreter's lock: a thread would make training wait for it, up to 5 ms at a time
-(CPython's switch interval). A planner is any function from a step to its plan; `WarmStart` makes one that goes on from
-an earlier step's plan. The process and what runs in it are in `planning.py`.
+(CPython's switch interval). A planner is any function from a step to its plan. The process and what runs in it are in
+`planning.py`.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,7 @@ class PlanAhead:
     `planner(step)` gives the Plan of any step, counted from 0, and depends on nothing else: the same on every rank,
     whichever steps were planned before. Then so does `plan(step)`, whatever `ahead` and timing are, and a run may go on
     anywhere. It must pickle (a function at the top of a module, a `functools.partial` of one, an object); `ahead=0`
-    plans inline, without another process. `WarmStart` makes such a planner of one that goes on from an earlier step's
-    plan.
+    plans inline, without another process.
 
     The process ends with the context, and with this process however that ends. Use it from one thread of the process
     that opened it.
@@ -102,41 +101,3 @@ class PlanAhead:
             raise PlanError("plans are made ahead inside a with block: with PlanAhead(planner) as plans: …")
         self._planning.check_owner()
         return self._planning
-
-
-class WarmStart:
-    """A planner for `PlanAhead` that warm-starts, with plans that still depend on the step only.
-
-    >>> def plan_step(step, warm):  # doctest: +SKIP
-    ...     return plan_dynamic(lengths_of(step), home, max_tokens_per_slot=8192, warm=warm)
-    >>> planner = WarmStart(plan_step, every=64)  # doctest: +SKIP
-
-    The rule: steps go in blocks of `every`. The first step of a block is planned cold (`warm` is None); its plan
-    warm-starts every other step of its block, and nothing else does. So a plan depends on its step and on the first
-    step of its block, not on which steps were planned before: a run that goes on in the middle of a block plans the
-    block's first step once more. A first step that cannot be planned leaves its block cold.
-
-    `plan_step(step, warm)` must be a pure function.
-    """
-
-    def __init__(self, plan_step: Callable[[int, Plan | None], Plan], *, every: int) -> None:
-        self.every = check_count("every", every)
-        self._plan_step = plan_step
-        self._first: tuple[int, Plan | None] | None = None  # the first step of the block at hand, and its plan
-
-    def __call__(self, step: int) -> Plan:
-        """The plan of a step."""
-        first = step - step % self.every
-        if step == first:
-            plan = self._plan_step(step, None)
-            self._first = (first, plan)
-            return plan
-        if self._first is None or self._first[0] != first:
-            self._first = (first, self._first_plan(first))
-        return self._plan_step(step, self._first[1])
-
-    def _first_plan(self, first: int) -> Plan | None:
-        try:
-            return self._plan_step(first, None)
-        except LongspanError:
-            return None

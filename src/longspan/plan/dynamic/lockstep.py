@@ -12,7 +12,7 @@ measured against the duration of its micro-batch; the slots of a bin are taken t
 decides how).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
@@ -77,12 +77,12 @@ class Search:
         return sorted(range(len(self.tried)), key=lambda i: (self.tried[i], i))
 
 
-def search(problem: Problem, effort: Effort, warm: Sequence[DraftSettings] = ()) -> Draft:
-    """Search for the best draft with so much effort, beginning with `warm` settings if there are any."""
-    full, candidates = Search(problem), list(warm)
+def search(problem: Problem, effort: Effort) -> Draft:
+    """Search for the best draft with so much effort."""
+    full = Search(problem)
     if problem.sample_factor == 1:
-        candidates.extend(list(starts(problem, full.degrees))[:: problem.stride])
-    elif not candidates:
+        candidates = list(starts(problem, full.degrees))[:: problem.stride]
+    else:
         candidates = _sample_settings(problem, full.degrees, effort)
     for settings in candidates:
         full.attempt(settings)
@@ -119,12 +119,6 @@ def _counts(problem: Problem) -> list[int]:
     least, multiple = problem.least_micro_batches, problem.request.micro_batch_multiple
     counts = range(least, least + MORE_MICRO_BATCHES + 1)
     return sorted({*counts, *(-(-count // multiple) * multiple for count in counts)})
-
-
-def warm_starts(durations: Sequence[float], mean_seconds: float) -> list[DraftSettings]:
-    """DraftSettings that give a plan like one whose micro-batches took so long, for another mean work of a slot."""
-    shape = np.array([seconds for seconds in durations if seconds > 0.0]) / mean_seconds
-    return [DraftSettings(slack * shape, anchoring) for slack in (0.995, 1.01) for anchoring in ANCHORINGS]
 
 
 def _steep(problem: Problem, count: int) -> Floats:

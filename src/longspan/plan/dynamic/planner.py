@@ -1,7 +1,6 @@
 """`plan_dynamic`: check the arguments, make plans in more than one way, and return the fastest."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import Literal, Unpack
 
 from longspan.errors import PlanError
@@ -10,7 +9,7 @@ from longspan.plan.check import check_choice, check_count
 from longspan.plan.dynamic.draft import divide, longest_first, micro_batches, step_seconds
 from longspan.plan.dynamic.few_documents import plan_few
 from longspan.plan.dynamic.free import plan_free
-from longspan.plan.dynamic.lockstep import DraftSettings, Effort, search, warm_starts
+from longspan.plan.dynamic.lockstep import Effort, search
 from longspan.plan.dynamic.problem import DegreeSet, Ints, Problem
 from longspan.plan.micro_batch import MicroBatch
 from longspan.plan.plan import Plan
@@ -34,7 +33,6 @@ def plan_dynamic(
     *,
     min_cp: int = 1,
     max_cp: int | None = None,
-    warm: Plan | None = None,
     effort: EffortName = "balanced",
     options: PlanOptions | None = None,
     **keywords: Unpack[PlanKeywords],
@@ -60,10 +58,9 @@ def plan_dynamic(
     `cp_comm_type` allows: under `a2a` those that divide the query heads of a rank. Without it, any degree is possible,
     and one that the heads do not allow is an error of `attend` in the step.
 
-    `warm` is the plan of an earlier step in lockstep: the search begins from its micro-batch durations, which is faster
-    for many slots. `effort` is how long to search. The plan is a function of the arguments only, `warm` included, so
-    it is the same on every rank. It is not slower than `plan_fixed` at any degree in the range, except that above 1024
-    slots or 20,000 documents these are only tried if the plan is more than 5 % above its bound.
+    `effort` is how long to search. The plan is a function of the arguments only, so it is the same on every rank. It is
+    not slower than `plan_fixed` at any degree in the range, except that above 1024 slots or 20,000 documents these are
+    only tried if the plan is more than 5 % above its bound.
 
     All other keyword arguments are fields of `PlanOptions`, which `options` takes as one value.
 
@@ -80,7 +77,7 @@ def plan_dynamic(
         return request.plan((), "dynamic", max_cp=max_cp)
     problem = Problem.of(request, degrees)
     bound = request.lower_bound(problem.max_cp).seconds
-    return request.plan(_fastest(problem, bound, effort, warm), "dynamic", max_cp=problem.max_cp)
+    return request.plan(_fastest(problem, bound, effort), "dynamic", max_cp=problem.max_cp)
 
 
 def _check_node_size(request: Request) -> None:
@@ -113,11 +110,11 @@ def _check_degrees(request: Request, min_cp: int, max_cp: int | None) -> DegreeS
     return degrees
 
 
-def _fastest(problem: Problem, bound: float, effort: EffortName, warm: Plan | None) -> list[MicroBatch]:
+def _fastest(problem: Problem, bound: float, effort: EffortName) -> list[MicroBatch]:
     """The micro-batches of the fastest plan; a kind of plan is left out if those before it are close enough."""
     candidates = [_free(problem)] if problem.request.mode == "free" else []
     if not candidates or candidates[0][0] > CLOSE * bound:
-        candidates.append(_lockstep(problem, _effort(effort, problem), warm))
+        candidates.append(_lockstep(problem, _effort(effort, problem)))
         if min(candidates, key=_seconds)[0] > CLOSE * bound and (few := plan_few(problem)) is not None:
             candidates.append((few[0], lambda: few[1]))
     best = min(candidates, key=_seconds)[0]
@@ -138,23 +135,13 @@ def _effort(name: EffortName, problem: Problem) -> Effort:
     return Effort(drafts=2 * some, steps=some * max(1, min(40, 4000 // size)), sample_steps=6 * some)
 
 
-def _lockstep(problem: Problem, effort: Effort, warm: Plan | None) -> Candidate:
-    draft = search(problem, effort, _warm_settings(problem, warm))
+def _lockstep(problem: Problem, effort: Effort) -> Candidate:
+    draft = search(problem, effort)
     division = divide(draft, level=True)
     ends = [0.0] * len(draft.durations)
     for m, seconds in zip(draft.bins.micro_batch, division.seconds.tolist(), strict=True):
         ends[m] = max(ends[m], seconds)
     return step_seconds(problem, ends), lambda: micro_batches(draft, division)
-
-
-def _warm_settings(problem: Problem, warm: Plan | None) -> list[DraftSettings]:
-    """DraftSettings to begin with, from the plan of an earlier step in lockstep; none without such a plan."""
-    if warm is None or warm.mode != "lockstep" or not warm.lengths:
-        return []
-    cost = problem.request.cost
-    mean = float(cost.work_seconds(sum(warm.lengths), sum(n * n for n in warm.lengths))) / warm.slots
-    ends = [0.0, *warm.timeline(cost).end[:, 0].tolist()]
-    return warm_starts([b - a - cost.micro_batch_seconds for a, b in pairwise(ends)], mean)
 
 
 def _free(problem: Problem) -> Candidate:
