@@ -138,7 +138,7 @@ def measured(lengths: list[int], slots: int, cap: int, **arguments: Any) -> tupl
 
 
 def row(name: str, slots: int, cap: int, seed: int, megatron: Megatron | None) -> dict[str, Any]:
-    """Everything about one batch; `warm` plans the next seed's batch from the lockstep plan."""
+    """Everything about one batch."""
     rows = lengths_of(name, slots, cap, seed)
     lengths, cp = rows.tolist(), min(slots, max(1, LONGEST // cap))
     bound = lower_bound_seconds(lengths, slots, cap, COST).seconds
@@ -147,9 +147,8 @@ def row(name: str, slots: int, cap: int, seed: int, megatron: Megatron | None) -
     figures["padded"] = padded_seconds(rows, slots, cp) / bound
     seconds, static_cp, kind = static_plan(lengths, slots, cap)
     figures["static"] = {"cp": static_cp, "type": kind, "ratio": seconds / bound}
-    figures["lockstep"], plan = measured(lengths, slots, cap)
+    figures["lockstep"], _ = measured(lengths, slots, cap)
     figures["fast"], _ = measured(lengths, slots, cap, effort="fast")
-    figures["warm"], _ = measured(lengths_of(name, slots, cap, seed + 1).tolist(), slots, cap, warm=plan)
     figures["free"], _ = measured(lengths, slots, cap, mode="free")
     if megatron is not None:
         seconds, planned = megatron.seconds(rows, slots, cap)
@@ -162,7 +161,7 @@ def add_before(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> Non
     figures = {(r["lengths"], r["slots"], r["cap"]): r for r in earlier}
     for r in rows:
         same = figures.get((r["lengths"], r["slots"], r["cap"]), {})
-        r["before"] = {key: same[key] for key in ("lockstep", "fast", "warm", "free") if key in same}
+        r["before"] = {key: same[key] for key in ("lockstep", "fast", "free") if key in same}
         if "megatron" in same:
             r.setdefault("megatron", same["megatron"])
 
@@ -178,10 +177,8 @@ def markdown(record: dict[str, Any]) -> str:
         lines += [f"## At most {cap} tokens a slot", ""]
         with_peer = any("megatron" in r for r in record["rows"])
         peer = "Megatron (s) | " if with_peer else ""
-        lines += [
-            f"| slots | lengths | padded | one degree, packed | {peer}lockstep (s) | fast (s) | warm (s) | free (s) |"
-        ]
-        lines += ["| --- " * (8 + with_peer) + "|"]
+        lines += [f"| slots | lengths | padded | one degree, packed | {peer}lockstep (s) | fast (s) | free (s) |"]
+        lines += ["| --- " * (7 + with_peer) + "|"]
         lines += [_line(r, with_peer) for r in record["rows"] if r["cap"] == cap] + [""]
     return "\n".join(lines)
 
@@ -200,7 +197,7 @@ def _line(r: dict[str, Any], with_peer: bool) -> str:
         f"{r['padded']:.1f}",
         f"{r['static']['ratio']:.3f} (cp {r['static']['cp']}, {r['static']['type']})",
     ]
-    cells += [cell("megatron")] * with_peer + [cell(key) for key in ("lockstep", "fast", "warm", "free")]
+    cells += [cell("megatron")] * with_peer + [cell(key) for key in ("lockstep", "fast", "free")]
     return f"| {' | '.join(cells)} |"
 
 
@@ -231,8 +228,8 @@ def main() -> None:
         "versions": f"python {'.'.join(map(str, __import__('sys').version_info[:3]))}, numpy {np.__version__}",
         "command": "python bench/plans/planner.py" + (f" --megatron {flags.megatron.name}" if megatron else ""),
         "note": (
-            f"Batches of {TOKENS_PER_SLOT} tokens a slot, longest {LONGEST}, seed {flags.seed} (warm: the next seed, "
-            f"from the plan before); `files` draws from {len(file_tokens())} files of this machine. The bound is area "
+            f"Batches of {TOKENS_PER_SLOT} tokens a slot, longest {LONGEST}, seed {flags.seed}; "
+            f"`files` draws from {len(file_tokens())} files of this machine. The bound is area "
             "and longest document. Plans of one degree (plan_fixed) have the fastest of three degrees and of all "
             f"communication types, of a model with {HEADS} query heads; the others are rings. In brackets, CPU seconds "
             "of one core; other jobs may have shared the caches."

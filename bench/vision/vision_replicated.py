@@ -14,7 +14,7 @@ import numpy as np
 from longspan.layout import Layout, Partition
 from longspan.plan import Cost, Group, MicroBatch
 from longspan.plan.items import EncoderPlanning, ItemTable, ModalityPlan, NeededBy, Wave
-from longspan.plan.items.row_owners import rows_needed
+from longspan.plan.items.encoding_plan import rows_needed
 from longspan.plan.timeline import Timeline, timeline
 from longspan.train.encoding import encoding
 

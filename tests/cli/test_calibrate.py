@@ -16,7 +16,7 @@ from longspan.bench.calibrate.fit import Calibration, Sample, calibrate, least_s
 from longspan.cli.main import main
 from longspan.layout import Layout
 from longspan.plan import Cost
-from longspan.plan.cost.cost_file import read_cost
+from longspan.plan.cost.model_cost import read_cost
 
 COST = Cost(
     linear_seconds=3e-6,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from longspan.launch.launch import pickled_call
+from longspan.launch.launch import pickle_call
 from longspan.launch.local_ranks import LocalRanks
 from tests.launch.process_state import ProcessState
 
@@ -42,7 +42,7 @@ class RankPool:
         self, fn: Callable[..., Any], n: int, args: Sequence[Any] = (), *, timeout: float, grace: float = 10.0
     ) -> list[Any]:
         """`fn(rank, *args)` on the first n ranks; returns and raises as `run_local` does."""
-        payload, ranks = pickled_call(fn, args), self._running()
+        payload, ranks = pickle_call(fn, args), self._running()
         try:
             ranks.call(payload, n)
             ranks.collect(timeout, grace)

@@ -25,22 +25,10 @@ def noted(folder: Path, step: int, seconds: float = 0.0) -> Plan:
     return plan_step(step)
 
 
-def warmed(step: int, warm: Plan | None) -> Plan:
-    """A planner whose plan shows what it went on from: the cap says so."""
-    return plan_step(step, 10_000 if warm is None else 20_000 + warm.lengths[0])
-
-
-def cannot_begin(step: int, warm: Plan | None) -> Plan:
-    """The same, but the first of ten steps cannot be planned."""
-    if step % 10 == 0:
-        raise PlanError(f"step {step} cannot be planned")
-    return warmed(step, warm)
-
-
-def dynamic(step: int, warm: Plan | None) -> Plan:
+def dynamic(step: int) -> Plan:
     """The dynamic planner on documents of the step."""
     lengths = sample_lengths("lognorm", 8 * 4096, seed=step, longest=8192)
-    return plan_dynamic(lengths.tolist(), Layout(8), max_tokens_per_slot=2048, warm=warm)
+    return plan_dynamic(lengths.tolist(), Layout(8), max_tokens_per_slot=2048)
 
 
 class AwkwardError(Exception):

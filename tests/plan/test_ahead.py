@@ -1,7 +1,6 @@
 """Plans made ahead are those made inline, whatever was asked for before; errors come where they belong."""
 
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -15,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from longspan.errors import LongspanError, PlanError
+from longspan.errors import PlanError
 from longspan.plan import Plan
-from longspan.plan.ahead.plan_ahead import PlanAhead
-from longspan.plan.ahead.planning import PlannerError
-from longspan.plan.ahead.warm_start import WarmStart
+from longspan.plan.plan_ahead import PlanAhead
+from longspan.plan.planning import PlannerError
 from longspan.testing import run_ranks
 from tests.plan import planners
 
@@ -224,7 +222,7 @@ def test_a_daemonic_process_may_plan_ahead() -> None:
 
 _SCRIPT = """
 import os, sys, time
-from longspan.plan.ahead.plan_ahead import PlanAhead
+from longspan.plan.plan_ahead import PlanAhead
 from tests.plan import planners
 
 def planner(step):
@@ -233,7 +231,7 @@ def planner(step):
 def main():
     print("rank", os.environ.get("RANK"), flush=True)
     with PlanAhead({planner}, ahead=1) as plans:
-        print(plans.plan(2) == planners.plan_step(2), plans._planning._process.pid, flush=True)
+        print(plans.plan(2) == planners.plan_step(2), plans._planning.pid, flush=True)
         {end}
 
 {guard}
@@ -279,47 +277,13 @@ def test_no_process_is_left_when_its_parent_ends_badly(tmp_path: Path, end: str)
     assert _wait_for(lambda: _is_gone(int(out.split()[-1])), 4)
 
 
-# ---- warm starts
-
-
-@pytest.mark.parametrize("order", [range(12), [7, 3, 11, 0, 4, 7, 8], [5], [4, 5, 3], [11, 10, 9]])
-def test_a_warm_plan_depends_on_its_step_alone(order: Any) -> None:
-    planner = WarmStart(planners.warmed, every=4)
-    for step in order:
-        first = step - step % 4
-        expected = planners.warmed(step, None if step == first else planners.warmed(first, None))
-        assert planner(step) == expected == WarmStart(planners.warmed, every=4)(step)
-        assert pickle.loads(pickle.dumps(planner))(step) == expected
-
-
 def test_dynamic_plans_ahead_are_the_same_from_wherever_a_run_goes_on() -> None:
-    inline = {step: WarmStart(planners.dynamic, every=3)(step) for step in range(8)}
-    with PlanAhead(WarmStart(planners.dynamic, every=3), ahead=2) as plans:
+    inline = {step: planners.dynamic(step) for step in range(8)}
+    with PlanAhead(planners.dynamic, ahead=2) as plans:
         for step in (4, 5, 6, 7, 2, 3, 0):
             assert plans.plan(step) == inline[step]
 
 
-def test_a_block_is_planned_cold_once() -> None:
-    steps: list[tuple[int, int | None]] = []
-
-    def plan_step(step: int, warm: Plan | None) -> Plan:
-        steps.append((step, warm and warm.lengths[0] - 100))
-        return planners.warmed(step, warm)
-
-    planner = WarmStart(plan_step, every=4)
-    for step in (6, 7, 8, 9):
-        planner(step)
-    assert steps == [(4, None), (6, 4), (7, 4), (8, None), (9, 8)]
-
-
-def test_a_first_step_that_cannot_be_planned_leaves_its_block_cold() -> None:
-    planner = WarmStart(planners.cannot_begin, every=10)
-    assert planner(13) == planners.warmed(13, None)
-    with pytest.raises(LongspanError, match="step 20"):
-        planner(20)
-    assert planner(21) == planners.warmed(21, None)
-
-
 def _pid(plans: PlanAhead) -> int:
     assert plans._planning is not None
-    return plans._planning._process.pid
+    return plans._planning.pid

@@ -103,7 +103,7 @@ def test_refused(values: object, message: str) -> None:
         Cost.from_json(values)
 
 
-@pytest.mark.parametrize("module", ["cost.cost", "planners.fixed", "planners.padded", None])
+@pytest.mark.parametrize("module", ["cost.cost", "planners.fixed", None])
 def test_docstrings_show_what_happens(module: str | None) -> None:
     subject = longspan.plan if module is None else __import__(f"longspan.plan.{module}", fromlist=["_"])
     outcome = doctest.testmod(subject)

@@ -12,7 +12,7 @@ from longspan.cli.main import main
 from longspan.config.sections import ContextConfig
 from longspan.errors import ConfigError
 from longspan.plan import Cost
-from longspan.plan.cost import cost_file
+from longspan.plan.cost import model_cost as cost_file
 from longspan.train.plans import cost_of
 
 BAD = [  # what is in the place of the file, what is said of it

@@ -10,14 +10,11 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions, lower_bound_seconds, predicted_seconds
 from longspan.plan.dynamic.degrees import Anchoring, DegreeTable
-from longspan.plan.dynamic.draft import Bins, LeastLoaded, step_seconds
+from longspan.plan.dynamic.draft import Bins, LeastLoaded, divide, step_seconds
 from longspan.plan.dynamic.few_documents import plan_few
-from longspan.plan.dynamic.grouping import divide
-from longspan.plan.dynamic.lockstep import make_draft
+from longspan.plan.dynamic.lockstep import DraftSettings, Effort, Search, make_draft
 from longspan.plan.dynamic.planner import _lockstep
-from longspan.plan.dynamic.problem import Problem
-from longspan.plan.dynamic.search import Effort, Search, Settings
-from longspan.plan.dynamic.slots import FreeSlots, runs
+from longspan.plan.dynamic.problem import FreeSlots, Problem, runs
 from longspan.plan.planners.request import Request
 from longspan.plan.simulate.distributions import sample_lengths
 
@@ -72,7 +69,7 @@ def test_groups_of_a_block_that_spans_nodes_are_priced_as_they_lie(slots: int, m
         of_slots = Problem.of(Request.of(lengths, Layout(slots), options), range(min_cp, slots + 1))
         few = plan_few(of_slots)
         assert few is not None and few[0] == pytest.approx(predicted_seconds(few[1], slots, cost))
-        seconds, make = _lockstep(of_slots, Effort(drafts=2, steps=4, sample_steps=6), None)
+        seconds, make = _lockstep(of_slots, Effort(drafts=2, steps=4, sample_steps=6))
         assert seconds == pytest.approx(predicted_seconds(make(), slots, cost))
 
 
@@ -134,7 +131,7 @@ def test_the_longest_document_decides_how_short_a_micro_batch_can_be() -> None:
 @pytest.mark.parametrize("name", ["lognorm", "files", "expo"])
 def test_a_draft_follows_the_durations_that_are_wanted(name: str) -> None:
     search = Search(problem(sample_lengths(name, 16 * 32768, longest=65536).tolist(), 16))
-    search.attempt(Settings(np.array([0.4, 0.3, 0.2, 0.15]), Anchoring(0.5, 0.4)))
+    search.attempt(DraftSettings(np.array([0.4, 0.3, 0.2, 0.15]), Anchoring(0.5, 0.4)))
     assert search.best is not None and search.best.durations[1] > 1.3 * search.best.durations[3]
 
 
@@ -200,9 +197,9 @@ def test_a_division_holds_the_cap_and_is_no_slower_than_sharing_all(name: str, l
 def test_a_sample_is_a_problem_of_the_same_kind() -> None:
     mine = problem(sample_lengths("expo", 1024 * 32768).tolist(), 1024)
     small = mine.sample()
-    assert (mine.sampled, small.request.slots, len(small.blocks)) == (4, 256, 32)
+    assert (mine.sample_factor, small.request.slots, len(small.blocks)) == (4, 256, 32)
     assert small.mean_seconds == pytest.approx(mine.mean_seconds, rel=0.02)
-    assert problem([1000000, 5], 1024).sampled == 1
+    assert problem([1000000, 5], 1024).sample_factor == 1
 
 
 def test_the_strong_bound_knows_what_caps_and_least_degrees_cost() -> None:

@@ -19,7 +19,7 @@ from longspan.model.seams.mixers import mixers_of
 from longspan.model.small.shrink import shrunken, tiny_model
 from longspan.plan import Cost
 from longspan.plan.cost.config_reader import ConfigReader
-from longspan.plan.cost.layer_kinds import layer_types
+from longspan.plan.cost.layers import layer_types
 from longspan.plan.cost.mixer_shape import MixerShape
 from longspan.plan.cost.model_flops import model_flops
 from longspan.plan.cost.model_shape import ModelShape, has_mixers

@@ -15,7 +15,7 @@ from longspan.plan.planners.options import PlanKeywords
 PLANNERS: dict[Callable[..., Plan], tuple[str, ...]] = {
     plan_fixed: ("lengths", "home", "cp", "options"),
     plan_padded: ("lengths", "home", "cp", "options"),
-    plan_dynamic: ("lengths", "home", "min_cp", "max_cp", "warm", "effort", "options"),
+    plan_dynamic: ("lengths", "home", "min_cp", "max_cp", "effort", "options"),
 }
 
 

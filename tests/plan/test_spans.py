@@ -10,10 +10,9 @@ from transformers import AutoModelForCausalLM
 from longspan.layout import Layout
 from longspan.layout.spans import Spans
 from longspan.plan import Cost, plan_dynamic
-from longspan.plan.cost.model_cost import cost_on_h200
-from longspan.plan.cost.model_flops import model_flops
+from longspan.plan.cost.model_cost import cost_on_h200, with_spans
+from longspan.plan.cost.model_flops import later_pairs, model_flops
 from longspan.plan.cost.model_shape import ModelShape
-from longspan.plan.cost.spans import later_pairs, with_spans
 from tests.model.vision.models import config_of
 
 RATES = {"tflops": 400.0, "attention_tflops": 500.0, "micro_batch_seconds": 0.0}

@@ -40,7 +40,7 @@ HYBRID = {
 def sent(lengths: list[int], degree: int, partition: str) -> tuple[float, int]:
     """Bytes that the members of a group give: as priced, and as their exchange has them."""
     group = Group(tuple(range(degree)), tuple(range(len(lengths))), tuple(lengths), partition=partition)
-    priced = BYTES.dealt(partition).given_bytes(len(lengths), sum(lengths), degree)
+    priced = BYTES.for_partition(partition).run_bytes(len(lengths), sum(lengths), degree)
     return float(priced), state_bytes(group, heads=HEADS, key_size=KEY, value_size=VALUE)
 
 
@@ -72,7 +72,7 @@ def test_rows_before_runs_are_those_of_the_exchange(degree: int, width: int, dat
             group = Group(members, ids, tuple(lengths), partition=partition)
             parts = [ShardPart(group, member, member, 0, world_key=-1) for member in members]
             read = sum(sum(halo_of(Chains(part, torch.device("cpu")), width - 1).receives) for part in parts)
-            priced = float(rows.dealt(partition).wire_bytes(len(lengths), sum(lengths), degree))
+            priced = float(rows.for_partition(partition).wire_bytes(len(lengths), sum(lengths), degree))
             exact = shortest > 1 and (partition == "zigzag" or len(lengths) == 1)
             assert read == priced if exact else read <= priced + (len(lengths) * width if shortest == 1 else 0)
 
@@ -89,7 +89,7 @@ def test_one_document_over_four_slots_by_hand() -> None:
     wire = ((6 * 8 + 5 * 4) * 0.75 + 6 * 2 / 4) / 10
     assert seconds(cost) == pytest.approx(2 * 250 + wire + 5)
     assert seconds(cost, 10, 10**5) == pytest.approx(2 * 250 + 10 * wire + 5)
-    contiguous = cost.dealt("contiguous")
+    contiguous = cost.for_partition("contiguous")
     assert seconds(contiguous) == pytest.approx(2 * 250 + ((3 * 8 + 2 * 4) * 0.75 + 3 * 2 / 4) / 10 + 5)
     # ten documents of 100 rows: three boundaries cut three of them
     assert seconds(contiguous, 10, 10**5) == pytest.approx(2 * 75 + (3 * 8 * 0.75 + 3 * 2 / 4) / 10 + 5)
@@ -104,7 +104,7 @@ def test_the_busiest_slot_of_a_contiguous_ring(lengths: list[int], degree: int) 
         runs = group.shares.segments(member)
         pairs.append(float((runs.stop.astype(float) ** 2 - runs.start.astype(float) ** 2).sum()))
     tokens, squares = float(sum(lengths)), float(sum(n * n for n in lengths))
-    priced = BYTES.dealt("contiguous").busiest(np.array(tokens), np.array(squares), np.array(float(degree)))
+    priced = BYTES.for_partition("contiguous").busiest(np.array(tokens), np.array(squares), np.array(float(degree)))
     assert priced == pytest.approx(max(pairs) * degree / sum(pairs), rel=0.01)
     assert BYTES.busiest(np.array(tokens), np.array(squares), np.array(4.0)) == 1.0
 
@@ -123,11 +123,11 @@ def test_states_only_add_and_contiguous_ones_do_not_grow_with_documents(group: t
         tokens, squares = length * documents, length * length * documents
         return float(cost.group_seconds(tokens, squares, degree, inside, documents))
 
-    bare, contiguous = dataclasses.replace(cost, states=None), cost.dealt("contiguous")
+    bare, contiguous = dataclasses.replace(cost, states=None), cost.for_partition("contiguous")
     assert seconds(cost, documents) >= seconds(bare, documents)
     assert seconds(contiguous, documents) >= seconds(bare, documents)
-    given_by_many = contiguous.states and contiguous.states.given_bytes(documents + 1, length, degree)
-    assert given_by_many is not None and given_by_many <= contiguous.states.given_bytes(1, length, degree)
+    given_by_many = contiguous.states and contiguous.states.run_bytes(documents + 1, length, degree)
+    assert given_by_many is not None and given_by_many <= contiguous.states.run_bytes(1, length, degree)
     forward = seconds(cost.forward_only(), documents)
     assert 2 / 7 * seconds(cost, documents) * (1 - 1e-12) <= forward <= seconds(cost, documents) / 2 * (1 + 1e-12)
 
@@ -138,7 +138,7 @@ def test_plans_of_hybrids_are_sound_and_meet_their_bound(
     lengths: list[int], partition: str, data: st.DataObject
 ) -> None:
     kind, mode = data.draw(st.sampled_from(["p2p", "a2a"])), data.draw(st.sampled_from(["lockstep", "free"]))
-    cost, home = cost_on_cpus(HYBRID).under(kind).dealt(partition), Layout(4)
+    cost, home = cost_on_cpus(HYBRID).under(kind).for_partition(partition), Layout(4)
     options = {"max_tokens_per_slot": 1024, "cp_comm_type": kind, "heads": 8, "partition": partition, "cost": cost}
     dynamic = plan_dynamic(lengths, home, mode=mode, effort="fast", **options)
     fixed = plan_fixed(lengths, home, 4, mode=mode, **options)
@@ -165,11 +165,11 @@ def test_costs_of_states_follow_the_cost() -> None:
     full = with_recomputation(cost, HYBRID, "full")
     assert full.states and full.states.state_bytes == cost.states.state_bytes * 3 / 2
     assert full.states.summary_seconds == pytest.approx(cost.states.summary_seconds * 5 / 3)
-    assert full.dealt("contiguous").forward_only() == cost.dealt("contiguous").forward_only()
+    assert full.for_partition("contiguous").forward_only() == cost.for_partition("contiguous").forward_only()
     weights = cost.linear_seconds - cost.states.scan_seconds
     frozen = with_recomputation(cost, HYBRID, "none", frozen=True).linear_seconds
     assert frozen == pytest.approx(weights * 4 / 6 + cost.states.scan_seconds)
-    assert Cost().dealt("contiguous") == Cost()
+    assert Cost().for_partition("contiguous") == Cost()
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def _machine(flags: SimulateFlags) -> tuple[Cost, int]:
 def _print_degrees(flags: SimulateFlags, title: str, lengths: Sequence[int], home: Layout) -> None:
     options = _options(flags, home)
     if options.cost.states:
-        options = replace(options, partition="contiguous", cost=options.cost.dealt("contiguous"))
+        options = replace(options, partition="contiguous", cost=options.cost.for_partition("contiguous"))
     comparison = which_degree(lengths, home, options=options, accumulation=flags.accumulation or None, vpp=flags.vpp)
     accumulation = flags.accumulation or flags.pp
     print(degrees_json(title, comparison) if flags.json else degrees_table(title, comparison, accumulation))

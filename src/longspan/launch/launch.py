@@ -1,4 +1,4 @@
-"""Start N local ranks from one fork server, wait for their answers, and say which one failed and how.
+"""Start N local ranks from one fork server, wait for their answers, and report which one failed and how.
 
 Every rank is a fresh process with torchrun's variables set and no process group. The store that ranks share lives in
 the parent (as under torchrun), so that survivors can still talk to it when a rank dies. Several machines are torchrun's
@@ -6,9 +6,9 @@ business, not this module's.
 
 torch's launchers do less (2.13; eight ranks from a fork server with the same imports, on two busy cores):
 `start_processes` of torch.distributed.elastic takes 1.6 s where `run_local` takes 0.8 s; torch.multiprocessing's takes
-as long as `run_local`, but returns no results. Both end the other ranks as soon as one fails, before these can say what
-they saw, do not tell them how it died, and give its error as text. Neither says where a rank is that does not end, nor
-forwards signals.
+as long as `run_local`, but returns no results. Both end the other ranks as soon as one fails, before these can report
+what they saw, do not let them learn how it died, and give its error as text. Neither shows where a rank is that does
+not end, nor forwards signals.
 """
 
 import os
@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.errors import CommError
-from longspan.launch.fork_server import kill_fork_server
-from longspan.launch.local_ranks import LocalRanks
+from longspan.launch.local_ranks import LocalRanks, kill_fork_server
 from longspan.launch.stop_signals import Forwarding
 
 
@@ -39,17 +38,17 @@ def run_local(
     >>> run_local(train_rank, 4, (config,), timeout=None)
 
     `fn` must be importable (a function at the top of a module or script). `timeout` bounds the whole call in seconds;
-    when one rank fails, the others have `grace` seconds to say what they saw and are then killed. `threads` is torch's
-    number of threads in each rank (None: the CPUs shared out evenly). Output of the ranks goes where the caller's
+    when one rank fails, the others have `grace` seconds to report and are then killed. `threads` is torch's number of
+    threads in each rank (None: the CPUs shared out evenly). Output of the ranks goes where the caller's
     goes. SIGINT and SIGTERM are forwarded to the ranks once and waited for; a second one, more than a second later,
-    kills them. Where ranks end by such a signal, it has its usual effect here too.
+    kills them. If ranks end by such a signal, it has its usual effect here too.
 
     The first failing rank's error is raised again here, with its type and its traceback as the cause. CommError names
     a rank that was killed or left without an answer, and the ranks that still ran when the time was up.
     """
     if n < 1:
         raise CommError(f"{n} ranks were asked for; give a count of at least 1")
-    payload = pickled_call(fn, args)
+    payload = pickle_call(fn, args)
     with tempfile.TemporaryDirectory(prefix="longspan-ranks-") as folder, _no_server_of_an_interrupted_start():
         ranks = LocalRanks(n, Path(folder), threads or max(1, usable_cores() // n), payload)
         try:
@@ -59,7 +58,7 @@ def run_local(
         finally:
             ranks.end()
     if ranks.failure is not None:
-        if ranks.ended_by(forwarding.sent):
+        if ranks.was_ended_by(forwarding.sent):
             forwarding.repeat()
         raise ranks.failure
     return [rank.answer.value() for rank in ranks.ranks if rank.answer is not None]
@@ -67,7 +66,7 @@ def run_local(
 
 @contextmanager
 def _no_server_of_an_interrupted_start() -> Iterator[None]:
-    """End the fork server too where ranks are interrupted while they start: it may import for long, for nobody."""
+    """End the fork server too if ranks are interrupted while they start: it may import for long, for nobody."""
     try:
         yield
     except KeyboardInterrupt:
@@ -75,7 +74,7 @@ def _no_server_of_an_interrupted_start() -> Iterator[None]:
         raise
 
 
-def pickled_call(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
+def pickle_call(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
     """What a rank unpickles and calls. Raises CommError for what cannot be sent."""
     try:
         return pickle.dumps((fn, tuple(args)))

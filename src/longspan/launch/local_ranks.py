@@ -1,8 +1,9 @@
 """The ranks of one launch: fresh processes from the fork server, what each of them answered, and how one ended.
 
-The store that they share is started here too.
+The fork server and the store that the ranks share are started here too. What a rank does is in `rank_process.py`.
 """
 
+import multiprocessing
 import os
 import pickle
 import signal
@@ -10,17 +11,70 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from multiprocessing import connection
+from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspan.errors import CommError
-from longspan.launch.fork_server import start_fork_server
 from longspan.launch.rank_process import DEAD_KEY, READY, Answer, Descriptor, Spec, State, Task, rank_main
-from longspan.launch.stop_signals import blocked
+from longspan.launch.stop_signals import block_signals
+from longspan.launch.worker import describe_end
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
+
+
+# Imported once, by the fork server; a module that cannot be imported is left out.
+PRELOAD: tuple[str, ...] = (
+    "__main__",
+    "torch",
+    "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "transformers",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.llama.modeling_llama",
+    "longspan.comm.world",
+    "longspan.comm.shard",
+    "longspan.attention",
+    "longspan.model.prepare_model",
+    "longspan.train.step",
+    "longspan.run.loop",
+)
+
+
+def start_fork_server() -> ForkServerContext:
+    """Start the fork server if it does not run; it imports in the background while this process imports torch.
+
+    What it imports may ask torch for GPUs, which makes CUDA unusable in everything forked from it unless torch asks the
+    driver's management library (PYTORCH_NVML_BASED_CUDA_CHECK, torch 2.11 to 2.13).
+
+    It gets no SIGINT and SIGTERM, which a supervisor may send to all processes of a command: it ends with its launcher.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["longspan.launch.no_collections", *PRELOAD])
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    resource_tracker.ensure_running()  # starting it, Python (3.11 to 3.13) unblocks the signals
+    try:
+        with block_signals():
+            forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+    return context
+
+
+def kill_fork_server() -> None:
+    """End the fork server, which may be importing still; the next `start_fork_server` starts another."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+        server._stop()
 
 
 def start_store_server() -> Any:
@@ -31,7 +85,7 @@ def start_store_server() -> Any:
 
 
 def torchrun_variables(n: int, port: int, threads: int) -> dict[str, str]:
-    """The environment of n ranks on this machine, but for RANK and LOCAL_RANK."""
+    """The environment of n ranks on this machine, except RANK and LOCAL_RANK."""
     variables = {
         "WORLD_SIZE": n,
         "LOCAL_WORLD_SIZE": n,
@@ -62,7 +116,7 @@ class LocalRank:
             self.answer = pickle.loads(self.pipe.recv_bytes())
         except EOFError:
             self.process.join()
-            self.death, self.killed_by = _end_of(self.process.exitcode), -min(0, self.process.exitcode or 0)
+            self.death, self.killed_by = _describe_death(self.process.exitcode), -min(0, self.process.exitcode or 0)
         self.waiting = False
 
     def send(self, task: Task) -> None:
@@ -98,7 +152,8 @@ class LocalRanks:
         """Start every rank."""
         self.ranks = self._all
         for index in range(self._n):
-            with blocked() if index else nullcontext():  # the first waits for the fork server, and may be interrupted
+            # The first waits for the fork server, and may be interrupted.
+            with block_signals() if index else nullcontext():
                 self._start(index)
 
     def _start(self, index: int) -> None:
@@ -179,7 +234,7 @@ class LocalRanks:
             self.failed, key=lambda rank: 0 if rank.death else 2 if rank.answer and rank.answer.consequence else 1
         )
 
-    def ended_by(self, signals: Sequence[int]) -> bool:
+    def was_ended_by(self, signals: Sequence[int]) -> bool:
         """Whether these signals, which were sent to the ranks, are why they failed."""
         if not signals or not self.failed:
             return False
@@ -190,7 +245,7 @@ class LocalRanks:
         for rank in running:
             rank.process.join(0)
             if rank.process.exitcode is None and rank.process.pid is not None:
-                os.kill(rank.process.pid, signal.SIGUSR2)  # the rank's faulthandler writes where it is
+                os.kill(rank.process.pid, signal.SIGUSR2)  # the rank's faulthandler dumps its stack
         deadline = time.monotonic() + 3
         while time.monotonic() < deadline and not all(_dump(self.folder, rank.index) for rank in running):
             time.sleep(0.05)
@@ -225,12 +280,10 @@ class LocalRanks:
             rank.process.close()
 
 
-def _end_of(code: int | None) -> str:
+def _describe_death(code: int | None) -> str:
     if code is not None and code < 0:
-        names = {s.value: s.name for s in signal.Signals}
-        why = ", as Linux does where memory runs out" if -code == signal.SIGKILL else ""
-        return f"was killed by signal {-code} ({names.get(-code, 'unknown')}){why}"
-    return f"left with exit code {code} before it answered"
+        return describe_end(code) + (", as Linux does where memory runs out" if -code == signal.SIGKILL else "")
+    return f"{describe_end(code)} before it answered"
 
 
 def _dump(folder: Path, index: int) -> str:

@@ -1,4 +1,4 @@
-"""What one local rank does: set itself up, call a function, answer through a pipe; once, or call after call.
+"""The life of one local rank: set itself up, call a function, answer through a pipe; once, or call after call.
 
 A rank of `run_local` lives for one call. One that starts without a task, as those of tests on GPUs, takes calls until
 its pipe is closed, and puts back what a call may have changed in its process in between.
@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from longspan.errors import CommError
-from longspan.launch.stop_signals import unblocked
+from longspan.launch.stop_signals import unblock_signals
+from longspan.launch.worker import pickle_error
 
-READY = b"ready"  # a rank that takes tasks says so once nothing is left of the one before
+READY = b"ready"  # what a rank that takes tasks sends once nothing is left of the one before
 DEAD_KEY = "longspan/dead/"  # the launcher writes here, under the rank, how a rank died
 
 
@@ -36,10 +37,10 @@ class Descriptor:
         self.number = number
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (DupFd(self.number),)
+        return _receive_descriptor, (DupFd(self.number),)
 
 
-def _received(handle: Any) -> Descriptor:
+def _receive_descriptor(handle: Any) -> Descriptor:
     return Descriptor(handle.detach())
 
 
@@ -75,7 +76,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank sends back: a pickled result, or a pickled error (None where it does not pickle) and its text."""
+    """The message of a rank: a pickled result, or a pickled error (None if it does not pickle) and its text."""
 
     ok: bool
     pickled: bytes | None
@@ -89,7 +90,7 @@ class Answer:
         return pickle.loads(self.pickled)
 
     def error(self, rank: int) -> BaseException:
-        """The rank's error, of its own type where that pickles, with its traceback as the cause."""
+        """The rank's error, of its own type if that pickles, with its traceback as the cause."""
         try:
             error = pickle.loads(self.pickled or b"")
         except Exception:
@@ -126,11 +127,11 @@ def rank_main(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Des
 
 
 def _answer(rank: int, task: Task, pipe: connection.Connection) -> None:
-    """Make one call and send what it returned or raised; signals are heeded in the call alone."""
+    """Make one call and send what it returned or raised; signals are heeded only in the call."""
     os.environ.clear()
     os.environ.update(task.environment)
     try:
-        with unblocked():
+        with unblock_signals():
             fn, args = pickle.loads(task.payload)
             result = fn(rank, *args)
         message = Answer(True, pickle.dumps(result))
@@ -155,7 +156,7 @@ def _serve(rank: int, state: State, pipe: connection.Connection) -> None:
 
 
 def _set_up(spec: Spec, out: Descriptor, err: Descriptor) -> None:
-    """Own process group (signals come from the launcher alone), the launcher's output and threads.
+    """Own process group (signals come only from the launcher), the launcher's output and threads.
 
     What the fork server imported is no garbage: collections pass over it, and its memory stays shared.
     """
@@ -167,9 +168,9 @@ def _set_up(spec: Spec, out: Descriptor, err: Descriptor) -> None:
         os.close(stream.number)
     log = (spec.folder / f"rank-{spec.rank}.txt").open("w")
     faulthandler.register(signal.SIGUSR2, file=log, all_threads=False)
-    faulthandler.enable(file=log)  # a rank that dies of a fault in a library says where it was
+    faulthandler.enable(file=log)  # a rank that dies of a fault in a library leaves its stack
     threading.Thread(target=_follow_the_launcher, name="launcher watch", daemon=True).start()
-    if spec.task is not None:  # before torch is asked for anything
+    if spec.task is not None:  # before anything of torch is used
         os.environ.clear()
         os.environ.update(spec.task.environment)
 
@@ -192,9 +193,4 @@ def _failure(error: BaseException) -> Answer:
     text = "".join(traceback.format_exception(error))
     summary = f"{type(error).__name__}: {error}".strip()
     consequence = bool(getattr(error, "seen_from_outside", False))
-    try:
-        pickled = pickle.dumps(error)
-        pickle.loads(pickled)
-    except Exception:
-        pickled = None
-    return Answer(False, pickled, text, summary[:2000], consequence)
+    return Answer(False, pickle_error(error), text, summary[:2000], consequence)

@@ -33,7 +33,7 @@ class Interrupted(KeyboardInterrupt):
 def interruptible() -> Iterator[None]:
     """While open, a first SIGINT or SIGTERM raises Interrupted; so does one that comes more than a second later.
 
-    In another thread than the main one, which alone receives signals, nothing is done; a signal that is ignored stays
+    In another thread than the main one, which does not receive signals, nothing is done; a signal that is ignored stays
     so.
     """
     last = [-SAME_PRESS]
@@ -52,12 +52,12 @@ def interruptible() -> Iterator[None]:
         _restore(before)
 
 
-def blocked() -> AbstractContextManager[None]:
-    """While open, the signals wait; a process that is started inside never gets them, until it opens `unblocked`."""
+def block_signals() -> AbstractContextManager[None]:
+    """While open, signals wait; a process that is started inside gets none until it opens `unblock_signals`."""
     return _masked(signal.SIG_BLOCK)
 
 
-def unblocked() -> AbstractContextManager[None]:
+def unblock_signals() -> AbstractContextManager[None]:
     """While open, signals reach this thread; those that came before do so now."""
     return _masked(signal.SIG_UNBLOCK)
 

@@ -21,7 +21,7 @@ from longspan.model.seams.call_rules import is_prepared
 from longspan.model.seams.depth_layer import layer_to_copy
 from longspan.model.seams.set_forwards import set_on_instances
 from longspan.model.weights.empty import empty_model, stored_buffers
-from longspan.plan.cost.layer_kinds import types_of_depth
+from longspan.plan.cost.layers import types_of_depth
 
 
 def add_mtp(

@@ -1,5 +1,5 @@
 """Plans of a step: which slots work together on which documents (Plan), what that costs (Cost), and the planners that
-make one from document lengths alone. Integers and numpy; no torch.
+make one from document lengths only. Integers and numpy; no torch.
 
 >>> from longspan.layout import Layout
 >>> plan = plan_fixed([900, 300, 20], Layout(ranks=8), cp=4, max_tokens_per_slot=512)
@@ -7,16 +7,14 @@ make one from document lengths alone. Integers and numpy; no torch.
 (1, 1220, 1217)
 """
 
-from longspan.plan.ahead.plan_ahead import PlanAhead
-from longspan.plan.ahead.warm_start import WarmStart
 from longspan.plan.cost.bound import Bound, lower_bound_seconds
 from longspan.plan.cost.cost import Cost
 from longspan.plan.dynamic import plan_dynamic
 from longspan.plan.micro_batch import CommType, Group, MicroBatch, Mode, PartitionKind
 from longspan.plan.plan import Plan
-from longspan.plan.planners.fixed import plan_fixed
+from longspan.plan.plan_ahead import PlanAhead
+from longspan.plan.planners.fixed import plan_fixed, plan_padded
 from longspan.plan.planners.options import PlanOptions
-from longspan.plan.planners.padded import plan_padded
 from longspan.plan.timeline import Timeline, predicted_seconds, slot_rows, timeline
 
 __all__ = [
@@ -31,7 +29,6 @@ __all__ = [
     "PlanAhead",
     "PlanOptions",
     "Timeline",
-    "WarmStart",
     "lower_bound_seconds",
     "plan_dynamic",
     "plan_fixed",

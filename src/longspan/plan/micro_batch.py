@@ -14,7 +14,7 @@ Mode = Literal["lockstep", "free"]
 
 @dataclass(frozen=True)
 class Group:
-    """Slots that share documents in one micro-batch: all that `bind` needs to know of them.
+    """Slots that share documents in one micro-batch, with all that `bind` needs.
 
     `slots` in ring order; `documents` are ids into the plan's lengths, `lengths` their rows, in packed order.
     `cp_comm_type` is one string, or one per model layer. `pad_to` lays every document out as that many rows
@@ -50,7 +50,7 @@ class Group:
         return -(-sum(self.laid_out) // self.degree)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields for a JSON document; those that most groups leave at their default are left out."""
+        """The fields for a JSON document, without those that most groups leave at their default."""
         fields = {name: getattr(self, name) for name in ("slots", "documents", "lengths", "cp_comm_type")}
         if self.hierarchical_context_parallel_sizes is not None:
             fields["hierarchical_context_parallel_sizes"] = self.hierarchical_context_parallel_sizes

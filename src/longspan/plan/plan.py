@@ -1,41 +1,121 @@
-"""What a step does: groups of slots that work on documents, micro-batch by micro-batch.
+"""One step as a value: which slots work together on which documents, micro-batch by micro-batch.
 
-A Plan is made from document lengths alone and is the same on every rank and host. Planners (`fixed`, `padded`,
-`dynamic`) make it; `comm.bind` turns one of its micro-batches into what a rank does. This module does not decide
-anything and does not price anything (`cost.py`, `timeline.py`, `bound.py`); `check.py` says what makes a plan sound.
+A Plan is made from document lengths only and is the same on every rank and host. Planners (`planners/`, `dynamic/`)
+make it; `comm.bind` turns one of its micro-batches into what a rank does. This module decides nothing and prices
+nothing (`cost/`, `timeline.py`); it checks that a plan is sound and prints it. Whether a model can run a plan (heads,
+layers) is checked in `attention`.
 """
 
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
-from longspan.errors import PlanError
-from longspan.plan.check import check_plan
-from longspan.plan.cost.cost import Cost
-from longspan.plan.plan_fields import PlanFields
+import numpy as np
+
+from longspan.errors import LayoutError, PlanError, counted
+from longspan.layout import check_lengths
+from longspan.plan.check import MODES, check_choice, check_comm_types, check_count, check_hierarchy, check_size
+from longspan.plan.cost.cost import DEFAULT_COST, Cost
+from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, Mode
 from longspan.plan.plan_json import read_fields
-from longspan.plan.plan_text import plan_table
+from longspan.plan.timeline import Timeline, slot_rows, timeline
+
+NO_MACHINE = "no machine: seconds only say how the parts of plans compare"
 
 
 @dataclass(frozen=True)
-class Plan(PlanFields):
+class Plan:
     """One step: which slots work together on which documents in which micro-batch.
 
     `lengths[d]` is the number of rows of document d; `targets` the number of predicted tokens by which the loss is
     divided; `predicted_seconds` the step's time under `cost`; `lower_bound_seconds` a time that no plan of these
-    documents under that cost and cap can beat (0.0 for both where a plan was built by hand without a cost).
+    documents under that cost and cap can beat (0.0 for both if a plan was built by hand without a cost).
 
     Planners return checked plans; `check` checks one that was built by hand.
     """
 
+    slots: int
+    lengths: tuple[int, ...]
+    micro_batches: tuple[MicroBatch, ...]
+    targets: int
+    mode: Mode = "lockstep"
+    max_tokens_per_slot: int | None = None
+    node_size: int = 8
+    row_multiple: int = 1
+    planner: str = "given"
+    predicted_seconds: float = 0.0
+    lower_bound_seconds: float = 0.0
+    cost: Cost = DEFAULT_COST
+
+    @property
+    def tokens(self) -> int:
+        """Rows of all documents."""
+        return sum(self.lengths)
+
+    @property
+    def ratio(self) -> float:
+        """Predicted time over the lower bound, at least 1; nan if the plan has no bound."""
+        return self.predicted_seconds / self.lower_bound_seconds if self.lower_bound_seconds else float("nan")
+
+    @cached_property
+    def efficiency(self) -> float:
+        """Rows used: tokens / (slots x micro-batches x rows of the fullest slot), between 0 and 1.
+
+        A plan that is balanced by time need not fill its slots.
+        """
+        rows = slot_rows(self.micro_batches, self.slots, self.row_multiple)
+        return self.tokens / (rows.size * int(rows.max())) if rows.any() else 0.0
+
+    def timeline(self, cost: Cost | None = None) -> Timeline:
+        """When each slot works in each micro-batch, under the plan's own cost or another."""
+        cost = self.cost if cost is None else cost
+        batches, slots = self.micro_batches, self.slots
+        return timeline(batches, slots, cost, mode=self.mode, node_size=self.node_size, row_multiple=self.row_multiple)
+
+    def digest(self) -> str:
+        """SHA-256 (hex) of the integers and strings: what ranks compare before the first collective of a step.
+
+        Times and the cost are left out: two hosts may round them differently without disagreeing on what to do.
+        """
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        return hashlib.sha256(json.dumps(self._integers(), separators=(",", ":")).encode()).hexdigest()
+
+    def to_json(self, indent: int | None = None) -> str:
+        """The plan as JSON; `Plan.from_json` gives an equal plan back."""
+        seconds = {"predicted_seconds": self.predicted_seconds, "lower_bound_seconds": self.lower_bound_seconds}
+        floats = {"tokens": self.tokens} | seconds | {"cost": self.cost.to_json()}
+        return json.dumps(self._integers() | floats, indent=indent)
+
+    def _integers(self) -> dict[str, Any]:
+        names = ("slots", "lengths", "targets", "mode", "max_tokens_per_slot", "node_size", "row_multiple", "planner")
+        batches = [[group.to_dict() for group in batch.groups] for batch in self.micro_batches]
+        return {name: getattr(self, name) for name in names} | {"micro_batches": batches}
+
     def table(self, cost: Cost | None = None, limit: int = 24) -> str:
         """The plan as plain text: its sizes and times, then a line for each of at most `limit` micro-batches."""
-        return plan_table(self, cost, limit)
+        times = self.timeline(cost)
+        return "\n".join([*_header(self, cost or self.cost, times), "", *_lines(self, times, limit)])
 
     def check(self) -> "Plan":
-        """This plan, if it is sound: every document once, slots in range, caps held, known types.
+        """Return this plan if it is sound: every document once, slots in range, caps met, types that exist.
 
         Raises PlanError naming the document, slot or micro-batch, and the numbers.
         """
-        check_plan(self)
+        _check_numbers(self)
+        for m, batch in enumerate(self.micro_batches):
+            for g, group in enumerate(batch.groups):
+                _check_group(f"micro-batch {m}, group {g}", group, self)
+        _check_documents(self)
+        pads = [group.pad_to or 0 for batch in self.micro_batches for group in batch.groups]
+        check_size(len(self.lengths), max((*pads, *self.lengths), default=0))
+        _check_cap(self)
         return self
 
     @classmethod
@@ -46,3 +126,155 @@ class Plan(PlanFields):
         if tokens is not None and tokens != plan.tokens:
             raise PlanError(f"the plan says {tokens!r} tokens, but its lengths add up to {plan.tokens}")
         return plan
+
+
+def _check_numbers(plan: Plan) -> None:
+    check_count("slots", plan.slots)
+    check_count("targets", plan.targets, least=0)
+    check_count("node_size", plan.node_size)
+    check_count("row_multiple", plan.row_multiple)
+    if plan.max_tokens_per_slot is not None:
+        check_count("max_tokens_per_slot", plan.max_tokens_per_slot)
+    check_choice("mode", plan.mode, MODES)
+    try:
+        if check_lengths(plan.lengths) != plan.lengths:
+            raise PlanError(f"the plan's lengths must be a tuple of int, got {type(plan.lengths).__name__}")
+    except LayoutError as error:
+        raise PlanError(f"the plan's lengths: {error}") from None
+    if not plan.micro_batches:
+        raise PlanError("the plan has no micro-batch; a step has at least one, if only a dummy")
+
+
+def _check_group(where: str, group: Group, plan: Plan) -> None:
+    if not group.slots or not group.documents:
+        missing = "slots" if group.documents else "documents"
+        raise PlanError(f"{where} has no {missing}; leave the group out: a slot in no group runs a dummy pass")
+    for name in ("slots", "documents", "lengths"):
+        if set(map(type, getattr(group, name))) != {int}:
+            raise PlanError(f"{where}: {name} {_short(getattr(group, name))} must be integers (int, not numpy's)")
+    if len(set(group.slots)) != len(group.slots):
+        raise PlanError(f"{where} names a slot twice: slots {_short(group.slots)}")
+    if min(group.slots) < 0 or max(group.slots) >= plan.slots:
+        raise PlanError(f"{where} has slots {_short(group.slots)}, but the plan has slots 0 to {plan.slots - 1}")
+    _check_group_lengths(where, group, plan)
+    check_choice(f"{where}: partition", group.partition, PARTITIONS)
+    try:
+        types = check_comm_types(group.cp_comm_type)
+        check_hierarchy(types, group.hierarchical_context_parallel_sizes, group.degree)
+    except PlanError as error:
+        raise PlanError(f"{where}: {error}") from None
+
+
+def _check_group_lengths(where: str, group: Group, plan: Plan) -> None:
+    if len(group.documents) != len(group.lengths):
+        raise PlanError(f"{where} has {len(group.documents)} documents and {len(group.lengths)} lengths")
+    if min(group.documents) < 0 or max(group.documents) >= len(plan.lengths):
+        possible = f"documents 0 to {len(plan.lengths) - 1}" if plan.lengths else "no documents"
+        raise PlanError(f"{where} has documents {_short(group.documents)}, but the plan has {possible}")
+    for document, length in zip(group.documents, group.lengths, strict=True):
+        if plan.lengths[document] != length:
+            raise PlanError(
+                f"{where} gives document {document} {length} rows, but the plan's lengths say {plan.lengths[document]}"
+            )
+    if group.pad_to is not None and (type(group.pad_to) is not int or group.pad_to < max(group.lengths)):
+        raise PlanError(f"{where} pads to {group.pad_to!r} rows, less than its longest document, {max(group.lengths)}")
+
+
+def _check_documents(plan: Plan) -> None:
+    documents = np.array([d for batch in plan.micro_batches for d in batch.documents], dtype=np.int64)
+    times = np.bincount(documents, minlength=len(plan.lengths))
+    wrong = np.flatnonzero(times != 1)
+    if len(wrong):
+        d = int(wrong[0])
+        places = [m for m, batch in enumerate(plan.micro_batches) if d in batch.documents]
+        seen = f"{times[d]} times (micro-batches {_short(places)})" if places else "in no micro-batch"
+        raise PlanError(
+            f"document {d} ({plan.lengths[d]} rows) is {seen}, and must be in exactly one group; "
+            f"{len(wrong)} of {len(plan.lengths)} documents are wrong"
+        )
+
+
+def _check_cap(plan: Plan) -> None:
+    cap = plan.max_tokens_per_slot
+    if cap is None:
+        return
+    rows = slot_rows(plan.micro_batches, plan.slots, plan.row_multiple)
+    over = np.argwhere(rows > cap)
+    if len(over):
+        m, slot = (int(i) for i in over[0])
+        groups = [g for g, _ in plan.micro_batches[m].groups_of(slot)]
+        rounded = f" in multiples of {plan.row_multiple}" if plan.row_multiple > 1 else ""
+        raise PlanError(
+            f"slot {slot} holds {rows[m, slot]} rows{rounded} in micro-batch {m} (groups {_short(groups)}), above "
+            f"max_tokens_per_slot {cap}; {len(over)} of {rows.size} places are above it"
+        )
+
+
+def _short(values: Sequence[object], limit: int = 8) -> str:
+    head = ", ".join(str(value) for value in values[:limit])
+    return f"({head}, … {len(values)} in all)" if len(values) > limit else f"({head})"
+
+
+def _header(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
+    cap = f"at most {plan.max_tokens_per_slot:,}" if plan.max_tokens_per_slot else "no limit on"
+    lengths = sorted(plan.lengths)
+    median = f", median {lengths[len(lengths) // 2]:,}" if lengths else ""
+    spread = f"{lengths[0]:,} to {lengths[-1]:,} rows{median}" if lengths else "none"
+    fullest = int(times.rows.max(initial=0))
+    return [
+        f"{plan.planner} plan, {plan.mode}: {counted(plan.slots, 'slot')}, "
+        f"{counted(len(plan.micro_batches), 'micro-batch', 'es')}, {cap} rows a slot",
+        f"  documents   {len(plan.lengths):>14,}   {spread}",
+        f"  tokens      {plan.tokens:>14,}   {plan.targets:,} targets",
+        f"  predicted   {_seconds(times.step_seconds):>14}   {_ratio_to_bound(plan, times)}",
+        f"  priced for  {cost.source or NO_MACHINE}",
+        *_closing_line(plan, cost, times),
+        f"  rows used   {plan.efficiency:>14.1%}   of slots x micro-batches x the fullest slot's {fullest:,} rows",
+    ]
+
+
+def _ratio_to_bound(plan: Plan, times: Timeline) -> str:
+    bound = plan.lower_bound_seconds
+    return f"{times.step_seconds / bound:.3f} x the lower bound of {_seconds(bound)}" if bound else "no lower bound"
+
+
+def _closing_line(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
+    """In free mode, what of the predicted seconds is neither a document's nor a wait for one."""
+    if plan.mode == "lockstep" or not cost.closing_seconds:
+        return []
+    closing, share = _seconds(cost.closing_seconds), cost.closing_seconds / times.step_seconds
+    return [f"  closing     {closing:>14}   {share:.1%} of it: parameters gathered, gradients summed"]
+
+
+def _lines(plan: Plan, times: Timeline, limit: int) -> list[str]:
+    count = len(plan.micro_batches)
+    shown = (
+        list(range(count)) if count <= limit + 1 else [*range(limit - limit // 3), *range(count - limit // 3, count)]
+    )
+    groups = {m: _degrees(plan.micro_batches[m]) for m in shown}
+    width = max(len("groups"), *map(len, groups.values()))
+    lines = [f"  micro-batch   {'groups':<{width}}   {'tokens':>11}   fullest slot      seconds    idle"]
+    for before, m in zip([-1, *shown], shown, strict=False):
+        if m - before > 1:
+            lines.append(f"            …   {counted(m - before - 1, 'more micro-batch', 'es')}")
+        batch, longest = plan.micro_batches[m], _seconds(float(np.max(times.busy[m], initial=0.0)))
+        lines.append(
+            f"  {m:>11}   {groups[m]:<{width}}   {batch.tokens:>11,}   {int(times.rows[m].max()):>12,}"
+            f"   {longest:>10}   {times.idle[m]:>5.1%}"
+        )
+    return lines
+
+
+def _degrees(batch: MicroBatch, most: int = 4) -> str:
+    """The groups by degree, widest first, as in '2 x cp 8, 16 x cp 1'."""
+    counts = sorted(Counter(group.degree for group in batch.groups).items(), reverse=True)
+    named = [f"{count} x cp {degree}" for degree, count in counts]
+    others = sum(count for _, count in counts[most:])
+    return ", ".join(named[:most]) + (f", {others} more" if others else "") or "dummy"
+
+
+def _seconds(value: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if value * scale >= 0.1:
+            return f"{value * scale:,.3f} {unit}"
+    return f"{value * 1e6:,.1f} us"

@@ -15,7 +15,7 @@ _GROUP_MORE = {"lengths", "cp_comm_type", "hierarchical_context_parallel_sizes",
 
 
 def read_fields(text: str | bytes) -> tuple[dict[str, Any], Any]:
-    """The fields of the plan of a JSON document, not checked yet, and its number of tokens if it says one.
+    """Read the fields of a plan from a JSON document, unchecked, and its number of tokens if it has one.
 
     Raises PlanError.
     """

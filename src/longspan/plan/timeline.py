@@ -114,7 +114,7 @@ def timeline(
     node_size: int = 8,
     row_multiple: int = 1,
 ) -> Timeline:
-    """When each slot works in each micro-batch; slot ids must be below `slots` (`Plan.check` says so by name)."""
+    """When each slot works in each micro-batch; slot ids must be below `slots`, which `Plan.check` checks."""
     table, count = GroupTable.of(micro_batches), len(micro_batches)
     seconds = table.seconds(cost, node_size)
     busy = _per_slot(table, seconds, count, slots)

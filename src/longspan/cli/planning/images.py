@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 from longspan.errors import ConfigError, PlanError
 from longspan.plan import Cost, Plan
-from longspan.plan.cost.spans import with_spans
-from longspan.plan.items.encoder_load import EncoderLoad
-from longspan.plan.items.encoder_shape import EncoderShape
+from longspan.plan.cost.model_cost import with_spans
+from longspan.plan.items.encoder_shape import EncoderLoad, EncoderShape
 
 
 @dataclass(frozen=True, kw_only=True)

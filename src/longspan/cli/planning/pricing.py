@@ -14,8 +14,7 @@ from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions
 from longspan.plan.cost.cost import DEFAULT_COST
-from longspan.plan.cost.cost_file import read_cost
-from longspan.plan.cost.model_cost import cost_on_h200
+from longspan.plan.cost.model_cost import cost_on_h200, read_cost
 from longspan.plan.cost.model_shape import read_query_heads
 from longspan.plan.micro_batch import PartitionKind
 from longspan.plan.planners.options import PlanKeywords

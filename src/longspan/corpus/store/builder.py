@@ -19,11 +19,12 @@ import numpy as np
 from longspan.corpus.files import CorpusFile, LogLine
 from longspan.corpus.row_files import row_file
 from longspan.corpus.store.document_encoder import DocumentEncoder, Encoded, FileChunk, Notes
-from longspan.corpus.store.workers import cores, encoded_batches
+from longspan.corpus.store.workers import encode_batches
 from longspan.data.arrays import GrowingArray, GrowingCodes
 from longspan.data.images import ImageWriter
 from longspan.data.manifest import SHORTEST, LeftOut, Manifest, SourceFile, SourceLines
 from longspan.errors import DataError, counted
+from longspan.launch.launch import usable_cores
 
 if TYPE_CHECKING:
     from longspan.corpus.rows.encoding import RowEncoding
@@ -89,7 +90,7 @@ class Recipe:
         size = sum(source.bytes for source in self.sources)
         small = min(_IN_PROCESS_BYTES.get(encoding.kind, 4 << 20) for encoding in self.encodings)
         small = min(small, _WITH_PIXELS_BYTES) if self.checks_pixels else small
-        return 1 if size <= small else self.workers or cores()
+        return 1 if size <= small else self.workers or usable_cores()
 
 
 BATCH_BYTES = 1 << 20  # of rows that are encoded together
@@ -104,7 +105,7 @@ def build_documents(recipe: Recipe, folder: Path, log: LogLine) -> Manifest:
     folder.mkdir(parents=True)
     progress = _Progress(recipe, log)
     with _Writer(folder, recipe) as writer:
-        for batch, encoded in encoded_batches(recipe.encoder, _batches(recipe.files), recipe.processes):
+        for batch, encoded in encode_batches(recipe.encoder, _batches(recipe.files), recipe.processes):
             writer.add(encoded)
             progress.log_batch(batch, writer)
         progress.log_total(writer)

@@ -9,8 +9,7 @@ from longspan.errors import PlanError
 from longspan.model.multimodal.blocks import encoder_blocks
 from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.cost.cost import Cost
-from longspan.plan.items.encoder_cost import encoder_cost
-from longspan.plan.items.encoder_shape import EncoderShape, Trained, window_layers
+from longspan.plan.items.encoder_shape import EncoderShape, Trained, encoder_cost, window_layers
 
 _LAYERS = ("depth", "num_hidden_layers")
 _WIDTHS = ("embed_dim", "hidden_size")  # Qwen2-VL says hidden_size of the language model's width

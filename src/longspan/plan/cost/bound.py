@@ -1,6 +1,6 @@
 """A time that no plan of some documents can beat, whatever its groups and micro-batches.
 
-It is computed from the lengths alone and shares no code with the planners or with the evaluation of plans, so that a
+It is computed from the lengths only and shares no code with the planners or with the evaluation of plans, so that a
 mistake in either shows as a plan that beats its bound. It is a bound of the cost model, not of a machine.
 """
 
@@ -22,7 +22,7 @@ class Bound:
     """Two lower bounds in seconds and the larger of them, which is rounded down by 1e-10 of itself.
 
     `area`: all work spread evenly over all slots, and the launches of the fewest micro-batches. `longest`: the longest
-    document alone in a group of its best degree.
+    document in a group of its own at its best degree.
     """
 
     area: float
@@ -46,7 +46,7 @@ def lower_bound_seconds(
 ) -> Bound:
     """The area and the longest document of these lengths; max_tokens_per_slot None means no limit.
 
-    `max_cp` limits the degree of any group. Raises PlanError where the longest document fits no group at all.
+    `max_cp` limits the degree of any group. Raises PlanError if the longest document fits no group at all.
     """
     rows = np.asarray(lengths, dtype=np.int64)
     work = math.fsum(rows * cost.linear_seconds + rows.astype(np.float64) ** 2 * cost.attention_seconds)
@@ -54,7 +54,7 @@ def lower_bound_seconds(
     if not len(rows):
         return Bound(area, 0.0)
     widest = min(max_cp or slots, slots)
-    return Bound(area, _alone(int(rows.max()), widest, max_tokens_per_slot, cost, node_size))
+    return Bound(area, _longest_seconds(int(rows.max()), widest, max_tokens_per_slot, cost, node_size))
 
 
 def _launches(tokens: int, slots: int, cap: int | None, mode: str) -> float:
@@ -64,7 +64,7 @@ def _launches(tokens: int, slots: int, cap: int | None, mode: str) -> float:
     return 0.0 if cap is None else tokens / (slots * cap)
 
 
-def _alone(length: int, widest: int, cap: int | None, cost: Cost, node_size: int) -> float:
+def _longest_seconds(length: int, widest: int, cap: int | None, cost: Cost, node_size: int) -> float:
     """Seconds of one document in a group of its own, at the best degree that the cap allows and the best place."""
     narrowest = 1 if cap is None else -(-length // cap)
     if narrowest > widest:

@@ -1,4 +1,4 @@
-"""Attributes of a model's configuration, whatever it is kept in: an object or dict like transformers', or a file."""
+"""Attributes of a model's configuration, which is an object or dict like transformers', a file or a folder."""
 
 import json
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class ConfigReader:
 
     @classmethod
     def of(cls, config: Any) -> "ConfigReader":
-        """Of an object or dict, a config.json or its folder. Raises PlanError for a file that holds none."""
+        """Read an object or dict, a config.json or its folder. Raises PlanError for a file without a configuration."""
         read = cls.whole(config)
         where = read.where
         text = read.value("text_config")
@@ -33,16 +33,16 @@ class ConfigReader:
         """The same of the whole model: the encoders of one that also sees or hears are inside it."""
         where = type(config).__name__
         if isinstance(config, (str, Path)):
-            config, where = _from_file(Path(config))
+            config, where = _read_file(Path(config))
         return cls(config, where)
 
     @property
     def family(self) -> str:
-        """The model type; "" where it is not said."""
+        """The model type; "" if there is none."""
         return str(self.value("model_type") or "")
 
     def value(self, *names: str) -> Any:
-        """The first of these attributes that is there; None where none is."""
+        """The first of these attributes that is set; None if none is."""
         for name in names:
             config = self._config
             value = cast(dict[str, Any], config).get(name) if isinstance(config, dict) else getattr(config, name, None)
@@ -51,17 +51,17 @@ class ConfigReader:
         return None
 
     def count(self, *names: str) -> int:
-        """The first of these attributes that is there, as a count; 0 where none is. Raises PlanError for no count."""
+        """The first of these attributes that is set, as a count; 0 if none is. Raises PlanError for no count."""
         value = self.value(*names)
         if value is None:
             return 0
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            name, said = next(name for name in names if self.value(name) is not None), repr(value)
-            raise PlanError(f"{name} of {self.where} is {said[:40]}{'…' * (len(said) > 40)}; it must be a count")
+            name, text = next(name for name in names if self.value(name) is not None), repr(value)
+            raise PlanError(f"{name} of {self.where} is {text[:40]}{'…' * (len(text) > 40)}; it must be a count")
         return value
 
     def inside(self, name: str) -> "ConfigReader":
-        """A configuration inside this one; an empty one where there is none."""
+        """A configuration inside this one; an empty one if there is none."""
         return ConfigReader(self.value(name) or {}, f"{name} of {self.where}")
 
     def experts(self) -> tuple[str, int]:
@@ -69,20 +69,20 @@ class ConfigReader:
         return next(((name, count) for name in _EXPERTS if (count := self.count(name))), ("", 0))
 
     def require(self, *names: str, one_of: Sequence[str] = ()) -> None:
-        """Raise PlanError where one of these counts is missing, or all of `one_of`."""
+        """Raise PlanError if one of these counts is missing, or all of `one_of`."""
         missing = [name for name in names if not self.count(name)]
         if one_of and not any(self.count(name) for name in one_of):
             missing.append(" or ".join(one_of))
         if missing:
             raise PlanError(f"{self.where} has no {', no '.join(missing)}; the cost of a model needs them")
 
-    def required(self, *names: str) -> int:
-        """A count under the first of these names that it has. Raises PlanError where it has none of them."""
+    def require_count(self, *names: str) -> int:
+        """A count under the first of these names that is set. Raises PlanError if none is."""
         self.require(one_of=names)
         return self.count(*names)
 
 
-def _from_file(path: Path) -> tuple[Any, str]:
+def _read_file(path: Path) -> tuple[Any, str]:
     file = path / "config.json" if path.is_dir() else path
     try:
         values = json.loads(file.read_text(encoding="utf-8"))

@@ -1,29 +1,35 @@
-"""What one machine and one model make of rows: the constants by which plans are priced.
+"""Cost: the constants of one machine and one model by which plans are priced, and the seconds of a group under them.
 
-The model: a slot's share of the linear layers, plus the longer of causal attention and the ring's traffic, plus a
-latency for each ring step; under the other communication types what `group_seconds` says. Memory is not priced
-(planners are given a cap), nor is the wire between pipeline stages.
+A group takes a slot's share of the linear layers, plus the longer of causal attention and the ring's traffic, plus a
+latency for each ring step; `group_seconds` describes the other communication types. Memory is not priced (planners
+receive a cap), nor is the wire between pipeline stages. `model_cost.py` makes costs of models and files.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
-from longspan.plan.cost.cost_fields import CostFields
+from longspan.plan.check import COMM_TYPES
+from longspan.plan.cost.model_flops import check_rate, price_model
 from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.cost.state_cost import StateCost
 
+Floats = NDArray[np.float64]
+Passes = Literal["forward and backward", "forward"]
+DEFAULT_SOURCE = "Qwen3-8B on GPUs of 400 TFLOP/s"
+_NOT_CONSTANTS = ("source", "passes", "forward", "cp_comm_type", "a2a_size", "states")
 FORWARD_ALONE = "forward passes alone"
 # What forward takes of forward and backward together: 2 of 6 FLOPs for each weight; 2 of 7 products of attention; keys
 # and values go round once, of three turns (backward sends them again, and their gradients home), in one of two passes;
 # queries, keys, values and outputs are exchanged in either pass alike; and, as one kernel has two in backward, a third
-# of the launches and of the closing. A cost that was measured forward alone does not use these.
+# of the launches and of the closing. A cost with measured forward passes does not use these.
 FORWARD_SHARES = {
     "linear_seconds": 1 / 3,
     "attention_seconds": 2 / 7,
@@ -36,33 +42,75 @@ FORWARD_SHARES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost(CostFields):
+class Cost:
     """Seconds and bytes of one machine and model; the defaults are Qwen3-8B in bfloat16 at 400 TFLOP/s a device.
 
     >>> round(float(Cost().group_seconds(65536, 65536**2, 8, inside=True)), 3)
     2.32
 
-    Forward and backward together: `linear_seconds` per row in all layers without attention, `attention_seconds` per
-    row squared of one document in causal attention, `ring_bytes` that each row's keys, values and gradients put on the
-    wire for a full turn, at `inside_bytes_per_second` where all slots of a group share a node and at
-    `across_bytes_per_second` elsewhere; `ring_step_seconds` of latency for each of the degree − 1 steps, and
-    `micro_batch_seconds` of launches for each micro-batch. `closing_seconds` are added to a step in free mode: where
-    parameters are sharded over slots, they are gathered before it and gradients are summed after it (`with_closing`).
-    `launch_seconds` is the least that a micro-batch takes in the whole model however few its rows, because the host
-    needs so long to launch it: what `simulate` runs through pipeline stages is never less.
-    `source` says in words what model and machine the constants are of, for tables and reports; "" is of no machine: its
-    seconds say how the parts of plans compare, and nothing else.
+    All are of forward and backward together. `linear_seconds` are per row, in all layers without attention;
+    `attention_seconds` per row squared of one document, in causal attention. `ring_bytes` are what each row's keys,
+    values and gradients put on the wire for a full turn, at `inside_bytes_per_second` if all slots of a group share a
+    node and at `across_bytes_per_second` otherwise; `ring_step_seconds` is the latency of each of the degree − 1 steps,
+    and `micro_batch_seconds` that of the launches of each micro-batch. `closing_seconds` are added to a step in free
+    mode: where parameters are sharded over slots, they are gathered before it and gradients are summed after it
+    (`with_closing`). `launch_seconds` is the least that a micro-batch takes in the whole model however few its rows,
+    because the host needs so long to launch it; `simulate` runs no micro-batch faster through pipeline stages.
+    `source` names the model and machine of the constants, for tables and reports; "" means no machine: seconds only
+    show how the parts of plans compare.
 
-    `passes` "forward" is the cost of an evaluation, which `forward_only` makes: of what was measured forward alone,
-    `forward`, where that is known. `cp_comm_type` is the type that groups are priced under, "p2p" as a ring ("auto"
-    too), of which a2a+p2p exchanges heads between `a2a_size` slots; `exchange_bytes` are those of a row's queries,
-    keys, values and outputs and of their gradients, which a2a exchanges. `states` are the costs of a hybrid's
-    state-space layers in groups, whose partition they know; None for models without. Raises PlanError for a value that
-    is negative or not finite.
+    `passes` "forward" marks the cost of an evaluation, which `forward_only` makes, of `forward` if forward passes were
+    measured. `cp_comm_type` is the type under which groups are priced, "p2p" as a ring ("auto" too); under a2a+p2p
+    `a2a_size` slots exchange heads. `exchange_bytes` are those of a row's queries, keys, values and outputs and of
+    their gradients, which a2a exchanges. `states` is the cost of a hybrid's state-space layers in groups of one
+    partition; None for models without. Raises PlanError for a value that is negative or not finite.
     """
 
+    linear_seconds: float = 45.4e9 / 4e14  # 6 FLOPs for each of 7.57e9 weights
+    attention_seconds: float = 36 * 7 * 4096 / 4e14  # layers x (2 forward + 5 backward) x query width
+    ring_bytes: float = 36 * 3 * 2 * 1024 * 2  # layers x (forward, backward, gradients) x k and v x width x bfloat16
+    exchange_bytes: float = 36 * 2 * 2 * (4096 + 1024) * 2  # layers x (forward, backward) x (q, out; k, v) x bfloat16
+    inside_bytes_per_second: float = 350e9
+    across_bytes_per_second: float = 40e9
+    ring_step_seconds: float = 36 * 2 * 10e-6
+    micro_batch_seconds: float = 10e-3
+    closing_seconds: float = 0.0
+    launch_seconds: float = 0.0
+    source: str | None = field(default=None, compare=False)
+    passes: Passes = "forward and backward"
+    forward: "Cost | None" = None
+    cp_comm_type: str = "p2p"
+    a2a_size: int = 1
+    states: StateCost | None = None
+
+    def __post_init__(self) -> None:
+        if self.source is None:
+            usual = self.constants() == {f.name: f.default for f in _constant_fields()}
+            object.__setattr__(self, "source", DEFAULT_SOURCE if usual else "constants of the caller")
+        if not isinstance(source := cast(object, self.source), str):
+            raise PlanError(f"source is {source!r}; give words that say what model and machine the cost is of")
+        for name, choices in (("passes", get_args(Passes)), ("cp_comm_type", COMM_TYPES)):
+            if getattr(self, name) not in choices:
+                raise PlanError(f"{name} of a cost is {getattr(self, name)!r}; use one of {', '.join(choices)}")
+        if self.forward and (self.forward.passes != "forward" or self.passes == "forward"):
+            both = "forward is the cost of forward passes alone beside that of both"
+            raise PlanError(f"{both}; Cost.forward_only makes it")
+        size = cast(object, self.a2a_size)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise PlanError(f"a2a_size is {size!r}; give the slots that exchange heads, at least 1")
+        for name, value in self.constants().items():
+            positive = name.endswith("_per_second")
+            good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            if not good or value < 0 or (positive and value == 0):
+                least = "above 0" if positive else "of at least 0"
+                raise PlanError(f"{name} is {value!r}; give a finite number {least}")
+
+    def constants(self) -> dict[str, Any]:
+        """The constants by name."""
+        return {f.name: getattr(self, f.name) for f in _constant_fields()}
+
     def forward_only(self) -> "Cost":
-        """The cost of forward passes alone, as in an evaluation: measured, or by `FORWARD_SHARES`.
+        """The cost of forward passes only, as in an evaluation: measured, or by `FORWARD_SHARES`.
 
         >>> cost = Cost().forward_only()
         >>> cost.forward_only() is cost, round(cost.micro_batch_seconds, 4)
@@ -75,7 +123,7 @@ class Cost(CostFields):
         source = self.source and f"{self.source}; {FORWARD_ALONE}"
         states = self.states and self.states.forward_only()
         if self.states and self.forward and self.forward.states:  # measured, or before recomputation
-            states = self.forward.states.dealt(self.states.partition)
+            states = self.forward.states.for_partition(self.states.partition)
         return dataclasses.replace(self, **constants, source=source, passes="forward", forward=None, states=states)
 
     def under(self, cp_comm_type: str | Sequence[str], a2a_size: int = 1) -> "Cost":
@@ -87,22 +135,33 @@ class Cost(CostFields):
         kinds = [cp_comm_type] if isinstance(cp_comm_type, str) else list(cp_comm_type)
         return dataclasses.replace(self, cp_comm_type=max(kinds, key=kinds.count), a2a_size=a2a_size)
 
-    def dealt(self, partition: str) -> "Cost":
-        """This cost for groups of a partition, which matters to the states of a hybrid alone."""
-        return dataclasses.replace(self, states=self.states.dealt(partition)) if self.states else self
+    def for_partition(self, partition: str) -> "Cost":
+        """This cost for groups of a partition, which matters only to the states of a hybrid."""
+        return dataclasses.replace(self, states=self.states.for_partition(partition)) if self.states else self
 
-    def work_seconds(self, tokens: ArrayLike, squares: ArrayLike) -> NDArray[np.float64]:
+    def scaled(self, factor: float, source: str) -> "Cost":
+        """The cost of a machine on which everything takes `factor` times as long."""
+        constants = {
+            name: value / factor if name.endswith("_per_second") else value * factor
+            for name, value in self.constants().items()
+            if name not in ("ring_bytes", "exchange_bytes")
+        }
+        forward = self.forward and self.forward.scaled(factor, source)
+        states = self.states and self.states.scaled(factor)
+        return dataclasses.replace(self, **constants, source=source, forward=forward, states=states)
+
+    def work_seconds(self, tokens: ArrayLike, squares: ArrayLike) -> Floats:
         """Seconds of documents on one slot without communication: `tokens` is their sum, `squares` that of squares."""
         return self.linear_seconds * _floats(tokens) + self.attention_seconds * _floats(squares)
 
     def group_seconds(
         self, tokens: ArrayLike, squares: ArrayLike, degree: ArrayLike, inside: ArrayLike, documents: ArrayLike = 1
-    ) -> NDArray[np.float64]:
+    ) -> Floats:
         """Seconds that a group takes of each of its slots, without `micro_batch_seconds`; arguments broadcast.
 
         `tokens` and `squares` are the sums of its documents' rows and of their squares (padding included); `inside`
-        says that all its slots share a node, and `documents`, which counts for states, how many they are. Attention
-        hides a ring's traffic, but neither that of all_gather nor the exchanges of a2a, each of which waits like one
+        is whether all its slots share a node, `documents` (which counts for states) how many they are. Attention
+        hides a ring's traffic, but neither that of all_gather nor the exchanges of a2a, which each wait like one
         step of a ring (4 x H200, packed rows, degree 4: a2a took 0.5 to 0.9 ms a layer beyond kernels and wire,
         bench/records/attention-time-packed-4xH200.md; a step is 0.6 ms there).
         """
@@ -123,28 +182,26 @@ class Cost(CostFields):
             return seconds
         return seconds + self.states.seconds((tokens, squares, _floats(documents)), degree, speed)
 
-    def latency_seconds(self, degree: ArrayLike) -> NDArray[np.float64]:
+    def latency_seconds(self, degree: ArrayLike) -> Floats:
         """Seconds that a group of this degree waits for messages however few rows they carry."""
         degree = _floats(degree)
         states = self.states.step_seconds * (degree > 1) if self.states else 0.0
         return self._latency_of_attention(degree) + states
 
-    def _latency_of_attention(self, degree: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _latency_of_attention(self, degree: Floats) -> Floats:
         exchanging = self._exchanging(degree)
         steps = np.minimum(degree - 1, 1) if self.cp_comm_type == "all_gather" else degree / exchanging - 1
         return self.ring_step_seconds * (steps + (exchanging > 1))
 
-    def group_bytes(self, tokens: ArrayLike, degree: ArrayLike, documents: ArrayLike = 1) -> NDArray[np.float64]:
+    def group_bytes(self, tokens: ArrayLike, degree: ArrayLike, documents: ArrayLike = 1) -> Floats:
         """Bytes that all slots of a group put on the wire."""
         tokens, degree = _floats(tokens), _floats(degree)
         exchanging = self._exchanging(degree)
         ring = self.ring_bytes * tokens * (degree / exchanging - 1)
         sent = ring + self.exchange_bytes * tokens * (exchanging - 1) / exchanging
-        if self.states is None:
-            return sent
-        return sent + self.states.wire_bytes(_floats(documents), tokens, degree)
+        return sent + (self.states.wire_bytes(_floats(documents), tokens, degree) if self.states else 0.0)
 
-    def _exchanging(self, degree: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _exchanging(self, degree: Floats) -> Floats:
         """How many slots exchange heads for rows; the others of a group stand in a ring with these."""
         if self.cp_comm_type == "a2a":
             return degree
@@ -152,9 +209,7 @@ class Cost(CostFields):
             return np.gcd(degree.astype(np.int64), self.a2a_size).astype(np.float64)
         return np.ones_like(degree)
 
-    def _exchange_seconds(
-        self, tokens: NDArray[np.float64], degree: NDArray[np.float64], speed: NDArray[np.float64]
-    ) -> NDArray[np.float64] | float:
+    def _exchange_seconds(self, tokens: Floats, degree: Floats, speed: Floats) -> Floats | float:
         """Seconds of a slot's part of the exchange of heads, which nothing hides; of a2a+p2p, inside a node."""
         if "a2a" not in self.cp_comm_type:
             return 0.0
@@ -170,7 +225,7 @@ class Cost(CostFields):
         >>> round(Cost().with_closing(8.19e9, Layout(8)).closing_seconds, 3)
         0.133
 
-        Beside a closing micro-batch of launches, each of the w = slots / dp_replicate slots of a replica takes in
+        With a closing micro-batch of launches, each of the w = slots / dp_replicate slots of a replica takes in
         (w − 1) / w of the weights, of `gather_bytes` each, and of the sums of gradients, of `reduce_bytes`; summing its
         1 / w of these over the r replicas by a ring brings 2 (r − 1) / r of it again. A host has `node_size` slots.
         """
@@ -212,52 +267,64 @@ class Cost(CostFields):
         >>> cost = Cost.for_model("Qwen3-8B/config.json", tflops=400, inside_gbps=350, across_gbps=40)  # doctest: +SKIP
 
         `config` is a transformers configuration, an object or dict like one, a config.json or its folder. `tflops` is
-        what a slot (its tensor-parallel ranks together) sustains, in 1e12 FLOP/s, `attention_tflops` and `scan_tflops`
-        what it does in attention and in the scans of state-space layers, where that differs, `summary_tflops` in the
-        passes by which a run's states are told to others, where that is not the scans'; `channel_seconds` a row
-        and channel of their convolutions, with the norms and gates about these; `inside_gbps` and `across_gbps` what
-        it sends to another slot of its node and elsewhere, in 1e9 bytes/s; `ring_step_latency` the seconds of a step
-        of the ring in one layer; `bytes_per_value` of keys and values; `depths` of multi-token
-        prediction are those of `add_mtp`. Raises PlanError naming attributes that are missing, or that show layers
-        which cannot be priced so.
+        what a slot (its tensor-parallel ranks together) sustains, in 1e12 FLOP/s; `attention_tflops`, `scan_tflops` and
+        `summary_tflops` are its rates in attention, in scans of state-space layers and in the passes that make a run's
+        states for others, if they differ (None: as `tflops`, summaries as scans). `channel_seconds` are those of a row
+        and channel of convolutions with their norms and gates; `inside_gbps` and `across_gbps` what it sends to another
+        slot of its node and elsewhere, in 1e9 bytes/s; `ring_step_latency` the seconds of a ring's step in one layer;
+        `bytes_per_value` those of keys and values; `depths` of multi-token prediction are those of `add_mtp`. Raises
+        PlanError naming attributes that are missing, or that show layers which cannot be priced so.
         """
-        shape = ModelShape.of(config, depths=depths)
-        attention_tflops = tflops if attention_tflops is None else attention_tflops
-        scan_tflops = tflops if scan_tflops is None else scan_tflops
-        summary_tflops = scan_tflops if summary_tflops is None else summary_tflops
-        rates = {"tflops": tflops, "attention_tflops": attention_tflops, "scan_tflops": scan_tflops}
-        rates["summary_tflops"] = summary_tflops
-        for name, value in (rates | {"inside_gbps": inside_gbps, "across_gbps": across_gbps}).items():
-            if not value > 0:
-                raise PlanError(f"{name} is {value!r}; give a number above 0")
-        full = shape.layers - shape.window_layers - shape.chunk_layers
-        # For documents longer than the window or chunk, of which a row sees half.
-        seen = shape.window_layers * 14 * shape.window + shape.chunk_layers * 7 * shape.chunk
-        states = StateCost.of(
-            shape,
+        constants = price_model(
+            ModelShape.of(config, depths=depths),
+            tflops=tflops,
+            attention_tflops=attention_tflops,
             scan_tflops=scan_tflops,
             summary_tflops=summary_tflops,
-            step_latency=ring_step_latency,
-            bytes_per_value=bytes_per_value,
             channel_seconds=channel_seconds,
+            ring_step_latency=ring_step_latency,
+            bytes_per_value=bytes_per_value,
         )
-        in_windows = seen * shape.query_width / (attention_tflops * 1e12)
+        for name, value in {"inside_gbps": inside_gbps, "across_gbps": across_gbps}.items():
+            check_rate(name, value)
         return cls(
-            linear_seconds=6 * shape.weights / (tflops * 1e12) + in_windows + (states.scan_seconds if states else 0.0),
-            attention_seconds=full * 7 * shape.query_width / (attention_tflops * 1e12),
-            ring_bytes=float(shape.layers * 3 * 2 * shape.key_width * bytes_per_value),
-            exchange_bytes=float(shape.layers * 2 * 2 * (shape.query_width + shape.key_width) * bytes_per_value),
+            **constants,
             inside_bytes_per_second=inside_gbps * 1e9,
             across_bytes_per_second=across_gbps * 1e9,
-            ring_step_seconds=shape.layers * 2 * ring_step_latency,
             micro_batch_seconds=micro_batch_seconds,
             source=f"the model at {tflops:g} TFLOP/s",
-            states=states,
         )
+
+    def to_json(self) -> dict[str, Any]:
+        """The constants and the source by name, for a JSON document; `Cost.from_json` gives an equal cost back."""
+        usual = {f.name: f.default for f in dataclasses.fields(self)}
+        choices = {name: getattr(self, name) for name in ("passes", "cp_comm_type", "a2a_size")}
+        unusual = {name: value for name, value in choices.items() if value != usual[name]}
+        forward = {"forward": self.forward.to_json()} if self.forward else {}
+        states = {"states": dataclasses.asdict(self.states)} if self.states else {}
+        return self.constants() | {"source": self.source or ""} | unusual | states | forward
+
+    @classmethod
+    def from_json(cls, values: Any) -> "Cost":
+        """A cost from a JSON object; constants that it leaves out keep their default. Raises PlanError for others."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        constants = cast(dict[str, Any], values) if isinstance(values, dict) else {"": values}
+        if not all(name in names for name in constants):
+            raise PlanError(f"a cost is an object with numbers for some of {', '.join(names)}; got {values!r}")
+        fields: dict[str, Any] = {"source": "a file that does not name its machine"} | constants
+        if fields.get("forward"):
+            fields["forward"] = cls.from_json(fields["forward"])
+        if fields.get("states"):
+            fields["states"] = StateCost.from_json(fields["states"])
+        return cls(**fields)
+
+
+def _constant_fields() -> list[dataclasses.Field[Any]]:
+    return [f for f in dataclasses.fields(Cost) if f.name not in _NOT_CONSTANTS]
 
 
 DEFAULT_COST = Cost()
 
 
-def _floats(values: ArrayLike) -> NDArray[np.float64]:
+def _floats(values: ArrayLike) -> Floats:
     return np.asarray(values, dtype=np.float64)

@@ -67,13 +67,13 @@ class MixerShape:
         return 2 * self.state
 
     @property
-    def owed_flops(self) -> int:
-        """Of a row backward in the pass that gives what a run's rows owe to the state before it."""
+    def backward_summary_flops(self) -> int:
+        """Of a row backward in the pass that gives the gradient of the state before a run."""
         return (4 if self.delta else 2) * self.state
 
 
 def mixer_kind(read: ConfigReader) -> str:
-    """The kind of a configuration's state-space layers, by the names of their sizes; "" where it is none of these."""
+    """The kind of a configuration's state-space layers, by the names of their sizes; "" if it is none of these."""
     if read.count("linear_num_value_heads"):
         return "gated delta net"
     if read.inside("linear_attn_config").count("num_heads") or read.count("linear_num_heads"):
@@ -86,9 +86,7 @@ def mixer_kind(read: ConfigReader) -> str:
 
 
 def mixer_of(read: ConfigReader) -> MixerShape | None:
-    """The state-space layer of a configuration; None where it has none that is priced. Raises PlanError for sizes that
-    are missing.
-    """
+    """The state-space layer of a configuration; None if none is priced. Raises PlanError for missing sizes."""
     make = _MAKERS.get(mixer_kind(read))
     if make is None:
         return None
@@ -119,8 +117,8 @@ def _gated_delta_net(read: ConfigReader, hidden: int) -> MixerShape:
 def _kimi(read: ConfigReader, hidden: int) -> MixerShape:
     linear = read.inside("linear_attn_config")  # as it is published
     heads = linear.count("num_heads") or read.count("linear_num_heads")
-    size = linear.count("head_dim") or read.required("linear_head_dim")
-    width = linear.count("short_conv_kernel_size") or read.required("linear_conv_kernel_dim")
+    size = linear.count("head_dim") or read.require_count("linear_head_dim")
+    width = linear.count("short_conv_kernel_size") or read.require_count("linear_conv_kernel_dim")
     inner = heads * size
     gates = 2 * size * (hidden + inner)  # decay and output gate, each of two narrow products
     return MixerShape(
@@ -157,7 +155,7 @@ _OF_MAMBA2 = (
 def _mamba2(read: ConfigReader, hidden: int) -> MixerShape:
     """By the names of Bamba and Granite, of Nemotron-H, of Zamba 2, or of Mamba 2 itself."""
     heads = _heads_of_mamba2(read)
-    states, groups, width = (read.required(*names) for names in _OF_MAMBA2)
+    states, groups, width = (read.require_count(*names) for names in _OF_MAMBA2)
     inner = _inner(read, hidden, heads)
     channels = inner + 2 * groups * states
     return MixerShape(
@@ -183,7 +181,7 @@ def _inner(read: ConfigReader, hidden: int, heads: int) -> int:
     size = read.value("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
     if isinstance(size, int):
         return heads * size
-    return read.count("mamba_d_ssm") or read.required("mamba_expand", "expand") * hidden
+    return read.count("mamba_d_ssm") or read.require_count("mamba_expand", "expand") * hidden
 
 
 _MAKERS = {

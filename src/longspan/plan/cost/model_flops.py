@@ -1,4 +1,4 @@
-"""Model FLOPs of a step, and what a device could do: the two sides of model FLOPs utilisation (MFU).
+"""Model FLOPs of a step, what a device could do (the two sides of MFU), and the constants of a `Cost` from FLOPs.
 
 The convention is that of PaLM (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B): forward and
 backward without recomputation, 6 FLOPs a token for each weight that multiplies it, and attention's two products. Unlike
@@ -9,12 +9,14 @@ with its state, not those of the chunks in which kernels compute them.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+from longspan.errors import PlanError
 from longspan.plan.cost.model_shape import ModelShape
-from longspan.plan.cost.spans import later_pairs
+from longspan.plan.cost.state_cost import StateCost
 
-# TFLOP/s of dense matrix products by the vendor's data sheets, without sparsity. The first name all of whose words are
-# in the device's counts. tensorfloat32 is what torch computes float32 products in where that is allowed.
+# TFLOP/s of dense matrix products by the vendor's data sheets, without sparsity. The first name counts whose words are
+# all in the device's. tensorfloat32 is what torch computes float32 products in, if that is allowed.
 PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("B200", {"bfloat16": 2250.0, "tensorfloat32": 1100.0}),
     ("H200 NVL", {"bfloat16": 835.0, "tensorfloat32": 417.0, "float32": 60.0}),
@@ -59,13 +61,13 @@ def _pairs(length: int, window: int) -> int:
 
 
 def _pairs_in_chunks(length: int, chunk: int) -> int:
-    """The same where each row sees itself and those before it in its chunk."""
+    """Queries and keys that see each other if each row sees itself and those before it in its chunk."""
     chunks, rest = divmod(length, chunk)
     return chunks * _pairs(chunk, chunk) + _pairs(rest, rest)
 
 
 def peak_tflops(device: str, dtype: str) -> float | None:
-    """What a device of this name does at most in this type, in 1e12 FLOP/s; None where it is not in the table.
+    """What a device of this name does at most in this type, in 1e12 FLOP/s; None if it is not in the table.
 
     >>> peak_tflops("NVIDIA H100 80GB HBM3", "bfloat16")
     989.0
@@ -74,3 +76,58 @@ def peak_tflops(device: str, dtype: str) -> float | None:
         if all(word in device for word in name.split()):
             return peaks.get("bfloat16" if dtype == "float16" else dtype)
     return None
+
+
+def later_pairs(spans: Iterable[int]) -> int:
+    """Pairs of a row and a later row of its span, for spans of so many rows: n (n − 1) / 2 each.
+
+    >>> later_pairs([256, 4])
+    32646
+    """
+    return sum(rows * (rows - 1) // 2 for rows in spans)
+
+
+def price_model(
+    shape: ModelShape,
+    *,
+    tflops: float,
+    attention_tflops: float | None = None,
+    scan_tflops: float | None = None,
+    summary_tflops: float | None = None,
+    channel_seconds: float = 0.0,
+    ring_step_latency: float,
+    bytes_per_value: int,
+) -> dict[str, Any]:
+    """The fields of a `Cost` that follow from a model's shape at these rates; `Cost.for_model` describes them."""
+    attention_tflops = tflops if attention_tflops is None else attention_tflops
+    scan_tflops = tflops if scan_tflops is None else scan_tflops
+    summary_tflops = scan_tflops if summary_tflops is None else summary_tflops
+    rates = {"tflops": tflops, "attention_tflops": attention_tflops, "scan_tflops": scan_tflops}
+    for name, value in (rates | {"summary_tflops": summary_tflops}).items():
+        check_rate(name, value)
+    full = shape.layers - shape.window_layers - shape.chunk_layers
+    # For documents longer than the window or chunk: a row sees half a chunk in the mean.
+    seen = shape.window_layers * 14 * shape.window + shape.chunk_layers * 7 * shape.chunk
+    states = StateCost.of(
+        shape,
+        scan_tflops=scan_tflops,
+        summary_tflops=summary_tflops,
+        step_latency=ring_step_latency,
+        bytes_per_value=bytes_per_value,
+        channel_seconds=channel_seconds,
+    )
+    in_windows = seen * shape.query_width / (attention_tflops * 1e12)
+    return {
+        "linear_seconds": 6 * shape.weights / (tflops * 1e12) + in_windows + (states.scan_seconds if states else 0.0),
+        "attention_seconds": full * 7 * shape.query_width / (attention_tflops * 1e12),
+        "ring_bytes": float(shape.layers * 3 * 2 * shape.key_width * bytes_per_value),
+        "exchange_bytes": float(shape.layers * 2 * 2 * (shape.query_width + shape.key_width) * bytes_per_value),
+        "ring_step_seconds": shape.layers * 2 * ring_step_latency,
+        "states": states,
+    }
+
+
+def check_rate(name: str, value: float) -> None:
+    """Raise PlanError for a rate that is not above 0."""
+    if not value > 0:
+        raise PlanError(f"{name} is {value!r}; give a number above 0")

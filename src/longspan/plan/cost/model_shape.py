@@ -1,4 +1,4 @@
-"""What a model's configuration says of its work per token: weights that multiply, widths of queries, keys and values.
+"""The work of a model per token, from its configuration: weights that multiply, widths of queries, keys and values.
 
 For decoders of attention, state-space and MLP layers, dense or with experts, as transformers describes them. Mamba 1
 and latent attention (but Kimi's) are not priced from a configuration: measure them instead.
@@ -9,16 +9,20 @@ from typing import Any, NamedTuple
 
 from longspan.errors import PlanError
 from longspan.plan.cost.config_reader import ConfigReader
-from longspan.plan.cost.layer_kinds import (
+from longspan.plan.cost.layers import (
     ATTENTION,
     MIXING,
     LayerKind,
+    Weights,
+    attention_weights,
+    feed_forward_weights,
     kinds_of_depth,
+    latent,
     layer_kinds,
     layer_types,
+    widths_of,
     window_of,
 )
-from longspan.plan.cost.layer_weights import Weights, attention_weights, feed_forward_weights, latent, widths_of
 from longspan.plan.cost.mixer_shape import MixerShape, mixer_kind, mixer_of
 
 SEEN_BY_IMAGES = ("gemma3", "shieldgemma2")  # families in whose every layer tokens of an image see each other
@@ -34,9 +38,9 @@ class ModelShape:
     >>> ModelShape.of(config | {"vocab_size": 1000}).weights
     145920
 
-    `weights` multiply every token (active experts alone, the output projection once for each token that is predicted,
-    no input embedding), of which `recomputed_weights` do so again where layers are recomputed (no output projection,
-    and no last product of an MLP); `query_width` and `key_width` are heads x head size; `layers` attend to all earlier
+    `weights` multiply every token (active experts only, the output projection once for each token that is predicted, no
+    input embedding); `recomputed_weights` of them do so again if layers are recomputed (no output projection, and no
+    last product of an MLP); `query_width` and `key_width` are heads x head size; `layers` attend to all earlier
     rows, `window_layers` of them only to the last `window`, and `chunk_layers` to those of their own `chunk` positions;
     in `span_layers` the rows of an image see its later ones too; `mixer_layers` are `mixer`. All stand in
     `decoder_layers` (0: as many as attend).
@@ -68,7 +72,7 @@ class ModelShape:
         attributes that are missing, are no counts, or show layers that are not priced.
         """
         read = ConfigReader.of(config)
-        mixer = _checked_mixer(read)
+        mixer = _read_mixer(read)
         kinds = layer_kinds(read) + kinds_of_depth(read) * depths
         hidden, window, chunk = read.count("hidden_size"), window_of(read), read.count("attention_chunk_size")
         layers = [_weights(read, kind, mixer) for kind in kinds]
@@ -104,7 +108,7 @@ def _weights(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -> W
     return Weights(sum(part.all for part in parts), parts[-1].last)
 
 
-def _checked_mixer(read: ConfigReader) -> MixerShape | None:
+def _read_mixer(read: ConfigReader) -> MixerShape | None:
     """The state-space layer of a configuration. Raises PlanError for layers that are not priced, and missing counts."""
     mixer, types, kinds = mixer_of(read), layer_types(read), layer_kinds(read)
     unpriced: list[str] = []
@@ -112,8 +116,8 @@ def _checked_mixer(read: ConfigReader) -> MixerShape | None:
         unpriced.append("latent attention")
     if mixer is None and read.value(*_STATES) is not None:
         unpriced.append(f"state-space layers{f' of {read.family}' if read.family else ''}, Mamba 1")
-    known = {*ATTENTION, "mlp", "moe", *((*MIXING, "hybrid") if mixer else ())}
-    unpriced += [f"layers of type {kind!r}" for kind in sorted({*types} - known)]
+    priced = {*ATTENTION, "mlp", "moe", *((*MIXING, "hybrid") if mixer else ())}
+    unpriced += [f"layers of type {kind!r}" for kind in sorted({*types} - priced)]
     if unpriced:
         raise PlanError(f"{read.where} has {' and '.join(unpriced)}, which no configuration prices; {_MEASURE}")
     attends = ["num_attention_heads"] * (not kinds or any(kind.attention for kind in kinds))
@@ -125,12 +129,12 @@ def _checked_mixer(read: ConfigReader) -> MixerShape | None:
 def read_query_heads(config: Any) -> int | None:
     """The query heads of a transformers configuration, an object or dict like one, a config.json or its folder.
 
-    None where no layer attends, as in Mamba 2.
+    None if no layer attends, as in Mamba 2.
 
     >>> read_query_heads({"num_attention_heads": 32})
     32
 
-    Raises PlanError where it does not say them.
+    Raises PlanError if it has no count of them.
     """
     read = ConfigReader.of(config)
     kinds = layer_kinds(read)

@@ -2,7 +2,7 @@
 
 Runs of rows and what each gives the others follow from how a group's rows are dealt out (`longspan.ssm`): under
 "zigzag" a document has two runs on every slot, under "contiguous" each boundary between slots cuts one document at
-most. A contiguous group's causal attention, where it is no all-to-all, is uneven besides (`busiest`).
+most. A contiguous group's causal attention, if it is no all-to-all, is uneven too (`busiest`).
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ Floats = NDArray[np.float64]
 
 _STATE_SIZE = 4  # bytes of a number of a state
 # What forward takes of both passes: a third of the products; of summaries two thirds, as backward reads what forward
-# found a run to do to a state; states go round once in either pass.
+# computed that a run does to a state; states go round once in either pass.
 _FORWARD = {
     "scan_seconds": 1 / 3,
     "summary_seconds": 2 / 3,
@@ -44,13 +44,13 @@ class StateCost:
     """Seconds and bytes of the state-space layers of a model, all of them, forward and backward.
 
     >>> cost = StateCost(state_bytes=100.0, transition_bytes=50.0)
-    >>> float(cost.given_bytes(1.0, 65536.0, 4.0)), float(cost.dealt("contiguous").given_bytes(1.0, 65536.0, 4.0))
+    >>> float(cost.run_bytes(1.0, 65536.0, 4.0)), float(cost.dealt("contiguous").run_bytes(1.0, 65536.0, 4.0))
     (850.0, 400.0)
 
     `scan_seconds` of a row's recurrence, convolution, norms and gates are part of `Cost.linear_seconds`;
     `summary_seconds` are added for each row of a run that other slots need the state of. `state_bytes` are those of
     a run's state, `transition_bytes` of what a run does to one, which go to all slots of a group; `halo_bytes` of
-    the rows before a run that its convolution reads, which go to the run's slot alone. `step_seconds` is the
+    the rows before a run that its convolution reads, which go only to the run's slot. `step_seconds` is the
     latency of a layer's exchanges in every layer: of states, and of rows before runs. `partition` is that of the
     groups. Raises PlanError for a value that is negative or not finite.
     """
@@ -82,7 +82,7 @@ class StateCost:
         bytes_per_value: int = 2,
         channel_seconds: float = 0.0,
     ) -> "StateCost | None":
-        """Of a model's state-space layers, at so many TFLOP/s of scans and of summaries; None where it has none.
+        """Of a model's state-space layers, at so many TFLOP/s of scans and of summaries; None if it has none.
 
         `channel_seconds` are those of a row and channel of a layer's convolution, with the norms and gates about it.
         States and transitions travel in float32, in forward and in backward, rows in `bytes_per_value`.
@@ -93,7 +93,7 @@ class StateCost:
         scan = 3 * mixer.chunked_flops / (scan_tflops * 1e12)
         return cls(
             scan_seconds=layers * (scan + mixer.channels * channel_seconds),
-            summary_seconds=layers * (mixer.summary_flops + mixer.owed_flops) / (summary_tflops * 1e12),
+            summary_seconds=layers * (mixer.summary_flops + mixer.backward_summary_flops) / (summary_tflops * 1e12),
             state_bytes=float(layers * 2 * mixer.state * _STATE_SIZE),
             transition_bytes=float(layers * 2 * mixer.transition * _STATE_SIZE),
             halo_bytes=float(layers * 2 * mixer.halo * bytes_per_value),
@@ -104,19 +104,19 @@ class StateCost:
         """The constants by name."""
         return {name: value for name, value in vars(self).items() if name != "partition"}
 
-    def dealt(self, partition: str) -> "StateCost":
+    def for_partition(self, partition: str) -> "StateCost":
         """This cost for groups of a partition."""
         return dataclasses.replace(self, partition=partition)
 
     def forward_only(self) -> "StateCost":
-        """The cost of forward passes alone."""
+        """The cost of forward passes only."""
         return self._times(_FORWARD)
 
     def shared_by(self, tp: int) -> "StateCost":
         """The cost of a rank, where tensor-parallel ranks share the heads."""
         return self._times(dict.fromkeys(_DIVIDED, 1 / tp))
 
-    def recomputed(self, share: float) -> "StateCost":
+    def with_recomputation(self, share: float) -> "StateCost":
         """The cost where a share of the layers runs forward again in backward, its exchanges included."""
         return self._times({name: 1 + share * part for name, part in _FORWARD.items()})
 
@@ -144,15 +144,15 @@ class StateCost:
 
         A run that a state enters is one that reads rows before it.
         """
-        states, _ = self._given(np.asarray(documents), np.asarray(tokens), np.asarray(degree))
-        return self.given_bytes(documents, tokens, degree) * (np.asarray(degree) - 1) + self.halo_bytes * states
+        states, _ = self._count_states(np.asarray(documents), np.asarray(tokens), np.asarray(degree))
+        return self.run_bytes(documents, tokens, degree) * (np.asarray(degree) - 1) + self.halo_bytes * states
 
-    def given_bytes(self, documents: Floats | float, tokens: Floats | float, degree: Floats | float) -> Floats:
+    def run_bytes(self, documents: Floats | float, tokens: Floats | float, degree: Floats | float) -> Floats:
         """Bytes of the states and transitions of a group's runs."""
-        states, transitions = self._given(np.asarray(documents), np.asarray(tokens), np.asarray(degree))
+        states, transitions = self._count_states(np.asarray(documents), np.asarray(tokens), np.asarray(degree))
         return self.state_bytes * states + self.transition_bytes * transitions
 
-    def _given(self, documents: Floats, tokens: Floats, degree: Floats) -> tuple[Floats, Floats]:
+    def _count_states(self, documents: Floats, tokens: Floats, degree: Floats) -> tuple[Floats, Floats]:
         """States and transitions: every run but a document's last leaves a state, and but its first a transition."""
         if self.partition == "contiguous":
             return degree - 1, np.maximum(degree - 1 - documents, 0)

@@ -23,8 +23,8 @@ class Anchoring(NamedTuple):
     """Which documents get slots of their own, and how many.
 
     `share` is the least work of an anchor, in units of what a block does in a mean micro-batch. `reach` is how much an
-    anchor gains by taking slots that short documents alone could not keep busy, because the cap is full before: 0
-    nothing, 1 all that these slots would lose.
+    anchor gains by taking slots that short documents could not keep busy by themselves, because the cap is full before:
+    0 nothing, 1 all that these slots would lose.
     """
 
     share: float
@@ -33,7 +33,7 @@ class Anchoring(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class DegreeTable:
-    """Seconds and rows of a document alone in its group, for classes of lengths and all degrees worth considering."""
+    """Seconds and rows of a document in its own group, for classes of lengths and all degrees worth considering."""
 
     problem: Problem
     item_class: Ints  # (items,) class of each item that may be an anchor; −1 for others
@@ -77,7 +77,7 @@ class DegreeTable:
 
     def stretch(self, item: int, duration: float, free: int) -> tuple[float, int, float]:
         """What an item costs that makes a micro-batch with so many free slots longer, in slot seconds; the degree at
-        which that is least, and the seconds that it then takes. Infinite where it does not fit the slots."""
+        which that is least, and the seconds that it then takes. Infinite if it does not fit the slots."""
         at = int(self.item_class[item])
         seconds = self.seconds[at]
         cost = self.degrees * np.maximum(seconds, duration)

@@ -1,18 +1,26 @@
-"""Where every item goes: anchors, which have slots of their own, and bins, which hold the others."""
+"""Drafts: where every item goes, as anchors with slots of their own and bins with the others; and groups from a draft.
+
+`divide` decides how the slots of a bin share its items, its fillers: the longest are shared by all slots of the bin,
+which makes all end together, and each slot takes others whole, which needs no communication. In lockstep a bin may take
+as long as the slowest bin of its micro-batch, so it shares as few documents as that allows; in free mode it shares what
+makes it fastest. `micro_batches` makes groups: narrow ones before wide ones, equal ones by their first slot; documents
+that have the same slots are one group.
+"""
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 
-from longspan.plan.dynamic.problem import Floats, Problem
-from longspan.plan.dynamic.slots import Parts
+from longspan.plan.dynamic.problem import Floats, Ints, Parts, Problem, slots_of
+from longspan.plan.micro_batch import Group, MicroBatch
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """A document that has slots for itself, but for the fillers in the bins on these slots."""
+    """A document that has slots for itself, except for the fillers in the bins on these slots."""
 
     micro_batch: int
     item: int
@@ -111,3 +119,179 @@ def step_seconds(problem: Problem, durations: list[float]) -> float:
     multiple = problem.request.micro_batch_multiple
     count = -(-sum(duration > 0.0 for duration in durations) // multiple) * multiple
     return math.fsum(durations) + count * problem.request.cost.micro_batch_seconds
+
+
+TRIED = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # numbers of shared fillers, as well as all
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """For every bin of a draft how many of its fillers, longest first, are shared, and where the others are."""
+
+    shared: Ints  # (bins,)
+    slot: Ints  # (bins, most fillers) position in the bin of each filler that is not shared; −1 for others
+    seconds: Floats  # (bins,) when the bin ends, anchor included, without the launch
+
+
+class _FilledBins:
+    """The bins of a draft that have fillers, as padded arrays; most fillers first, so that a step takes a prefix."""
+
+    def __init__(self, draft: Draft) -> None:
+        problem, bins = draft.problem, draft.bins
+        counts = np.array([len(fillers) for fillers in bins.fillers], dtype=np.int64)
+        self.index = np.argsort(-counts, kind="stable")[: int((counts > 0).sum())]
+        self.count = counts[self.index]
+        most = int(self.count.max(initial=0))
+        order: list[int] = self.index.tolist()
+        flat = np.array([item for b in order for item in bins.fillers[b]], dtype=np.int64)
+        column = np.arange(len(flat)) - np.repeat(np.cumsum(self.count) - self.count, self.count)
+        row = np.repeat(np.arange(len(self.index)), self.count)
+        self.tokens, self.squares, counts = np.zeros((3, len(self.index), most), dtype=np.int64)
+        self.tokens[row, column], self.squares[row, column] = problem.tokens[flat], problem.squares[flat]
+        counts[row, column] = problem.counts[flat]
+        self.work = problem.request.cost.work_seconds(self.tokens, self.squares)
+        self.width = np.array(bins.width, dtype=np.int64)[self.index]
+        node, start = problem.request.node_size, np.array(bins.start, dtype=np.int64)[self.index]
+        self.shares_node = start // node == (start + self.width - 1) // node
+        self._anchors(draft)
+        first = np.zeros((len(self.index), 1), dtype=np.int64)
+        self.head_tokens = np.concatenate((first, np.cumsum(self.tokens, axis=1)), axis=1)
+        self.head_squares = np.concatenate((first, np.cumsum(self.squares, axis=1)), axis=1)
+        self.head_counts = np.concatenate((first, np.cumsum(counts, axis=1)), axis=1)
+        self.problem = problem
+
+    def _anchors(self, draft: Draft) -> None:
+        """What an anchor adds: to the shared group if both have the same slots, else as seconds and rows before."""
+        anchor = np.array(draft.bins.anchor, dtype=np.int64)[self.index]
+        parts = np.array([len(a.parts) for a in draft.anchors] or [0], dtype=np.int64)
+        item = np.array([a.item for a in draft.anchors] or [0], dtype=np.int64)
+        seconds = np.array([a.seconds for a in draft.anchors] or [0.0])
+        rows = np.array([a.rows for a in draft.anchors] or [0], dtype=np.int64)
+        there = anchor >= 0
+        merged = there & (parts[anchor] == 1)
+        apart = there & ~merged
+        self.merged = merged
+        self.anchor_tokens = np.where(merged, draft.problem.tokens[item[anchor]], 0)
+        self.anchor_squares = np.where(merged, draft.problem.squares[item[anchor]], 0)
+        self.base_seconds = np.where(apart, seconds[anchor], 0.0)
+        self.base_rows = np.where(apart, rows[anchor], 0)
+
+    def even_seconds(self) -> Floats:
+        """When each bin would end if its work were divided evenly at no cost."""
+        tokens, squares = self.head_tokens[:, -1] + self.anchor_tokens, self.head_squares[:, -1] + self.anchor_squares
+        return self.base_seconds + self.problem.request.cost.work_seconds(tokens, squares) / self.width
+
+    def try_sharing(self, rows: Ints, shared: int) -> tuple[Floats, Ints]:
+        """Seconds of these bins (rising rows) if so many fillers are shared, inf where the cap forbids; and places."""
+        problem, p = self.problem, np.minimum(shared, self.count[rows])
+        tokens = self.head_tokens[rows, p] + self.anchor_tokens[rows]
+        squares = self.head_squares[rows, p] + self.anchor_squares[rows]
+        width, documents = self.width[rows], self.head_counts[rows, p] + self.merged[rows]
+        inside = self.shares_node[rows]
+        group = problem.request.cost.group_seconds(tokens, squares, width, inside, np.maximum(documents, 1))
+        start = self.base_seconds[rows] + np.where(tokens > 0, group, 0.0)
+        shared_rows = self.base_rows[rows] - (-tokens // width)
+        outside = np.arange(int(self.width.max())) >= width[:, None]
+        load = np.where(outside, np.inf, start[:, None])
+        rows_of_slot = np.repeat(shared_rows[:, None], load.shape[1], axis=1)
+        slot = np.full((len(rows), self.tokens.shape[1]), -1, dtype=np.int64)
+        for column in range(shared, int(self.count[rows[:1]].max(initial=0))):
+            some = int((self.count[rows] > column).sum())
+            here, index = rows[:some], np.arange(some)
+            least = load[:some].argmin(axis=1)
+            load[index, least] += self.work[here, column]
+            rows_of_slot[index, least] += self.tokens[here, column]
+            slot[:some, column] = least
+        seconds = np.where(outside, 0.0, load).max(axis=1)
+        over = (rows_of_slot > problem.cap).any(axis=1)
+        return np.where(over, np.inf, seconds), slot
+
+
+def divide(draft: Draft, *, level: bool) -> Division:
+    """Divide the fillers of every bin; with `level` all bins of a micro-batch end with the slowest."""
+    bins = draft.bins
+    seconds = np.array(bins.seconds)
+    empty = np.array([not fillers for fillers in bins.fillers], dtype=np.bool_)
+    filled = _FilledBins(draft)
+    slot = np.full((len(seconds), filled.tokens.shape[1]), -1, dtype=np.int64)
+    division = Division(np.zeros(len(seconds), dtype=np.int64), slot, seconds)
+    if not len(filled.index):
+        return division
+    every = np.arange(len(filled.index))
+    all_shared, _ = filled.try_sharing(every, int(filled.count.max()))
+    tried = [p for p in TRIED if p < int(filled.count.max())] if draft.problem.min_cp == 1 else []
+    micro_batch = np.array(bins.micro_batch, dtype=np.int64)
+    enough = np.zeros(len(draft.durations))
+    if level:
+        np.maximum.at(enough, micro_batch[empty], seconds[empty])
+        enough = _least_ends(filled, all_shared, tried, micro_batch, enough)
+    goal = enough[micro_batch[filled.index]]
+    _settle(filled, division, goal, all_shared, tried)
+    return division
+
+
+def _least_ends(filled: _FilledBins, all_shared: Floats, tried: list[int], micro_batch: Ints, ends: Floats) -> Floats:
+    """When each micro-batch ends at the earliest: the slowest bin under the division that suits it best."""
+    best, member = all_shared.copy(), micro_batch[filled.index]
+    floor = ends.copy()
+    np.maximum.at(floor, member, filled.even_seconds())
+    for p in tried:
+        rows = np.flatnonzero((best > floor[member]) & (filled.count > p))
+        if len(rows):
+            best[rows] = np.minimum(best[rows], filled.try_sharing(rows, p)[0])
+    np.maximum.at(ends, member, best)
+    return ends
+
+
+def _settle(filled: _FilledBins, division: Division, goal: Floats, all_shared: Floats, tried: list[int]) -> None:
+    """Share as few fillers as the goal allows; if it cannot be met, what ends earliest."""
+    open_rows = np.ones(len(filled.index), dtype=np.bool_)
+    best = np.full(len(filled.index), np.inf)
+    choices = [*tried, int(filled.count.max())]
+    for p in choices:
+        rows = np.flatnonzero(open_rows & ((filled.count > p) | (p == choices[-1])))
+        if not len(rows):
+            continue
+        seconds, slot = filled.try_sharing(rows, p) if p < choices[-1] else (all_shared[rows], None)
+        better = seconds < best[rows]
+        take, b = rows[better], filled.index[rows[better]]
+        best[take] = seconds[better]
+        division.shared[b] = np.minimum(p, filled.count[take])
+        division.slot[b] = -1 if slot is None else slot[better]
+        division.seconds[b] = seconds[better]
+        open_rows[rows] = best[rows] > goal[rows]
+
+
+def micro_batches(draft: Draft, division: Division) -> list[MicroBatch]:
+    """The micro-batches of a draft, longest documents of each group first."""
+    batches: list[dict[tuple[int, ...], list[int]]] = [{} for _ in draft.durations]
+    for anchor in draft.anchors:
+        batches[anchor.micro_batch].setdefault(slots_of(anchor.parts), []).append(anchor.item)
+    shared, places, bins = division.shared.tolist(), division.slot.tolist(), draft.bins
+    for b, fillers in enumerate(bins.fillers):
+        groups, start = batches[bins.micro_batch[b]], bins.start[b]
+        all_slots = tuple(range(start, start + bins.width[b]))
+        for position, item in enumerate(fillers):
+            slots = all_slots if position < shared[b] else (start + places[b][position],)
+            groups.setdefault(slots, []).append(item)
+    return [micro_batch_of(draft.problem, groups) for groups in batches if groups]
+
+
+def micro_batch_of(problem: Problem, groups: Mapping[tuple[int, ...], list[int]]) -> MicroBatch:
+    """The micro-batch in which these slots have these items."""
+    ordered = sorted(groups.items(), key=lambda pair: (len(pair[0]), pair[0]))
+    return MicroBatch(tuple(_group(problem, slots, items) for slots, items in ordered))
+
+
+def _group(problem: Problem, slots: tuple[int, ...], items: list[int]) -> Group:
+    return problem.request.group(slots, [d for item in sorted(items) for d in problem.documents[item]])
+
+
+def longest_first(batch: MicroBatch) -> MicroBatch:
+    """The same groups with their documents by falling length, so that ids do not matter."""
+    groups: list[Group] = []
+    for group in batch.groups:
+        order = sorted(range(len(group.documents)), key=lambda i: (-group.lengths[i], group.documents[i]))
+        documents, lengths = (tuple(values[i] for i in order) for values in (group.documents, group.lengths))
+        groups.append(replace(group, documents=documents, lengths=lengths))
+    return MicroBatch(tuple(groups))

@@ -1,6 +1,6 @@
 """A handful of documents side by side: groups of them, each on slots of its own, as many as make them end together.
 
-`lockstep.py` fills gaps with short documents and needs some to be good. Where there are few documents, every way to
+`lockstep.py` fills gaps with short documents and needs some to be good. With few documents, every way to
 group those of a micro-batch by work can be tried, and for each the widths that let the slowest group end earliest.
 """
 
@@ -10,10 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longspan.plan.dynamic.draft import step_seconds
-from longspan.plan.dynamic.grouping import micro_batch_of
-from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, Floats, Ints, Problem
-from longspan.plan.dynamic.slots import FreeSlots, slots_of
+from longspan.plan.dynamic.draft import micro_batch_of, step_seconds
+from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, Floats, FreeSlots, Ints, Problem, slots_of
 from longspan.plan.micro_batch import MicroBatch
 from longspan.plan.planners.bin_packing import spread
 
@@ -47,7 +45,7 @@ class _Sizes(NamedTuple):
 
 
 def plan_few(problem: Problem) -> tuple[float, list[MicroBatch]] | None:
-    """Seconds and micro-batches of the best plan; None with too many items or slots to try, or where nothing fits."""
+    """Seconds and micro-batches of the best plan; None with too many items or slots to try, or if nothing fits."""
     if len(problem.tokens) > MOST_ITEMS or problem.request.slots > MOST_SLOTS:
         return None
     best: tuple[float, list[SideBySide]] | None = None
@@ -83,18 +81,18 @@ def _best_arrangement(problem: Problem, items: list[int]) -> SideBySide | None:
     best: SideBySide | None = None
     for count in range(1, min(len(items), problem.request.slots // problem.min_cp, MOST_GROUPS) + 1):
         places = spread(tokens, work, count, problem.max_cp * problem.cap)
-        arrangement = None if places is None else _arranged(problem, _items_by_place(items, places, count))
+        arrangement = None if places is None else _arrange(problem, _items_by_place(items, places, count))
         if arrangement is not None and (best is None or arrangement.seconds < best.seconds):
             best = arrangement
-    return None if best is None else _improved(problem, best)
+    return None if best is None else _improve(problem, best)
 
 
-def _improved(problem: Problem, arrangement: SideBySide) -> SideBySide:
+def _improve(problem: Problem, arrangement: SideBySide) -> SideBySide:
     """The arrangement after moving items out of its slowest group, one at a time, as long as that helps."""
     left = MOST_MOVES
     while left > 0:
         for groups in _moves(arrangement):
-            trial, left = _arranged(problem, groups), left - 1
+            trial, left = _arrange(problem, groups), left - 1
             if trial is not None and trial.seconds < arrangement.seconds:
                 arrangement = trial
                 break
@@ -116,7 +114,7 @@ def _moves(arrangement: SideBySide) -> Iterator[list[list[int]]]:
             yield changed + [remaining] * bool(remaining)
 
 
-def _arranged(problem: Problem, groups: list[list[int]]) -> SideBySide | None:
+def _arrange(problem: Problem, groups: list[list[int]]) -> SideBySide | None:
     """Groups on as many slots each as let the slowest end earliest, the widest first, inside blocks where they fit."""
     sizes = _Sizes.of(problem, groups)
     widths = _widths(problem, sizes)
@@ -127,7 +125,7 @@ def _arranged(problem: Problem, groups: list[list[int]]) -> SideBySide | None:
     for width in widths[order].tolist():
         parts = free.take(width)
         slots.append(slots_of(parts))
-        inside_node.append(len(parts) == 1 and problem.in_one_node(*parts[0]))
+        inside_node.append(len(parts) == 1 and problem.shares_node(*parts[0]))
     tokens, squares, documents = (x[order] for x in sizes)
     seconds = problem.request.cost.group_seconds(tokens, squares, widths[order], inside_node, documents)
     slowest = int(seconds.argmax())

@@ -1,4 +1,4 @@
-"""Documents to lanes where only slots that share a group wait for each other.
+"""Plans in free mode, where only slots that share a group wait for each other: documents are given to lanes.
 
 A lane is a run of slots inside a block that works through micro-batches of its own; only its total time counts. A
 document that fits no lane, or would make one end late, is worked on by several lanes together (a *gang*). Gangs come
@@ -9,10 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longspan.plan.dynamic.draft import Anchor, Bins, Draft, LeastLoaded
-from longspan.plan.dynamic.grouping import Division, divide
-from longspan.plan.dynamic.problem import Floats, Ints, Problem
-from longspan.plan.dynamic.slots import Parts
+from longspan.plan.dynamic.draft import Anchor, Bins, Division, Draft, LeastLoaded, divide
+from longspan.plan.dynamic.problem import Floats, Ints, Parts, Problem
 from longspan.plan.planners.bin_packing import first_fit
 
 GOALS = (1.003, 1.01, 1.02)  # when lanes should end, against the mean work of a slot
@@ -39,9 +37,9 @@ def plan_free(problem: Problem) -> FreePlan:
 
 
 def _plan_for(problem: Problem, goal: float) -> FreePlan:
-    """Place all items on lanes, with gangs where a lane would end after `goal` seconds."""
+    """Place all items on lanes, with gangs if a lane would end after `goal` seconds."""
     lanes = _Lanes(problem)
-    width = lanes.width[lanes.alone]
+    width = lanes.width[lanes.usable]
     gangs = problem.tokens > width.max() * problem.cap
     large = ~gangs & ((problem.work / width.max() > LARGE * goal) | (problem.tokens > width.min() * problem.cap))
     for item in np.flatnonzero(gangs).tolist():
@@ -57,10 +55,10 @@ class _Lanes:
 
     def __init__(self, problem: Problem) -> None:
         self.problem, cost = problem, problem.request.cost
-        self.parts = [part for block in problem.blocks for part in problem.divided(block)]
+        self.parts = [part for block in problem.blocks for part in problem.split_into_runs(block)]
         self.width = np.array([width for _, width in self.parts], dtype=np.int64)
-        self.alone = np.array([width in problem.degrees for _, width in self.parts])  # others only work in gangs
-        self.launch = cost.micro_batch_seconds  # what a micro-batch costs besides its work
+        self.usable = np.array([width in problem.degrees for _, width in self.parts])  # others only work in gangs
+        self.launch = cost.micro_batch_seconds  # what a micro-batch costs in addition to its work
         self.gang_end: Floats = np.zeros(len(self.parts))
         self.end: Floats = np.zeros(len(self.parts))
         self.next: list[int] = [0] * len(self.parts)  # micro-batch
@@ -90,7 +88,7 @@ class _Lanes:
 
     def place_large(self, item: int, goal: float) -> None:
         """Give an item to the lane that ends earliest with it; to several if that is after the goal."""
-        fits = (self.width * self.problem.cap >= self.problem.tokens[item]) & self.alone
+        fits = (self.width * self.problem.cap >= self.problem.tokens[item]) & self.usable
         ends = np.where(fits, self.end + self.work[item] / self.width, np.inf)
         lane = int(ends.argmin())
         gang, end = self._earlier_gang(item, goal) if ends[lane] > goal else (None, np.inf)
@@ -144,7 +142,7 @@ class _Lanes:
         for start, width in (self.parts[lane] for lane in members):
             parts.append((start, min(width, degree - sum(count for _, count in parts))))
         rows = -(-int(self.problem.tokens[item]) // degree)
-        self.anchors.append(Anchor(m, item, parts, rows, seconds - self.launch))  # an anchor counts its work alone
+        self.anchors.append(Anchor(m, item, parts, rows, seconds - self.launch))  # an anchor counts only its work
 
     def place_small(self, items: list[int]) -> None:
         """Give each item to the lane that ends earliest with it."""
@@ -156,7 +154,7 @@ class _Lanes:
             lane_items.extend(fillers)
 
     def finish(self) -> FreePlan:
-        """Cut the items of each lane into micro-batches, and say when the last lane ends."""
+        """Cut the items of each lane into micro-batches, and compute when the last lane ends."""
         bins, lane_of, tokens = Bins(), list[int](), self.problem.tokens.tolist()
         for lane, (part, items) in enumerate(zip(self.parts, self.items, strict=True)):
             if not items:

@@ -1,17 +1,167 @@
-"""Documents into micro-batches of wanted durations: long ones side by side, the others into the gaps that they leave.
+"""Plans in lockstep: search for the durations of micro-batches, and place documents in micro-batches so long.
 
-Long documents (*anchors*) take slots of their own, each in the micro-batch and at the degree that waste least. That
-cuts every micro-batch into *bins*: runs of slots inside a block that are equally busy. All other documents, the
-*fillers*, longest first, go to the bin that ends earliest with it, measured against the wanted duration of its
-micro-batch; the slots of a bin are taken to share its fillers evenly (`grouping.py` decides how).
+Long documents want long micro-batches: their ring hides its traffic there, and the cap limits rows, not seconds. Short
+documents want short ones. So `search` starts from durations between two extremes, all equal, and those of the sorted
+documents cut into equal parts, and then changes the best a little at a time. On many slots it first searches on a
+sample of the documents. It counts drafts, not seconds, so that every host ends with the same plan.
+
+`make_draft` places documents for chosen durations. Long ones (*anchors*) take slots of their own, each in the
+micro-batch and at the degree that waste least. That cuts every micro-batch into *bins*: runs of slots inside a block
+that are equally busy. All other documents, the *fillers*, longest first, go to the bin that ends earliest with it,
+measured against the duration of its micro-batch; the slots of a bin are taken to share its fillers evenly (`draft.py`
+decides how).
 """
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
 
 import numpy as np
 
 from longspan.plan.dynamic.degrees import Anchoring, DegreeTable
 from longspan.plan.dynamic.draft import Anchor, Bins, Draft, LeastLoaded
-from longspan.plan.dynamic.problem import Floats, Ints, Problem
-from longspan.plan.dynamic.slots import FreeSlots
+from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, Floats, FreeSlots, Ints, Problem
+
+ANCHORINGS = (Anchoring(0.15, 0.8), Anchoring(0.5, 0.4))
+ANCHORINGS_OF_FEW = (Anchoring(0.0, 0.0), Anchoring(0.15, 0.4))
+REACHES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+SHARES = (0.0, 0.05, 0.1, 0.15, 0.25, 0.5, 0.8)
+STEEPNESS = (0.0, 0.4, 0.7, 1.0)
+SLACK = (1.005, 1.03)
+SLACK_OF_FEW = (1.07, 1.15, 1.3, 1.6)  # as well, if there are few documents for each block
+
+
+@dataclass(frozen=True, eq=False)
+class DraftSettings:
+    """What a draft is made by: intended durations in units of the mean work of a slot, and what makes an anchor."""
+
+    durations: Floats
+    anchoring: Anchoring
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How many drafts the search makes, in addition to those that it always begins with."""
+
+    drafts: int  # of the settings that were best on a sample, where there is one
+    steps: int  # from the best draft
+    sample_steps: int  # from the best draft of the sample
+
+
+class Search:
+    """The best draft so far of one problem, and the settings that made it."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.degrees = DegreeTable.of(problem)
+        self.tried: list[float] = []
+        self.best: Draft | None = None
+
+    def attempt(self, settings: DraftSettings) -> None:
+        """Make a draft by these settings, and keep the best so far."""
+        durations = settings.durations * self.problem.mean_seconds
+        draft = make_draft(self.problem, self.degrees, durations, settings.anchoring)
+        self.tried.append(draft.seconds)
+        if self.best is None or draft.seconds < self.best.seconds:
+            self.best, self.settings = draft, settings
+
+    def climb(self, steps: int, seed: int = 0) -> None:
+        """Change the best settings a little, so many times, and keep what is better."""
+        random = Random(seed)
+        for _ in range(steps):
+            assert self.best is not None
+            self.attempt(_change_settings(self.best, self.settings, random))
+
+    def rank_settings(self) -> list[int]:
+        """Numbers of the settings tried, best first."""
+        return sorted(range(len(self.tried)), key=lambda i: (self.tried[i], i))
+
+
+def search(problem: Problem, effort: Effort) -> Draft:
+    """Search for the best draft with so much effort."""
+    full = Search(problem)
+    if problem.sample_factor == 1:
+        candidates = list(starts(problem, full.degrees))[:: problem.stride]
+    else:
+        candidates = _sample_settings(problem, full.degrees, effort)
+    for settings in candidates:
+        full.attempt(settings)
+    full.climb(effort.steps)
+    assert full.best is not None
+    return full.best
+
+
+def _sample_settings(problem: Problem, degrees: DegreeTable, effort: Effort) -> list[DraftSettings]:
+    """Settings of good drafts of a sample: one improved, and the best of those to begin with, for the whole problem."""
+    sample, settings_of_problem = Search(problem.sample()), list(starts(problem, degrees))
+    for settings in starts(sample.problem, sample.degrees):
+        sample.attempt(settings)
+    ranked = sample.rank_settings()
+    sample.climb(effort.sample_steps)
+    return [sample.settings, *[settings_of_problem[i] for i in ranked[: effort.drafts]]]
+
+
+def starts(problem: Problem, degrees: DegreeTable) -> Iterator[DraftSettings]:
+    """The settings to begin with."""
+    few = problem.few
+    for count in _counts(problem):
+        steep = _steep(problem, count)
+        for steepness in STEEPNESS:
+            shape = (1.0 - steepness) / count + steepness * steep
+            shape[0] = max(shape[0], degrees.least_seconds() / problem.mean_seconds)
+            for slack in (*SLACK, *SLACK_OF_FEW) if few else SLACK:
+                for anchoring in ANCHORINGS_OF_FEW if few else ANCHORINGS:
+                    yield DraftSettings(slack * shape, anchoring)
+
+
+def _counts(problem: Problem) -> list[int]:
+    """Numbers of micro-batches: the fewest and some more, and as many as are launched anyway."""
+    least, multiple = problem.least_micro_batches, problem.request.micro_batch_multiple
+    counts = range(least, least + MORE_MICRO_BATCHES + 1)
+    return sorted({*counts, *(-(-count // multiple) * multiple for count in counts)})
+
+
+def _steep(problem: Problem, count: int) -> Floats:
+    """Shares of the work in so many equal parts of the rows, longest documents first."""
+    middle = np.cumsum(problem.tokens) - problem.tokens // 2
+    part = np.minimum(middle * count // int(problem.tokens.sum()), count - 1)
+    share = np.bincount(part, weights=problem.work, minlength=count)
+    return share / (problem.mean_seconds * problem.request.slots)
+
+
+def _change_settings(best: Draft, settings: DraftSettings, random: Random) -> DraftSettings:
+    """Nearby settings: one duration longer or shorter, two exchanged in part, one that just holds an anchor at another
+    degree, all as they came out, or other documents as anchors."""
+    durations, anchoring, mean = settings.durations.copy(), settings.anchoring, best.problem.mean_seconds
+    kind, micro_batch = int(5 * random.random()), int(len(durations) * random.random())
+    if kind == 0:
+        durations = best.durations / mean * (0.985 + 0.02 * random.random())
+    elif kind == 1:
+        durations[micro_batch] *= 0.9 + 0.2 * random.random()
+    elif kind == 2:
+        part = (0.1 * random.random() - 0.05) * durations[micro_batch]
+        durations[micro_batch] -= part
+        durations[int(len(durations) * random.random())] += part
+    elif kind == 3:
+        anchors = [anchor for anchor in best.anchors if anchor.micro_batch == micro_batch]
+        if anchors:
+            durations[micro_batch] = 1.0005 * _seconds_at_other_degree(best.problem, anchors, random) / mean
+    else:
+        share, reach = (values[int(len(values) * random.random())] for values in (SHARES, REACHES))
+        anchoring = Anchoring(share, reach)
+        durations *= 0.98 + 0.04 * random.random()
+    return DraftSettings(np.maximum(durations, 1e-6), anchoring)
+
+
+def _seconds_at_other_degree(problem: Problem, anchors: list[Anchor], random: Random) -> float:
+    """Seconds that one of these anchors takes at a degree close to the one that it has."""
+    anchor = anchors[int(len(anchors) * random.random())]
+    degree = sum(count for _, count in anchor.parts)
+    degree += int((5 + degree // 2) * random.random()) - 2 - degree // 4
+    degree = problem.widest(max(degree, problem.min_cp))
+    tokens = int(problem.tokens[anchor.item])
+    inside_node = degree <= problem.widest_in_node
+    return float(problem.request.cost.group_seconds(tokens, tokens * tokens, degree, inside_node))
 
 
 def make_draft(problem: Problem, degrees: DegreeTable, durations: Floats, anchoring: Anchoring) -> Draft:
@@ -75,10 +225,10 @@ class _Drafting:
 
     def _take(self, item: int, micro_batch: int, width: int, seconds: float) -> None:
         parts, problem = self.free[micro_batch].take(width), self.problem
-        if len(parts) == 1 and width <= problem.widest_in_node and not problem.in_one_node(*parts[0]):
+        if len(parts) == 1 and width <= problem.widest_in_node and not problem.shares_node(*parts[0]):
             seconds = float(self._seconds_alone([item], np.array([width]), in_block=False)[0])
         rows = -(-int(self.problem.tokens[item]) // width)
-        for piece in (piece for part in parts for piece in self.problem.divided(part)):
+        for piece in (piece for part in parts for piece in self.problem.split_into_runs(part)):
             self.bins.add(micro_batch, piece, len(self.anchors), seconds, self.problem.cap - rows)
         self.anchors.append(Anchor(micro_batch, item, parts, rows, seconds))
 

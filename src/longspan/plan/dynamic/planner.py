@@ -1,19 +1,16 @@
-"""`plan_dynamic`: what is asked is checked, plans are made in more than one way, and the fastest is returned."""
+"""`plan_dynamic`: check the arguments, make plans in more than one way, and return the fastest."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import Literal, Unpack
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan.check import check_choice, check_count
-from longspan.plan.dynamic.draft import step_seconds
+from longspan.plan.dynamic.draft import divide, longest_first, micro_batches, step_seconds
 from longspan.plan.dynamic.few_documents import plan_few
 from longspan.plan.dynamic.free import plan_free
-from longspan.plan.dynamic.grouping import divide, longest_first, micro_batches
-from longspan.plan.dynamic.problem import Ints, Problem
-from longspan.plan.dynamic.search import Effort, Settings, search, warm_starts
-from longspan.plan.dynamic.slots import DegreeSet
+from longspan.plan.dynamic.lockstep import Effort, search
+from longspan.plan.dynamic.problem import DegreeSet, Ints, Problem
 from longspan.plan.micro_batch import MicroBatch
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import Packer
@@ -21,7 +18,7 @@ from longspan.plan.planners.options import PlanKeywords, PlanOptions, options_of
 from longspan.plan.planners.request import Request, check_first_size, check_heads
 
 EffortName = Literal["fast", "balanced", "thorough"]
-Candidate = tuple[float, Callable[[], list[MicroBatch]]]  # seconds, and the micro-batches if they are wanted
+Candidate = tuple[float, Callable[[], list[MicroBatch]]]  # seconds, and a function that makes the micro-batches
 
 USUAL_NODE_SIZE = 8
 CLOSE = 1.02  # of the lower bound: a plan so good is not compared with other kinds of plans
@@ -36,7 +33,6 @@ def plan_dynamic(
     *,
     min_cp: int = 1,
     max_cp: int | None = None,
-    warm: Plan | None = None,
     effort: EffortName = "balanced",
     options: PlanOptions | None = None,
     **keywords: Unpack[PlanKeywords],
@@ -49,8 +45,8 @@ def plan_dynamic(
     True
 
     Groups have any degree from `min_cp` to `max_cp` (None: all slots), and stay inside a node of `node_size` slots
-    where they can; a slot may be in several groups of a micro-batch. `max_tokens_per_slot` limits the rows of a slot in
-    a micro-batch, in whole multiples of `row_multiple`. `mode` says who waits: all slots for the slowest of each
+    if they can; a slot may be in several groups of a micro-batch. `max_tokens_per_slot` limits the rows of a slot in
+    a micro-batch, in whole multiples of `row_multiple`. `mode` is who waits: all slots for the slowest of each
     micro-batch ("lockstep"), or only those that share a group ("free"). `partition` is that of `plan_fixed`:
     "contiguous" saves copies under `a2a`, and takes longer than predicted under the other types.
 
@@ -62,31 +58,30 @@ def plan_dynamic(
     `cp_comm_type` allows: under `a2a` those that divide the query heads of a rank. Without it, any degree is possible,
     and one that the heads do not allow is an error of `attend` in the step.
 
-    `warm` is the plan of an earlier step in lockstep: the search begins from its micro-batch durations, which is faster
-    for many slots. `effort` is how long to search. The plan is a function of the arguments alone, `warm` included, so
-    it is the same on every rank. It is not slower than `plan_fixed` at any degree in the range, except that above 1024
-    slots or 20,000 documents these are only tried where the plan is more than 5 % above its bound.
+    `effort` is how long to search. The plan is a function of the arguments only, so it is the same on every rank. It is
+    not slower than `plan_fixed` at any degree in the range, except that above 1024 slots or 20,000 documents these are
+    only tried if the plan is more than 5 % above its bound.
 
     All other keyword arguments are fields of `PlanOptions`, which `options` takes as one value.
 
     No documents give a step of dummy micro-batches; with `allow_empty=False`, an error.
 
-    Raises PlanError where a document fits no group, or the degrees, sizes or heads are impossible; LayoutError for a
+    Raises PlanError if a document fits no group, or the degrees, sizes or heads are impossible; LayoutError for a
     bad length.
     """
     request = Request.of(lengths, home, options_of(plan_dynamic, options, keywords))
     _check_node_size(request)
-    degrees = _checked_degrees(request, min_cp, max_cp)
+    degrees = _check_degrees(request, min_cp, max_cp)
     check_choice("effort", effort, ("fast", "balanced", "thorough"))
     if not request.lengths:
         return request.plan((), "dynamic", max_cp=max_cp)
     problem = Problem.of(request, degrees)
     bound = request.lower_bound(problem.max_cp).seconds
-    return request.plan(_fastest(problem, bound, effort, warm), "dynamic", max_cp=problem.max_cp)
+    return request.plan(_fastest(problem, bound, effort), "dynamic", max_cp=problem.max_cp)
 
 
 def _check_node_size(request: Request) -> None:
-    """Raise PlanError where nodes do not divide the slots; at the usual size, the default, the last may be smaller."""
+    """Raise PlanError if nodes do not divide the slots; at the usual size, the default, the last may be smaller."""
     slots, size = request.slots, request.node_size
     if slots > size and slots % size and size != USUAL_NODE_SIZE:
         fit = ", ".join(str(d) for d in range(1, slots + 1) if slots % d == 0)
@@ -96,8 +91,8 @@ def _check_node_size(request: Request) -> None:
         )
 
 
-def _checked_degrees(request: Request, min_cp: int, max_cp: int | None) -> DegreeSet:
-    """The degrees that a group may have. Raises PlanError where none is possible."""
+def _check_degrees(request: Request, min_cp: int, max_cp: int | None) -> DegreeSet:
+    """Return the degrees that a group may have. Raises PlanError if none is possible."""
     slots = request.slots
     check_count("min_cp", min_cp)
     widest = slots if max_cp is None else min(check_count("max_cp", max_cp), slots)
@@ -115,11 +110,11 @@ def _checked_degrees(request: Request, min_cp: int, max_cp: int | None) -> Degre
     return degrees
 
 
-def _fastest(problem: Problem, bound: float, effort: EffortName, warm: Plan | None) -> list[MicroBatch]:
-    """The micro-batches of the fastest plan; a kind of plan is left out where those before it are close enough."""
+def _fastest(problem: Problem, bound: float, effort: EffortName) -> list[MicroBatch]:
+    """The micro-batches of the fastest plan; a kind of plan is left out if those before it are close enough."""
     candidates = [_free(problem)] if problem.request.mode == "free" else []
     if not candidates or candidates[0][0] > CLOSE * bound:
-        candidates.append(_lockstep(problem, _effort(effort, problem), warm))
+        candidates.append(_lockstep(problem, _effort(effort, problem)))
         if min(candidates, key=_seconds)[0] > CLOSE * bound and (few := plan_few(problem)) is not None:
             candidates.append((few[0], lambda: few[1]))
     best = min(candidates, key=_seconds)[0]
@@ -140,23 +135,13 @@ def _effort(name: EffortName, problem: Problem) -> Effort:
     return Effort(drafts=2 * some, steps=some * max(1, min(40, 4000 // size)), sample_steps=6 * some)
 
 
-def _lockstep(problem: Problem, effort: Effort, warm: Plan | None) -> Candidate:
-    draft = search(problem, effort, _warm_settings(problem, warm))
+def _lockstep(problem: Problem, effort: Effort) -> Candidate:
+    draft = search(problem, effort)
     division = divide(draft, level=True)
     ends = [0.0] * len(draft.durations)
     for m, seconds in zip(draft.bins.micro_batch, division.seconds.tolist(), strict=True):
         ends[m] = max(ends[m], seconds)
     return step_seconds(problem, ends), lambda: micro_batches(draft, division)
-
-
-def _warm_settings(problem: Problem, warm: Plan | None) -> list[Settings]:
-    """Where to begin, from the plan of an earlier step in lockstep; nowhere where there is none."""
-    if warm is None or warm.mode != "lockstep" or not warm.lengths:
-        return []
-    cost = problem.request.cost
-    mean = float(cost.work_seconds(sum(warm.lengths), sum(n * n for n in warm.lengths))) / warm.slots
-    ends = [0.0, *warm.timeline(cost).end[:, 0].tolist()]
-    return warm_starts([b - a - cost.micro_batch_seconds for a, b in pairwise(ends)], mean)
 
 
 def _free(problem: Problem) -> Candidate:

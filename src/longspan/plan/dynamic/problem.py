@@ -1,19 +1,125 @@
 """The documents and slots of one step as the dynamic planner sees them: items, longest first, and blocks of slots.
 
 An item is a document, or a pack of very short ones that stay together so that planning a batch of tiny documents
-takes no longer. A block is a run of slots inside one node (or of several nodes, where min_cp is above the node size).
+takes no longer. A block is a run of slots inside one node (or of several nodes, if min_cp is above the node size).
+Documents get no slots here: `FreeSlots` only hands out the slots of one micro-batch.
 """
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from longspan.plan.dynamic.slots import DegreeSet, Parts, blocks_of, runs
 from longspan.plan.planners.request import Request
+
+DegreeSet = range | tuple[int, ...]  # rising
+Parts = list[tuple[int, int]]  # (first slot, number of slots), one for each block
+
+
+def blocks_of(slots: int, node_size: int, min_cp: int, max_cp: int) -> tuple[tuple[int, int], ...]:
+    """Nodes; or, if a group needs more than a node, runs of nodes that hold one. What cannot hold one stays idle."""
+    size = node_size if min_cp <= node_size else -(-min_cp // node_size) * node_size
+    if size > max_cp and min_cp > node_size:
+        size = min_cp
+    size = min(size, slots)
+    starts = list(range(0, slots, size))
+    sizes = [min(size, slots - start) for start in starts]
+    if len(sizes) > 1 and sizes[-1] < min_cp and sizes[-2] + sizes[-1] <= max_cp:
+        sizes[-2:] = [sizes[-2] + sizes[-1]]
+    return tuple(zip(starts, sizes, strict=False))
+
+
+@cache
+def runs(slots: int, degrees: DegreeSet) -> Parts:
+    """Runs of so many slots that each hold a group: as few left out, as few runs, and as even as the degrees allow."""
+    if slots < degrees[0]:
+        return []
+    pieces = -(-slots // degrees[-1])
+    if slots // pieces < degrees[0]:
+        pieces = slots // degrees[0]
+    used = min(slots, pieces * degrees[-1])
+    edges = [used * piece // pieces for piece in range(pieces + 1)]
+    even = [(first, stop - first) for first, stop in pairwise(edges)]
+    return even if all(width in degrees for _, width in even) else _uneven_runs(slots, degrees)
+
+
+def _uneven_runs(slots: int, degrees: DegreeSet) -> Parts:
+    """`runs` if equal parts are no degrees, the widest run first."""
+    best: list[tuple[int, int, int, tuple[int, ...]]] = [(0, 0, 0, ())]  # left out, runs, squared widths, widths
+    for count in range(1, slots + 1):
+        left, number, squares, widths = best[-1]
+        options = [(left + 1, number, squares, widths)]
+        for width in degrees[: bisect_right(degrees, count)]:
+            left, number, squares, widths = best[count - width]
+            options.append((left, number + 1, squares + width * width, (*widths, width)))
+        best.append(min(options))
+    widths = sorted(best[slots][3], reverse=True)
+    return [(sum(widths[:i]), width) for i, width in enumerate(widths)]
+
+
+def slots_of(parts: Parts) -> tuple[int, ...]:
+    """All slots of these parts, in rising order."""
+    return tuple(sorted(slot for start, count in parts for slot in range(start, start + count)))
+
+
+class FreeSlots:
+    """The free slots of one micro-batch, taken from the start of each block, so that a group stays in a node if it can.
+
+    Blocks are looked up by how many slots they have left.
+    """
+
+    def __init__(self, blocks: tuple[tuple[int, int], ...], degrees: DegreeSet) -> None:
+        self.blocks = blocks
+        self.degrees = degrees
+        self.left = [size for _, size in blocks]
+        self.total = sum(self.left)
+        self.by_left: list[list[int]] = [[] for _ in range(max(self.left) + 1)]
+        for block in range(len(self.left) - 1, -1, -1):
+            self.by_left[self.left[block]].append(block)
+
+    def take(self, width: int) -> Parts:
+        """So many slots, from one block if one has them, else from as few as possible; at most `total`."""
+        parts: Parts = []
+        while width:
+            size = self._fitting(width, whole=not parts) or self._largest()
+            count = min(size, width)
+            parts.append(self._take_from(self.by_left[size].pop(), count))
+            width -= count
+        return parts
+
+    def has_block(self, width: int) -> bool:
+        """Whether one block has so many free slots."""
+        return bool(self._fitting(width, whole=False))
+
+    def remaining_runs(self) -> Parts:
+        """The slots that are left, in runs that hold a group."""
+        return [
+            (start + size - left + offset, count)
+            for (start, size), left in zip(self.blocks, self.left, strict=True)
+            for offset, count in runs(left, self.degrees)
+        ]
+
+    def _fitting(self, width: int, *, whole: bool) -> int:
+        """The fewest free slots of a block that hold the width, and leave none or enough for a group; 0 for none."""
+        for size in range(width, len(self.by_left)):
+            if self.by_left[size] and not (whole and 0 < size - width < self.degrees[0]):
+                return size
+        return self._fitting(width, whole=False) if whole else 0
+
+    def _largest(self) -> int:
+        return next(size for size in range(len(self.by_left) - 1, 0, -1) if self.by_left[size])
+
+    def _take_from(self, block: int, count: int) -> tuple[int, int]:
+        start, size = self.blocks[block]
+        left = self.left[block]
+        self.left[block] = left - count
+        self.total -= count
+        self.by_left[left - count].append(block)
+        return start + size - left, count
+
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -59,20 +165,20 @@ class Problem:
         return self.degrees[-1]
 
     def widest(self, slots: int) -> int:
-        """The highest degree of so many slots or fewer; 0 where there is none."""
+        """The highest degree of so many slots or fewer; 0 if there is none."""
         at = bisect_right(self.degrees, slots)
         return self.degrees[at - 1] if at else 0
 
-    def divided(self, part: tuple[int, int]) -> Parts:
-        """Runs of these slots that hold a group, and after them what is left, if anything is."""
+    def split_into_runs(self, part: tuple[int, int]) -> Parts:
+        """Split these slots into runs that hold a group, and what is left, if anything is."""
         start, slots = part
         pieces = [(start + offset, width) for offset, width in runs(slots, self.degrees)]
         used = sum(width for _, width in pieces)
         return pieces + ([(start + used, slots - used)] if used < slots else [])
 
     @cached_property
-    def sampled(self) -> int:
-        """How many times smaller a sample is on which settings are looked for; 1: none is needed or would do."""
+    def sample_factor(self) -> int:
+        """How many times smaller a sample is on which settings are searched; 1: none is needed or possible."""
         slots, widest = self.request.slots, -(-int(self.tokens[0]) // self.cap)
         if slots < 2 * SAMPLED_SLOTS:
             return 1
@@ -88,16 +194,16 @@ class Problem:
 
     def sample(self) -> "Problem":
         """A problem like this one on a share of the slots, with every so many-th item."""
-        factor = self.sampled
-        slots, sampled = self.request.slots // factor, slice(factor // 2, None, factor)
+        factor = self.sample_factor
+        slots, every = self.request.slots // factor, slice(factor // 2, None, factor)
         degrees = self.degrees[: bisect_right(self.degrees, slots)]
         return Problem(
             replace(self.request, slots=slots),
             degrees,
             self.cap,
-            self.documents[sampled],
-            self.tokens[sampled],
-            self.squares[sampled],
+            self.documents[every],
+            self.tokens[every],
+            self.squares[every],
             blocks_of(slots, self.request.node_size, degrees[0], degrees[-1]),
         )
 
@@ -148,14 +254,14 @@ class Problem:
         """Slots of the widest group that a block without anchors makes."""
         return max(w for _, size in self.blocks for _, w in runs(size, self.degrees))
 
-    def in_one_node(self, start: int, slots: int) -> bool:
+    def shares_node(self, start: int, slots: int) -> bool:
         """Whether these slots share a node."""
         return start // self.request.node_size == (start + slots - 1) // self.request.node_size
 
     @cached_property
     def widest_in_node(self) -> int:
-        """Slots of the largest block within one node; 0 where none is. The last may take in a smaller last node."""
-        return max((size for start, size in self.blocks if self.in_one_node(start, size)), default=0)
+        """Slots of the largest block within one node; 0 if none is. The last may take in a smaller last node."""
+        return max((size for start, size in self.blocks if self.shares_node(start, size)), default=0)
 
     @cached_property
     def least_micro_batches(self) -> int:

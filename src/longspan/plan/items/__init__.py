@@ -1,9 +1,8 @@
 """Items of documents, such as images: which rows they take, who encodes these rows, and who needs them."""
 
-from longspan.plan.items.encoder_cost import encoder_cost
-from longspan.plan.items.encoding_plan import EncoderPlanning, ModalityPlan, Wave, plan_items
+from longspan.plan.items.encoder_shape import encoder_cost
+from longspan.plan.items.encoding_plan import EncoderPlanning, ModalityPlan, NeededBy, Wave, plan_items
 from longspan.plan.items.item_table import Item, ItemRows, ItemTable
-from longspan.plan.items.row_owners import NeededBy
 
 __all__ = [
     "EncoderPlanning",

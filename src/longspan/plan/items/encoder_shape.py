@@ -1,7 +1,8 @@
-"""What a model's configuration says of the work of its images: weights of tower and projector, and who sees whom.
+"""The work of encoding images: of a model's tower by its configuration, of any encoder, and of a plan's documents.
 
-For the towers of Qwen's vision-language models, of LLaVA, Gemma 3 and PaliGemma, as transformers describes them. It
-imports no torch.
+`EncoderShape` reads the towers of Qwen's vision-language models, of LLaVA, Gemma 3 and PaliGemma, as transformers
+describes them: weights of tower and projector, and which patches see each other. `encoder_cost` prices another encoder
+by its numbers, `EncoderLoad` the images of a plan, dealt to all slots or encoded by each slot for its documents.
 """
 
 from collections.abc import Sequence
@@ -9,20 +10,23 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from longspan.errors import PlanError
+from longspan.layout import Layout
 from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.model_cost import CPU_TFLOPS, H200_ATTENTION_TFLOPS, H200_SOURCE
+from longspan.plan.dynamic.planner import plan_dynamic
+from longspan.plan.plan import Plan
 
 Trained = Literal["all", "projector", "none"]
 Grid = tuple[int, int, int]
 
 _MERGED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")  # whose images have any size
 _WHOLE = ("llava", "gemma3", "paligemma")  # whose images have one size
-_GEMMA_ROWS = 256  # of an image, where a configuration does not say
+_GEMMA_ROWS = 256  # of an image, if a configuration has no number
 WAVE_SECONDS = 2e-3  # of launches, of one wave
 _HEAD_MULTIPLE = 32  # to which kernels pad a head (attention/kernels/fa4.py)
 _GATED = ("qwen2_5_vl",)  # whose MLPs have three products
-# What H200s sustain in a tower's layers beside its attention: narrow products, rotary angles in float32, waiting
+# What H200s sustain in a tower's layers without its attention: narrow products, rotary angles in float32, waiting
 # (bench/records/vision-step-4xH200.md, four steps of 128 to 144 images planned over four ranks).
 H200_ENCODER_TFLOPS = 240.0
 _ON_CPUS = (CPU_TFLOPS, CPU_TFLOPS)
@@ -36,11 +40,10 @@ class EncoderShape:
     >>> shape.flops([256])  # of an image of 256 rows, forward and backward  # doctest: +SKIP
     3170667331584
 
-    `embed_weights` and `block_weights` multiply every patch, `projector_weights` every row, of which `entry_weights`
+    `embed_weights` and `block_weights` multiply every patch, `projector_weights` every row; `entry_weights` of these
     multiply what nothing before them in the projector trains. In `full_layers` the patches of an image see each other,
     in `window_layers` those of a square of `window` patches a side. A row is `merge` x `merge` patches; of images of
-    one size it is 0, and each has `patches`, of which it makes `rows`, and so many `class_rows` go through the blocks
-    beside them.
+    one size it is 0, each has `patches` that become `rows`, and so many `class_rows` go through the blocks with them.
     """
 
     width: int
@@ -61,19 +64,19 @@ class EncoderShape:
     def of(cls, config: Any) -> "EncoderShape":
         """The shape of a whole model's configuration, an object or dict like one, a config.json or its folder.
 
-        Raises PlanError for one without images, or whose tower is not known.
+        Raises PlanError for one without images, or with a tower that is not priced.
         """
         model = ConfigReader.whole(config)
         vision, text = model.inside("vision_config"), ConfigReader.of(config)
-        known = model.family.startswith(_MERGED) or model.family in _WHOLE
-        if not known or not vision.count("depth", "num_hidden_layers"):
+        priced = model.family.startswith(_MERGED) or model.family in _WHOLE
+        if not priced or not vision.count("depth", "num_hidden_layers"):
             raise PlanError(
                 f"{model.where} ({model.family or 'no model_type'}) has no tower that its configuration prices; those "
                 f"of {', '.join(_MERGED + _WHOLE)} have"
             )
         if model.family.startswith(_MERGED):
-            return _merged(model.family, vision, text.count("hidden_size"))
-        return _whole(model, vision, text.count("hidden_size"))
+            return _merging_tower(model.family, vision, text.count("hidden_size"))
+        return _one_size_tower(model, vision, text.count("hidden_size"))
 
     def patches_of(self, rows: int) -> int:
         """The patches of an image of so many rows."""
@@ -83,7 +86,7 @@ class EncoderShape:
         """FLOPs of forward and backward of images of so many rows, by the convention of `model_flops`.
 
         2 a weight forward, 2 for its gradient and 2 for that of what it multiplies, which pixels have none of; 12 x
-        width for each pair of patches that see each other. Of what is not `trained` forward alone counts. With
+        width for each pair of patches that see each other. Of what is not `trained` only forward counts. With
         `grids` (t, h, w) of patches windows at edges count as they are, without them as whole ones.
         """
         grid_of: Sequence[Grid | None] = [None] * len(images) if grids is None else grids
@@ -137,7 +140,7 @@ def _squares(side: int, window: int) -> int:
 
 
 def window_layers(vision: ConfigReader, layers: int) -> tuple[int, int]:
-    """How many of a tower's layers attend in windows, and the patches of a window's side; (0, 0) where none does."""
+    """How many of a tower's layers attend in windows, and the patches of a window's side; (0, 0) if none does."""
     full = vision.value("fullatt_block_indexes")
     if full is None or not (pixels := vision.count("window_size")):
         return 0, 0
@@ -145,7 +148,7 @@ def window_layers(vision: ConfigReader, layers: int) -> tuple[int, int]:
     return windows, pixels // _side(vision, "patch") if windows else 0
 
 
-def _merged(family: str, vision: ConfigReader, hidden: int) -> EncoderShape:
+def _merging_tower(family: str, vision: ConfigReader, hidden: int) -> EncoderShape:
     """Of Qwen's towers, whose patches are merged by two linears, those of deeper layers (DeepStack) too."""
     width, layers, merge = vision.count("embed_dim", "hidden_size"), vision.count("depth"), _side(vision, "merge")
     between = vision.count("intermediate_size") or int(width * float(vision.value("mlp_ratio") or 4))
@@ -166,7 +169,7 @@ def _merged(family: str, vision: ConfigReader, hidden: int) -> EncoderShape:
     )
 
 
-def _whole(model: ConfigReader, vision: ConfigReader, hidden: int) -> EncoderShape:
+def _one_size_tower(model: ConfigReader, vision: ConfigReader, hidden: int) -> EncoderShape:
     """Of towers over images of one size (CLIP, SigLIP), whose layers after the last that is read count nothing."""
     width, layers = vision.count("hidden_size"), vision.count("num_hidden_layers")
     patches, class_rows = (vision.count("image_size") // _side(vision, "patch")) ** 2, int("clip" in vision.family)
@@ -177,9 +180,9 @@ def _whole(model: ConfigReader, vision: ConfigReader, hidden: int) -> EncoderSha
         projector = entry = width * hidden
         rows = patches
     else:
-        said: Any = model.value("vision_feature_layer")
-        said = [-2 if said is None else said] if isinstance(said, int | None) else said
-        taken = [layer if layer >= 0 else layers + 1 + layer for layer in said]
+        features: Any = model.value("vision_feature_layer")
+        features = [-2 if features is None else features] if isinstance(features, int | None) else features
+        taken = [layer if layer >= 0 else layers + 1 + layer for layer in features]
         entry = hidden * len(taken) * width
         projector, rows = entry + hidden**2, patches + class_rows
         rows -= model.value("vision_feature_select_strategy") != "full"  # the first
@@ -200,7 +203,85 @@ def _whole(model: ConfigReader, vision: ConfigReader, hidden: int) -> EncoderSha
 _NAMES = {"merge": "spatial_merge_size", "patch": "patch_size", "frames": "temporal_patch_size"}
 
 
-def _side(vision: ConfigReader, what: str) -> int:
-    """A size that may be said for each side."""
-    value: Any = vision.value(_NAMES[what])
-    return int(value[0]) if isinstance(value, (list, tuple)) else vision.count(_NAMES[what])  # pyright: ignore[reportUnknownArgumentType]
+def _side(vision: ConfigReader, size: str) -> int:
+    """A size; the first, if there is one for each side."""
+    value: Any = vision.value(_NAMES[size])
+    return int(value[0]) if isinstance(value, (list, tuple)) else vision.count(_NAMES[size])  # pyright: ignore[reportUnknownArgumentType]
+
+
+def encoder_cost(
+    weights: int,
+    width: int,
+    full_layers: int,
+    *,
+    window_layers: int = 0,
+    window: int = 0,
+    patches_per_row: int = 1,
+    flops_per_second: float = 4e14,
+    wave_seconds: float = 2e-3,
+) -> Cost:
+    """The cost of an encoder whose patches see each other, forward and backward, for `Encoder(cost=…)`.
+
+    `weights` are the parameters that every patch goes through, `width` the query width (heads × head size).
+    `full_layers` let all patches of an item see each other, `window_layers` those of windows of `window` patches (the
+    cost of an encoder with windows only is linear in the rows). `patches_per_row` patches are merged into one row of
+    the language model (4 for a 2 × 2 merger). Raises PlanError for negative numbers, and for layers with
+    windows without a window.
+
+    >>> cost = encoder_cost(600_000_000, 1280, 4, window_layers=28, window=64, patches_per_row=4)
+    """
+    counts = {"weights": weights, "width": width, "full_layers": full_layers, "window_layers": window_layers}
+    if wrong := [name for name, value in counts.items() if value < 0]:
+        raise PlanError(f"{wrong[0]} is {counts[wrong[0]]}; give a count of at least 0")
+    if window_layers and window < 1:
+        raise PlanError(f"{window_layers} layers attend in windows, but window is {window}; give its patches")
+    if patches_per_row < 1:
+        raise PlanError(f"patches_per_row is {patches_per_row}; give at least 1")
+    pair = 14 * width  # FLOPs: 4 forward and 10 backward for each feature of a query and a key
+    linear = patches_per_row * (6 * weights + pair * window_layers * window)
+    return Cost(
+        linear_seconds=linear / flops_per_second,
+        attention_seconds=full_layers * pair * patches_per_row**2 / flops_per_second,
+        micro_batch_seconds=wave_seconds,
+        source="an encoder",
+    )
+
+
+@dataclass(frozen=True)
+class EncoderLoad:
+    """Predicted seconds of images dealt to all slots by their cost, and the busiest slot's work over the mean.
+
+    `replicated_seconds`: of every slot encoding all images of its groups' documents, micro-batch by micro-batch.
+    """
+
+    seconds: float
+    balance: float
+    replicated_seconds: float
+
+    @classmethod
+    def of(
+        cls, plan: Plan, images: Sequence[Sequence[int]], cost: Cost, *, max_rows: int | None = None
+    ) -> "EncoderLoad":
+        """The load of these images: rows of each, by document of the plan; waves hold `max_rows` of a slot.
+
+        >>> load = EncoderLoad.of(plan, [[256] * 16] * len(plan.lengths), shape.cost())  # doctest: +SKIP
+        """
+        rows, home = [count for of_document in images for count in of_document], Layout(plan.slots)
+        waves = plan_dynamic(rows, home, max_tokens_per_slot=max_rows, max_cp=1, cost=cost, effort="fast")
+        work = waves.timeline().busy.sum(0)
+        of_images = [float(sum(cost.work_seconds(n, n * n) for n in of_document)) for of_document in images]
+        return cls(
+            waves.predicted_seconds, float(work.max() / work.mean()), _replication_seconds(plan, of_images, cost)
+        )
+
+
+def _replication_seconds(plan: Plan, of_images: Sequence[float], cost: Cost) -> float:
+    """The slowest slot of each micro-batch, as these wait for each other; `of_images` are seconds by document."""
+    seconds = 0.0
+    for batch in plan.micro_batches:
+        work = [0.0] * plan.slots
+        for group in batch.groups:
+            for slot in group.slots:
+                work[slot] += sum(of_images[document] for document in group.documents)
+        seconds += max(work) + cost.micro_batch_seconds * any(work)
+    return seconds

@@ -1,20 +1,43 @@
-"""How the items of a step are encoded and where their rows go: waves, each with who has and who needs which rows."""
+"""How the items of a step are encoded and where their rows go: waves, each with who has and who needs which rows.
+
+Which rows a rank encodes and which it needs follow from plans only, so that every rank computes both for all ranks and
+nothing is exchanged to learn them. The homes may be any over the same ranks: slots of the encoder and of the language
+model need not align.
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
 
 from longspan.errors import PlanError
 from longspan.layout import Layout, Partition
-from longspan.layout.segments import Rows
+from longspan.layout.segments import Rows, expand
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
 from longspan.plan.dynamic.planner import plan_dynamic
 from longspan.plan.items.item_table import ItemRows, ItemTable, ModalityRows
-from longspan.plan.items.row_owners import NeededBy, rows_encoded, rows_needed
 from longspan.plan.micro_batch import MicroBatch
 from longspan.plan.plan import Plan
+
+_NONE = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeededBy:
+    """Micro-batches of the language model's plan, its home, and how the rows of a slot are laid out.
+
+    The slots' rows are padded to a multiple of `row_multiple`; with `split_over_tp` the tensor-parallel ranks of a slot
+    hold parts of its rows (sequence parallelism). Each of `depths` of multi-token prediction needs the rows of tokens
+    further on, in the pipeline stage at place `depths_at`.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    home: Layout
+    row_multiple: int = 1
+    split_over_tp: bool = False
+    depths: int = 0
+    depths_at: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +80,7 @@ class ModalityPlan:
     ahead: tuple[dict[int, list[ItemRows]], ...] = field(default=(), repr=False)
     split_over_tp: bool = False
 
-    def needed_at(self, rank: int, micro_batch: int) -> tuple[ItemRows, ...]:
+    def item_rows_at(self, rank: int, micro_batch: int) -> tuple[ItemRows, ...]:
         """What a rank needs of a micro-batch, for its own tokens and for those further on, depth by depth."""
         return tuple(needed[rank][micro_batch] for needed in (self.needed, *self.ahead))
 
@@ -103,7 +126,7 @@ def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, plannin
     needed = rows_needed(rows, needed_by)
     wave_of_row = _wave_of_row(rows, micro_batches)
     ahead = tuple(rows_needed(rows, needed_by, depth) for depth in range(1, needed_by.depths + 1))
-    ids = {rank: _in_order([needed[rank], *(deeper[rank] for deeper in ahead)]) for rank in home.ranks}
+    ids = {rank: _order_rows([needed[rank], *(deeper[rank] for deeper in ahead)]) for rank in home.ranks}
     waves: list[Wave] = []
     for index, micro_batch in enumerate(micro_batches):
         encoded = rows_encoded(rows, micro_batch, planning.home)
@@ -113,7 +136,7 @@ def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, plannin
     return ModalityPlan(plan, rows, tuple(waves), wave_of_row, needed, ahead, needed_by.split_over_tp)
 
 
-def _in_order(depths: Sequence[Sequence[ItemRows]]) -> Rows:
+def _order_rows(depths: Sequence[Sequence[ItemRows]]) -> Rows:
     """The rows that a rank needs, micro-batch by micro-batch, and of each depth after depth."""
     parts = [part.row for of_micro_batch in zip(*depths, strict=True) for part in of_micro_batch]
     return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
@@ -134,3 +157,63 @@ def _wave_of_row(rows: ModalityRows, micro_batches: Sequence[MicroBatch]) -> Row
         for group in micro_batch.groups:
             wave_of_item[list(group.documents)] = index
     return np.repeat(wave_of_item, np.diff(rows.base))
+
+
+def rows_needed(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) -> dict[int, list[ItemRows]]:
+    """For every rank, which rows it needs in each micro-batch of the language model's plan, in the order of its rows.
+
+    Ranks of the first pipeline stage need rows, each tensor-parallel rank of a slot all those of the slot, or where
+    rows are split over these ranks those among its own part of the slot's rows, by index in that part. At a `depth` of
+    multi-token prediction local row t needs the row of the token `depth` further on in its document.
+    """
+    pp = needed_by.depths_at if depth else 0
+    home, multiple = needed_by.home, needed_by.row_multiple
+    needed: dict[int, list[ItemRows]] = {rank: [] for rank in home.ranks}
+    for micro_batch in needed_by.micro_batches:
+        by_slot = _rows_of_slots(rows, micro_batch, home.slots, depth)
+        for slot, (of_slot, count) in enumerate(by_slot):
+            size = -(-max(count, 1) // multiple) * multiple // home.tp
+            for tp in range(home.tp):
+                part = _rows_of_part(of_slot, size, tp) if needed_by.split_over_tp else of_slot
+                needed[home.rank_at(slot, tp=tp, pp=pp)].append(part)
+    for rank in home.ranks:
+        needed[rank] = needed[rank] or [ItemRows(_NONE, _NONE)] * len(needed_by.micro_batches)
+    return needed
+
+
+def rows_encoded(rows: ModalityRows, wave: MicroBatch, home: Layout) -> dict[int, Rows]:
+    """For every rank, which rows it has once a wave is encoded; a wave's documents are items of the modality."""
+    encoded: dict[int, Rows] = {}
+    for slot in range(home.slots):
+        parts = [_NONE]
+        for _, group in wave.groups_of(slot):
+            segments = group.shares.segments(group.slots.index(slot))
+            first = rows.base[np.asarray(group.documents, dtype=np.int64)[segments.document]]
+            parts.append(expand(first + segments.start, first + segments.stop))
+        encoded |= {home.rank_at(slot, tp=tp): np.concatenate(parts) for tp in range(home.tp)}
+    return encoded
+
+
+def _rows_of_slots(rows: ModalityRows, micro_batch: MicroBatch, slots: int, depth: int) -> list[tuple[ItemRows, int]]:
+    """Of every slot: its rows of items, by local row, and how many local rows it has in all."""
+    parts: list[list[ItemRows]] = [[] for _ in range(slots)]
+    counts = [0] * slots
+    for group in micro_batch.groups:
+        for member, slot in enumerate(group.slots):
+            segments = group.shares.segments(member)
+            later = replace(segments, start=segments.start + depth, stop=segments.stop + depth)
+            local, row = rows.among(group.documents, later)
+            parts[slot].append(ItemRows(local + counts[slot], row))
+            counts[slot] += group.shares.counts[member]
+    return [(_join(parts[slot]), counts[slot]) for slot in range(slots)]
+
+
+def _join(parts: Sequence[ItemRows]) -> ItemRows:
+    return ItemRows(
+        np.concatenate([_NONE, *(part.local for part in parts)]), np.concatenate([_NONE, *(part.row for part in parts)])
+    )
+
+
+def _rows_of_part(of_slot: ItemRows, size: int, tp: int) -> ItemRows:
+    mine = of_slot.local // size == tp
+    return ItemRows(of_slot.local[mine] - tp * size, of_slot.row[mine])

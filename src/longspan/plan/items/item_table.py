@@ -1,7 +1,7 @@
 """Which positions of documents the rows of images, clips and other items take, as integers that every rank has.
 
 A row id counts the rows of one modality: item after item as they are listed, and inside an item in the order of its
-spans. Nothing here knows what is in an item.
+spans. What is in an item does not matter here.
 """
 
 import hashlib
@@ -103,7 +103,7 @@ class ItemTable:
             _check_types(index, item)
         self.modalities = tuple(dict.fromkeys(item.modality for item in self.items))
         self._stride = max(self.lengths, default=0) + 1
-        self._spans = self._sorted_spans()
+        self._spans = self._sort_spans()
 
     def __len__(self) -> int:
         return len(self.items)
@@ -164,7 +164,7 @@ class ItemTable:
         """An item in the words of an error message."""
         return f"item {self.numbers[item]} ({self.items[item].modality} of document {self.items[item].document})"
 
-    def _sorted_spans(self) -> _Spans:
+    def _sort_spans(self) -> _Spans:
         rows, next_row = list[tuple[int, ...]](), dict.fromkeys(self.modalities, 0)
         numbers = {modality: number for number, modality in enumerate(self.modalities)}
         for index, item in enumerate(self.items):

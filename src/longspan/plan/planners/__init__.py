@@ -1,1 +1,1 @@
-"""Fixed and padded plans, and what all planners are asked for."""
+"""Fixed and padded plans, and the options and checks that all planners share."""

@@ -1,7 +1,7 @@
 """Sorted documents into bins: first fit to need few bins, longest processing time first to level them.
 
 Both take documents longest first and are exact integer or sequential float work in one order, so that every host gets
-the same bins. They know nothing of slots and micro-batches.
+the same bins. Slots and micro-batches do not appear here.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def first_fit(lengths: Sequence[int], room: int) -> list[int]:
 
 
 def spread(lengths: Sequence[int], work: Sequence[float], bins: int, room: int) -> list[int] | None:
-    """The bin of each document: always the bin with the least work of those with room; None where one fits nowhere.
+    """The bin of each document: always the bin with the least work of those with room; None if one fits nowhere.
 
     Lengths must be in falling order. Bins that are too full for a document wait in `full` until the documents have
     become short enough for the room that is left in them.

@@ -1,8 +1,9 @@
-"""Plans in which every group has the same context-parallel degree, as contiguous blocks of slots.
+"""Plans in which every group has the same context-parallel degree, as contiguous blocks of slots: packed or padded.
 
 Documents are packed into bins of at most a group's capacity, and bins into micro-batches: few bins (first-fit
-decreasing) or level ones (longest processing time first), whichever the cost model prefers. Degrees that vary are
-`dynamic.py`'s.
+decreasing) or level ones (longest processing time first), whichever the cost model prefers. The padded batch is the
+baseline that packing is compared with, and what a model needs that cannot tell packed documents apart. Degrees that
+vary are the business of `dynamic/`.
 """
 
 import math
@@ -42,7 +43,7 @@ def plan_fixed(
 
     Every slot runs the same number of micro-batches, a multiple of `micro_batch_multiple`, and holds at most
     `max_tokens_per_slot` rows in each, in whole multiples of `row_multiple`. `targets` is what divides the loss
-    (default length − 1 a document). `hierarchical_context_parallel_sizes` count where a layer uses a2a+p2p.
+    (default length − 1 a document). `hierarchical_context_parallel_sizes` count if a layer uses a2a+p2p.
 
     `partition` is how the rows of a group are divided between its slots. "zigzag": of each document equal shares from
     its beginning and its end, so that every slot has as much causal attention. "contiguous": documents end to end, one
@@ -56,7 +57,7 @@ def plan_fixed(
 
     All keyword arguments are fields of `PlanOptions`, which `options` takes as one value.
 
-    Raises PlanError where cp does not divide the slots, a document is longer than cp x max_tokens_per_slot, or a type
+    Raises PlanError if cp does not divide the slots, a document is longer than cp x max_tokens_per_slot, or a type
     or number is impossible; LayoutError for a bad length.
     """
     request = Request.of(lengths, home, options_of(plan_fixed, options, keywords))
@@ -68,7 +69,7 @@ def plan_fixed(
 
 
 def smallest_degree(lengths: Sequence[int], home: Layout, options: PlanOptions) -> int:
-    """The smallest degree that slots and heads allow and that holds the longest document; all slots where none does."""
+    """The smallest degree that slots and heads allow and that holds the longest document; all slots if none does."""
     cap, types = options.max_tokens_per_slot, check_comm_types(options.cp_comm_type)
     fit = (d for d in range(1, home.slots + 1) if home.slots % d == 0 and (not cap or max(lengths) <= cap * d))
     return next((d for d in fit if heads_allow(d, options.heads, types, home.tp)), home.slots)
@@ -103,14 +104,14 @@ class Packer:
 
     def assignments(self) -> Iterator[Ints]:
         """Assignments worth pricing: few bins, level bins, these with one more round of micro-batches, and chains."""
-        few = self._by_falling_time(first_fit(self.lengths, self.room))
-        yield self._placed(self._levelled(few))
+        few = self._sort_bins(first_fit(self.lengths, self.room))
+        yield self._place(self._level(few))
         groups, multiple = len(self.inside), self.request.micro_batch_multiple
-        least = self._rounded_up(1 + int(few.max()) // groups)
+        least = self._round_up(1 + int(few.max()) // groups)
         for count in (least, least + multiple):
             level = spread(self.lengths, self.work, count * groups, self.room)
             if level is not None:
-                yield self._placed(self._levelled(self._by_falling_time(level)))
+                yield self._place(self._level(self._sort_bins(level)))
         if self.request.mode == "free":
             yield self._chains()
 
@@ -132,14 +133,14 @@ class Packer:
             batches[m].append(self.request.group(range(g * self.cp, (g + 1) * self.cp), documents_of[place]))
         return [MicroBatch(tuple(groups)) for groups in batches]
 
-    def _by_falling_time(self, bins: Sequence[int]) -> Ints:
-        """Bins by falling time, so that those of one micro-batch are alike."""
+    def _sort_bins(self, bins: Sequence[int]) -> Ints:
+        """Number bins by falling time, so that those of one micro-batch are alike."""
         places = np.array(bins, dtype=np.int64)
         rank = np.argsort(np.argsort(-self._bin_seconds(places, int(places.max()) + 1, inside=True), kind="stable"))
         return rank[places]
 
-    def _levelled(self, assignment: Ints) -> Ints:
-        """The same micro-batches, the documents of each spread anew over its groups where that is faster."""
+    def _level(self, assignment: Ints) -> Ints:
+        """Spread the documents of each micro-batch anew over its groups, if that is faster."""
         groups, count = len(self.inside), self._count(assignment)
         batch, fresh = assignment // groups, assignment.copy()
         members = np.split(np.argsort(batch, kind="stable"), np.cumsum(np.bincount(batch))[:-1])
@@ -152,8 +153,8 @@ class Packer:
         )
         return np.where((after < before)[batch], fresh, assignment)
 
-    def _placed(self, assignment: Ints) -> Ints:
-        """The bins of each micro-batch at the groups that suit: the longest inside a node, or where least is to do."""
+    def _place(self, assignment: Ints) -> Ints:
+        """Give the bins of each micro-batch to groups: the longest inside a node, or to the least loaded group."""
         groups, matrix = len(self.inside), self._seconds_of_places(assignment, inside=True)
         load, place = np.zeros(groups), np.empty(matrix.shape, dtype=np.int64)
         for m, seconds in enumerate(matrix):
@@ -191,9 +192,55 @@ class Packer:
         return np.where(tokens > 0, self.request.cost.group_seconds(tokens, squares, self.cp, inside, documents), 0.0)
 
     def _count(self, assignment: Ints) -> int:
-        return self._rounded_up(1 + int(assignment.max()) // len(self.inside))
+        return self._round_up(1 + int(assignment.max()) // len(self.inside))
 
-    def _rounded_up(self, micro_batches: int) -> int:
-        """So many micro-batches, rounded up to the multiple asked for."""
+    def _round_up(self, micro_batches: int) -> int:
+        """Round a number of micro-batches up to the request's multiple."""
         multiple = self.request.micro_batch_multiple
         return -(-micro_batches // multiple) * multiple
+
+
+@shows_options
+def plan_padded(
+    lengths: Sequence[int],
+    home: Layout,
+    cp: int,
+    *,
+    options: PlanOptions | None = None,
+    **keywords: Unpack[PlanKeywords],
+) -> Plan:
+    """Give documents in order to groups of `cp` slots, each document padded to the longest of the batch.
+
+    >>> plan = plan_padded([900, 300, 20], Layout(ranks=8), cp=4, max_tokens_per_slot=512)
+    >>> [[group.documents for group in batch.groups] for batch in plan.micro_batches]
+    [[(0, 2), (1,)]]
+
+    A group takes as many padded documents in one micro-batch as its slots hold. Arguments and errors are those of
+    `plan_fixed`; the cap counts whole padded rows. With partition="contiguous" some slots hold more padding than
+    others.
+    """
+    request = Request.of(lengths, home, options_of(plan_padded, options, keywords))
+    cp = request.check_degree(home, cp)
+    groups = request.slots // cp
+    return request.plan([_micro_batch(request, cp, rounds) for rounds in _rounds(request, cp, groups)], "padded")
+
+
+def _rounds(request: Request, cp: int, groups: int) -> list[range]:
+    """The documents of each micro-batch: every round gives each group one more, as many rounds as its slots hold."""
+    if not request.lengths:
+        return []
+    count, pad = len(request.lengths), max(request.lengths)
+    at_once = count if request.rows is None else request.rows * cp // pad
+    return [range(start, min(start + at_once * groups, count)) for start in range(0, count, at_once * groups)]
+
+
+def _micro_batch(request: Request, cp: int, documents: range) -> MicroBatch:
+    """Document after document to group after group, round after round."""
+    pad, groups = max(request.lengths), request.slots // cp
+    documents_of_groups = [documents[g::groups] for g in range(min(groups, len(documents)))]
+    return MicroBatch(
+        tuple(
+            request.group(range(g * cp, (g + 1) * cp), group_documents, pad_to=pad)
+            for g, group_documents in enumerate(documents_of_groups)
+        )
+    )

@@ -19,7 +19,7 @@ class PlanOptions:
     >>> options = PlanOptions(max_tokens_per_slot=512, node_size=4)
     >>> plan = plan_fixed([900, 300, 20], Layout(ranks=8), cp=4, options=options)  # doctest: +SKIP
 
-    A keyword argument that stands beside `options` wins. The planner checks the values.
+    A keyword argument given together with `options` wins. The planner checks the values.
     """
 
     max_tokens_per_slot: int | None = None
@@ -29,7 +29,7 @@ class PlanOptions:
     cp_comm_type: str | Sequence[str] = "p2p"
     """How the slots of a group share attention: p2p, all_gather, a2a, a2a+p2p or auto; one, or one for each layer."""
     hierarchical_context_parallel_sizes: int | Sequence[int] | None = None
-    """Sizes (a2a, p2p) of a group under a2a+p2p, or the a2a size alone; other types do not read it."""
+    """Sizes (a2a, p2p) of a group under a2a+p2p, or only the a2a size; other types do not read it."""
     cost: Cost = DEFAULT_COST
     """Constants of the machine and the model, by which plans are compared."""
     node_size: int = 8
@@ -46,7 +46,7 @@ class PlanOptions:
     a2a, and under the other types a step takes longer than predicted."""
     heads: int | None = None
     """Query heads of the model, which the home's tp divides; with it, degrees that a2a or a2a+p2p cannot use are
-    refused, or left out of dynamic plans. None: not known, and `attend` raises the error in the step."""
+    refused, or left out of dynamic plans. None: unknown, and `attend` raises the error in the step."""
     allow_empty: bool = True
     """No documents give a step of dummy micro-batches; False: they are an error."""
 
@@ -58,7 +58,11 @@ class PlanOptions:
 
 
 class PlanKeywords(TypedDict, total=False):
-    """The fields of `PlanOptions` as keyword arguments, for type checkers."""
+    """The fields of `PlanOptions` as keyword arguments, for type checkers and editors.
+
+    Python's typing cannot derive them from the dataclass. Without them a misspelt option would be found only when the
+    planner is called, and editors would complete none. A test compares the two.
+    """
 
     max_tokens_per_slot: int | None
     targets: int | None
@@ -88,10 +92,10 @@ def shows_options(planner: Planner) -> Planner:
 
 def options_of(planner: Callable[..., Any], options: PlanOptions | None, keywords: PlanKeywords) -> PlanOptions:
     """The options of one call. Raises TypeError for a keyword that the planner does not have, with the nearest one."""
-    known = [*inspect.signature(planner).parameters]
+    names = [*inspect.signature(planner).parameters]
     for name in keywords:
-        if name not in known:
-            nearest = get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(known)}"
+        if name not in names:
+            nearest = get_close_matches(name, names, n=1, cutoff=0.5)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(names)}"
             raise TypeError(f"{planner.__name__}() got an unexpected keyword argument {name!r}: {hint}")
     return replace(options or PlanOptions(), **keywords)

@@ -1,4 +1,4 @@
-"""What every planner is called with: documents, slots and options, checked once; and the plan that it returns.
+"""The arguments of every planner (documents, slots, options), checked once, and the plan that it returns.
 
 Planners differ in which documents they put together where; that is not decided here.
 """
@@ -105,7 +105,7 @@ class Request(PlanOptions):
         return tuple(d for d in range(least, most + 1) if heads_allow(d, self.heads, self.types, self.tp))
 
     def check_degree(self, home: Layout, cp: int) -> int:
-        """The degree, if it divides the slots and every document fits its cap. Raises PlanError saying which fit."""
+        """Return the degree if it divides the slots and every document fits its cap; else raise PlanError."""
         check_count("cp", cp)
         if self.slots % cp:
             fit = [str(d) for d in range(1, self.slots + 1) if self.slots % d == 0]
@@ -122,7 +122,7 @@ class Request(PlanOptions):
         return int(cp)
 
     def check_longest(self, cp: int, limit: str = "") -> None:
-        """Raise PlanError where the longest document does not fit cp slots; `limit` says why cp cannot be higher."""
+        """Raise PlanError if the longest document does not fit cp slots; `limit` explains why cp cannot be higher."""
         if self.rows is None or not self.lengths or max(self.lengths) <= self.rows * cp:
             return
         longest = max(self.lengths)
@@ -138,20 +138,20 @@ class Request(PlanOptions):
         return -(-longest // (cp * self.row_multiple)) * self.row_multiple
 
     def group(self, slots: Sequence[int], documents: Sequence[int], pad_to: int | None = None) -> Group:
-        """A group of these slots and documents with the types asked for."""
+        """A group of these slots and documents, with the request's types, sizes and partition."""
         lengths = tuple(self.lengths[d] for d in documents)
         sizes, partition = self.sizes_of(len(slots)), self.partition_of(len(slots))
         return Group(tuple(slots), tuple(documents), lengths, self.cp_comm_type, sizes, partition, pad_to)
 
     def sizes_of(self, degree: int) -> tuple[int, int] | None:
-        """The two sizes of a group of this degree: of the first that was asked for, what divides the degree."""
+        """The two sizes of a group of this degree; the first divides the degree and the size in the options."""
         sizes = self.hierarchical_context_parallel_sizes
         if "a2a+p2p" not in self.types or sizes is None:
             return None
         return levels_at(sizes, degree)
 
     def partition_of(self, degree: int) -> PartitionKind:
-        """How a group of this degree deals out its rows; a slot alone has the same rows either way."""
+        """How the rows of a group of this degree are divided; a single slot has the same rows either way."""
         return self.partition if degree > 1 else "zigzag"
 
     def plan(self, micro_batches: Sequence[MicroBatch], planner: str, *, max_cp: int | None = None) -> Plan:
@@ -183,7 +183,7 @@ class Request(PlanOptions):
 
 
 def check_heads(request: Request, degree: int) -> None:
-    """Raise PlanError where `a2a` would deal the query heads to a group of a degree that does not divide them.
+    """Raise PlanError if `a2a` would deal the query heads to a group of a degree that does not divide them.
 
     Key/value heads limit nothing: where there are fewer than slots, the same head goes to several.
     """
@@ -193,12 +193,12 @@ def check_heads(request: Request, degree: int) -> None:
     levels = ", ".join(f"({d}, {degree // d})" for d in fit if degree % d == 0)
     raise PlanError(
         f"cp_comm_type 'a2a' deals {_heads(request)} to the {degree} slots of a group, which do not divide them; use "
-        f"cp {_listed(fit)}, or p2p, all_gather, or a2a+p2p with hierarchical_context_parallel_sizes {levels}"
+        f"cp {_list_numbers(fit)}, or p2p, all_gather, or a2a+p2p with hierarchical_context_parallel_sizes {levels}"
     )
 
 
 def check_first_size(request: Request) -> None:
-    """Raise PlanError where `a2a+p2p` would deal the query heads to a first size that does not divide them."""
+    """Raise PlanError if `a2a+p2p` would deal the query heads to a first size that does not divide them."""
     sizes, heads = request.hierarchical_context_parallel_sizes, request.heads
     sizes = (sizes, 1) if isinstance(sizes, int) else sizes
     if heads is None or sizes is None or "a2a+p2p" not in request.types or heads % (sizes[0] * request.tp) == 0:
@@ -207,17 +207,17 @@ def check_first_size(request: Request) -> None:
     raise PlanError(
         f"cp_comm_type 'a2a+p2p' deals {_heads(request)} to {sizes[0]} slots, the first of "
         f"hierarchical_context_parallel_sizes {sizes}, which do not divide them; use a first size of "
-        f"{_listed(fit)}, or p2p or all_gather"
+        f"{_list_numbers(fit)}, or p2p or all_gather"
     )
 
 
 def _heads(request: Request) -> str:
-    """The query heads, as messages say them."""
+    """The query heads in the words of a message."""
     shared = f" (of each rank, {request.heads} / tp {request.tp})" if request.tp > 1 else ""
     return f"{(request.heads or 0) // request.tp} query heads{shared}"
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _list_numbers(numbers: Sequence[int]) -> str:
     """1, 2 or 4"""
     *others, last = map(str, numbers)
     return f"{', '.join(others)} or {last}" if others else last

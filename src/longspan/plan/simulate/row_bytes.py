@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from longspan.errors import PlanError
 from longspan.plan.cost.config_reader import ConfigReader
-from longspan.plan.cost.layer_kinds import has_shared_blocks, layer_kinds
-from longspan.plan.cost.layer_weights import feed_forward_weights, widths_of
+from longspan.plan.cost.layers import feed_forward_weights, has_shared_blocks, layer_kinds, widths_of
 
 Checkpointing = Literal["full", "selective", "none"]
 

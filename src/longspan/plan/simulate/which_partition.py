@@ -88,7 +88,7 @@ def priced_as(cost: Cost, options: PlanOptions) -> Cost:
     """A hybrid's cost for groups of these options; the cost of another model as it is."""
     if cost.states is None:
         return cost
-    return with_price_of_type(replace(options, cost=cost)).cost.dealt(options.partition)
+    return with_price_of_type(replace(options, cost=cost)).cost.for_partition(options.partition)
 
 
 def name_of(options: PlanOptions) -> str:

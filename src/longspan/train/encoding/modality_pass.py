@@ -157,7 +157,7 @@ class ModalityPass:
         starts = [0] * len(self.waves)
         by_micro_batch = {id(batch.shard.micro_batch): batch.shard for batch in batches}
         for index, micro_batch in enumerate(micro_batches):
-            needed = self.plan.needed_at(self.world.rank, index)
+            needed = self.plan.item_rows_at(self.world.rank, index)
             rows = np.concatenate([part.row for part in needed])
             if not len(rows):
                 continue

@@ -111,7 +111,7 @@ class PlanChoice:
             cp_comm_type=entry.cp_comm_type or "p2p",
             hierarchical_context_parallel_sizes=entry.hierarchical_context_parallel_sizes,
             partition=(partition := _partition(entry.partition or context.partition)),
-            cost=(cost or cost_of(context)).forward_only().dealt(partition),
+            cost=(cost or cost_of(context)).forward_only().for_partition(partition),
             node_size=context.node_size,
             row_multiple=row_multiple_of(config.parallel),
             heads=heads,
@@ -154,11 +154,9 @@ class PlanChoice:
         options = replace(options, max_tokens_per_slot=cap, hierarchical_context_parallel_sizes=sizes)
         return replace(self, planner="fixed", degree=degree, options=options)
 
-    def plan(
-        self, lengths: Sequence[int], home: Layout, warm: Plan | None = None, *, targets: int | None = None
-    ) -> Plan:
-        """The plan of these documents; the dynamic planner may begin from `warm`. `targets` is how many tokens they
-        predict (None: what the options say, or every token but a document's first).
+    def plan(self, lengths: Sequence[int], home: Layout, *, targets: int | None = None) -> Plan:
+        """The plan of these documents. `targets` is how many tokens they predict (None: what the options say, or every
+        token but a document's first).
 
         Micro-batches are a multiple of the pipeline stages, as interleaved schedules need them. Those of an evaluation
         may hold fewer rows than the limit allows, so that they fill the pipeline. Raises PlanError where the documents
@@ -169,7 +167,7 @@ class PlanChoice:
             options = replace(options, targets=targets)
         if self.planner == "dynamic":
             max_cp, widest = self.max_degree or None, widest_degree(home, options, self.max_degree)
-            make = partial(plan_dynamic, lengths, home, min_cp=self.min_degree, max_cp=max_cp, warm=warm)
+            make = partial(plan_dynamic, lengths, home, min_cp=self.min_degree, max_cp=max_cp)
         else:
             widest = self.degree or smallest_degree(lengths, home, options)
             if not self.degree:

@@ -8,8 +8,7 @@ from typing import Any
 from longspan.config.sections import ContextConfig, RunConfig
 from longspan.errors import PlanError
 from longspan.plan import Cost
-from longspan.plan.cost.cost_file import read_cost
-from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200, with_recomputation
+from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200, read_cost, with_recomputation
 
 
 def cost_of(context: ContextConfig) -> Cost:

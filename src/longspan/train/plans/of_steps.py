@@ -5,10 +5,8 @@ from dataclasses import dataclass
 
 from longspan.data.step_order import PackOrder, StepOrder
 from longspan.layout import Layout
-from longspan.plan import Plan, PlanAhead, WarmStart
+from longspan.plan import Plan, PlanAhead
 from longspan.train.plans.choice import PlanChoice
-
-WARM_STEPS = 64  # dynamic plans of so many steps begin from what was found for the first of them
 
 
 @dataclass(frozen=True)
@@ -19,19 +17,15 @@ class StepPlanner:
     order: StepOrder | PackOrder
     home: Layout
 
-    def __call__(self, step: int, warm: Plan | None = None) -> Plan:
+    def __call__(self, step: int) -> Plan:
         """The plan of a step, counted from 0; its documents are numbered as the order's `select` gives them."""
         lengths, targets = self.order.lengths_of_step(step), self.order.targets_of_step(step)
-        return self.choice.plan(lengths, self.home, warm, targets=targets)
+        return self.choice.plan(lengths, self.home, targets=targets)
 
 
 def planner_of_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout) -> Callable[[int], Plan]:
-    """What plans any training step of a run.
-
-    Dynamic plans start from what was found for the first of each WARM_STEPS steps.
-    """
-    planner = StepPlanner(choice, order, home)
-    return WarmStart(planner, every=WARM_STEPS) if choice.planner == "dynamic" else planner
+    """What plans any training step of a run."""
+    return StepPlanner(choice, order, home)
 
 
 def plans_of_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout, *, ahead: int) -> PlanAhead:

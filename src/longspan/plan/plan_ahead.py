@@ -1,17 +1,17 @@
 """Plans of coming steps, made in another process while this one trains; the same plans as made inline.
 
 Planning is Python code and holds the interpreter's lock: a thread would make training wait for it, up to 5 ms at a time
-(CPython's switch interval). What a planner is, is not decided here: any function from a step to its plan.
+(CPython's switch interval). A planner is any function from a step to its plan. The process and what runs in it are in
+`planning.py`.
 """
 
 from collections.abc import Callable
 from types import TracebackType
 
 from longspan.errors import LongspanError, PlanError
-from longspan.plan.ahead.planning import Planning
-from longspan.plan.ahead.process import StepRequest, checked
 from longspan.plan.check import check_count
 from longspan.plan.plan import Plan
+from longspan.plan.planning import Planning, StepRequest, check_is_plan
 
 
 class PlanAhead:
@@ -21,10 +21,10 @@ class PlanAhead:
     ...     for step in range(first, steps):
     ...         run_step(model, plans.plan(step), documents, world, optimizer=optimizer)
 
-    `planner(step)` gives the Plan of any step, counted from 0, from the step alone: the same on every rank, whichever
-    step was asked for before. Then so does `plan(step)`, whatever `ahead` and timing are, and a run may go on anywhere.
-    It must pickle (a function at the top of a module, a `functools.partial` of one, an object); `ahead=0` plans inline,
-    without another process. `WarmStart` makes such a planner of one that goes on from an earlier step's plan.
+    `planner(step)` gives the Plan of any step, counted from 0, and depends on nothing else: the same on every rank,
+    whichever steps were planned before. Then so does `plan(step)`, whatever `ahead` and timing are, and a run may go on
+    anywhere. It must pickle (a function at the top of a module, a `functools.partial` of one, an object); `ahead=0`
+    plans inline, without another process.
 
     The process ends with the context, and with this process however that ends. Use it from one thread of the process
     that opened it.
@@ -58,22 +58,22 @@ class PlanAhead:
             self._window = range(step, step)
         planning, first_missing = self._open_planning(), self._window.stop
         self._window = range(step, step + 1 + self.ahead)
-        planning.keep(self._generation, self._window)
+        planning.keep_window(self._generation, self._window)
         for following in range(first_missing, self._window.stop):
-            planning.ask(StepRequest(self._generation, following))
+            planning.request(StepRequest(self._generation, following))
 
     def plan(self, step: int) -> Plan:
         """The plan of this step, waited for if need be; the plans of the next steps are begun.
 
-        Raises what the planner raised for this step, and PlanError where the planning process died before this plan.
+        Raises what the planner raised for this step, and PlanError if the planning process died before this plan.
         """
         self.start(step)
         if not self.ahead:
             return self._inline(step)
-        return self._open_planning().take(StepRequest(self._generation, step))
+        return self._open_planning().wait_for_plan(StepRequest(self._generation, step))
 
     def plan_if_made(self, step: int) -> Plan | None:
-        """The plan of a coming step, without waiting for it: None where it is not made yet, or could not be.
+        """The plan of a coming step, without waiting for it: None if it is not made yet, or could not be.
 
         The plans of the steps after it are begun. Inline plans are made now, and kept for `plan(step)`.
         """
@@ -83,7 +83,7 @@ class PlanAhead:
                 return self._inline(step)
             except LongspanError:
                 return None
-        return self._open_planning().answered(StepRequest(self._generation, step))
+        return self._open_planning().plan_if_made(StepRequest(self._generation, step))
 
     def close(self) -> None:
         """End the planning process."""
@@ -93,11 +93,11 @@ class PlanAhead:
 
     def _inline(self, step: int) -> Plan:
         if self._made_inline is None or self._made_inline[0] != step:
-            self._made_inline = (step, checked(self._planner(step), step))
+            self._made_inline = (step, check_is_plan(self._planner(step), step))
         return self._made_inline[1]
 
     def _open_planning(self) -> "Planning":
         if self._planning is None:
             raise PlanError("plans are made ahead inside a with block: with PlanAhead(planner) as plans: …")
-        self._planning.check_process()
+        self._planning.check_owner()
         return self._planning

@@ -1,0 +1,120 @@
+"""Worker processes: each answers requests that come through its connection, until that closes or its parent is gone.
+
+A worker is a fresh interpreter, started without `multiprocessing.Process`: it shares no torch, threads or devices with
+a rank, and a daemonic rank may start one too. Plans are made ahead in one (`plan/planning.py`) and corpora are encoded
+in several (`corpus/store/workers.py`). Ranks are no workers: `launch.py` starts them.
+"""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing import spawn
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+Serve = Callable[["Connection[Any, Any]", int], None]  # (connection, process id of the parent)
+
+_START = """
+import sys
+from importlib import import_module
+from multiprocessing.connection import Connection
+connection = Connection(int(sys.argv[1]))
+sys.path[:] = connection.recv()
+getattr(import_module(sys.argv[3]), sys.argv[4])(connection, int(sys.argv[2]))
+"""
+_PARENT_CHECK_SECONDS = 1.0
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Worker:
+    """A worker process as its parent sees it: requests and answers go through `connection`.
+
+    `serve`, a function at the top of a module, is all that the process runs. `environment` is added to this process's;
+    with `own_session` the worker gets no signals from a terminal.
+    """
+
+    def __init__(
+        self, serve: Serve, *, environment: Mapping[str, str] | None = None, own_session: bool = False
+    ) -> None:
+        self.connection, there = Pipe()
+        arguments = [str(there.fileno()), str(os.getpid()), serve.__module__, serve.__name__]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _START, *arguments],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[there.fileno()],
+            env={**os.environ, **(environment or {})},
+            start_new_session=own_session,
+        )
+        there.close()
+        self.connection.send([str(Path(folder).absolute()) for folder in sys.path])
+
+    def end(self, patience: float = 0.0) -> None:
+        """End the process, also in the middle of a request; with patience, ask it first and wait so many seconds.
+
+        Close `connection` afterwards.
+        """
+        try:
+            if not patience:
+                raise TimeoutError
+            self.connection.send(None)
+            self.process.wait(patience)
+        except (OSError, subprocess.TimeoutExpired):
+            with suppress(OSError):
+                self.process.kill()
+        self.process.wait()
+
+
+def next_request(connection: "Connection[Any, Any]", parent: int) -> Any:
+    """Wait for the next request, in a worker; None if the parent has asked the worker to end, or is gone."""
+    while not connection.poll(_PARENT_CHECK_SECONDS):
+        if os.getppid() != parent:  # a process that the parent forked may hold its side of the connection
+            return None
+    try:
+        return connection.recv()
+    except (EOFError, OSError):
+        return None
+
+
+def describe_main(payload: bytes) -> dict[str, Any]:
+    """Where a worker can import what this program defines in its script; empty if the payload refers to none of it."""
+    if b"_main__" not in payload:
+        return {}
+    main = sys.modules["__main__"]
+    name, file = getattr(main.__spec__, "name", None), getattr(main, "__file__", None)
+    by_path = {} if file is None else {"init_main_from_path": file}
+    return {"sys_argv": sys.argv} | (by_path if name is None else {"init_main_from_name": name})
+
+
+def import_main(main: dict[str, Any]) -> None:
+    """Import the parent's script in a worker, from what `describe_main` gave."""
+    if main:
+        for name in _TORCHRUN:  # a script that trains when it is imported must not take a rank's place
+            os.environ.pop(name, None)
+        spawn.prepare(main)
+
+
+def pickle_error(error: BaseException) -> bytes | None:
+    """The pickled error; None if it does not pickle, or does not come back."""
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:
+        return None
+    return pickled
+
+
+def describe_end(code: int | None) -> str:
+    """How a process ended, from its exit code, for messages.
+
+    >>> describe_end(-9), describe_end(1)
+    ('was killed by signal 9 (SIGKILL)', 'left with exit code 1')
+    """
+    if code is None or code >= 0:
+        return f"left with exit code {code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"was killed by signal {-code} ({names.get(-code, 'unknown')})"

@@ -1,1 +1,0 @@
-"""Plans of coming steps, made in another process."""

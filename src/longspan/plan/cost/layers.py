@@ -1,0 +1,249 @@
+"""The layers of a model: which attend, mix rows by a recurrence or a convolution, and visit an MLP or experts; and the
+weights that multiply a row in attention, an MLP or experts.
+
+Configurations name layers in many ways: a list of types, indices of those that attend, a pattern of letters, an
+interval. State-space layers have their weights in `mixer_shape.py`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+from longspan.plan.cost.config_reader import ConfigReader
+
+ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+MIXING = ("linear_attention", "conv")
+_OLDER_NAMES = {"mamba": "linear_attention", "attention": "full_attention", "sliding": "sliding_attention"}
+_LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+_INSTEAD = {"moe": "mlp", "mlp": "moe"}  # in a depth, where the model has none of the other
+_INTERVAL = 4  # of a configuration of Qwen's hybrids that names none
+
+
+class LayerKind(NamedTuple):
+    """What a layer does: `attention` is its kind, "" without; `mixes` rows; `feeds` an MLP ("dense") or "experts"."""
+
+    attention: str
+    mixes: bool
+    feeds: str
+
+
+def layer_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
+    """The layers of a configuration, in order. `model_shape.py` decides which types are priced."""
+    types = layer_types(read)
+    count = read.count("num_hidden_layers") or len(types)
+    windowed = bool(window_of(read)) and not types
+    separate = any(kind in ("mlp", "moe") for kind in types)  # attention, mixers and MLPs each are layers of their own
+    usual = "sliding_attention" if windowed else ATTENTION[0]
+    return tuple(_kind(read, layer, types[layer] if layer < len(types) else usual, separate) for layer in range(count))
+
+
+def layer_types(read: ConfigReader) -> list[str]:
+    """The type of each layer by today's names; empty if the configuration has none: all attend."""
+    if (types := _read_types(read)) is None:
+        types = _infer_types(read, read.count("num_hidden_layers"))
+    return [_OLDER_NAMES.get(kind, kind) for kind in types]
+
+
+def types_of_depth(config: Any, types: Sequence[str]) -> list[str]:
+    """The layers of a depth of multi-token prediction behind layers of these types, if the configuration names them.
+
+    Empty if it does not: a depth has a layer like the last one. If the model has no experts an MLP stands for them, and
+    the other way round.
+
+    >>> types_of_depth({"mtp_hybrid_override_pattern": "*E"}, ["linear_attention", "mlp", "full_attention"])
+    ['full_attention', 'mlp']
+    """
+    return _types_of_depth(ConfigReader.of(config), types)
+
+
+def _types_of_depth(read: ConfigReader, types: Sequence[str]) -> list[str]:
+    named: Sequence[str] = read.value("mtp_layers_block_type") or [
+        _LETTERS.get(letter, letter) for letter in read.value("mtp_hybrid_override_pattern") or ""
+    ]
+    kinds = [_OLDER_NAMES.get(kind, kind) for kind in named]
+    return [kind if kind in types else _INSTEAD.get(kind, kind) for kind in kinds]
+
+
+def kinds_of_depth(read: ConfigReader) -> tuple[LayerKind, ...]:
+    """The layers of a depth of multi-token prediction."""
+    types = _types_of_depth(read, layer_types(read))
+    return tuple(_kind(read, 0, kind, True) for kind in types) or layer_kinds(read)[-1:]
+
+
+def window_of(read: ConfigReader) -> int:
+    """The window of sliding layers; 0 if it is not used."""
+    return 0 if read.value("use_sliding_window") is False else read.count("sliding_window")
+
+
+def _kind(read: ConfigReader, layer: int, kind: str, separate: bool) -> LayerKind:
+    both = kind == "hybrid"  # attention and a mixer side by side
+    attention = ATTENTION[0] if both else kind if kind in ATTENTION else ""
+    mixes = both or kind in MIXING
+    if separate:
+        return LayerKind(attention, mixes, {"mlp": "dense", "moe": "experts"}.get(kind, ""))
+    if _is_mamba2(read) or has_shared_blocks(read):
+        return LayerKind(attention, mixes, "")
+    return LayerKind(attention, mixes, "experts" if _visits_experts(read, layer) else "dense")
+
+
+def _read_types(read: ConfigReader) -> list[str] | None:
+    for name in ("layer_types", "layers_block_type"):
+        if isinstance(types := read.value(name), (list, tuple)):
+            return [str(kind) for kind in cast(Sequence[Any], types)]
+    if isinstance(pattern := read.value("hybrid_override_pattern"), str):
+        return [_LETTERS.get(letter, letter) for letter in pattern]
+    return None
+
+
+def _infer_types(read: ConfigReader, layers: int) -> list[str]:
+    """Infer the types of a configuration that names none from its other attributes."""
+    linear = read.inside("linear_attn_config")  # of Kimi, whose layers count from 1
+    attending = read.value("attn_layer_indices", "full_attn_idxs")
+    if (full := linear.value("full_attn_layers")) is not None:
+        attending = [layer - 1 for layer in full]
+    if attending is not None:
+        other = "conv" if read.count("conv_L_cache") else "linear_attention"
+        return ["full_attention" if layer in attending else other for layer in range(layers)]
+    if read.count("mamba_d_ssm"):
+        return ["hybrid"] * layers
+    if read.count("linear_num_value_heads"):
+        every = read.count("full_attention_interval") or _INTERVAL
+        return ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+    if read.count("mamba_n_heads") or _is_mamba2(read):
+        return ["linear_attention"] * layers
+    return []
+
+
+def _is_mamba2(read: ConfigReader) -> bool:
+    """Whether this is Mamba 2 itself, whose layers are mixers and nothing else."""
+    return bool(read.count("state_size") and read.count("num_heads"))
+
+
+def has_shared_blocks(read: ConfigReader) -> bool:
+    """Whether this is Zamba 2: its layers are mixers, some behind a block of attention and an MLP that they share."""
+    return read.family == "zamba2"
+
+
+def _visits_experts(read: ConfigReader, layer: int) -> bool:
+    if not read.count("num_experts_per_tok", "num_experts_per_token") or read.value("num_local_experts") == 0:
+        return False
+    if isinstance(listed := read.value("moe_layers"), list):
+        return layer in cast(list[int], listed)
+    if isinstance(listed := read.value("mlp_layer_types"), list):
+        return cast(list[str], listed)[layer] == "sparse"
+    dense = cast(Sequence[int], read.value("mlp_only_layers") or ())
+    every = read.count("decoder_sparse_step") or 1
+    first = read.count("first_k_dense_replace", "num_dense_layers")
+    return layer not in dense and (layer + 1) % every == 0 and layer >= first
+
+
+_GATED_QUERIES = ("qwen3_next", "qwen3_5")  # families whose query projection has a gate for each query
+_GATED_SHARED_EXPERT = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")  # whose shared expert has a weight for each row
+
+
+class Weights(NamedTuple):
+    """Weights of a part of a layer, and those of its last product, which is not recomputed if it ends the layer."""
+
+    all: int
+    last: int
+
+
+class Widths(NamedTuple):
+    """heads x head size of queries and of keys; where values are of another size, the mean of both."""
+
+    query: int
+    key: int
+
+
+def widths_of(read: ConfigReader) -> Widths:
+    """Of a configuration whose layers attend; of a latent attention, as it is computed."""
+    heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
+    if latent(read):
+        keys, values = _latent_sizes(read)
+        return Widths(heads * (keys + values) // 2, heads * (keys + values) // 2)
+    head = read.count("head_dim", "attention_head_dim") or (1 + has_shared_blocks(read)) * hidden // heads
+    return Widths(heads * head, (read.count("num_key_value_heads") or heads) * head)
+
+
+def latent(read: ConfigReader) -> bool:
+    """Whether keys and values are projected from a narrow row."""
+    return bool(read.count("kv_lora_rank"))
+
+
+def attention_weights(read: ConfigReader) -> Weights:
+    """Projections of one layer that attends."""
+    hidden = read.count("hidden_size")
+    if latent(read):
+        return _latent_weights(read, hidden)
+    query, key = widths_of(read)
+    if has_shared_blocks(read):
+        return _shared_block_weights(read, hidden, Widths(query, key))
+    gate = query if read.family.startswith(_GATED_QUERIES) else 0
+    return Weights(hidden * (2 * query + gate + 2 * key), query * hidden)
+
+
+def _shared_block_weights(read: ConfigReader, hidden: int, widths: Widths) -> Weights:
+    """Of Zamba 2's shared block in one layer: attention to [hidden | embedding], an MLP, the layer's own adapters of
+    both, and its projection of what the block made."""
+    attention = 2 * hidden * (widths.query + 2 * widths.key) + widths.query * hidden
+    width, rank = read.count("intermediate_size") or 4 * hidden, read.count("adapter_rank")
+    adapters = rank * (hidden + 2 * width) + 12 * rank * hidden * bool(read.value("use_shared_attention_adapter"))
+    return Weights(attention + 3 * hidden * width + adapters + hidden * hidden, hidden * hidden)
+
+
+def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
+    """Of one layer's MLP (gate, up, down), or of its router and the experts that a token visits."""
+    hidden = read.count("hidden_size")
+    products = 2 if read.value("mlp_hidden_act") is not None else 3  # Nemotron-H has no gate
+    if kind == "dense":
+        width = _dense_width(read)
+        return Weights(products * hidden * width, hidden * width)
+    if not kind:
+        return Weights(0, 0)
+    visited = read.count("num_experts_per_tok", "num_experts_per_token")
+    one = read.count("moe_intermediate_size") or read.count("intermediate_size")
+    if gated := read.family.startswith(_GATED_SHARED_EXPERT):
+        gated = bool(read.count("shared_expert_intermediate_size"))
+    narrow = read.count("moe_latent_size")  # experts of Nemotron-H may read a narrower row
+    weights = products * ((narrow or hidden) * visited * one + hidden * _shared_width(read, one))
+    return Weights(weights + 2 * hidden * narrow + hidden * (read.experts()[1] + gated), 0)
+
+
+def _shared_width(read: ConfigReader, one: int) -> int:
+    """Of experts that every token visits, all together."""
+    names = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
+    if width := read.count(*names):
+        return width
+    # Of Llama 4, intermediate_size is that of experts, one of them shared, and dense layers have another.
+    return (1 if read.count("intermediate_size_mlp") else read.count("n_shared_experts", "num_shared_experts")) * one
+
+
+def _dense_width(read: ConfigReader) -> int:
+    if read.count("conv_L_cache") and not read.count("num_experts_per_tok"):
+        return _lfm2_width(read)
+    if shared := read.count("shared_intermediate_size"):  # of Granite without experts
+        return shared
+    return read.count("intermediate_size_mlp") or read.count("intermediate_size")
+
+
+def _lfm2_width(read: ConfigReader) -> int:
+    """Of LFM2: two thirds of the width in the configuration, times a factor, in whole multiples."""
+    width = read.count("block_ff_dim", "intermediate_size")
+    if read.value("block_auto_adjust_ff_dim") is False:
+        return width
+    width = int((read.value("block_ffn_dim_multiplier") or 1.0) * int(2 * width / 3))
+    multiple = read.count("block_multiple_of") or 1
+    return -(-width // multiple) * multiple
+
+
+def _latent_sizes(read: ConfigReader) -> tuple[int, int]:
+    """Numbers of a head's query or key, and of its value."""
+    return read.count("qk_nope_head_dim") + read.count("qk_rope_head_dim"), read.count("v_head_dim")
+
+
+def _latent_weights(read: ConfigReader, hidden: int) -> Weights:
+    heads, (size, value) = read.count("num_attention_heads"), _latent_sizes(read)
+    rank, narrow = read.count("kv_lora_rank"), read.count("q_lora_rank")
+    queries = narrow * (hidden + heads * size) if narrow else hidden * heads * size
+    keys = hidden * (rank + read.count("qk_rope_head_dim"))
+    keys += rank * heads * (read.count("qk_nope_head_dim") + value)
+    return Weights(queries + keys + heads * value * hidden, heads * value * hidden)

@@ -1,0 +1,234 @@
+"""The process that makes plans ahead: first as its owner sees it (`Planning`), then what runs in it (`serve`).
+
+Requests are answered one after the other. One is (generation, step); requests of an older generation than the newest
+are void and are answered without planning. How the process starts and ends is `launch/worker.py`'s.
+"""
+
+import os
+import pickle
+import queue
+import signal
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, cast
+
+from longspan.errors import PlanError
+from longspan.launch.worker import Worker, describe_end, describe_main, import_main, next_request, pickle_error
+from longspan.plan.plan import Plan
+
+Planner = Callable[[int], Plan]
+
+_serving = False  # whether this is a planning process
+
+
+class StepRequest(NamedTuple):
+    """A step to plan."""
+
+    generation: int
+    step: int
+
+
+class Failure(NamedTuple):
+    """An error of the planner: pickled, or None if it does not pickle; its traceback and its last line as text."""
+
+    pickled: bytes | None
+    text: str
+    summary: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Failure":
+        """The failure that this error is."""
+        text = "".join(traceback.format_exception(error))
+        return cls(pickle_error(error), text, traceback.format_exception_only(error)[-1].strip())
+
+    def error(self, step: int) -> BaseException:
+        """The planner's error, of its own type if that pickles, with its traceback as the cause."""
+        error: Any = None if self.pickled is None else pickle.loads(self.pickled)
+        if not isinstance(error, Exception):  # that of a planner that exits would end this process
+            error = PlanError(f"the planner of step {step} failed with {self.summary}")
+        error.__cause__ = PlannerError(f"while planning step {step}\n{self.text}")
+        return error
+
+
+class PlannerError(Exception):
+    """Where in the planning process an error was raised, as text: the cause of the error that `PlanAhead` raises."""
+
+
+class Planning:
+    """The planning process, and a thread that receives its answers as they come, as bytes and without the lock.
+
+    Raises PlanError for a planner that cannot be sent, and in a planning process itself.
+    """
+
+    def __init__(self, planner: Planner) -> None:
+        if _serving:
+            raise PlanError(
+                "a planning process imported a script that plans ahead when it is imported; put what the script does "
+                'under if __name__ == "__main__"'
+            )
+        payload = _pickle_planner(planner)
+        self._owner = os.getpid()
+        self._worker = Worker(serve)
+        self._worker.connection.send((describe_main(payload), payload))
+        self._answers: dict[StepRequest, bytes | Failure] = {}
+        self._outstanding: deque[StepRequest] = deque()
+        self._generation, self._window = 0, range(0)  # of the answers that are kept
+        self._gone = False
+        self._changed = threading.Condition()
+        self._receiver = threading.Thread(target=self._receive, name="plans ahead", daemon=True)
+        self._receiver.start()
+
+    @property
+    def pid(self) -> int:
+        """The id of the process."""
+        return self._worker.process.pid
+
+    def check_owner(self) -> None:
+        """Raise PlanError in a process that was forked from the owner: the answers would not come here."""
+        if os.getpid() != self._owner:
+            raise PlanError(
+                f"these plans belong to process {self._owner}, this is process {os.getpid()}; open a PlanAhead here"
+            )
+
+    def request(self, request: StepRequest) -> None:
+        """Send a request."""
+        with self._changed:
+            self._outstanding.append(request)
+        with suppress(OSError):  # the process is gone, and `wait_for_plan` reports how
+            self._worker.connection.send(request)
+
+    def keep_window(self, generation: int, window: range) -> None:
+        """Forget answers outside the window of steps."""
+        with self._changed:
+            self._generation, self._window = generation, window
+            self._answers = {request: answer for request, answer in self._answers.items() if self._in_window(request)}
+
+    def wait_for_plan(self, request: StepRequest) -> Plan:
+        """Wait for the plan of a request; it stays, for a second call. Raises the planner's error."""
+        with self._changed:
+            self._changed.wait_for(lambda: request in self._answers or self._gone)
+            answer = self._answers.get(request)
+        if answer is None:
+            raise self._death(request.step)
+        if isinstance(answer, bytes):
+            return pickle.loads(answer)
+        raise answer.error(request.step)
+
+    def plan_if_made(self, request: StepRequest) -> Plan | None:
+        """The plan of a request that is answered; None before that, and for one that failed."""
+        with self._changed:
+            answer = self._answers.get(request)
+        return pickle.loads(answer) if isinstance(answer, bytes) else None
+
+    def close(self) -> None:
+        """Ask the process to leave, and see that it does."""
+        if os.getpid() != self._owner:
+            return
+        self._worker.end(patience=5)
+        self._receiver.join(5)
+        self._worker.connection.close()
+
+    def _receive(self) -> None:
+        connection = self._worker.connection
+        try:
+            while True:
+                request, failure = connection.recv()
+                plan = connection.recv_bytes()
+                with self._changed:
+                    while self._outstanding.popleft() != request:
+                        pass
+                    if self._in_window(request):
+                        self._answers[request] = failure or plan
+                    self._changed.notify_all()
+        except (EOFError, OSError):
+            with self._changed:
+                self._gone = True
+                self._changed.notify_all()
+
+    def _in_window(self, request: StepRequest) -> bool:
+        return request.generation == self._generation and request.step in self._window
+
+    def _death(self, step: int) -> PlanError:
+        end = describe_end(self._worker.process.wait())
+        return PlanError(
+            f"step {step} has no plan: the planning process {self.pid} {end} before step {self._outstanding[0].step} "
+            "was planned; see what it wrote to standard error, whether the machine ran out of memory, or plan inline "
+            "with ahead=0"
+        )
+
+
+def _pickle_planner(planner: Planner) -> bytes:
+    try:
+        return pickle.dumps(planner)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise PlanError(
+            f"the planner {planner!r} cannot be sent to the process that plans ahead ({error}); give a function at the "
+            "top of a module, a functools.partial of one, or an object that pickles; or plan inline with ahead=0"
+        ) from error
+
+
+def check_is_plan(plan: Any, step: int) -> Plan:
+    """Return what a planner returned for a step, if it is a plan."""
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            f"the planner returned {type(cast(object, plan)).__name__} for step {step}; it must return a Plan"
+        )
+    return plan
+
+
+def serve(connection: "Connection[Any, Any]", parent: int) -> None:
+    """Plan requested steps in order, in the planning process, until the owner ends it or is gone."""
+    global _serving
+    _serving = True
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the parent, which may want plans until it has stopped
+        signal.signal(number, signal.SIG_IGN)
+    main, payload = connection.recv()
+    requests = _Requests(connection, parent)
+    plan = _load_planner(main, payload)
+    while True:
+        request = requests.next()
+        answer = plan(request.step) if request.generation >= requests.newest else None
+        connection.send((request, answer if isinstance(answer, Failure) else None))
+        connection.send_bytes(answer if isinstance(answer, bytes) else b"")
+
+
+class _Requests:
+    """Requests in the order in which they come, read by a thread that also ends the process."""
+
+    def __init__(self, connection: "Connection[Any, Any]", parent: int) -> None:
+        self.newest = 0
+        self._queue: queue.SimpleQueue[StepRequest] = queue.SimpleQueue()
+        threading.Thread(target=self._read, args=(connection, parent), daemon=True).start()
+
+    def next(self) -> StepRequest:
+        return self._queue.get()
+
+    def _read(self, connection: "Connection[Any, Any]", parent: int) -> None:
+        try:
+            while (request := next_request(connection, parent)) is not None:
+                self.newest = request.generation
+                self._queue.put(request)
+        finally:
+            os._exit(0)
+
+
+def _load_planner(main: dict[str, Any], payload: bytes) -> Callable[[int], bytes | Failure]:
+    """The planner, answering with bytes; one that cannot be loaded fails for every step."""
+    try:
+        import_main(main)
+        planner = pickle.loads(payload)
+    except BaseException as error:
+        failure = Failure.of(error)
+        return lambda _: failure
+
+    def plan(step: int) -> bytes | Failure:
+        try:
+            return pickle.dumps(check_is_plan(planner(step), step))
+        except BaseException as error:
+            return Failure.of(error)
+
+    return plan
