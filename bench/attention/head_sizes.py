@@ -28,9 +28,8 @@ from transformers import CONFIG_MAPPING
 
 from longspan.attention import KERNELS, AttentionCall, Mask
 from longspan.attention.call import Saved
-from longspan.attention.geometry.launch import Launch
-from longspan.attention.geometry.tiles import Tile, Tiling
 from longspan.attention.kernels.table import Kernel
+from longspan.attention.tiles import Launch, Tile, Tiling
 from longspan.bench.record import open_record, where_it_ran, write_record
 
 SMALL = (700, 1, 323)

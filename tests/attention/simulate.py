@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from longspan.attention.call import AttentionCall, Saved, add_block, block_gradients, summed
-from longspan.attention.geometry.launch import Launch
-from longspan.attention.geometry.mask import Mask
-from longspan.attention.geometry.tiles_between import tiles_between
-from longspan.attention.sums.accumulators import Partial, RowSum
-from longspan.attention.sums.rows import accumulation_dtype
+from longspan.attention.rows import Partial, RowSum, accumulation_dtype
+from longspan.attention.tiles import Launch
+from longspan.attention.tiles_between import Mask, tiles_between
 from longspan.layout import Partition
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from longspan.attention.sums import fused
-from longspan.attention.sums.rows import by_heads, by_member
+from longspan.attention import fused_rows as fused
+from longspan.attention.rows import by_heads, by_member
 
 Called = list[tuple[str, tuple[int, ...], tuple[Any, ...]]]
 

@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 
 from longspan.attention import KERNELS, AttentionCall, choose
 from longspan.attention.call import Saved
-from longspan.attention.geometry.launch import Launch, visible
-from longspan.attention.geometry.mask import Mask
-from longspan.attention.geometry.members import Members
-from longspan.attention.geometry.tiles import Tile, Tiling
 from longspan.attention.kernels import cpu_flash, cudnn, reference, torch_flash
+from longspan.attention.members import Members
+from longspan.attention.tiles import Launch, Tile, Tiling, visible
+from longspan.attention.tiles_between import Mask
 from longspan.comm import ShardPart
 from longspan.errors import AttentionError
 from longspan.plan import Group

@@ -8,11 +8,10 @@ import torch
 
 from longspan import Group, MicroBatch
 from longspan.attention.all_to_all import HeadSplit
-from longspan.attention.dropout import Dropout, _absorb
-from longspan.attention.geometry.launch import Launch, Tokens
-from longspan.attention.geometry.mask import Mask
-from longspan.attention.geometry.members import Members
-from longspan.attention.geometry.tiles import Tile, Tiling
+from longspan.attention.call import Dropout, _absorb
+from longspan.attention.members import Members
+from longspan.attention.tiles import Launch, Tile, Tiling, Tokens
+from longspan.attention.tiles_between import Mask
 from longspan.comm import SequenceShard
 
 CPU = torch.device("cpu")

@@ -13,11 +13,9 @@ import longspan.attention.ring as ring
 from longspan import Layout, World, attend, bind
 from longspan.attention import all_gather
 from longspan.attention import call as call_module
-from longspan.attention.call import AttentionCall, Saved
-from longspan.attention.dropout import Dropout
-from longspan.attention.geometry.launch import Launch, Tokens
-from longspan.attention.geometry.tiles import Tile, Tiling
+from longspan.attention.call import AttentionCall, Dropout, Saved
 from longspan.attention.kernels import reference
+from longspan.attention.tiles import Launch, Tile, Tiling, Tokens
 from longspan.comm import Channel, RingBlocks
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import micro_batch

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from longspan import Group, MicroBatch, attend
 from longspan.attention.call import AttentionCall
-from longspan.attention.geometry.mask import Mask
-from longspan.attention.geometry.members import Members
-from longspan.attention.geometry.span_tiles import span_tiles
 from longspan.attention.kernels.table import named
+from longspan.attention.members import Members
+from longspan.attention.tiles_between import Mask, span_tiles
 from longspan.comm import SequenceShard
 from longspan.comm.shard_part import ShardPart
 from longspan.errors import AttentionError, LayoutError

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan.attention.geometry.tiles import Tile, Tiling
-from longspan.attention.geometry.tiles_between import _bands, _loosened, launches_of, split_at_left, tiles_between
+from longspan.attention.tiles import Tile, Tiling
+from longspan.attention.tiles_between import _bands, _loosened, launches_of, split_at_left, tiles_between
 from longspan.layout import Partition, Segments
 
 LENGTHS = [(16,), (1,), (3, 1, 2), (7, 16, 5, 1, 30), (2,) * 9]

@@ -15,10 +15,9 @@ from packaging.version import Version
 
 from longspan.attention import AttentionCall
 from longspan.attention.call import Saved
-from longspan.attention.geometry.launch import Launch
-from longspan.attention.geometry.tiles import Tile, Tiling
 from longspan.attention.kernels import reference, triton_flash
 from longspan.attention.kernels.triton_flash import Blocks
+from longspan.attention.tiles import Launch, Tile, Tiling
 
 CPU = torch.device("cpu")
 TILES = {

@@ -15,7 +15,7 @@ from longspan.attention import KERNELS
 from longspan.cli import gpus
 from longspan.cli.gpus import NONE, Gpus, find_gpus
 from longspan.run.checks.plans import ATTENTION_KERNELS, MIXER_KERNELS
-from longspan.ssm.kernels.asked import PACKAGES, TORCH_ALONE
+from longspan.ssm.kernels.packages import PACKAGES, TORCH_ALONE
 
 
 def driver_of(count: int, error: int = 0) -> SimpleNamespace:

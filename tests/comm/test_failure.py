@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from longspan.comm.failure import answering
-from longspan.comm.failure.answering import AnsweringThread
-from longspan.comm.failure.reports import FailureReports
-from longspan.comm.failure.watch import Watch
+from longspan.comm import answering
+from longspan.comm.answering import AnsweringThread
+from longspan.comm.failure_reports import FailureReports
+from longspan.comm.watch import Watch
 from longspan.comm.world import World
 from longspan.errors import CommError
 from longspan.launch.launch import run_local

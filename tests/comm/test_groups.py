@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.comm.failure.watch import Operation
-from longspan.comm.groups.channel import Channel, summed
+from longspan.comm.groups.channel import EVENT_BYTES, Channel, Handle, summed
 from longspan.comm.groups.channels import CommunicatorChoice
-from longspan.comm.groups.handle import EVENT_BYTES, Handle
 from longspan.comm.groups.process_groups import GroupRecord, ProcessGroups
+from longspan.comm.watch import Operation
 from longspan.comm.world import World
 from longspan.errors import CommError
 from longspan.layout import Layout

@@ -14,20 +14,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longspan.attention import KERNELS, AttentionCall
+from longspan.attention import rows as sums
 from longspan.attention.call import Saved
-from longspan.attention.geometry.launch import Launch
-from longspan.attention.geometry.mask import Mask
-from longspan.attention.geometry.tiles import Tile, Tiling
-from longspan.attention.sums import rows as sums
+from longspan.attention.tiles import Launch, Tile, Tiling
+from longspan.attention.tiles_between import Mask
 from longspan.model.experts.gate import one_pass
 from longspan.model.experts.rows import Visits, gather, spread
 from longspan.model.seams.forwards.fused_norms import fuse_norms
 from longspan.model.seams.forwards.long_norms import split_long_norms
 from longspan.model.seams.forwards.norm_formula import NormFormula
-from longspan.ssm.kernels.convolutions.call import Before, Convolution, FirstRows
-from longspan.ssm.kernels.convolutions.first_rows import write_first
-from longspan.ssm.kernels.decay.faded_sums import faded_sums
-from longspan.ssm.kernels.delta.maps import maps_of
+from longspan.ssm.kernels.convolutions import Before, Convolution, FirstRows, write_first
+from longspan.ssm.kernels.decay import faded_sums
+from longspan.ssm.kernels.delta_states import maps_of
 from longspan.ssm.kernels.runs import LocalRuns
 from longspan.train.row_softmax import row_softmax
 from tests.reference import relative_error
@@ -313,7 +311,7 @@ def first_rows_of_runs(device: str, elements: int) -> Errors:
     )
     write_rows = write_first
     if device == "cpu":
-        from longspan.ssm.kernels.convolutions.by_torch import TORCH_CONVOLUTION
+        from longspan.ssm.kernels.convolutions import TORCH_CONVOLUTION
 
         write_rows = TORCH_CONVOLUTION.write_first
     write_rows(y, x, arrived, convolution, first)

@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from longspan.ssm.kernels import TORCH, Inputs, LocalRuns
-from longspan.ssm.kernels.decay import by_mamba_ssm
-from longspan.ssm.kernels.delta.maps import maps_of, owed_of
+from longspan.ssm.kernels import TORCH, Inputs, LocalRuns, by_mamba_ssm
+from longspan.ssm.kernels.delta_states import maps_of, owed_of
 from longspan.ssm.kernels.runs import CHUNK
 from longspan.ssm.kernels.table import MAMBA
 from tests.reference import relative_error

@@ -14,12 +14,11 @@ from longspan.comm import ShardPart
 from longspan.errors import LayoutError, ModelError
 from longspan.model.seams.mixer_calls import check_kernels
 from longspan.ssm.chains import Chains
-from longspan.ssm.halo import halo_of
+from longspan.ssm.conv import halo_of
 from longspan.ssm.kernels import TORCH, LocalRuns, Recurrence, check_asked, choose, kernels_here
-from longspan.ssm.kernels.convolutions import Convolution, by_causal_conv1d, choose_convolution
-from longspan.ssm.kernels.convolutions.by_causal_conv1d import PACKAGE_CONVOLUTION
-from longspan.ssm.kernels.convolutions.by_torch import TORCH_CONVOLUTION
-from longspan.ssm.kernels.delta import by_channel
+from longspan.ssm.kernels import convolutions as by_causal_conv1d
+from longspan.ssm.kernels import delta as by_channel
+from longspan.ssm.kernels.convolutions import PACKAGE_CONVOLUTION, TORCH_CONVOLUTION, Convolution, choose_convolution
 from tests.mutation import mutate, restore
 
 CPU = torch.device("cpu")
@@ -28,8 +27,8 @@ SCAN = Recurrence(torch.bfloat16, CPU, 16, 16, delta=False, by_channel=False)
 
 
 def test_packages_are_taken_where_they_are_named_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longspan.ssm.kernels.decay.by_mamba_ssm.lacks_package", lambda *_: "")
-    monkeypatch.setattr("longspan.ssm.kernels.convolutions.by_causal_conv1d.lacks_package", lambda *_: "")
+    monkeypatch.setattr("longspan.ssm.kernels.by_mamba_ssm.mamba_lacks_package", lambda *_: "")
+    monkeypatch.setattr("longspan.ssm.kernels.convolutions.lacks_package", lambda *_: "")
     x, weight = torch.zeros(3, 8, dtype=torch.bfloat16), torch.zeros(8, 4)
     both = ("mamba_ssm", "causal_conv1d")
     assert choose(SCAN).name == "torch" and choose_convolution(x, weight).name == "torch"
@@ -74,7 +73,9 @@ def test_sizes_and_versions_are_said() -> None:
     assert PACKAGE_CONVOLUTION.lacks(x, torch.zeros(16, 5)) == "a convolution of width 2 to 4, got 5"
     of_channels = "a delta rule of a decay for each key number"
     assert (
-        by_channel.lacks(SCAN._replace(delta=True)) == by_channel.lacks(SCAN._replace(by_channel=True)) == of_channels
+        by_channel.kimi_lacks(SCAN._replace(delta=True))
+        == by_channel.kimi_lacks(SCAN._replace(by_channel=True))
+        == of_channels
     )
     lacking = choose.__globals__["MAMBA"].lacks(SCAN._replace(device=CUDA))
     assert lacking == "mamba_ssm 2.3, which is not installed: pip install 'mamba_ssm==2.3.*'"
@@ -130,7 +131,7 @@ def test_what_is_dropped_is_noticed(
     lengths: tuple[int, ...], old: str, new: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(by_causal_conv1d, "_package", _stand_in)
-    undo = mutate("ssm.kernels.convolutions.by_causal_conv1d", old, new)
+    undo = mutate("ssm.kernels.convolutions", old, new)
     try:
         assert _worst(lengths, "contiguous", extras=True) > 1e-3
     finally:

@@ -8,9 +8,11 @@ import torch
 from torch.nn import functional as F
 
 from longspan import Layout, World, bind
-from longspan.ssm import causal_conv, kernel_of, linear_scan, unit
-from longspan.ssm.kernels import TORCH, Inputs, Kernel, LocalRuns, fla
+from longspan.ssm import causal_conv, kernel_of, linear_scan
+from longspan.ssm import state_pass as unit
+from longspan.ssm.kernels import TORCH, Inputs, Kernel, LocalRuns
 from longspan.ssm.kernels.call import Saved, state_dtype
+from longspan.ssm.kernels.packages import fla_lacks
 from longspan.testing import backend, run_ranks
 from tests.reference import relative_error
 from tests.ssm import first_rows
@@ -21,7 +23,7 @@ CUDA = torch.device("cuda")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or bool(fla.lacks(torch.bfloat16, CUDA)), reason="no kernels of fla here"
+        not torch.cuda.is_available() or bool(fla_lacks(torch.bfloat16, CUDA)), reason="no kernels of fla here"
     ),
 ]
 LENGTHS = (200, 1, 64, 3, 2321)

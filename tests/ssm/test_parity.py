@@ -15,8 +15,8 @@ from longspan.comm.groups.channel import Channel
 from longspan.errors import LayoutError
 from longspan.ssm import causal_conv, conv, linear_scan, state_bytes
 from longspan.ssm.chains import Chains
-from longspan.ssm.kernels.convolutions.by_torch import TORCH_CONVOLUTION
-from longspan.ssm.scan import scan
+from longspan.ssm.kernels.convolutions import TORCH_CONVOLUTION
+from longspan.ssm.kernels.scan import scan
 from longspan.testing import backend, run_ranks
 from tests.mutation import mutated
 from tests.reference import relative_error
@@ -167,7 +167,7 @@ MUTANTS = {
         "of_part[0].index_add_(0, halo_of(part.chains, width).rows, handle.wait())",
         "handle.wait()",
     ),
-    "rows before": ("kernels.convolutions.by_torch", "torch.cat([x, arrived, ", "torch.cat([x, 0 * arrived, "),
+    "rows before": ("kernels.convolutions", "torch.cat([x, arrived, ", "torch.cat([x, 0 * arrived, "),
     "first rows of runs": ("conv", "kernel.write_first(y, own, before, convolution, halo.first)", "pass"),
     "first rows that read them": (
         "halo",

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longspan.ssm.kernels.delta import maps
-from longspan.ssm.kernels.delta.pieces import Pieces, pieces_of
+from longspan.ssm.kernels import delta_states as maps
+from longspan.ssm.kernels.pieces import Pieces, pieces_of
 from longspan.ssm.kernels.runs import CHUNK, LocalRuns
 from tests.mutation import mutated
 
@@ -120,7 +120,7 @@ def test_folds_are_those_of_the_recurrence() -> None:
     ],
 )
 def test_what_is_dropped_is_noticed(old: str, new: str) -> None:
-    with mutated(("ssm.kernels.delta.pieces", old, new)):
+    with mutated(("ssm.kernels.pieces", old, new)):
         assert worst() > 1e-6
 
 

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from longspan.attention.call import AttentionCall, Gradients, Saved, add_block, block_gradients, sink_gradient
-from longspan.attention.geometry.members import Members
-from longspan.attention.sums.accumulators import Partial, RowSum
-from longspan.attention.sums.rows import accumulation_dtype, join_columns, joined_heads, sum_rows
+from longspan.attention.members import Members
+from longspan.attention.rows import Partial, RowSum, accumulation_dtype, join_columns, joined_heads, sum_rows
 from longspan.comm import Addend, Handle, split_columns
 
 _Pair = tuple[Tensor, Tensor]

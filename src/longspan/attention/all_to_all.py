@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from longspan.attention.call import AttentionCall, Gradients, Saved, summed
-from longspan.attention.geometry.members import Members
+from longspan.attention.members import Members
 from longspan.attention.ring import ring_backward, ring_forward
-from longspan.attention.sums.rows import accumulation_dtype, by_heads, by_member, copy_rows, join_columns
+from longspan.attention.rows import accumulation_dtype, by_heads, by_member, copy_rows, join_columns
 from longspan.comm import Addend, Handle, split_columns
 
 

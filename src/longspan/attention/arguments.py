@@ -5,6 +5,7 @@ Checks run on the host and before any communication, so that every rank can fail
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -13,7 +14,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from longspan.attention.all_gather import gather_bytes_per_head
-from longspan.comm import SequenceShard
+from longspan.attention.auto import TYPES, choose_type
+from longspan.attention.call import AttentionCall, CallPart, Dropout, cache_of
+from longspan.attention.kernels import choose
+from longspan.attention.members import Members
+from longspan.attention.tiles_between import Mask
+from longspan.comm import SequenceShard, ShardPart, world_of
 from longspan.errors import AttentionError
 from longspan.plan import Group
 
@@ -152,3 +158,149 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         raise AttentionError(f"sinks has shape {tuple(sinks.shape)}; give one logit per query head: ({q.shape[1]},)")
     if not sinks.is_floating_point() or sinks.device != q.device:
         raise AttentionError(f"sinks is {sinks.dtype} on {sinks.device}; give floating numbers on {q.device}")
+
+
+Sizes = tuple[int, int]
+
+
+class CommChoice(NamedTuple):
+    """How a group communicates, and how many neighbours exchange heads for rows (1: none)."""
+
+    cp_comm_type: str
+    inner: int = 1
+
+
+def comm_choices(shard: SequenceShard, arguments: Arguments, call: AttentionCall) -> list[CommChoice]:
+    """How each group of the micro-batch communicates.
+
+    Raises AttentionError, naming the group, for a type that is unknown, levels that do not make the degree, or heads
+    that members cannot exchange.
+    """
+    kinds, sizes = arguments.cp_comm_type, arguments.sizes
+    if not isinstance(kinds, str | tuple | None):
+        raise AttentionError(f"cp_comm_type is {kinds!r}; use one of {', '.join(TYPES)}, or one per layer")
+    if sizes is not None:
+        if not isinstance(sizes, tuple) or len(sizes) != 2 or not all(map(is_count, sizes)):
+            raise AttentionError(f"hierarchical_context_parallel_sizes is {sizes!r}; give (a2a, p2p), two sizes")
+        arguments = arguments._replace(sizes=(int(sizes[0]), int(sizes[1])))
+    if kinds is not None:
+        _check_type(_of_layer(kinds, arguments.layer, "cp_comm_type"), "")
+    return [_comm_choice(shard, index, arguments, call) for index in range(len(shard.micro_batch.groups))]
+
+
+def _comm_choice(shard: SequenceShard, index: int, arguments: Arguments, call: AttentionCall) -> CommChoice:
+    group, where = shard.micro_batch.groups[index], f" of group {index}"
+    if arguments.cp_comm_type is None:
+        kind = _of_layer(group.cp_comm_type, arguments.layer, f"cp_comm_type{where}")
+        _check_type(kind, where)
+    else:
+        kind = _of_layer(arguments.cp_comm_type, arguments.layer, "cp_comm_type")
+    if group.degree == 1:
+        return CommChoice("p2p")
+    if kind == "auto":
+        return _automatic(shard, index, call)
+    sizes = arguments.sizes or group.hierarchical_context_parallel_sizes
+    if kind == "a2a+p2p":
+        _check_levels(sizes, group.degree, where)
+    choice = _with_inner(kind, group, sizes)
+    if call.heads % choice.inner:
+        raise AttentionError(_heads_error(choice, group, call.heads, where))
+    return choice
+
+
+def _with_inner(kind: str, group: Group, sizes: Sizes | None) -> CommChoice:
+    if kind == "a2a+p2p":
+        assert sizes is not None
+        return CommChoice(kind, sizes[0])
+    return CommChoice(kind, group.degree if kind == "a2a" else 1)
+
+
+def _automatic(shard: SequenceShard, index: int, call: AttentionCall) -> CommChoice:
+    automatic, key = cache_of(shard).automatic, (index, call)
+    if key not in automatic:
+        group, node_size = shard.micro_batch.groups[index], world_of(shard.world_key).node_size
+        choice = choose_type(group, call, node_size=node_size)
+        automatic[key] = _with_inner(choice.cp_comm_type, group, choice.hierarchical_context_parallel_sizes)
+    return CommChoice(*automatic[key])
+
+
+def _of_layer(kinds: str | Sequence[str], layer: int | None, name: str) -> str:
+    if isinstance(kinds, str):
+        return kinds
+    if not isinstance(layer, Integral) or not 0 <= layer < len(kinds):
+        raise AttentionError(
+            f"{name} has {len(kinds)} entries, one per layer; got layer={layer!r}: "
+            f"pass the global layer index, 0 to {len(kinds) - 1}"
+        )
+    return kinds[layer]
+
+
+def _check_type(kind: str, where: str) -> None:
+    if kind not in TYPES:
+        raise AttentionError(f"cp_comm_type {kind!r}{where} is unknown; use one of {', '.join(TYPES)}")
+
+
+def _check_levels(sizes: Sizes | None, degree: int, where: str) -> None:
+    if sizes is not None and sizes[0] * sizes[1] == degree:
+        return
+    fit = ", ".join(f"({a}, {degree // a})" for a in range(1, degree + 1) if degree % a == 0)
+    if sizes is None:
+        raise AttentionError(
+            f"cp_comm_type 'a2a+p2p'{where} needs hierarchical_context_parallel_sizes=(a2a, p2p) with product "
+            f"{degree}: one of {fit}"
+        )
+    raise AttentionError(
+        f"hierarchical_context_parallel_sizes {sizes}{where} multiply to {sizes[0] * sizes[1]}, but the group has cp "
+        f"{degree}; use one of {fit}"
+    )
+
+
+def _heads_error(choice: CommChoice, group: Group, heads: int, where: str) -> str:
+    fit = [size for size in range(1, group.degree + 1) if heads % size == 0 and group.degree % size == 0]
+    level = ", ".join(f"({size}, {group.degree // size})" for size in fit)
+    return (
+        f"{heads} query heads cannot be dealt to the {choice.inner} members that cp_comm_type "
+        f"{choice.cp_comm_type!r}{where} exchanges heads between; sizes that divide both the heads and cp "
+        f"{group.degree}: {', '.join(map(str, fit))} (a2a+p2p with hierarchical_context_parallel_sizes {level}), or "
+        f"use p2p or all_gather"
+    )
+
+
+def packed_call(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: SequenceShard, arguments: Arguments
+) -> AttentionCall:
+    """The call of `attend` with these tensors and arguments. Raises AttentionError where it cannot be exact."""
+    check_tensors(q, k, v, shard)
+    check_features(arguments)
+    check_sinks(sinks, q)
+    groups, scale = shard.micro_batch.groups, q.shape[2] ** -0.5 if arguments.scale is None else float(arguments.scale)
+    window, chunk = (None if x is None else int(x) for x in (arguments.window, arguments.chunk))
+    mask = Mask(arguments.causal, window, chunk).within(shard.micro_batch.lengths)
+    check_spans(shard, arguments)
+    call = AttentionCall(
+        *(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, q.device),
+        mask=mask,
+        scale=abs(scale) or 1.0,
+        sign=(scale > 0) - (scale < 0),
+        softcap=None if arguments.softcap is None else float(arguments.softcap),
+        dropout=Dropout(arguments.dropout, seed=0) if arguments.dropout > 0 else None,
+        max_gather_bytes=arguments.max_gather_bytes,
+        one_document=mask.chunk is None and all(len(group.documents) == 1 for group in groups),
+        spans=mask.causal and shard.has_spans,
+    )
+    choices = comm_choices(shard, arguments, call)
+    gathering = [group for group, choice in zip(groups, choices, strict=True) if choice.cp_comm_type == "all_gather"]
+    check_budget(arguments.max_gather_bytes, k, v, gathering)
+    kernel = choose(call, arguments.kernel)
+    parts = (
+        _part(part, choices[part.index] if part.index >= 0 else CommChoice("p2p"), call, shard) for part in shard.parts
+    )
+    return replace(call, kernel=kernel, parts=tuple(parts))
+
+
+def _part(part: ShardPart, choice: CommChoice, call: AttentionCall, shard: SequenceShard) -> CallPart:
+    mask, cache = call.mask.within(part.group.lengths), cache_of(shard)
+    key = (part.index, choice.inner, mask)
+    if key not in cache.members:
+        cache.members[key] = Members(part, mask, shard.device, choice.inner, shard.spans_of(part))
+    return CallPart(slice(part.start, part.stop), choice.cp_comm_type, cache.members[key])

@@ -16,16 +16,14 @@ from torch.autograd.function import once_differentiable
 
 from longspan.attention.all_gather import all_gather_backward, all_gather_forward
 from longspan.attention.all_to_all import a2a_backward, a2a_forward
-from longspan.attention.arguments import Arguments, check_capture
-from longspan.attention.call import AttentionCall, Gradients, Saved, cache_of
-from longspan.attention.dropout import Dropout, mixed_seed
-from longspan.attention.geometry.members import Members
-from longspan.attention.packed_call import packed_call
+from longspan.attention.arguments import Arguments, check_capture, packed_call
+from longspan.attention.call import AttentionCall, Dropout, Gradients, Saved, cache_of, mixed_seed
+from longspan.attention.members import Members
 from longspan.attention.ring import ring_backward, ring_forward
+from longspan.attention.rows import accumulation_dtype, as_dtype, taken
 from longspan.attention.saved_outputs import active_recording
-from longspan.attention.sums.rows import accumulation_dtype, as_dtype, taken
 from longspan.comm import SequenceShard
-from longspan.comm.graphs import outside_graphs
+from longspan.comm.shard import outside_graphs
 
 Forward = Callable[[Tensor, Tensor, Tensor, Members, AttentionCall], tuple[Tensor, list[Saved]]]
 Backward = Callable[[Tensor, Sequence[Saved], Members, AttentionCall], Gradients]
@@ -125,19 +123,22 @@ def _hashable(argument: Any) -> Any:
 def _call(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: SequenceShard, arguments: Arguments
 ) -> AttentionCall:
-    """The packed call, kept with the shard: a model asks the same in every layer, and checks take their time."""
+    """The packed call, cached by shard: a model makes the same call in every layer, and checks take time."""
+    tensors = (q, k, v, sinks)
+    if not isinstance(shard, SequenceShard) or not all(x is None or isinstance(x, Tensor) for x in tensors):
+        return packed_call(q, k, v, sinks, shard, arguments)  # raises
+    cache, types = cache_of(shard), arguments.cp_comm_type
+    by_layer = cache.listed_by_layer if types is None else not isinstance(types, str)
+    arguments = arguments if by_layer else arguments._replace(layer=None)
+    shapes = [None if x is None else (type(x), x.shape, x.dtype, x.device) for x in tensors]
+    key = (*shapes, arguments, *map(type, arguments), are_deterministic_algorithms_enabled())  # True is no window
     try:
-        cache = shard.derived.attention or cache_of(shard)
-        types = arguments.cp_comm_type
-        by_layer = cache.listed_by_layer if types is None else not isinstance(types, str)
-        arguments = arguments if by_layer else arguments._replace(layer=None)
-        tensors = [None if x is None else (type(x), x.shape, x.dtype, x.device) for x in (q, k, v, sinks)]
-        key = (*tensors, arguments, *map(type, arguments), are_deterministic_algorithms_enabled())  # True is no window
-        if key not in cache.calls:
-            cache.calls[key] = packed_call(q, k, v, sinks, shard, arguments)
-        return cache.calls[key]
-    except (AttributeError, TypeError):  # no tensor, no shard, or no value that could be a key: an error says which
+        call = cache.calls.get(key)
+    except TypeError:  # an argument that is not hashable, which no check accepts
         return packed_call(q, k, v, sinks, shard, arguments)
+    if call is None:
+        call = cache.calls[key] = packed_call(q, k, v, sinks, shard, arguments)
+    return call
 
 
 def _seed(seed: int | None, shard: SequenceShard, layer: int | None) -> int:

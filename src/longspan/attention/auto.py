@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from longspan.attention.all_to_all import HeadSplit
 from longspan.attention.call import AttentionCall
-from longspan.attention.geometry.mask import is_narrow
+from longspan.attention.tiles_between import is_narrow
 from longspan.layout import Partition
 from longspan.plan import Group
 

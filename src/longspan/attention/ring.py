@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from longspan.attention.call import AttentionCall, Gradients, Saved, add_block, block_gradients, sink_gradient, summed
-from longspan.attention.geometry.members import Members
-from longspan.attention.sums.accumulators import Partial, RowSum
-from longspan.attention.sums.rows import accumulation_dtype, add_addends, join_columns, joined_heads
+from longspan.attention.members import Members
+from longspan.attention.rows import Partial, RowSum, accumulation_dtype, add_addends, join_columns, joined_heads
 from longspan.comm import Addend, GradientRing, RingBlocks, split_columns
 
 HALVES_BYTES = 48 << 20  # of a block's gradients: a message that is worth one more launch to hide (H200)

@@ -5,15 +5,89 @@ and writing many gigabytes does: the ranks wait for each other as long as each o
 must not communicate.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from threading import Event, Thread
 from typing import Any, TypeVar
 
-from longspan.comm import World, on_all_ranks, patience, result_or_first_error
+from longspan.comm.world import World
 from longspan.errors import LongspanError
 from longspan.files import os_error_text
 
 Result = TypeVar("Result")
+LongspanErrorKind = TypeVar("LongspanErrorKind", bound=LongspanError)
+
+_BEAT = 10.0  # seconds between two signs of life, at most
+
+
+@contextmanager
+def patience(world: World) -> Iterator[None]:
+    """All ranks leave together, however long each takes inside; entered by all ranks, which do not communicate inside.
+
+    Another thread says meanwhile that this rank still works, so that the time-out bounds how long a rank may be silent
+    and not how long it works. Raises CommError for a rank that is lost.
+    """
+    ended, failures = Event(), list[BaseException]()
+
+    def beat() -> None:
+        try:
+            while world.control.any_rank(not ended.wait(min(_BEAT, world.timeout / 4))):
+                pass
+        except BaseException as error:  # raised where the others are waited for
+            failures.append(error)
+
+    thread = Thread(target=beat, name="longspan-patience", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def result_or_first_error(
+    world: World, work: Callable[[], Result], error_of: Callable[[Exception], LongspanError]
+) -> Result:
+    """This rank's result of `work`, however long it takes; where a rank failed, all raise the first such rank's error.
+
+    >>> result_or_first_error(world, read_file, lambda error: DataError(f"the file cannot be read: {error}"))
+
+    Entered by all ranks, which do not communicate in `work`. `error_of` makes the error that the ranks tell each other.
+    """
+    result, error = None, None
+    with patience(world):
+        try:
+            result = work()
+        except Exception as failure:
+            error = error_of(failure)
+            error.__cause__ = failure if error is not failure else failure.__cause__
+    raise_first_error(world, error)
+    return result  # pyright: ignore[reportReturnType]
+
+
+def raise_first_error(world: World, error: LongspanError | None) -> None:
+    """Raise the error of the first rank that has one, on every rank, from this rank's own; entered by all.
+
+    An error of another rank than the home's first says which one, unless its text does.
+    """
+    errors = world.control.gather_objects(error, "gather of errors")
+    for rank, theirs in zip(world.home.ranks, errors, strict=True):
+        if theirs is not None:
+            named = rank == world.home.ranks[0] or re.search(rf"\brank {rank}\b", str(theirs))
+            where = "" if named else f" (on rank {rank})"
+            raise on_all_ranks(type(theirs)(f"{theirs}{where}")) from error
+
+
+def on_all_ranks(error: LongspanErrorKind) -> LongspanErrorKind:
+    """An error that every rank is about to raise at the same place, marked as such."""
+    error.on_all_ranks = True
+    return error
+
+
 LogLine = Callable[[str], None]
 
 

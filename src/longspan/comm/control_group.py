@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.comm.failure.watch import Watch
 from longspan.comm.groups.process_groups import ProcessGroups
+from longspan.comm.watch import Watch
 from longspan.errors import CommError
 from longspan.layout import Layout
 from longspan.layout.layout import short

@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
+from longspan.comm.answering import AnsweringThread
 from longspan.comm.control_group import ControlGroup
-from longspan.comm.failure.answering import AnsweringThread
-from longspan.comm.failure.reports import FailureReports
-from longspan.comm.failure.watch import Watch
+from longspan.comm.failure_reports import FailureReports
 from longspan.comm.groups.channels import Channels
 from longspan.comm.groups.meshes import Meshes
 from longspan.comm.groups.process_groups import ByRanks, ProcessGroups
@@ -34,6 +33,7 @@ from longspan.comm.rendezvous import (
     wait_for_all_ranks,
     wait_until_destroyed,
 )
+from longspan.comm.watch import Watch
 from longspan.errors import CommError, counted
 from longspan.layout import Coordinates, Layout
 from longspan.layout.layout import short

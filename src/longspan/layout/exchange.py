@@ -13,7 +13,7 @@ from longspan.errors import LayoutError
 from longspan.layout.partition import Partition
 from longspan.layout.row_blocks import Blocks, cut_into_blocks
 from longspan.layout.row_moves import Placement, RowMoves, plan_moves
-from longspan.layout.segments import Rows, sealed
+from longspan.layout.segments import Integers, sealed
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,7 +67,7 @@ class Exchange:
         self._check(rank)
         return len(np.setdiff1d(self.need.rows(rank), self.have.rows(rank)))
 
-    def send(self, rank: int, to: int) -> Rows:
+    def send(self, rank: int, to: int) -> Integers:
         """Indices in `rank`'s order of `have` of the rows that go to `to`, in the order in which they travel."""
         self._check(to)
         moves = self.moves(rank)
@@ -87,7 +87,7 @@ class Exchange:
         return Placement(sealed(moves.stays[place]), target)
 
     @cached_property
-    def counts(self) -> Rows:
+    def counts(self) -> Integers:
         """How many rows travel: (sender, receiver), zero on the diagonal."""
         return sealed(np.array([self.moves(rank).sends for rank in range(self.degree)]))
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from longspan.errors import LayoutError
 from longspan.layout.layout import check_degree, short
-from longspan.layout.segments import Rows, sealed
+from longspan.layout.segments import Integers, sealed
 
 NO_TARGET = -100  # the label of a row that predicts nothing, as Hugging Face has it
 _MOST_ROWS = 2**63 - 1
@@ -104,16 +104,16 @@ class Packing:
         return -self.tokens % self.pad_to_multiple
 
     @cached_property
-    def cu_seqlens(self) -> Rows:
+    def cu_seqlens(self) -> Integers:
         """Where each document starts, and the end of the last: (documents + 1,) int64 from 0."""
         return sealed(np.concatenate([[0], np.cumsum(np.array(self.lengths, dtype=np.int64))]))
 
     @cached_property
-    def positions(self) -> Rows:
+    def positions(self) -> Integers:
         """Position of each row inside its document: (S,) int64."""
         return sealed(np.arange(self.tokens, dtype=np.int64) - self.cu_seqlens[self.document_of_row])
 
     @cached_property
-    def document_of_row(self) -> Rows:
+    def document_of_row(self) -> Integers:
         """Index of the document that each row belongs to: (S,) int64."""
         return sealed(np.repeat(np.arange(len(self.lengths), dtype=np.int64), self.lengths))

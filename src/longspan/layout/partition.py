@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from longspan.errors import LayoutError
 from longspan.layout.layout import check_degree, short
 from longspan.layout.packing import check_lengths, is_integer
-from longspan.layout.segments import Rows, Segments, expand, sealed, segments_of
+from longspan.layout.segments import Integers, Segments, expand, sealed, segments_of
 
 # 2^64 / golden ratio: its multiples modulo 2^64 lie evenly, whatever the stride.
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -79,14 +79,14 @@ class Partition(ABC):
         """How many rows each member holds."""
 
     @abstractmethod
-    def runs(self, member: int) -> Rows:
+    def runs(self, member: int) -> Integers:
         """The member's rows as half-open runs in held order, (runs, 2); runs that touch are one."""
 
     @abstractmethod
     def segments(self, member: int) -> Segments:
         """The member's runs inside their documents. Raises LayoutError for a partition `from_rows`."""
 
-    def rows(self, member: int) -> Rows:
+    def rows(self, member: int) -> Integers:
         """The member's row ids in held order."""
         runs = self.runs(member)
         return sealed(expand(runs[:, 0], runs[:, 1]))
@@ -130,7 +130,7 @@ class _FromLengths(Partition):
         return int(self._starts[-1])
 
     @cached_property
-    def _starts(self) -> Rows:
+    def _starts(self) -> Integers:
         return sealed(np.concatenate([[0], np.cumsum(np.array(self.lengths, dtype=np.int64))]))
 
     @property
@@ -156,7 +156,7 @@ class _FromLengths(Partition):
     def _segments_of(self, member: int) -> Segments:
         """The member's runs inside their documents."""
 
-    def runs(self, member: int) -> Rows:
+    def runs(self, member: int) -> Integers:
         segments = self.segments(member)
         shift = self._starts[segments.document]
         joined = segments_of(np.zeros_like(shift), segments.start + shift, segments.stop + shift)
@@ -173,11 +173,11 @@ class _FromLengths(Partition):
 class _DocumentShares(NamedTuple):
     """How the rows of each document are dealt to the members; arrays over documents."""
 
-    length: Rows
-    base: Rows  # rows that every member gets
-    extra: Rows  # rows beyond that, one each to the members from `first` on, cyclically
-    first: Rows
-    turn: Rows  # 0: the first member with an odd number of rows takes its longer chunk at the late end; 1: early
+    length: Integers
+    base: Integers  # rows that every member gets
+    extra: Integers  # rows beyond that, one each to the members from `first` on, cyclically
+    first: Integers
+    turn: Integers  # 0: the first member with an odd number of rows takes its longer chunk at the late end; 1: early
 
 
 @dataclass(frozen=True, repr=False)
@@ -191,7 +191,7 @@ class _Zigzag(_FromLengths):
         turn = (np.arange(len(length), dtype=np.uint64) * GOLDEN >> np.uint64(63)).astype(np.int64)
         return _DocumentShares(length, base, extra, first, turn)
 
-    def _cuts(self, member: int) -> tuple[Rows, Rows]:
+    def _cuts(self, member: int) -> tuple[Integers, Integers]:
         """Rows of each document in the early and in the late chunks of all members before this one."""
         length, base, extra, first, turn = self._document_shares
         extras = np.clip(member - first, 0, extra) + np.clip(first + extra - self.degree, 0, member)
@@ -227,7 +227,7 @@ class _Contiguous(_FromLengths):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Given(Partition):
-    member_runs: tuple[Rows, ...]
+    member_runs: tuple[Integers, ...]
     degree: int
 
     @property
@@ -242,7 +242,7 @@ class _Given(Partition):
     def counts(self) -> tuple[int, ...]:
         return tuple(int((runs[:, 1] - runs[:, 0]).sum()) for runs in self.member_runs)
 
-    def runs(self, member: int) -> Rows:
+    def runs(self, member: int) -> Integers:
         self._check_member(member)
         return self.member_runs[member]
 
@@ -269,14 +269,14 @@ class _Given(Partition):
         return f"Partition.from_rows({self.degree} members with {short(self.counts)} rows)"
 
 
-def _runs_of(member: int, rows: Iterable[int]) -> Rows:
+def _runs_of(member: int, rows: Iterable[int]) -> Integers:
     ids = _row_ids(member, rows)
     opens = np.flatnonzero(np.diff(ids, prepend=-2) != 1)
     closes = np.append(opens, len(ids))[1:] - 1
     return sealed(np.stack([ids[opens], ids[closes] + 1], axis=1))
 
 
-def _row_ids(member: int, rows: object) -> Rows:
+def _row_ids(member: int, rows: object) -> Integers:
     if not isinstance(rows, Iterable):
         raise LayoutError(f"the rows of member {member} are {rows!r}; give a list of row ids for each member")
     array = cast(NDArray[Any], rows) if isinstance(rows, np.ndarray) else None

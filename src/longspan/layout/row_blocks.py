@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from longspan.layout.partition import Partition
-from longspan.layout.segments import Rows, expand
+from longspan.layout.segments import Integers, expand
 
 PIECES = 4096  # into which all rows are cut at least, so that members can share them evenly
 SPARSE = 4  # a table over all row ids is made unless these are more than so many times the ends of runs
@@ -19,11 +19,11 @@ SPARSE = 4  # a table over all row ids is made unless these are more than so man
 class Blocks:
     """The blocks of each member's rows, in its order; block b is rows `start[b]` to `start[b] + size[b]`."""
 
-    members: tuple[Rows, ...]
-    start: Rows
-    size: Rows
+    members: tuple[Integers, ...]
+    start: Integers
+    size: Integers
 
-    def places(self, member: int) -> Rows:
+    def places(self, member: int) -> Integers:
         """Where each of the member's blocks begins in its order of rows."""
         sizes = self.size[self.members[member]]
         return np.cumsum(sizes) - sizes
@@ -42,13 +42,13 @@ def cut_into_blocks(*partitions: Partition) -> tuple[Blocks, ...]:
     )
 
 
-def _inside(runs: Rows, step: int) -> Rows:
+def _inside(runs: Integers, step: int) -> Integers:
     """The multiples of `step` inside runs."""
     begin, end = runs[runs[:, 1] - runs[:, 0] > 1].T
     return expand(begin // step + 1, -(-end // step)) * step
 
 
-def _numbered(ends: Sequence[Rows]) -> tuple[Rows, Callable[[Rows], Rows]]:
+def _numbered(ends: Sequence[Integers]) -> tuple[Integers, Callable[[Integers], Integers]]:
     """The distinct ends, ascending, and the function from ends to their places among them."""
     last = max(int(rows.max(initial=-1)) for rows in ends)
     if last > SPARSE * sum(rows.size for rows in ends) + (1 << 16):

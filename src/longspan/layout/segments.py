@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Rows = NDArray[np.int64]
+Integers = NDArray[np.int64]
 
 
 class Segment(NamedTuple):
@@ -36,10 +36,10 @@ class Segments:
     [Segment(document=0, start=0, stop=2, offset=0), Segment(document=0, start=6, stop=8, offset=2)]
     """
 
-    document: Rows
-    start: Rows
-    stop: Rows
-    offset: Rows
+    document: Integers
+    start: Integers
+    stop: Integers
+    offset: Integers
 
     @property
     def rows(self) -> int:
@@ -47,17 +47,17 @@ class Segments:
         return int(self.offset[-1] + self.stop[-1] - self.start[-1]) if len(self) else 0
 
     @cached_property
-    def positions(self) -> Rows:
+    def positions(self) -> Integers:
         """Position inside its document of each local row: (T,) int64."""
         return sealed(expand(self.start, self.stop))
 
     @cached_property
-    def documents(self) -> Rows:
+    def documents(self) -> Integers:
         """Documents of which the member holds at least one row, each once, in held order."""
         return sealed(self.document[self._first])
 
     @cached_property
-    def cu_seqlens(self) -> Rows:
+    def cu_seqlens(self) -> Integers:
         """Local rows at which each of `documents` starts, and T: (len(documents) + 1,) int64."""
         return sealed(np.append(self.offset[self._first], self.rows))
 
@@ -90,7 +90,7 @@ class Segments:
         return f"Segments({shown}{more}; {self.rows} rows)"
 
 
-def segments_of(document: Rows, start: Rows, stop: Rows) -> Segments:
+def segments_of(document: Integers, start: Integers, stop: Integers) -> Segments:
     """Segments from runs in held order: empty runs are left out, touching runs of one document joined."""
     keep = stop > start
     document, start, stop = document[keep], start[keep], stop[keep]
@@ -102,7 +102,7 @@ def segments_of(document: Rows, start: Rows, stop: Rows) -> Segments:
     return Segments(sealed(document), sealed(start), sealed(stop), sealed(offset))
 
 
-def expand(start: NDArray[Any], stop: NDArray[Any]) -> Rows:
+def expand(start: NDArray[Any], stop: NDArray[Any]) -> Integers:
     """The integers of half-open runs, one run after another."""
     sizes = stop - start
     total = int(sizes.sum())
@@ -112,7 +112,7 @@ def expand(start: NDArray[Any], stop: NDArray[Any]) -> Rows:
     return np.repeat(start - before, sizes) + np.arange(total, dtype=np.int64)
 
 
-def sealed(array: NDArray[Any]) -> Rows:
+def sealed(array: NDArray[Any]) -> Integers:
     """The array as read-only int64, so that a value that holds it cannot be changed."""
     array = np.ascontiguousarray(array, dtype=np.int64)
     array.setflags(write=False)

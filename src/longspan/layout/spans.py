@@ -12,7 +12,7 @@ import numpy as np
 
 from longspan.errors import LayoutError
 from longspan.layout.packing import is_integer
-from longspan.layout.segments import Rows, Segments, expand, sealed
+from longspan.layout.segments import Integers, Segments, expand, sealed
 
 SpansOfDocuments = Mapping[int, Iterable[tuple[int, int]]]
 
@@ -26,9 +26,9 @@ class Spans:
     ([1], [2], [6])
     """
 
-    document: Rows
-    start: Rows
-    stop: Rows
+    document: Integers
+    start: Integers
+    stop: Integers
 
     @staticmethod
     def of(by_document: SpansOfDocuments, documents: Sequence[int], lengths: Sequence[int]) -> "Spans":
@@ -63,7 +63,7 @@ class Spans:
         end = np.minimum(segments.stop[of_segment], self.stop[number])
         return Segments(number, begin, end, segments.offset[of_segment] + begin - segments.start[of_segment])
 
-    def ends(self, segments: Segments) -> Rows:
+    def ends(self, segments: Segments) -> Integers:
         """For each of these segments where the run of its last row ends, or itself where that is in none: (n,)."""
         inside, ends = self.among(segments), segments.stop.copy()
         at_end = np.searchsorted(segments.offset, inside.offset, side="right") - 1

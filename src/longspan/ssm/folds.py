@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.layout.segments import Rows
+from longspan.layout.segments import Integers
 from longspan.ssm.chains import Chains, Passing
 from longspan.ssm.kernels import Inputs
-from longspan.ssm.kernels.affine import moved
 from longspan.ssm.kernels.call import Forward, state_dtype
-from longspan.ssm.kernels.runs import on_device, put, taken
+from longspan.ssm.kernels.runs import moved, on_device, put, taken
 
 
 class Sent:
@@ -53,7 +52,7 @@ class Sent:
 class Owed:
     """What outputs owe to the states that entered runs, on its way to the members."""
 
-    def __init__(self, chains: Chains, states: Tensor, transitions: Tensor, owed: Callable[[Rows], Tensor]) -> None:
+    def __init__(self, chains: Chains, states: Tensor, transitions: Tensor, owed: Callable[[Integers], Tensor]) -> None:
         self._chains, self._zero = chains, states
         if chains.backward.any:
             runs = chains.backward.leaving
@@ -105,15 +104,15 @@ class _Gathered:
         self._rows = self._handle.wait()
         return self
 
-    def states(self, runs: Rows) -> Tensor:
+    def states(self, runs: Integers) -> Tensor:
         """(n, H, K, V)."""
         return self._some(runs, 0)
 
-    def transitions(self, runs: Rows) -> Tensor:
+    def transitions(self, runs: Integers) -> Tensor:
         """(n, H, K, K), or (n, H, 1, 1)."""
         return self._some(runs, 1)
 
-    def _some(self, runs: Rows, which: int) -> Tensor:
+    def _some(self, runs: Integers, which: int) -> Tensor:
         first, size, shape = self._places[which][runs], self._sizes[which], (len(runs), *self._shapes[which])
         if len(first) and (np.diff(first) == size).all():
             return self._rows[int(first[0]) : int(first[-1]) + size].view(shape)
@@ -121,7 +120,7 @@ class _Gathered:
         return windows.index_select(0, on_device(first, self._rows.device)).view(shape)
 
 
-def _keep(into: Tensor, values: Tensor, held: Rows) -> None:
+def _keep(into: Tensor, values: Tensor, held: Integers) -> None:
     """into[held] ← values where this member has the run."""
     own = (held >= 0).nonzero()[0]
     if len(own):

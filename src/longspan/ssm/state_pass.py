@@ -16,12 +16,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan.comm import SequenceShard
-from longspan.comm.graphs import outside_graphs
+from longspan.comm.shard import outside_graphs
 from longspan.errors import LayoutError
 from longspan.ssm.chains import Chains, chains_of
 from longspan.ssm.folds import Owed, Sent
 from longspan.ssm.kernels import TORCH, Inputs, Kernel, Recurrence, choose
 from longspan.ssm.kernels.call import Saved, state_dtype
+from longspan.ssm.kernels.packages import fla_function, fla_lacks
+
+
+def unit(x: Tensor, epsilon: float) -> Tensor:
+    """x / √(Σ x² + epsilon) over the last dimension; float32 of half precision, which kernels of GPUs round again."""
+    if not fla_lacks(x.dtype, x.device):
+        return fla_function("modules.norm.l2norm", "l2norm")(x, epsilon)
+    x = x if x.dtype == torch.float64 else x.float()
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + epsilon)
 
 
 @outside_graphs

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from longspan.attention.call import AttentionCall, Saved
-from longspan.attention.geometry.launch import DenseCall, Launch, dense_calls, visible
-from longspan.attention.geometry.tiles import Tile
-from longspan.attention.sums.rows import accumulation_dtype, padded
+from longspan.attention.rows import accumulation_dtype, padded
+from longspan.attention.tiles import DenseCall, Launch, Tile, dense_calls, visible
 
 _BAND_ROWS = 256  # query rows of a band whose mask is held at once
 

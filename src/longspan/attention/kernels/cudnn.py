@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from longspan.attention.call import AttentionCall, Saved
-from longspan.attention.geometry.launch import DenseCall, Launch, dense_calls
-from longspan.attention.geometry.tiles import Tile, Tiling
 from longspan.attention.kernels import reference
-from longspan.attention.sums.rows import accumulation_dtype, padded
+from longspan.attention.rows import accumulation_dtype, padded
+from longspan.attention.tiles import DenseCall, Launch, Tile, Tiling, dense_calls
 
 _CAPABILITIES = (9, 10)
 _VERSION = 91100  # from it on, query heads of 192 with values of 128

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from longspan.attention.call import AttentionCall, Saved
-from longspan.attention.geometry.launch import Launch
-from longspan.attention.sums.rows import padded
+from longspan.attention.rows import padded
+from longspan.attention.tiles import Launch
 
 _CAPABILITIES = (9, 10, 11)
 _HEAD_SIZES = 32  # multiples of this are right

@@ -8,11 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttentionCall, Saved
-from longspan.attention.dropout import Dropout
-from longspan.attention.geometry.launch import Launch, visible
-from longspan.attention.geometry.tiles import Tile
-from longspan.attention.sums.rows import accumulation_dtype
+from longspan.attention.call import AttentionCall, Dropout, Saved
+from longspan.attention.rows import accumulation_dtype
+from longspan.attention.tiles import Launch, Tile, visible
 
 _BYTES_AT_ONCE = 256 << 20  # of the scores of a piece and all that is made of them
 # Of a score in its dtype at the fullest moment, in backward: weight, its gradient, slope of softcap, factor.

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from longspan.attention.call import AttentionCall, Saved
-from longspan.attention.geometry.launch import Launch
-from longspan.attention.sums.rows import joined_heads, padded
+from longspan.attention.rows import joined_heads, padded
+from longspan.attention.tiles import Launch
 
 MOST = 2**31 - 1  # elements of the sums for dq
 _BLOCK_ROWS = 128

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from longspan.attention.call import AttentionCall, Saved
-from longspan.attention.geometry.launch import Launch
+from longspan.attention.tiles import Launch
 
 _PAIRS = 16  # (row, head) pairs whose sums one program takes
 LARGEST = 512

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from longspan.comm.failure.watch import Watch
+from longspan.comm.watch import Watch
 from longspan.errors import CommError
 
 ParentName = Literal["plane", "everyone", "pipeline", "tp"]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from longspan.comm.groups.channel import Channel, wide
-from longspan.comm.host_arrays import to_device
+from longspan.comm.shard_part import to_device
 from longspan.layout.row_moves import RowMoves
-from longspan.layout.segments import Rows
+from longspan.layout.segments import Integers
 
 Pair = tuple[Tensor, Tensor]
 
@@ -79,7 +79,7 @@ def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
     )
 
 
-def _rows_by_name(moves: RowMoves, arriving: int, direct: bool) -> dict[str, Rows]:
+def _rows_by_name(moves: RowMoves, arriving: int, direct: bool) -> dict[str, Integers]:
     """The indices of DeviceMoves, but for pairs, by its names."""
     none = moves.places[:0]
     local, arrived = (none, none) if direct else _straight(moves, arriving)
@@ -97,12 +97,12 @@ def _rows_by_name(moves: RowMoves, arriving: int, direct: bool) -> dict[str, Row
     }
 
 
-def _in_pool(places: Rows, moves: RowMoves, arriving: int) -> Rows:
+def _in_pool(places: Integers, moves: RowMoves, arriving: int) -> Integers:
     """Places in the pool of RowMoves; where nothing arrives, in x, which is then the pool."""
     return places if arriving else moves.stays[places]
 
 
-def _straight(moves: RowMoves, arriving: int) -> tuple[Rows, Rows]:
+def _straight(moves: RowMoves, arriving: int) -> tuple[Integers, Integers]:
     """`local` and `arrived`, both empty where the result is made from the pool."""
     arrived = np.flatnonzero((moves.places >= 0) & (moves.places < arriving))
     in_order = arrived[np.argsort(moves.places[arrived], kind="stable")]
@@ -115,12 +115,12 @@ def _straight(moves: RowMoves, arriving: int) -> tuple[Rows, Rows]:
     return stays[np.maximum(moves.places, 0)], in_order
 
 
-def _on_device(arrays: Sequence[Rows], device: torch.device) -> list[Tensor]:
+def _on_device(arrays: Sequence[Integers], device: torch.device) -> list[Tensor]:
     joined = to_device(np.concatenate(arrays), device)
     return list(joined.split([len(array) for array in arrays]))
 
 
-def _run(rows: Rows) -> slice | None:
+def _run(rows: Integers) -> slice | None:
     """Rows that follow each other, or none, as a slice."""
     if not len(rows):
         return slice(0, 0)

@@ -14,8 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from longspan.comm.groups.channel import Channel
-from longspan.comm.groups.handle import Handle
+from longspan.comm.groups.channel import Channel, Handle
 
 Block = tuple[Tensor, ...]
 

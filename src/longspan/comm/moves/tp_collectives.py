@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from longspan.comm.groups.channel import Channel, _all_gather_single, wide
-from longspan.comm.groups.handle import EVENT_BYTES
+from longspan.comm.groups.channel import EVENT_BYTES, Channel, _all_gather_single, wide
 from longspan.comm.world import world_of
 
 Gradient = Literal["identical", "partial"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.attention import AttentionCall, Mask, choose
-from longspan.attention.dropout import Dropout
+from longspan.attention.call import Dropout
 from longspan.attention.kernels import named
 from longspan.errors import AttentionError, ModelError
 from longspan.model.layers import decoder_layers

@@ -8,7 +8,7 @@ import numpy as np
 
 from longspan.errors import PlanError
 from longspan.layout import Layout, Partition
-from longspan.layout.segments import Rows
+from longspan.layout.segments import Integers
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
 from longspan.plan.dynamic.planner import plan_dynamic
 from longspan.plan.items.item_table import ItemRows, ItemTable, ModalityRows
@@ -52,7 +52,7 @@ class ModalityPlan:
     plan: Plan
     rows: ModalityRows
     waves: tuple[Wave, ...]
-    wave_of_row: Rows
+    wave_of_row: Integers
     needed: dict[int, list[ItemRows]] = field(repr=False)
     ahead: tuple[dict[int, list[ItemRows]], ...] = field(default=(), repr=False)
     split_over_tp: bool = False
@@ -113,7 +113,7 @@ def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, plannin
     return ModalityPlan(plan, rows, tuple(waves), wave_of_row, needed, ahead, needed_by.split_over_tp)
 
 
-def _in_order(depths: Sequence[Sequence[ItemRows]]) -> Rows:
+def _in_order(depths: Sequence[Sequence[ItemRows]]) -> Integers:
     """The rows that a rank needs, micro-batch by micro-batch, and of each depth after depth."""
     parts = [part.row for of_micro_batch in zip(*depths, strict=True) for part in of_micro_batch]
     return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
@@ -128,7 +128,7 @@ def _check_largest(table: ItemTable, rows: ModalityRows, planning: EncoderPlanni
         )
 
 
-def _wave_of_row(rows: ModalityRows, micro_batches: Sequence[MicroBatch]) -> Rows:
+def _wave_of_row(rows: ModalityRows, micro_batches: Sequence[MicroBatch]) -> Integers:
     wave_of_item = np.zeros(len(rows.items), dtype=np.int64)
     for index, micro_batch in enumerate(micro_batches):
         for group in micro_batch.groups:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from longspan.layout import Layout
-from longspan.layout.segments import Rows, expand
+from longspan.layout.segments import Integers, expand
 from longspan.plan.items.item_table import ItemRows, ModalityRows
 from longspan.plan.micro_batch import MicroBatch
 
@@ -56,9 +56,9 @@ def rows_needed(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) -> dict
     return needed
 
 
-def rows_encoded(rows: ModalityRows, wave: MicroBatch, home: Layout) -> dict[int, Rows]:
+def rows_encoded(rows: ModalityRows, wave: MicroBatch, home: Layout) -> dict[int, Integers]:
     """For every rank, which rows it has once a wave is encoded; a wave's documents are items of the modality."""
-    encoded: dict[int, Rows] = {}
+    encoded: dict[int, Integers] = {}
     for slot in range(home.slots):
         parts = [_NONE]
         for _, group in wave.groups_of(slot):

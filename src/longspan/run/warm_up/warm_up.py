@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from longspan.comm.all_ranks import LogLine
-from longspan.comm.failure.watch import is_out_of_memory
+from longspan.comm.watch import is_out_of_memory
 from longspan.data.synthetic import synthetic_documents
 from longspan.errors import ConfigError, counted
 from longspan.model.multimodal.multimodal_model import language_model_of

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from longspan.layout.segments import Rows
+from longspan.layout.segments import Integers
 from longspan.ssm.kernels.runs import LocalRuns
 
 
@@ -52,7 +52,7 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 class Forward(Protocol):
     """The forward pass over some runs."""
 
-    def summaries(self, leaving: Rows, carrying: Rows) -> tuple[Tensor, Tensor]:
+    def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
         """B (n, H, K, V) of the runs `leaving` and M of the runs `carrying`, S_out = M S_in + B.
 
         M is (m, H, K, K), without a delta term (m, H, 1, 1).
@@ -72,7 +72,7 @@ class Forward(Protocol):
 class Backward(Protocol):
     """The backward pass over some runs."""
 
-    def owed(self, runs: Rows) -> Tensor:
+    def owed(self, runs: Integers) -> Tensor:
         """(n, H, K, V): gradients of the outputs to the states that enter these runs, final states having none."""
         ...
 

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from longspan.comm import to_device
-from longspan.layout.segments import Rows
+from longspan.layout.segments import Integers
+
+
+def moved(transition: Tensor, state: Tensor, added: Tensor) -> Tensor:
+    """M S + B of (n, H, ·, ·); a transition of one number a head is (n, H, 1, 1)."""
+    if transition.shape[2:] == (1, 1):
+        return torch.addcmul(added, transition, state)
+    shape = added.shape
+    return torch.baddbmm(added.flatten(0, 1), transition.flatten(0, 1), state.flatten(0, 1)).view(shape)
+
 
 Flags = npt.NDArray[np.bool_]
 CHUNK = 64  # rows of a chunk of the kernels of flash-linear-attention
@@ -21,7 +30,9 @@ class LocalRuns:
     Each is cut into chunks of `chunk` rows, of which the last may be shorter.
     """
 
-    def __init__(self, lengths: Rows, device: torch.device, shared: Flags | None = None, *, chunk: int = CHUNK) -> None:
+    def __init__(
+        self, lengths: Integers, device: torch.device, shared: Flags | None = None, *, chunk: int = CHUNK
+    ) -> None:
         self.lengths, self.device, self.chunk = lengths, device, chunk
         self.shared = np.zeros(len(lengths), dtype=bool) if shared is None else shared
         self.pieces: dict[int, Any] = {}  # by heads
@@ -36,7 +47,7 @@ class LocalRuns:
         return self._of_chunks[chunk]
 
     @property
-    def starts(self) -> Rows:
+    def starts(self) -> Integers:
         """The first row of each run."""
         return np.cumsum(self.lengths) - self.lengths
 
@@ -90,33 +101,33 @@ class LocalRuns:
         return len(self._first_rows)
 
     @cached_property
-    def _run_of_chunk(self) -> Rows:
+    def _run_of_chunk(self) -> Integers:
         return np.repeat(np.arange(len(self.lengths)), self._chunks)
 
     @cached_property
-    def _place_of_chunk(self) -> Rows:
+    def _place_of_chunk(self) -> Integers:
         return np.arange(int(self._chunks.sum())) - np.repeat(np.cumsum(self._chunks) - self._chunks, self._chunks)
 
     @cached_property
-    def _first_rows(self) -> Rows:
+    def _first_rows(self) -> Integers:
         return self.starts[self._run_of_chunk] + self._place_of_chunk * self.chunk
 
     @cached_property
-    def _sizes(self) -> Rows:
+    def _sizes(self) -> Integers:
         return np.minimum(self.lengths[self._run_of_chunk] - self._place_of_chunk * self.chunk, self.chunk)
 
-    def _device(self, rows: Rows) -> Tensor:
+    def _device(self, rows: Integers) -> Tensor:
         return to_device(np.ascontiguousarray(rows), self.device)
 
 
-def taken(x: Tensor, rows: Rows) -> Tensor:
+def taken(x: Tensor, rows: Integers) -> Tensor:
     """These rows of x, a view where they are consecutive."""
     if _consecutive(rows):
         return x[int(rows[0]) : int(rows[-1]) + 1]
     return x.index_select(0, on_device(rows, x.device))
 
 
-def put(into: Tensor, rows: Rows, values: Tensor) -> None:
+def put(into: Tensor, rows: Integers, values: Tensor) -> None:
     """into[rows] ← values."""
     if _consecutive(rows):
         into[int(rows[0]) : int(rows[-1]) + 1].copy_(values)
@@ -124,11 +135,11 @@ def put(into: Tensor, rows: Rows, values: Tensor) -> None:
         into.index_copy_(0, on_device(rows, into.device), values)
 
 
-def _consecutive(rows: Rows) -> bool:
+def _consecutive(rows: Integers) -> bool:
     return len(rows) > 0 and bool((np.diff(rows) == 1).all())
 
 
-def on_device(rows: Rows, device: torch.device) -> Tensor:
+def on_device(rows: Integers, device: torch.device) -> Tensor:
     """Row numbers as an index; the same few are asked for by every layer, and go there once."""
     return _uploaded(np.ascontiguousarray(rows, dtype=np.int64).tobytes(), device)
 

@@ -4,21 +4,20 @@ from collections.abc import Sequence
 
 import torch
 
-from longspan.ssm.kernels import fla
-from longspan.ssm.kernels.asked import PACKAGES, TORCH_ALONE, check_names, refuse
-from longspan.ssm.kernels.by_torch import TorchBackward, TorchForward
+from longspan.ssm.kernels import by_mamba_ssm, decay, delta
 from longspan.ssm.kernels.call import Kernel, Recurrence
-from longspan.ssm.kernels.convolutions.by_causal_conv1d import PACKAGE_CONVOLUTION
-from longspan.ssm.kernels.decay import by_fla, by_mamba_ssm
-from longspan.ssm.kernels.delta import by_channel
-from longspan.ssm.kernels.delta import by_fla as delta_by_fla
+from longspan.ssm.kernels.convolutions import PACKAGE_CONVOLUTION
+from longspan.ssm.kernels.packages import PACKAGES, TORCH_ALONE, check_names, fla_lacks, refuse
+from longspan.ssm.kernels.scan import TorchBackward, TorchForward
 
 TORCH = Kernel("torch", lambda _: "", TorchForward, TorchBackward)
-MAMBA = Kernel(by_mamba_ssm.NAME, by_mamba_ssm.lacks, by_mamba_ssm.MambaForward, by_mamba_ssm.MambaBackward, half=True)
+MAMBA = Kernel(
+    by_mamba_ssm.NAME, by_mamba_ssm.mamba_lacks, by_mamba_ssm.MambaForward, by_mamba_ssm.MambaBackward, half=True
+)
 _KERNELS = (
-    Kernel("fla", delta_by_fla.lacks, delta_by_fla.DeltaForward, delta_by_fla.DeltaBackward, half=True),
-    Kernel("fla", by_channel.lacks, by_channel.KimiForward, by_channel.KimiBackward, half=True),
-    Kernel("fla", by_fla.lacks, by_fla.DecayForward, by_fla.DecayBackward, half=True),
+    Kernel("fla", delta.delta_lacks, delta.DeltaForward, delta.DeltaBackward, half=True),
+    Kernel("fla", delta.kimi_lacks, delta.KimiForward, delta.KimiBackward, half=True),
+    Kernel("fla", decay.decay_lacks, decay.DecayForward, decay.DecayBackward, half=True),
     TORCH,
 )
 
@@ -53,6 +52,6 @@ def kernels_here(dtype: torch.dtype, device: torch.device, asked: Sequence[str] 
         return "torch's operations, as asked for"
     named = " and ".join(f"{name} ({tried})" for name, tried in PACKAGES.items() if name in asked)
     by_name = f"{named}, as asked for, and " if named else ""
-    if not (lacking := fla.lacks(dtype, device)):
+    if not (lacking := fla_lacks(dtype, device)):
         return f"{by_name}flash-linear-attention's kernels"
     return f"{by_name}torch's operations" + (f" (faster kernels want {lacking})" if device.type == "cuda" else "")

@@ -5,22 +5,67 @@ once: the sums over chunks that follow are cheap, so that a run's summary costs 
 chunks: Dao and Gu, "Transformers are SSMs" (arXiv 2405.21060) §6.
 """
 
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from longspan.layout.segments import Rows
-from longspan.ssm.kernels import fla
+from longspan.layout.segments import Integers
 from longspan.ssm.kernels.call import Inputs, Recurrence, Saved
-from longspan.ssm.kernels.decay.faded_sums import faded_sums
-from longspan.ssm.kernels.fla_calls import batch_of_one, cumulative, indices, of_inputs
+from longspan.ssm.kernels.packages import batch_of_one, cumulative, fla_function, fla_lacks, indices, of_inputs
 from longspan.ssm.kernels.runs import CHUNK, LocalRuns, taken
 
+_BLOCK = 1024
 
-def lacks(recurrence: Recurrence) -> str:
+
+def faded_sums(
+    added: Tensor,
+    decays: Tensor,
+    states: Tensor,
+    runs: LocalRuns,
+    *,
+    into: Tensor | None = None,
+    backwards: bool = False,
+) -> Tensor:
+    """The final state (R, H, K, V) of each run, from `states` (R, H, K, V), float32.
+
+    added (N, G, K, H / G · V) float32 and decays (N, H) in base 2 of each chunk. `into` (1, N, H, K, V) gets the state
+    before each chunk. `backwards`: chunks in reverse, for gradients: what is kept for a chunk is its final state's.
+    """
+    final = torch.empty_like(states)
+    heads, size, width = states.shape[1:]
+    grid = (-(-size * width // _BLOCK), heads, len(states))
+    _kernel()[grid](
+        added,
+        decays,
+        states.contiguous(),
+        final,
+        added if into is None else into,
+        runs.chunk_ends,
+        HEADS=heads,
+        SHARED=heads // added.shape[1],
+        SIZE=size,
+        WIDTH=width,
+        BLOCK=_BLOCK,
+        KEEP=into is not None,
+        BACKWARDS=backwards,
+    )
+    return final
+
+
+@cache
+def _kernel() -> Any:
+    from longspan.ssm.kernels.state_kernels import faded_sums_kernel
+
+    return faded_sums_kernel
+
+
+def decay_lacks(recurrence: Recurrence) -> str:
     """What it would need; "" for nothing."""
     if recurrence.delta:
         return "a recurrence without a delta term"
-    return fla.lacks(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
+    return fla_lacks(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
 
 
 class _Decays:
@@ -49,7 +94,7 @@ class DecayForward:
         self._added = added(inputs.k, inputs.v, self._decays.to_end(), runs)
         self.kept = (self._decays.g,)
 
-    def summaries(self, leaving: Rows, carrying: Rows) -> tuple[Tensor, Tensor]:
+    def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
         """See `Forward`."""
         heads, size, width = self._inputs.state_shape
         zero = self._inputs.k.new_zeros((len(self._runs.lengths), heads, size, width), dtype=torch.float32)
@@ -62,7 +107,7 @@ class DecayForward:
         q, k, v, _ = batch_of_one(self._inputs)
         h = v.new_empty((1, self._runs.chunks, *self._inputs.state_shape))
         faded_sums(self._added, self._decays.whole, states, self._runs, into=h)
-        out = fla.function("ops.common.chunk_o", "chunk_fwd_o")
+        out = fla_function("ops.common.chunk_o", "chunk_fwd_o")
         given = {"q": q, "k": k, "v": v, "h": h, "g": self._decays.g}
         return out(**given, scale=self._scale, chunk_size=CHUNK, **indices(self._runs)).squeeze(0)
 
@@ -77,7 +122,7 @@ class DecayBackward:
         self._read = added(inputs.q, self._do, scale * self._decays.from_start(), runs)
         self._h = inputs.v[:0]
 
-    def owed(self, runs: Rows) -> Tensor:
+    def owed(self, runs: Integers) -> Tensor:
         """See `Backward`."""
         zero = torch.zeros_like(self._saved.states)
         owed = faded_sums(self._read, self._decays.whole, zero, self._runs, backwards=True)
@@ -97,9 +142,9 @@ class DecayBackward:
         faded_sums(self._read, self._decays.whole, leaving, self._runs, into=dh, backwards=True)
         given = {"q": q, "k": k, "g": self._decays.g, "do": self._do.unsqueeze(0), "dh": dh, "scale": self._scale}
         shared = {"chunk_size": CHUNK, **indices(self._runs)}
-        reading = fla.function("ops.common.chunk_o", "chunk_bwd_dqkwg")
+        reading = fla_function("ops.common.chunk_o", "chunk_bwd_dqkwg")
         dq, dk, _, dg = reading(**given, v=v, h=self._h, **shared)
-        dv = fla.function("ops.common.chunk_o", "chunk_bwd_dv")(**given, **shared)
+        dv = fla_function("ops.common.chunk_o", "chunk_bwd_dv")(**given, **shared)
         dg = cumulative(dg.squeeze(0), self._runs, reverse=True).unsqueeze(-1)
         return of_inputs((dq, dk, dv, dg), self._inputs)
 

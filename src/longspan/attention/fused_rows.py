@@ -22,7 +22,7 @@ _compiled: dict[Hashable, Any] = {}
 @cache
 def kernels() -> Any:
     """The module of the kernels; None without Triton."""
-    return None if find_spec("triton") is None else import_module("longspan.attention.sums.triton_kernels")
+    return None if find_spec("triton") is None else import_module("longspan.attention.row_kernels")
 
 
 def merge_(total_out: Tensor, total_lse: Tensor, rows: slice | Tensor, out: Tensor, lse: Tensor) -> None:

@@ -4,15 +4,67 @@
 number); backwards q, do and dv besides, without u.
 """
 
+from functools import cache
+from typing import Any
+
 import numpy as np
+import torch
 from torch import Tensor
 
-from longspan.layout.segments import Rows
-from longspan.ssm.kernels import fla
-from longspan.ssm.kernels.delta.maps import Named, maps_of, owed_of
-from longspan.ssm.kernels.delta.pieces import Pieces
-from longspan.ssm.kernels.fla_calls import indices
+from longspan.layout.segments import Integers
+from longspan.ssm.kernels.packages import fla_function, indices
+from longspan.ssm.kernels.pieces import Pieces
 from longspan.ssm.kernels.runs import CHUNK, LocalRuns, taken
+
+Named = dict[str, Tensor]
+_COLUMNS = 64  # of a program
+_NARROW = 128  # key numbers up to which a program of four warps keeps a state in registers
+
+
+def maps_of(rows: Named, runs: LocalRuns) -> tuple[Tensor, Tensor]:
+    """B (R, H, K, V) and M (R, H, K, K) of S_out = M S_in + B of each run, float32."""
+    heads, size, width, count = *rows["w"].shape[2:], rows["u"].shape[-1], len(runs.lengths)
+    states, transitions = (_single(rows, count, heads, size, n) for n in (width, size))
+    blocks = -(-width // _COLUMNS) + -(-size // _COLUMNS)
+    given = [rows["k"], rows["w"], rows["u"], _decays(rows), states, transitions, runs.ends]
+    if count:  # a rank alone compiles nothing
+        _kernel("maps_kernel")[blocks, heads, count](*given, **_sizes(rows, width, runs.chunk))
+    return states, transitions
+
+
+def owed_of(rows: Named, runs: LocalRuns, scale: float) -> Tensor:
+    """(R, H, K, V) float32: gradients of the outputs to the states that enter runs, final states having none."""
+    heads, size, width, count = *rows["w"].shape[2:], rows["dv"].shape[-1], len(runs.lengths)
+    owed = _single(rows, count, heads, size, width)
+    given = [rows[name] for name in ("q", "k", "w")] + [_decays(rows), rows["do"], rows["dv"], owed, runs.ends, scale]
+    shared = {"Q_SHARED": heads // rows["q"].shape[2], **_sizes(rows, width, runs.chunk)}
+    _kernel("owed_kernel")[-(-width // _COLUMNS), heads, count](*given, **shared)
+    return owed
+
+
+def _sizes(rows: Named, width: int, chunk: int) -> dict[str, Any]:
+    heads, size = rows["w"].shape[2:]
+    keys = max(16, 1 << (size - 1).bit_length())
+    sizes = {"HEADS": heads, "SHARED": heads // rows["k"].shape[2], "SIZE": size, "WIDTH": width, "CHUNK": chunk}
+    blocks = {"KEYS": keys, "COLUMNS": _COLUMNS, "BY_CHANNEL": "gk" in rows}
+    narrow = keys <= _NARROW
+    return {**sizes, **blocks, "num_warps": 4 if narrow else 8, "num_stages": 3 if narrow else 1}
+
+
+def _decays(rows: Named) -> Tensor:
+    return rows["gk"] if "gk" in rows else rows["g"]
+
+
+def _single(rows: Named, *shape: int) -> Tensor:
+    return rows["w"].new_empty(shape, dtype=torch.float32)
+
+
+@cache
+def _kernel(name: str) -> Any:
+    from longspan.ssm.kernels import state_kernels as maps_kernels
+
+    return getattr(maps_kernels, name)
+
 
 _MODULE = "ops.common.chunk_delta_h"
 
@@ -25,7 +77,7 @@ class DeltaStates:
         some, inside = pieces.with_maps
         self._states, self.transitions = maps_of({name: x[:, inside] for name, x in rows.items()}, some)
 
-    def summaries(self, leaving: Rows, carrying: Rows) -> tuple[Tensor, Tensor]:
+    def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
         """See `Forward`."""
         either = np.union1d(leaving, carrying)
         states, transitions = self._pieces.maps_of_runs(self._states, self.transitions, either)
@@ -39,7 +91,7 @@ class DeltaStates:
 
 def states_of_chunks(rows: Named, states: Tensor, runs: LocalRuns) -> tuple[Tensor, Tensor]:
     """The state that enters each chunk, and the values that its rows add to it."""
-    scanning = fla.function(_MODULE, "chunk_gated_delta_rule_fwd_h")
+    scanning = fla_function(_MODULE, "chunk_gated_delta_rule_fwd_h")
     h, new, _ = scanning(**rows, initial_state=states, chunk_size=CHUNK, chunk_offsets=runs.chunk_ends, **indices(runs))
     return h, new
 
@@ -51,7 +103,7 @@ class DeltaGradients:
         self._rows, self._pieces, self._transitions, self._scale = rows, pieces, transitions, scale
         self._owed: Tensor | None = None
 
-    def owed(self, runs: Rows) -> Tensor:
+    def owed(self, runs: Integers) -> Tensor:
         """See `Backward`."""
         return self._pieces.owed_by_runs(self._of_pieces(), self._transitions, runs)
 
@@ -62,7 +114,7 @@ class DeltaGradients:
 
     def of_chunks(self, states: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients at the states that leave chunks, and at the values that rows add, from those of pieces."""
-        scanning, runs = fla.function(_MODULE, "chunk_gated_delta_rule_bwd_dhu"), self._pieces.runs
+        scanning, runs = fla_function(_MODULE, "chunk_gated_delta_rule_bwd_dhu"), self._pieces.runs
         where = {"chunk_size": CHUNK, "chunk_offsets": runs.chunk_ends, **indices(runs)}
         dh, _, dv = scanning(**self._rows, h0=states, dht=leaving, scale=self._scale, **where)
         return dh, dv

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.layout.segments import Rows
-from longspan.ssm.kernels.asked import lacks_package
+from longspan.layout.segments import Integers
 from longspan.ssm.kernels.call import Inputs, Recurrence, Saved
-from longspan.ssm.kernels.decay.faded_sums import faded_sums
+from longspan.ssm.kernels.decay import faded_sums
+from longspan.ssm.kernels.packages import lacks_package
 from longspan.ssm.kernels.runs import LocalRuns, taken
 
 NAME = "mamba_ssm"
@@ -26,7 +26,7 @@ _CHUNK = 128
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
-def lacks(recurrence: Recurrence) -> str:
+def mamba_lacks(recurrence: Recurrence) -> str:
     """What it would need; "" for nothing."""
     if recurrence.delta:
         return "a recurrence without a delta term"
@@ -83,7 +83,7 @@ class MambaForward:
         self._inputs, self._chunks = inputs, _Chunks(inputs, runs, scale)
         self.kept = ()
 
-    def summaries(self, leaving: Rows, carrying: Rows) -> tuple[Tensor, Tensor]:
+    def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
         """See `Forward`."""
         chunks, (heads, size, width) = self._chunks, self._inputs.state_shape
         zero = chunks.sums.new_zeros((len(chunks.runs.lengths), heads, width, size))
@@ -112,7 +112,7 @@ class MambaBackward:
         self._read = reading(chunks.c, chunks.sums, self._dout, dtype=torch.float32).squeeze(0)
         self._h = inputs.v[:0]
 
-    def owed(self, runs: Rows) -> Tensor:
+    def owed(self, runs: Integers) -> Tensor:
         """See `Backward`."""
         zero = torch.zeros_like(self._states)
         return taken(self._sums(zero), runs).mT

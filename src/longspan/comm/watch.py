@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Work
 
-from longspan.comm.failure.reports import FailureReports
+from longspan.comm.failure_reports import FailureReports
 from longspan.errors import CommError, LongspanError
 from longspan.layout.layout import short
 

@@ -76,7 +76,7 @@ def write_first_kernel(
 
 
 @triton.jit
-def owed_kernel(
+def arrived_gradients_kernel(
     owed,
     dout,
     x,

@@ -10,9 +10,8 @@ from functools import cached_property
 import numpy as np
 from torch import Tensor
 
-from longspan.layout.segments import Rows
-from longspan.ssm.kernels.affine import moved
-from longspan.ssm.kernels.runs import CHUNK, LocalRuns, put, taken
+from longspan.layout.segments import Integers
+from longspan.ssm.kernels.runs import CHUNK, LocalRuns, moved, put, taken
 
 _AT_ONCE = 64  # pieces times heads that fill a GPU
 _SHORTEST = 8 * CHUNK
@@ -48,7 +47,7 @@ class Pieces:
         """Whether any run has several pieces."""
         return bool((self._counts > 1).any())
 
-    def maps_of_runs(self, states: Tensor, transitions: Tensor, runs: Rows) -> tuple[Tensor, Tensor]:
+    def maps_of_runs(self, states: Tensor, transitions: Tensor, runs: Integers) -> tuple[Tensor, Tensor]:
         """B and M of some shared runs from those of pieces. May be views of these."""
         first = self._starts[runs] - self.first
         b, m = taken(states, first), taken(transitions, first)
@@ -72,7 +71,7 @@ class Pieces:
             put(found, before + 1, moved(taken(transitions, mine), taken(found, before), taken(states, mine)))
         return found
 
-    def owed_by_runs(self, owed: Tensor, transitions: Tensor, runs: Rows) -> Tensor:
+    def owed_by_runs(self, owed: Tensor, transitions: Tensor, runs: Integers) -> Tensor:
         """Gradients (n, H, K, V) at the states that enter some shared runs, from those at the states of pieces."""
         last = self._starts[runs] + self._counts[runs] - 1
         found = taken(owed, last - self.first)
@@ -97,7 +96,7 @@ class Pieces:
         return found
 
 
-def _replaced(x: Tensor, rows: Rows, values: Tensor) -> Tensor:
+def _replaced(x: Tensor, rows: Integers, values: Tensor) -> Tensor:
     """x with these rows replaced; x may be a view of something else."""
     if len(rows) == len(x):
         return values

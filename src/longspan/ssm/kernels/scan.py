@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from longspan.comm import to_device
-from longspan.layout.segments import Rows, expand
+from longspan.layout.segments import Integers, expand
+from longspan.ssm.kernels.call import Inputs, Saved, state_dtype
+from longspan.ssm.kernels.runs import LocalRuns, taken
 
 CHUNK = 32
 _CHUNK_BY_CHANNEL = 16  # where each key number has a decay of its own: pairs of rows times key numbers are held
@@ -52,7 +54,7 @@ def _chunks(lengths: tuple[int, ...], chunk: int, device: torch.device) -> _Chun
 
 
 def scan(
-    q: Tensor | None, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, initial: Tensor, lengths: Rows
+    q: Tensor | None, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, initial: Tensor, lengths: Integers
 ) -> tuple[Tensor, Tensor]:
     """o (T, H, V) of all runs and the final state (R, H, K, V) of each, from `initial` (R, H, K, V).
 
@@ -118,7 +120,7 @@ def _products(a: Tensor, b: Tensor, fades: Tensor) -> Tensor:
 
 
 def summaries(
-    k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, lengths: Rows, leaving: Rows, carrying: Rows
+    k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, lengths: Integers, leaving: Integers, carrying: Integers
 ) -> tuple[Tensor, Tensor]:
     """B (n, H, K, V) of the runs `leaving` and M of the runs `carrying`, of S_out = M S_in + B.
 
@@ -144,3 +146,57 @@ def summaries(
     wide = torch.cat([v, v.new_zeros((len(v), heads, size))], -1)
     state = scan(None, k, wide, g, beta, torch.cat([zero, unit], -1), lengths[wanted])[1]
     return state[..., :width].index_select(0, at[0]), state[..., width:].index_select(0, at[1])
+
+
+class TorchForward:
+    """A forward pass; see `Forward`."""
+
+    def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
+        self._inputs, self._runs = _spread(inputs, scale), runs
+        self.kept = ()
+
+    def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
+        """See `Forward`."""
+        _, k, v, g, beta = self._inputs
+        return summaries(k, v, g, beta, self._runs.lengths, leaving, carrying)
+
+    def outputs(self, states: Tensor) -> Tensor:
+        """See `Forward`."""
+        return scan(*self._inputs, states, self._runs.lengths)[0]
+
+
+class TorchBackward:
+    """The scan once more, with gradients; see `Backward`."""
+
+    def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: Saved) -> None:
+        self._dout = saved.dout
+        with torch.enable_grad():
+            self._leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
+            self._start = saved.states.detach().requires_grad_()
+            wide = _spread(Inputs(*self._leaves), scale)  # pyright: ignore[reportArgumentType]
+            self._out, self._final = scan(*wide, self._start, runs.lengths)
+
+    def owed(self, runs: Integers) -> Tensor:
+        """See `Backward`."""
+        (owed,) = torch.autograd.grad(self._out, self._start, self._dout, retain_graph=True, allow_unused=True)
+        owed = torch.zeros_like(self._start) if owed is None else owed
+        return taken(owed, runs)
+
+    def prepare(self) -> None:
+        """Nothing: the scan has run."""
+
+    def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
+        """See `Backward`."""
+        leaves = [x for x in self._leaves if x is not None]
+        if not len(self._dout):
+            return tuple(torch.zeros_like(x) for x in leaves)
+        return torch.autograd.grad((self._out, self._final), leaves, (self._dout, leaving))
+
+
+def _spread(inputs: Inputs, scale: float) -> Inputs:
+    """With as many heads of q and k as v has, and q scaled; in the dtype of states."""
+    q, k, v, g, beta = (None if x is None else x.to(state_dtype(x.dtype)) for x in inputs)
+    assert q is not None and k is not None and v is not None and g is not None
+    groups = v.shape[1] // k.shape[1]
+    q, k = (x if groups == 1 else x.repeat_interleave(groups, 1) for x in (q * scale, k))
+    return Inputs(q, k, v, g, beta)

@@ -13,11 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.attention.geometry.launch import Launch, Tokens
-from longspan.attention.geometry.mask import Mask, is_narrow
-from longspan.attention.geometry.span_tiles import span_tiles
-from longspan.attention.geometry.tiles import Rows
-from longspan.attention.geometry.tiles_between import tiles_between
+from longspan.attention.tiles import Launch, Rows, Tokens
+from longspan.attention.tiles_between import Mask, is_narrow, span_tiles, tiles_between
 from longspan.comm import Channel, ShardPart, to_device, world_of
 from longspan.layout import Segments
 from longspan.layout.segments import expand, segments_of

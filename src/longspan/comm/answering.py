@@ -11,8 +11,8 @@ import sys
 import threading
 import time
 
-from longspan.comm.failure.reports import ANSWER_SECONDS, FailureReports
-from longspan.comm.failure.watch import Operation, Watch, one_line
+from longspan.comm.failure_reports import ANSWER_SECONDS, FailureReports
+from longspan.comm.watch import Operation, Watch, one_line
 
 SILENT_SECONDS = 60.0  # a store that has not answered for this long is not asked again
 LEFT_SECONDS = 30.0  # once a rank has left with an error, a collective of the others may last this long

@@ -4,13 +4,52 @@ Each pair of runs of one document gives tiles under a mask: all, causal, or a ba
 a `Tiling`, which is one launch. What no tile covers is never computed.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from longspan.attention.geometry.tiles import Rows, Tiling
+from longspan.attention.tiles import Rows, Tiling
 from longspan.layout.segments import Segments, expand
+from longspan.layout.spans import Spans
+
+
+class Mask(NamedTuple):
+    """What a query sees of its document: all keys, those up to its own position, or of those the last `window`.
+
+    With `chunk` c it sees those of its own chunk: a query at position p those from p − p mod c on.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    chunk: int | None = None
+
+    def within(self, lengths: Sequence[int]) -> "Mask":
+        """The same over documents of these lengths: a window or chunk of the longest's length hides nothing: none."""
+        longest = max(lengths, default=0)
+        window, chunk = (None if x is None or x >= longest else x for x in (self.window, self.chunk))
+        return Mask(self.causal, window, chunk)
+
+
+def is_narrow(mask: Mask, lengths: Sequence[int], degree: int) -> bool:
+    """Whether so little is seen of other members' rows that sending those is cheaper than a ring.
+
+    Judged from lengths alone, and so the same on every member: a document lies in at most 2 · degree runs, each of
+    which sees at most window − 1 rows before it, or those from the start of its chunk on (taken for equal runs).
+    Narrow: at most half of the rows that would go round a ring, and at most twice the member's own rows, which is what
+    a ring holds of others.
+    """
+    if degree == 1 or (mask.window is None and mask.chunk is None):
+        return False
+    rows = np.asarray(lengths, dtype=np.int64)
+    foreign_rows = (degree - 1) * rows
+    if mask.window is not None:
+        foreign_rows = np.minimum(foreign_rows, 2 * degree * min(mask.window - 1, int(rows.max())))
+    if mask.chunk is not None:
+        starts = rows[:, None] * np.arange(1, 2 * degree) // (2 * degree)
+        foreign_rows = np.minimum(foreign_rows, (starts % mask.chunk).sum(1))
+    return int(foreign_rows.sum()) <= min((degree - 1) / 2, 2) * int(rows.sum())
 
 
 class TileArrays(NamedTuple):
@@ -193,3 +232,34 @@ def split_at_left(tiles: TileArrays) -> TileArrays:
     banded = some._replace(q_stop=some.q_stop - 1, k_stop=at, left=np.zeros_like(at))
     parts = (tiles.where(~cut), full, banded.where(banded.q_start < banded.q_stop))
     return TileArrays(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+
+def span_tiles(q: Segments, k: Segments, spans: Spans) -> tuple[Tiling, ...]:
+    """The tilings that cover what rows of `q` see of the later rows of their spans among the rows of `k`.
+
+    Whole spans on both sides, however many, are one tiling; the runs of a span that a member holds a part of add few.
+    """
+    if not len(spans):
+        return ()
+    tiles = _later(spans.among(q), spans.among(k))
+    return min((launches_of(arrays) for arrays in (tiles, split_at_left(tiles))), key=len)
+
+
+def _later(q: Segments, k: Segments) -> TileArrays:
+    """Rows of runs of q against the keys of runs of k that come after them; documents are spans."""
+    mine, theirs, _ = pairs_of_runs(q, k)
+    start, k_stop = q.start[mine], k.stop[theirs]
+    stop, k_start = np.minimum(q.stop[mine], k_stop - 1), np.maximum(k.start[theirs], start + 1)
+    to_row, to_key = q.offset[mine] - start, k.offset[theirs] - k.start[theirs]
+    left = k_stop - 1 - stop  # the last row, at position stop − 1, sees keys from position stop on
+    hides = left < k_stop - k_start - 1
+    tiles = TileArrays(
+        q.document[mine],
+        start + to_row,
+        stop + to_row,
+        k_start + to_key,
+        k_stop + to_key,
+        left=np.where(hides, left, -1),
+        right=np.full_like(left, -1),
+    )
+    return tiles.where((start < stop) & (k_start < k_stop))
