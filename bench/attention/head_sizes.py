@@ -198,7 +198,7 @@ def _tensors(layer: Layer, rows: int, seed: int) -> list[Tensor]:
 def _launch(layer: Layer, lengths: tuple[int, ...]) -> Launch:
     left = None if layer.window is None else layer.window - 1
     ends = zip(accumulate(lengths), lengths, strict=True)
-    return Launch(Tiling.of(Tile(end - n, end, end - n, end, left, 0) for end, n in ends), GPU)
+    return Launch(Tiling.from_tiles(Tile(end - n, end, end - n, end, left, 0) for end, n in ends), GPU)
 
 
 def proven(family: str, cases: str) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[AttentionCall]:
     """The calls that were checked and packed, in order."""
     packed: list[AttentionCall] = []
     pack = module.packed_call
-    monkeypatch.setattr(module, "packed_call", lambda *args: packed.append(pack(*args)) or packed[-1])
+    monkeypatch.setattr(module, "pack_call", lambda *args: packed.append(pack(*args)) or packed[-1])
     return packed
 
 
@@ -108,7 +108,7 @@ def test_an_error_of_our_own_comes_out_once_and_unchanged(monkeypatch: pytest.Mo
         calls.append(args)
         raise error
 
-    monkeypatch.setattr(module, "packed_call", fail)
+    monkeypatch.setattr(module, "pack_call", fail)
     with pytest.raises(kind) as raised:
         called(split())
     assert raised.value is error and error.__context__ is None and len(calls) == 1

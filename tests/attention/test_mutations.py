@@ -62,7 +62,7 @@ MUTATIONS = [
     ("attention.rows", "total.index_add_(0, rows,", "total.index_copy_(0, rows,"),
     ("attention.all_gather", "(self._members.degree, -1)).sum(0)", "(self._members.degree, -1))[0]"),
     ("attention.all_to_all", ".sum(2) for x", "[:, :, 0] for x"),
-    ("attention.all_to_all", "summed(of_keys, ", "summed(of_keys[:1], "),
+    ("attention.all_to_all", "sum_addends(of_keys, ", "sum_addends(of_keys[:1], "),
     # rows and heads where they belong
     ("attention.all_gather", "(started.pop().wait(),), order)", "(started.pop().wait(),), order.flip(0))"),
     ("attention.all_to_all", "None if orders is None else orders[1]", "None"),
@@ -74,8 +74,8 @@ MUTATIONS = [
     # sinks
     (
         "attention.rows",
-        "out.mul_(torch.exp(lse - with_sinks).unsqueeze(-1)), with_sinks",
-        "out, with_sinks",
+        "out.mul_(torch.exp(lse - lse_with_sinks).unsqueeze(-1)), lse_with_sinks",
+        "out, lse_with_sinks",
     ),
     ("attention.call", "self.sinks[start:stop]", "self.sinks[: stop - start]"),
     ("attention.call", "total -= (weight *", "total += (weight *"),

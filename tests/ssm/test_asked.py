@@ -162,7 +162,7 @@ def _worst(lengths: tuple[int, ...], partition: str, extras: bool) -> float:
 def test_chunks_of_another_size_hold_the_same_rows() -> None:
     runs = LocalRuns(np.array([70, 1, 64, 130]), CPU)
     for chunk in (32, 128):
-        cut = runs.of_chunks(chunk)
-        assert cut is runs.of_chunks(chunk) and cut.chunks == sum(-(-n // chunk) for n in (70, 1, 64, 130))
+        cut = runs.with_chunks(chunk)
+        assert cut is runs.with_chunks(chunk) and cut.chunks == sum(-(-n // chunk) for n in (70, 1, 64, 130))
         rows = torch.cat([torch.arange(runs.rows), torch.tensor([-1])])[cut.padded]
         assert torch.equal(rows[cut.in_padded], torch.arange(runs.rows)) and len(rows) == cut.chunks * chunk

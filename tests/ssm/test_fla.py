@@ -8,8 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from longspan import Layout, World, bind
-from longspan.ssm import causal_conv, kernel_of, linear_scan
-from longspan.ssm import state_pass as unit
+from longspan.ssm import causal_conv, linear_scan, scan_kernel, unit
 from longspan.ssm.kernels import TORCH, Inputs, Kernel, LocalRuns
 from longspan.ssm.kernels.call import Saved, state_dtype
 from longspan.ssm.kernels.packages import fla_lacks
@@ -63,8 +62,8 @@ def passes(kernel: Kernel, given: Inputs, runs: LocalRuns, name: str) -> dict[st
     forward = kernel.forward(given, runs, 0.7)
     found = dict(zip(("B", "M"), forward.summaries(every, every[1:]), strict=True))
     found["out"] = forward.outputs(states)
-    backward = kernel.backward(given, runs, 0.7, Saved(states, forward.kept, dout))
-    found["owed"] = backward.owed(every[1:])
+    backward = kernel.backward(given, runs, 0.7, Saved(states, forward.activations, dout))
+    found["owed"] = backward.entry_gradients(every[1:])
     backward.prepare()
     gradients = backward.gradients(leaving)
     return found | dict(zip(("dq", "dk", "dv", "dg", "dbeta"), gradients, strict=False))
@@ -75,7 +74,7 @@ def test_every_pass_is_that_of_torch_in_float64(name: str) -> None:
     given = inputs(name, sum(LENGTHS))
     runs = LocalRuns(np.array(LENGTHS), CUDA, np.array([True] * len(LENGTHS)))
     half = in_half(given)
-    kernel = kernel_of(half.v, half.k.shape[-1], delta=half.beta is not None, by_channel=half.g.shape[-1] > 1)
+    kernel = scan_kernel(half.v, half.k.shape[-1], delta=half.beta is not None, by_channel=half.g.shape[-1] > 1)
     assert kernel.name == "fla"
     found, wanted = passes(kernel, half, runs, name), passes(TORCH, Inputs(*given), runs, name)  # pyright: ignore
     errors = {key: relative_error(found[key].double(), exact) for key, exact in wanted.items()}

@@ -156,12 +156,16 @@ MUTANTS = {
         "first = np.diff(document, prepend=-1) != 0",
         "first = np.arange(len(order)) == 0",
     ),
-    "decay of what entered": ("folds", "moved(gathered.transitions(before[:count]), state[:count], given)", "given"),
-    "states that enter": ("folds", "_keep(entering, state, held[runs[:count]])", "pass"),
+    "decay of what entered": (
+        "folds",
+        "apply_maps(gathered.transitions(before[:count]), state[:count], given)",
+        "given",
+    ),
+    "states that enter": ("folds", "_keep(entering, state, local_numbers[runs[:count]])", "pass"),
     "gradients of later runs": ("folds", ".mT, gradient, given[:going_on])", ".mT, 0 * gradient, given[:going_on])"),
-    "gradients at final states": ("kernels.by_torch", "(self._dout, leaving))", "(self._dout, 0 * leaving))"),
-    "decay of a chunk": ("scan", "leaving = fading[here] * entering", "leaving = entering"),
-    "chunks before": ("scan", "new[here] - state_share[here] @ entering", "new[here]"),
+    "gradients at final states": ("kernels.scan", "(self._dout, leaving))", "(self._dout, 0 * leaving))"),
+    "decay of a chunk": ("kernels.scan", "leaving = fading[here] * entering", "leaving = entering"),
+    "chunks before": ("kernels.scan", "new[here] - state_share[here] @ entering", "new[here]"),
     "gradients of rows before": (
         "conv",
         "of_part[0].index_add_(0, halo_of(part.chains, width).rows, handle.wait())",
@@ -170,11 +174,11 @@ MUTANTS = {
     "rows before": ("kernels.convolutions", "torch.cat([x, arrived, ", "torch.cat([x, 0 * arrived, "),
     "first rows of runs": ("conv", "kernel.write_first(y, own, before, convolution, halo.first)", "pass"),
     "first rows that read them": (
-        "halo",
+        "conv",
         "np.minimum(lengths[reading], self._width)",
         "np.minimum(lengths[reading], 1)",
     ),
-    "what rows owe to those before": ("conv", "kernel.owed(", "0 * kernel.owed("),
+    "what rows owe to those before": ("conv", "kernel.arrived_gradients(", "0 * kernel.arrived_gradients("),
 }
 
 

@@ -76,15 +76,15 @@ def _check_plain(name: str, x: Tensor) -> None:
 def _check_same(named: dict[str, Tensor]) -> None:
     dtypes = {name: str(x.dtype).removeprefix("torch.") for name, x in named.items()}
     if len(set(dtypes.values())) > 1:
-        raise AttentionError(f"q, k and v need one dtype, got {_listed(dtypes)}; cast them before attend")
+        raise AttentionError(f"q, k and v need one dtype, got {_list_values(dtypes)}; cast them before attend")
     devices = {name: str(x.device) for name, x in named.items()}
     if len(set(devices.values())) > 1:
-        raise AttentionError(f"q, k and v need one device, got {_listed(devices)}; move them before attend")
+        raise AttentionError(f"q, k and v need one device, got {_list_values(devices)}; move them before attend")
     if named["q"].dtype not in _DTYPES:
         raise AttentionError(f"attend takes float16, bfloat16, float32 or float64 tensors, got {dtypes['q']}")
 
 
-def _listed(values: dict[str, str]) -> str:
+def _list_values(values: dict[str, str]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
@@ -184,47 +184,47 @@ def comm_choices(shard: SequenceShard, arguments: Arguments, call: AttentionCall
             raise AttentionError(f"hierarchical_context_parallel_sizes is {sizes!r}; give (a2a, p2p), two sizes")
         arguments = arguments._replace(sizes=(int(sizes[0]), int(sizes[1])))
     if kinds is not None:
-        _check_type(_of_layer(kinds, arguments.layer, "cp_comm_type"), "")
+        _check_type(_layer_type(kinds, arguments.layer, "cp_comm_type"), "")
     return [_comm_choice(shard, index, arguments, call) for index in range(len(shard.micro_batch.groups))]
 
 
 def _comm_choice(shard: SequenceShard, index: int, arguments: Arguments, call: AttentionCall) -> CommChoice:
     group, where = shard.micro_batch.groups[index], f" of group {index}"
     if arguments.cp_comm_type is None:
-        kind = _of_layer(group.cp_comm_type, arguments.layer, f"cp_comm_type{where}")
+        kind = _layer_type(group.cp_comm_type, arguments.layer, f"cp_comm_type{where}")
         _check_type(kind, where)
     else:
-        kind = _of_layer(arguments.cp_comm_type, arguments.layer, "cp_comm_type")
+        kind = _layer_type(arguments.cp_comm_type, arguments.layer, "cp_comm_type")
     if group.degree == 1:
         return CommChoice("p2p")
     if kind == "auto":
-        return _automatic(shard, index, call)
+        return _choose_type(shard, index, call)
     sizes = arguments.sizes or group.hierarchical_context_parallel_sizes
     if kind == "a2a+p2p":
         _check_levels(sizes, group.degree, where)
-    choice = _with_inner(kind, group, sizes)
+    choice = _to_choice(kind, group, sizes)
     if call.heads % choice.inner:
         raise AttentionError(_heads_error(choice, group, call.heads, where))
     return choice
 
 
-def _with_inner(kind: str, group: Group, sizes: Sizes | None) -> CommChoice:
+def _to_choice(kind: str, group: Group, sizes: Sizes | None) -> CommChoice:
     if kind == "a2a+p2p":
         assert sizes is not None
         return CommChoice(kind, sizes[0])
     return CommChoice(kind, group.degree if kind == "a2a" else 1)
 
 
-def _automatic(shard: SequenceShard, index: int, call: AttentionCall) -> CommChoice:
+def _choose_type(shard: SequenceShard, index: int, call: AttentionCall) -> CommChoice:
     automatic, key = cache_of(shard).automatic, (index, call)
     if key not in automatic:
         group, node_size = shard.micro_batch.groups[index], world_of(shard.world_key).node_size
         choice = choose_type(group, call, node_size=node_size)
-        automatic[key] = _with_inner(choice.cp_comm_type, group, choice.hierarchical_context_parallel_sizes)
+        automatic[key] = _to_choice(choice.cp_comm_type, group, choice.hierarchical_context_parallel_sizes)
     return CommChoice(*automatic[key])
 
 
-def _of_layer(kinds: str | Sequence[str], layer: int | None, name: str) -> str:
+def _layer_type(kinds: str | Sequence[str], layer: int | None, name: str) -> str:
     if isinstance(kinds, str):
         return kinds
     if not isinstance(layer, Integral) or not 0 <= layer < len(kinds):
@@ -266,7 +266,7 @@ def _heads_error(choice: CommChoice, group: Group, heads: int, where: str) -> st
     )
 
 
-def packed_call(
+def pack_call(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: SequenceShard, arguments: Arguments
 ) -> AttentionCall:
     """The call of `attend` with these tensors and arguments. Raises AttentionError where it cannot be exact."""
@@ -293,12 +293,13 @@ def packed_call(
     check_budget(arguments.max_gather_bytes, k, v, gathering)
     kernel = choose(call, arguments.kernel)
     parts = (
-        _part(part, choices[part.index] if part.index >= 0 else CommChoice("p2p"), call, shard) for part in shard.parts
+        _pack_part(part, choices[part.index] if part.index >= 0 else CommChoice("p2p"), call, shard)
+        for part in shard.parts
     )
     return replace(call, kernel=kernel, parts=tuple(parts))
 
 
-def _part(part: ShardPart, choice: CommChoice, call: AttentionCall, shard: SequenceShard) -> CallPart:
+def _pack_part(part: ShardPart, choice: CommChoice, call: AttentionCall, shard: SequenceShard) -> CallPart:
     mask, cache = call.mask.within(part.group.lengths), cache_of(shard)
     key = (part.index, choice.inner, mask)
     if key not in cache.members:

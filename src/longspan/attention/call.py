@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longspan.attention.members import Members
-from longspan.attention.rows import Partial, RowSum, taken
+from longspan.attention.rows import Partial, RowSum, take_rows
 from longspan.attention.tiles import Launch, Tile
 from longspan.attention.tiles_between import Mask
 from longspan.comm import Addend, SequenceShard
@@ -23,13 +23,13 @@ from longspan.comm import Addend, SequenceShard
 _BITS = 31  # of the hash that are compared with the rate
 
 
-def _signed(word: int) -> int:
+def _as_signed(word: int) -> int:
     word &= (1 << 64) - 1
     return word - (1 << 64) if word >> 63 else word
 
 
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+_GOLDEN = _as_signed(0x9E3779B97F4A7C15)
+_FIRST, _SECOND = _as_signed(0xBF58476D1CE4E5B9), _as_signed(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True)
@@ -49,29 +49,29 @@ class Dropout:
         document, q_position, k_position = launch.tokens
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
         head = torch.arange(self.first_head, self.first_head + heads, device=launch.device)
-        row = _absorb(_absorb(_absorb(_signed(self.seed), head)[:, None], document[rows]), q_position[rows])
+        row = _absorb(_absorb(_absorb(_as_signed(self.seed), head)[:, None], document[rows]), q_position[rows])
         word = _absorb(row.unsqueeze(-1), k_position[keys])  # (heads, query rows, key rows)
-        is_kept = _shifted(word, 64 - _BITS) >= round(self.rate * (1 << _BITS))
+        is_kept = _shift_right(word, 64 - _BITS) >= round(self.rate * (1 << _BITS))
         return is_kept.to(dtype).div_(1.0 - self.rate)
 
 
-def mixed_seed(*words: int) -> int:
+def mix_seed(*words: int) -> int:
     """One seed of several integers."""
     state = torch.zeros((), dtype=torch.int64)
     for word in words:
-        state = _absorb(state, torch.tensor(_signed(word)))
+        state = _absorb(state, torch.tensor(_as_signed(word)))
     return int(state)
 
 
 def _absorb(state: Tensor | int, word: Tensor) -> Tensor:
     """splitmix64's finaliser of state + (word + 1) · golden ratio."""
     x = state + (word + 1) * _GOLDEN
-    x.bitwise_xor_(_shifted(x, 30)).mul_(_FIRST)
-    x.bitwise_xor_(_shifted(x, 27)).mul_(_SECOND)
-    return x.bitwise_xor_(_shifted(x, 31))
+    x.bitwise_xor_(_shift_right(x, 30)).mul_(_FIRST)
+    x.bitwise_xor_(_shift_right(x, 27)).mul_(_SECOND)
+    return x.bitwise_xor_(_shift_right(x, 31))
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
+def _shift_right(x: Tensor, bits: int) -> Tensor:
     """x >> bits of unsigned words: the sign bit does not spread."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
@@ -206,7 +206,7 @@ def add_block(
     assert call.kernel is not None
     for launch in launches:
         rows, keys = launch.q_rows, launch.k_rows
-        out, lse = call.kernel.forward(taken(q, rows), taken(k, keys), taken(v, keys), launch, call)
+        out, lse = call.kernel.forward(take_rows(q, rows), take_rows(k, keys), take_rows(v, keys), launch, call)
         total.add(rows, out, lse)
 
 
@@ -221,14 +221,16 @@ def block_gradients(
     addends, (q, k, v, out, lse) = list[Addend](), saved
     for launch in launches:
         rows, keys = launch.q_rows, launch.k_rows
-        of_launch = Saved(taken(q, rows), taken(k, keys), taken(v, keys), taken(out, rows), taken(lse, rows))
-        gradient, *of_keys = call.kernel.backward(taken(dout, rows), of_launch, launch, call)
+        of_launch = Saved(
+            take_rows(q, rows), take_rows(k, keys), take_rows(v, keys), take_rows(out, rows), take_rows(lse, rows)
+        )
+        gradient, *of_keys = call.kernel.backward(take_rows(dout, rows), of_launch, launch, call)
         dq.add(rows, gradient)
         addends.append(Addend(keys, of_keys))
     return addends
 
 
-def summed(addends: list[Addend], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def sum_addends(addends: list[Addend], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The sums dk (Tk, K, H) and dv (Tk, K, Hv) of a block's parts."""
     dk, dv = RowSum(tuple(k.shape), k), RowSum(tuple(v.shape), v)
     for rows, (of_k, of_v) in addends:

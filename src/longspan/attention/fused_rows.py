@@ -93,14 +93,14 @@ def add_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> No
     if not rows:
         return
     for first in range(0, len(moves), 2):
-        some = [_of_add(source, into) for source, into in moves[first : first + 2]]
+        some = [_add_arguments(source, into) for source, into in moves[first : first + 2]]
         a, b = some[0], some[-1]
         widths = {"A": _power(a[-1]), "B": _power(b[-1])}
         constants = {"HAS_B": len(some) > 1, "HAS_INDEX": index is not None} | widths
         _launch("add_rows", (rows, 1, 1), (index, *a, *b), constants)
 
 
-def _of_add(source: Tensor, into: Tensor) -> tuple[Any, ...]:
+def _add_arguments(source: Tensor, into: Tensor) -> tuple[Any, ...]:
     return (source, source.stride(0), into, into.stride(0), into.shape[1:].numel())
 
 
@@ -136,8 +136,8 @@ def _launch(
         else:
             key += (x.dtype, x.get_device())
             addresses |= x.data_ptr()
-    known = (*key, *values)
-    compiled_kernel = None if addresses % _ALIGNED else _compiled.get(known)
+    launch_key = (*key, *values)
+    compiled_kernel = None if addresses % _ALIGNED else _compiled.get(launch_key)
     if compiled_kernel is not None:
         compiled_kernel[grid](*arguments, *values)
         return
@@ -145,7 +145,7 @@ def _launch(
     if not addresses % _ALIGNED:
         if len(_compiled) >= _REMEMBERED:
             _compiled.clear()
-        _compiled[known] = compiled
+        _compiled[launch_key] = compiled
 
 
 def _power(size: int) -> int:

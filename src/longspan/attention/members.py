@@ -17,7 +17,7 @@ from longspan.attention.tiles import Launch, Rows, Tokens
 from longspan.attention.tiles_between import Mask, is_narrow, span_tiles, tiles_between
 from longspan.comm import Channel, ShardPart, to_device, world_of
 from longspan.layout import Segments
-from longspan.layout.segments import expand, segments_of
+from longspan.layout.segments import expand, segments_from_runs
 from longspan.layout.spans import NO_SPANS, Spans
 
 _NO_ROWS = np.empty(0, dtype=np.int64)
@@ -58,7 +58,7 @@ class Members:
         self.degree, self.member = part.degree // inner, part.member // inner
         blocks = np.asarray(part.counts, dtype=np.int64).reshape(self.degree, inner)
         self.counts: tuple[int, ...] = tuple(blocks.sum(1).tolist())
-        self.inside_counts: tuple[int, ...] = tuple(blocks[self.member].tolist())
+        self.inner_counts: tuple[int, ...] = tuple(blocks[self.member].tolist())
         self._launches: dict[int | None, tuple[Launch, ...]] = {}
         self._gathered_orders: dict[tuple[int, ...], Tensor] = {}
 
@@ -71,7 +71,7 @@ class Members:
         return world_of(self.part.world_key).channels.between(slots)
 
     @cached_property
-    def inside(self) -> Channel:
+    def inner_channel(self) -> Channel:
         """The neighbours that act as one with this rank."""
         slots = self.part.group.slots[self.member * self.inner : (self.member + 1) * self.inner]
         return world_of(self.part.world_key).channels.between(slots)
@@ -84,7 +84,7 @@ class Members:
             return self.part.group.shares.segments(member)
         document, start, stop = self._runs_inside(member)
         order = np.lexsort((start, document))
-        return segments_of(document[order], start[order], stop[order])
+        return segments_from_runs(document[order], start[order], stop[order])
 
     def _runs_inside(self, member: int) -> tuple[Rows, Rows, Rows]:
         neighbours = range(member * self.inner, (member + 1) * self.inner)
@@ -211,7 +211,7 @@ class Members:
             start = np.maximum(start, runs.start - runs.start % chunk)
         same, stop = runs.document[1:] == runs.document[:-1], self.spans.ends(runs)
         start[1:] = np.where(same, np.maximum(start[1:], stop[:-1]), start[1:])  # begins where the last run ended
-        return segments_of(runs.document, start, stop)
+        return segments_from_runs(runs.document, start, stop)
 
     def _rows_among(self, keys: Segments, owner: int) -> tuple[Rows, Rows]:
         """Which rows of `owner` are among `keys`, ascending, and where there."""

@@ -15,7 +15,7 @@ from longspan.attention import fused_rows as fused
 from longspan.comm import Addend
 from longspan.comm.moves.ring import Block, covers
 
-Rows = slice | Tensor
+RowIndex = slice | Tensor
 Move = tuple[Tensor, Tensor]
 
 
@@ -29,7 +29,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def merge_(total_out: Tensor, total_lse: Tensor, rows: Rows, out: Tensor, lse: Tensor) -> None:
+def merge_(total_out: Tensor, total_lse: Tensor, rows: RowIndex, out: Tensor, lse: Tensor) -> None:
     """Merge (out, lse) into some rows of the totals, in place.
 
     out ← (e^L · total + e^l · out) / (e^L + e^l), written as a step of size σ(l − L) from one to the other: exact at
@@ -58,12 +58,12 @@ def copy_rows(moves: Sequence[Move], index: Tensor | None = None) -> None:
         into.copy_(source if index is None else source.index_select(0, index))
 
 
-def add_rows(moves: Sequence[Move], rows: Rows) -> None:
+def add_rows(moves: Sequence[Move], rows: RowIndex) -> None:
     """into[rows] += source, for pairs (source, into) of (rows, …), all with as many source rows; these are distinct."""
     index = rows if isinstance(rows, Tensor) else None
-    moves = [(source, into if index is not None else taken(into, rows)) for source, into in moves]
+    moves = [(source, into if index is not None else take_rows(into, rows)) for source, into in moves]
     if all(into.dtype == torch.float32 and runs_fused(into) for _, into in moves):
-        fused.add_rows([(_even(source), into) for source, into in moves], index)
+        fused.add_rows([(_contiguous_rows(source), into) for source, into in moves], index)
         return
     for source, into in moves:
         if index is None:
@@ -100,13 +100,13 @@ def as_dtype(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 def _copy(moves: Sequence[Move]) -> None:
     """into ← source, for pairs (source, into) of (rows, …)."""
     if runs_fused(moves[0][1]):
-        fused.copy_whole_rows([(_even(source), into) for source, into in moves])
+        fused.copy_whole_rows([(_contiguous_rows(source), into) for source, into in moves])
         return
     for source, into in moves:
         into.copy_(source)
 
 
-def _even(x: Tensor) -> Tensor:
+def _contiguous_rows(x: Tensor) -> Tensor:
     """x (rows, …), copied where the elements of a row do not follow each other."""
     step = 1
     for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
@@ -116,7 +116,7 @@ def _even(x: Tensor) -> Tensor:
     return x
 
 
-def taken(x: Tensor, rows: Rows) -> Tensor:
+def take_rows(x: Tensor, rows: RowIndex) -> Tensor:
     """x[rows]; x itself where that is all of it, which costs the host nothing."""
     return x if covers(rows, x.shape[0]) else x[rows]
 
@@ -132,11 +132,11 @@ def join_columns(tensors: Sequence[Tensor], index: Tensor | None = None, dtype: 
     flat = [x.flatten(1).unsqueeze(1) for x in tensors]
     widths = [x.shape[2] for x in flat]
     matrix = tensors[0].new_empty((rows, sum(widths)), dtype=dtype)
-    copy_rows(list(zip(flat, by_member(matrix, 1, widths), strict=True)), index)
+    copy_rows(list(zip(flat, member_views(matrix, 1, widths), strict=True)), index)
     return matrix
 
 
-def by_member(matrix: Tensor, members: int, widths: Sequence[int]) -> list[Tensor]:
+def member_views(matrix: Tensor, members: int, widths: Sequence[int]) -> list[Tensor]:
     """A contiguous matrix (members × rows, columns), member after member, as views (rows, members, width)."""
     columns, start, views = matrix.shape[1], matrix.storage_offset(), list[Tensor]()
     rows = matrix.shape[0] // members
@@ -146,7 +146,7 @@ def by_member(matrix: Tensor, members: int, widths: Sequence[int]) -> list[Tenso
     return views
 
 
-def by_heads(x: Tensor, members: int, slices: int, slice_index: int) -> Tensor:
+def head_views(x: Tensor, members: int, slices: int, slice_index: int) -> Tensor:
     """A slice of every member's heads in x (T, N, size), as (T, members, columns).
 
     It is a view where a row's heads follow each other.
@@ -160,7 +160,7 @@ def by_heads(x: Tensor, members: int, slices: int, slice_index: int) -> Tensor:
     return x.as_strided((rows, members, width), (row, slices * width, 1), x.storage_offset() + slice_index * width)
 
 
-def joined_heads(parts: Sequence[Tensor]) -> Tensor:
+def concat_heads(parts: Sequence[Tensor]) -> Tensor:
     """Slices of the heads (rows, some heads, …) as (rows, heads, …); a copy unless there is one alone."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
 
@@ -176,7 +176,7 @@ def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
         total.index_add_(0, rows, x.index_select(0, index.index_select(0, rows)).to(total.dtype))
 
 
-def padded(x: Tensor, size: int) -> Tensor:
+def pad_heads(x: Tensor, size: int) -> Tensor:
     """x (rows, heads, …) with each head padded with zeros to `size`; x itself where it has that size."""
     return x if x.shape[2] == size else pad(x, (0, size - x.shape[2]))
 
@@ -191,7 +191,7 @@ class Partial:
         self._shape, self._like = (rows, heads, head_size), like
         self._total: tuple[Tensor, Tensor] | None = None
 
-    def add(self, rows: Rows, out: Tensor, lse: Tensor) -> None:
+    def add(self, rows: RowIndex, out: Tensor, lse: Tensor) -> None:
         """Merge the attention of some rows to further keys: out (rows, N, Hv), lse (rows, N), which is finite."""
         if self._total is None and covers(rows, self._shape[0]):
             self._total = out, lse
@@ -211,7 +211,7 @@ class Partial:
             self._total = out, self._like.new_full(self._shape[:2], -torch.inf, dtype=dtype)
         return self._total
 
-    def with_sinks(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    def result_with_sinks(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """out (T, N, Hv) and lse (T, N) over all keys, and the sinks (N,).
 
         A sink is one more key with value 0: it joins the log-sum-exp of each row and thins the output. The lse of rows
@@ -220,8 +220,8 @@ class Partial:
         out, lse = self.result()
         if sinks is None:
             return out, lse
-        with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype)).clamp_(min=torch.finfo(lse.dtype).min)
-        return out.mul_(torch.exp(lse - with_sinks).unsqueeze(-1)), with_sinks
+        lse_with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype)).clamp_(min=torch.finfo(lse.dtype).min)
+        return out.mul_(torch.exp(lse - lse_with_sinks).unsqueeze(-1)), lse_with_sinks
 
 
 class RowSum:
@@ -231,7 +231,7 @@ class RowSum:
         self._shape, self._like = shape, like
         self._total: Tensor | None = None
 
-    def add(self, rows: Rows, x: Tensor) -> None:
+    def add(self, rows: RowIndex, x: Tensor) -> None:
         """Add x (rows, …) to distinct rows."""
         if self._total is None and covers(rows, self._shape[0]):
             self._total = x

@@ -75,7 +75,7 @@ class Tiling:
         self.bounds, self.left, self.right = bounds, left, right
 
     @staticmethod
-    def of(tiles: Iterable[Tile]) -> "Tiling":
+    def from_tiles(tiles: Iterable[Tile]) -> "Tiling":
         """These tiles, which have one mask."""
         tile_list = tuple(tiles)
         return Tiling(
@@ -89,11 +89,11 @@ class Tiling:
 
     def q_rows(self) -> slice | Rows:
         """The query rows of all tiles in order; a slice where they follow each other."""
-        return _rows(self.bounds[:, 0], self.bounds[:, 1])
+        return _row_index(self.bounds[:, 0], self.bounds[:, 1])
 
     def k_rows(self) -> slice | Rows:
         """The key rows of all tiles in order; a slice where they follow each other."""
-        return _rows(self.bounds[:, 2], self.bounds[:, 3])
+        return _row_index(self.bounds[:, 2], self.bounds[:, 3])
 
     def packed(self) -> "Tiling":
         """The same tiles over `x[q_rows()]` and `x[k_rows()]`, where each tile begins at the end of the one before."""
@@ -108,14 +108,14 @@ class Tiling:
         Those that meet the most keys (or rows) come first.
         """
         sizes = self.bounds[:, 1::2] - self.bounds[:, ::2]
-        own, other = sizes[:, int(of_keys)], sizes[:, int(not of_keys)]
-        counts = -(-own // rows)
+        lengths, other_lengths = sizes[:, int(of_keys)], sizes[:, int(not of_keys)]
+        counts = -(-lengths // rows)
         tile = np.repeat(np.arange(len(self)), counts)
         start = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * rows
         before, after = (self.right, self.left) if of_keys else (self.left, self.right)
-        aligned = start + (other - own)[tile]  # the row or key of the other side that its first one is aligned to
+        aligned = start + (other_lengths - lengths)[tile]  # the other side's row or key at its first one
         low = 0 if before is None else np.maximum(aligned - before, 0)
-        high = other[tile] if after is None else np.minimum(aligned + rows + after, other[tile])
+        high = other_lengths[tile] if after is None else np.minimum(aligned + rows + after, other_lengths[tile])
         order = np.argsort(low - high, kind="stable")
         return np.stack([tile, start], axis=1)[order].astype(np.int32)
 
@@ -126,7 +126,7 @@ class Tiling:
         return f"Tiling({', '.join(map(str, self.tiles[:6]))}{', …' if len(self) > 6 else ''})"
 
 
-def _rows(starts: Rows, stops: Rows) -> slice | Rows:
+def _row_index(starts: Rows, stops: Rows) -> slice | Rows:
     if (starts[1:] == stops[:-1]).all():
         return slice(int(starts[0]), int(stops[-1]))
     return expand(starts, stops)
@@ -150,8 +150,8 @@ class Launch:
     def __init__(self, tiling: Tiling, device: torch.device, tokens: Callable[[], Tokens] | None = None) -> None:
         self.tiling, self.device = tiling, device
         self.left, self.right = tiling.left, tiling.right
-        self.q_rows = _on(tiling.q_rows(), device)
-        self.k_rows = _on(tiling.k_rows(), device)
+        self.q_rows = _index_on_device(tiling.q_rows(), device)
+        self.k_rows = _index_on_device(tiling.k_rows(), device)
         self._tokens = tokens
         self._blocks: dict[tuple[int, bool], Tensor] = {}
 
@@ -194,7 +194,7 @@ class Launch:
         return documents, q_positions, k_positions
 
 
-def visible(tile: Tile, device: torch.device) -> Tensor | None:
+def visible_keys(tile: Tile, device: torch.device) -> Tensor | None:
     """Which keys each query row of a tile sees: (queries, keys) bool; None where every row sees every key."""
     if tile.left is None and tile.right is None:
         return None
@@ -208,7 +208,7 @@ def visible(tile: Tile, device: torch.device) -> Tensor | None:
     return seen
 
 
-def _on(rows: slice | np.ndarray, device: torch.device) -> slice | Tensor:
+def _index_on_device(rows: slice | np.ndarray, device: torch.device) -> slice | Tensor:
     return rows if isinstance(rows, slice) else to_device(rows, device)
 
 

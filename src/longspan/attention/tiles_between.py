@@ -84,18 +84,18 @@ def tiles_between(
         q, k = _cut_into_chunks(q, k, chunk)
     if window is not None:
         banded = _bands(q, k, window)
-        loose = _loosened(banded)
-        return min((launches_of(arrays) for arrays in (banded, loose, split_at_left(loose))), key=len)
-    return launches_of(_joined(_prefixes(q, k)) if causal else _wholes(q, k))
+        loose = _drop_idle_limits(banded)
+        return min((make_tilings(arrays) for arrays in (banded, loose, split_at_left(loose))), key=len)
+    return make_tilings(_join_neighbours(_prefixes(q, k)) if causal else _wholes(q, k))
 
 
 def _cut_into_chunks(q: Segments, k: Segments, chunk: int) -> tuple[Segments, Segments]:
     """The same rows as runs of chunks, each of which is a document."""
     longest = max(int(segments.stop.max(initial=0)) for segments in (q, k))
-    return _in_chunks(q, chunk, longest), _in_chunks(k, chunk, longest)
+    return _split_into_chunks(q, chunk, longest), _split_into_chunks(k, chunk, longest)
 
 
-def _in_chunks(segments: Segments, chunk: int, longest: int) -> Segments:
+def _split_into_chunks(segments: Segments, chunk: int, longest: int) -> Segments:
     first, last = segments.start // chunk, -(-segments.stop // chunk)
     number, of_run = expand(first, last), np.repeat(np.arange(len(segments)), last - first)
     start = np.maximum(segments.start[of_run], number * chunk)
@@ -104,7 +104,7 @@ def _in_chunks(segments: Segments, chunk: int, longest: int) -> Segments:
     return Segments(document, start, stop, segments.offset[of_run] + start - segments.start[of_run])
 
 
-def launches_of(tiles: TileArrays) -> tuple[Tiling, ...]:
+def make_tilings(tiles: TileArrays) -> tuple[Tiling, ...]:
     """One launch for each mask, and as many as a document has tiles of that mask."""
     if not len(tiles.document):
         return ()
@@ -139,8 +139,8 @@ def pairs_of_runs(q: Segments, k: Segments) -> tuple[Rows, Rows, Rows]:
     """(run of q, run of k) of one document in the order of q's runs and then k's, and its document's first run of k."""
     documents, first, runs = np.unique(k.document, return_index=True, return_counts=True)
     at = np.minimum(np.searchsorted(documents, q.document), max(len(documents) - 1, 0))
-    known = documents[at] == q.document if len(documents) else np.zeros(len(q), dtype=bool)
-    mine = np.flatnonzero(known)
+    is_in_k = documents[at] == q.document if len(documents) else np.zeros(len(q), dtype=bool)
+    mine = np.flatnonzero(is_in_k)
     starts, count = first[at[mine]], runs[at[mine]]
     return np.repeat(mine, count), expand(starts, starts + count), np.repeat(starts, count)
 
@@ -183,7 +183,7 @@ def _prefixes(q: Segments, k: Segments) -> TileArrays:
     return tiles.where(tiles.q_start < tiles.q_stop)
 
 
-def _joined(tiles: TileArrays) -> TileArrays:
+def _join_neighbours(tiles: TileArrays) -> TileArrays:
     """Neighbouring tiles as one where one mask says the same: equal keys, or one causal diagonal."""
     grown = np.where(tiles.right[1:] < 0, 0, tiles.q_stop[1:] - tiles.q_start[1:])
     same = (tiles.q_stop[:-1] == tiles.q_start[1:]) & (tiles.k_start[:-1] == tiles.k_start[1:])
@@ -213,7 +213,7 @@ def _bands(q: Segments, k: Segments, window: int) -> TileArrays:
     return tiles.where((first < last) & (k_first < k_last))
 
 
-def _loosened(tiles: TileArrays) -> TileArrays:
+def _drop_idle_limits(tiles: TileArrays) -> TileArrays:
     """Without limits that hide nothing, tile by tile; all tiles at whose end row and key meet keep one mask."""
     left, right = _hides(tiles)
     ahead = tiles.right > 0
@@ -241,11 +241,11 @@ def span_tiles(q: Segments, k: Segments, spans: Spans) -> tuple[Tiling, ...]:
     """
     if not len(spans):
         return ()
-    tiles = _later(spans.among(q), spans.among(k))
-    return min((launches_of(arrays) for arrays in (tiles, split_at_left(tiles))), key=len)
+    tiles = _later_key_tiles(spans.among(q), spans.among(k))
+    return min((make_tilings(arrays) for arrays in (tiles, split_at_left(tiles))), key=len)
 
 
-def _later(q: Segments, k: Segments) -> TileArrays:
+def _later_key_tiles(q: Segments, k: Segments) -> TileArrays:
     """Rows of runs of q against the keys of runs of k that come after them; documents are spans."""
     mine, theirs, _ = pairs_of_runs(q, k)
     start, k_stop = q.start[mine], k.stop[theirs]

@@ -96,12 +96,12 @@ def is_first_rank(world: World) -> bool:
     return world.rank == world.home.ranks[0]
 
 
-def on_every_rank(world: World, work: Callable[[], Result], os_error_as: type[LongspanError]) -> Result:
+def run_on_every_rank(world: World, work: Callable[[], Result], os_error_as: type[LongspanError]) -> Result:
     """This rank's result of `work`. Where one rank failed, all raise its error (an OSError as `os_error_as`)."""
-    return result_or_first_error(world, work, partial(_told, os_error_as=os_error_as))
+    return result_or_first_error(world, work, partial(_as_shared_error, os_error_as=os_error_as))
 
 
-def on_first_rank(world: World, work: Callable[[], Result], os_error_as: type[LongspanError]) -> Result:
+def run_on_first_rank(world: World, work: Callable[[], Result], os_error_as: type[LongspanError]) -> Result:
     """The first rank's result of `work`, on every rank; its error is raised on every rank."""
     with patience(world):
         answer: Any = result_or_error(work, os_error_as) if is_first_rank(world) else None
@@ -116,10 +116,10 @@ def result_or_error(work: Callable[[], Any], os_error_as: type[LongspanError]) -
     try:
         return work(), None
     except (LongspanError, OSError) as error:
-        return None, _told(error, os_error_as)
+        return None, _as_shared_error(error, os_error_as)
 
 
-def _told(error: Exception, os_error_as: type[LongspanError]) -> LongspanError:
+def _as_shared_error(error: Exception, os_error_as: type[LongspanError]) -> LongspanError:
     """What the other ranks are told of an error. One that is nobody's mistake is raised here, alone."""
     if isinstance(error, OSError):
         return os_error_as(os_error_text(error))

@@ -50,7 +50,7 @@ class AnsweringThread:
                 if silent_since < math.inf:
                     reports.connect_again()
                 self._end_waiting_in_vain(reports)
-                if number := reports.requested():
+                if number := reports.open_request():
                     reports.answer(number, self.watch.activity())
                 silent_since = math.inf
             except RuntimeError as error:
@@ -96,7 +96,7 @@ class AnsweringThread:
                 self._end(operation, f"a rank left {LEFT_SECONDS:g} s ago or more, and others wait for it")
 
     def _end(self, operation: Operation, why: str) -> None:
-        failure = self.watch.failed(operation, RuntimeError(why))
+        failure = self.watch.failure(operation, RuntimeError(why))
         _say(str(failure))
         self.watch.leave(failure)
         os.kill(os.getpid(), signal.SIGABRT)

@@ -48,7 +48,7 @@ class FailureReports:
         """Whether a rank has left with an error."""
         return self._store.check(["left"])
 
-    def requested(self) -> int:
+    def open_request(self) -> int:
         """The number of a report that this rank has not answered for; 0 where there is none."""
         following = self._answered + 1
         return following if self._store.check([f"{following}/requested"]) else 0

@@ -104,8 +104,8 @@ def lay_out(
 ) -> tuple[Integers, Integers, Integers, npt.NDArray[np.int32]]:
     """Packed rows and positions of the local rows; document and boundaries of the local segments."""
     bases = np.cumsum([0, *(group.tokens for group in micro_batch.groups)])
-    rows, positions = _joined([_part_rows(part, int(bases[part.index])) for part in parts])
-    documents, sizes = _joined([_segment_sizes(part) for part in parts])
+    rows, positions = _concatenate_pairs([_part_rows(part, int(bases[part.index])) for part in parts])
+    documents, sizes = _concatenate_pairs([_segment_sizes(part) for part in parts])
     return rows, positions, documents, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
 
 
@@ -131,7 +131,7 @@ def _segment_sizes(part: ShardPart) -> tuple[Integers, Integers]:
     return np.asarray(part.group.documents, dtype=np.int64)[present], per_document[present]
 
 
-def _joined(pairs: Sequence[tuple[Integers, Integers]]) -> tuple[Integers, Integers]:
+def _concatenate_pairs(pairs: Sequence[tuple[Integers, Integers]]) -> tuple[Integers, Integers]:
     none = np.zeros(0, dtype=np.int64)
     return np.concatenate([none, *(one for one, _ in pairs)]), np.concatenate([none, *(other for _, other in pairs)])
 

@@ -60,7 +60,7 @@ class Operation:
     ) -> None:
         try:
             if isinstance(error, RuntimeError) and not isinstance(error, LongspanError) and not is_out_of_memory(error):
-                raise self.watch.failed(self, error) from error
+                raise self.watch.failure(self, error) from error
             self.watch.finished = self.what
         finally:
             self.watch.current = self.outer
@@ -104,12 +104,12 @@ class Watch:
             yield
         except RuntimeError as error:
             if is_backend_error(error):
-                raise self.failed(operation, error) from error
+                raise self.failure(operation, error) from error
             raise
         finally:
             self.named = operation.outer
 
-    def queued(self, operation: Operation, works: Sequence[Work]) -> None:
+    def watch_works(self, operation: Operation, works: Sequence[Work]) -> None:
         """Note that the device's stream is now ordered behind these works of a collective, which may still run.
 
         A collective that is captured in a CUDA graph does not run now, and cannot be asked.
@@ -129,7 +129,7 @@ class Watch:
         if self.reports is not None:
             self.reports.post_departure(one_line(error), echo=bool(getattr(error, "seen_from_outside", False)))
 
-    def failed(self, operation: Operation, error: BaseException) -> CommError:
+    def failure(self, operation: Operation, error: BaseException) -> CommError:
         """The error to raise for a collective that failed here, with a failure report."""
         seconds = time.monotonic() - operation.started
         how = "timed out" if "timed out" in str(error).lower() else "failed"

@@ -104,7 +104,7 @@ class World:
             raise CommError("this world is already open")
         wait_until_destroyed(self.timeout)
         self._made_default = not dist.is_initialized()
-        place = _started(self.home) if self._made_default else _running(self.home)
+        place = _torchrun_place(self.home) if self._made_default else _existing_place(self.home)
         self._take(place)
         allow_open_files(place.size)
         store = shared_store(place, self.timeout) if self._made_default else dist.distributed_c10d._get_default_store()
@@ -231,7 +231,7 @@ def _watches() -> list[Watch]:
     return [watch for world in list(_worlds.values()) if (watch := vars(world).get("watch")) is not None]
 
 
-def _started(home: Layout) -> Place:
+def _torchrun_place(home: Layout) -> Place:
     """This process's place by torchrun's variables; a home of one rank needs none."""
     absent = [name for name in TORCHRUN_SETS if not os.environ.get(name)]
     if absent and home.ranks == (0,) and os.environ.get("WORLD_SIZE", "1") == "1":
@@ -248,7 +248,7 @@ def _started(home: Layout) -> Place:
     return Place(rank, size, int(os.environ.get("LOCAL_RANK", rank)), address)
 
 
-def _running(home: Layout) -> Place:
+def _existing_place(home: Layout) -> Place:
     """This process's place in the default process group, which somebody else initialised."""
     _check_size(home, dist.get_world_size())
     rank = dist.get_rank()

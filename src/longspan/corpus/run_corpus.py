@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, on_every_rank, on_first_rank
+from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
 from longspan.config.sections import RunConfig
 from longspan.corpus.build import ensure_corpus
 from longspan.corpus.corpus_images.image_documents import show_images
@@ -40,8 +40,8 @@ def shared_corpus(config: RunConfig, world: World, model: PreTrainedConfig, *, r
             built = ensure_corpus(CorpusSettings(config.data), directory, tokenizer=tokenizer, resumed=resumed, log=log)
         log(f"corpus: {corpus_line(built, [path for _, path in CorpusSettings(config.data).paths()])}")
 
-    on_first_rank(world, build, DataError)
-    return on_every_rank(world, lambda: show_images(open_corpus(directory / "corpus"), model, directory), DataError)
+    run_on_first_rank(world, build, DataError)
+    return run_on_every_rank(world, lambda: show_images(open_corpus(directory / "corpus"), model, directory), DataError)
 
 
 def corpus_line(corpus: Corpus, paths: Sequence[str]) -> str:

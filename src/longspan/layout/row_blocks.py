@@ -34,7 +34,7 @@ def cut_into_blocks(*partitions: Partition) -> tuple[Blocks, ...]:
     runs = [[partition.runs(member) for member in range(partition.degree)] for partition in partitions]
     ends = [rows for members in runs for rows in members]
     step = max(1, sum(int((rows[:, 1] - rows[:, 0]).sum()) for rows in ends) // PIECES)
-    bounds, number = _numbered([*ends, *(_inside(rows, step) for rows in ends)])
+    bounds, number = _number_bounds([*ends, *(_step_bounds(rows, step) for rows in ends)])
     start, size = bounds[:-1], np.diff(bounds)
     return tuple(
         Blocks(tuple(expand(number(rows[:, 0]), number(rows[:, 1])) for rows in members), start, size)
@@ -42,13 +42,13 @@ def cut_into_blocks(*partitions: Partition) -> tuple[Blocks, ...]:
     )
 
 
-def _inside(runs: Integers, step: int) -> Integers:
+def _step_bounds(runs: Integers, step: int) -> Integers:
     """The multiples of `step` inside runs."""
     begin, end = runs[runs[:, 1] - runs[:, 0] > 1].T
     return expand(begin // step + 1, -(-end // step)) * step
 
 
-def _numbered(ends: Sequence[Integers]) -> tuple[Integers, Callable[[Integers], Integers]]:
+def _number_bounds(ends: Sequence[Integers]) -> tuple[Integers, Callable[[Integers], Integers]]:
     """The distinct ends, ascending, and the function from ends to their places among them."""
     last = max(int(rows.max(initial=-1)) for rows in ends)
     if last > SPARSE * sum(rows.size for rows in ends) + (1 << 16):

@@ -49,17 +49,17 @@ class Segments:
     @cached_property
     def positions(self) -> Integers:
         """Position inside its document of each local row: (T,) int64."""
-        return sealed(expand(self.start, self.stop))
+        return as_read_only(expand(self.start, self.stop))
 
     @cached_property
     def documents(self) -> Integers:
         """Documents of which the member holds at least one row, each once, in held order."""
-        return sealed(self.document[self._first])
+        return as_read_only(self.document[self._first])
 
     @cached_property
     def cu_seqlens(self) -> Integers:
         """Local rows at which each of `documents` starts, and T: (len(documents) + 1,) int64."""
-        return sealed(np.append(self.offset[self._first], self.rows))
+        return as_read_only(np.append(self.offset[self._first], self.rows))
 
     @property
     def _first(self) -> NDArray[np.bool_]:
@@ -82,7 +82,7 @@ class Segments:
         return tuple(column.tobytes() for column in (self.document, self.start, self.stop, self.offset))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return segments_of, (self.document, self.start, self.stop)
+        return segments_from_runs, (self.document, self.start, self.stop)
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{s.document}[{s.start}:{s.stop}]" for s, _ in zip(self, range(6), strict=False))
@@ -90,7 +90,7 @@ class Segments:
         return f"Segments({shown}{more}; {self.rows} rows)"
 
 
-def segments_of(document: Integers, start: Integers, stop: Integers) -> Segments:
+def segments_from_runs(document: Integers, start: Integers, stop: Integers) -> Segments:
     """Segments from runs in held order: empty runs are left out, touching runs of one document joined."""
     keep = stop > start
     document, start, stop = document[keep], start[keep], stop[keep]
@@ -99,7 +99,7 @@ def segments_of(document: Integers, start: Integers, stop: Integers) -> Segments
     closes = np.append(opens[1:], np.ones(min(1, len(opens)), dtype=bool))
     document, start, stop = document[opens], start[opens], stop[closes]
     offset = np.cumsum(stop - start) - (stop - start)
-    return Segments(sealed(document), sealed(start), sealed(stop), sealed(offset))
+    return Segments(as_read_only(document), as_read_only(start), as_read_only(stop), as_read_only(offset))
 
 
 def expand(start: NDArray[Any], stop: NDArray[Any]) -> Integers:
@@ -112,7 +112,7 @@ def expand(start: NDArray[Any], stop: NDArray[Any]) -> Integers:
     return np.repeat(start - before, sizes) + np.arange(total, dtype=np.int64)
 
 
-def sealed(array: NDArray[Any]) -> Integers:
+def as_read_only(array: NDArray[Any]) -> Integers:
     """The array as read-only int64, so that a value that holds it cannot be changed."""
     array = np.ascontiguousarray(array, dtype=np.int64)
     array.setflags(write=False)

@@ -12,7 +12,7 @@ import numpy as np
 
 from longspan.errors import LayoutError
 from longspan.layout.packing import is_integer
-from longspan.layout.segments import Integers, Segments, expand, sealed
+from longspan.layout.segments import Integers, Segments, as_read_only, expand
 
 SpansOfDocuments = Mapping[int, Iterable[tuple[int, int]]]
 
@@ -39,11 +39,11 @@ class Spans:
         rows = [
             (index, start, stop)
             for index, (document, length) in enumerate(zip(documents, lengths, strict=True))
-            for start, stop in _checked(by_document.get(document, ()), document, length)
+            for start, stop in _check_spans(by_document.get(document, ()), document, length)
             if stop - start > 1
         ]
         table = np.array(rows, dtype=np.int64).reshape(-1, 3)
-        return Spans(*(sealed(np.ascontiguousarray(column)) for column in table.T))
+        return Spans(*(as_read_only(np.ascontiguousarray(column)) for column in table.T))
 
     @cached_property
     def pairs(self) -> int:
@@ -81,7 +81,7 @@ class Spans:
 NO_SPANS = Spans.of({}, (), ())
 
 
-def _checked(spans: Iterable[Sequence[int]], document: int, length: int) -> list[tuple[int, int]]:
+def _check_spans(spans: Iterable[Sequence[int]], document: int, length: int) -> list[tuple[int, int]]:
     pairs, end = list(spans), 0
     for span in pairs:
         if len(span) != 2 or not all(is_integer(type(at)) for at in span):

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from longspan.comm.all_ranks import on_every_rank, on_first_rank
+from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
 from longspan.comm.stop_signal import StopSignal, received_signal
 from longspan.errors import EvaluationStopped, RunFolderError
 from longspan.evaluation.evaluate import evaluate
@@ -84,7 +84,7 @@ class Evaluations:
             choice = run.choice_of(entry.config)
             rows += image_samples(run.model, entry.documents, choice, run.world, run.dir, name=entry.name, step=done)
         if rows:
-            on_first_rank(run.world, partial(_write_lines, run.dir / SAMPLES_FILE, rows), RunFolderError)
+            run_on_first_rank(run.world, partial(_write_lines, run.dir / SAMPLES_FILE, rows), RunFolderError)
 
     def _at_last(self, entry: EvaluationSet, done: int) -> Iterator[Evaluation | None]:
         """The evaluation of a set as it is asked for and, of the held-out documents, at every other degree."""
@@ -117,7 +117,9 @@ class Evaluations:
             return None
         finally:
             self.display.end_evaluating()
-        on_every_rank(self.run.world, partial(self.records.groups.note, evaluation.plan, "evaluation"), RunFolderError)
+        run_on_every_rank(
+            self.run.world, partial(self.records.groups.note, evaluation.plan, "evaluation"), RunFolderError
+        )
         return evaluation
 
     def _recorded(self, entry: EvaluationSet, done: int) -> bool:
@@ -132,7 +134,7 @@ class Evaluations:
         world = self.run.world
         for evaluation in sorted(evaluations, key=_degree):
             row = evaluation.row()
-            on_every_rank(world, partial(self.records.metrics.write, row), RunFolderError)
+            run_on_every_rank(world, partial(self.records.metrics.write, row), RunFolderError)
             self.display.show_evaluation(row)
             words = ("evaluation", entry.name, f"cp{evaluation.cp}")
             save_plan(self.run, evaluation.plan, "-".join(filter(None, words)))
@@ -140,7 +142,7 @@ class Evaluations:
             prefix = f"{entry.name}-" if entry.name else ""
             file = self.run.dir / "evaluations" / f"{prefix}step-{evaluations[0].step:06d}.jsonl"
             rows = evaluations[0].document_rows(entry.documents.origins)
-            on_first_rank(world, partial(_write_lines, file, rows), RunFolderError)
+            run_on_first_rank(world, partial(_write_lines, file, rows), RunFolderError)
 
 
 def save_plan(run: TrainingRun, plan: Plan, name: str) -> None:
@@ -151,7 +153,7 @@ def save_plan(run: TrainingRun, plan: Plan, name: str) -> None:
         file.parent.mkdir(exist_ok=True)
         write_atomically(file, plan.to_json())
 
-    on_first_rank(run.world, write, RunFolderError)
+    run_on_first_rank(run.world, write, RunFolderError)
 
 
 def _write_lines(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, is_first_rank, on_every_rank
+from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank
 from longspan.errors import RunFolderError
 from longspan.files import naming_file
 
@@ -27,7 +27,7 @@ def run_lock(directory: Path, world: World, log: LogLine) -> Iterator[None]:
 
     Raises RunFolderError on every rank where another process holds it: which one, on which host.
     """
-    file = on_every_rank(world, lambda: _locked(directory, log) if is_first_rank(world) else None, RunFolderError)
+    file = run_on_every_rank(world, lambda: _locked(directory, log) if is_first_rank(world) else None, RunFolderError)
     try:
         yield
     finally:

@@ -34,10 +34,10 @@ class Runs(NamedTuple):
     place: Integers
     last: Flags
 
-    def held_by(self, member: int) -> Integers:
+    def member_runs(self, member: int) -> Integers:
         """A member's runs among all, in the order in which it holds them."""
-        own = np.flatnonzero(self.member == member)
-        return own[np.argsort(self.offset[own], kind="stable")]
+        runs = np.flatnonzero(self.member == member)
+        return runs[np.argsort(self.offset[runs], kind="stable")]
 
 
 class Chains:
@@ -71,7 +71,7 @@ class Chains:
     @cached_property
     def mine(self) -> Integers:
         """This member's runs among all, in the order in which it holds them."""
-        return self.runs.held_by(self.member)
+        return self.runs.member_runs(self.member)
 
     @cached_property
     def lengths(self) -> Integers:
@@ -111,8 +111,8 @@ class Passing:
         """Rows that each member gives: its states one after another, then its transitions."""
         sizes = state_rows, transition_rows
         if sizes not in self._counts:
-            given = (self.chains.runs.member[which] for which in (self._leaves, self._carries))
-            states, transitions = (np.bincount(member, minlength=self.chains.degree) for member in given)
+            members = (self.chains.runs.member[which] for which in (self._leaves, self._carries))
+            states, transitions = (np.bincount(member, minlength=self.chains.degree) for member in members)
             self._counts[sizes] = (states * state_rows + transitions * transition_rows).tolist()
         return self._counts[sizes]
 
@@ -120,21 +120,21 @@ class Passing:
         """The first gathered row of each run's state and of its transition; −1 for what is not given."""
         key = state_rows, transition_rows, starts
         if key not in self._places:
-            self._places[key] = self._places_of(*key)
+            self._places[key] = self._find_places(*key)
         return self._places[key]
 
-    def _places_of(self, state_rows: int, transition_rows: int, starts: tuple[int, ...]) -> tuple[Integers, Integers]:
+    def _find_places(self, state_rows: int, transition_rows: int, starts: tuple[int, ...]) -> tuple[Integers, Integers]:
         runs = self.chains.runs
         states, transitions = np.full(len(runs.member), -1), np.full(len(runs.member), -1)
         for member, start in enumerate(starts):
-            held = runs.held_by(member)
-            leaving, carrying = held[self._leaves[held]], held[self._carries[held]]
+            numbers = runs.member_runs(member)
+            leaving, carrying = numbers[self._leaves[numbers]], numbers[self._carries[numbers]]
             states[leaving] = start + np.arange(len(leaving)) * state_rows
             transitions[carrying] = start + len(leaving) * state_rows + np.arange(len(carrying)) * transition_rows
         return states, transitions
 
     @cached_property
-    def own_chains(self) -> Integers:
+    def local_chains(self) -> Integers:
         """Chains of several runs of which this member has one: (chains, most runs) of runs, −1 past a chain's end.
 
         Longer chains come first, so that those with a run at some place are the first few.
@@ -142,9 +142,9 @@ class Passing:
         runs = self.chains.runs
         heads = np.flatnonzero(runs.place == 0)
         sizes = np.diff(np.append(heads, len(runs.place)))
-        held = np.zeros(len(heads), dtype=bool)
-        held[np.searchsorted(heads, self.chains.mine, side="right") - 1] = True
-        keep = np.flatnonzero(held & (sizes > 1))
+        is_local = np.zeros(len(heads), dtype=bool)
+        is_local[np.searchsorted(heads, self.chains.mine, side="right") - 1] = True
+        keep = np.flatnonzero(is_local & (sizes > 1))
         keep = keep[np.argsort(-sizes[keep], kind="stable")]
         table = np.full((len(keep), int(sizes[keep].max(initial=0))), -1, dtype=np.int64)
         table[np.repeat(np.arange(len(keep)), sizes[keep]), expand(np.zeros_like(keep), sizes[keep])] = expand(
@@ -153,14 +153,14 @@ class Passing:
         return table
 
     @cached_property
-    def own_places(self) -> range:
+    def local_places(self) -> range:
         """From the first to the last place at which this member has a run of these chains."""
-        table = self.own_chains
-        own = np.flatnonzero(((table >= 0) & (self.held[table] >= 0)).any(0))
-        return range(int(own[0]), int(own[-1]) + 1) if len(own) else range(0)
+        table = self.local_chains
+        places = np.flatnonzero(((table >= 0) & (self.local_numbers[table] >= 0)).any(0))
+        return range(int(places[0]), int(places[-1]) + 1) if len(places) else range(0)
 
     @cached_property
-    def held(self) -> Integers:
+    def local_numbers(self) -> Integers:
         """For each run of all, its number among this member's; −1 for another member's."""
         number = np.full(len(self.chains.runs.member), -1)
         number[self.chains.mine] = np.arange(len(self.chains.mine))

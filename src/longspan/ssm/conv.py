@@ -27,14 +27,14 @@ from longspan.ssm.kernels.convolutions import (
     Gradients,
     choose_convolution,
 )
-from longspan.ssm.state_pass import joined, refuse_no_shard
+from longspan.ssm.state_pass import join_parts, refuse_no_shard
 
 
 class Halo:
     """The rows before each run of a member, `width` of them where its document has as many: who sends which to whom.
 
     `sends[m]` of this member's rows go to member m, those of `rows` one after another; `receives[m]` arrive. A row
-    that this member needs and holds itself goes the same way. `before`: where the rows that arrive lie; `alone`: the
+    that this member needs and holds itself goes the same way. `before`: where the rows that arrive lie; `isolated`: the
     same for rows that are convolved while they travel, with zeros in their place; `first`: what reads them.
     """
 
@@ -49,22 +49,22 @@ class Halo:
         rows = [runs.offset[run[i]] + at[i] - runs.start[run[i]] for (run, at), i in zip(needs, leaving, strict=True)]
         self.rows = to_device(np.concatenate(rows), chains.device)
         self.travels = width > 0 and bool((runs.place > 0).any())  # whether any member sends any row
-        arrived = self._arrived(chains, owners[me])
-        self.before = self._placed(chains.lengths, arrived)
-        self.alone = self._placed(chains.lengths, np.full_like(arrived, -1))
+        arrived = self._arrival_table(chains, owners[me])
+        self.before = self._lay_rows(chains.lengths, arrived)
+        self.isolated = self._lay_rows(chains.lengths, np.full_like(arrived, -1))
         self.first = self._first(chains.lengths, arrived)
 
     def _needs(self, member: int) -> tuple[Integers, Integers]:
         """The rows before a member's runs, in held order: the run that has each, and its position."""
-        runs, own = self._runs, self._runs.held_by(member)
-        first = np.maximum(runs.start[own] - self._width, 0)
-        position = expand(first, runs.start[own])
-        document = np.repeat(runs.document[own], runs.start[own] - first)
+        runs, local = self._runs, self._runs.member_runs(member)
+        first = np.maximum(runs.start[local] - self._width, 0)
+        position = expand(first, runs.start[local])
+        document = np.repeat(runs.document[local], runs.start[local] - first)
         stride = int(runs.stop.max(initial=0)) + 1
         at = np.searchsorted(runs.document * stride + runs.start, document * stride + position, side="right") - 1
         return at, position
 
-    def _arrived(self, chains: Chains, owners: Integers) -> Integers:
+    def _arrival_table(self, chains: Chains, owners: Integers) -> Integers:
         """(runs, width): which of the rows that arrive, member after member, lie before each run; −1 for none."""
         runs, mine, width = self._runs, chains.mine, self._width
         arrived = np.empty(len(owners), dtype=np.int64)
@@ -74,7 +74,7 @@ class Halo:
         before[np.arange(width) >= width - sizes[:, None]] = arrived
         return before
 
-    def _placed(self, lengths: Integers, arrived: Integers) -> Before:
+    def _lay_rows(self, lengths: Integers, arrived: Integers) -> Before:
         """Runs of these lengths, one after another, behind the rows that arrive."""
         rows, ends, count = int(lengths.sum()), np.cumsum(lengths), int((arrived >= 0).sum())
         before = np.where(arrived >= 0, rows + arrived, rows + count)
@@ -92,7 +92,7 @@ class Halo:
         arrived = np.ascontiguousarray(arrived[reading])
         rows = to_device(expand(start, start + count), self._device)
         places = (to_device(x, self._device) for x in (start, count, arrived))
-        return FirstRows(rows, self._placed(count, arrived), *places)
+        return FirstRows(rows, self._lay_rows(count, arrived), *places)
 
 
 def halo_of(chains: Chains, width: int) -> Halo:
@@ -155,19 +155,19 @@ class _Convolved(torch.autograd.Function):
         convolution = Convolution(parameters[0], parameters[1] if len(parameters) > 1 else None, silu)
         width = convolution.weight.shape[1] - 1
         rows = [x[c.part.start : c.part.stop] for c in chains]
-        started = [_send(own, c, width) for own, c in zip(rows, chains, strict=True)]
+        started = [_send(x_part, c, width) for x_part, c in zip(rows, chains, strict=True)]
         outs, arrived = list[Tensor](), list[Tensor]()
-        for own, c, handle in zip(rows, chains, started, strict=True):
+        for x_part, c, handle in zip(rows, chains, started, strict=True):
             halo = halo_of(c, width)
-            y = kernel.forward(own, convolution, c.local_runs, halo.alone) if len(own) else own
+            y = kernel.forward(x_part, convolution, c.local_runs, halo.isolated) if len(x_part) else x_part
             before = x.new_empty((0, x.shape[1])) if handle is None else handle.wait()
             if len(before):
-                kernel.write_first(y, own, before, convolution, halo.first)
+                kernel.write_first(y, x_part, before, convolution, halo.first)
             outs.append(y)
             arrived.append(before)
         ctx.save_for_backward(x, *parameters, *arrived)
         ctx.chains, ctx.kernel, ctx.silu, ctx.parameters = chains, kernel, silu, len(parameters)
-        return joined(outs, x)
+        return join_parts(outs, x)
 
     @staticmethod
     @once_differentiable
@@ -180,13 +180,13 @@ class _Convolved(torch.autograd.Function):
             _Part(gradients[0][c.part.start : c.part.stop], x[c.part.start : c.part.stop], before, convolution, c)
             for c, before in reversed(list(zip(ctx.chains, arrived, strict=True)))
         ]
-        started = [_send_back(part.owed(ctx.kernel), part.chains, width) for part in parts]
-        found = [part.gradients(ctx.kernel) for part in parts]
-        for part, of_part, handle in zip(parts, found, started, strict=True):
+        started = [_send_back(part.arrived_gradients(ctx.kernel), part.chains, width) for part in parts]
+        of_parts = [part.gradients(ctx.kernel) for part in parts]
+        for part, of_part, handle in zip(parts, of_parts, started, strict=True):
             if handle is not None:
                 of_part[0].index_add_(0, halo_of(part.chains, width).rows, handle.wait())
-        of_parameters = [_sum([of_part[1 + i] for of_part in found]) for i in range(ctx.parameters)]
-        return None, None, None, joined([of_part[0] for of_part in reversed(found)], x), *of_parameters
+        of_parameters = [_sum([of_part[1 + i] for of_part in of_parts]) for i in range(ctx.parameters)]
+        return None, None, None, join_parts([of_part[0] for of_part in reversed(of_parts)], x), *of_parameters
 
 
 class _Part(NamedTuple):
@@ -202,11 +202,11 @@ class _Part(NamedTuple):
     def halo(self) -> Halo:
         return halo_of(self.chains, self.convolution.weight.shape[1] - 1)
 
-    def owed(self, kernel: ConvolutionKernel) -> Tensor:
+    def arrived_gradients(self, kernel: ConvolutionKernel) -> Tensor:
         """Gradients of the rows that arrived."""
         if not len(self.arrived):
             return self.arrived
-        return kernel.owed(self.dout, self.x, self.arrived, self.convolution, self.halo.first)
+        return kernel.arrived_gradients(self.dout, self.x, self.arrived, self.convolution, self.halo.first)
 
     def gradients(self, kernel: ConvolutionKernel) -> Gradients:
         """Those of own rows and of parameters."""
@@ -235,5 +235,5 @@ def _send_back(gradient: Tensor, chains: Chains, width: int) -> Handle | None:
     halo = halo_of(chains, width)
     if not halo.travels:
         return None
-    what = "gradients of rows before a run, convolution"
-    return chains.channel.all_to_all_rows(gradient, halo.receives, halo.sends, what)
+    label = "gradients of rows before a run, convolution"
+    return chains.channel.all_to_all_rows(gradient, halo.receives, halo.sends, label)

@@ -3,6 +3,6 @@
 Kernels know nothing of ranks and communication.
 """
 
-from longspan.attention.kernels.table import FEATURES, KERNELS, HeadSizes, Kernel, choose, named
+from longspan.attention.kernels.table import FEATURES, KERNELS, HeadSizes, Kernel, choose, find_kernel
 
-__all__ = ["FEATURES", "KERNELS", "HeadSizes", "Kernel", "choose", "named"]
+__all__ = ["FEATURES", "KERNELS", "HeadSizes", "Kernel", "choose", "find_kernel"]

@@ -66,7 +66,7 @@ class Kernel:
         if call.device.type not in self.devices:
             return f"needs {' or '.join(self.devices)} tensors, got {call.device.type}"
         if call.dtype not in self.dtypes:
-            return f"needs {' or '.join(short(d) for d in self.dtypes)}, got {short(call.dtype)}"
+            return f"needs {' or '.join(dtype_name(d) for d in self.dtypes)}, got {dtype_name(call.dtype)}"
         if not self.head_sizes.take(call.head_size, call.value_size):
             got = str(call.head_size)
             got += "" if call.value_size == call.head_size else f" with values of {call.value_size}"
@@ -84,7 +84,7 @@ class Kernel:
         return (call.one_document or not self.one_document_only) and not self.lacks(call)
 
 
-def short(value: Any) -> str:
+def dtype_name(value: Any) -> str:
     """A dtype without its module."""
     return str(value).removeprefix("torch.")
 
@@ -183,13 +183,13 @@ def choose(call: AttentionCall, name: str | None = None) -> Kernel:
         if kernel is None:
             raise AttentionError("no kernel fits: " + "; ".join(f"{k.name} {k.lacks(call)}" for k in KERNELS))
         return kernel
-    kernel = named(name, f"; {_available(call)}")
+    kernel = find_kernel(name, f"; {_available(call)}")
     if lack := kernel.lacks(call):
         raise AttentionError(f"kernel {name} {lack}; {_available(call)}")
     return kernel
 
 
-def named(name: str, hint: str | None = None) -> Kernel:
+def find_kernel(name: str, hint: str | None = None) -> Kernel:
     """The row of the table with this name. Raises AttentionError where there is none."""
     for kernel in KERNELS:
         if kernel.name == name:

@@ -49,7 +49,7 @@ class Handle:
                 for work in self._works:
                     work.wait()
                 if self._work_bytes < EVENT_BYTES:
-                    operation.watch.queued(operation, self._works)
+                    operation.watch.watch_works(operation, self._works)
                 else:
                     operation.watch.mark(operation)
         if self._finish is not None:
@@ -200,7 +200,7 @@ class Channel:
         assert x.shape[0] == counts[self.index] and len(counts) == self.degree, (what, x.shape, counts, self.index)
         communicator = self._communicator_to_gather(counts)
         if communicator is not None:
-            padded = _padded(x, max(counts))
+            padded = _pad_rows(x, max(counts))
             buffer = x.new_empty((self.degree * max(counts), *x.shape[1:]))
             with self.watch.during(what, self.ranks) as operation:
                 work = _all_gather_single(buffer, padded, group=communicator, async_op=True)
@@ -233,7 +233,7 @@ class Channel:
         """
         rows = counts[self.index]
         arriving = self.all_to_all_rows(x, counts, [rows] * self.degree, what)
-        return arriving.then(lambda parts: summed(parts.split(rows or 1)))
+        return arriving.then(lambda parts: sum_parts(parts.split(rows or 1)))
 
     @property
     def watch(self) -> Watch:
@@ -264,7 +264,7 @@ def wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-def summed(parts: Sequence[Tensor]) -> Tensor:
+def sum_parts(parts: Sequence[Tensor]) -> Tensor:
     """The sum of tensors in their order and dtype, taken in float32 (float64 for float64, integers as they are)."""
     dtype = parts[0].dtype
     total = parts[0].to(torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype, copy=True)
@@ -273,7 +273,7 @@ def summed(parts: Sequence[Tensor]) -> Tensor:
     return total.to(dtype)
 
 
-def _padded(x: Tensor, rows: int) -> Tensor:
+def _pad_rows(x: Tensor, rows: int) -> Tensor:
     """x (n, …) with zero rows appended, contiguous: (rows, …)."""
     if x.shape[0] == rows:
         return x.contiguous()

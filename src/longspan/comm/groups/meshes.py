@@ -104,7 +104,7 @@ class Meshes:
 
     def _build(self, axes: Sequence[str], ranks: Ranks) -> DeviceMesh:
         """The root mesh of ranks (pp, one dim for each axis) at this rank's stage."""
-        ranks = self._in_group_order(ranks, axes)
+        ranks = self._sort_for_groups(ranks, axes)
         sizes = ranks.shape[1:]
         dims = [i for i, (axis, size) in enumerate(zip(axes, sizes, strict=True)) if axis in (SLOTS, OUTER) or size > 1]
         groups = [self._group(axes[i], np.moveaxis(ranks, i + 1, -1).reshape(-1, sizes[i])) for i in dims]
@@ -125,7 +125,7 @@ class Meshes:
                     self._mine[axis] = group
         return self._mine[axis]
 
-    def _in_group_order(self, ranks: Ranks, axes: Sequence[str]) -> Ranks:
+    def _sort_for_groups(self, ranks: Ranks, axes: Sequence[str]) -> Ranks:
         """The ranks (pp, …) so that they ascend along sharded axes: torch orders the members of a group by rank.
 
         Which slot holds which shard of a parameter is free, so slots alone are sorted. With other axes beside them

@@ -90,7 +90,7 @@ class ProcessGroups:
 
     def _new(self, ranks: Sequence[int], kind: str, backend: str) -> ProcessGroup | None:
         started, timeout = time.monotonic(), timedelta(seconds=self._timeout)
-        options = _on_a_stream_of_high_priority(timeout) if kind in AHEAD and "nccl" in backend else None
+        options = _high_priority_options(timeout) if kind in AHEAD and "nccl" in backend else None
         with self.watch.during(f"making the {kind} group", ranks):
             group = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
         if self.watch.rank not in ranks:
@@ -137,7 +137,7 @@ class ProcessGroups:
         return unused
 
 
-def _on_a_stream_of_high_priority(timeout: timedelta) -> Any:
+def _high_priority_options(timeout: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
     options._timeout = timeout  # else torch warns that it differs from the group's

@@ -111,25 +111,25 @@ class GradientRing:
     def add(self, owner: int, addends: Sequence[Addend]) -> None:
         """Add this member's gradient of another's block, as any number of addends, and send the sum on."""
         assert owner != self._channel.index, "one's own gradient is given to finish"
-        total = self._arrived(owner, addends)
+        total = self._add_to_sum(owner, addends)
         self._step += 1
-        arriving = self._at((owner - 1) % self._channel.degree)
+        arriving = self._buffer((owner - 1) % self._channel.degree)
         self._handle = self._channel.shift(total, arriving, self._what)
 
     def finish(self, addends: Sequence[Addend]) -> Block:
         """The sum over all members of the gradient of one's own block, each (counts[index], …)."""
         assert self._step == self._channel.degree - 1, (self._step, self._channel.degree)
-        return split_columns(self._arrived(self._channel.index, addends), self._row_shapes)
+        return split_columns(self._add_to_sum(self._channel.index, addends), self._row_shapes)
 
-    def _arrived(self, owner: int, addends: Sequence[Addend]) -> Tensor:
+    def _add_to_sum(self, owner: int, addends: Sequence[Addend]) -> Tensor:
         """The sum so far of the owner's block, where others were before, and this member's addends."""
-        total, fresh = self._at(owner), self._handle is None
+        total, fresh = self._buffer(owner), self._handle is None
         if self._handle is not None:
             self._handle.wait()
         self._add(split_columns(total, self._row_shapes), addends, fresh=fresh)
         return total
 
-    def _at(self, owner: int) -> Tensor:
+    def _buffer(self, owner: int) -> Tensor:
         return self._buffers[self._step % len(self._buffers)][: self._counts[owner]]
 
 

@@ -72,7 +72,7 @@ class RowExchange:
             "partial_over_slots": [tuple(members) for members in slots],
             "identical": None,
         }
-        self._there, self._back = _moves_of(exchange, channel, gradient != "none", groups.get(gradient))
+        self._there, self._back = _cached_moves(exchange, channel, gradient != "none", groups.get(gradient))
 
     def __call__(self, x: Tensor) -> Tensor:
         """(rows of have here, …) to (rows of need here, …)."""
@@ -117,14 +117,17 @@ def forget_moves() -> None:
     _remembered.clear()
 
 
-def _moves_of(exchange: Exchange, channel: Channel, back: bool, groups: Groups | None) -> _Moves:
+def _cached_moves(exchange: Exchange, channel: Channel, back: bool, groups: Groups | None) -> _Moves:
     """The moves of an exchange there and, where anything flows back, back; remembered by their layout."""
     key = exchange, back, None if groups is None else tuple(map(tuple, groups))
     with _remembering:
         moves = _remembered.setdefault(channel, OrderedDict()).pop(key, None)
     if moves is None:
         have, need = exchange.blocks
-        moves = _planned(have, need, channel, None), _planned(need, have, channel, groups) if back else None
+        moves = (
+            _plan_device_moves(have, need, channel, None),
+            _plan_device_moves(need, have, channel, groups) if back else None,
+        )
     with _remembering:
         recent = _remembered.setdefault(channel, OrderedDict())
         recent[key] = moves
@@ -133,7 +136,7 @@ def _moves_of(exchange: Exchange, channel: Channel, back: bool, groups: Groups |
     return moves
 
 
-def _planned(source: Blocks, target: Blocks, channel: Channel, groups: Groups | None) -> DeviceMoves:
+def _plan_device_moves(source: Blocks, target: Blocks, channel: Channel, groups: Groups | None) -> DeviceMoves:
     return moves_on_device(plan_moves(source, target, channel.index, groups), channel.device)
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from longspan.errors import DataError, counted
 from longspan.layout.layout import short
 from longspan.layout.packing import is_integer
-from longspan.layout.segments import Integers, Segments, expand, sealed
+from longspan.layout.segments import Integers, Segments, as_read_only, expand
 
 
 class Item(NamedTuple):
@@ -150,7 +150,7 @@ class ItemTable:
         items = np.array([i for i, _ in numbered], dtype=np.int64)
         base = np.cumsum(np.array([0, *(rows for _, rows in numbered)], dtype=np.int64))
         spans = _Spans(*(values[self._spans.modality == index] for values in self._spans))
-        return ModalityRows(sealed(items), sealed(base), self._stride, spans)
+        return ModalityRows(as_read_only(items), as_read_only(base), self._stride, spans)
 
     def digest(self) -> str:
         """A digest of lengths and items, the same on every rank that was given the same."""
@@ -176,7 +176,7 @@ class ItemTable:
                 next_row[item.modality] = first + stop - start
         table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 6)
         self._check_overlaps(table)
-        return _Spans(*(sealed(np.ascontiguousarray(table[:, column])) for column in range(5)))
+        return _Spans(*(as_read_only(np.ascontiguousarray(table[:, column])) for column in range(5)))
 
     def _check(self, index: int, item: Item) -> None:
         if not 0 <= item.document < len(self.lengths):

@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, on_every_rank, on_first_rank
+from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
 from longspan.config.eval_inheritance import held_out_set
 from longspan.config.sections import RunConfig
 from longspan.corpus.token_bytes import token_bytes
@@ -33,7 +33,7 @@ def check_sources(config: RunConfig, world: World, vocabulary: int) -> None:
                 raise ConfigError(f"{entry.metrics_key}: {error}") from error
 
     check_paths(config, world)
-    on_every_rank(world, check, ConfigError)
+    run_on_every_rank(world, check, ConfigError)
 
 
 def open_sets(
@@ -54,7 +54,7 @@ def open_sets(
     if not sets:
         return ()
     directory = Path(config.run.dir)
-    counts = on_first_rank(world, lambda: token_bytes(load_tokenizer(directory).engine), DataError)
+    counts = run_on_first_rank(world, lambda: token_bytes(load_tokenizer(directory).engine), DataError)
     named = [load_metrics(s.config.metrics, s.config.metrics_key) for s in sets]
     return tuple(
         replace(s, metrics={**s.metrics, **metrics}, token_bytes=counts) for s, metrics in zip(sets, named, strict=True)

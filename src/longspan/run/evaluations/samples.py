@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from longspan.comm import World
-from longspan.comm.all_ranks import on_first_rank
+from longspan.comm.all_ranks import run_on_first_rank
 from longspan.corpus.corpus_images.image_documents import ImageDocuments
 from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer
 from longspan.data.document import NO_TARGET, Labelled
@@ -65,7 +65,7 @@ def image_samples(
         made = (_row(shown, number, tokenizer, tokens_at) for number in range(len(shown)))
         return [{"step": step, "name": name, **row} for row in made]
 
-    return on_first_rank(world, rows, DataError)  # which alone opens the pictures
+    return run_on_first_rank(world, rows, DataError)  # which alone opens the pictures
 
 
 def _row(documents: ImageDocuments, number: int, tokenizer: TextTokenizer, found: dict[tuple[int, int], int]) -> Any:

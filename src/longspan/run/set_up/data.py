@@ -7,7 +7,7 @@ import numpy as np
 from transformers import PreTrainedConfig
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, on_every_rank
+from longspan.comm.all_ranks import LogLine, run_on_every_rank
 from longspan.config.sections import RunConfig
 from longspan.corpus.run_corpus import shared_corpus
 from longspan.data.documents import Corpus
@@ -65,7 +65,9 @@ def open_data(
     order = step_order_of(config, corpus, version=order_version(checkpoint, world))
     log(documents_line(config, order))
     sets, run_dir = open_sets(config, corpus, corpus.select(order.evaluation), world, log), Path(config.run.dir)
-    sets = on_every_rank(world, lambda: tuple(evaluated.with_images(model, run_dir) for evaluated in sets), DataError)
+    sets = run_on_every_rank(
+        world, lambda: tuple(evaluated.with_images(model, run_dir) for evaluated in sets), DataError
+    )
     return RunData(model, corpus, order, sets, _longest(config, corpus, order))
 
 

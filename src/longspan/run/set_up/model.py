@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, on_every_rank, on_first_rank
+from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
 from longspan.config.sections import LoraSection, RunConfig
 from longspan.corpus.run_corpus import check_tokenizer
 from longspan.errors import ModelError, RunFolderError
@@ -37,7 +37,7 @@ def check_targets(config: RunConfig, world: World) -> None:
             with warnings.catch_warnings(action="ignore"):  # of what is left out, which the run says later
                 adapted(config, with_depths(config, model, read=False))
 
-    on_first_rank(world, check, ModelError)
+    run_on_first_rank(world, check, ModelError)
 
 
 def prepared_for(data: RunData, config: RunConfig, world: World, log: LogLine, *, resumed: bool) -> AnyModel:
@@ -47,16 +47,16 @@ def prepared_for(data: RunData, config: RunConfig, world: World, log: LogLine, *
     has the adapter alone.
     """
     rows = data.tokenizer_size if config.data.tokenizer else config.data.vocab_size
-    named = on_every_rank(world, lambda: configuration_of(config, rows), ModelError)
+    named = run_on_every_rank(world, lambda: configuration_of(config, rows), ModelError)
     check_tokenizer(config, named, data.tokenizer_size)
     fit = configuration_for(named, config.model, *data.longest, log)
     if config.mtp.depths and not resumed:
-        log(on_every_rank(world, lambda: depths_line(config, fit), ModelError))
+        log(run_on_every_rank(world, lambda: depths_line(config, fit), ModelError))
     images = data.images > 0
     check_images(config, data.images)
     load = unread_model if resumed and not config.lora.rank else partial(loaded_model, vocabulary=rows)
     load = partial(load, images=images)
-    model = on_every_rank(world, lambda: load(config, configuration=fit), ModelError)
+    model = run_on_every_rank(world, lambda: load(config, configuration=fit), ModelError)
     keep = partial(keep_model_files, Path(config.run.dir), config.model, fit, type(model).__name__, log)
-    on_first_rank(world, keep, RunFolderError)
+    run_on_first_rank(world, keep, RunFolderError)
     return prepared_model(config, world, model, images=images)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from longspan.checkpoint.checkpoint import load_checkpoint
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, on_every_rank, on_first_rank
+from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
 from longspan.config.file import to_toml
 from longspan.config.precision import warn_of_lost_updates
 from longspan.config.sections import RunConfig
@@ -42,8 +42,8 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     checkpoint = checkpoint_to_resume(config, world, log)
     config = with_held_out_of(config, checkpoint, world)
     if config.model.path and checkpoint is None:
-        on_every_rank(world, lambda: weight_files(Path(config.model.path)), ModelError)
-    named = on_every_rank(world, lambda: configuration_of(config, config.data.vocab_size), ModelError)
+        run_on_every_rank(world, lambda: weight_files(Path(config.model.path)), ModelError)
+    named = run_on_every_rank(world, lambda: configuration_of(config, config.data.vocab_size), ModelError)
     data = open_data(config, named, checkpoint, world, log)
     config = replace(config, data=replace(config.data, eval_documents=len(data.order.evaluation)))
     asked, config = config, with_steps_of_epochs(config, data.order, log)
@@ -64,7 +64,7 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
         if done < config.train.steps and (line := rate_line(config, state)):
             log(line)
     if done < config.train.steps:  # a finished run keeps the configuration that it was trained with
-        on_first_rank(world, lambda: write_atomically(directory / "config.toml", to_toml(asked)), RunFolderError)
+        run_on_first_rank(world, lambda: write_atomically(directory / "config.toml", to_toml(asked)), RunFolderError)
         warn_of_lost_updates(config, log)
     cost = _cost(config, world, model, data.corpus, log)
     run = TrainingRun(config, world, model, optimizer, cost, data.corpus, data.order, done)

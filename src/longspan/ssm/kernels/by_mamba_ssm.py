@@ -16,9 +16,9 @@ from torch import Tensor
 
 from longspan.layout.segments import Integers
 from longspan.ssm.kernels.call import Inputs, Recurrence, Saved
-from longspan.ssm.kernels.decay import faded_sums
+from longspan.ssm.kernels.decay import scan_chunks
 from longspan.ssm.kernels.packages import lacks_package
-from longspan.ssm.kernels.runs import LocalRuns, taken
+from longspan.ssm.kernels.runs import LocalRuns, take_runs
 
 NAME = "mamba_ssm"
 _NEEDED = (2, 3)
@@ -39,7 +39,7 @@ class _Chunks:
     """Inputs in whole chunks: b, c (1, L, G, K), x (1, L, H, V), sums of log-decays inside chunks (1, H, N, C)."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
-        self.runs = runs.of_chunks(_CHUNK)
+        self.runs = runs.with_chunks(_CHUNK)
         self.c = self.laid_out(inputs.q if scale == 1.0 else inputs.q * scale)
         self.b, self.x = self.laid_out(inputs.k), self.laid_out(inputs.v)
         g = self.laid_out(inputs.g).view(self.runs.chunks, _CHUNK, -1)
@@ -63,13 +63,13 @@ class _Chunks:
     def entering(self, states: Tensor) -> Tensor:
         """The state (1, N, H, V, K) that enters each chunk, from those (R, H, V, K) that enter runs."""
         h = self.x.new_empty((1, self.runs.chunks, *states.shape[1:]))
-        faded_sums(self.added(), self.base_two, states, self.runs, into=h)
+        scan_chunks(self.additions(), self.base_two, states, self.runs, into=h)
         return h
 
-    def added(self) -> Tensor:
+    def additions(self) -> Tensor:
         """What each chunk adds to the state: (N, H, V, K) float32."""
-        given = (self.b, self.x, self.steps, self.sums)
-        return _function("ssd_chunk_state", "_chunk_state_fwd")(*given, states_in_fp32=True).squeeze(0)
+        arguments = (self.b, self.x, self.steps, self.sums)
+        return _function("ssd_chunk_state", "_chunk_state_fwd")(*arguments, states_in_fp32=True).squeeze(0)
 
     def products(self) -> Tensor:
         """c_i · b_j of the pairs of rows of each chunk: (1, N, G, C, C) float32."""
@@ -81,15 +81,15 @@ class MambaForward:
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
         self._inputs, self._chunks = inputs, _Chunks(inputs, runs, scale)
-        self.kept = ()
+        self.activations = ()
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
         """See `Forward`."""
         chunks, (heads, size, width) = self._chunks, self._inputs.state_shape
         zero = chunks.sums.new_zeros((len(chunks.runs.lengths), heads, width, size))
-        states = faded_sums(chunks.added(), chunks.base_two, zero, chunks.runs)
+        states = scan_chunks(chunks.additions(), chunks.base_two, zero, chunks.runs)
         total = zero.new_zeros((len(zero), heads)).index_add_(0, chunks.runs.run_of_chunk, chunks.whole)
-        return taken(states, leaving).mT, taken(total, carrying).exp()[:, :, None, None]
+        return take_runs(states, leaving).mT, take_runs(total, carrying).exp()[:, :, None, None]
 
     def outputs(self, states: Tensor) -> Tensor:
         """See `Forward`."""
@@ -112,10 +112,10 @@ class MambaBackward:
         self._read = reading(chunks.c, chunks.sums, self._dout, dtype=torch.float32).squeeze(0)
         self._h = inputs.v[:0]
 
-    def owed(self, runs: Integers) -> Tensor:
+    def entry_gradients(self, runs: Integers) -> Tensor:
         """See `Backward`."""
         zero = torch.zeros_like(self._states)
-        return taken(self._sums(zero), runs).mT
+        return take_runs(self._sums(zero), runs).mT
 
     def prepare(self) -> None:
         """The states of chunks, once more."""
@@ -137,21 +137,21 @@ class MambaBackward:
         both = _function("ssd_bmm", "_bmm_chunk_bwd")
         dk = both(chunks.c, pairs, residual=db, out=torch.empty_like(chunks.b))
         dq = both(chunks.b, pairs.mT, residual=dc, out=torch.empty_like(chunks.c))
-        from_start[..., -1] += self._through(dh)
+        from_start[..., -1] += self._whole_decay_gradients(dh)
         stable = _function("ssd_chunk_scan", "_chunk_scan_bwd_ddAcs_stable")
         dg = stable(*inside, self._dout, products) + to_end + from_start.flip(-1).cumsum(-1).flip(-1)
         dg = dg[0].permute(1, 2, 0).flatten(0, 1).unsqueeze(0)
         dq, dk, dv, dg = (chunks.back(x) for x in (dq, dk, dx, dg))
         return (dq if self._scale == 1.0 else dq * self._scale), dk, dv, dg.unsqueeze(-1)
 
-    def _through(self, dh: Tensor) -> Tensor:
+    def _whole_decay_gradients(self, dh: Tensor) -> Tensor:
         """Gradients of the decays of whole chunks, by the states that went through them: (1, H, N)."""
         passed = torch.linalg.vecdot(self._h.float().flatten(3), dh.float().flatten(3))
         return (passed * self._chunks.whole.exp()).transpose(1, 2)
 
     def _sums(self, leaving: Tensor, into: Tensor | None = None) -> Tensor:
         chunks = self._chunks
-        return faded_sums(self._read, chunks.base_two, leaving, chunks.runs, into=into, backwards=True)
+        return scan_chunks(self._read, chunks.base_two, leaving, chunks.runs, into=into, backwards=True)
 
 
 @cache

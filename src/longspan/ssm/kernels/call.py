@@ -64,7 +64,7 @@ class Forward(Protocol):
         ...
 
     @property
-    def kept(self) -> tuple[Tensor, ...]:
+    def activations(self) -> tuple[Tensor, ...]:
         """What backward needs besides inputs and entering states."""
         ...
 
@@ -72,7 +72,7 @@ class Forward(Protocol):
 class Backward(Protocol):
     """The backward pass over some runs."""
 
-    def owed(self, runs: Integers) -> Tensor:
+    def entry_gradients(self, runs: Integers) -> Tensor:
         """(n, H, K, V): gradients of the outputs to the states that enter these runs, final states having none."""
         ...
 
@@ -89,7 +89,7 @@ class Saved(NamedTuple):
     """What a backward pass is given: entering states (R, H, K, V), what forward kept, gradients of the outputs."""
 
     states: Tensor
-    kept: tuple[Tensor, ...]
+    activations: tuple[Tensor, ...]
     dout: Tensor
 
 

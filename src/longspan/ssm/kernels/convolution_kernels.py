@@ -65,19 +65,19 @@ def write_first_kernel(
     start, count, table = tl.load(starts + run), tl.load(counts + run), tables + run * BEFORE
     for row in tl.static_range(BEFORE):
         inside = (channel < CHANNELS) & (count > row)
-        found = _sum(
+        result = _sum(
             x, arrived, weight, bias, table, start, channel, inside, stride_x, stride_x_channel,
             row, CHANNELS, BEFORE, BIAS, BLOCK,
         )  # fmt: skip
         if SILU:
-            found = found * tl.sigmoid(found)
+            result = result * tl.sigmoid(result)
         into = y + (start + row) * stride_y + channel * stride_y_channel
-        tl.store(into, found.to(into.dtype.element_ty), mask=inside)
+        tl.store(into, result.to(into.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def arrived_gradients_kernel(
-    owed,
+    arrived_gradients,
     dout,
     x,
     arrived,
@@ -105,8 +105,8 @@ def arrived_gradients_kernel(
     total = tl.zeros((COLUMNS, BLOCK), dtype=tl.float32)
     for row in tl.static_range(BEFORE):
         inside = (channel < CHANNELS) & (count > row)
-        given = dout + (start + row) * stride_dout + channel * stride_dout_channel
-        gradient = tl.load(given, mask=inside, other=0.0).to(tl.float32)
+        source_rows = dout + (start + row) * stride_dout + channel * stride_dout_channel
+        gradient = tl.load(source_rows, mask=inside, other=0.0).to(tl.float32)
         if SILU:
             y = _sum(
                 x, arrived, weight, bias, table, start, channel, inside, stride_x, stride_x_channel,
@@ -118,5 +118,5 @@ def arrived_gradients_kernel(
         factor = tl.load(weight + channel[None, :] * (BEFORE + 1) + column - row, mask=reads, other=0.0)
         total += factor.to(tl.float32) * gradient[None, :]
     source = tl.load(table + column, mask=column < BEFORE, other=-1)
-    into = owed + source * CHANNELS + channel[None, :]
+    into = arrived_gradients + source * CHANNELS + channel[None, :]
     tl.store(into, total.to(into.dtype.element_ty), mask=(source >= 0) & (channel < CHANNELS)[None, :])

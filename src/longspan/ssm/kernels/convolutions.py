@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longspan.ssm.kernels.packages import TORCH_ALONE, check_names, fla_function, fla_lacks, lacks_package, refuse
+from longspan.ssm.kernels.packages import TORCH_ONLY, check_names, fla_function, fla_lacks, lacks_package, refuse
 from longspan.ssm.kernels.runs import LocalRuns
 
 
@@ -27,13 +27,13 @@ class Before(NamedTuple):
     """Where the rows before runs lie; see `Halo`.
 
     `source` (T + runs · width,) for each run the rows before it, then its own, as rows of [local rows | arrived rows |
-    one zero row]; `kept` (T,) the places of the local rows in it; `run`, `column` (arrived,): the run before which each
-    arrived row lies, and its column of width + 1, of which the first stays empty.
+    one zero row]; `local` (T,) the places of the local rows in it; `run`, `column` (arrived,): the run before which
+    each arrived row lies, and its column of width + 1, whose first stays empty.
     """
 
     width: int
     source: Tensor
-    kept: Tensor
+    local: Tensor
     run: Tensor
     column: Tensor
 
@@ -70,7 +70,7 @@ class ConvolutionKernel:
     `lacks(x, weight)` says what it would need and does not have for rows x (T, C) and weight (C, W), "" for nothing.
     `forward(x, convolution, runs, alone)` gives y (T, C) from x (T, C) of at least one row, zeros before every run;
     `write_first(y, x, arrived, convolution, first)` writes into it the first rows of runs that rows arrive for.
-    `owed(dout, x, arrived, convolution, first)` gives the gradients of arrived rows,
+    `arrived_gradients(dout, x, arrived, convolution, first)` gives the gradients of arrived rows,
     `backward(dout, x, arrived, convolution, runs, before)` all others, of parameters that require none perhaps None.
     """
 
@@ -79,11 +79,11 @@ class ConvolutionKernel:
     forward: Callable[[Tensor, Convolution, LocalRuns, Before], Tensor]
     backward: Callable[[Tensor, Tensor, Tensor, Convolution, LocalRuns, Before], Gradients]
     write_first: Callable[[Tensor, Tensor, Tensor, Convolution, FirstRows], None]
-    owed: Callable[[Tensor, Tensor, Tensor, Convolution, FirstRows], Tensor]
+    arrived_gradients: Callable[[Tensor, Tensor, Tensor, Convolution, FirstRows], Tensor]
 
 
-def _torch_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, alone: Before) -> Tensor:
-    return _convolve(x, x[:0], convolution, alone)
+def _torch_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolated: Before) -> Tensor:
+    return _convolve(x, x[:0], convolution, isolated)
 
 
 def _torch_backward(
@@ -96,8 +96,8 @@ def _torch_backward(
         of_bias = None if bias is None else bias.detach().requires_grad_(bias.requires_grad)
         out = _convolve(leaves[0], arrived, Convolution(leaves[1], of_bias, silu), before)
     every = [y if y is not None and y.requires_grad else None for y in (*leaves, of_bias)]
-    found = iter(torch.autograd.grad(out, [y for y in every if y is not None], dout))
-    dx, dweight, dbias = (None if y is None else next(found) for y in every)
+    gradients = iter(torch.autograd.grad(out, [y for y in every if y is not None], dout))
+    dx, dweight, dbias = (None if y is None else next(gradients) for y in every)
     assert dx is not None
     return dx, dweight, dbias
 
@@ -120,7 +120,7 @@ def _convolve(x: Tensor, arrived: Tensor, convolution: Convolution, before: Befo
     weight, bias, silu = convolution
     rows = torch.cat([x, arrived, x.new_zeros((1, x.shape[1]))]).index_select(0, before.source)
     y = F.conv1d(rows.t().unsqueeze(0), weight.unsqueeze(1), bias, groups=x.shape[1])
-    y = y.squeeze(0).t().index_select(0, before.kept - before.width)
+    y = y.squeeze(0).t().index_select(0, before.local - before.width)
     return F.silu(y) if silu else y
 
 
@@ -134,16 +134,16 @@ _BLOCK = 256  # channels of a program
 
 def write_first(y: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows) -> None:
     """See `ConvolutionKernel`."""
-    grid, given, sizes = _launch_arguments(y, x, arrived, convolution, first)
-    _kernel("write_first_kernel")[grid](*given, **sizes)
+    grid, arguments, sizes = _launch_arguments(y, x, arrived, convolution, first)
+    _kernel("write_first_kernel")[grid](*arguments, **sizes)
 
 
 def arrived_gradients(dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows) -> Tensor:
     """See `ConvolutionKernel`."""
-    found, columns = torch.empty_like(arrived), 1 << (first.arrived.shape[1] - 1).bit_length()
-    grid, given, sizes = _launch_arguments(dout, x, arrived, convolution, first)
-    _kernel("arrived_gradients_kernel")[grid](found, *given, **sizes, COLUMNS=columns)
-    return found
+    gradients, columns = torch.empty_like(arrived), 1 << (first.arrived.shape[1] - 1).bit_length()
+    grid, arguments, sizes = _launch_arguments(dout, x, arrived, convolution, first)
+    _kernel("arrived_gradients_kernel")[grid](gradients, *arguments, **sizes, COLUMNS=columns)
+    return gradients
 
 
 def _launch_arguments(
@@ -189,17 +189,17 @@ def _fla_arguments(convolution: Convolution, runs: LocalRuns, state: Tensor | No
     }
 
 
-def _fla_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, alone: Before) -> Tensor:
-    given = _fla_arguments(convolution, runs, None)
-    return fla_function(_FLA_MODULE, "causal_conv1d_fwd")(x=x.unsqueeze(0), **given)[0].squeeze(0)
+def _fla_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolated: Before) -> Tensor:
+    arguments = _fla_arguments(convolution, runs, None)
+    return fla_function(_FLA_MODULE, "causal_conv1d_fwd")(x=x.unsqueeze(0), **arguments)[0].squeeze(0)
 
 
 def _fla_backward(
     dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: Before
 ) -> Gradients:
-    given = _fla_arguments(convolution, runs, _initial_state(x, arrived, runs, before))
+    arguments = _fla_arguments(convolution, runs, _initial_state(x, arrived, runs, before))
     backward = fla_function(_FLA_MODULE, "causal_conv1d_bwd")
-    dx, dweight, dbias, *_ = backward(x=x.unsqueeze(0), dy=dout.unsqueeze(0), dht=None, **given)
+    dx, dweight, dbias, *_ = backward(x=x.unsqueeze(0), dy=dout.unsqueeze(0), dht=None, **arguments)
     return dx.squeeze(0), dweight, dbias
 
 
@@ -230,12 +230,12 @@ def _package_lacks(x: Tensor, weight: Tensor) -> str:
     return lacks_package("causal-conv1d", _NEEDED, x.device)
 
 
-def _package_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, alone: Before) -> Tensor:
-    rows, state = _lay_out(x, x[:0], runs, alone)
+def _package_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolated: Before) -> Tensor:
+    rows, state = _lay_out(x, x[:0], runs, isolated)
     weight, bias, silu = convolution
     y = _package().causal_conv1d_fwd_function(_channels_last(rows), weight.contiguous(), bias, None, state, None, silu)
     y = y.squeeze(0).t()
-    return y if len(runs.lengths) == 1 else y.index_select(0, alone.kept)
+    return y if len(runs.lengths) == 1 else y.index_select(0, isolated.local)
 
 
 def _package_backward(
@@ -244,11 +244,11 @@ def _package_backward(
     rows, state = _lay_out(x, arrived, runs, before)
     weight, bias, silu = convolution
     one = len(runs.lengths) == 1
-    of_rows = dout.contiguous() if one else torch.zeros_like(rows).index_copy_(0, before.kept, dout)
-    given = (_channels_last(rows), weight.contiguous(), bias, _channels_last(of_rows), None, state, None, None)
-    drows, dweight, dbias, _ = _package().causal_conv1d_bwd_function(*given, False, silu)
+    of_rows = dout.contiguous() if one else torch.zeros_like(rows).index_copy_(0, before.local, dout)
+    arguments = (_channels_last(rows), weight.contiguous(), bias, _channels_last(of_rows), None, state, None, None)
+    drows, dweight, dbias, _ = _package().causal_conv1d_bwd_function(*arguments, False, silu)
     drows = drows.squeeze(0).t()
-    return drows if one else drows.index_select(0, before.kept), dweight, dbias
+    return drows if one else drows.index_select(0, before.local), dweight, dbias
 
 
 def _lay_out(x: Tensor, arrived: Tensor, runs: LocalRuns, before: Before) -> tuple[Tensor, Tensor | None]:
@@ -277,12 +277,12 @@ PACKAGE_CONVOLUTION = ConvolutionKernel(
 )
 
 
-def choose_convolution(x: Tensor, weight: Tensor, asked: Sequence[str] = ()) -> ConvolutionKernel:
+def choose_convolution(x: Tensor, weight: Tensor, kernel_names: Sequence[str] = ()) -> ConvolutionKernel:
     """The kernel for rows x (T, C) and weight (C, W). Raises LayoutError where the one asked for cannot, or is none."""
-    check_names(asked)
-    if TORCH_ALONE in asked:
+    check_names(kernel_names)
+    if TORCH_ONLY in kernel_names:
         return TORCH_CONVOLUTION
-    if PACKAGE_CONVOLUTION.name in asked:
+    if PACKAGE_CONVOLUTION.name in kernel_names:
         refuse(PACKAGE_CONVOLUTION.name, PACKAGE_CONVOLUTION.lacks(x, weight))
         return PACKAGE_CONVOLUTION
     return TORCH_CONVOLUTION if FLA_CONVOLUTION.lacks(x, weight) else FLA_CONVOLUTION

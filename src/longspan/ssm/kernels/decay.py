@@ -13,14 +13,14 @@ from torch import Tensor
 
 from longspan.layout.segments import Integers
 from longspan.ssm.kernels.call import Inputs, Recurrence, Saved
-from longspan.ssm.kernels.packages import batch_of_one, cumulative, fla_function, fla_lacks, indices, of_inputs
-from longspan.ssm.kernels.runs import CHUNK, LocalRuns, taken
+from longspan.ssm.kernels.packages import batch_of_one, chunk_cumsum, fla_function, fla_lacks, match_inputs, run_indices
+from longspan.ssm.kernels.runs import CHUNK, LocalRuns, take_runs
 
 _BLOCK = 1024
 
 
-def faded_sums(
-    added: Tensor,
+def scan_chunks(
+    chunk_additions: Tensor,
     decays: Tensor,
     states: Tensor,
     runs: LocalRuns,
@@ -37,14 +37,14 @@ def faded_sums(
     heads, size, width = states.shape[1:]
     grid = (-(-size * width // _BLOCK), heads, len(states))
     _kernel()[grid](
-        added,
+        chunk_additions,
         decays,
         states.contiguous(),
         final,
-        added if into is None else into,
+        chunk_additions if into is None else into,
         runs.chunk_ends,
         HEADS=heads,
-        SHARED=heads // added.shape[1],
+        SHARED=heads // chunk_additions.shape[1],
         SIZE=size,
         WIDTH=width,
         BLOCK=_BLOCK,
@@ -56,9 +56,9 @@ def faded_sums(
 
 @cache
 def _kernel() -> Any:
-    from longspan.ssm.kernels.state_kernels import faded_sums_kernel
+    from longspan.ssm.kernels.state_kernels import scan_chunks_kernel
 
-    return faded_sums_kernel
+    return scan_chunks_kernel
 
 
 def decay_lacks(recurrence: Recurrence) -> str:
@@ -76,11 +76,11 @@ class _Decays:
         self.whole = g.squeeze(0).index_select(0, runs.last_rows)  # (N, H)
         self._of_row = runs.chunk_of_row
 
-    def to_end(self) -> Tensor:
+    def decay_to_end(self) -> Tensor:
         """What is left of each row at its chunk's end: (T, H, 1)."""
         return torch.exp2(self.whole.index_select(0, self._of_row) - self.g.squeeze(0)).unsqueeze(-1)
 
-    def from_start(self) -> Tensor:
+    def decay_from_start(self) -> Tensor:
         """What is left at each row of the state that entered its chunk: (T, H, 1)."""
         return torch.exp2(self.g.squeeze(0)).unsqueeze(-1)
 
@@ -90,26 +90,26 @@ class DecayForward:
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
         self._inputs, self._runs, self._scale = inputs, runs, scale
-        self._decays = _Decays(cumulative(inputs.g.squeeze(-1), runs), runs)
-        self._added = added(inputs.k, inputs.v, self._decays.to_end(), runs)
-        self.kept = (self._decays.g,)
+        self._decays = _Decays(chunk_cumsum(inputs.g.squeeze(-1), runs), runs)
+        self._added = chunk_additions(inputs.k, inputs.v, self._decays.decay_to_end(), runs)
+        self.activations = (self._decays.g,)
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
         """See `Forward`."""
         heads, size, width = self._inputs.state_shape
         zero = self._inputs.k.new_zeros((len(self._runs.lengths), heads, size, width), dtype=torch.float32)
-        states = faded_sums(self._added, self._decays.whole, zero, self._runs)
+        states = scan_chunks(self._added, self._decays.whole, zero, self._runs)
         total = zero.new_zeros((len(zero), heads)).index_add_(0, self._runs.run_of_chunk, self._decays.whole.float())
-        return taken(states, leaving), torch.exp2(taken(total, carrying))[:, :, None, None]
+        return take_runs(states, leaving), torch.exp2(take_runs(total, carrying))[:, :, None, None]
 
     def outputs(self, states: Tensor) -> Tensor:
         """See `Forward`."""
         q, k, v, _ = batch_of_one(self._inputs)
         h = v.new_empty((1, self._runs.chunks, *self._inputs.state_shape))
-        faded_sums(self._added, self._decays.whole, states, self._runs, into=h)
+        scan_chunks(self._added, self._decays.whole, states, self._runs, into=h)
         out = fla_function("ops.common.chunk_o", "chunk_fwd_o")
-        given = {"q": q, "k": k, "v": v, "h": h, "g": self._decays.g}
-        return out(**given, scale=self._scale, chunk_size=CHUNK, **indices(self._runs)).squeeze(0)
+        arguments = {"q": q, "k": k, "v": v, "h": h, "g": self._decays.g}
+        return out(**arguments, scale=self._scale, chunk_size=CHUNK, **run_indices(self._runs)).squeeze(0)
 
 
 class DecayBackward:
@@ -117,39 +117,39 @@ class DecayBackward:
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: Saved) -> None:
         self._inputs, self._runs, self._scale, self._saved = inputs, runs, scale, saved
-        self._decays = _Decays(saved.kept[0], runs)
+        self._decays = _Decays(saved.activations[0], runs)
         self._do = saved.dout.to(inputs.v.dtype).contiguous()
-        self._read = added(inputs.q, self._do, scale * self._decays.from_start(), runs)
+        self._read = chunk_additions(inputs.q, self._do, scale * self._decays.decay_from_start(), runs)
         self._h = inputs.v[:0]
 
-    def owed(self, runs: Integers) -> Tensor:
+    def entry_gradients(self, runs: Integers) -> Tensor:
         """See `Backward`."""
         zero = torch.zeros_like(self._saved.states)
-        owed = faded_sums(self._read, self._decays.whole, zero, self._runs, backwards=True)
-        return taken(owed, runs)
+        entry_gradients = scan_chunks(self._read, self._decays.whole, zero, self._runs, backwards=True)
+        return take_runs(entry_gradients, runs)
 
     def prepare(self) -> None:
         """The states of chunks, once more."""
         _, k, v, _, _ = self._inputs
         self._h = v.new_empty((1, self._runs.chunks, *self._inputs.state_shape))
-        sums = added(k, v, self._decays.to_end(), self._runs)
-        faded_sums(sums, self._decays.whole, self._saved.states, self._runs, into=self._h)
+        sums = chunk_additions(k, v, self._decays.decay_to_end(), self._runs)
+        scan_chunks(sums, self._decays.whole, self._saved.states, self._runs, into=self._h)
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
         """See `Backward`."""
         q, k, v, _ = batch_of_one(self._inputs)
         dh = torch.empty_like(self._h)
-        faded_sums(self._read, self._decays.whole, leaving, self._runs, into=dh, backwards=True)
-        given = {"q": q, "k": k, "g": self._decays.g, "do": self._do.unsqueeze(0), "dh": dh, "scale": self._scale}
-        shared = {"chunk_size": CHUNK, **indices(self._runs)}
+        scan_chunks(self._read, self._decays.whole, leaving, self._runs, into=dh, backwards=True)
+        arguments = {"q": q, "k": k, "g": self._decays.g, "do": self._do.unsqueeze(0), "dh": dh, "scale": self._scale}
+        shared = {"chunk_size": CHUNK, **run_indices(self._runs)}
         reading = fla_function("ops.common.chunk_o", "chunk_bwd_dqkwg")
-        dq, dk, _, dg = reading(**given, v=v, h=self._h, **shared)
-        dv = fla_function("ops.common.chunk_o", "chunk_bwd_dv")(**given, **shared)
-        dg = cumulative(dg.squeeze(0), self._runs, reverse=True).unsqueeze(-1)
-        return of_inputs((dq, dk, dv, dg), self._inputs)
+        dq, dk, _, dg = reading(**arguments, v=v, h=self._h, **shared)
+        dv = fla_function("ops.common.chunk_o", "chunk_bwd_dv")(**arguments, **shared)
+        dg = chunk_cumsum(dg.squeeze(0), self._runs, reverse=True).unsqueeze(-1)
+        return match_inputs((dq, dk, dv, dg), self._inputs)
 
 
-def added(keys: Tensor, values: Tensor, weight: Tensor, runs: LocalRuns) -> Tensor:
+def chunk_additions(keys: Tensor, values: Tensor, weight: Tensor, runs: LocalRuns) -> Tensor:
     """Σ of key ⊗ weight · value over a chunk: (T, G, K), (T, H, V), (T, H, 1) -> (N, G, K, H / G · V), float32.
 
     Heads that share keys lie side by side, so that there is one product for them.

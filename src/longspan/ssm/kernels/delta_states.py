@@ -12,34 +12,41 @@ import torch
 from torch import Tensor
 
 from longspan.layout.segments import Integers
-from longspan.ssm.kernels.packages import fla_function, indices
+from longspan.ssm.kernels.packages import fla_function, run_indices
 from longspan.ssm.kernels.pieces import Pieces
-from longspan.ssm.kernels.runs import CHUNK, LocalRuns, taken
+from longspan.ssm.kernels.runs import CHUNK, LocalRuns, take_runs
 
 Named = dict[str, Tensor]
 _COLUMNS = 64  # of a program
 _NARROW = 128  # key numbers up to which a program of four warps keeps a state in registers
 
 
-def maps_of(rows: Named, runs: LocalRuns) -> tuple[Tensor, Tensor]:
+def run_maps(rows: Named, runs: LocalRuns) -> tuple[Tensor, Tensor]:
     """B (R, H, K, V) and M (R, H, K, K) of S_out = M S_in + B of each run, float32."""
     heads, size, width, count = *rows["w"].shape[2:], rows["u"].shape[-1], len(runs.lengths)
     states, transitions = (_single(rows, count, heads, size, n) for n in (width, size))
     blocks = -(-width // _COLUMNS) + -(-size // _COLUMNS)
-    given = [rows["k"], rows["w"], rows["u"], _decays(rows), states, transitions, runs.ends]
+    arguments = [rows["k"], rows["w"], rows["u"], _decays(rows), states, transitions, runs.ends]
     if count:  # a rank alone compiles nothing
-        _kernel("maps_kernel")[blocks, heads, count](*given, **_sizes(rows, width, runs.chunk))
+        _kernel("maps_kernel")[blocks, heads, count](*arguments, **_sizes(rows, width, runs.chunk))
     return states, transitions
 
 
-def owed_of(rows: Named, runs: LocalRuns, scale: float) -> Tensor:
+def compute_entry_gradients(rows: Named, runs: LocalRuns, scale: float) -> Tensor:
     """(R, H, K, V) float32: gradients of the outputs to the states that enter runs, final states having none."""
     heads, size, width, count = *rows["w"].shape[2:], rows["dv"].shape[-1], len(runs.lengths)
-    owed = _single(rows, count, heads, size, width)
-    given = [rows[name] for name in ("q", "k", "w")] + [_decays(rows), rows["do"], rows["dv"], owed, runs.ends, scale]
+    entry_gradients = _single(rows, count, heads, size, width)
+    arguments = [rows[name] for name in ("q", "k", "w")] + [
+        _decays(rows),
+        rows["do"],
+        rows["dv"],
+        entry_gradients,
+        runs.ends,
+        scale,
+    ]
     shared = {"Q_SHARED": heads // rows["q"].shape[2], **_sizes(rows, width, runs.chunk)}
-    _kernel("owed_kernel")[-(-width // _COLUMNS), heads, count](*given, **shared)
-    return owed
+    _kernel("entry_gradients_kernel")[-(-width // _COLUMNS), heads, count](*arguments, **shared)
+    return entry_gradients
 
 
 def _sizes(rows: Named, width: int, chunk: int) -> dict[str, Any]:
@@ -74,16 +81,18 @@ class DeltaStates:
 
     def __init__(self, rows: Named, pieces: Pieces) -> None:
         self._rows, self._pieces = rows, pieces
-        some, inside = pieces.with_maps
-        self._states, self.transitions = maps_of({name: x[:, inside] for name, x in rows.items()}, some)
+        some, inside = pieces.pieces_with_maps
+        self._states, self.transitions = run_maps({name: x[:, inside] for name, x in rows.items()}, some)
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
         """See `Forward`."""
         either = np.union1d(leaving, carrying)
         states, transitions = self._pieces.maps_of_runs(self._states, self.transitions, either)
-        return taken(states, np.searchsorted(either, leaving)), taken(transitions, np.searchsorted(either, carrying))
+        return take_runs(states, np.searchsorted(either, leaving)), take_runs(
+            transitions, np.searchsorted(either, carrying)
+        )
 
-    def of_chunks(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def chunk_states(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """From the states that enter runs: those that enter chunks, values that rows add, states that enter pieces."""
         entering = self._pieces.entering(states, self._states, self.transitions)
         return *states_of_chunks(self._rows, entering, self._pieces.runs), entering
@@ -92,7 +101,9 @@ class DeltaStates:
 def states_of_chunks(rows: Named, states: Tensor, runs: LocalRuns) -> tuple[Tensor, Tensor]:
     """The state that enters each chunk, and the values that its rows add to it."""
     scanning = fla_function(_MODULE, "chunk_gated_delta_rule_fwd_h")
-    h, new, _ = scanning(**rows, initial_state=states, chunk_size=CHUNK, chunk_offsets=runs.chunk_ends, **indices(runs))
+    h, new, _ = scanning(
+        **rows, initial_state=states, chunk_size=CHUNK, chunk_offsets=runs.chunk_ends, **run_indices(runs)
+    )
     return h, new
 
 
@@ -101,26 +112,28 @@ class DeltaGradients:
 
     def __init__(self, rows: Named, pieces: Pieces, transitions: Tensor, scale: float) -> None:
         self._rows, self._pieces, self._transitions, self._scale = rows, pieces, transitions, scale
-        self._owed: Tensor | None = None
+        self._entry_gradients: Tensor | None = None
 
-    def owed(self, runs: Integers) -> Tensor:
+    def entry_gradients(self, runs: Integers) -> Tensor:
         """See `Backward`."""
-        return self._pieces.owed_by_runs(self._of_pieces(), self._transitions, runs)
+        return self._pieces.run_entry_gradients(self._piece_gradients(), self._transitions, runs)
 
     def leaving(self, leaving: Tensor) -> Tensor:
         """The gradient at each piece's final state."""
-        owed = self._of_pieces() if self._pieces.cut else None
-        return self._pieces.leaving(leaving, owed, self._transitions)
+        entry_gradients = self._piece_gradients() if self._pieces.cut else None
+        return self._pieces.leaving(leaving, entry_gradients, self._transitions)
 
-    def of_chunks(self, states: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
+    def chunk_gradients(self, states: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients at the states that leave chunks, and at the values that rows add, from those of pieces."""
         scanning, runs = fla_function(_MODULE, "chunk_gated_delta_rule_bwd_dhu"), self._pieces.runs
-        where = {"chunk_size": CHUNK, "chunk_offsets": runs.chunk_ends, **indices(runs)}
+        where = {"chunk_size": CHUNK, "chunk_offsets": runs.chunk_ends, **run_indices(runs)}
         dh, _, dv = scanning(**self._rows, h0=states, dht=leaving, scale=self._scale, **where)
         return dh, dv
 
-    def _of_pieces(self) -> Tensor:
-        if self._owed is None:
-            some, inside = self._pieces.with_maps
-            self._owed = owed_of({name: x[:, inside] for name, x in self._rows.items()}, some, self._scale)
-        return self._owed
+    def _piece_gradients(self) -> Tensor:
+        if self._entry_gradients is None:
+            some, inside = self._pieces.pieces_with_maps
+            self._entry_gradients = compute_entry_gradients(
+                {name: x[:, inside] for name, x in self._rows.items()}, some, self._scale
+            )
+        return self._entry_gradients

@@ -25,20 +25,20 @@ def batch_of_one(inputs: Inputs) -> tuple[Tensor, ...]:
     return tuple(x.unsqueeze(0) for x in inputs if x is not None)
 
 
-def of_inputs(found: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
+def match_inputs(gradients: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
     """Gradients (1, T, ·, ·) as those of the inputs, in their dtypes."""
-    given = (x for x in inputs if x is not None)
-    return tuple(gradient.squeeze(0).to(x.dtype) for gradient, x in zip(found, given, strict=True))
+    tensors = (x for x in inputs if x is not None)
+    return tuple(gradient.squeeze(0).to(x.dtype) for gradient, x in zip(gradients, tensors, strict=True))
 
 
-def cumulative(g: Tensor, runs: LocalRuns, *, reverse: bool = False) -> Tensor:
+def chunk_cumsum(g: Tensor, runs: LocalRuns, *, reverse: bool = False) -> Tensor:
     """(1, T, H, …) of (T, H, …): sums inside chunks, in base 2; `reverse`: gradients of such sums."""
     sums = fla_function("ops.utils", "chunk_local_cumsum")
     base = {"reverse": True} if reverse else {"scale": fla_function("ops.utils.constant", "RCP_LN2")}
-    return sums(g.unsqueeze(0).contiguous(), chunk_size=CHUNK, **base, **indices(runs))
+    return sums(g.unsqueeze(0).contiguous(), chunk_size=CHUNK, **base, **run_indices(runs))
 
 
-def indices(runs: LocalRuns) -> dict[str, Tensor]:
+def run_indices(runs: LocalRuns) -> dict[str, Tensor]:
     """Where runs and their chunks lie, as the kernels' arguments."""
     return {"cu_seqlens": runs.ends, "chunk_indices": runs.chunk_indices}
 
@@ -53,11 +53,11 @@ _HOPPER, _WRONG_TRITON = 9, ((3, 4, 0), (3, 7, 1))
 def fla_missing(device: torch.device) -> str:
     """What this installation or device lacks for the kernels; "" where nothing."""
     try:
-        found = version("fla-core")
+        installed = version("fla-core")
     except PackageNotFoundError:
         return "flash-linear-attention, which is not installed: pip install 'longspan[fla]'"
-    if numbers(found)[:2] != NEEDED:
-        return f"fla-core {'.'.join(map(str, NEEDED))}, and {found} is installed"
+    if numbers(installed)[:2] != NEEDED:
+        return f"fla-core {'.'.join(map(str, NEEDED))}, and {installed} is installed"
     if find_spec("triton") is None:
         return "Triton, which comes with torch for CUDA"
     triton = version("triton")
@@ -94,7 +94,7 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit())
 
 
-TORCH_ALONE = "torch"
+TORCH_ONLY = "torch"
 # Of scans without a delta term, and of convolutions: where each was tried.
 PACKAGES = {
     "mamba_ssm": "tried on one H200",
@@ -106,17 +106,17 @@ def lacks_package(name: str, needed: tuple[int, int], device: torch.device) -> s
     """What is missing for a package's kernels: CUDA, the package, or that version of it; "" for nothing."""
     if device.type != "cuda":
         return f"cuda tensors, got {device.type}"
-    return _installed(name, needed)
+    return _version_lack(name, needed)
 
 
 @cache
-def _installed(name: str, needed: tuple[int, int]) -> str:
-    wanted = ".".join(map(str, needed))
+def _version_lack(name: str, needed: tuple[int, int]) -> str:
+    version_text = ".".join(map(str, needed))
     try:
-        found = version(name)
+        installed = version(name)
     except PackageNotFoundError:
-        return f"{name} {wanted}, which is not installed: pip install '{name}=={wanted}.*'"
-    return "" if numbers(found)[:2] == needed else f"{name} {wanted}, and {found} is installed"
+        return f"{name} {version_text}, which is not installed: pip install '{name}=={version_text}.*'"
+    return "" if numbers(installed)[:2] == needed else f"{name} {version_text}, and {installed} is installed"
 
 
 def refuse(name: str, lacking: str) -> None:
@@ -125,11 +125,13 @@ def refuse(name: str, lacking: str) -> None:
         raise LayoutError(f"the kernel {name} of state-space layers was asked for and needs {lacking}; leave it out")
 
 
-def check_names(asked: Sequence[str]) -> None:
+def check_names(kernel_names: Sequence[str]) -> None:
     """Raises LayoutError for names that are no kernels, or that exclude each other."""
-    known = (TORCH_ALONE, *PACKAGES)
-    for name in asked:
-        if name not in known:
-            raise LayoutError(f"{name!r} is no kernel of state-space layers; use {', '.join(known)}")
-    if TORCH_ALONE in asked and len(set(asked)) > 1:
-        raise LayoutError(f"kernels of state-space layers are {', '.join(asked)}; give torch alone, or without it")
+    names = (TORCH_ONLY, *PACKAGES)
+    for name in kernel_names:
+        if name not in names:
+            raise LayoutError(f"{name!r} is no kernel of state-space layers; use {', '.join(names)}")
+    if TORCH_ONLY in kernel_names and len(set(kernel_names)) > 1:
+        raise LayoutError(
+            f"kernels of state-space layers are {', '.join(kernel_names)}; give torch alone, or without it"
+        )

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from longspan.layout.segments import Integers
-from longspan.ssm.kernels.runs import CHUNK, LocalRuns, moved, put, taken
+from longspan.ssm.kernels.runs import CHUNK, LocalRuns, apply_maps, put_runs, take_runs
 
 _AT_ONCE = 64  # pieces times heads that fill a GPU
 _SHORTEST = 8 * CHUNK
@@ -31,12 +31,12 @@ class Pieces:
         self.runs = LocalRuns(np.array([n for cut in sizes for n in cut], dtype=np.int64), runs.device)
         self._starts = np.cumsum(counts) - counts
         self._counts = counts
-        with_maps = np.flatnonzero(runs.shared)
-        self.first = int(self._starts[with_maps[0]]) if len(with_maps) else 0
-        self.stop = int((self._starts + counts)[with_maps[-1]]) if len(with_maps) else 0
+        pieces_with_maps = np.flatnonzero(runs.shared)
+        self.first = int(self._starts[pieces_with_maps[0]]) if len(pieces_with_maps) else 0
+        self.stop = int((self._starts + counts)[pieces_with_maps[-1]]) if len(pieces_with_maps) else 0
 
     @cached_property
-    def with_maps(self) -> tuple[LocalRuns, slice]:
+    def pieces_with_maps(self) -> tuple[LocalRuns, slice]:
         """The pieces from `first` to before `stop` as runs of their own, and which of all rows are theirs."""
         lengths, begin = self.runs.lengths, int(self.runs.lengths[: self.first].sum())
         runs = LocalRuns(lengths[self.first : self.stop], self.runs.device)
@@ -50,58 +50,68 @@ class Pieces:
     def maps_of_runs(self, states: Tensor, transitions: Tensor, runs: Integers) -> tuple[Tensor, Tensor]:
         """B and M of some shared runs from those of pieces. May be views of these."""
         first = self._starts[runs] - self.first
-        b, m = taken(states, first), taken(transitions, first)
+        b, m = take_runs(states, first), take_runs(transitions, first)
         for place in range(1, int(self._counts[runs].max(initial=1))):
             some = np.flatnonzero(self._counts[runs] > place)
             mine = first[some] + place
-            later = taken(transitions, mine)
-            b = _replaced(b, some, moved(later, taken(b, some), taken(states, mine)))
-            m = _replaced(m, some, later @ taken(m, some))
+            later = take_runs(transitions, mine)
+            b = _replace_rows(b, some, apply_maps(later, take_runs(b, some), take_runs(states, mine)))
+            m = _replace_rows(m, some, later @ take_runs(m, some))
         return b, m
 
     def entering(self, of_runs: Tensor, states: Tensor, transitions: Tensor) -> Tensor:
         """The state that enters each piece, from those (R, H, K, V) that enter runs, and B and M of pieces."""
         if not self.cut:
             return of_runs
-        found = of_runs.new_empty((len(self.runs.lengths), *of_runs.shape[1:]))
-        put(found, self._starts, of_runs)
+        result = of_runs.new_empty((len(self.runs.lengths), *of_runs.shape[1:]))
+        put_runs(result, self._starts, of_runs)
         for place in range(1, int(self._counts.max())):
             before = self._starts[self._counts > place] + place - 1
             mine = before - self.first
-            put(found, before + 1, moved(taken(transitions, mine), taken(found, before), taken(states, mine)))
-        return found
+            put_runs(
+                result,
+                before + 1,
+                apply_maps(take_runs(transitions, mine), take_runs(result, before), take_runs(states, mine)),
+            )
+        return result
 
-    def owed_by_runs(self, owed: Tensor, transitions: Tensor, runs: Integers) -> Tensor:
+    def run_entry_gradients(self, entry_gradients: Tensor, transitions: Tensor, runs: Integers) -> Tensor:
         """Gradients (n, H, K, V) at the states that enter some shared runs, from those at the states of pieces."""
         last = self._starts[runs] + self._counts[runs] - 1
-        found = taken(owed, last - self.first)
+        result = take_runs(entry_gradients, last - self.first)
         for place in range(1, int(self._counts[runs].max(initial=1))):
             some = np.flatnonzero(self._counts[runs] > place)
             mine = last[some] - place - self.first
-            entered = moved(taken(transitions, mine).mT, taken(found, some), taken(owed, mine))
-            found = _replaced(found, some, entered)
-        return found
+            entered = apply_maps(
+                take_runs(transitions, mine).mT, take_runs(result, some), take_runs(entry_gradients, mine)
+            )
+            result = _replace_rows(result, some, entered)
+        return result
 
-    def leaving(self, leaving: Tensor, owed: Tensor | None, transitions: Tensor) -> Tensor:
+    def leaving(self, leaving: Tensor, entry_gradients: Tensor | None, transitions: Tensor) -> Tensor:
         """The gradient at each piece's final state, from those (R, H, K, V) at the final states of runs."""
-        if owed is None or not self.cut:
+        if entry_gradients is None or not self.cut:
             return leaving
         last = self._starts + self._counts - 1
-        found = leaving.new_empty((len(self.runs.lengths), *leaving.shape[1:]))
-        put(found, last, leaving)
+        result = leaving.new_empty((len(self.runs.lengths), *leaving.shape[1:]))
+        put_runs(result, last, leaving)
         for place in range(1, int(self._counts.max())):
             after = last[self._counts > place] - place + 1
             mine = after - self.first
-            put(found, after - 1, moved(taken(transitions, mine).mT, taken(found, after), taken(owed, mine)))
-        return found
+            put_runs(
+                result,
+                after - 1,
+                apply_maps(take_runs(transitions, mine).mT, take_runs(result, after), take_runs(entry_gradients, mine)),
+            )
+        return result
 
 
-def _replaced(x: Tensor, rows: Integers, values: Tensor) -> Tensor:
+def _replace_rows(x: Tensor, rows: Integers, values: Tensor) -> Tensor:
     """x with these rows replaced; x may be a view of something else."""
     if len(rows) == len(x):
         return values
     x = x.clone()
-    put(x, rows, values)
+    put_runs(x, rows, values)
     return x
 
 

@@ -12,7 +12,7 @@ from longspan.comm import to_device
 from longspan.layout.segments import Integers
 
 
-def moved(transition: Tensor, state: Tensor, added: Tensor) -> Tensor:
+def apply_maps(transition: Tensor, state: Tensor, added: Tensor) -> Tensor:
     """M S + B of (n, H, ·, ·); a transition of one number a head is (n, H, 1, 1)."""
     if transition.shape[2:] == (1, 1):
         return torch.addcmul(added, transition, state)
@@ -40,7 +40,7 @@ class LocalRuns:
         self.rows = int(lengths.sum())
         self._chunks = -(-lengths // chunk)
 
-    def of_chunks(self, chunk: int) -> "LocalRuns":
+    def with_chunks(self, chunk: int) -> "LocalRuns":
         """The same runs in chunks of so many rows, worked out once."""
         if chunk not in self._of_chunks:
             self._of_chunks[chunk] = LocalRuns(self.lengths, self.device, self.shared, chunk=chunk)
@@ -120,30 +120,30 @@ class LocalRuns:
         return to_device(np.ascontiguousarray(rows), self.device)
 
 
-def taken(x: Tensor, rows: Integers) -> Tensor:
+def take_runs(x: Tensor, rows: Integers) -> Tensor:
     """These rows of x, a view where they are consecutive."""
     if _consecutive(rows):
         return x[int(rows[0]) : int(rows[-1]) + 1]
-    return x.index_select(0, on_device(rows, x.device))
+    return x.index_select(0, index_on_device(rows, x.device))
 
 
-def put(into: Tensor, rows: Integers, values: Tensor) -> None:
+def put_runs(into: Tensor, rows: Integers, values: Tensor) -> None:
     """into[rows] ← values."""
     if _consecutive(rows):
         into[int(rows[0]) : int(rows[-1]) + 1].copy_(values)
     else:
-        into.index_copy_(0, on_device(rows, into.device), values)
+        into.index_copy_(0, index_on_device(rows, into.device), values)
 
 
 def _consecutive(rows: Integers) -> bool:
     return len(rows) > 0 and bool((np.diff(rows) == 1).all())
 
 
-def on_device(rows: Integers, device: torch.device) -> Tensor:
+def index_on_device(rows: Integers, device: torch.device) -> Tensor:
     """Row numbers as an index; the same few are asked for by every layer, and go there once."""
-    return _uploaded(np.ascontiguousarray(rows, dtype=np.int64).tobytes(), device)
+    return _upload_index(np.ascontiguousarray(rows, dtype=np.int64).tobytes(), device)
 
 
 @lru_cache(maxsize=1024)
-def _uploaded(rows: bytes, device: torch.device) -> Tensor:
+def _upload_index(rows: bytes, device: torch.device) -> Tensor:
     return to_device(np.frombuffer(rows, dtype=np.int64).copy(), device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from longspan.comm import to_device
 from longspan.layout.segments import Integers, expand
 from longspan.ssm.kernels.call import Inputs, Saved, state_dtype
-from longspan.ssm.kernels.runs import LocalRuns, taken
+from longspan.ssm.kernels.runs import LocalRuns, take_runs
 
 CHUNK = 32
 _CHUNK_BY_CHANNEL = 16  # where each key number has a decay of its own: pairs of rows times key numbers are held
@@ -46,8 +46,8 @@ def _chunks(lengths: tuple[int, ...], chunk: int, device: torch.device) -> _Chun
     run, place = run[first, None], place[first]
     inside = place[:, None] * chunk + np.arange(chunk)
     rows = np.where(inside < size[run], starts[run] + inside, total).reshape(-1)
-    held, back = np.flatnonzero(rows < total), np.empty(total, dtype=np.int64)
-    back[rows[held]] = held
+    local_numbers, back = np.flatnonzero(rows < total), np.empty(total, dtype=np.int64)
+    back[rows[local_numbers]] = local_numbers
     inverse = np.argsort(order, kind="stable")
     rows, back, order, inverse = (to_device(x, device) for x in (rows, back, order, inverse))
     return _Chunks(rows, back, np.bincount(place).tolist(), order, inverse)
@@ -127,24 +127,24 @@ def summaries(
     The columns [v | 0] from the state [0 | I] are [B | M] of the delta rule, M (m, H, K, K); without one (m, H, 1, 1).
     """
     heads, size, width = k.shape[1], k.shape[2], v.shape[2]
-    wanted = np.union1d(leaving, carrying)
-    starts = (np.cumsum(lengths) - lengths)[wanted]
-    rows = to_device(expand(starts, starts + lengths[wanted]), k.device)
+    either = np.union1d(leaving, carrying)
+    starts = (np.cumsum(lengths) - lengths)[either]
+    rows = to_device(expand(starts, starts + lengths[either]), k.device)
     k, v, g = (x.index_select(0, rows) for x in (k, v, g))
     beta = None if beta is None else beta.index_select(0, rows)
-    at = [to_device(np.searchsorted(wanted, runs), k.device) for runs in (leaving, carrying)]
-    zero = k.new_zeros((len(wanted), heads, size, width))
+    at = [to_device(np.searchsorted(either, runs), k.device) for runs in (leaving, carrying)]
+    zero = k.new_zeros((len(either), heads, size, width))
     if beta is None:
-        runs = to_device(np.repeat(np.arange(len(wanted)), lengths[wanted]), k.device)
-        total = g.new_zeros((len(wanted), heads, 1)).index_add_(0, runs, g)
-        state = scan(None, k, v, g, None, zero, lengths[wanted])[1]
+        runs = to_device(np.repeat(np.arange(len(either)), lengths[either]), k.device)
+        total = g.new_zeros((len(either), heads, 1)).index_add_(0, runs, g)
+        state = scan(None, k, v, g, None, zero, lengths[either])[1]
         return state.index_select(0, at[0]), total.exp().unsqueeze(-1).index_select(0, at[1])
     if not len(carrying):
-        state = scan(None, k, v, g, beta, zero, lengths[wanted])[1]
+        state = scan(None, k, v, g, beta, zero, lengths[either])[1]
         return state.index_select(0, at[0]), zero.new_zeros((0, heads, size, size))
-    unit = torch.eye(size, dtype=k.dtype, device=k.device).expand(len(wanted), heads, size, size)
+    unit = torch.eye(size, dtype=k.dtype, device=k.device).expand(len(either), heads, size, size)
     wide = torch.cat([v, v.new_zeros((len(v), heads, size))], -1)
-    state = scan(None, k, wide, g, beta, torch.cat([zero, unit], -1), lengths[wanted])[1]
+    state = scan(None, k, wide, g, beta, torch.cat([zero, unit], -1), lengths[either])[1]
     return state[..., :width].index_select(0, at[0]), state[..., width:].index_select(0, at[1])
 
 
@@ -153,7 +153,7 @@ class TorchForward:
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
         self._inputs, self._runs = _spread(inputs, scale), runs
-        self.kept = ()
+        self.activations = ()
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
         """See `Forward`."""
@@ -176,11 +176,13 @@ class TorchBackward:
             wide = _spread(Inputs(*self._leaves), scale)  # pyright: ignore[reportArgumentType]
             self._out, self._final = scan(*wide, self._start, runs.lengths)
 
-    def owed(self, runs: Integers) -> Tensor:
+    def entry_gradients(self, runs: Integers) -> Tensor:
         """See `Backward`."""
-        (owed,) = torch.autograd.grad(self._out, self._start, self._dout, retain_graph=True, allow_unused=True)
-        owed = torch.zeros_like(self._start) if owed is None else owed
-        return taken(owed, runs)
+        (entry_gradients,) = torch.autograd.grad(
+            self._out, self._start, self._dout, retain_graph=True, allow_unused=True
+        )
+        entry_gradients = torch.zeros_like(self._start) if entry_gradients is None else entry_gradients
+        return take_runs(entry_gradients, runs)
 
     def prepare(self) -> None:
         """Nothing: the scan has run."""

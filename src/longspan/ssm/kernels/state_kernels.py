@@ -1,4 +1,4 @@
-"""Triton kernels of states: decayed sums over chunks (`decay.py`) and maps of runs under delta rules (`delta_states.py`).
+"""Triton kernels of states: decayed sums over chunks (`decay.py`) and maps of runs of delta rules (`delta_states.py`).
 
 Imported only where Triton is installed.
 
@@ -13,7 +13,7 @@ import triton.language as tl
 
 
 @triton.jit
-def faded_sums_kernel(
+def scan_chunks_kernel(
     added,
     decays,
     states,
@@ -41,8 +41,8 @@ def faded_sums_kernel(
     for step in range(last - first):
         chunk = last - 1 - step if BACKWARDS else first + step
         if KEEP:
-            kept = into + chunk * HEADS * SIZE * WIDTH + of_state
-            tl.store(kept, state.to(kept.dtype.element_ty), mask=inside)
+            before = into + chunk * HEADS * SIZE * WIDTH + of_state
+            tl.store(before, state.to(before.dtype.element_ty), mask=inside)
         fading = tl.exp2(tl.load(decays + chunk * HEADS + head))
         new = tl.load(added + chunk * HEADS * SIZE * WIDTH + of_added, mask=inside, other=0.0)
         state = fading * state + new
@@ -75,7 +75,7 @@ def maps_kernel(
     value = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)  # columns of B, then those of M
     unit = value - first_of_units
     key, row = tl.arange(0, KEYS), tl.arange(0, CHUNK)
-    known, inside = (key < SIZE)[None, :], (value < WIDTH)[:, None]
+    key_mask, inside = (key < SIZE)[None, :], (value < WIDTH)[:, None]
 
     keys = k + ((first + row)[:, None] * (HEADS // SHARED) + head // SHARED) * SIZE + key[None, :]
     weights = w + ((first + row)[:, None] * HEADS + head) * SIZE + key[None, :]
@@ -87,7 +87,7 @@ def maps_kernel(
     last, decay = _decays(decays, length, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
     for start in range(0, length, CHUNK):
         left = length - start
-        here = (row < left)[:, None] & known
+        here = (row < left)[:, None] & key_mask
         b_w = tl.load(weights, mask=here, other=0.0)
         b_k = tl.load(keys, mask=here, other=0.0)
         values += CHUNK * HEADS * WIDTH
@@ -103,20 +103,20 @@ def maps_kernel(
         keys += CHUNK * (HEADS // SHARED) * SIZE
 
     of_head = (run * HEADS + head) * SIZE + key[None, :]
-    tl.store(states + of_head * WIDTH + value[:, None], state, mask=inside & known)
+    tl.store(states + of_head * WIDTH + value[:, None], state, mask=inside & key_mask)
     of_units = (unit >= 0)[:, None] & (unit < SIZE)[:, None]
-    tl.store(transitions + of_head * SIZE + unit[:, None], state, mask=of_units & known)
+    tl.store(transitions + of_head * SIZE + unit[:, None], state, mask=of_units & key_mask)
 
 
 @triton.jit
-def owed_kernel(
+def entry_gradients_kernel(
     q,
     k,
     w,
     g,
     do,
     dv,
-    owed,
+    entry_gradients,
     ends,
     scale,
     HEADS: tl.constexpr,
@@ -135,7 +135,7 @@ def owed_kernel(
     length = (tl.load(ends + run + 1) - first).to(tl.int32)
     value = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     key, row = tl.arange(0, KEYS), tl.arange(0, CHUNK)
-    known, inside = (key < SIZE)[None, :], (value < WIDTH)[:, None]
+    key_mask, inside = (key < SIZE)[None, :], (value < WIDTH)[:, None]
 
     begin = tl.maximum((length - 1) // CHUNK, 0) * CHUNK
     at = first + begin + row
@@ -152,7 +152,7 @@ def owed_kernel(
     b_dv = tl.load(values, mask=inside & (row < left)[None, :], other=0.0)
     last, decay = _decays(decays, left, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
     for done in range(0, length, CHUNK):
-        here = (row < length - begin + done)[:, None] & known
+        here = (row < length - begin + done)[:, None] & key_mask
         b_k = tl.load(keys, mask=here, other=0.0)
         b_q = tl.load(reads, mask=here, other=0.0)
         b_w = tl.load(weights, mask=here, other=0.0)
@@ -174,7 +174,11 @@ def owed_kernel(
         reads -= CHUNK * (HEADS // Q_SHARED) * SIZE
         weights -= CHUNK * HEADS * SIZE
 
-    tl.store(owed + ((run * HEADS + head) * SIZE + key[None, :]) * WIDTH + value[:, None], state, mask=inside & known)
+    tl.store(
+        entry_gradients + ((run * HEADS + head) * SIZE + key[None, :]) * WIDTH + value[:, None],
+        state,
+        mask=inside & key_mask,
+    )
 
 
 @triton.jit
