@@ -34,8 +34,8 @@ class HeadSplit:
     """`heads` query and `kv_heads` key/value heads for `degree` members, which divides the query heads.
 
     A member computes `member_heads` query heads, in `member_kv_heads` equally long runs that use one key/value head
-    each: kernels know no other sharing. Where members cut through the queries of a key/value head, or where runs would
-    differ in length, every key/value head is sent `kv_copies` times, one after another. Member 1 of this example
+    each, the only sharing that kernels have. Where members cut through the queries of a key/value head, or where runs
+    would differ in length, every key/value head is sent `kv_copies` times, one after another. Member 1 of this example
     computes heads 2 and 3, which use key/value heads 0 and 1:
 
     >>> split = HeadSplit(heads=12, kv_heads=4, degree=6)
@@ -243,7 +243,7 @@ class _Swap:
         return self._channel.all_to_all_rows(packed, self._counts, self._local_counts, label)
 
     def write_rows(self, handle: Handle, into: Sequence[Tensor], slice_index: int) -> None:
-        """Wait for the rows of `send_rows`; write them into this slice of every member's heads in `into` (T, N, size)."""
+        """Wait for the rows of `send_rows`, and write them to this slice of every head group of `into` (T, N, size)."""
         places = self._places(into, slice_index)
         arrived = member_views(handle.wait(), self._degree, [x.shape[2] for x in places])
         copy_rows(list(zip(arrived, places, strict=True)))

@@ -1,6 +1,8 @@
-"""The arguments of `attend` and whether they are right: tensors, masks, numbers and budgets.
+"""The arguments of `attend`: checked, and packed into one AttentionCall for all layers of a micro-batch.
 
-Checks run on the host and before any communication, so that every rank can fail alike.
+`pack_call` checks tensors, masks, numbers and budgets, chooses how each group communicates and which kernel computes,
+and finds the members of each group. All of it runs on the host and before any communication, so that every rank can
+fail alike. A rank also chooses for groups that it is not in. What "auto" stands for is decided in `auto.py`.
 """
 
 import math
@@ -27,7 +29,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Arguments(NamedTuple):
-    """The arguments of `attend` as given, but for its tensors and its seed; lists are tuples."""
+    """The arguments of `attend` without its tensors and its seed; lists are tuples."""
 
     causal: bool = True
     window: int | None = None
@@ -110,7 +112,7 @@ def check_features(arguments: Arguments) -> None:
 
 
 def check_spans(shard: SequenceShard, arguments: Arguments) -> None:
-    """Raise AttentionError for spans in chunks: whether a span reaches over the end of a chunk, no model says."""
+    """Raise AttentionError for spans in chunks: no model defines whether a span reaches over the end of a chunk."""
     if arguments.chunk is not None and shard.has_spans:
         runs = sum(map(len, shard.spans or ()))
         raise AttentionError(

@@ -1,9 +1,14 @@
 """A call of `attend` as one value, and one block of it: what is computed, by which kernel, and with whom.
 
-Its arguments are checked in `arguments.py` and packed in `packed_call.py`, once for all layers of a micro-batch. A
-block is the local query rows against one set of key rows. The communication patterns (`ring.py`, `all_gather.py`,
-`all_to_all.py`) decide which key rows there are and when; what is computed with them is here, and is the same for all
-patterns. Attention of disjoint key sets is merged by its log-sum-exp, gradients are added by rows (`sums/`).
+Its arguments are checked and packed in `arguments.py`, once for all layers of a micro-batch. A block is the local query
+rows against one set of key rows. The communication patterns (`ring.py`, `all_gather.py`, `all_to_all.py`) decide which
+key rows there are and when; what is computed with them is here, and is the same for all patterns. Attention of disjoint
+key sets is merged by its log-sum-exp, gradients are added by rows (`rows.py`).
+
+Dropout's mask depends only on who attends to whom. Whether a weight is kept is a hash of (seed, query head, document,
+query position, key position), all as they are in the whole micro-batch. So the mask is the same for every degree,
+communication type, rank and recomputation, in forward and in backward, and nothing of it is stored. The hash is
+splitmix64's finaliser (Steele, Lea, Flood 2014), in 64-bit integers that wrap, which CPUs and GPUs do alike.
 """
 
 from collections.abc import Callable
@@ -123,8 +128,8 @@ class AttentionCall:
     `sign`, which q is multiplied by, for kernels find the largest score before they scale. `sinks` (N,) and `dropout`
     are those of the heads at hand. `one_document`: every group has one document, so that a launch has few tiles.
     `spans`: rows of some document see later ones too (`layout/spans.py`), under a causal mask.
-    `deterministic`: the same bits again; torch's own switch by default. Who asks for a kernel or a communication type
-    alone leaves out the rest:
+    `deterministic`: the same bits again; torch's own switch by default. A caller who only looks for a
+    kernel or a communication type leaves out the rest:
 
     >>> choose(AttentionCall(32, 8, 192, 128, torch.float32)).name
     'cpu_flash'

@@ -126,8 +126,8 @@ def _launch(
     """Launch a kernel, by its compiled form at hand where it was launched with these numbers and dtypes before.
 
     Triton finds the compiled form anew in every launch, which takes the host several times as long as the launch. It
-    depends on no more than is compared here; addresses count by whether 16 divides them, and where it does not Triton
-    is asked. Only the first `differ` arguments are looked at, where the others repeat them.
+    depends on no more than is compared here; addresses count by whether 16 divides them, and where it does not,
+    Triton chooses. Only the first `differ` arguments are looked at, where the others repeat them.
     """
     addresses, key, values = 0, [name, grid], constants.values()
     for x in arguments[:differ]:

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.attention.tiles import Launch, Rows, Tokens
+from longspan.attention.tiles import Launch, Tokens
 from longspan.attention.tiles_between import Mask, is_narrow, span_tiles, tiles_between
 from longspan.comm import Channel, ShardPart, to_device, world_of
 from longspan.layout import Segments
-from longspan.layout.segments import expand, segments_from_runs
+from longspan.layout.segments import Integers, expand, segments_from_runs
 from longspan.layout.spans import NO_SPANS, Spans
 
 _NO_ROWS = np.empty(0, dtype=np.int64)
@@ -86,7 +86,7 @@ class Members:
         order = np.lexsort((start, document))
         return segments_from_runs(document[order], start[order], stop[order])
 
-    def _runs_inside(self, member: int) -> tuple[Rows, Rows, Rows]:
+    def _runs_inside(self, member: int) -> tuple[Integers, Integers, Integers]:
         neighbours = range(member * self.inner, (member + 1) * self.inner)
         runs = [(s.document, s.start, s.stop) for s in map(self.part.group.shares.segments, neighbours)]
         document, start, stop = (np.concatenate(column) for column in zip(*runs, strict=True))
@@ -157,12 +157,12 @@ class Members:
         keys = Segments(np.arange(len(lengths)), np.zeros_like(lengths), lengths, starts)
         return self._launches_on(keys, lambda: expand(0 * laid_out, laid_out))
 
-    def _documents_laid_out(self) -> tuple[Rows, Rows]:
+    def _documents_laid_out(self) -> tuple[Integers, Integers]:
         """Rows of each document, padding included, and where they start among the group's rows."""
         laid_out = np.asarray(self.part.group.laid_out, dtype=np.int64)
         return laid_out, np.cumsum(laid_out) - laid_out
 
-    def _launches_on(self, keys: Segments, positions: Callable[[], Rows]) -> tuple[Launch, ...]:
+    def _launches_on(self, keys: Segments, positions: Callable[[], Integers]) -> tuple[Launch, ...]:
         """The launches of this member's rows against other rows; `positions` are those of all rows of their tensor."""
         ids, segments = np.asarray(self.part.group.documents, dtype=np.int64), self.segments(self.member)
 
@@ -213,7 +213,7 @@ class Members:
         start[1:] = np.where(same, np.maximum(start[1:], stop[:-1]), start[1:])  # begins where the last run ended
         return segments_from_runs(runs.document, start, stop)
 
-    def _rows_among(self, keys: Segments, owner: int) -> tuple[Rows, Rows]:
+    def _rows_among(self, keys: Segments, owner: int) -> tuple[Integers, Integers]:
         """Which rows of `owner` are among `keys`, ascending, and where there."""
         _, first = self._documents_laid_out()
         segments = self.segments(owner)
@@ -224,7 +224,7 @@ class Members:
         return among, keys.offset[run[among]] + rows[among] - starts[run[among]]
 
 
-def _places(rows: slice | Rows, count: int) -> Rows:
+def _places(rows: slice | Integers, count: int) -> Integers:
     """Which of `rows` each of `count` rows is, −1 for none of them."""
     places = np.full(count, -1, dtype=np.int64)
     places[rows] = np.arange(len(places[rows]))

@@ -5,7 +5,7 @@ walks the ring again instead of keeping the blocks, and each block's gradient tr
 
 What no query sees is not computed. Under a window, or chunks, narrow against the documents it is not sent either, and
 there is no ring: a member's runs of rows need at most window − 1 rows before each, the window rows, which come straight
-from their owners (`geometry/members.py` says which). They arrive in one exchange and are laid with the member's own
+from their owners (`members.py` finds which). They arrive in one exchange and are laid with the member's own
 rows in document order, so that a run sees one band and nothing is merged; their gradients go straight back. A ring
 could not leave out much, for in zigzag order one of the two neighbours whose rows are seen comes last in it.
 """

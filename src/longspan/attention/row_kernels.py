@@ -1,4 +1,4 @@
-"""Triton kernels of `fused.py`, which alone imports this module: it needs triton, which CPU builds of torch lack."""
+"""Triton kernels of `fused_rows.py`, their only importer: CPU builds of torch lack triton."""
 
 # pyright: basic, reportMissingImports=false
 

@@ -1,8 +1,9 @@
 """Copies, sums and merges of rows between tensors that lie differently: by heads, by member, in document order.
 
-On GPUs each is one pass over memory (`fused.py`). Sums over blocks accumulate in float32 (float64 for float64 inputs),
-so that the error does not grow with the number of blocks. What has one addend alone stays in the dtype in which it
-came: nothing would be gained by widening it.
+`Partial` and `RowSum` collect the outputs and gradients of blocks that arrive one after another. Sums over blocks
+accumulate in float32 (float64 for float64 inputs), so that the error does not grow with the number of blocks. A sum of
+one addend stays in the addend's dtype: nothing would be gained by widening it. On GPUs each copy, sum and merge is one
+pass over memory (`fused_rows.py`).
 """
 
 from collections.abc import Sequence
@@ -124,7 +125,7 @@ def take_rows(x: Tensor, rows: RowIndex) -> Tensor:
 def join_columns(tensors: Sequence[Tensor], index: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """Rows of tensors (rows, …) of one dtype side by side, those of `index` in its order: (rows, columns).
 
-    A view of a contiguous tensor that is alone and taken as it is: only read what is returned.
+    A single contiguous tensor without `index` comes back as a view: only read what is returned.
     """
     if len(tensors) == 1 and index is None and dtype in (None, tensors[0].dtype) and tensors[0].is_contiguous():
         return tensors[0].flatten(1)
@@ -161,7 +162,7 @@ def head_views(x: Tensor, members: int, slices: int, slice_index: int) -> Tensor
 
 
 def concat_heads(parts: Sequence[Tensor]) -> Tensor:
-    """Slices of the heads (rows, some heads, …) as (rows, heads, …); a copy unless there is one alone."""
+    """Slices of the heads (rows, some heads, …) as (rows, heads, …); a copy unless there is only one."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
 
 

@@ -1,7 +1,9 @@
-"""Tiles: rectangles of consecutive query rows and consecutive key rows with a mask that a kernel knows.
+"""Tiles, and launches of them: rectangles of query rows and key rows under one mask that kernels have.
 
-The mask is all, causal, or a band. Which tiles cover a block is decided in `tiles_between.py`. This module moves no
-tensors (`call.py`), and knows neither heads nor kernels.
+A tile is a run of consecutive query rows against a run of consecutive key rows. Its mask is all, causal, or a band. A
+`Tiling` is the tiles of one kernel launch; a `Launch` is a tiling on a device, with its index tensors. For kernels that
+take one document at a time and align a causal mask to the first key, tiles are cut into dense calls. Not covered: which
+tiles a block needs (`tiles_between.py`), and what kernels compute (`kernels/`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,9 +17,7 @@ from torch import Tensor
 
 from longspan.attention.rows import merge_
 from longspan.comm import to_device
-from longspan.layout.segments import expand
-
-Rows = npt.NDArray[np.int64]
+from longspan.layout.segments import Integers, expand
 
 
 class Tile(NamedTuple):
@@ -71,7 +71,7 @@ class Tiling:
     `bounds` (tiles, 4) holds the q_start, q_stop, k_start and k_stop of each; `tiles` are the same, one by one.
     """
 
-    def __init__(self, bounds: Rows, left: int | None, right: int | None) -> None:
+    def __init__(self, bounds: Integers, left: int | None, right: int | None) -> None:
         self.bounds, self.left, self.right = bounds, left, right
 
     @staticmethod
@@ -87,11 +87,11 @@ class Tiling:
         """The tiles one by one."""
         return tuple(Tile(a, b, c, d, self.left, self.right) for a, b, c, d in self.bounds.tolist())
 
-    def q_rows(self) -> slice | Rows:
+    def q_rows(self) -> slice | Integers:
         """The query rows of all tiles in order; a slice where they follow each other."""
         return _row_index(self.bounds[:, 0], self.bounds[:, 1])
 
-    def k_rows(self) -> slice | Rows:
+    def k_rows(self) -> slice | Integers:
         """The key rows of all tiles in order; a slice where they follow each other."""
         return _row_index(self.bounds[:, 2], self.bounds[:, 3])
 
@@ -126,7 +126,7 @@ class Tiling:
         return f"Tiling({', '.join(map(str, self.tiles[:6]))}{', …' if len(self) > 6 else ''})"
 
 
-def _row_index(starts: Rows, stops: Rows) -> slice | Rows:
+def _row_index(starts: Integers, stops: Integers) -> slice | Integers:
     if (starts[1:] == stops[:-1]).all():
         return slice(int(starts[0]), int(stops[-1]))
     return expand(starts, stops)
@@ -135,9 +135,9 @@ def _row_index(starts: Rows, stops: Rows) -> slice | Rows:
 class Tokens(NamedTuple):
     """Who the rows of a block are: document id and position of every query row, position of every key row."""
 
-    document: Rows
-    q_position: Rows
-    k_position: Rows
+    document: Integers
+    q_position: Integers
+    k_position: Integers
 
 
 class Launch:

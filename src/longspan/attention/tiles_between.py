@@ -1,17 +1,21 @@
-"""The tiles that cover what the rows of two members see of each other, decided in integers.
+"""What the rows of two members see of each other, decided in integers: a mask, and the tiles that cover it.
 
 Each pair of runs of one document gives tiles under a mask: all, causal, or a band of a window. Tiles of one mask become
 a `Tiling`, which is one launch. What no tile covers is never computed.
+
+Rows of spans, as an image's tokens, also see the later rows of their span. These keys are disjoint from those of the
+causal mask, and of a window, which only hides earlier keys. So both parts are merged as blocks are, and every kernel
+that takes a window computes them: row i of a whole span sees key i + 1 and those after it, a mask with a limit on the
+left. This module moves no tensors.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from longspan.attention.tiles import Rows, Tiling
-from longspan.layout.segments import Segments, expand
+from longspan.attention.tiles import Tiling
+from longspan.layout.segments import Flags, Integers, Segments, expand
 from longspan.layout.spans import Spans
 
 
@@ -35,7 +39,7 @@ class Mask(NamedTuple):
 def is_narrow(mask: Mask, lengths: Sequence[int], degree: int) -> bool:
     """Whether so little is seen of other members' rows that sending those is cheaper than a ring.
 
-    Judged from lengths alone, and so the same on every member: a document lies in at most 2 · degree runs, each of
+    Judged only from lengths, and so the same on every member: a document lies in at most 2 · degree runs, each of
     which sees at most window − 1 rows before it, or those from the start of its chunk on (taken for equal runs).
     Narrow: at most half of the rows that would go round a ring, and at most twice the member's own rows, which is what
     a ring holds of others.
@@ -55,15 +59,15 @@ def is_narrow(mask: Mask, lengths: Sequence[int], degree: int) -> bool:
 class TileArrays(NamedTuple):
     """Tiles of many documents, as arrays of equal length; a limit of −1 is none."""
 
-    document: Rows
-    q_start: Rows
-    q_stop: Rows
-    k_start: Rows
-    k_stop: Rows
-    left: Rows
-    right: Rows
+    document: Integers
+    q_start: Integers
+    q_stop: Integers
+    k_start: Integers
+    k_stop: Integers
+    left: Integers
+    right: Integers
 
-    def where(self, keep: npt.NDArray[np.bool_]) -> "TileArrays":
+    def where(self, keep: Flags) -> "TileArrays":
         """Those to keep."""
         return TileArrays(*(column[keep] for column in self))
 
@@ -128,14 +132,14 @@ def _tiling(tiles: TileArrays) -> Tiling:
     return Tiling(bounds, *limits)
 
 
-def _hides(tiles: TileArrays) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+def _hides(tiles: TileArrays) -> tuple[Flags, Flags]:
     """Whether the limits on either side hide a key of a tile from one of its rows."""
     left = (tiles.left >= 0) & (tiles.left < tiles.k_stop - tiles.k_start - 1)
     right = (tiles.right >= 0) & (tiles.right < tiles.q_stop - tiles.q_start - 1)
     return left, right
 
 
-def pairs_of_runs(q: Segments, k: Segments) -> tuple[Rows, Rows, Rows]:
+def pairs_of_runs(q: Segments, k: Segments) -> tuple[Integers, Integers, Integers]:
     """(run of q, run of k) of one document in the order of q's runs and then k's, and its document's first run of k."""
     documents, first, runs = np.unique(k.document, return_index=True, return_counts=True)
     at = np.minimum(np.searchsorted(documents, q.document), max(len(documents) - 1, 0))
@@ -145,7 +149,7 @@ def pairs_of_runs(q: Segments, k: Segments) -> tuple[Rows, Rows, Rows]:
     return np.repeat(mine, count), expand(starts, starts + count), np.repeat(starts, count)
 
 
-def _extent(segments: Segments) -> tuple[Rows, Rows, Rows]:
+def _extent(segments: Segments) -> tuple[Integers, Integers, Integers]:
     """Documents in the order held, and where the rows of each begin and end in the tensor."""
     opens = np.flatnonzero(np.diff(segments.document, prepend=-1))
     last = np.append(opens, len(segments))[1:] - 1
@@ -184,7 +188,7 @@ def _prefixes(q: Segments, k: Segments) -> TileArrays:
 
 
 def _join_neighbours(tiles: TileArrays) -> TileArrays:
-    """Neighbouring tiles as one where one mask says the same: equal keys, or one causal diagonal."""
+    """Neighbouring tiles as one where one mask covers both: equal keys, or one causal diagonal."""
     grown = np.where(tiles.right[1:] < 0, 0, tiles.q_stop[1:] - tiles.q_start[1:])
     same = (tiles.q_stop[:-1] == tiles.q_start[1:]) & (tiles.k_start[:-1] == tiles.k_start[1:])
     same &= (tiles.right[:-1] == tiles.right[1:]) & (np.diff(tiles.k_stop) == grown)
@@ -221,7 +225,7 @@ def _drop_idle_limits(tiles: TileArrays) -> TileArrays:
 
 
 def split_at_left(tiles: TileArrays) -> TileArrays:
-    """Tiles with a limit on the left alone as two: keys that all rows see, and a rest in which the last sees one key.
+    """Tiles with a limit only on the left as two: keys that all rows see, and a rest in which the last sees one key.
 
     How far the limit is from the last key differs from document to document; after this it does not.
     """

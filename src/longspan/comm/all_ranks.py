@@ -26,8 +26,8 @@ _BEAT = 10.0  # seconds between two signs of life, at most
 def patience(world: World) -> Iterator[None]:
     """All ranks leave together, however long each takes inside; entered by all ranks, which do not communicate inside.
 
-    Another thread says meanwhile that this rank still works, so that the time-out bounds how long a rank may be silent
-    and not how long it works. Raises CommError for a rank that is lost.
+    Another thread meanwhile signals that this rank still works, so that the time-out bounds how long a rank may be
+    silent and not how long it works. Raises CommError for a rank that is lost.
     """
     ended, failures = Event(), list[BaseException]()
 
@@ -72,7 +72,7 @@ def result_or_first_error(
 def raise_first_error(world: World, error: LongspanError | None) -> None:
     """Raise the error of the first rank that has one, on every rank, from this rank's own; entered by all.
 
-    An error of another rank than the home's first says which one, unless its text does.
+    An error of another rank than the home's first gets the rank's number, unless its text has it.
     """
     errors = world.control.gather_objects(error, "gather of errors")
     for rank, theirs in zip(world.home.ranks, errors, strict=True):
@@ -120,7 +120,7 @@ def result_or_error(work: Callable[[], Any], os_error_as: type[LongspanError]) -
 
 
 def _as_shared_error(error: Exception, os_error_as: type[LongspanError]) -> LongspanError:
-    """What the other ranks are told of an error. One that is nobody's mistake is raised here, alone."""
+    """The error to send to the other ranks. One that is no caller's mistake is raised here, on this rank only."""
     if isinstance(error, OSError):
         return os_error_as(os_error_text(error))
     if isinstance(error, LongspanError):

@@ -14,12 +14,12 @@ import time
 from longspan.comm.failure_reports import ANSWER_SECONDS, FailureReports
 from longspan.comm.watch import Operation, Watch, one_line
 
-SILENT_SECONDS = 60.0  # a store that has not answered for this long is not asked again
+SILENT_SECONDS = 60.0  # a store that has not answered for this long is given up
 LEFT_SECONDS = 30.0  # once a rank has left with an error, a collective of the others may last this long
 
 
 class AnsweringThread:
-    """Answers for the rank of a watch from `start` to `stop`; nothing to do where the process is alone."""
+    """Answers for the rank of a watch from `start` to `stop`; it does nothing in a world of one process."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch

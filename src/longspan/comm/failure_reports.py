@@ -25,7 +25,7 @@ NAMED = 8  # ranks named one by one in a message
 class FailureReports:
     """One rank's side of the reports. `root` is a connection to the store of all ranks, `prefix` this world's in it.
 
-    Its methods raise RuntimeError where the store does not answer, but for `post_departure`.
+    Its methods raise RuntimeError where the store does not answer, except for `post_departure`.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], root: Store, prefix: str) -> None:
@@ -49,7 +49,7 @@ class FailureReports:
         return self._store.check(["left"])
 
     def open_request(self) -> int:
-        """The number of a report that this rank has not answered for; 0 where there is none."""
+        """The number of a report that this rank has not answered for; 0 if there is none."""
         following = self._answered + 1
         return following if self._store.check([f"{following}/requested"]) else 0
 

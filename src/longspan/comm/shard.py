@@ -1,6 +1,6 @@
 """What one rank does in one micro-batch: its rows, their positions, and how its groups talk.
 
-`bind` computes it from integers alone and never communicates. A SequenceShard is the single extra argument that a model
+`bind` computes it only from integers and never communicates. A SequenceShard is the single extra argument that a model
 receives; it refers to its world by key and holds no process group, so that it may be kept, passed through FSDP2 and
 bound again by activation recomputation.
 
@@ -202,7 +202,7 @@ class SequenceShard(Immutable):
     def scatter(self, x: Tensor, fill: float = 0) -> Tensor:
         """(S, …) packed rows, the same on every rank, to this rank's (T, …); padding rows hold `fill`. Local.
 
-        Padding rows are those of `with_padding`, of which a slot without documents has nothing else, and those of a
+        Padding rows are those of `with_padding`, the only rows of a slot without documents, and those of a
         group with `pad_to`. Labels want `fill=-100`, which torch's cross entropy leaves out: with the 0 that suits
         token ids, padding would be trained to predict token 0.
 

@@ -1,4 +1,7 @@
-"""This rank's share of each group of a micro-batch, and the base of values that a micro-batch is bound to."""
+"""This rank's share of each group of a micro-batch, and which rows the slots hold, in integers on the host.
+
+Also the base of values that a micro-batch is bound to, and `to_device`, which copies integers of the host to a device.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NoReturn, Self
@@ -146,7 +149,7 @@ def counts_of_slots(micro_batch: MicroBatch, slots: int) -> list[int]:
 
 
 def packed_order(micro_batch: MicroBatch, starts: Sequence[int]) -> Integers:
-    """Where each packed row (S,) is among the rows of all slots, of which those of slot s begin at `starts[s]`."""
+    """Where each packed row (S,) is among the rows of all slots; those of slot s begin at `starts[s]`."""
     sources, next_row, base = np.empty(micro_batch.tokens, dtype=np.int64), list(starts), 0
     for group in micro_batch.groups:
         lengths, counts = np.asarray(group.lengths, dtype=np.int64), group.shares.counts

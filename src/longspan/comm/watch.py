@@ -18,14 +18,14 @@ from longspan.layout.layout import short
 
 
 def is_backend_error(error: BaseException) -> bool:
-    """Whether a collective's backend raised this error, of which gloo's are plain RuntimeErrors."""
+    """Whether a collective's backend raised this error, gloo's being plain RuntimeErrors."""
     if not isinstance(error, RuntimeError) or isinstance(error, LongspanError) or is_out_of_memory(error):
         return False
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this error says that no memory was left, on a device or on the host."""
+    """Whether this error means that no memory was left, on a device or on the host."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
@@ -72,7 +72,7 @@ class Operation:
 class Watch:
     """What this rank is doing. `reports` is what ranks exchange when one fails, or None (a single process).
 
-    `gpu` says that collectives run on a GPU, where a stuck one raises nothing in the host.
+    `gpu`: collectives run on a GPU, where a stuck one raises nothing in the host.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Watch:
     def watch_works(self, operation: Operation, works: Sequence[Work]) -> None:
         """Note that the device's stream is now ordered behind these works of a collective, which may still run.
 
-        A collective that is captured in a CUDA graph does not run now, and cannot be asked.
+        A collective that is captured in a CUDA graph does not run now, and has no state to query.
         """
         if self._passed is not None and not torch.cuda.is_current_stream_capturing():
             self.last = operation, lambda: _past(lambda: all(work.is_completed() for work in works))

@@ -64,8 +64,8 @@ class World:
     ...     world.prepare(plan)
     ...     shard = bind(plan.micro_batches[0], world)
 
-    Reads torchrun's variables, or reuses an initialised default process group and leaves it alone on exit. `backend` is
-    "gloo" (CPU) or "nccl" (GPU, with gloo beside it for the host's integers); None takes GPUs where there are any.
+    Reads torchrun's variables, or reuses an initialised default process group and does not destroy it on exit.
+    `backend` is "gloo" (CPU) or "nccl" (GPU, with gloo for the host's integers); None takes GPUs where there are any.
     `timeout` in seconds bounds every collective. `max_groups` bounds the communicators of their own that `prepare`
     makes per slot (None: 4 on GPUs, where each costs 485 MiB, and none on CPUs, where they gain nothing).
 
@@ -112,7 +112,7 @@ class World:
         return self
 
     def _take(self, place: Place) -> None:
-        """What this rank is and which device it has. It may be refused here, alone: no other rank knows of it yet."""
+        """Set this rank's place and device. An error here is this rank's only: nothing was communicated yet."""
         backend, device, max_groups = self._arguments
         self.rank = place.rank
         self.coordinates: Coordinates = self.home.coordinates(self.rank)

@@ -1,4 +1,4 @@
-"""Who holds which rows: zigzag per document, contiguous, or given.
+"""Who holds which rows: zigzag per document, contiguous, or listed by the caller.
 
 A Partition is a value over integers. It keeps lengths, or runs, and expands them to rows on demand: asking one member
 of a group of 1024 costs a few array operations over the documents, whatever the degree. Not covered: who the members
@@ -40,7 +40,7 @@ class Partition(ABC):
 
     @staticmethod
     def zigzag(lengths: Iterable[object], degree: int) -> "Partition":
-        """Each document in 2·degree chunks, of which member r holds chunk r, then chunk 2·degree−1−r.
+        """Each document in 2·degree chunks; member r holds chunk r, then chunk 2·degree−1−r.
 
         A document of L rows gives every member L // degree rows; its L % degree remaining rows go round the members, on
         from where the document before stopped. So members differ by at most one row in all, and none holds more than

@@ -3,7 +3,7 @@
 One rule serves both directions. Members who have a row fall into groups whose copies are the same: of each group one
 member brings the row to a receiver, and what comes from several groups is summed. A forward movement has one group, all
 members; partial gradients have a group for each member. Work is a few array operations over the blocks of all members
-(`row_blocks.py`), and indices of rows are made for one member alone. Not covered: carrying it out
+(`row_blocks.py`), and indices of rows are made for only one member. Not covered: carrying it out
 (`comm/moves/carry_rows.py`).
 """
 
@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from longspan.errors import LayoutError
 from longspan.layout.partition import GOLDEN
 from longspan.layout.row_blocks import Blocks
-from longspan.layout.segments import Integers, expand
+from longspan.layout.segments import Flags, Integers, expand
 
 Groups = Sequence[Sequence[int]]
 
@@ -201,7 +200,7 @@ def _rows(begin: Integers, blocks: Integers, size: Integers) -> Integers:
     return expand(begin[blocks], begin[blocks] + size[blocks])
 
 
-def _firsts(blocks: Integers, among: Blocks) -> NDArray[np.bool_]:
+def _firsts(blocks: Integers, among: Blocks) -> Flags:
     """Which of these blocks are not repeated before: numpy keeps the last of several values that are assigned."""
     place = np.empty(len(among.size), dtype=np.int64)
     place[blocks[::-1]] = np.arange(len(blocks) - 1, -1, -1)

@@ -1,7 +1,7 @@
 """Runs of rows that one member of a group holds, seen inside their documents.
 
-Attention, data loading and position ids are computed from Segments alone: nobody has to expand rows to know what a
-member holds. Not covered: which member holds what (`partition.py`).
+Attention, data loading and position ids are computed from Segments, without expanding the rows that a member
+holds. Not covered: which member holds what (`partition.py`).
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+# The arrays of the host, in every room; what they hold is in their names.
 Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 
 
 class Segment(NamedTuple):
@@ -62,7 +65,7 @@ class Segments:
         return as_read_only(np.append(self.offset[self._first], self.rows))
 
     @property
-    def _first(self) -> NDArray[np.bool_]:
+    def _first(self) -> Flags:
         return np.diff(self.document, prepend=-1) != 0
 
     def __len__(self) -> int:

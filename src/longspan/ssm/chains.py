@@ -1,7 +1,7 @@
 """Runs of rows of a group's members in the order of their documents, decided in integers.
 
 A *chain* is a document's runs by position, whoever holds them; a run's *place* is its number in its chain. What a run
-needs of those before it (a state, a few rows) and what it owes to those after it follow from places alone. This module
+needs of those before it (a state, a few rows) and what it owes to those after it follow only from places. This module
 moves no tensors (`state_pass.py`, `conv.py`).
 """
 
@@ -10,17 +10,14 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from longspan.comm import SequenceShard, ShardPart, world_of
 from longspan.comm.groups.channel import Channel
 from longspan.errors import LayoutError
-from longspan.layout.segments import Integers, expand
+from longspan.layout.segments import Flags, Integers, expand
 from longspan.plan import Group
 from longspan.ssm.kernels.runs import LocalRuns
-
-Flags = npt.NDArray[np.bool_]
 
 
 class Runs(NamedTuple):
@@ -46,7 +43,7 @@ class Chains:
     def __init__(self, part: ShardPart, device: torch.device) -> None:
         self.part, self.device, self.member = part, device, part.member
         self.degree = part.degree
-        self.halos: dict[int, Any] = {}  # by width, of `halo.py`
+        self.halos: dict[int, Any] = {}  # by width, of `conv.py`
 
     @property
     def channel(self) -> Channel:
@@ -96,7 +93,7 @@ class Chains:
 
 
 class Passing:
-    """Which runs give the others a state, and a transition besides, and how all of them lie in the gathered rows."""
+    """Which runs give the others a state, and also a transition, and how all of them lie in the gathered rows."""
 
     def __init__(self, chains: Chains, leaves: Flags, carries: Flags) -> None:
         self.chains, self._leaves, self._carries = chains, leaves, carries
@@ -117,7 +114,7 @@ class Passing:
         return self._counts[sizes]
 
     def places(self, state_rows: int, transition_rows: int, starts: tuple[int, ...]) -> tuple[Integers, Integers]:
-        """The first gathered row of each run's state and of its transition; −1 for what is not given."""
+        """The first gathered row of each run's state and of its transition; −1 for what no run sends."""
         key = state_rows, transition_rows, starts
         if key not in self._places:
             self._places[key] = self._find_places(*key)
@@ -135,7 +132,7 @@ class Passing:
 
     @cached_property
     def local_chains(self) -> Integers:
-        """Chains of several runs of which this member has one: (chains, most runs) of runs, −1 past a chain's end.
+        """Chains of several runs in which this member has one: (chains, most runs) of runs, −1 past a chain's end.
 
         Longer chains come first, so that those with a run at some place are the first few.
         """
@@ -186,7 +183,7 @@ def state_bytes(
     """Bytes of states and transitions that all members of a group together give in a forward pass.
 
     Each member receives those of all others. A run of rows that is not its document's last gives its state, heads ·
-    key_size · value_size numbers; one that is not the first either gives its transition besides, heads · key_size²
+    key_size · value_size numbers; one that is not the first either also gives its transition, heads · key_size²
     under a delta rule (`delta`), heads otherwise. How many rows there are does not matter.
 
     >>> one = Group((0, 1, 2, 3), (0,), (65536,), partition="contiguous")

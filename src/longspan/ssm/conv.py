@@ -115,9 +115,9 @@ def causal_conv(
     """y_t = Σ_i weight[:, W − 1 − i] · x_{t − i} + bias inside each document: x (T, C), weight (C, W) -> (T, C).
 
     `silu` applies that activation to y. Half precision on a GPU runs by flash-linear-attention's kernel where it is.
-    Every member of a group that has a part here makes the same call, and enters backward. `kernels` names those asked
-    for (`kernels/asked.py`). Raises LayoutError for tensors that do not fit the shard or each other, and for a kernel
-    that was asked for and cannot, before any communication.
+    Every member of a group that has a part here makes the same call, and enters backward. `kernels` names packages to
+    use (`kernels/packages.py`). Raises LayoutError for tensors that do not fit the shard or each other, and for a named
+    kernel that cannot, before any communication.
     """
     parameters = (weight,) if bias is None else (weight, bias)
     _check(x, parameters, shard)

@@ -1,10 +1,10 @@
 """Scans of linear recurrences over a sharded sequence: states pass from rank to rank, rows stay where they are.
 
 A run of rows is an affine map of the state that enters it, S_out = M S_in + B. Each member scans its runs for B and M
-(`scan.py`), gathers those of its group, folds the states that enter its own runs, and scans once more from them.
+(`kernels/`), gathers those of its group, folds the states that enter its own runs, and scans once more from them.
 Backward needs no gradient through B or M: with dS the gradient of a run's outputs to its entering state, the gradient
 at its final state is G_i = M_{i+1}ᵀ G_{i+1} + dS_{i+1}; the members gather dS and M, fold, and each runs one ordinary
-backward of its local scan. What travels depends on the heads alone, not on the rows. Sources: Yang et al., "Gated Delta
+backward of its local scan. What travels depends only on the heads, not on the rows. Sources: Yang et al., "Gated Delta
 Networks" (arXiv 2412.06464); Dao and Gu, "Transformers are SSMs" (arXiv 2405.21060) §8.2, for one scalar a head.
 """
 
@@ -51,8 +51,8 @@ def linear_scan(
     head h reads head h // (H // G) of q and k. Without beta the term −β k kᵀ is absent and β is 1: Mamba 2, where g
     has one number a head. Half precision on a GPU runs by the kernels of flash-linear-attention where they can;
     everything else in torch's operations, in float32 (float64 for float64). Every member of a group that has a part
-    here makes the same call, and enters backward. `kernels` names those asked for (`kernels/asked.py`). Raises
-    LayoutError for tensors that do not fit the shard or each other, and for a kernel that was asked for and cannot,
+    here makes the same call, and enters backward. `kernels` names packages to use (`kernels/packages.py`). Raises
+    LayoutError for tensors that do not fit the shard or each other, and for a named kernel that cannot,
     before any communication.
     """
     _check(q, k, v, g, beta, shard)

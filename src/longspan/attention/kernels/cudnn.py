@@ -94,7 +94,7 @@ def _backward(dout: Tensor, saved: Saved, causal: bool, scale: float) -> tuple[T
     heads_first = lse.float().transpose(0, 1).contiguous()[None]  # (1, N, Tq)
     unread = torch.zeros((), dtype=torch.int64, device=q.device)  # seed and offset, at dropout 0
     none = None  # bias and boundaries of variable lengths: torch takes None for an undefined tensor
-    # torch keeps cuDNN's plans by the strides of q, k and v alone, so those of out and dout have to be the same always.
+    # torch keeps cuDNN's plans by the strides of q, k and v only, so those of out and dout must always be the same.
     dout, out = dout.contiguous(), out.to(q.dtype).contiguous()
     gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         *(_batched(x) for x in (dout, q, k, v, out)),

@@ -1,7 +1,7 @@
 """The support table: what each kernel can do, and which one computes a call.
 
-The first kernel of `KERNELS` that can do a call is chosen; a kernel that is asked for by name and cannot is an error
-that says what it lacks. Errors, docs/attention.md and `longspan doctor --kernels` read the table.
+The first kernel of `KERNELS` that can do a call is chosen; naming a kernel that cannot is an error with what
+it lacks. Errors, docs/attention.md and `longspan doctor --kernels` read the table.
 """
 
 from collections.abc import Callable
@@ -43,9 +43,9 @@ class HeadSizes:
 class Kernel:
     """A row of the support table: what a kernel can do, and its two functions.
 
-    `packed` says how it runs several documents, `needs` what it takes to have it; `missing` says what this
+    `packed` describes how it runs several documents, `needs` what it depends on; `missing` returns what this
     installation or device lacks of that ("" where nothing). `one_document_only`: by name it
-    runs every launch, but without a name it is chosen for calls with one document in each group alone.
+    runs every launch, but without a name it is chosen only for calls with one document in each group.
     """
 
     name: str
@@ -190,7 +190,7 @@ def choose(call: AttentionCall, name: str | None = None) -> Kernel:
 
 
 def find_kernel(name: str, hint: str | None = None) -> Kernel:
-    """The row of the table with this name. Raises AttentionError where there is none."""
+    """The row of the table with this name. Raises AttentionError if there is none."""
     for kernel in KERNELS:
         if kernel.name == name:
             return kernel

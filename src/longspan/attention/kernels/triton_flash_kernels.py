@@ -1,4 +1,4 @@
-"""Triton kernels of `triton_flash.py`, which alone imports this module: CPU builds of torch lack triton.
+"""Triton kernels of `triton_flash.py`, their only importer: CPU builds of torch lack triton.
 
 A program owns a block of rows (or of keys) of one tile and head, and walks the keys (or rows) that it meets. `blocks`
 (n, 2) lists them: tile and first row in it. Row i of a tile of `rows` rows and `keys` keys is aligned to key

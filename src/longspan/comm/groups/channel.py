@@ -110,7 +110,7 @@ class Channel:
     ) -> Handle:
         """Start one batch of sends to and receives from members, each a (member index, contiguous tensor).
 
-        Tensors without elements are dropped on both sides. Between two members, tensors match in the order given.
+        Tensors without elements are dropped on both sides. Between two members, tensors match in their order here.
         `result` is what the handle's `wait()` returns.
         """
         parent, operation = self.group, self.watch.during(what, self.ranks)

@@ -80,7 +80,7 @@ def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
 
 
 def _rows_by_name(moves: RowMoves, arriving: int, direct: bool) -> dict[str, Integers]:
-    """The indices of DeviceMoves, but for pairs, by its names."""
+    """The indices of DeviceMoves by its names, without the pairs."""
     none = moves.places[:0]
     local, arrived = (none, none) if direct else _direct_indices(moves, arriving)
     from_pool = not direct and not len(arrived) and arriving + len(moves.stays) > 0

@@ -5,7 +5,7 @@ Attention never mentions send or receive: it loops over `RingBlocks`, and in bac
 
 A block is several tensors with the same rows; they travel side by side in one buffer, so that a step is one message.
 Order of posting, the same on every rank and so free of deadlock on one parent group: blocks of step s, gradients of
-step s, blocks of step s + 1. Members without rows send and receive nothing: both sides know the counts from the plan.
+step s, blocks of step s + 1. Members without rows send and receive nothing: both sides have the counts from the plan.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,7 +57,7 @@ class RingBlocks:
             buffer, packed, block = arriving, following, split_columns(following, self._row_shapes)
 
     def _take(self, like: Tensor) -> Tensor:
-        """A buffer that nobody reads: a spare one, or a new one of the largest block's size."""
+        """A buffer that is not being read: a spare one, or a new one of the largest block's size."""
         if self._spare:
             return self._spare.pop()
         self._live += 1

@@ -2,7 +2,7 @@
 
 Who sends what is an Exchange, computed on the host; no sizes are exchanged. The way back is planned on its own, not the
 way there reversed: a row that several ranks need has several gradients, and a row that several ranks have must reach
-them all. Where only the sender knows how many rows go to whom, as those of experts, counts travel first
+them all. If only the sender has the number of rows that go to each member, as those of experts, counts travel first
 (`exchange_counts`), then the rows (`all_to_all_rows`).
 """
 
@@ -37,7 +37,7 @@ class RowExchange:
     >>> move = RowExchange(Exchange(have, need), world.channels.everyone, gradient="partial")
     >>> y = move(x)                     # (rows of have here, …) -> (rows of need here, …)
 
-    The exchange's ranks are the channel's members. `gradient` says what the copies of a row on the need side carry:
+    The exchange's ranks are the channel's members. `gradient` is what the copies of a row on the need side carry:
     *partial*, each the gradient of its own use, which are summed; *identical*, all the same gradient, of which one is
     taken; *partial_over_slots*, the same gradient on the members of each of `slots`, of which one is taken, and those
     of different slots are summed; *none*: nothing flows back, as for a frozen encoder. A member that needs a row

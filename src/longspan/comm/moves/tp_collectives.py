@@ -28,7 +28,7 @@ _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_singl
 
 
 def tp_copy(x: Tensor, world_key: int) -> Tensor:
-    """The same tensor, for a computation of which each rank does a part; the partial gradient is summed."""
+    """The same tensor, for a computation in which each rank does a part; the partial gradient is summed."""
     if not torch.is_grad_enabled():
         return x
     return _apply(

@@ -1,6 +1,6 @@
-"""Recurrences of one decay a head without a delta term by the Triton kernels of mamba_ssm, where they are asked for.
+"""Recurrences of one decay a head without a delta term by the Triton kernels of mamba_ssm, if they are named.
 
-Its chunks, forward and backward; states from chunk to chunk by our own sums (`faded_sums.py`), since its own take one
+Its chunks, forward and backward; states from chunk to chunk by our own sums (`decay.py`), since its own take one
 initial state for each row of a batch. Runs are laid out in whole chunks, so that no chunk has rows of two.
 Source: github.com/state-spaces/mamba, `mamba_ssm.ops.triton.ssd_*` of 2.3, whose names begin with an underscore.
 """

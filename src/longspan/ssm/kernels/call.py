@@ -1,4 +1,4 @@
-"""What a kernel of linear recurrences is given, and what it offers to the exchange of states."""
+"""The interface of kernels of linear recurrences: their inputs, and the steps that the exchange of states calls."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ class Forward(Protocol):
 
     @property
     def activations(self) -> tuple[Tensor, ...]:
-        """What backward needs besides inputs and entering states."""
+        """What backward needs in addition to inputs and entering states."""
         ...
 
 
@@ -86,7 +86,7 @@ class Backward(Protocol):
 
 
 class Saved(NamedTuple):
-    """What a backward pass is given: entering states (R, H, K, V), what forward kept, gradients of the outputs."""
+    """Inputs of a backward pass: entering states (R, H, K, V), tensors that forward saved, gradients of the outputs."""
 
     states: Tensor
     activations: tuple[Tensor, ...]
@@ -97,9 +97,9 @@ class Saved(NamedTuple):
 class Kernel:
     """A kernel by its name.
 
-    `lacks(recurrence)` says what it would need and does not have, "" for nothing; `half` whether it takes q, k and v in
-    half precision as they are. `forward(inputs, runs, scale)` and `backward(inputs, runs, scale, saved)` begin passes,
-    in which q is multiplied by `scale`.
+    `lacks(recurrence)` returns what it would need and does not have, "" for nothing; `half` whether it takes q, k and v
+    in half precision as they are. `forward(inputs, runs, scale)` and `backward(inputs, runs, scale, saved)` begin
+    passes, in which q is multiplied by `scale`.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The kernels of `first_rows.py`; imported where Triton is."""
+"""Triton kernels of `convolutions.py` for the first rows of runs; imported only where Triton is installed."""
 
 # pyright: basic, reportMissingImports=false
 import triton
@@ -97,7 +97,7 @@ def arrived_gradients_kernel(
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The same, of gradients: every arrived row is read by the rows of one run alone."""
+    """The same, of gradients: every arrived row is read only by the rows of one run."""
     run = tl.program_id(1)
     channel = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # channels may lie all rows apart
     start, count, table = tl.load(starts + run), tl.load(counts + run), tables + run * BEFORE

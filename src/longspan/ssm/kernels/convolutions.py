@@ -67,8 +67,8 @@ Gradients = tuple[Tensor, Tensor | None, Tensor | None]  # of x, weight and bias
 class ConvolutionKernel:
     """A kernel by its name.
 
-    `lacks(x, weight)` says what it would need and does not have for rows x (T, C) and weight (C, W), "" for nothing.
-    `forward(x, convolution, runs, alone)` gives y (T, C) from x (T, C) of at least one row, zeros before every run;
+    `lacks(x, weight)` returns what it would need and does not have for rows x (T, C) and weight (C, W), "" for nothing.
+    `forward(x, convolution, runs, isolated)` gives y (T, C) from x (T, C) of at least one row, zeros before every run;
     `write_first(y, x, arrived, convolution, first)` writes into it the first rows of runs that rows arrive for.
     `arrived_gradients(dout, x, arrived, convolution, first)` gives the gradients of arrived rows,
     `backward(dout, x, arrived, convolution, runs, before)` all others, of parameters that require none perhaps None.
@@ -169,7 +169,7 @@ _FLA_MODULE = "modules.causal_conv1d.ops"
 
 
 def _initial_state(x: Tensor, arrived: Tensor, runs: LocalRuns, before: Before) -> Tensor | None:
-    """The rows before each run as its state (R, C, W), of which the kernel reads all but the first column."""
+    """The rows before each run as its state (R, C, W), whose first column the kernel does not read."""
     if not len(arrived):
         return None
     state = x.new_zeros((len(runs.lengths), x.shape[1], before.width + 1))
@@ -278,7 +278,7 @@ PACKAGE_CONVOLUTION = ConvolutionKernel(
 
 
 def choose_convolution(x: Tensor, weight: Tensor, kernel_names: Sequence[str] = ()) -> ConvolutionKernel:
-    """The kernel for rows x (T, C) and weight (C, W). Raises LayoutError where the one asked for cannot, or is none."""
+    """The kernel for rows x (T, C) and weight (C, W). Raises LayoutError if a named one is unknown or cannot."""
     check_names(kernel_names)
     if TORCH_ONLY in kernel_names:
         return TORCH_CONVOLUTION

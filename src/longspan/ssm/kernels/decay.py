@@ -1,7 +1,7 @@
-"""Recurrences of one decay a head without a delta term (Mamba 2): chunks by flash-linear-attention, states by our own.
+"""Recurrences of one decay a head without a delta term (Mamba 2): chunks by flash-linear-attention, states here.
 
 What a chunk adds to the state is one product for all heads that share keys (kᵀ times the faded values), worked out
-once: the sums over chunks that follow are cheap, so that a run's summary costs little beside its scan. Source of the
+once: the sums over chunks that follow are cheap, so that a run's summary costs little next to its scan. Source of the
 chunks: Dao and Gu, "Transformers are SSMs" (arXiv 2405.21060) §6.
 """
 

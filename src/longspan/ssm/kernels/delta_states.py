@@ -1,7 +1,7 @@
 """States of delta rules by the kernels of flash-linear-attention: maps of runs, states of chunks, and backwards.
 
 `rows` are what the kernels read, by their names (1, T, ·, ·): k, w, u and g (one decay a head) or gk (one for each key
-number); backwards q, do and dv besides, without u.
+number); backwards also q, do and dv, but not u.
 """
 
 from functools import cache
@@ -27,7 +27,7 @@ def run_maps(rows: Named, runs: LocalRuns) -> tuple[Tensor, Tensor]:
     states, transitions = (_single(rows, count, heads, size, n) for n in (width, size))
     blocks = -(-width // _COLUMNS) + -(-size // _COLUMNS)
     arguments = [rows["k"], rows["w"], rows["u"], _decays(rows), states, transitions, runs.ends]
-    if count:  # a rank alone compiles nothing
+    if count:  # a single rank compiles nothing
         _kernel("maps_kernel")[blocks, heads, count](*arguments, **_sizes(rows, width, runs.chunk))
     return states, transitions
 

@@ -1,7 +1,8 @@
-"""flash-linear-attention (extra `fla`): whether it can be used here, and its functions.
+"""Packages whose kernels state-space layers can use: whether they are usable here, and calls of their functions.
 
-Kernels are called part by part, since states are exchanged between the parts. Source: github.com/fla-org/
-flash-linear-attention, `fla.ops` of fla-core 0.6; names moved between versions, so that one is demanded here.
+flash-linear-attention (extra `fla`) is used where it can be. Its kernels are called part by part, since states are
+exchanged between the parts. Source: github.com/fla-org/flash-linear-attention, `fla.ops` of fla-core 0.6; names moved
+between versions, so this one is required. mamba_ssm and causal_conv1d are used only if they are named.
 """
 
 import warnings
@@ -120,7 +121,7 @@ def _version_lack(name: str, needed: tuple[int, int]) -> str:
 
 
 def refuse(name: str, lacking: str) -> None:
-    """Raises LayoutError where a kernel that was asked for lacks something."""
+    """Raise LayoutError if a kernel that was named lacks something."""
     if lacking:
         raise LayoutError(f"the kernel {name} of state-space layers was asked for and needs {lacking}; leave it out")
 

@@ -1,4 +1,4 @@
-"""Long runs cut into pieces that are scanned side by side, where a delta rule's heads alone would leave a GPU idle.
+"""Long runs cut into pieces that are scanned side by side, where the heads of a delta rule are too few to fill a GPU.
 
 A scan goes through a run's chunks one after another, a head a program or two. Pieces of a run are to the run what the
 runs of a document are to the document (`state_pass.py`): each is an affine map [B | M] of the state that enters it, and
@@ -20,7 +20,7 @@ _SHORTEST = 8 * CHUNK
 class Pieces:
     """Pieces of the runs that share a document with others; other runs are one piece each.
 
-    `runs` are the pieces as runs. What concerns maps is of the pieces from `first` to before `stop` alone, between
+    `runs` are the pieces as runs. Maps are only of the pieces from `first` to before `stop`, between
     which those of shared runs lie.
     """
 
@@ -116,7 +116,7 @@ def _replace_rows(x: Tensor, rows: Integers, values: Tensor) -> Tensor:
 
 
 def _cut(rows: int, most: int) -> list[int]:
-    """Rows of the pieces of a run: whole chunks but for the last, nearly equal, at most so many."""
+    """Rows of the pieces of a run: whole chunks except for the last, nearly equal, at most so many."""
     chunks = -(-rows // CHUNK)
     count = max(1, min(most, rows // _SHORTEST))
     ends = [min(rows, CHUNK * (chunks * (i + 1) // count)) for i in range(count)]

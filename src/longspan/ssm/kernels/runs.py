@@ -4,12 +4,11 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from longspan.comm import to_device
-from longspan.layout.segments import Integers
+from longspan.layout.segments import Flags, Integers
 
 
 def apply_maps(transition: Tensor, state: Tensor, added: Tensor) -> Tensor:
@@ -20,14 +19,13 @@ def apply_maps(transition: Tensor, state: Tensor, added: Tensor) -> Tensor:
     return torch.baddbmm(added.flatten(0, 1), transition.flatten(0, 1), state.flatten(0, 1)).view(shape)
 
 
-Flags = npt.NDArray[np.bool_]
 CHUNK = 64  # rows of a chunk of the kernels of flash-linear-attention
 
 
 class LocalRuns:
     """Runs of rows, one after another: `lengths` (R,) of each; `shared`, whether its document has others.
 
-    Each is cut into chunks of `chunk` rows, of which the last may be shorter.
+    Each is cut into chunks of `chunk` rows, whose last may be shorter.
     """
 
     def __init__(
@@ -140,7 +138,7 @@ def _consecutive(rows: Integers) -> bool:
 
 
 def index_on_device(rows: Integers, device: torch.device) -> Tensor:
-    """Row numbers as an index; the same few are asked for by every layer, and go there once."""
+    """Row numbers as an index; every layer uses the same few, which are copied once."""
     return _upload_index(np.ascontiguousarray(rows, dtype=np.int64).tobytes(), device)
 
 

@@ -1,4 +1,4 @@
-"""The kernels of linear recurrences: the first that can do one is used, but for one that has to be asked for."""
+"""The kernels of linear recurrences: the first that can is used, except for one that must be named."""
 
 from collections.abc import Sequence
 
@@ -23,9 +23,9 @@ _KERNELS = (
 
 
 def choose(recurrence: Recurrence, kernel_names: Sequence[str] = ()) -> Kernel:
-    """The first kernel that can do this recurrence, or the one asked for: `mamba_ssm` for those without a delta term.
+    """The first kernel that can do this recurrence, or the one named: `mamba_ssm` for those without a delta term.
 
-    Raises LayoutError where the one asked for cannot, or is none.
+    Raises LayoutError if the named one cannot, or is unknown.
     """
     check_names(kernel_names)
     if TORCH_ONLY in kernel_names:
