@@ -46,7 +46,7 @@ def called(shard: SequenceShard, **options: Any) -> None:
 def packed(monkeypatch: pytest.MonkeyPatch) -> list[AttentionCall]:
     """The calls that were checked and packed, in order."""
     packed: list[AttentionCall] = []
-    pack = module.packed_call
+    pack = module.pack_call
     monkeypatch.setattr(module, "pack_call", lambda *args: packed.append(pack(*args)) or packed[-1])
     return packed
 

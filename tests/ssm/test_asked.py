@@ -27,7 +27,7 @@ SCAN = Recurrence(torch.bfloat16, CPU, 16, 16, delta=False, by_channel=False)
 
 
 def test_packages_are_taken_where_they_are_named_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longspan.ssm.kernels.by_mamba_ssm.mamba_lacks_package", lambda *_: "")
+    monkeypatch.setattr("longspan.ssm.kernels.by_mamba_ssm.lacks_package", lambda *_: "")
     monkeypatch.setattr("longspan.ssm.kernels.convolutions.lacks_package", lambda *_: "")
     x, weight = torch.zeros(3, 8, dtype=torch.bfloat16), torch.zeros(8, 4)
     both = ("mamba_ssm", "causal_conv1d")

@@ -116,7 +116,7 @@ def attend(
 
 
 def _as_key(argument: Any) -> Any:
-    """An argument that may be a list, as a value that can be a key."""
+    """The argument as a dictionary key: lists become tuples."""
     return tuple(argument) if isinstance(argument, Iterable) and not isinstance(argument, str) else argument
 
 

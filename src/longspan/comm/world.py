@@ -95,7 +95,7 @@ class World:
     ) -> None:
         self.home, self.timeout, self.key = home, float(timeout), -1
         self._arguments = (backend, device, max_groups)
-        self._beside = ExitStack()  # worlds that are left with this one
+        self._inner_worlds = ExitStack()  # worlds that are left with this one
 
     # ---- opening and leaving
 
@@ -155,7 +155,7 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._beside.__exit__(kind, error, trace)
+            self._inner_worlds.__exit__(kind, error, trace)
             if error is None:
                 self.control.barrier("leaving the world")
         except BaseException as failure:
@@ -177,10 +177,10 @@ class World:
 
     # ---- what others ask an open world for
 
-    def beside(self, home: Layout) -> "World":
+    def open_inner(self, home: Layout) -> "World":
         """A world of another home over the same ranks, opened now and left with this one; entered by all ranks.
 
-        >>> encoder_world = world.beside(Layout(ranks=8, tp=2))
+        >>> encoder_world = world.open_inner(Layout(ranks=8, tp=2))
 
         The same world where the home is the same.
         """
@@ -188,7 +188,7 @@ class World:
         if home == self.home:
             return self
         backend, device, max_groups = self._arguments
-        return self._beside.enter_context(World(home, backend, self.timeout, device, max_groups=max_groups))
+        return self._inner_worlds.enter_context(World(home, backend, self.timeout, device, max_groups=max_groups))
 
     def prepare(self, plan: Plan) -> None:
         """Make the communicators of their own that this plan's groups gain from and lack; entered by all ranks.

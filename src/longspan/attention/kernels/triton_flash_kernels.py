@@ -1,13 +1,11 @@
 """Triton kernels of `triton_flash.py`, their only importer: CPU builds of torch lack triton.
 
-A program owns a block of rows (or of keys) of one tile and head, and walks the keys (or rows) that it meets. `blocks`
-(n, 2) lists them: tile and first row in it. Row i of a tile of `rows` rows and `keys` keys is aligned to key
-i + keys − rows; it sees `left` keys before that one and `right` after it. Offsets are in 64 bits: heads may lie a whole
-tensor of rows apart.
+A program owns a block of rows (or of keys) of one tile and head, and walks the keys (or rows) that it meets; `blocks`
+(n, 2) lists tile and first row. Row i of a tile is aligned to key i + keys − rows, and sees `left` keys before that one
+and `right` after it. Offsets are in 64 bits: heads may lie a whole tensor of rows apart.
 """
 
 # pyright: basic, reportMissingImports=false
-
 import triton
 import triton.language as tl
 from triton.runtime.errors import OutOfResources as OutOfResources
