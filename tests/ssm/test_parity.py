@@ -158,11 +158,15 @@ MUTANTS = {
     ),
     "decay of what entered": (
         "folds",
-        "apply_maps(gathered.transitions(before[:count]), state[:count], given)",
-        "given",
+        "apply_maps(gathered.transitions(before[:count]), state[:count], states)",
+        "states",
     ),
     "states that enter": ("folds", "_keep(entering, state, local_numbers[runs[:count]])", "pass"),
-    "gradients of later runs": ("folds", ".mT, gradient, given[:going_on])", ".mT, 0 * gradient, given[:going_on])"),
+    "gradients of later runs": (
+        "folds",
+        ".mT, gradient, gradients[:going_on])",
+        ".mT, 0 * gradient, gradients[:going_on])",
+    ),
     "gradients at final states": ("kernels.scan", "(self._dout, leaving))", "(self._dout, 0 * leaving))"),
     "decay of a chunk": ("kernels.scan", "leaving = fading[here] * entering", "leaving = entering"),
     "chunks before": ("kernels.scan", "new[here] - state_share[here] @ entering", "new[here]"),
@@ -172,7 +176,7 @@ MUTANTS = {
         "handle.wait()",
     ),
     "rows before": ("kernels.convolutions", "torch.cat([x, arrived, ", "torch.cat([x, 0 * arrived, "),
-    "first rows of runs": ("conv", "kernel.write_first(y, own, before, convolution, halo.first)", "pass"),
+    "first rows of runs": ("conv", "kernel.write_first(y, x_part, before, convolution, halo.first)", "pass"),
     "first rows that read them": (
         "conv",
         "np.minimum(lengths[reading], self._width)",

@@ -18,7 +18,7 @@ from longspan.ssm.kernels.runs import apply_maps, index_on_device, put_runs, tak
 
 
 class ForwardFold:
-    """The summaries of one part's runs, on their way to the members."""
+    """Sends the summaries of one part's runs to the members, and folds the states that enter this member's runs."""
 
     def __init__(self, chains: Chains, inputs: Inputs, scan: Forward) -> None:
         self.chains, self.inputs = chains, inputs
@@ -50,7 +50,7 @@ class ForwardFold:
 
 
 class BackwardFold:
-    """What outputs owe to the states that entered runs, on its way to the members."""
+    """Sends gradients at the states that enter runs, and folds those at the final states of this member's runs."""
 
     def __init__(
         self, chains: Chains, states: Tensor, transitions: Tensor, entry_gradients: Callable[[Integers], Tensor]
@@ -74,11 +74,11 @@ class BackwardFold:
             runs = table[:, place]
             count = int((runs >= 0).sum())
             going_on = len(gradient)  # chains with a run after this one, which come first
-            states = gathered.states(runs[:count])
+            gradients = gathered.states(runs[:count])
             if going_on:
-                later = apply_maps(gathered.transitions(runs[:going_on]).mT, gradient, states[:going_on])
-                states = later if going_on == count else torch.cat([later, states[going_on:]])
-            gradient = states
+                later = apply_maps(gathered.transitions(runs[:going_on]).mT, gradient, gradients[:going_on])
+                gradients = later if going_on == count else torch.cat([later, gradients[going_on:]])
+            gradient = gradients
             _keep(leaving, gradient, local_numbers[table[:count, place - 1]])
         return leaving
 

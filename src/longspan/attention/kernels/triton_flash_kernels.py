@@ -1,8 +1,7 @@
 """Triton kernels of `triton_flash.py`, their only importer: CPU builds of torch lack triton.
 
-A program owns a block of rows (or of keys) of one tile and head, and walks the keys (or rows) that it meets; `blocks`
-(n, 2) lists tile and first row. Row i of a tile is aligned to key i + keys − rows, and sees `left` keys before that one
-and `right` after it. Offsets are in 64 bits: heads may lie a whole tensor of rows apart.
+A program owns a block of rows (or keys) of one tile and head, and walks the keys (or rows) that it meets; `blocks` (n,
+2) lists tile and first row. Row i is aligned to key i + keys − rows; it sees `left` keys before and `right` after it.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -34,7 +33,7 @@ def _is_visible(aligned, key, keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIG
 def _load(x, row, row_stride, rows, SIZE: tl.constexpr, WIDTH: tl.constexpr):
     """Rows of a head, whose elements are in order; zeros beyond the last row and the head's size."""
     column = tl.arange(0, WIDTH)
-    at = x + row.to(tl.int64)[:, None] * row_stride + column[None, :]
+    at = x + row.to(tl.int64)[:, None] * row_stride + column[None, :]  # heads may lie a whole tensor of rows apart
     return tl.load(at, mask=(row < rows)[:, None] & (column < SIZE)[None, :], other=0.0)
 
 
