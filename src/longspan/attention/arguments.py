@@ -200,7 +200,7 @@ def _comm_choice(shard: SequenceShard, index: int, arguments: Arguments, call: A
     if group.degree == 1:
         return CommChoice("p2p")
     if kind == "auto":
-        return _choose_type(shard, index, call)
+        return _resolve_auto(shard, index, call)
     sizes = arguments.sizes or group.hierarchical_context_parallel_sizes
     if kind == "a2a+p2p":
         _check_levels(sizes, group.degree, where)
@@ -217,7 +217,7 @@ def _to_choice(kind: str, group: Group, sizes: Sizes | None) -> CommChoice:
     return CommChoice(kind, group.degree if kind == "a2a" else 1)
 
 
-def _choose_type(shard: SequenceShard, index: int, call: AttentionCall) -> CommChoice:
+def _resolve_auto(shard: SequenceShard, index: int, call: AttentionCall) -> CommChoice:
     automatic, key = cache_of(shard).automatic, (index, call)
     if key not in automatic:
         group, node_size = shard.micro_batch.groups[index], world_of(shard.world_key).node_size
