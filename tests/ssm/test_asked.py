@@ -15,7 +15,7 @@ from longspan.errors import LayoutError, ModelError
 from longspan.model.seams.mixer_calls import check_kernels
 from longspan.ssm.chains import Chains
 from longspan.ssm.conv import halo_of
-from longspan.ssm.kernels import TORCH, LocalRuns, Recurrence, check_asked, choose, kernels_here
+from longspan.ssm.kernels import TORCH, LocalRuns, Recurrence, check_asked, choose_scan_kernel, kernels_here
 from longspan.ssm.kernels import convolutions as by_causal_conv1d
 from longspan.ssm.kernels import delta as by_channel
 from longspan.ssm.kernels.convolutions import PACKAGE_CONVOLUTION, TORCH_CONVOLUTION, Convolution, choose_convolution
@@ -31,10 +31,15 @@ def test_packages_are_taken_where_they_are_named_and_nowhere_else(monkeypatch: p
     monkeypatch.setattr("longspan.ssm.kernels.convolutions.lacks_package", lambda *_: "")
     x, weight = torch.zeros(3, 8, dtype=torch.bfloat16), torch.zeros(8, 4)
     both = ("mamba_ssm", "causal_conv1d")
-    assert choose(SCAN).name == "torch" and choose_convolution(x, weight).name == "torch"
-    assert choose(SCAN, both).name == "mamba_ssm" and choose_convolution(x, weight, both).name == "causal_conv1d"
-    assert choose(SCAN._replace(delta=True), both).name == "torch"  # no such scan there
-    assert choose(SCAN, ("torch",)) is TORCH and choose(SCAN, ("causal_conv1d",)).name == "torch"
+    assert choose_scan_kernel(SCAN).name == "torch" and choose_convolution(x, weight).name == "torch"
+    assert (
+        choose_scan_kernel(SCAN, both).name == "mamba_ssm"
+        and choose_convolution(x, weight, both).name == "causal_conv1d"
+    )
+    assert choose_scan_kernel(SCAN._replace(delta=True), both).name == "torch"  # no such scan there
+    assert (
+        choose_scan_kernel(SCAN, ("torch",)) is TORCH and choose_scan_kernel(SCAN, ("causal_conv1d",)).name == "torch"
+    )
     check_asked(both, torch.bfloat16, CPU)
     assert kernels_here(torch.bfloat16, CPU, both) == (
         "mamba_ssm (tried on one H200) and causal_conv1d (its CUDA code untried), as asked for, and torch's operations"
@@ -77,7 +82,7 @@ def test_sizes_and_versions_are_said() -> None:
         == by_channel.kimi_lacks(SCAN._replace(by_channel=True))
         == of_channels
     )
-    lacking = choose.__globals__["MAMBA"].lacks(SCAN._replace(device=CUDA))
+    lacking = choose_scan_kernel.__globals__["MAMBA"].lacks(SCAN._replace(device=CUDA))
     assert lacking == "mamba_ssm 2.3, which is not installed: pip install 'mamba_ssm==2.3.*'"
 
 

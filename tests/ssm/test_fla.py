@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from longspan import Layout, World, bind
 from longspan.ssm import causal_conv, linear_scan, scan_kernel, unit
-from longspan.ssm.kernels import TORCH, Inputs, Kernel, LocalRuns
-from longspan.ssm.kernels.call import Saved, state_dtype
+from longspan.ssm.kernels import TORCH, Inputs, LocalRuns, ScanKernel
+from longspan.ssm.kernels.call import SavedScan, state_dtype
 from longspan.ssm.kernels.packages import fla_lacks
 from longspan.testing import backend, run_ranks
 from tests.reference import relative_error
@@ -51,7 +51,7 @@ def in_half(given: Sequence[torch.Tensor | None]) -> Inputs:
     return Inputs(*half, *[None] * (5 - len(half)))  # pyright: ignore
 
 
-def passes(kernel: Kernel, given: Inputs, runs: LocalRuns, name: str) -> dict[str, torch.Tensor]:
+def passes(kernel: ScanKernel, given: Inputs, runs: LocalRuns, name: str) -> dict[str, torch.Tensor]:
     """What a kernel makes of runs that share documents with others."""
     (_, heads, size, width), _, _ = KINDS[name]
     generator, every = torch.Generator().manual_seed(3), np.arange(len(runs.lengths))
@@ -62,7 +62,7 @@ def passes(kernel: Kernel, given: Inputs, runs: LocalRuns, name: str) -> dict[st
     forward = kernel.forward(given, runs, 0.7)
     found = dict(zip(("B", "M"), forward.summaries(every, every[1:]), strict=True))
     found["out"] = forward.outputs(states)
-    backward = kernel.backward(given, runs, 0.7, Saved(states, forward.activations, dout))
+    backward = kernel.backward(given, runs, 0.7, SavedScan(states, forward.activations, dout))
     found["owed"] = backward.entry_gradients(every[1:])
     backward.prepare()
     gradients = backward.gradients(leaving)

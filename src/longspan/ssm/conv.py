@@ -22,9 +22,9 @@ from longspan.ssm.chains import Chains, chains_of
 from longspan.ssm.kernels.convolutions import (
     Before,
     Convolution,
+    ConvolutionGradients,
     ConvolutionKernel,
     FirstRows,
-    Gradients,
     choose_convolution,
 )
 from longspan.ssm.state_pass import join_parts, refuse_no_shard
@@ -208,7 +208,7 @@ class _Part(NamedTuple):
             return self.arrived
         return kernel.arrived_gradients(self.dout, self.x, self.arrived, self.convolution, self.halo.first)
 
-    def gradients(self, kernel: ConvolutionKernel) -> Gradients:
+    def gradients(self, kernel: ConvolutionKernel) -> ConvolutionGradients:
         """Those of own rows and of parameters."""
         if not len(self.x):
             return self.x, None, None  # others wait for this member's part

@@ -20,8 +20,8 @@ from longspan.comm.shard import outside_graphs
 from longspan.errors import LayoutError
 from longspan.ssm.chains import Chains, chains_of
 from longspan.ssm.folds import BackwardFold, ForwardFold
-from longspan.ssm.kernels import TORCH, Inputs, Kernel, Recurrence, choose
-from longspan.ssm.kernels.call import Saved, state_dtype
+from longspan.ssm.kernels import TORCH, Inputs, Recurrence, ScanKernel, choose_scan_kernel
+from longspan.ssm.kernels.call import SavedScan, state_dtype
 from longspan.ssm.kernels.packages import fla_function, fla_lacks
 
 
@@ -68,9 +68,9 @@ def linear_scan(
 
 def scan_kernel(
     v: Tensor, key_size: int, *, delta: bool, by_channel: bool = False, kernel_names: Sequence[str] = ()
-) -> Kernel:
+) -> ScanKernel:
     """The kernel that `linear_scan` takes for values like these, (T, H, V). Raises LayoutError as that does."""
-    return choose(
+    return choose_scan_kernel(
         Recurrence(v.dtype, v.device, key_size, v.shape[-1], delta=delta, by_channel=by_channel), kernel_names
     )
 
@@ -110,7 +110,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, shar
 
 class _StatePass(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, chains: tuple[Chains, ...], kernel: Kernel, scale: float, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, chains: tuple[Chains, ...], kernel: ScanKernel, scale: float, *tensors: Tensor) -> Tensor:
         inputs = Inputs(*tensors)
         parts = [inputs.rows(c.part.start, c.part.stop) for c in chains]
         begun = [
@@ -136,7 +136,7 @@ class _StatePass(torch.autograd.Function):
             transitions, states, *activations = rest[len(rest) - count :]
             del rest[len(rest) - count :]
             start, stop = chains.part.start, chains.part.stop
-            saved = Saved(states, tuple(activations), dout[start:stop])
+            saved = SavedScan(states, tuple(activations), dout[start:stop])
             local = _kernel_for(ctx.kernel, chains).backward(
                 inputs.rows(start, stop), chains.local_runs, ctx.scale, saved
             )
@@ -148,7 +148,7 @@ class _StatePass(torch.autograd.Function):
         return None, None, None, *results, *([None] if inputs.beta is None else [])
 
 
-def _kernel_for(kernel: Kernel, chains: Chains) -> Kernel:
+def _kernel_for(kernel: ScanKernel, chains: Chains) -> ScanKernel:
     """The kernel; torch's operations where this member has no rows."""
     return kernel if len(chains.lengths) else TORCH
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longspan.layout.segments import Integers
-from longspan.ssm.kernels.call import Inputs, Recurrence, Saved
+from longspan.ssm.kernels.call import Inputs, Recurrence, SavedScan
 from longspan.ssm.kernels.decay import scan_chunks
 from longspan.ssm.kernels.packages import lacks_package
 from longspan.ssm.kernels.runs import LocalRuns, take_runs
@@ -104,7 +104,7 @@ class MambaForward:
 class MambaBackward:
     """A backward pass; see `Backward`."""
 
-    def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: Saved) -> None:
+    def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
         self._inputs, self._scale, self._states = inputs, scale, saved.states.mT.contiguous()
         self._chunks = chunks = _Chunks(inputs, runs, scale)
         self._dout = chunks.laid_out(saved.dout.to(inputs.v.dtype))

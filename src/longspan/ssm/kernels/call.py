@@ -85,7 +85,7 @@ class Backward(Protocol):
         ...
 
 
-class Saved(NamedTuple):
+class SavedScan(NamedTuple):
     """Inputs of a backward pass: entering states (R, H, K, V), tensors that forward saved, gradients of the outputs."""
 
     states: Tensor
@@ -94,7 +94,7 @@ class Saved(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kernel:
+class ScanKernel:
     """A kernel by its name.
 
     `lacks(recurrence)` returns what it would need and does not have, "" for nothing; `half` whether it takes q, k and v
@@ -105,5 +105,5 @@ class Kernel:
     name: str
     lacks: Callable[[Recurrence], str]
     forward: Callable[[Inputs, LocalRuns, float], Forward]
-    backward: Callable[[Inputs, LocalRuns, float, Saved], Backward]
+    backward: Callable[[Inputs, LocalRuns, float, SavedScan], Backward]
     half: bool = False

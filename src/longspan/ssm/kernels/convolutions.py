@@ -60,7 +60,7 @@ class FirstRows(NamedTuple):
     arrived: Tensor
 
 
-Gradients = tuple[Tensor, Tensor | None, Tensor | None]  # of x, weight and bias
+ConvolutionGradients = tuple[Tensor, Tensor | None, Tensor | None]  # of x, weight and bias
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ConvolutionKernel:
     name: str
     lacks: Callable[[Tensor, Tensor], str]
     forward: Callable[[Tensor, Convolution, LocalRuns, Before], Tensor]
-    backward: Callable[[Tensor, Tensor, Tensor, Convolution, LocalRuns, Before], Gradients]
+    backward: Callable[[Tensor, Tensor, Tensor, Convolution, LocalRuns, Before], ConvolutionGradients]
     write_first: Callable[[Tensor, Tensor, Tensor, Convolution, FirstRows], None]
     arrived_gradients: Callable[[Tensor, Tensor, Tensor, Convolution, FirstRows], Tensor]
 
@@ -88,7 +88,7 @@ def _torch_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolate
 
 def _torch_backward(
     dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: Before
-) -> Gradients:
+) -> ConvolutionGradients:
     """The convolution once more, with gradients."""
     weight, bias, silu = convolution
     with torch.enable_grad():
@@ -196,7 +196,7 @@ def _fla_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolated:
 
 def _fla_backward(
     dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: Before
-) -> Gradients:
+) -> ConvolutionGradients:
     arguments = _fla_arguments(convolution, runs, _initial_state(x, arrived, runs, before))
     backward = fla_function(_FLA_MODULE, "causal_conv1d_bwd")
     dx, dweight, dbias, *_ = backward(x=x.unsqueeze(0), dy=dout.unsqueeze(0), dht=None, **arguments)
@@ -240,7 +240,7 @@ def _package_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isola
 
 def _package_backward(
     dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: Before
-) -> Gradients:
+) -> ConvolutionGradients:
     rows, state = _lay_out(x, arrived, runs, before)
     weight, bias, silu = convolution
     one = len(runs.lengths) == 1

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longspan.layout.segments import Integers
-from longspan.ssm.kernels.call import Inputs, Recurrence, Saved
+from longspan.ssm.kernels.call import Inputs, Recurrence, SavedScan
 from longspan.ssm.kernels.packages import batch_of_one, chunk_cumsum, fla_function, fla_lacks, match_inputs, run_indices
 from longspan.ssm.kernels.runs import CHUNK, LocalRuns, take_runs
 
@@ -115,7 +115,7 @@ class DecayForward:
 class DecayBackward:
     """A backward pass; see `Backward`."""
 
-    def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: Saved) -> None:
+    def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
         self._inputs, self._runs, self._scale, self._saved = inputs, runs, scale, saved
         self._decays = _Decays(saved.activations[0], runs)
         self._do = saved.dout.to(inputs.v.dtype).contiguous()

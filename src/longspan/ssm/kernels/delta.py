@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from longspan.ssm.kernels.call import Inputs, Recurrence, Saved
+from longspan.ssm.kernels.call import Inputs, Recurrence, SavedScan
 from longspan.ssm.kernels.delta_states import DeltaGradients, DeltaStates, states_of_chunks
 from longspan.ssm.kernels.packages import batch_of_one, chunk_cumsum, fla_function, fla_lacks, match_inputs, run_indices
 from longspan.ssm.kernels.pieces import pieces_of
@@ -43,7 +43,7 @@ class KimiForward:
 class KimiBackward:
     """A backward pass; see `Backward`. Its kernels work out the states of chunks themselves, after the exchange."""
 
-    def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: Saved) -> None:
+    def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
         pieces = pieces_of(runs, inputs.state_shape[0])
         self._inputs, self._runs, self._scale = inputs, pieces.runs, scale
         self._g, self._qk, self._kk, transitions, self._entering = saved.activations
@@ -119,7 +119,7 @@ class DeltaForward:
 class DeltaBackward:
     """A backward pass; see `Backward`."""
 
-    def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: Saved) -> None:
+    def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
         pieces = pieces_of(runs, inputs.state_shape[0])
         self._inputs, self._runs, self._scale = inputs, pieces.runs, scale
         self._g, self._a, transitions, self._entering = saved.activations

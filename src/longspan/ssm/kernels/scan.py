@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longspan.comm import to_device
 from longspan.layout.segments import Integers, expand
-from longspan.ssm.kernels.call import Inputs, Saved, state_dtype
+from longspan.ssm.kernels.call import Inputs, SavedScan, state_dtype
 from longspan.ssm.kernels.runs import LocalRuns, take_runs
 
 CHUNK = 32
@@ -168,7 +168,7 @@ class TorchForward:
 class TorchBackward:
     """The scan once more, with gradients; see `Backward`."""
 
-    def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: Saved) -> None:
+    def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
         self._dout = saved.dout
         with torch.enable_grad():
             self._leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]

@@ -5,24 +5,24 @@ from collections.abc import Sequence
 import torch
 
 from longspan.ssm.kernels import by_mamba_ssm, decay, delta
-from longspan.ssm.kernels.call import Kernel, Recurrence
+from longspan.ssm.kernels.call import Recurrence, ScanKernel
 from longspan.ssm.kernels.convolutions import PACKAGE_CONVOLUTION
 from longspan.ssm.kernels.packages import PACKAGES, TORCH_ONLY, check_names, fla_lacks, refuse
 from longspan.ssm.kernels.scan import TorchBackward, TorchForward
 
-TORCH = Kernel("torch", lambda _: "", TorchForward, TorchBackward)
-MAMBA = Kernel(
+TORCH = ScanKernel("torch", lambda _: "", TorchForward, TorchBackward)
+MAMBA = ScanKernel(
     by_mamba_ssm.NAME, by_mamba_ssm.mamba_lacks, by_mamba_ssm.MambaForward, by_mamba_ssm.MambaBackward, half=True
 )
 _KERNELS = (
-    Kernel("fla", delta.delta_lacks, delta.DeltaForward, delta.DeltaBackward, half=True),
-    Kernel("fla", delta.kimi_lacks, delta.KimiForward, delta.KimiBackward, half=True),
-    Kernel("fla", decay.decay_lacks, decay.DecayForward, decay.DecayBackward, half=True),
+    ScanKernel("fla", delta.delta_lacks, delta.DeltaForward, delta.DeltaBackward, half=True),
+    ScanKernel("fla", delta.kimi_lacks, delta.KimiForward, delta.KimiBackward, half=True),
+    ScanKernel("fla", decay.decay_lacks, decay.DecayForward, decay.DecayBackward, half=True),
     TORCH,
 )
 
 
-def choose(recurrence: Recurrence, kernel_names: Sequence[str] = ()) -> Kernel:
+def choose_scan_kernel(recurrence: Recurrence, kernel_names: Sequence[str] = ()) -> ScanKernel:
     """The first kernel that can do this recurrence, or the one named: `mamba_ssm` for those without a delta term.
 
     Raises LayoutError if the named one cannot, or is unknown.
