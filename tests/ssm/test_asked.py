@@ -128,8 +128,8 @@ def test_the_calls_of_causal_conv1d(
     "lengths, old, new",
     [
         ((37,), "state[before.column - 1] = arrived", "pass"),
-        ((9, 1, 14, 2, 3), "torch.cat([x, arrived, x.new", "torch.cat([x, 0 * arrived, x.new"),
-        ((9, 1, 14, 2, 3), "drows.index_select(0, before.kept)", "drows[: len(x)]"),
+        ((9, 1, 14, 2, 3), "return torch.cat([x, arrived, x.new", "return torch.cat([x, 0 * arrived, x.new"),
+        ((9, 1, 14, 2, 3), "drows.index_select(0, before.local)", "drows[: len(x)]"),
     ],
 )
 def test_what_is_dropped_is_noticed(
@@ -158,7 +158,7 @@ def _worst(lengths: tuple[int, ...], partition: str, extras: bool) -> float:
             dout, found = torch.randn(x.shape, generator=generator, dtype=torch.float64), list[list[Tensor]]()
             for kernel in (PACKAGE_CONVOLUTION, TORCH_CONVOLUTION):
                 gradients = kernel.backward(dout, x, arrived, convolution, runs, halo.before)
-                y = kernel.forward(x, convolution, runs, halo.alone)
+                y = kernel.forward(x, convolution, runs, halo.isolated)
                 found.append([t.detach() for t in (y, *gradients) if t is not None])
             worst = max(worst, *((a - b).abs().max().item() for a, b in zip(*found, strict=True) if b.numel()))
     return worst

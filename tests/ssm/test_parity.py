@@ -138,14 +138,14 @@ def test_rows_before_runs_travel_while_own_rows_are_convolved() -> None:
     def noting(name: str) -> Any:
         return lambda *given: (noted.append(name), getattr(TORCH_CONVOLUTION, name)(*given))[1]
 
-    passes = {name: noting(name) for name in ("forward", "write_first", "owed", "backward")}
+    passes = {name: noting(name) for name in ("forward", "write_first", "arrived_gradients", "backward")}
     kernel = dataclasses.replace(TORCH_CONVOLUTION, **passes)
     x = torch.zeros(int(chains.lengths.sum()), 2, requires_grad=True)
     out = conv._Convolved.apply((chains,), kernel, True, x, torch.ones(2, 4))  # pyright: ignore
     assert noted == ["sent", "forward", "arrived", "write_first"]
     noted.clear()
     out.sum().backward()  # pyright: ignore
-    assert noted == ["owed", "sent", "backward", "arrived"]
+    assert noted == ["arrived_gradients", "sent", "backward", "arrived"]
 
 
 # ---- what is dropped is noticed
@@ -175,7 +175,7 @@ MUTANTS = {
         "of_part[0].index_add_(0, halo_of(part.chains, width).rows, handle.wait())",
         "handle.wait()",
     ),
-    "rows before": ("kernels.convolutions", "torch.cat([x, arrived, ", "torch.cat([x, 0 * arrived, "),
+    "rows before": ("kernels.convolutions", "rows = torch.cat([x, arrived, ", "rows = torch.cat([x, 0 * arrived, "),
     "first rows of runs": ("conv", "kernel.write_first(y, x_part, before, convolution, halo.first)", "pass"),
     "first rows that read them": (
         "conv",
