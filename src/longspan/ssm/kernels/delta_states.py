@@ -68,9 +68,9 @@ def _single(rows: Named, *shape: int) -> Tensor:
 
 @cache
 def _kernel(name: str) -> Any:
-    from longspan.ssm.kernels import state_kernels as maps_kernels
+    from longspan.ssm.kernels import state_kernels
 
-    return getattr(maps_kernels, name)
+    return getattr(state_kernels, name)
 
 
 _MODULE = "ops.common.chunk_delta_h"
