@@ -98,7 +98,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, shar
     for name, (shape, x) in expected.items():
         if tuple(x.shape) != shape:
             raise LayoutError(
-                f"linear_scan got {name} of {tuple(x.shape)}, expected {shape}; the shard holds {rows} rows"
+                f"linear_scan got {name} of {tuple(x.shape)}, wanted {shape}; the shard holds {rows} rows"
             )
     if heads % groups:
         raise LayoutError(
