@@ -33,10 +33,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan import Group, Layout, World, attend, bind, plan_fixed
-from longspan.attention.geometry.mask import Mask
-from longspan.attention.geometry.members import Members
+from longspan.attention import fused_rows as fused
+from longspan.attention import rows
 from longspan.attention.kernels import table
-from longspan.attention.sums import fused, rows
+from longspan.attention.members import Members
+from longspan.attention.tiles_between import Mask
 from longspan.cli.machine import machine, machine_text
 from longspan.comm.shard_part import ShardPart
 from longspan.run.result import versions

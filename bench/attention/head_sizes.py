@@ -28,9 +28,8 @@ from transformers import CONFIG_MAPPING
 
 from longspan.attention import KERNELS, AttentionCall, Mask
 from longspan.attention.call import Saved
-from longspan.attention.geometry.launch import Launch
-from longspan.attention.geometry.tiles import Tile, Tiling
 from longspan.attention.kernels.table import Kernel
+from longspan.attention.tiles import Launch, Tile, Tiling
 from longspan.bench.record import open_record, where_it_ran, write_record
 
 SMALL = (700, 1, 323)
@@ -199,7 +198,7 @@ def _tensors(layer: Layer, rows: int, seed: int) -> list[Tensor]:
 def _launch(layer: Layer, lengths: tuple[int, ...]) -> Launch:
     left = None if layer.window is None else layer.window - 1
     ends = zip(accumulate(lengths), lengths, strict=True)
-    return Launch(Tiling.of(Tile(end - n, end, end - n, end, left, 0) for end, n in ends), GPU)
+    return Launch(Tiling.from_tiles(Tile(end - n, end, end - n, end, left, 0) for end, n in ends), GPU)
 
 
 def proven(family: str, cases: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from longspan import Exchange, Layout, Partition
 from longspan.comm.moves.row_exchange import RowGradient
-from longspan.layout.segments import Rows
+from longspan.layout.segments import Integers
 
 PERIOD = 2048  # positions of a text and the image after it, where documents are long enough
 
@@ -77,7 +77,7 @@ class Case:
     def have(self, split: bool = False) -> Partition:
         """The rows that each rank's encoder makes; with `split` each of its tensor-parallel ranks keeps a part."""
         rows = self.rows * self.dp // self.encoder_dp
-        lines: list[Rows] = []
+        lines: list[Integers] = []
         for replica in range(self.encoder_dp):
             line = np.arange(replica * rows, (replica + 1) * rows)
             lines += np.array_split(line, self.encoder_tp) if split else [line] * self.encoder_tp
@@ -87,7 +87,7 @@ class Case:
         """The rows at each rank's positions; with `split` (sequence parallel) each rank of a slot needs a part."""
         is_image = self.is_image
         ids, zigzag = np.cumsum(is_image) - 1, Partition.zigzag([self.positions] * self.documents, self.cp)
-        lines: list[Rows] = []
+        lines: list[Integers] = []
         for replica in range(self.dp):
             for member in range(self.cp):
                 places = zigzag.rows(member)

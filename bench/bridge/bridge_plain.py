@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from longspan.layout.segments import Rows
+from longspan.layout.segments import Integers
 
 
 class Components(NamedTuple):
@@ -18,7 +18,7 @@ class Components(NamedTuple):
     group: ProcessGroup | None  # None where this rank exchanges nothing
 
 
-def components(counts: Rows, rank: int) -> Components:
+def components(counts: Integers, rank: int) -> Components:
     """The connected ranks of a table of rows (sender, receiver); made by all ranks together."""
     reached = (counts + counts.T > 0) | np.eye(len(counts), dtype=bool)
     for _ in range(len(counts)):
@@ -31,7 +31,7 @@ def components(counts: Rows, rank: int) -> Components:
     return Components(lines, mine, group)
 
 
-def equal_counts(counts: Rows, lines: tuple[tuple[int, ...], ...]) -> tuple[Rows, int]:
+def equal_counts(counts: Integers, lines: tuple[tuple[int, ...], ...]) -> tuple[Integers, int]:
     """A table in which every rank of a component sends and receives what its busiest one does, and the most of all."""
     table, most = np.zeros_like(counts), 0
     for line in lines:
@@ -47,7 +47,7 @@ class PlainExchange:
     """One `all_to_all_single` with these counts (sender, receiver), nothing packed and nothing unpacked."""
 
     def __init__(
-        self, counts: Rows, among: Components, rank: int, hidden: int, dtype: torch.dtype, device: torch.device
+        self, counts: Integers, among: Components, rank: int, hidden: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         members = list(among.mine)
         self._group = among.group

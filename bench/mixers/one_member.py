@@ -23,7 +23,7 @@ from longspan import Group, Layout, MicroBatch, World
 from longspan.bench.record import open_record, where_it_ran, write_record
 from longspan.comm import SequenceShard
 from longspan.errors import ConfigError
-from longspan.ssm.chains import Chains
+from longspan.ssm.chains import Chains, chains_by_shard
 from longspan.testing import run_ranks
 
 PASSES = 5
@@ -66,7 +66,7 @@ def shard_of(rows: int, members: int, world: World) -> SequenceShard:
     group = Group(tuple(range(members)), (0,), (rows * members,), partition="contiguous")
     shard = SequenceShard(MicroBatch((group,)), min(1, members - 1), world.key, world.device)
     if members > 1:
-        shard.derived.chains = tuple(EchoChains(part, world.device) for part in shard.parts)
+        chains_by_shard[shard] = tuple(EchoChains(part, world.device) for part in shard.parts)
     return shard
 
 

@@ -6,10 +6,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longspan import Layout, World
 from longspan.comm.control_group import ControlGroup
-from longspan.comm.failure.watch import Watch
 from longspan.comm.groups.channels import Channels
 from longspan.comm.groups.meshes import Meshes
 from longspan.comm.groups.process_groups import ProcessGroups
+from longspan.comm.watch import Watch
 from longspan.comm.world import _worlds
 
 

@@ -36,7 +36,7 @@ from typing import Any, cast
 
 ROOT = Path(__file__).parents[2]
 WEIGHTS = {"cli": 2.0, "report": 2.0, "comm": 1.5, "plan": 1.5}  # rooms with fewer lines of tests are drawn from more
-ONLY_GPU = ("triton_kernels.py", "kernels/cudnn.py", "kernels/fa4.py", "kernels/torch_flash.py", "profile_parts.py")
+ONLY_GPU = ("row_kernels.py", "kernels/cudnn.py", "kernels/fa4.py", "kernels/torch_flash.py", "profile_parts.py")
 TESTED_IN = {"bench": "cli", "testing": "launch"}  # rooms whose tests stand in another one's folder
 PER_FUNCTION = 2
 NOT_NOTICED = ("lived", "no tests")  # "no tests": no test of its room passes here without the mutant

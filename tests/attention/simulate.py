@@ -5,12 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttentionCall, Saved, add_block, block_gradients, summed
-from longspan.attention.geometry.launch import Launch
-from longspan.attention.geometry.mask import Mask
-from longspan.attention.geometry.tiles_between import tiles_between
-from longspan.attention.sums.accumulators import Partial, RowSum
-from longspan.attention.sums.rows import accumulation_dtype
+from longspan.attention.call import AttentionCall, Saved, add_block, block_gradients, sum_addends
+from longspan.attention.rows import Partial, RowSum, accumulation_dtype
+from longspan.attention.tiles import Launch
+from longspan.attention.tiles_between import Mask, tiles_between
 from longspan.layout import Partition
 
 
@@ -37,7 +35,7 @@ def simulate(
         for theirs, launches in blocks:
             saved = Saved(q[mine], k[theirs], v[theirs], out[mine], lse)
             addends = block_gradients(part, dout[mine], saved, launches, call)
-            block = summed(addends, k[theirs], v[theirs])
+            block = sum_addends(addends, k[theirs], v[theirs])
             dk[theirs] += block[0]
             dv[theirs] += block[1]
         dq[mine] = part.result().to(dq.dtype)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from longspan import Group, Layout, MicroBatch, World, bind
 from longspan.attention.call import AttentionCall
-from longspan.attention.geometry.mask import Mask
+from longspan.attention.tiles_between import Mask
 from longspan.comm import SequenceShard
 from longspan.errors import AttentionError, CommError
 from longspan.testing import backend
@@ -46,8 +46,8 @@ def called(shard: SequenceShard, **options: Any) -> None:
 def packed(monkeypatch: pytest.MonkeyPatch) -> list[AttentionCall]:
     """The calls that were checked and packed, in order."""
     packed: list[AttentionCall] = []
-    pack = module.packed_call
-    monkeypatch.setattr(module, "packed_call", lambda *args: packed.append(pack(*args)) or packed[-1])
+    pack = module.pack_call
+    monkeypatch.setattr(module, "pack_call", lambda *args: packed.append(pack(*args)) or packed[-1])
     return packed
 
 
@@ -97,6 +97,21 @@ def test_layers_share_what_was_checked_unless_types_are_listed_by_layer(packed: 
     assert len(packed) == 6
     with pytest.raises(AttentionError, match="cp_comm_type of group 0 has 2 entries, one per layer; got layer=None"):
         module.attend(*tensors(listed), listed)
+
+
+@pytest.mark.parametrize("kind", [AttributeError, TypeError])
+def test_an_error_of_our_own_comes_out_once_and_unchanged(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
+    """Only what is no tensor, no shard or no key is left to the checks; a mistake in packing is not tried again."""
+    error, calls = kind("a mistake of ours"), list[object]()
+
+    def fail(*args: object) -> None:
+        calls.append(args)
+        raise error
+
+    monkeypatch.setattr(module, "pack_call", fail)
+    with pytest.raises(kind) as raised:
+        called(split())
+    assert raised.value is error and error.__context__ is None and len(calls) == 1
 
 
 def test_a_tensor_of_another_kind_is_not_taken_for_one_that_was_checked() -> None:

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from longspan import Group
 from longspan.attention.auto import estimates_of
 from longspan.attention.call import AttentionCall
-from longspan.attention.geometry.mask import Mask, is_narrow
-from longspan.attention.geometry.members import Members
-from longspan.attention.geometry.tiles_between import tiles_between
+from longspan.attention.members import Members
+from longspan.attention.tiles_between import Mask, is_narrow, tiles_between
 from longspan.comm.shard_part import ShardPart
 from longspan.layout import Partition, Segments
 from tests.attention.test_tiles import assert_one_launch, seen, whole
@@ -91,7 +90,7 @@ def check_members(lengths, degree, inner, mask, padding):
             assert owner is reader or reader.window_rows.receives[owner.member] == len(needed)
 
 
-TILES, MEMBERS = "attention.geometry.tiles_between", "attention.geometry.members"
+TILES, MEMBERS = "attention.tiles_between", "attention.members"
 MUTATIONS = [
     (TILES, "q, k = _cut_into_chunks(q, k, chunk)", "window = min(window or chunk, chunk)"),  # a window, not a chunk
     (TILES, "segments.start // chunk, -(-", "0 * segments.start, -(-"),

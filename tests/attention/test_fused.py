@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from longspan.attention.sums import fused
-from longspan.attention.sums.rows import by_heads, by_member
+from longspan.attention import fused_rows as fused
+from longspan.attention.rows import head_views, member_views
 
 Called = list[tuple[str, tuple[int, ...], tuple[Any, ...]]]
 
@@ -93,12 +93,12 @@ def test_heads_of_members_as_views(members: int, slices: int, heads: int, size: 
     x = matrix[2:, ::2] if apart else matrix[2:, heads:]
     for part in range(slices):
         expected = x.unflatten(1, (members, slices, -1))[:, :, part].flatten(2)
-        assert torch.equal(by_heads(x, members, slices, part), expected)
+        assert torch.equal(head_views(x, members, slices, part), expected)
 
 
 def test_columns_by_member_are_views_of_the_matrix() -> None:
     matrix = torch.arange(3 * 4 * 9).view(12, 9)
-    views = by_member(matrix, 3, [4, 5])
+    views = member_views(matrix, 3, [4, 5])
     expected = matrix.unflatten(0, (3, 4)).transpose(0, 1).split([4, 5], 2)
     assert [x.tolist() for x in views] == [x.tolist() for x in expected]
     assert all(x.untyped_storage().data_ptr() == matrix.data_ptr() for x in views)

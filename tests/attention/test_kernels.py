@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 
 from longspan.attention import KERNELS, AttentionCall, choose
 from longspan.attention.call import Saved
-from longspan.attention.geometry.launch import Launch, visible
-from longspan.attention.geometry.mask import Mask
-from longspan.attention.geometry.members import Members
-from longspan.attention.geometry.tiles import Tile, Tiling
 from longspan.attention.kernels import cpu_flash, cudnn, reference, torch_flash
+from longspan.attention.members import Members
+from longspan.attention.tiles import Launch, Tile, Tiling, visible_keys
+from longspan.attention.tiles_between import Mask
 from longspan.comm import ShardPart
 from longspan.errors import AttentionError
 from longspan.plan import Group
@@ -155,7 +154,7 @@ def cudnn_on_the_cpu(monkeypatch):
 
     def one(causal, rows, keys):
         assert min(rows, keys) > 1 and (rows == keys or not causal), (causal, rows, keys)
-        return Launch(Tiling.of((Tile(0, rows, 0, keys, right=0 if causal else None),)), CPU)
+        return Launch(Tiling.from_tiles((Tile(0, rows, 0, keys, right=0 if causal else None),)), CPU)
 
     def forward(q, k, v, causal, scale):
         return reference.forward(q, k, v, one(causal, len(q), len(k)), scaled(scale))
@@ -186,7 +185,10 @@ def test_cudnn_splits_a_causal_tile_with_more_keys_than_rows(monkeypatch):
         Tile(6, 8, 12, 14, right=0),
         Tile(8, 12, 14, 19, right=0),
     )
-    for launch in (Launch(Tiling.of(tiles), CPU), Launch(Tiling.of((Tile(0, 3, 0, 1), Tile(3, 8, 1, 5))), CPU)):
+    for launch in (
+        Launch(Tiling.from_tiles(tiles), CPU),
+        Launch(Tiling.from_tiles((Tile(0, 3, 0, 1), Tile(3, 8, 1, 5))), CPU),
+    ):
         rows, keys = launch.tiles[-1].q_stop, launch.tiles[-1].k_stop
         generator = torch.Generator().manual_seed(0)
         q, k, v, dout = (
@@ -203,7 +205,7 @@ def test_cudnn_splits_a_causal_tile_with_more_keys_than_rows(monkeypatch):
 
 def test_torch_flash_sums_gradients_of_some_heads_at_a_time(monkeypatch):
     """Of whole groups of heads, as many as its 32 bits count: rows, and a block more for each tile, of 64 columns."""
-    launch = Launch(Tiling.of([Tile(0, 5, 0, 7, right=0)]), torch.device("meta"))
+    launch = Launch(Tiling.from_tiles([Tile(0, 5, 0, 7, right=0)]), torch.device("meta"))
     q, k, v = (torch.randn(shape) for shape in ((5, 6, 20), (7, 3, 20), (7, 3, 12)))
     saved, counts = Saved(q, k, v, torch.randn(5, 6, 12), torch.randn(5, 6)), []
 
@@ -231,7 +233,7 @@ def test_torch_flash_and_cudnn_take_these_arguments():
 def takes_these_arguments(kernel):
     windows = [] if kernel is cudnn else [[Tile(0, 5, 0, 7, 2, 1)]]
     for tiles in ([Tile(0, 5, 0, 7), Tile(6, 8, 9, 12)], [Tile(0, 5, 0, 7, right=0)], *windows):
-        launch = Launch(Tiling.of(tiles), torch.device("meta"))
+        launch = Launch(Tiling.from_tiles(tiles), torch.device("meta"))
         rows, keys = sum(tile.queries for tile in tiles), sum(tile.keys for tile in tiles)
         q, k, v = (
             torch.empty(shape, device="meta", dtype=torch.bfloat16)
@@ -278,7 +280,7 @@ def hidden_by_torch_flash(launch: Launch) -> bool:
         mask = torch.ones((tile.queries, tile.keys), dtype=torch.bool)
         if max(limits) >= 0:
             mask = (keys >= first - left) & (keys <= first + right)
-        shown = visible(tile, CPU)
+        shown = visible_keys(tile, CPU)
         if not torch.equal(mask, torch.ones_like(mask) if shown is None else shown):
             return True
     return False

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from longspan import Group, Layout, MicroBatch, World, attend, bind
-from longspan.attention.geometry.mask import Mask
-from longspan.attention.geometry.members import Members
+from longspan.attention.call import cache_of
+from longspan.attention.members import Members
+from longspan.attention.tiles_between import Mask
 from longspan.comm import SequenceShard
 from longspan.testing import backend
 
@@ -54,7 +55,7 @@ def test_a_call_and_its_backward_leave_nothing_of_the_shard_behind(options):
         shard = bind(MicroBatch((Group((0,), (0, 1), (40, 9)),)), world)
         q, k, v = (torch.ones(49, 2, 8, device=shard.device, requires_grad=True) for _ in range(3))
         attend(q, k, v, shard, **options).sum().backward()
-        derived = [weakref.ref(x) for x in shard.derived.attention.members.values()]
+        derived = [weakref.ref(x) for x in cache_of(shard).members.values()]
         assert derived
         del shard
         assert not [ref for ref in derived if ref() is not None]

@@ -8,11 +8,10 @@ import torch
 
 from longspan import Group, MicroBatch
 from longspan.attention.all_to_all import HeadSplit
-from longspan.attention.dropout import Dropout, _absorb
-from longspan.attention.geometry.launch import Launch, Tokens
-from longspan.attention.geometry.mask import Mask
-from longspan.attention.geometry.members import Members
-from longspan.attention.geometry.tiles import Tile, Tiling
+from longspan.attention.call import Dropout, _absorb
+from longspan.attention.members import Members
+from longspan.attention.tiles import Launch, Tile, Tiling, Tokens
+from longspan.attention.tiles_between import Mask
 from longspan.comm import SequenceShard
 
 CPU = torch.device("cpu")
@@ -81,7 +80,7 @@ def test_exchanged_rows_land_in_document_order(inner, outer, partition):
             assert (back == arriving).all()
             assert (landed == expected).all() and len(arriving) == members.counts[members.member]
             assert inner == 1 or (np.diff(landed) > 0).all()
-            assert sum(members.inside_counts) == len(arriving)
+            assert sum(members.inner_counts) == len(arriving)
 
 
 @pytest.mark.parametrize("inner, outer", [(2, 2), (4, 2), (2, 4), (3, 2), (2, 3), (6, 1)])
@@ -165,7 +164,7 @@ def test_the_hash_of_dropout_is_splitmix64(seed, word, expected):
 
 def test_dropout_drops_at_its_rate_whatever_the_head_document_or_position():
     rows, heads = 300, 8
-    tiling = Tiling.of((Tile(0, rows, 0, rows),))
+    tiling = Tiling.from_tiles((Tile(0, rows, 0, rows),))
     tokens = Tokens(np.repeat([3, 1 << 40], rows // 2), np.arange(rows), np.arange(rows) + 100_000)
     launch = Launch(tiling, CPU, lambda: tokens)
     for rate in (0.1, 0.5, 0.9):
@@ -179,6 +178,6 @@ def test_dropout_drops_at_its_rate_whatever_the_head_document_or_position():
 
 
 def test_a_launch_says_where_tiles_begin_and_how_long_they_get() -> None:
-    launch = Launch(Tiling.of((Tile(0, 3, 0, 5), Tile(3, 4, 5, 7), Tile(4, 8, 7, 8))), CPU)
+    launch = Launch(Tiling.from_tiles((Tile(0, 3, 0, 5), Tile(3, 4, 5, 7), Tile(4, 8, 7, 8))), CPU)
     assert launch.longest == (4, 5)
     assert [ends.tolist() for ends in launch.cu_seqlens] == [[0, 3, 4, 8], [0, 5, 7, 8]]

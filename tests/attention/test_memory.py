@@ -13,11 +13,9 @@ import longspan.attention.ring as ring
 from longspan import Layout, World, attend, bind
 from longspan.attention import all_gather
 from longspan.attention import call as call_module
-from longspan.attention.call import AttentionCall, Saved
-from longspan.attention.dropout import Dropout
-from longspan.attention.geometry.launch import Launch, Tokens
-from longspan.attention.geometry.tiles import Tile, Tiling
+from longspan.attention.call import AttentionCall, Dropout, Saved
 from longspan.attention.kernels import reference
+from longspan.attention.tiles import Launch, Tile, Tiling, Tokens
 from longspan.comm import Channel, RingBlocks
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import micro_batch
@@ -133,8 +131,8 @@ def peak_of_a_backward_pass(world, sinks):
 def test_sinks_take_little_memory(monkeypatch):
     monkeypatch.setattr(call_module, "NUMBERS_AT_ONCE", 64 * HEADS * SIZE)
     with World(Layout(ranks=1), backend=backend()) as world:
-        without, with_sinks = (peak_of_a_backward_pass(world, sinks) for sinks in (False, True))
-    assert all(b <= a + 0.5 for a, b in zip(without, with_sinks, strict=True)), (without, with_sinks)
+        without, result_with_sinks = (peak_of_a_backward_pass(world, sinks) for sinks in (False, True))
+    assert all(b <= a + 0.5 for a, b in zip(without, result_with_sinks, strict=True)), (without, result_with_sinks)
 
 
 @pytest.mark.parametrize("dropout", [None, Dropout(0.3, seed=5)], ids=["", "dropout"])
@@ -144,7 +142,9 @@ def test_the_reference_kernel_holds_no_more_of_scores_than_it_says(monkeypatch, 
     rows, size, limit = 256, 4, 1 << 21
     monkeypatch.setattr(reference, "_BYTES_AT_ONCE", limit)
     at = np.arange(rows)
-    launch = Launch(Tiling.of((Tile(0, rows, 0, rows, right=0),)), torch.device("cpu"), lambda: Tokens(0 * at, at, at))
+    launch = Launch(
+        Tiling.from_tiles((Tile(0, rows, 0, rows, right=0),)), torch.device("cpu"), lambda: Tokens(0 * at, at, at)
+    )
     for heads, kv_heads in ((4, 4), (4, 2)):
         q, k, v, dout = (torch.ones(rows, n, size, dtype=dtype) for n in (heads, kv_heads, kv_heads, heads))
         call = AttentionCall(heads, kv_heads, size, size, dtype, scale=0.3, softcap=softcap, dropout=dropout)

@@ -28,12 +28,12 @@ CASES = cases_of(
 
 MUTATIONS = [
     # merging blocks
-    ("attention.sums.rows", "step = torch.sigmoid(lse - rows_lse)", "step = torch.full_like(lse, 0.5)"),
-    ("attention.sums.rows", "rows_lse = torch.logaddexp(rows_lse, lse)", "rows_lse = torch.maximum(rows_lse, lse)"),
+    ("attention.rows", "step = torch.sigmoid(lse - rows_lse)", "step = torch.full_like(lse, 0.5)"),
+    ("attention.rows", "rows_lse = torch.logaddexp(rows_lse, lse)", "rows_lse = torch.maximum(rows_lse, lse)"),
     # sums of gradients over blocks, of queries and of keys and values
-    ("attention.sums.rows", "into += source", "into.copy_(source)"),
-    ("attention.sums.rows", "into.index_add_(0, index,", "into.index_copy_(0, index,"),
-    ("attention.sums.accumulators", "add_rows([(x, self._wide())], rows)", "self._wide()"),
+    ("attention.rows", "into += source", "into.copy_(source)"),
+    ("attention.rows", "into.index_add_(0, index,", "into.index_copy_(0, index,"),
+    ("attention.rows", "add_rows([(x, self._wide())], rows)", "self._wide()"),
     # one ring step
     (
         "attention.ring",
@@ -47,22 +47,22 @@ MUTATIONS = [
         "members.launches(members.member) if members.member else ()",
     ),
     (
-        "attention.sums.accumulators",
+        "attention.rows",
         "add_rows([(x, self._wide()[:, heads])], slice(0, self._shape[0]))",
         "self._wide()[:, heads] = x",
     ),
     # sums of dK and dV
     (
-        "attention.sums.rows",
+        "attention.rows",
         "add_rows(list(zip(gradients, total, strict=True)), rows)",
         "add_rows([(gradients[0], total[0])], rows)",
     ),
-    ("attention.sums.rows", "if fresh and len(addends) == 1", "if len(addends) == 1"),
+    ("attention.rows", "if fresh and len(addends) == 1", "if len(addends) == 1"),
     ("attention.ring", "total.index_add_(0, sent, arrived)", "total.index_copy_(0, sent, arrived)"),
-    ("attention.sums.rows", "total.index_add_(0, rows,", "total.index_copy_(0, rows,"),
+    ("attention.rows", "total.index_add_(0, rows,", "total.index_copy_(0, rows,"),
     ("attention.all_gather", "(self._members.degree, -1)).sum(0)", "(self._members.degree, -1))[0]"),
     ("attention.all_to_all", ".sum(2) for x", "[:, :, 0] for x"),
-    ("attention.all_to_all", "summed(of_keys, ", "summed(of_keys[:1], "),
+    ("attention.all_to_all", "sum_addends(of_keys, ", "sum_addends(of_keys[:1], "),
     # rows and heads where they belong
     ("attention.all_gather", "(started.pop().wait(),), order)", "(started.pop().wait(),), order.flip(0))"),
     ("attention.all_to_all", "None if orders is None else orders[1]", "None"),
@@ -73,52 +73,52 @@ MUTATIONS = [
     ("attention.all_to_all", "of_all[self.split.q_heads(self._me)] = x", "of_all[: len(x)] = x"),
     # sinks
     (
-        "attention.sums.accumulators",
-        "out.mul_(torch.exp(lse - with_sinks).unsqueeze(-1)), with_sinks",
-        "out, with_sinks",
+        "attention.rows",
+        "out.mul_(torch.exp(lse - lse_with_sinks).unsqueeze(-1)), lse_with_sinks",
+        "out, lse_with_sinks",
     ),
     ("attention.call", "self.sinks[start:stop]", "self.sinks[: stop - start]"),
     ("attention.call", "total -= (weight *", "total += (weight *"),
     ("attention.attend", "total += part", "total = part"),
     # the sign of the scale
-    ("attention.packed_call", "sign=(scale > 0) - (scale < 0)", "sign=1"),
+    ("attention.arguments", "sign=(scale > 0) - (scale < 0)", "sign=1"),
     # edges of masks
-    ("attention.geometry.tiles_between", "left=window - 1 - ahead", "left=window - ahead"),
+    ("attention.tiles_between", "left=window - 1 - ahead", "left=window - ahead"),
     (
-        "attention.geometry.tiles_between",
+        "attention.tiles_between",
         "tiles.left < tiles.k_stop - tiles.k_start - 1",
         "tiles.left < (tiles.k_stop - tiles.k_start) // 2",
     ),
-    ("attention.geometry.tiles_between", "at = some.k_stop - some.left - 1", "at = some.k_stop - some.left"),
-    ("attention.geometry.tiles_between", "k_stop=at, left=np.zeros_like(at)", "k_stop=at, left=np.ones_like(at)"),
-    ("attention.geometry.tiles_between", "k_stop + window - 1", "k_stop + window - 2"),
-    ("attention.geometry.tiles_between", "np.array([0, -1])", "np.array([-1, -1])"),
+    ("attention.tiles_between", "at = some.k_stop - some.left - 1", "at = some.k_stop - some.left"),
+    ("attention.tiles_between", "k_stop=at, left=np.zeros_like(at)", "k_stop=at, left=np.ones_like(at)"),
+    ("attention.tiles_between", "k_stop + window - 1", "k_stop + window - 2"),
+    ("attention.tiles_between", "np.array([0, -1])", "np.array([-1, -1])"),
     (
-        "attention.geometry.members",
+        "attention.members",
         "segments.stop, np.asarray(group.lengths)[segments.document]",
         "segments.stop, np.asarray(group.laid_out)[segments.document]",
     ),
     # dropout and softcap
-    ("attention.dropout", "self.first_head, self.first_head + heads", "0, heads"),
-    ("attention.dropout", "document[rows]), q_position[rows]", "document[rows]), 0 * q_position[rows]"),
-    ("attention.geometry.members", "lambda: segments.positions", "lambda: 0 * segments.positions"),
+    ("attention.call", "self.first_head, self.first_head + heads", "0, heads"),
+    ("attention.call", "document[rows]), q_position[rows]", "document[rows]), 0 * q_position[rows]"),
+    ("attention.members", "lambda: segments.positions", "lambda: 0 * segments.positions"),
     ("attention.kernels.reference", "dscores *= slope", "pass"),
     ("attention.kernels.reference", "dscores.sub_(delta.unsqueeze(-1)).mul_", "dscores.mul_"),
     ("attention.kernels.reference", "weights if factors is None else weights * factors", "weights"),
     ("attention.kernels.reference", "dscores *= factors", "pass"),
     # kernels
-    ("attention.geometry.launch", "if tile.keys > tile.queries:", "if False:"),
+    ("attention.tiles", "if tile.keys > tile.queries:", "if False:"),
     ("attention.kernels.cpu_flash", "total[rows] += x[0].transpose(0, 1)", "total[rows] = x[0].transpose(0, 1)"),
     # spans: none, on local rows alone, without those that come through a narrow window, in full attention; their edge
-    ("attention.geometry.members", "+ span_tiles(queries, keys, self.spans)", ""),
+    ("attention.members", "+ span_tiles(queries, keys, self.spans)", ""),
     (
-        "attention.geometry.members",
+        "attention.members",
         "span_tiles(queries, keys, self.spans)",
         "(span_tiles(queries, keys, self.spans) if [*queries.start] == [*keys.start] else ())",
     ),
-    ("attention.geometry.members", "self.spans.ends(runs)", "runs.stop"),
-    ("attention.geometry.members", "spans if mask.causal else NO_SPANS", "spans"),
-    ("attention.geometry.span_tiles", "left = k_stop - 1 - stop", "left = k_stop - stop"),
+    ("attention.members", "self.spans.ends(runs)", "runs.stop"),
+    ("attention.members", "spans if mask.causal else NO_SPANS", "spans"),
+    ("attention.tiles_between", "left = k_stop - 1 - stop", "left = k_stop - stop"),
 ]
 
 

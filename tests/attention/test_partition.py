@@ -5,7 +5,7 @@ import torch
 
 from longspan import Layout, Plan, World, attend, bind, plan_dynamic, plan_fixed, plan_padded
 from longspan.attention import all_to_all
-from longspan.attention.sums.rows import join_columns
+from longspan.attention.rows import join_columns
 from longspan.plan import PartitionKind
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import LEVELS, LIMIT, RAGGED, Question, Way, squares_of

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspan.attention.sums.accumulators import RowSum
-from longspan.attention.sums.rows import add_addends, add_rows, as_dtype, copy_rows, join_columns, merge_
+from longspan.attention.rows import RowSum, add_addends, add_rows, as_dtype, copy_rows, join_columns, merge_
 from longspan.comm import Addend, split_columns
 from longspan.testing import backend
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longspan.attention import KERNELS, PATTERNS, TYPES, AttentionCall, HeadSizes, Mask, choose
-from longspan.attention.support import TYPE_ROWS, with_tables
+from longspan.attention.support import TYPE_ROWS, fill_tables
 from longspan.errors import AttentionError
 from longspan.plan.check import COMM_TYPES
 
@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "attention.md"
 def test_the_page_holds_the_tables_of_this_version() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert set(re.findall(r"<!-- table: (\w+) -->", page)) == {"features", "types", "kernels"}
-    assert page == with_tables(page), "run: python -m longspan.attention.support docs/attention.md"
+    assert page == fill_tables(page), "run: python -m longspan.attention.support docs/attention.md"
 
 
 def test_the_table_knows_every_type_and_no_other() -> None:
@@ -29,7 +29,7 @@ def test_the_table_knows_every_type_and_no_other() -> None:
 
 def test_a_row_that_is_missing_in_the_page_is_noticed() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert with_tables(page.replace("| `cudnn` |", "| `other` |")) != page.replace("| `cudnn` |", "| `other` |")
+    assert fill_tables(page.replace("| `cudnn` |", "| `other` |")) != page.replace("| `cudnn` |", "| `other` |")
 
 
 def test_masks_that_are_not_offered_are_listed() -> None:

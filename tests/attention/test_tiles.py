@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan.attention.geometry.tiles import Tile, Tiling
-from longspan.attention.geometry.tiles_between import _bands, _loosened, launches_of, split_at_left, tiles_between
+from longspan.attention.tiles import Tile, Tiling
+from longspan.attention.tiles_between import _bands, _drop_idle_limits, make_tilings, split_at_left, tiles_between
 from longspan.layout import Partition, Segments
 
 LENGTHS = [(16,), (1,), (3, 1, 2), (7, 16, 5, 1, 30), (2,) * 9]
@@ -70,7 +70,7 @@ def test_blocks_hold_every_row_once_the_costliest_first(lengths, degree, window,
             t = tiling.tiles[tile]
             stop = min(start + size, t.keys if of_keys else t.queries)
             held += [(int(tile), row) for row in range(start, stop)]
-            own = seen([Tiling.of([t])], t.q_stop, t.k_stop)[t.q_start :, t.k_start :]
+            own = seen([Tiling.from_tiles([t])], t.q_stop, t.k_stop)[t.q_start :, t.k_start :]
             met = np.flatnonzero((own[:, start:stop] if of_keys else own[start:stop].T).any(1))
             costs.append(met.max() - met.min() + 1)
             # A last block that is not full is counted as if it were, to the end of the tile.
@@ -139,8 +139,8 @@ def test_each_way_to_group_tiles_under_a_window_covers_the_same(window):
             segments = [Partition.zigzag(lengths, degree).segments(member) for member in range(degree)]
             for q, k in itertools.product(segments, segments):
                 banded = _bands(q, k, window)
-                for arrays in (banded, _loosened(banded), split_at_left(_loosened(banded))):
-                    tilings = launches_of(arrays)
+                for arrays in (banded, _drop_idle_limits(banded), split_at_left(_drop_idle_limits(banded))):
+                    tilings = make_tilings(arrays)
                     assert (seen(tilings, q.rows, k.rows) == wanted(q, k, True, window)).all(), (lengths, degree, q, k)
                     for tiling in tilings:
                         assert_one_launch(tiling)
@@ -174,4 +174,4 @@ def test_a_piece_of_a_tile_sees_what_its_rows_saw():
 
 
 def seen_raw(tile):
-    return seen([Tiling.of((tile,))], tile.q_stop, tile.k_stop)
+    return seen([Tiling.from_tiles((tile,))], tile.q_stop, tile.k_stop)

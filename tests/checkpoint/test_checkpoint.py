@@ -33,7 +33,7 @@ from longspan.checkpoint.files import (
     step_of,
 )
 from longspan.checkpoint.storage import HashingWriter, PatientReader
-from longspan.comm import waiting
+from longspan.comm import all_ranks as waiting
 from longspan.errors import CheckpointError, CommError
 from longspan.model import load_model, prepare, save_model
 from longspan.testing import backend, run_ranks

@@ -15,7 +15,7 @@ from longspan.attention import KERNELS
 from longspan.cli import gpus
 from longspan.cli.gpus import NONE, Gpus, find_gpus
 from longspan.run.checks.plans import ATTENTION_KERNELS, MIXER_KERNELS
-from longspan.ssm.kernels.asked import PACKAGES, TORCH_ALONE
+from longspan.ssm.kernels.packages import PACKAGES, TORCH_ONLY
 
 
 def driver_of(count: int, error: int = 0) -> SimpleNamespace:
@@ -99,4 +99,4 @@ def test_wrong_keys_and_missing_files_are_found_before_torch_is_imported(tmp_pat
 
 def test_names_of_kernels_are_those_of_their_tables() -> None:
     assert [kernel.name for kernel in KERNELS] == [*ATTENTION_KERNELS]
-    assert [TORCH_ALONE, *PACKAGES] == [*MIXER_KERNELS]
+    assert [TORCH_ONLY, *PACKAGES] == [*MIXER_KERNELS]

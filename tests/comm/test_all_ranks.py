@@ -6,7 +6,7 @@ import pytest
 
 from longspan import Layout, World
 from longspan.comm import patience
-from longspan.comm.all_ranks import on_every_rank, on_first_rank
+from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, DataError
 from longspan.testing import backend, run_ranks
 
@@ -21,13 +21,13 @@ def rank_outcomes(rank: int) -> list[object]:
         return rank
 
     with World(Layout(3), backend=backend(), timeout=30) as world:
-        results.append(on_every_rank(world, lambda: failing(-1), DataError))
-        results.append(on_first_rank(world, lambda: f"from {rank}", DataError))
+        results.append(run_on_every_rank(world, lambda: failing(-1), DataError))
+        results.append(run_on_first_rank(world, lambda: f"from {rank}", DataError))
         with pytest.raises(CheckpointError) as error:
-            on_every_rank(world, lambda: failing(1), CheckpointError)
+            run_on_every_rank(world, lambda: failing(1), CheckpointError)
         results.append(str(error.value))
         with pytest.raises(DataError) as other:
-            on_first_rank(world, lambda: failing(0), DataError)
+            run_on_first_rank(world, lambda: failing(0), DataError)
         results.append(str(other.value))
     return results
 
@@ -44,10 +44,10 @@ TIMEOUT = 3.0
 def slow_work(rank: int) -> int:
     """Work of one rank that takes longer than the time-out of collectives."""
     with World(Layout(2), backend=backend(), timeout=TIMEOUT) as world:
-        on_every_rank(world, lambda: time.sleep(1.3 * TIMEOUT * rank), DataError)
+        run_on_every_rank(world, lambda: time.sleep(1.3 * TIMEOUT * rank), DataError)
         with pytest.raises(KeyError), patience(world):
             raise KeyError(rank)
-        return on_first_rank(world, lambda: rank + 1, DataError)
+        return run_on_first_rank(world, lambda: rank + 1, DataError)
 
 
 def test_work_may_take_longer_than_the_time_out() -> None:

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from longspan.comm.failure import answering
-from longspan.comm.failure.answering import AnsweringThread
-from longspan.comm.failure.reports import FailureReports
-from longspan.comm.failure.watch import Watch
+from longspan.comm import answering
+from longspan.comm.answering import AnsweringThread
+from longspan.comm.failure_reports import FailureReports
+from longspan.comm.watch import Watch
 from longspan.comm.world import World
 from longspan.errors import CommError
 from longspan.launch.launch import run_local
@@ -150,22 +150,22 @@ def test_every_failure_has_a_report_of_its_own(watches: list[Watch]) -> None:
     second.finished = "a later sum"
     assert "rank 1 is computing in step 3, after 'a later sum'" in fail_in(first, "two")
     assert "rank 0 is in 'an early collective'" in fail_in(second, "three"), "rank 0 has not left it"
-    answer = first.failed(earlier, RuntimeError("closed"))
+    answer = first.failure(earlier, RuntimeError("closed"))
     assert "rank 0 is in 'an early collective'" in str(answer), "one that was there before is not asked about again"
 
 
 def test_a_store_that_fails_for_a_while_is_asked_again(
     watches: list[Watch], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    calls, requested = [], FailureReports.requested
+    calls, open_request = [], FailureReports.open_request
 
     def fails_at_first(reports: FailureReports) -> int:
         calls.append(reports)
         if len(calls) <= 4:
             raise RuntimeError("connection reset by peer")
-        return requested(reports)
+        return open_request(reports)
 
-    monkeypatch.setattr(FailureReports, "requested", fails_at_first)
+    monkeypatch.setattr(FailureReports, "open_request", fails_at_first)
     while len(calls) < 4:
         time.sleep(0.05)
     assert "rank 1 is computing in step 0" in fail_in(watches[0], "one")

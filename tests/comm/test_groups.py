@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.comm.failure.watch import Operation
-from longspan.comm.groups.channel import Channel, summed
+from longspan.comm.groups.channel import EVENT_BYTES, Channel, Handle, sum_parts
 from longspan.comm.groups.channels import CommunicatorChoice
-from longspan.comm.groups.handle import EVENT_BYTES, Handle
 from longspan.comm.groups.process_groups import GroupRecord, ProcessGroups
+from longspan.comm.watch import Operation
 from longspan.comm.world import World
 from longspan.errors import CommError
 from longspan.layout import Layout
@@ -125,7 +124,7 @@ def test_the_error_of_a_sum_does_not_grow_with_the_number_of_members() -> None:
     for members in (2, 4, 8, 64):
         parts = torch.randn(members, 20_000, generator=torch.Generator().manual_seed(members)).bfloat16()
         exact = parts.double().sum(0)
-        errors.append(((summed(parts.unbind()).double() - exact).norm() / exact.norm()).item())
+        errors.append(((sum_parts(parts.unbind()).double() - exact).norm() / exact.norm()).item())
     assert max(errors) == errors[0] < 2**-9, errors
 
 
@@ -136,7 +135,7 @@ class Noted:
         self.seen: list[str] = []
         self.current, self.finished = None, ""
 
-    def queued(self, operation: Operation, works: Sequence[Any]) -> None:
+    def watch_works(self, operation: Operation, works: Sequence[Any]) -> None:
         self.seen.append("works")
 
     def mark(self, operation: Operation) -> None:

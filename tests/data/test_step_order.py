@@ -102,7 +102,7 @@ def test_a_resumed_run_keeps_the_order_that_it_began_with(
     state: dict[str, int], version: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world: Any = None
-    monkeypatch.setattr(resume, "on_first_rank", lambda world, read, error: read())
+    monkeypatch.setattr(resume, "run_on_first_rank", lambda world, read, error: read())
     monkeypatch.setattr(resume, "read_state", lambda checkpoint: state)
     assert resume.order_version(Path("step-000003"), world) == version
     assert resume.order_version(None, world) == ORDER

@@ -14,20 +14,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longspan.attention import KERNELS, AttentionCall
+from longspan.attention import rows as sums
 from longspan.attention.call import Saved
-from longspan.attention.geometry.launch import Launch
-from longspan.attention.geometry.mask import Mask
-from longspan.attention.geometry.tiles import Tile, Tiling
-from longspan.attention.sums import rows as sums
+from longspan.attention.tiles import Launch, Tile, Tiling
+from longspan.attention.tiles_between import Mask
 from longspan.model.experts.gate import one_pass
 from longspan.model.experts.rows import Visits, gather, spread
 from longspan.model.seams.forwards.fused_norms import fuse_norms
 from longspan.model.seams.forwards.long_norms import split_long_norms
 from longspan.model.seams.forwards.norm_formula import NormFormula
-from longspan.ssm.kernels.convolutions.call import Before, Convolution, FirstRows
-from longspan.ssm.kernels.convolutions.first_rows import write_first
-from longspan.ssm.kernels.decay.faded_sums import faded_sums
-from longspan.ssm.kernels.delta.maps import maps_of
+from longspan.ssm.kernels.convolutions import Before, Convolution, FirstRows, write_first
+from longspan.ssm.kernels.decay import scan_chunks
+from longspan.ssm.kernels.delta_states import run_maps
 from longspan.ssm.kernels.runs import LocalRuns
 from longspan.train.row_softmax import row_softmax
 from tests.reference import relative_error
@@ -69,10 +67,10 @@ def row_errors(compute: Callable[..., Tensor], x: Tensor, parameters: Sequence[T
     out = compute(*leaves)
     dout = torch.empty_like(out).normal_()
     at = compared_rows(len(x), x.shape[1]).to(x.device)
-    alone = x.detach()[at].requires_grad_()
-    out_alone = compute(alone, *parameters)
+    isolated = x.detach()[at].requires_grad_()
+    out_alone = compute(isolated, *parameters)
     errors = {"rows": relative_error(out.detach()[at].double(), out_alone.detach().double())}
-    (dx_alone,) = torch.autograd.grad(out_alone, alone, dout[at])
+    (dx_alone,) = torch.autograd.grad(out_alone, isolated, dout[at])
     dx, *of_parameters = torch.autograd.grad(out, leaves, dout)
     errors["gradient of rows"] = relative_error(dx[at].double(), dx_alone.double())
     del out, dx
@@ -213,9 +211,9 @@ def softmax_of_logits(device: str, elements: int) -> Errors:
     ids, slopes = torch.randint(vocabulary, (len(logits),), device=device), torch.randn(len(logits), device=device)
     at = compared_rows(len(logits), vocabulary).to(device)
     log_probs, gradient_of = row_softmax(logits, ids)
-    alone, gradient_alone = row_softmax(logits[at], ids[at])
+    isolated, gradient_alone = row_softmax(logits[at], ids[at])
     return {
-        "log-probabilities": relative_error(log_probs[at].double(), alone.double()),
+        "log-probabilities": relative_error(log_probs[at].double(), isolated.double()),
         "gradient": relative_error(gradient_of(slopes)[at].double(), gradient_alone(slopes[at]).double()),
     }
 
@@ -255,7 +253,7 @@ def attention(kernel: str, device: str, elements: int) -> Errors:
     def computed(tensors: Sequence[Tensor], lengths: Sequence[int]) -> Sequence[Tensor]:
         stops = np.cumsum(lengths).tolist()
         tiles = [Tile(stop - n, stop, stop - n, stop, right=0) for stop, n in zip(stops, lengths, strict=True)]
-        launch, (q, k, v, dout) = Launch(Tiling.of(tiles), torch.device(device)), tensors
+        launch, (q, k, v, dout) = Launch(Tiling.from_tiles(tiles), torch.device(device)), tensors
         out, lse = compute.forward(q, k, v, launch, call)
         return out, *compute.backward(dout, Saved(q, k, v, out, lse), launch, call)
 
@@ -263,8 +261,8 @@ def attention(kernel: str, device: str, elements: int) -> Errors:
     errors = Errors()
     for name, end in zip(("first", "at 2^31", "last"), (ends[0], ends[len(ends) // 2], ends[-1]), strict=True):
         part = slice(end - lengths[ends.index(end)], end)
-        alone = computed([x[part].contiguous() for x in (q, k, v, dout)], [part.stop - part.start])
-        for what, a, b in zip(("out", "dq", "dk", "dv"), every, alone, strict=True):
+        isolated = computed([x[part].contiguous() for x in (q, k, v, dout)], [part.stop - part.start])
+        for what, a, b in zip(("out", "dq", "dk", "dv"), every, isolated, strict=True):
             errors[f"{what} {name}"] = relative_error(a[part].double(), b.double())
     return errors
 
@@ -313,7 +311,7 @@ def first_rows_of_runs(device: str, elements: int) -> Errors:
     )
     write_rows = write_first
     if device == "cpu":
-        from longspan.ssm.kernels.convolutions.by_torch import TORCH_CONVOLUTION
+        from longspan.ssm.kernels.convolutions import TORCH_CONVOLUTION
 
         write_rows = TORCH_CONVOLUTION.write_first
     write_rows(y, x, arrived, convolution, first)
@@ -330,7 +328,7 @@ def faded_states(device: str, elements: int) -> Errors:
     decays = -torch.rand(chunks, heads, device=device)
     runs = LocalRuns(np.array([(chunks - 1) * 64, 64]), torch.device(device))
     states = torch.randn(2, heads, size, width, device=device)
-    final = faded_sums(added, decays, states, runs)[1]
+    final = scan_chunks(added, decays, states, runs)[1]
     of_heads = added[-1, 0].view(size, heads, width).transpose(0, 1)
     exact = states[1].double() * torch.exp2(decays[-1].double())[:, None, None] + of_heads.double()
     return {"state": relative_error(final.double(), exact)}
@@ -349,8 +347,8 @@ def maps_of_runs(device: str, elements: int) -> Errors:
     )
     g = -torch.rand(1, rows, heads, device=device)
     runs = LocalRuns(np.array([rows - last, last]), torch.device(device))
-    alone = LocalRuns(np.array([last]), torch.device(device))
-    of_both, exact = maps_of(named(slice(None)), runs), maps_of(named(slice(rows - last, rows)), alone)
+    isolated = LocalRuns(np.array([last]), torch.device(device))
+    of_both, exact = run_maps(named(slice(None)), runs), run_maps(named(slice(rows - last, rows)), isolated)
     pairs = zip(("states", "transitions"), of_both, exact, strict=True)
     return {name: relative_error(a[1].double(), b[0].double()) for name, a, b in pairs}
 
@@ -360,14 +358,14 @@ def updates(device: str, elements: int) -> Errors:
     parameter = nn.Parameter(torch.empty(elements + 64, device=device, dtype=torch.bfloat16).normal_())
     parameter.grad = torch.empty_like(parameter).normal_()
     at = compared_rows(len(parameter), 1).to(device)
-    alone = nn.Parameter(parameter.detach()[at].clone())
-    alone.grad = parameter.grad[at].clone()
+    isolated = nn.Parameter(parameter.detach()[at].clone())
+    isolated.grad = parameter.grad[at].clone()
     exact = torch.stack([x.double().square().sum() for x in parameter.grad.chunk(64)]).sum().sqrt()
     norm = torch.nn.utils.get_total_norm([parameter.grad])
-    for leaf in (parameter, alone):
+    for leaf in (parameter, isolated):
         torch.optim.AdamW([leaf], lr=0.1, fused=True).step()
     errors = {"norm": relative_error(norm.double(), exact)}
-    return errors | {"step": relative_error(parameter.detach()[at].double(), alone.detach().double())}
+    return errors | {"step": relative_error(parameter.detach()[at].double(), isolated.detach().double())}
 
 
 def cases() -> dict[str, Callable[[str, int], Errors]]:

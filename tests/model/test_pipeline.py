@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, LlamaModel, NanoChatConfig, PreTrainedModel
 
 from longspan.comm import World, bind
-from longspan.comm.failure.watch import Watch
+from longspan.comm.watch import Watch
 from longspan.errors import CommError, LongspanError, ModelError, PlanError
 from longspan.layout import Layout
 from longspan.model import prepare, save_model

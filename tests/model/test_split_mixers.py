@@ -212,7 +212,7 @@ def test_what_is_not_known_is_refused_before_anything_is_split() -> None:
 # ---- what is dropped is noticed
 
 ROOM = "model.tensor_parallel"
-SUM = 'part = _summed_slice(wide(gradient), world_key, 0, "sum of parameters\' gradients over tp")'
+SUM = 'part = _reduce_scatter(wide(gradient), world_key, 0, "sum of parameters\' gradients over tp")'
 MUTANTS = {
     "a norm's sum over ranks": (f"{ROOM}.mixer_norms", "tp_copy(tp_sum(sums, key), key)", "sums"),
     "the gradient of that sum": (f"{ROOM}.mixer_norms", "tp_copy(tp_sum(sums, key), key)", "tp_sum(sums, key)"),

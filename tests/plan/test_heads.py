@@ -4,9 +4,8 @@ import random
 
 import pytest
 
-from longspan.attention.arguments import Arguments
+from longspan.attention.arguments import Arguments, comm_choices
 from longspan.attention.call import AttentionCall
-from longspan.attention.comm_choice import comm_choices
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Plan, plan_dynamic, plan_fixed, plan_padded

@@ -17,7 +17,7 @@ from longspan.plan.cost.state_cost import StateCost
 from longspan.plan.simulate.simulate import shared_by
 from longspan.ssm import state_bytes
 from longspan.ssm.chains import Chains
-from longspan.ssm.halo import halo_of
+from longspan.ssm.conv import halo_of
 from tests.plan.cases import bounded
 
 HEADS, KEY, VALUE = 3, 4, 5

@@ -7,10 +7,8 @@ import torch
 from longspan import Group
 from longspan.comm import ShardPart
 from longspan.ssm.chains import Chains
-from longspan.ssm.halo import halo_of
-from longspan.ssm.kernels.convolutions import Convolution
-from longspan.ssm.kernels.convolutions.by_torch import TORCH_CONVOLUTION
-from longspan.ssm.kernels.convolutions.first_rows import owed, write_first
+from longspan.ssm.conv import halo_of
+from longspan.ssm.kernels.convolutions import TORCH_CONVOLUTION, Convolution, arrived_gradients, write_first
 from tests.reference import relative_error
 
 LENGTHS = (9, 1, 14, 2, 3)
@@ -19,7 +17,7 @@ CASES = tuple(product(("contiguous", "zigzag"), (2, 4, 9), (False, True)))
 
 
 def errors(partition: str, width: int, extras: bool, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Relative errors of outputs and of what is owed to arrived rows, the worst member's.
+    """Relative errors of outputs and of what is entry_gradients to arrived rows, the worst member's.
 
     `extras`: with a bias and SiLU, of tensors whose channels are not next to each other.
     """
@@ -38,7 +36,9 @@ def errors(partition: str, width: int, extras: bool, device: torch.device, dtype
             x_, dout_, arrived_, weight_, bias_ = (t.double() if exact else t for t in (x, dout, arrived, weight, bias))
             convolution, y = Convolution(weight_, bias_ if extras else None, extras), torch.zeros_like(x_)
             (TORCH_CONVOLUTION.write_first if exact else write_first)(y, x_, arrived_, convolution, halo.first)
-            gradients = (TORCH_CONVOLUTION.owed if exact else owed)(dout_, x_, arrived_, convolution, halo.first)
+            gradients = (TORCH_CONVOLUTION.arrived_gradients if exact else arrived_gradients)(
+                dout_, x_, arrived_, convolution, halo.first
+            )
             results += [y, gradients]
         for name, a, b in zip(worst, found, wanted, strict=True):
             worst[name] = max(worst[name], relative_error(a.double(), b))

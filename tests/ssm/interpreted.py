@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from longspan.ssm.kernels import TORCH, Inputs, LocalRuns
-from longspan.ssm.kernels.decay import by_mamba_ssm
-from longspan.ssm.kernels.delta.maps import maps_of, owed_of
+from longspan.ssm.kernels import TORCH, Inputs, LocalRuns, by_mamba_ssm
+from longspan.ssm.kernels.delta_states import compute_entry_gradients, run_maps
 from longspan.ssm.kernels.runs import CHUNK
 from longspan.ssm.kernels.table import MAMBA
 from tests.reference import relative_error
@@ -75,7 +74,7 @@ def errors(shape: tuple[int, int, int, int]) -> dict[str, float]:
 
 
 def maps_errors(case: tuple[int, int, int, int, bool]) -> dict[str, float]:
-    """Relative errors of B, M and what is owed to entering states, of runs of random rows."""
+    """Relative errors of B, M and what is entry_gradients to entering states, of runs of random rows."""
     groups, heads, size, width, by_channel = case
     torch.manual_seed(0)
     total, decay = sum(LENGTHS), "gk" if by_channel else "g"
@@ -84,7 +83,7 @@ def maps_errors(case: tuple[int, int, int, int, bool]) -> dict[str, float]:
     rows = {name: 0.2 * torch.randn(1, total, *shape) for name, shape in shapes.items()}
     rows[decay] = -torch.rand(1, total, heads, *([size] if by_channel else []))
     runs = LocalRuns(np.array(LENGTHS), torch.device("cpu"))
-    found = (*maps_of(rows, runs), owed_of(rows, runs, SCALE))
+    found = (*run_maps(rows, runs), compute_entry_gradients(rows, runs, SCALE))
     exact = zip(
         *(_by_chunks(rows, stop - n, stop) for n, stop in zip(LENGTHS, accumulate(LENGTHS), strict=True)), strict=True
     )
@@ -95,7 +94,7 @@ def maps_errors(case: tuple[int, int, int, int, bool]) -> dict[str, float]:
 
 
 def _by_chunks(rows: dict[str, torch.Tensor], start: int, stop: int) -> tuple[torch.Tensor, ...]:
-    """B, M and what is owed of one run, in float64; decays are sums inside chunks, in base 2."""
+    """B, M and what is entry_gradients of one run, in float64; decays are sums inside chunks, in base 2."""
     heads, size = rows["w"].shape[2:]
     wide = {name: x[0].double() for name, x in rows.items()}
     wide |= {name: wide[name].repeat_interleave(heads // wide[name].shape[1], 1) for name in "qk"}
@@ -103,7 +102,7 @@ def _by_chunks(rows: dict[str, torch.Tensor], start: int, stop: int) -> tuple[to
     each = 0.0 if "gk" in wide else 1.0  # a number of each row's own stands in keys and values otherwise
     unit = torch.eye(size, dtype=torch.float64).expand(heads, size, size)
     state = torch.cat([torch.zeros(heads, size, wide["u"].shape[-1], dtype=torch.float64), unit], -1)
-    owed = torch.zeros_like(state[..., : wide["u"].shape[-1]])
+    entry_gradients = torch.zeros_like(state[..., : wide["u"].shape[-1]])
     chunks = [slice(at, min(at + CHUNK, stop)) for at in range(start, stop, CHUNK)]
     for chunk in chunks:
         k, w, u = (wide[name][chunk].transpose(0, 1) for name in "kwu")
@@ -114,11 +113,11 @@ def _by_chunks(rows: dict[str, torch.Tensor], start: int, stop: int) -> tuple[to
     for chunk in reversed(chunks):
         q, k, w, do, dv = (wide[name][chunk].transpose(0, 1) for name in ("q", "k", "w", "do", "dv"))
         last = g[chunk.stop - 1]
-        gradient = (k @ owed) * torch.exp2(each * (last[None] - g[chunk])[..., :1]).transpose(0, 1) + dv
+        gradient = (k @ entry_gradients) * torch.exp2(each * (last[None] - g[chunk])[..., :1]).transpose(0, 1) + dv
         outer = SCALE * do * torch.exp2(each * g[chunk][..., :1]).transpose(0, 1)
-        owed = torch.exp2(last)[..., None] * owed + q.mT @ outer - w.mT @ gradient
+        entry_gradients = torch.exp2(last)[..., None] * entry_gradients + q.mT @ outer - w.mT @ gradient
     width = wide["u"].shape[-1]
-    return state[..., :width], state[..., width:], owed
+    return state[..., :width], state[..., width:], entry_gradients
 
 
 if __name__ == "__main__":

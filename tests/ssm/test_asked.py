@@ -14,12 +14,11 @@ from longspan.comm import ShardPart
 from longspan.errors import LayoutError, ModelError
 from longspan.model.seams.mixer_calls import check_kernels
 from longspan.ssm.chains import Chains
-from longspan.ssm.halo import halo_of
-from longspan.ssm.kernels import TORCH, LocalRuns, Recurrence, check_asked, choose, kernels_here
-from longspan.ssm.kernels.convolutions import Convolution, by_causal_conv1d, choose_convolution
-from longspan.ssm.kernels.convolutions.by_causal_conv1d import PACKAGE_CONVOLUTION
-from longspan.ssm.kernels.convolutions.by_torch import TORCH_CONVOLUTION
-from longspan.ssm.kernels.delta import by_channel
+from longspan.ssm.conv import halo_of
+from longspan.ssm.kernels import TORCH, LocalRuns, Recurrence, check_asked, choose_scan_kernel, kernels_here
+from longspan.ssm.kernels import convolutions as by_causal_conv1d
+from longspan.ssm.kernels import delta as by_channel
+from longspan.ssm.kernels.convolutions import PACKAGE_CONVOLUTION, TORCH_CONVOLUTION, Convolution, choose_convolution
 from tests.mutation import mutate, restore
 
 CPU = torch.device("cpu")
@@ -28,14 +27,19 @@ SCAN = Recurrence(torch.bfloat16, CPU, 16, 16, delta=False, by_channel=False)
 
 
 def test_packages_are_taken_where_they_are_named_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longspan.ssm.kernels.decay.by_mamba_ssm.lacks_package", lambda *_: "")
-    monkeypatch.setattr("longspan.ssm.kernels.convolutions.by_causal_conv1d.lacks_package", lambda *_: "")
+    monkeypatch.setattr("longspan.ssm.kernels.by_mamba_ssm.lacks_package", lambda *_: "")
+    monkeypatch.setattr("longspan.ssm.kernels.convolutions.lacks_package", lambda *_: "")
     x, weight = torch.zeros(3, 8, dtype=torch.bfloat16), torch.zeros(8, 4)
     both = ("mamba_ssm", "causal_conv1d")
-    assert choose(SCAN).name == "torch" and choose_convolution(x, weight).name == "torch"
-    assert choose(SCAN, both).name == "mamba_ssm" and choose_convolution(x, weight, both).name == "causal_conv1d"
-    assert choose(SCAN._replace(delta=True), both).name == "torch"  # no such scan there
-    assert choose(SCAN, ("torch",)) is TORCH and choose(SCAN, ("causal_conv1d",)).name == "torch"
+    assert choose_scan_kernel(SCAN).name == "torch" and choose_convolution(x, weight).name == "torch"
+    assert (
+        choose_scan_kernel(SCAN, both).name == "mamba_ssm"
+        and choose_convolution(x, weight, both).name == "causal_conv1d"
+    )
+    assert choose_scan_kernel(SCAN._replace(delta=True), both).name == "torch"  # no such scan there
+    assert (
+        choose_scan_kernel(SCAN, ("torch",)) is TORCH and choose_scan_kernel(SCAN, ("causal_conv1d",)).name == "torch"
+    )
     check_asked(both, torch.bfloat16, CPU)
     assert kernels_here(torch.bfloat16, CPU, both) == (
         "mamba_ssm (tried on one H200) and causal_conv1d (its CUDA code untried), as asked for, and torch's operations"
@@ -74,9 +78,11 @@ def test_sizes_and_versions_are_said() -> None:
     assert PACKAGE_CONVOLUTION.lacks(x, torch.zeros(16, 5)) == "a convolution of width 2 to 4, got 5"
     of_channels = "a delta rule of a decay for each key number"
     assert (
-        by_channel.lacks(SCAN._replace(delta=True)) == by_channel.lacks(SCAN._replace(by_channel=True)) == of_channels
+        by_channel.kimi_lacks(SCAN._replace(delta=True))
+        == by_channel.kimi_lacks(SCAN._replace(by_channel=True))
+        == of_channels
     )
-    lacking = choose.__globals__["MAMBA"].lacks(SCAN._replace(device=CUDA))
+    lacking = choose_scan_kernel.__globals__["MAMBA"].lacks(SCAN._replace(device=CUDA))
     assert lacking == "mamba_ssm 2.3, which is not installed: pip install 'mamba_ssm==2.3.*'"
 
 
@@ -122,15 +128,15 @@ def test_the_calls_of_causal_conv1d(
     "lengths, old, new",
     [
         ((37,), "state[before.column - 1] = arrived", "pass"),
-        ((9, 1, 14, 2, 3), "torch.cat([x, arrived, x.new", "torch.cat([x, 0 * arrived, x.new"),
-        ((9, 1, 14, 2, 3), "drows.index_select(0, before.kept)", "drows[: len(x)]"),
+        ((9, 1, 14, 2, 3), "return torch.cat([x, arrived, x.new", "return torch.cat([x, 0 * arrived, x.new"),
+        ((9, 1, 14, 2, 3), "drows.index_select(0, before.local)", "drows[: len(x)]"),
     ],
 )
 def test_what_is_dropped_is_noticed(
     lengths: tuple[int, ...], old: str, new: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(by_causal_conv1d, "_package", _stand_in)
-    undo = mutate("ssm.kernels.convolutions.by_causal_conv1d", old, new)
+    undo = mutate("ssm.kernels.convolutions", old, new)
     try:
         assert _worst(lengths, "contiguous", extras=True) > 1e-3
     finally:
@@ -152,7 +158,7 @@ def _worst(lengths: tuple[int, ...], partition: str, extras: bool) -> float:
             dout, found = torch.randn(x.shape, generator=generator, dtype=torch.float64), list[list[Tensor]]()
             for kernel in (PACKAGE_CONVOLUTION, TORCH_CONVOLUTION):
                 gradients = kernel.backward(dout, x, arrived, convolution, runs, halo.before)
-                y = kernel.forward(x, convolution, runs, halo.alone)
+                y = kernel.forward(x, convolution, runs, halo.isolated)
                 found.append([t.detach() for t in (y, *gradients) if t is not None])
             worst = max(worst, *((a - b).abs().max().item() for a, b in zip(*found, strict=True) if b.numel()))
     return worst
@@ -161,7 +167,7 @@ def _worst(lengths: tuple[int, ...], partition: str, extras: bool) -> float:
 def test_chunks_of_another_size_hold_the_same_rows() -> None:
     runs = LocalRuns(np.array([70, 1, 64, 130]), CPU)
     for chunk in (32, 128):
-        cut = runs.of_chunks(chunk)
-        assert cut is runs.of_chunks(chunk) and cut.chunks == sum(-(-n // chunk) for n in (70, 1, 64, 130))
+        cut = runs.with_chunks(chunk)
+        assert cut is runs.with_chunks(chunk) and cut.chunks == sum(-(-n // chunk) for n in (70, 1, 64, 130))
         rows = torch.cat([torch.arange(runs.rows), torch.tensor([-1])])[cut.padded]
         assert torch.equal(rows[cut.in_padded], torch.arange(runs.rows)) and len(rows) == cut.chunks * chunk

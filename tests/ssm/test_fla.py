@@ -8,9 +8,10 @@ import torch
 from torch.nn import functional as F
 
 from longspan import Layout, World, bind
-from longspan.ssm import causal_conv, kernel_of, linear_scan, unit
-from longspan.ssm.kernels import TORCH, Inputs, Kernel, LocalRuns, fla
-from longspan.ssm.kernels.call import Saved, state_dtype
+from longspan.ssm import causal_conv, linear_scan, scan_kernel, unit
+from longspan.ssm.kernels import TORCH, Inputs, LocalRuns, ScanKernel
+from longspan.ssm.kernels.call import SavedScan, state_dtype
+from longspan.ssm.kernels.packages import fla_lacks
 from longspan.testing import backend, run_ranks
 from tests.reference import relative_error
 from tests.ssm import first_rows
@@ -21,7 +22,7 @@ CUDA = torch.device("cuda")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or bool(fla.lacks(torch.bfloat16, CUDA)), reason="no kernels of fla here"
+        not torch.cuda.is_available() or bool(fla_lacks(torch.bfloat16, CUDA)), reason="no kernels of fla here"
     ),
 ]
 LENGTHS = (200, 1, 64, 3, 2321)
@@ -50,7 +51,7 @@ def in_half(given: Sequence[torch.Tensor | None]) -> Inputs:
     return Inputs(*half, *[None] * (5 - len(half)))  # pyright: ignore
 
 
-def passes(kernel: Kernel, given: Inputs, runs: LocalRuns, name: str) -> dict[str, torch.Tensor]:
+def passes(kernel: ScanKernel, given: Inputs, runs: LocalRuns, name: str) -> dict[str, torch.Tensor]:
     """What a kernel makes of runs that share documents with others."""
     (_, heads, size, width), _, _ = KINDS[name]
     generator, every = torch.Generator().manual_seed(3), np.arange(len(runs.lengths))
@@ -61,8 +62,8 @@ def passes(kernel: Kernel, given: Inputs, runs: LocalRuns, name: str) -> dict[st
     forward = kernel.forward(given, runs, 0.7)
     found = dict(zip(("B", "M"), forward.summaries(every, every[1:]), strict=True))
     found["out"] = forward.outputs(states)
-    backward = kernel.backward(given, runs, 0.7, Saved(states, forward.kept, dout))
-    found["owed"] = backward.owed(every[1:])
+    backward = kernel.backward(given, runs, 0.7, SavedScan(states, forward.activations, dout))
+    found["owed"] = backward.entry_gradients(every[1:])
     backward.prepare()
     gradients = backward.gradients(leaving)
     return found | dict(zip(("dq", "dk", "dv", "dg", "dbeta"), gradients, strict=False))
@@ -73,7 +74,7 @@ def test_every_pass_is_that_of_torch_in_float64(name: str) -> None:
     given = inputs(name, sum(LENGTHS))
     runs = LocalRuns(np.array(LENGTHS), CUDA, np.array([True] * len(LENGTHS)))
     half = in_half(given)
-    kernel = kernel_of(half.v, half.k.shape[-1], delta=half.beta is not None, by_channel=half.g.shape[-1] > 1)
+    kernel = scan_kernel(half.v, half.k.shape[-1], delta=half.beta is not None, by_channel=half.g.shape[-1] > 1)
     assert kernel.name == "fla"
     found, wanted = passes(kernel, half, runs, name), passes(TORCH, Inputs(*given), runs, name)  # pyright: ignore
     errors = {key: relative_error(found[key].double(), exact) for key, exact in wanted.items()}

@@ -15,7 +15,7 @@ from longspan import Layout, World, bind
 from longspan.comm import SequenceShard
 from longspan.ssm import causal_conv
 from longspan.ssm.kernels import TORCH, Inputs, LocalRuns, Recurrence
-from longspan.ssm.kernels.convolutions.by_causal_conv1d import PACKAGE_CONVOLUTION
+from longspan.ssm.kernels.convolutions import PACKAGE_CONVOLUTION
 from longspan.ssm.kernels.table import MAMBA
 from longspan.testing import backend, run_ranks
 from tests.reference import relative_error

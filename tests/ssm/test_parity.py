@@ -15,8 +15,8 @@ from longspan.comm.groups.channel import Channel
 from longspan.errors import LayoutError
 from longspan.ssm import causal_conv, conv, linear_scan, state_bytes
 from longspan.ssm.chains import Chains
-from longspan.ssm.kernels.convolutions.by_torch import TORCH_CONVOLUTION
-from longspan.ssm.scan import scan
+from longspan.ssm.kernels.convolutions import TORCH_CONVOLUTION
+from longspan.ssm.kernels.scan import scan
 from longspan.testing import backend, run_ranks
 from tests.mutation import mutated
 from tests.reference import relative_error
@@ -138,14 +138,14 @@ def test_rows_before_runs_travel_while_own_rows_are_convolved() -> None:
     def noting(name: str) -> Any:
         return lambda *given: (noted.append(name), getattr(TORCH_CONVOLUTION, name)(*given))[1]
 
-    passes = {name: noting(name) for name in ("forward", "write_first", "owed", "backward")}
+    passes = {name: noting(name) for name in ("forward", "write_first", "arrived_gradients", "backward")}
     kernel = dataclasses.replace(TORCH_CONVOLUTION, **passes)
     x = torch.zeros(int(chains.lengths.sum()), 2, requires_grad=True)
     out = conv._Convolved.apply((chains,), kernel, True, x, torch.ones(2, 4))  # pyright: ignore
     assert noted == ["sent", "forward", "arrived", "write_first"]
     noted.clear()
     out.sum().backward()  # pyright: ignore
-    assert noted == ["owed", "sent", "backward", "arrived"]
+    assert noted == ["arrived_gradients", "sent", "backward", "arrived"]
 
 
 # ---- what is dropped is noticed
@@ -156,25 +156,33 @@ MUTANTS = {
         "first = np.diff(document, prepend=-1) != 0",
         "first = np.arange(len(order)) == 0",
     ),
-    "decay of what entered": ("folds", "moved(gathered.transitions(before[:count]), state[:count], given)", "given"),
-    "states that enter": ("folds", "_keep(entering, state, held[runs[:count]])", "pass"),
-    "gradients of later runs": ("folds", ".mT, gradient, given[:going_on])", ".mT, 0 * gradient, given[:going_on])"),
-    "gradients at final states": ("kernels.by_torch", "(self._dout, leaving))", "(self._dout, 0 * leaving))"),
-    "decay of a chunk": ("scan", "leaving = fading[here] * entering", "leaving = entering"),
-    "chunks before": ("scan", "new[here] - state_share[here] @ entering", "new[here]"),
+    "decay of what entered": (
+        "folds",
+        "apply_maps(gathered.transitions(before[:count]), state[:count], states)",
+        "states",
+    ),
+    "states that enter": ("folds", "_keep(entering, state, local_numbers[runs[:count]])", "pass"),
+    "gradients of later runs": (
+        "folds",
+        ".mT, gradient, gradients[:going_on])",
+        ".mT, 0 * gradient, gradients[:going_on])",
+    ),
+    "gradients at final states": ("kernels.scan", "(self._dout, leaving))", "(self._dout, 0 * leaving))"),
+    "decay of a chunk": ("kernels.scan", "leaving = fading[here] * entering", "leaving = entering"),
+    "chunks before": ("kernels.scan", "new[here] - state_share[here] @ entering", "new[here]"),
     "gradients of rows before": (
         "conv",
         "of_part[0].index_add_(0, halo_of(part.chains, width).rows, handle.wait())",
         "handle.wait()",
     ),
-    "rows before": ("kernels.convolutions.by_torch", "torch.cat([x, arrived, ", "torch.cat([x, 0 * arrived, "),
-    "first rows of runs": ("conv", "kernel.write_first(y, own, before, convolution, halo.first)", "pass"),
+    "rows before": ("kernels.convolutions", "rows = torch.cat([x, arrived, ", "rows = torch.cat([x, 0 * arrived, "),
+    "first rows of runs": ("conv", "kernel.write_first(y, x_part, before, convolution, halo.first)", "pass"),
     "first rows that read them": (
-        "halo",
+        "conv",
         "np.minimum(lengths[reading], self._width)",
         "np.minimum(lengths[reading], 1)",
     ),
-    "what rows owe to those before": ("conv", "kernel.owed(", "0 * kernel.owed("),
+    "what rows owe to those before": ("conv", "kernel.arrived_gradients(", "0 * kernel.arrived_gradients("),
 }
 
 

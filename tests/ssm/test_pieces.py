@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longspan.ssm.kernels.delta import maps
-from longspan.ssm.kernels.delta.pieces import Pieces, pieces_of
+from longspan.ssm.kernels import delta_states as maps
+from longspan.ssm.kernels.pieces import Pieces, pieces_of
 from longspan.ssm.kernels.runs import CHUNK, LocalRuns
 from tests.mutation import mutated
 
@@ -88,9 +88,9 @@ def worst(seed: int = 0) -> float:
             entered.retain_grad()
     total = (torch.stack(entering) * weights).sum()
     (exact,) = torch.autograd.grad(total, states, retain_graph=True)
-    owed = weights[pieces.first : pieces.stop]
-    differences.append((pieces.owed_by_runs(owed, transitions, shared) - exact[shared]).abs().max())
-    found = pieces.leaving(leaving, owed, transitions)
+    entry_gradients = weights[pieces.first : pieces.stop]
+    differences.append((pieces.run_entry_gradients(entry_gradients, transitions, shared) - exact[shared]).abs().max())
+    found = pieces.leaving(leaving, entry_gradients, transitions)
     gradient, starts = leaving, np.cumsum(pieces.runs.lengths)
     for run, end in enumerate(np.cumsum(runs.lengths)):
         mine = [int(p) for p in np.flatnonzero((starts <= end) & (starts > end - runs.lengths[run]))]
@@ -109,18 +109,27 @@ def test_folds_are_those_of_the_recurrence() -> None:
 @pytest.mark.parametrize(
     "old, new",
     [
-        ("moved(taken(transitions, mine), taken(found, before), taken(states, mine))", "taken(found, before)"),
-        ("moved(later, taken(b, some), taken(states, mine))", "moved(later, taken(b, some), taken(b, some))"),
-        ("later @ taken(m, some)", "taken(m, some) @ later"),
-        ("taken(found, some), taken(owed, mine)", "taken(found, some), 0 * taken(owed, mine)"),
         (
-            "moved(taken(transitions, mine).mT, taken(found, after)",
-            "moved(taken(transitions, mine), taken(found, after)",
+            "apply_maps(take_runs(transitions, mine), take_runs(result, before), take_runs(states, mine))",
+            "take_runs(result, before)",
+        ),
+        (
+            "apply_maps(later, take_runs(b, some), take_runs(states, mine))",
+            "apply_maps(later, take_runs(b, some), take_runs(b, some))",
+        ),
+        ("later @ take_runs(m, some)", "take_runs(m, some) @ later"),
+        (
+            "take_runs(result, some), take_runs(entry_gradients, mine)",
+            "take_runs(result, some), 0 * take_runs(entry_gradients, mine)",
+        ),
+        (
+            "apply_maps(take_runs(transitions, mine).mT, take_runs(result, after)",
+            "apply_maps(take_runs(transitions, mine), take_runs(result, after)",
         ),
     ],
 )
 def test_what_is_dropped_is_noticed(old: str, new: str) -> None:
-    with mutated(("ssm.kernels.delta.pieces", old, new)):
+    with mutated(("ssm.kernels.pieces", old, new)):
         assert worst() > 1e-6
 
 
@@ -140,8 +149,8 @@ def test_programs_hold_the_columns_of_states_and_transitions(
     keys, values = torch.zeros(1, 5, 3, size), torch.zeros(1, 5, 3, width)
     rows = {**dict.fromkeys(("q", "k", "w"), keys), **dict.fromkeys(("u", "do", "dv"), values), "g": keys[..., 0]}
     runs: Any = SimpleNamespace(lengths=(2, 3), ends=None, chunk=64)
-    states, transitions = maps.maps_of(rows, runs)
-    assert states.shape == maps.owed_of(rows, runs, 1.0).shape == (2, 3, size, width)
+    states, transitions = maps.run_maps(rows, runs)
+    assert states.shape == maps.compute_entry_gradients(rows, runs, 1.0).shape == (2, 3, size, width)
     assert transitions.shape == (2, 3, size, size)
     of_states, of_transitions = (math.ceil(columns / 64) for columns in (width, size))
     assert grids == [(of_states + of_transitions, 3, 2), (of_states, 3, 2)]

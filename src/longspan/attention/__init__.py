@@ -3,8 +3,8 @@
 from longspan.attention.attend import PATTERNS, attend
 from longspan.attention.auto import TYPES, Choice, Estimate, Machine, choose_type, estimates_of
 from longspan.attention.call import AttentionCall
-from longspan.attention.geometry.mask import Mask
 from longspan.attention.kernels import KERNELS, HeadSizes, Kernel, choose
+from longspan.attention.tiles_between import Mask
 
 __all__ = [
     "KERNELS",

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from longspan.attention.call import AttentionCall, Gradients, Saved, add_block, block_gradients, sink_gradient
-from longspan.attention.geometry.members import Members
-from longspan.attention.sums.accumulators import Partial, RowSum
-from longspan.attention.sums.rows import accumulation_dtype, join_columns, joined_heads, sum_rows
+from longspan.attention.members import Members
+from longspan.attention.rows import Partial, RowSum, accumulation_dtype, concat_heads, join_columns, sum_rows
 from longspan.comm import Addend, Handle, split_columns
 
 _Pair = tuple[Tensor, Tensor]
@@ -64,13 +63,13 @@ def all_gather_forward(
     """q (T, N, H), k (T, K, H), v (T, K, Hv) of one group's local rows."""
     slices = head_slices(q, k, v, sum(members.counts), call.max_gather_bytes)
     parts: list[_Pair] = []
-    for heads, (all_k, all_v) in _gathered(members, (k, v), slices, "attention all-gather forward"):
+    for heads, (all_k, all_v) in _gather_slices(members, (k, v), slices, "attention all-gather forward"):
         q_part, of_heads = q[:, heads.q], call.for_heads(heads.q.start, heads.q.stop)
         total = Partial(q_part.shape[0], q_part.shape[1], v.shape[2], like=q)
         add_block(total, q_part, all_k, all_v, members.launches(None), of_heads)
-        parts.append(total.with_sinks(of_heads.sinks))
+        parts.append(total.result_with_sinks(of_heads.sinks))
         del all_k, all_v
-    out, lse = (joined_heads(x) for x in zip(*parts, strict=True))
+    out, lse = (concat_heads(x) for x in zip(*parts, strict=True))
     return out, [Saved(q, k, v, out, lse)]
 
 
@@ -81,25 +80,25 @@ def all_gather_backward(
     ((q, k, v, out, lse),) = saved_slices
     slices = head_slices(q, k, v, sum(members.counts), call.max_gather_bytes)
     dq_parts, sums = list[Tensor](), _GradientSums(members)
-    for heads, (all_k, all_v) in _gathered(members, (k, v), slices, "attention all-gather backward"):
+    for heads, (all_k, all_v) in _gather_slices(members, (k, v), slices, "attention all-gather backward"):
         part = Saved(q[:, heads.q], all_k, all_v, out[:, heads.q], lse[:, heads.q])
         dq, of_heads = RowSum(tuple(part.q.shape), q), call.for_heads(heads.q.start, heads.q.stop)
         sums.send(block_gradients(dq, dout[:, heads.q], part, members.launches(None), of_heads), all_k, all_v)
         dq_parts.append(dq.result())
         del all_k, all_v, part
     dk, dv = sums.finish()
-    return Gradients(joined_heads(dq_parts), dk, dv, sink_gradient(dout, out, lse, call.sinks))
+    return Gradients(concat_heads(dq_parts), dk, dv, sink_gradient(dout, out, lse, call.sinks))
 
 
-def _gathered(
-    members: Members, tensors: _Pair, slices: Sequence[HeadSlice], what: str
+def _gather_slices(
+    members: Members, tensors: _Pair, slices: Sequence[HeadSlice], label: str
 ) -> Iterator[tuple[HeadSlice, _Pair]]:
     """(heads, their keys and values of all rows of the group in document order); the next slice is on its way."""
     channel = members.channel
     order = members.order_of_gathered(channel.starts(members.counts))
 
     def start(heads: HeadSlice) -> Handle:
-        return channel.all_gather_rows(join_columns([x[:, heads.kv] for x in tensors]), members.counts, what)
+        return channel.all_gather_rows(join_columns([x[:, heads.kv] for x in tensors]), members.counts, label)
 
     started = [start(slices[0])]
     for i, heads in enumerate(slices):
@@ -124,19 +123,19 @@ class _GradientSums:
         """Start with the gradients of all rows k (S, heads, H) and v, after the slice before has arrived."""
         self._collect()
         self._row_shapes = [x.shape[1:] for x in (k, v)]
-        packed = self._by_member(addends, k, v)
+        packed = self._sum_by_member(addends, k, v)
         del addends
         rows, degree = self._members.counts[self._members.member], self._members.degree
-        what = "attention all-gather backward, gradients"
-        self._started = self._channel.all_to_all_rows(packed, self._members.counts, [rows] * degree, what)
+        label = "attention all-gather backward, gradients"
+        self._started = self._channel.all_to_all_rows(packed, self._members.counts, [rows] * degree, label)
 
     def finish(self) -> _Pair:
         """The summed gradients of the own rows, of all heads."""
         self._collect()
-        dk, dv = (joined_heads(parts) for parts in zip(*self._finished_slices, strict=True))
+        dk, dv = (concat_heads(parts) for parts in zip(*self._finished_slices, strict=True))
         return dk, dv
 
-    def _by_member(self, addends: list[Addend], k: Tensor, v: Tensor) -> Tensor:
+    def _sum_by_member(self, addends: list[Addend], k: Tensor, v: Tensor) -> Tensor:
         """The sums, (S, columns of k and v) in the accumulation dtype, the rows of one member after another's."""
         places, widths = self._members.keys_by_member, [x.shape[1:].numel() for x in (k, v)]
         total = k.new_empty((len(k), sum(widths)), dtype=accumulation_dtype(k.dtype))

@@ -22,10 +22,10 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttentionCall, Gradients, Saved, summed
-from longspan.attention.geometry.members import Members
+from longspan.attention.call import AttentionCall, Gradients, Saved, sum_addends
+from longspan.attention.members import Members
 from longspan.attention.ring import ring_backward, ring_forward
-from longspan.attention.sums.rows import accumulation_dtype, by_heads, by_member, copy_rows, join_columns
+from longspan.attention.rows import accumulation_dtype, copy_rows, head_views, join_columns, member_views
 from longspan.comm import Addend, Handle, split_columns
 
 
@@ -34,8 +34,8 @@ class HeadSplit:
     """`heads` query and `kv_heads` key/value heads for `degree` members, which divides the query heads.
 
     A member computes `member_heads` query heads, in `member_kv_heads` equally long runs that use one key/value head
-    each: kernels know no other sharing. Where members cut through the queries of a key/value head, or where runs would
-    differ in length, every key/value head is sent `kv_copies` times, one after another. Member 1 of this example
+    each, the only sharing that kernels have. Where members cut through the queries of a key/value head, or where runs
+    would differ in length, every key/value head is sent `kv_copies` times, one after another. Member 1 of this example
     computes heads 2 and 3, which use key/value heads 0 and 1:
 
     >>> split = HeadSplit(heads=12, kv_heads=4, degree=6)
@@ -98,17 +98,17 @@ def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: Attenti
     if members.inner == 1:
         return ring_forward(q, k, v, members, call)
     split = head_split(q.shape[1], k.shape[1], members.inner)
-    swap, what = _Swap(members, split, _slices(members, split, q)), "attention all-to-all forward"
+    swap, label = _Swap(members, split, _slices(members, split, q)), "attention all-to-all forward"
     copied = (q, *(x if split.kv_copies == 1 else x.repeat_interleave(split.kv_copies, 1) for x in (k, v)))
     sent = [copied if swap.begins(slice_index) else copied[:1] for slice_index in range(swap.slices)]
-    arriving = [swap.to_heads(tensors, slice_index, what) for slice_index, tensors in enumerate(sent)]
+    arriving = [swap.send_heads(tensors, slice_index, label) for slice_index, tensors in enumerate(sent)]
     leaving, saved, keys = list[Handle](), list[Saved](), list[Tensor]()
     for slice_index, tensors in enumerate(sent):
-        q_all, *of_keys = swap.heads(arriving.pop(0), tensors)
+        q_all, *of_keys = swap.receive_heads(arriving.pop(0), tensors)
         keys = of_keys or keys
-        out, (exchanged,) = ring_forward(q_all, keys[0], keys[1], members, swap.call_of(call, slice_index))
+        out, (exchanged,) = ring_forward(q_all, keys[0], keys[1], members, swap.slice_call(call, slice_index))
         out = out.to(q.dtype)
-        leaving.append(swap.to_rows((out,), f"{what}, back"))
+        leaving.append(swap.send_rows((out,), f"{label}, back"))
         # Slices that share keys and values save them with the first.
         none = {} if swap.begins(slice_index) else {"k": k.new_empty(0), "v": v.new_empty(0)}
         saved.append(exchanged._replace(out=out, **none))
@@ -123,21 +123,21 @@ def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: A
     if members.inner == 1:
         return ring_backward(dout, saved, members, call)
     split = head_split(dout.shape[1], call.kv_heads, members.inner)
-    swap, what = _Swap(members, split, len(saved)), "attention all-to-all backward"
-    arriving = [swap.to_heads((dout,), slice_index, what) for slice_index in range(swap.slices)]
+    swap, label = _Swap(members, split, len(saved)), "attention all-to-all backward"
+    arriving = [swap.send_heads((dout,), slice_index, label) for slice_index in range(swap.slices)]
     # Sums over all queries of a head are as exact in the input's dtype; those of one copy of it are not.
     kv_dtype = dout.dtype if split.kv_copies == 1 else accumulation_dtype(dout.dtype)
     leaving, sinks, of_keys = list[Handle](), list[Tensor](), list[Addend]()
     for slice_index in range(swap.slices):
-        (dout_all,) = swap.heads(arriving.pop(0), (dout,))
-        exchanged = swap.saved_of(saved, slice_index)
-        inside = ring_backward(dout_all, [exchanged], members, swap.call_of(call, slice_index))
+        (dout_all,) = swap.receive_heads(arriving.pop(0), (dout,))
+        exchanged = swap.slice_saved(saved, slice_index)
+        inside = ring_backward(dout_all, [exchanged], members, swap.slice_call(call, slice_index))
         gradients = [inside.q.to(dout.dtype)]
         of_keys.append(Addend(slice(0, len(inside.k)), (inside.k, inside.v)))
         if swap.ends(slice_index):
-            gradients += [x.to(kv_dtype) for x in summed(of_keys, exchanged.k, exchanged.v)]
+            gradients += [x.to(kv_dtype) for x in sum_addends(of_keys, exchanged.k, exchanged.v)]
             of_keys.clear()
-        leaving += [swap.to_rows(gradients[some], f"{what}, gradients") for some in swap.messages(slice_index)]
+        leaving += [swap.send_rows(gradients[some], f"{label}, gradients") for some in swap.messages(slice_index)]
         sinks += [] if inside.sinks is None else [inside.sinks]
         del inside, dout_all, gradients
     dq, dk, dv = totals = _totals(dout, saved[0], split, kv_dtype)
@@ -146,7 +146,7 @@ def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: A
             swap.write_rows(leaving.pop(0), totals[some], slice_index)
     if split.kv_copies > 1:
         dk, dv = (x.unflatten(1, (split.kv_heads, split.kv_copies)).sum(2) for x in (dk, dv))
-    return Gradients(dq, dk, dv, swap.own_heads(torch.cat(sinks)) if sinks else None)
+    return Gradients(dq, dk, dv, swap.place_heads(torch.cat(sinks)) if sinks else None)
 
 
 def _slices(members: Members, split: HeadSplit, q: Tensor) -> int:
@@ -175,9 +175,9 @@ class _Swap:
     def __init__(self, members: Members, split: HeadSplit, slices: int) -> None:
         self.split, self.slices, self._degree = split, slices, split.degree
         self._shared = split.slices_per_kv_head(slices)
-        self._members, self._channel, self._counts = members, members.inside, members.inside_counts
+        self._members, self._channel, self._counts = members, members.inner_channel, members.inner_counts
         self._me = self._channel.index
-        self._own_counts = (self._counts[self._me],) * self._degree
+        self._local_counts = (self._counts[self._me],) * self._degree
 
     def begins(self, slice_index: int) -> bool:
         """Whether a slice is the first with its key/value heads."""
@@ -187,7 +187,7 @@ class _Swap:
         """Whether it is the last with them."""
         return self.begins(slice_index + 1)
 
-    def saved_of(self, saved: Sequence[Saved], slice_index: int) -> Saved:
+    def slice_saved(self, saved: Sequence[Saved], slice_index: int) -> Saved:
         """What is saved of a slice, with its keys and values."""
         first = saved[slice_index - slice_index % self._shared]
         return saved[slice_index]._replace(k=first.k, v=first.v)
@@ -198,31 +198,31 @@ class _Swap:
             return [slice(0, 1)]
         return [slice(0, 3)] if self.split.kv_copies == 1 else [slice(0, 1), slice(1, 3)]
 
-    def call_of(self, call: AttentionCall, slice_index: int) -> AttentionCall:
+    def slice_call(self, call: AttentionCall, slice_index: int) -> AttentionCall:
         """The call for the query heads of a slice that are computed here."""
         count = self.split.member_heads // self.slices
         start = self.split.q_heads(self._me).start + slice_index * count
         return call.for_heads(start, start + count)
 
-    def own_heads(self, x: Tensor) -> Tensor:
+    def place_heads(self, x: Tensor) -> Tensor:
         """What belongs to the query heads computed here, among those of all: (N,), zero elsewhere."""
         of_all = x.new_zeros(self.split.heads)
         of_all[self.split.q_heads(self._me)] = x
         return of_all
 
-    def to_heads(self, tensors: Sequence[Tensor], slice_index: int, what: str) -> Handle:
+    def send_heads(self, tensors: Sequence[Tensor], slice_index: int, label: str) -> Handle:
         """Start sending a slice of the heads of tensors (T, N, size), to every member its own."""
         rows, degree = tensors[0].shape[0], self._degree
         places = self._places(tensors, slice_index)
         widths = [x.shape[2] for x in places]
         packed = tensors[0].new_empty((degree * rows, sum(widths)))
-        copy_rows(list(zip(places, by_member(packed, degree, widths), strict=True)))
-        return self._channel.all_to_all_rows(packed, self._own_counts, self._counts, what)
+        copy_rows(list(zip(places, member_views(packed, degree, widths), strict=True)))
+        return self._channel.all_to_all_rows(packed, self._local_counts, self._counts, label)
 
     def _places(self, tensors: Sequence[Tensor], slice_index: int) -> list[Tensor]:
         """Where this slice of every member's heads lies in tensors (T, N, size)."""
         return [
-            by_heads(x, self._degree, cuts, slice_index * cuts // self.slices)
+            head_views(x, self._degree, cuts, slice_index * cuts // self.slices)
             for x, cuts in zip(tensors, map(self._cuts, tensors), strict=True)
         ]
 
@@ -230,20 +230,20 @@ class _Swap:
         """Into how many slices a member's heads of x (T, N, size) are cut: query heads, or key/value heads."""
         return self.slices if x.shape[1] == self.split.heads else self.slices // self._shared
 
-    def heads(self, handle: Handle, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What arrives of `to_heads`: (R, n, size) of all rows in document order, for tensors like those sent."""
+    def receive_heads(self, handle: Handle, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What arrives of `send_heads`: (R, n, size) of all rows in document order, for tensors like those sent."""
         arrived, orders = handle.wait(), self._members.orders
         in_order = arrived if orders is None else join_columns((arrived,), orders[0])
         return split_columns(in_order, [(x.shape[1] // (self._degree * self._cuts(x)), x.shape[2]) for x in like])
 
-    def to_rows(self, tensors: Sequence[Tensor], what: str) -> Handle:
+    def send_rows(self, tensors: Sequence[Tensor], label: str) -> Handle:
         """Start sending tensors (R, n, size) of one dtype, to every member its rows."""
         orders = self._members.orders
         packed = join_columns(tensors, None if orders is None else orders[1])
-        return self._channel.all_to_all_rows(packed, self._counts, self._own_counts, what)
+        return self._channel.all_to_all_rows(packed, self._counts, self._local_counts, label)
 
     def write_rows(self, handle: Handle, into: Sequence[Tensor], slice_index: int) -> None:
-        """Wait for what `to_rows` sent, and write it into this slice of every member's heads in `into` (T, N, size)."""
+        """Wait for the rows of `send_rows`, and write them to this slice of every head group of `into` (T, N, size)."""
         places = self._places(into, slice_index)
-        arrived = by_member(handle.wait(), self._degree, [x.shape[2] for x in places])
+        arrived = member_views(handle.wait(), self._degree, [x.shape[2] for x in places])
         copy_rows(list(zip(arrived, places, strict=True)))

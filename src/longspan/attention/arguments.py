@@ -1,10 +1,13 @@
-"""The arguments of `attend` and whether they are right: tensors, masks, numbers and budgets.
+"""The arguments of `attend`: checked, and packed into one AttentionCall for all layers of a micro-batch.
 
-Checks run on the host and before any communication, so that every rank can fail alike.
+`pack_call` checks tensors, masks, numbers and budgets, chooses how each group communicates and which kernel computes,
+and finds the members of each group. All of it runs on the host and before any communication, so that every rank can
+fail alike. A rank also chooses for groups that it is not in. What "auto" stands for is decided in `auto.py`.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -13,7 +16,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from longspan.attention.all_gather import gather_bytes_per_head
-from longspan.comm import SequenceShard
+from longspan.attention.auto import TYPES, choose_type
+from longspan.attention.call import AttentionCall, CallPart, Dropout, cache_of
+from longspan.attention.kernels import choose
+from longspan.attention.members import Members
+from longspan.attention.tiles_between import Mask
+from longspan.comm import SequenceShard, ShardPart, world_of
 from longspan.errors import AttentionError
 from longspan.plan import Group
 
@@ -21,7 +29,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Arguments(NamedTuple):
-    """The arguments of `attend` as given, but for its tensors and its seed; lists are tuples."""
+    """The arguments of `attend` without its tensors and its seed; lists are tuples."""
 
     causal: bool = True
     window: int | None = None
@@ -70,15 +78,15 @@ def _check_plain(name: str, x: Tensor) -> None:
 def _check_same(named: dict[str, Tensor]) -> None:
     dtypes = {name: str(x.dtype).removeprefix("torch.") for name, x in named.items()}
     if len(set(dtypes.values())) > 1:
-        raise AttentionError(f"q, k and v need one dtype, got {_listed(dtypes)}; cast them before attend")
+        raise AttentionError(f"q, k and v need one dtype, got {_list_values(dtypes)}; cast them before attend")
     devices = {name: str(x.device) for name, x in named.items()}
     if len(set(devices.values())) > 1:
-        raise AttentionError(f"q, k and v need one device, got {_listed(devices)}; move them before attend")
+        raise AttentionError(f"q, k and v need one device, got {_list_values(devices)}; move them before attend")
     if named["q"].dtype not in _DTYPES:
         raise AttentionError(f"attend takes float16, bfloat16, float32 or float64 tensors, got {dtypes['q']}")
 
 
-def _listed(values: dict[str, str]) -> str:
+def _list_values(values: dict[str, str]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
@@ -104,7 +112,7 @@ def check_features(arguments: Arguments) -> None:
 
 
 def check_spans(shard: SequenceShard, arguments: Arguments) -> None:
-    """Raise AttentionError for spans in chunks: whether a span reaches over the end of a chunk, no model says."""
+    """Raise AttentionError for spans in chunks: no model defines whether a span reaches over the end of a chunk."""
     if arguments.chunk is not None and shard.has_spans:
         runs = sum(map(len, shard.spans or ()))
         raise AttentionError(
@@ -152,3 +160,150 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         raise AttentionError(f"sinks has shape {tuple(sinks.shape)}; give one logit per query head: ({q.shape[1]},)")
     if not sinks.is_floating_point() or sinks.device != q.device:
         raise AttentionError(f"sinks is {sinks.dtype} on {sinks.device}; give floating numbers on {q.device}")
+
+
+Sizes = tuple[int, int]
+
+
+class CommChoice(NamedTuple):
+    """How a group communicates, and how many neighbours exchange heads for rows (1: none)."""
+
+    cp_comm_type: str
+    inner: int = 1
+
+
+def comm_choices(shard: SequenceShard, arguments: Arguments, call: AttentionCall) -> list[CommChoice]:
+    """How each group of the micro-batch communicates.
+
+    Raises AttentionError, naming the group, for a type that is unknown, levels that do not make the degree, or heads
+    that members cannot exchange.
+    """
+    kinds, sizes = arguments.cp_comm_type, arguments.sizes
+    if not isinstance(kinds, str | tuple | None):
+        raise AttentionError(f"cp_comm_type is {kinds!r}; use one of {', '.join(TYPES)}, or one per layer")
+    if sizes is not None:
+        if not isinstance(sizes, tuple) or len(sizes) != 2 or not all(map(is_count, sizes)):
+            raise AttentionError(f"hierarchical_context_parallel_sizes is {sizes!r}; give (a2a, p2p), two sizes")
+        arguments = arguments._replace(sizes=(int(sizes[0]), int(sizes[1])))
+    if kinds is not None:
+        _check_type(_layer_type(kinds, arguments.layer, "cp_comm_type"), "")
+    return [_comm_choice(shard, index, arguments, call) for index in range(len(shard.micro_batch.groups))]
+
+
+def _comm_choice(shard: SequenceShard, index: int, arguments: Arguments, call: AttentionCall) -> CommChoice:
+    group, where = shard.micro_batch.groups[index], f" of group {index}"
+    if arguments.cp_comm_type is None:
+        kind = _layer_type(group.cp_comm_type, arguments.layer, f"cp_comm_type{where}")
+        _check_type(kind, where)
+    else:
+        kind = _layer_type(arguments.cp_comm_type, arguments.layer, "cp_comm_type")
+    if group.degree == 1:
+        return CommChoice("p2p")
+    if kind == "auto":
+        return _resolve_auto(shard, index, call)
+    sizes = arguments.sizes or group.hierarchical_context_parallel_sizes
+    if kind == "a2a+p2p":
+        _check_levels(sizes, group.degree, where)
+    choice = _to_choice(kind, group, sizes)
+    if call.heads % choice.inner:
+        raise AttentionError(_heads_error(choice, group, call.heads, where))
+    return choice
+
+
+def _to_choice(kind: str, group: Group, sizes: Sizes | None) -> CommChoice:
+    if kind == "a2a+p2p":
+        assert sizes is not None
+        return CommChoice(kind, sizes[0])
+    return CommChoice(kind, group.degree if kind == "a2a" else 1)
+
+
+def _resolve_auto(shard: SequenceShard, index: int, call: AttentionCall) -> CommChoice:
+    automatic, key = cache_of(shard).automatic, (index, call)
+    if key not in automatic:
+        group, node_size = shard.micro_batch.groups[index], world_of(shard.world_key).node_size
+        choice = choose_type(group, call, node_size=node_size)
+        automatic[key] = _to_choice(choice.cp_comm_type, group, choice.hierarchical_context_parallel_sizes)
+    return CommChoice(*automatic[key])
+
+
+def _layer_type(kinds: str | Sequence[str], layer: int | None, name: str) -> str:
+    if isinstance(kinds, str):
+        return kinds
+    if not isinstance(layer, Integral) or not 0 <= layer < len(kinds):
+        raise AttentionError(
+            f"{name} has {len(kinds)} entries, one per layer; got layer={layer!r}: "
+            f"pass the global layer index, 0 to {len(kinds) - 1}"
+        )
+    return kinds[layer]
+
+
+def _check_type(kind: str, where: str) -> None:
+    if kind not in TYPES:
+        raise AttentionError(f"cp_comm_type {kind!r}{where} is unknown; use one of {', '.join(TYPES)}")
+
+
+def _check_levels(sizes: Sizes | None, degree: int, where: str) -> None:
+    if sizes is not None and sizes[0] * sizes[1] == degree:
+        return
+    fit = ", ".join(f"({a}, {degree // a})" for a in range(1, degree + 1) if degree % a == 0)
+    if sizes is None:
+        raise AttentionError(
+            f"cp_comm_type 'a2a+p2p'{where} needs hierarchical_context_parallel_sizes=(a2a, p2p) with product "
+            f"{degree}: one of {fit}"
+        )
+    raise AttentionError(
+        f"hierarchical_context_parallel_sizes {sizes}{where} multiply to {sizes[0] * sizes[1]}, but the group has cp "
+        f"{degree}; use one of {fit}"
+    )
+
+
+def _heads_error(choice: CommChoice, group: Group, heads: int, where: str) -> str:
+    fit = [size for size in range(1, group.degree + 1) if heads % size == 0 and group.degree % size == 0]
+    level = ", ".join(f"({size}, {group.degree // size})" for size in fit)
+    return (
+        f"{heads} query heads cannot be dealt to the {choice.inner} members that cp_comm_type "
+        f"{choice.cp_comm_type!r}{where} exchanges heads between; sizes that divide both the heads and cp "
+        f"{group.degree}: {', '.join(map(str, fit))} (a2a+p2p with hierarchical_context_parallel_sizes {level}), or "
+        f"use p2p or all_gather"
+    )
+
+
+def pack_call(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: SequenceShard, arguments: Arguments
+) -> AttentionCall:
+    """The call of `attend` with these tensors and arguments. Raises AttentionError where it cannot be exact."""
+    check_tensors(q, k, v, shard)
+    check_features(arguments)
+    check_sinks(sinks, q)
+    groups, scale = shard.micro_batch.groups, q.shape[2] ** -0.5 if arguments.scale is None else float(arguments.scale)
+    window, chunk = (None if x is None else int(x) for x in (arguments.window, arguments.chunk))
+    mask = Mask(arguments.causal, window, chunk).within(shard.micro_batch.lengths)
+    check_spans(shard, arguments)
+    call = AttentionCall(
+        *(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, q.device),
+        mask=mask,
+        scale=abs(scale) or 1.0,
+        sign=(scale > 0) - (scale < 0),
+        softcap=None if arguments.softcap is None else float(arguments.softcap),
+        dropout=Dropout(arguments.dropout, seed=0) if arguments.dropout > 0 else None,
+        max_gather_bytes=arguments.max_gather_bytes,
+        one_document=mask.chunk is None and all(len(group.documents) == 1 for group in groups),
+        spans=mask.causal and shard.has_spans,
+    )
+    choices = comm_choices(shard, arguments, call)
+    gathering = [group for group, choice in zip(groups, choices, strict=True) if choice.cp_comm_type == "all_gather"]
+    check_budget(arguments.max_gather_bytes, k, v, gathering)
+    kernel = choose(call, arguments.kernel)
+    parts = (
+        _pack_part(part, choices[part.index] if part.index >= 0 else CommChoice("p2p"), call, shard)
+        for part in shard.parts
+    )
+    return replace(call, kernel=kernel, parts=tuple(parts))
+
+
+def _pack_part(part: ShardPart, choice: CommChoice, call: AttentionCall, shard: SequenceShard) -> CallPart:
+    mask, cache = call.mask.within(part.group.lengths), cache_of(shard)
+    key = (part.index, choice.inner, mask)
+    if key not in cache.members:
+        cache.members[key] = Members(part, mask, shard.device, choice.inner, shard.spans_of(part))
+    return CallPart(slice(part.start, part.stop), choice.cp_comm_type, cache.members[key])

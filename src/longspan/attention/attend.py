@@ -16,16 +16,14 @@ from torch.autograd.function import once_differentiable
 
 from longspan.attention.all_gather import all_gather_backward, all_gather_forward
 from longspan.attention.all_to_all import a2a_backward, a2a_forward
-from longspan.attention.arguments import Arguments, check_capture
-from longspan.attention.call import AttentionCall, Gradients, Saved, cache_of
-from longspan.attention.dropout import Dropout, mixed_seed
-from longspan.attention.geometry.members import Members
-from longspan.attention.packed_call import packed_call
+from longspan.attention.arguments import Arguments, check_capture, pack_call
+from longspan.attention.call import AttentionCall, Dropout, Gradients, Saved, cache_of, mix_seed
+from longspan.attention.members import Members
 from longspan.attention.ring import ring_backward, ring_forward
+from longspan.attention.rows import accumulation_dtype, as_dtype, take_rows
 from longspan.attention.saved_outputs import active_recording
-from longspan.attention.sums.rows import accumulation_dtype, as_dtype, taken
 from longspan.comm import SequenceShard
-from longspan.comm.graphs import outside_graphs
+from longspan.comm.shard import outside_graphs
 
 Forward = Callable[[Tensor, Tensor, Tensor, Members, AttentionCall], tuple[Tensor, list[Saved]]]
 Backward = Callable[[Tensor, Sequence[Saved], Members, AttentionCall], Gradients]
@@ -103,13 +101,13 @@ def attend(
         softcap=softcap,
         scale=scale,
         dropout=dropout,
-        cp_comm_type=_hashable(cp_comm_type),
-        sizes=_hashable(hierarchical_context_parallel_sizes),
+        cp_comm_type=_as_key(cp_comm_type),
+        sizes=_as_key(hierarchical_context_parallel_sizes),
         max_gather_bytes=max_gather_bytes,
         layer=layer,
         kernel=kernel,
     )
-    call = _call(q, k, v, sinks, shard, arguments)
+    call = _cached_call(q, k, v, sinks, shard, arguments)
     if dropout:
         check_capture(dropout)
         call = replace(call, dropout=Dropout(dropout, _seed(dropout_seed, shard, layer), first_head))
@@ -117,31 +115,34 @@ def attend(
     return _Attend.apply(q, k, v, sinks, call)  # pyright: ignore[reportReturnType]
 
 
-def _hashable(argument: Any) -> Any:
-    """An argument that may be a list, as a value that can be a key."""
+def _as_key(argument: Any) -> Any:
+    """The argument as a dictionary key: lists become tuples."""
     return tuple(argument) if isinstance(argument, Iterable) and not isinstance(argument, str) else argument
 
 
-def _call(
+def _cached_call(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: SequenceShard, arguments: Arguments
 ) -> AttentionCall:
-    """The packed call, kept with the shard: a model asks the same in every layer, and checks take their time."""
+    """The packed call, cached by shard: a model makes the same call in every layer, and checks take time."""
+    tensors = (q, k, v, sinks)
+    if not isinstance(shard, SequenceShard) or not all(x is None or isinstance(x, Tensor) for x in tensors):
+        return pack_call(q, k, v, sinks, shard, arguments)  # raises
+    cache, types = cache_of(shard), arguments.cp_comm_type
+    by_layer = cache.listed_by_layer if types is None else not isinstance(types, str)
+    arguments = arguments if by_layer else arguments._replace(layer=None)
+    shapes = [None if x is None else (type(x), x.shape, x.dtype, x.device) for x in tensors]
+    key = (*shapes, arguments, *map(type, arguments), are_deterministic_algorithms_enabled())  # True is no window
     try:
-        cache = shard.derived.attention or cache_of(shard)
-        types = arguments.cp_comm_type
-        by_layer = cache.listed_by_layer if types is None else not isinstance(types, str)
-        arguments = arguments if by_layer else arguments._replace(layer=None)
-        tensors = [None if x is None else (type(x), x.shape, x.dtype, x.device) for x in (q, k, v, sinks)]
-        key = (*tensors, arguments, *map(type, arguments), are_deterministic_algorithms_enabled())  # True is no window
-        if key not in cache.calls:
-            cache.calls[key] = packed_call(q, k, v, sinks, shard, arguments)
-        return cache.calls[key]
-    except (AttributeError, TypeError):  # no tensor, no shard, or no value that could be a key: an error says which
-        return packed_call(q, k, v, sinks, shard, arguments)
+        call = cache.calls.get(key)
+    except TypeError:  # an argument that is not hashable, which no check accepts
+        return pack_call(q, k, v, sinks, shard, arguments)
+    if call is None:
+        call = cache.calls[key] = pack_call(q, k, v, sinks, shard, arguments)
+    return call
 
 
 def _seed(seed: int | None, shard: SequenceShard, layer: int | None) -> int:
-    return mixed_seed(*shard.seed, -1 if layer is None else layer) if seed is None else mixed_seed(seed)
+    return mix_seed(*shard.seed, -1 if layer is None else layer) if seed is None else mix_seed(seed)
 
 
 class _Attend(torch.autograd.Function):
@@ -166,13 +167,13 @@ class _Attend(torch.autograd.Function):
         dout, call = gradients[0].contiguous(), _with_sinks(ctx.call, sinks)
         parts: list[Gradients] = []
         for (rows, cp_comm_type, members), slices in zip(reversed(call.parts), reversed(ctx.slices), strict=True):
-            last = [taken(out, rows) if x is None else x for x in saved[-_SAVED * slices :]]
+            last = [take_rows(out, rows) if x is None else x for x in saved[-_SAVED * slices :]]
             del saved[-_SAVED * slices :]
             of_part = [Saved(*last[i : i + _SAVED]) for i in range(0, len(last), _SAVED)]
-            with _without_autocast(dout):
-                parts.insert(0, PATTERNS[cp_comm_type][1](taken(dout, rows), of_part, members, call))
-        dq, dk, dv = _joined([(part.q, part.k, part.v) for part in parts], dout, ctx.shapes)
-        return dq, dk, dv, None if sinks is None else _sum_of([part.sinks for part in parts], sinks), None
+            with _disable_autocast(dout):
+                parts.insert(0, PATTERNS[cp_comm_type][1](take_rows(dout, rows), of_part, members, call))
+        dq, dk, dv = _join_parts([(part.q, part.k, part.v) for part in parts], dout, ctx.shapes)
+        return dq, dk, dv, None if sinks is None else _sum_sinks([part.sinks for part in parts], sinks), None
 
 
 def _with_sinks(call: AttentionCall, sinks: Tensor | None) -> AttentionCall:
@@ -184,22 +185,22 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tens
 
     None stands for the output of a part, which is saved as a part of the whole output.
     """
-    with _without_autocast(q):
+    with _disable_autocast(q):
         parts = [
-            PATTERNS[cp_comm_type][0](taken(q, rows), taken(k, rows), taken(v, rows), members, call)
+            PATTERNS[cp_comm_type][0](take_rows(q, rows), take_rows(k, rows), take_rows(v, rows), members, call)
             for rows, cp_comm_type, members in call.parts
         ]
-    (out,) = _joined([(part_out,) for part_out, _ in parts], q, [(q.shape[1], v.shape[2])])
+    (out,) = _join_parts([(part_out,) for part_out, _ in parts], q, [(q.shape[1], v.shape[2])])
     saved = [None if x is part_out else x for part_out, slices in parts for of_slice in slices for x in of_slice]
     return out, saved, [len(slices) for _, slices in parts]
 
 
-def _without_autocast(x: Tensor) -> AbstractContextManager[object]:
+def _disable_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Inside autocast, products of float32 scores would be rounded to half precision."""
     return torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else nullcontext()
 
 
-def _joined(parts: Sequence[Sequence[Tensor]], like: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+def _join_parts(parts: Sequence[Sequence[Tensor]], like: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Of each tensor of the parts, the rows of all parts: (rows, *shape) in the dtype of `like`, contiguous."""
     if len(parts) == 1:
         return as_dtype(parts[0], like.dtype)
@@ -207,7 +208,7 @@ def _joined(parts: Sequence[Sequence[Tensor]], like: Tensor, shapes: Sequence[Se
     return [torch.cat([x.to(like.dtype) for x in rows]) for rows in zip(no_rows, *parts, strict=True)]
 
 
-def _sum_of(parts: Sequence[Tensor | None], sinks: Tensor) -> Tensor:
+def _sum_sinks(parts: Sequence[Tensor | None], sinks: Tensor) -> Tensor:
     total = torch.zeros_like(sinks, dtype=accumulation_dtype(sinks.dtype))
     for part in parts:
         assert part is not None

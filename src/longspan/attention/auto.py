@@ -7,7 +7,7 @@ communication attention cannot hide. Every rank computes it from the same intege
 >>> choice = choose_type(group, call, node_size=8)
 >>> print(choice)
 
-Not weighed: memory, of which all_gather takes more the longer the group's documents are.
+Not weighed: memory; all_gather takes more of it the longer the group's documents are.
 """
 
 import math
@@ -15,16 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from longspan.attention.all_to_all import HeadSplit
 from longspan.attention.call import AttentionCall
-from longspan.attention.geometry.mask import is_narrow
-from longspan.layout import Partition
+from longspan.attention.tiles_between import is_narrow
+from longspan.layout import Floats, Integers, Partition
 from longspan.plan import Group
-
-Rows = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p", "auto")
 
@@ -177,7 +173,7 @@ def _busiest(group: Group, call: AttentionCall, around: int) -> float:
     return max(pairs) * around / sum(pairs)
 
 
-def _pairs(stop: Rows, length: Rows, call: AttentionCall) -> Floats:
+def _pairs(stop: Integers, length: Integers, call: AttentionCall) -> Floats:
     """Keys that the first `stop` rows of documents of `length` rows see together, to half a key a row."""
     rows = np.minimum(stop, length).astype(np.float64)  # the rest pads the document out
     if not call.mask.causal:

@@ -1,25 +1,85 @@
 """A call of `attend` as one value, and one block of it: what is computed, by which kernel, and with whom.
 
-Its arguments are checked in `arguments.py` and packed in `packed_call.py`, once for all layers of a micro-batch. A
-block is the local query rows against one set of key rows. The communication patterns (`ring.py`, `all_gather.py`,
-`all_to_all.py`) decide which key rows there are and when; what is computed with them is here, and is the same for all
-patterns. Attention of disjoint key sets is merged by its log-sum-exp, gradients are added by rows (`sums/`).
+Its arguments are checked and packed in `arguments.py`, once for all layers of a micro-batch. A block is the local query
+rows against one set of key rows. The communication patterns (`ring.py`, `all_gather.py`, `all_to_all.py`) decide which
+key rows there are and when; what is computed with them is here, and is the same for all patterns. Attention of disjoint
+key sets is merged by its log-sum-exp, gradients are added by rows (`rows.py`).
+
+Dropout's mask depends only on who attends to whom. Whether a weight is kept is a hash of (seed, query head, document,
+query position, key position), all as they are in the whole micro-batch. So the mask is the same for every degree,
+communication type, rank and recomputation, in forward and in backward, and nothing of it is stored. The hash is
+splitmix64's finaliser (Steele, Lea, Flood 2014), in 64-bit integers that wrap, which CPUs and GPUs do alike.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from longspan.attention.dropout import Dropout
-from longspan.attention.geometry.launch import Launch
-from longspan.attention.geometry.mask import Mask
-from longspan.attention.geometry.members import Members
-from longspan.attention.sums.accumulators import Partial, RowSum
-from longspan.attention.sums.rows import taken
+from longspan.attention.members import Members
+from longspan.attention.rows import Partial, RowSum, take_rows
+from longspan.attention.tiles import Launch, Tile
+from longspan.attention.tiles_between import Mask
 from longspan.comm import Addend, SequenceShard
+
+_BITS = 31  # of the hash that are compared with the rate
+
+
+def _as_signed(word: int) -> int:
+    word &= (1 << 64) - 1
+    return word - (1 << 64) if word >> 63 else word
+
+
+_GOLDEN = _as_signed(0x9E3779B97F4A7C15)
+_FIRST, _SECOND = _as_signed(0xBF58476D1CE4E5B9), _as_signed(0x94D049BB133111EB)
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Weights are zeroed with probability `rate`, in multiples of 2 ** −31, and the others divided by 1 − rate."""
+
+    rate: float
+    seed: int
+    first_head: int = 0  # of the tensors at hand, among all query heads
+
+    def from_head(self, head: int) -> "Dropout":
+        """The same for tensors that begin at this head of the ones at hand."""
+        return replace(self, first_head=self.first_head + head)
+
+    def factors(self, launch: Launch, tile: Tile, heads: int, dtype: torch.dtype) -> Tensor:
+        """What each weight of a tile is multiplied by: (heads, query rows, key rows), 0 or 1 / (1 − rate)."""
+        document, q_position, k_position = launch.tokens
+        rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
+        head = torch.arange(self.first_head, self.first_head + heads, device=launch.device)
+        row = _absorb(_absorb(_absorb(_as_signed(self.seed), head)[:, None], document[rows]), q_position[rows])
+        word = _absorb(row.unsqueeze(-1), k_position[keys])  # (heads, query rows, key rows)
+        is_kept = _shift_right(word, 64 - _BITS) >= round(self.rate * (1 << _BITS))
+        return is_kept.to(dtype).div_(1.0 - self.rate)
+
+
+def mix_seed(*words: int) -> int:
+    """One seed of several integers."""
+    state = torch.zeros((), dtype=torch.int64)
+    for word in words:
+        state = _absorb(state, torch.tensor(_as_signed(word)))
+    return int(state)
+
+
+def _absorb(state: Tensor | int, word: Tensor) -> Tensor:
+    """splitmix64's finaliser of state + (word + 1) · golden ratio."""
+    x = state + (word + 1) * _GOLDEN
+    x.bitwise_xor_(_shift_right(x, 30)).mul_(_FIRST)
+    x.bitwise_xor_(_shift_right(x, 27)).mul_(_SECOND)
+    return x.bitwise_xor_(_shift_right(x, 31))
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """x >> bits of unsigned words: the sign bit does not spread."""
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
 
 NUMBERS_AT_ONCE = 1 << 23  # of (rows, heads, head size) whose products with the gradient are held: 32 MiB in float32
 _CPU, _CAUSAL = torch.device("cpu"), Mask()
@@ -68,8 +128,8 @@ class AttentionCall:
     `sign`, which q is multiplied by, for kernels find the largest score before they scale. `sinks` (N,) and `dropout`
     are those of the heads at hand. `one_document`: every group has one document, so that a launch has few tiles.
     `spans`: rows of some document see later ones too (`layout/spans.py`), under a causal mask.
-    `deterministic`: the same bits again; torch's own switch by default. Who asks for a kernel or a communication type
-    alone leaves out the rest:
+    `deterministic`: the same bits again; torch's own switch by default. A caller who only looks for a
+    kernel or a communication type leaves out the rest:
 
     >>> choose(AttentionCall(32, 8, 192, 128, torch.float32)).name
     'cpu_flash'
@@ -110,7 +170,7 @@ class AttentionCall:
 
 
 class AttentionCache:
-    """What attention derives from a shard, for all layers: `shard.derived.attention`.
+    """What attention derives from a shard, for all layers (`cache_of`).
 
     `calls` by what they are made of, `members` by the group's index, the neighbours that act as one and the mask, and
     the type that "auto" stands for by the group's index and the call's sizes.
@@ -123,12 +183,16 @@ class AttentionCache:
         self.automatic: dict[Any, tuple[str, int]] = {}
 
 
+_caches = WeakKeyDictionary[SequenceShard, AttentionCache]()  # freed with their shards
+
+
 def cache_of(shard: SequenceShard) -> AttentionCache:
     """What attention derives from a shard, made on first use."""
-    if shard.derived.attention is None:
+    cache = _caches.get(shard)
+    if cache is None:
         listed = any(not isinstance(group.cp_comm_type, str) for group in shard.micro_batch.groups)
-        shard.derived.attention = AttentionCache(listed_by_layer=listed)
-    return shard.derived.attention
+        cache = _caches[shard] = AttentionCache(listed_by_layer=listed)
+    return cache
 
 
 class Gradients(NamedTuple):
@@ -147,7 +211,7 @@ def add_block(
     assert call.kernel is not None
     for launch in launches:
         rows, keys = launch.q_rows, launch.k_rows
-        out, lse = call.kernel.forward(taken(q, rows), taken(k, keys), taken(v, keys), launch, call)
+        out, lse = call.kernel.forward(take_rows(q, rows), take_rows(k, keys), take_rows(v, keys), launch, call)
         total.add(rows, out, lse)
 
 
@@ -162,14 +226,16 @@ def block_gradients(
     addends, (q, k, v, out, lse) = list[Addend](), saved
     for launch in launches:
         rows, keys = launch.q_rows, launch.k_rows
-        of_launch = Saved(taken(q, rows), taken(k, keys), taken(v, keys), taken(out, rows), taken(lse, rows))
-        gradient, *of_keys = call.kernel.backward(taken(dout, rows), of_launch, launch, call)
+        of_launch = Saved(
+            take_rows(q, rows), take_rows(k, keys), take_rows(v, keys), take_rows(out, rows), take_rows(lse, rows)
+        )
+        gradient, *of_keys = call.kernel.backward(take_rows(dout, rows), of_launch, launch, call)
         dq.add(rows, gradient)
         addends.append(Addend(keys, of_keys))
     return addends
 
 
-def summed(addends: list[Addend], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def sum_addends(addends: list[Addend], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The sums dk (Tk, K, H) and dv (Tk, K, Hv) of a block's parts."""
     dk, dv = RowSum(tuple(k.shape), k), RowSum(tuple(v.shape), v)
     for rows, (of_k, of_v) in addends:

@@ -5,7 +5,7 @@ walks the ring again instead of keeping the blocks, and each block's gradient tr
 
 What no query sees is not computed. Under a window, or chunks, narrow against the documents it is not sent either, and
 there is no ring: a member's runs of rows need at most window − 1 rows before each, the window rows, which come straight
-from their owners (`geometry/members.py` says which). They arrive in one exchange and are laid with the member's own
+from their owners (`members.py` finds which). They arrive in one exchange and are laid with the member's own
 rows in document order, so that a run sees one band and nothing is merged; their gradients go straight back. A ring
 could not leave out much, for in zigzag order one of the two neighbours whose rows are seen comes last in it.
 """
@@ -14,10 +14,17 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from longspan.attention.call import AttentionCall, Gradients, Saved, add_block, block_gradients, sink_gradient, summed
-from longspan.attention.geometry.members import Members
-from longspan.attention.sums.accumulators import Partial, RowSum
-from longspan.attention.sums.rows import accumulation_dtype, add_addends, join_columns, joined_heads
+from longspan.attention.call import (
+    AttentionCall,
+    Gradients,
+    Saved,
+    add_block,
+    block_gradients,
+    sink_gradient,
+    sum_addends,
+)
+from longspan.attention.members import Members
+from longspan.attention.rows import Partial, RowSum, accumulation_dtype, add_addends, concat_heads, join_columns
 from longspan.comm import Addend, GradientRing, RingBlocks, split_columns
 
 HALVES_BYTES = 48 << 20  # of a block's gradients: a message that is worth one more launch to hide (H200)
@@ -33,7 +40,7 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: Attent
     else:
         for owner, (block_k, block_v) in RingBlocks(members.channel, (k, v), members.counts, "attention ring forward"):
             add_block(total, q, block_k, block_v, members.launches(owner), call)
-    out, lse = total.with_sinks(call.sinks)
+    out, lse = total.result_with_sinks(call.sinks)
     return out, [Saved(q, k, v, out, lse)]
 
 
@@ -45,7 +52,7 @@ def ring_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members,
     dq = RowSum(tuple(saved.q.shape), saved.q)
     if members.degree == 1:
         addends = block_gradients(dq, dout, saved, members.launches(0), call)
-        dk, dv = summed(addends, saved.k, saved.v)
+        dk, dv = sum_addends(addends, saved.k, saved.v)
     else:
         dk, dv = _ring_gradients(dq, dout, saved, members, call)
     return Gradients(dq.result(), dk, dv, sink_gradient(dout, saved.out, saved.lse, call.sinks))
@@ -56,8 +63,8 @@ def _ring_gradients(
 ) -> tuple[Tensor, ...]:
     """dk and dv, summed over the members. The own block waits for no one: its work hides the first and last message."""
     channel, keys, dtype = members.channel, (saved.k, saved.v), accumulation_dtype(saved.k.dtype)
-    what = "attention ring backward, gradients"
-    sums = GradientRing(channel, keys, members.counts, what, add=add_addends, dtype=dtype)
+    label = "attention ring backward, gradients"
+    sums = GradientRing(channel, keys, members.counts, label, add=add_addends, dtype=dtype)
     (first_heads, *later_heads), parts = _slices_of_own_block(saved), list[tuple[Tensor, Tensor]]()
     for owner, (k, v) in RingBlocks(channel, keys, members.counts, "attention ring backward"):
         if owner == members.member:
@@ -66,7 +73,7 @@ def _ring_gradients(
             sums.add(owner, block_gradients(dq, dout, saved._replace(k=k, v=v), members.launches(owner), call))
     parts += [_own_gradients(dq, dout, saved, members, call, heads) for heads in later_heads]
     dk, dv = zip(*parts, strict=True)
-    return sums.finish([Addend(slice(0, len(saved.k)), (joined_heads(dk), joined_heads(dv)))])
+    return sums.finish([Addend(slice(0, len(saved.k)), (concat_heads(dk), concat_heads(dv)))])
 
 
 def _slices_of_own_block(saved: Saved) -> list[slice]:
@@ -87,7 +94,7 @@ def _own_gradients(
     part = Saved(q[:, heads], k[:, kv_heads], v[:, kv_heads], out[:, heads], lse[:, heads])
     dq_part, launches = RowSum(tuple(part.q.shape), part.q), members.launches(members.member)
     addends = block_gradients(dq_part, dout[:, heads], part, launches, call.for_heads(heads.start, heads.stop))
-    gradients = summed(addends, part.k, part.v)
+    gradients = sum_addends(addends, part.k, part.v)
     dq.add_heads(heads, dq_part.result())
     return gradients
 
@@ -99,7 +106,7 @@ def window_forward(
     total = Partial(q.shape[0], q.shape[1], v.shape[2], like=q)
     seen_k, seen_v = _fetch(members, (k, v), "attention window rows forward")
     add_block(total, q, seen_k, seen_v, members.window_rows.launches, call)
-    out, lse = total.with_sinks(call.sinks)
+    out, lse = total.result_with_sinks(call.sinks)
     return out, [Saved(q, k, v, out, lse)]
 
 
@@ -108,28 +115,28 @@ def window_backward(dout: Tensor, saved: Saved, members: Members, call: Attentio
     dq = RowSum(tuple(saved.q.shape), saved.q)
     k, v = _fetch(members, (saved.k, saved.v), "attention window rows backward")
     addends = block_gradients(dq, dout, saved._replace(k=k, v=v), members.window_rows.launches, call)
-    dk, dv = _return_gradients(members, summed(addends, k, v), "attention window rows backward, gradients")
+    dk, dv = _return_gradients(members, sum_addends(addends, k, v), "attention window rows backward, gradients")
     return Gradients(dq.result(), dk, dv, sink_gradient(dout, saved.out, saved.lse, call.sinks))
 
 
-def _fetch(members: Members, tensors: tuple[Tensor, Tensor], what: str) -> tuple[Tensor, ...]:
+def _fetch(members: Members, tensors: tuple[Tensor, Tensor], label: str) -> tuple[Tensor, ...]:
     """The members' tensors (T, …) to the rows seen here."""
     rows = members.window_rows
     counts = [len(sent) for sent in rows.sends]
     sent = join_columns(tensors, rows.sent)
-    handle = members.channel.all_to_all_rows(sent, counts, rows.receives, what)
+    handle = members.channel.all_to_all_rows(sent, counts, rows.receives, label)
     seen = sent.new_empty((rows.rows, sent.shape[1]))
     seen.index_copy_(0, rows.own_places, join_columns(tensors, rows.own_rows))
     seen.index_copy_(0, rows.places, handle.wait())
     return split_columns(seen, [x.shape[1:] for x in tensors])
 
 
-def _return_gradients(members: Members, gradients: tuple[Tensor, Tensor], what: str) -> tuple[Tensor, ...]:
+def _return_gradients(members: Members, gradients: tuple[Tensor, Tensor], label: str) -> tuple[Tensor, ...]:
     """Gradients of the rows seen here to the sums over members of those of the own rows; summed in member order."""
     rows, dtype = members.window_rows, accumulation_dtype(gradients[0].dtype)
     counts = [len(sent) for sent in rows.sends]
     foreign = join_columns(gradients, rows.places, dtype)
-    handle = members.channel.all_to_all_rows(foreign, rows.receives, counts, what)
+    handle = members.channel.all_to_all_rows(foreign, rows.receives, counts, label)
     total = join_columns(gradients, rows.own_places, dtype)
     local_rows = members.counts[members.member]
     if len(total) < local_rows:  # rows that pad documents out see nothing, and nothing sees them

@@ -46,7 +46,7 @@ class Recording:
     """
 
     def __init__(self, park: Park | None = None) -> None:
-        self._park: Park = park or _in_place
+        self._park: Park = park or _keep_in_place
         self._calls: list[Any] = []
         self._next: int | None = None  # None: recording
 
@@ -57,13 +57,13 @@ class Recording:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Attention calls inside are remembered."""
-        with _active(self, None):
+        with _activate(self, None):
             yield
 
     @contextmanager
     def recompute(self) -> Iterator[None]:
         """Attention calls inside get what those in `forward` gave."""
-        with _active(self, 0):
+        with _activate(self, 0):
             yield
 
     def output(self, compute: Callable[[], Result], inputs: Sequence[Tensor]) -> Result:
@@ -78,7 +78,7 @@ class Recording:
         assert self._next < len(self._calls), "a recomputed layer calls attention more often than its forward pass did"
         call = self._calls[self._next]
         self._next += 1
-        return tree_map(lambda x: _restored(x, inputs), call, is_leaf=lambda x: isinstance(x, _OfInput | _Parked))
+        return tree_map(lambda x: _restore(x, inputs), call, is_leaf=lambda x: isinstance(x, _OfInput | _Parked))
 
     def _keep(self, x: Any, inputs: Sequence[Tensor]) -> Any:
         if not isinstance(x, Tensor):
@@ -107,7 +107,7 @@ class _Reentrant(AbstractContextManager[None]):
 
 
 @contextmanager
-def _active(recording: Recording, start: int | None) -> Iterator[None]:
+def _activate(recording: Recording, start: int | None) -> Iterator[None]:
     token, recording._next = active_recording.set(recording), start
     try:
         yield
@@ -115,12 +115,12 @@ def _active(recording: Recording, start: int | None) -> Iterator[None]:
         active_recording.reset(token)
 
 
-def _restored(x: Any, inputs: Sequence[Tensor]) -> Any:
+def _restore(x: Any, inputs: Sequence[Tensor]) -> Any:
     if isinstance(x, _OfInput):
         source = inputs[x.input_index]
         return source.as_strided(x.size, x.stride, source.storage_offset() + x.offset)
     return x.fetch() if isinstance(x, _Parked) else x
 
 
-def _in_place(x: Tensor) -> Callable[[], Tensor]:
+def _keep_in_place(x: Tensor) -> Callable[[], Tensor]:
     return x.detach

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from longspan.attention.kernels import KERNELS
-from longspan.attention.kernels.table import FEATURES, Kernel, short
+from longspan.attention.kernels.table import FEATURES, Kernel, dtype_name
 
 _MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -95,7 +95,7 @@ def kernel_rows() -> list[tuple[str, ...]]:
 
 
 def _kernel_row(kernel: Kernel) -> tuple[str, ...]:
-    dtypes = ", ".join(short(dtype) for dtype in kernel.dtypes)
+    dtypes = ", ".join(dtype_name(dtype) for dtype in kernel.dtypes)
     features = ("yes" if feature in kernel.features else "no" for feature in FEATURES)
     deterministic = "in deterministic mode" if kernel.deterministic else "no"
     where = f"{' and '.join(kernel.devices)}: {dtypes}"
@@ -116,7 +116,7 @@ def feature_rows() -> list[tuple[str, ...]]:
     return rows
 
 
-def with_tables(page: str) -> str:
+def fill_tables(page: str) -> str:
     """A page whose marked tables are those of this version."""
     tables = {"features": feature_rows(), "types": TYPE_ROWS, "kernels": kernel_rows()}
     return _MARKED.sub(lambda marked: marked[1] + _markdown(tables[marked[2]]) + marked[3], page)
@@ -130,4 +130,4 @@ def _markdown(rows: Sequence[Sequence[str]]) -> str:
 
 if __name__ == "__main__":
     path = Path(sys.argv[1])
-    path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
+    path.write_text(fill_tables(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,6 +1,6 @@
 """Every row of an encoder straight to the rank that needs it, and its whole gradient straight back.
 
-Which rows these are is said by row ids, never by implied order. Splicing the rows among text embeddings is not done
+Row ids identify these rows, never their order. Splicing the rows among text embeddings is not done
 here.
 """
 
@@ -30,7 +30,7 @@ class Bridge:
     >>> y_local = bridge(x_local)                              # (rows here of have, …) -> (rows here of need, …)
 
     Layouts may differ in any way: rows may be split, replicated or reordered on either side, and ranks may have or need
-    none. `gradient` says what the copies of a row on the need side carry: *partial*, each rank the gradient of its own
+    none. `gradient` is what the copies of a row on the need side carry: *partial*, each rank the gradient of its own
     use, to be summed; *identical*, all the same one, of which one is taken (replicas of one computation);
     *partial_over_slots*, the same one on the tensor-parallel ranks of a slot of the world's home, of which one is
     taken, and those of different slots are summed; *none*, no gradient flows back (a frozen encoder). In backward

@@ -1,14 +1,13 @@
-"""Documents with items, such as images: token ids with placeholders, and what an encoder is given for each item."""
+"""Documents with items, such as images: token ids with placeholders, and the encoder's input for each item."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from longspan.errors import DataError, counted
-from longspan.layout import Partition
+from longspan.layout import Integers, Partition
 from longspan.layout.packing import NO_TARGET
 from longspan.plan.items import Item, ItemTable
 
@@ -20,8 +19,8 @@ class ItemDocuments:
     >>> plan = plan_dynamic(documents.lengths, home, targets=documents.targets, max_tokens_per_slot=1024)
     >>> run_step(model, plan, documents, world)                 # model is a MultimodalModel
 
-    `tokens[d]` has a length and is indexed by an int64 array of positions; `read(i)`, or `read[i]`, is what the encoder
-    is given for `items[i]`, asked of the ranks that encode it, whereas `items` are known to every rank. What stands at
+    `tokens[d]` has a length and is indexed by an int64 array of positions; `read(i)`, or `read[i]`, is the
+    encoder's input for `items[i]`, read by the ranks that encode it, whereas every rank has `items`. What stands at
     the positions of an item is neither embedded nor predicted. A document may have labels (`longspan.Document`).
     `positions(d)` gives a document's positions in several parts (M-RoPE), an int64 array (3 or 4, T), or None where
     they are plain; attention sees the plain ones always. Raises DataError for items that do not fit.
@@ -32,7 +31,7 @@ class ItemDocuments:
         tokens: Sequence[Any],
         items: Sequence[Item],
         read: Callable[[int], Any] | Sequence[Any],
-        positions: Callable[[int], npt.NDArray[np.int64] | None] | None = None,
+        positions: Callable[[int], Integers | None] | None = None,
     ) -> None:
         self.tokens, self.items, self._read, self._positions = tokens, tuple(items), read, positions
         self.lengths = tuple(len(tokens[document]) for document in range(len(tokens)))
@@ -55,10 +54,10 @@ class ItemDocuments:
         return sum(targets_beside_items(self.tokens, self.item_table))
 
     def read(self, item: int) -> Any:
-        """What the encoder is given for an item."""
+        """The encoder's input for an item."""
         return self._read(item) if callable(self._read) else self._read[item]
 
-    def positions(self, document: int) -> npt.NDArray[np.int64] | None:
+    def positions(self, document: int) -> Integers | None:
         """The positions of a document in several parts (3 or 4, T); None where they are plain."""
         return None if self._positions is None else self._positions(document)
 
@@ -104,7 +103,7 @@ def targets_beside_items(documents: Any, items: ItemTable) -> tuple[int, ...]:
     """How many tokens each document predicts: all but the first and placeholders, those with a label where it has some.
 
     A document with labels has `targets`, their number beyond position 0, and `labels(positions)`, −100 where none is,
-    which are read for placeholders alone.
+    which are read only for placeholders.
     """
     return tuple(_targets_beside_items(documents[document], document, items) for document in range(len(items.lengths)))
 

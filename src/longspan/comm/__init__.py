@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from longspan.comm.all_ranks import on_all_ranks as on_all_ranks
+    from longspan.comm.all_ranks import patience as patience
+    from longspan.comm.all_ranks import raise_first_error as raise_first_error
+    from longspan.comm.all_ranks import result_or_first_error as result_or_first_error
     from longspan.comm.groups.channel import Channel as Channel
-    from longspan.comm.groups.handle import Handle as Handle
-    from longspan.comm.host_arrays import to_device as to_device
+    from longspan.comm.groups.channel import Handle as Handle
     from longspan.comm.moves.ring import Addend as Addend
     from longspan.comm.moves.ring import GradientRing as GradientRing
     from longspan.comm.moves.ring import RingBlocks as RingBlocks
@@ -18,10 +21,7 @@ if TYPE_CHECKING:
     from longspan.comm.shard import SequenceShard as SequenceShard
     from longspan.comm.shard import bind as bind
     from longspan.comm.shard_part import ShardPart as ShardPart
-    from longspan.comm.waiting import on_all_ranks as on_all_ranks
-    from longspan.comm.waiting import patience as patience
-    from longspan.comm.waiting import raise_first_error as raise_first_error
-    from longspan.comm.waiting import result_or_first_error as result_or_first_error
+    from longspan.comm.shard_part import to_device as to_device
     from longspan.comm.world import World as World
     from longspan.comm.world import world_of as world_of
     from longspan.launch.launch import run_local as run_local

@@ -5,15 +5,89 @@ and writing many gigabytes does: the ranks wait for each other as long as each o
 must not communicate.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from threading import Event, Thread
 from typing import Any, TypeVar
 
-from longspan.comm import World, on_all_ranks, patience, result_or_first_error
+from longspan.comm.world import World
 from longspan.errors import LongspanError
 from longspan.files import os_error_text
 
 Result = TypeVar("Result")
+LongspanErrorKind = TypeVar("LongspanErrorKind", bound=LongspanError)
+
+_BEAT = 10.0  # seconds between two signs of life, at most
+
+
+@contextmanager
+def patience(world: World) -> Iterator[None]:
+    """All ranks leave together, however long each takes inside; entered by all ranks, which do not communicate inside.
+
+    Another thread meanwhile signals that this rank still works, so that the time-out bounds how long a rank may be
+    silent and not how long it works. Raises CommError for a rank that is lost.
+    """
+    ended, failures = Event(), list[BaseException]()
+
+    def beat() -> None:
+        try:
+            while world.control.any_rank(not ended.wait(min(_BEAT, world.timeout / 4))):
+                pass
+        except BaseException as error:  # raised where the others are waited for
+            failures.append(error)
+
+    thread = Thread(target=beat, name="longspan-patience", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def result_or_first_error(
+    world: World, work: Callable[[], Result], error_of: Callable[[Exception], LongspanError]
+) -> Result:
+    """This rank's result of `work`, however long it takes; where a rank failed, all raise the first such rank's error.
+
+    >>> result_or_first_error(world, read_file, lambda error: DataError(f"the file cannot be read: {error}"))
+
+    Entered by all ranks, which do not communicate in `work`. `error_of` makes the error that the ranks tell each other.
+    """
+    result, error = None, None
+    with patience(world):
+        try:
+            result = work()
+        except Exception as failure:
+            error = error_of(failure)
+            error.__cause__ = failure if error is not failure else failure.__cause__
+    raise_first_error(world, error)
+    return result  # pyright: ignore[reportReturnType]
+
+
+def raise_first_error(world: World, error: LongspanError | None) -> None:
+    """Raise the error of the first rank that has one, on every rank, from this rank's own; entered by all.
+
+    An error of another rank than the home's first gets the rank's number, unless its text has it.
+    """
+    errors = world.control.gather_objects(error, "gather of errors")
+    for rank, theirs in zip(world.home.ranks, errors, strict=True):
+        if theirs is not None:
+            named = rank == world.home.ranks[0] or re.search(rf"\brank {rank}\b", str(theirs))
+            where = "" if named else f" (on rank {rank})"
+            raise on_all_ranks(type(theirs)(f"{theirs}{where}")) from error
+
+
+def on_all_ranks(error: LongspanErrorKind) -> LongspanErrorKind:
+    """An error that every rank is about to raise at the same place, marked as such."""
+    error.on_all_ranks = True
+    return error
+
+
 LogLine = Callable[[str], None]
 
 
@@ -22,12 +96,12 @@ def is_first_rank(world: World) -> bool:
     return world.rank == world.home.ranks[0]
 
 
-def on_every_rank(world: World, work: Callable[[], Result], os_error_as: type[LongspanError]) -> Result:
+def run_on_every_rank(world: World, work: Callable[[], Result], os_error_as: type[LongspanError]) -> Result:
     """This rank's result of `work`. Where one rank failed, all raise its error (an OSError as `os_error_as`)."""
-    return result_or_first_error(world, work, partial(_told, os_error_as=os_error_as))
+    return result_or_first_error(world, work, partial(_as_shared_error, os_error_as=os_error_as))
 
 
-def on_first_rank(world: World, work: Callable[[], Result], os_error_as: type[LongspanError]) -> Result:
+def run_on_first_rank(world: World, work: Callable[[], Result], os_error_as: type[LongspanError]) -> Result:
     """The first rank's result of `work`, on every rank; its error is raised on every rank."""
     with patience(world):
         answer: Any = result_or_error(work, os_error_as) if is_first_rank(world) else None
@@ -42,11 +116,11 @@ def result_or_error(work: Callable[[], Any], os_error_as: type[LongspanError]) -
     try:
         return work(), None
     except (LongspanError, OSError) as error:
-        return None, _told(error, os_error_as)
+        return None, _as_shared_error(error, os_error_as)
 
 
-def _told(error: Exception, os_error_as: type[LongspanError]) -> LongspanError:
-    """What the other ranks are told of an error. One that is nobody's mistake is raised here, alone."""
+def _as_shared_error(error: Exception, os_error_as: type[LongspanError]) -> LongspanError:
+    """The error to send to the other ranks. One that is no caller's mistake is raised here, on this rank only."""
     if isinstance(error, OSError):
         return os_error_as(os_error_text(error))
     if isinstance(error, LongspanError):

@@ -1,4 +1,4 @@
-"""Values of the host that ranks share: digests, flags, sums, small objects. Over gloo, also beside GPUs.
+"""Values of the host that ranks share: digests, flags, sums, small objects. Over gloo, with GPUs too.
 
 Tensors of the model never come here.
 """
@@ -6,16 +6,14 @@ Tensors of the model never come here.
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.comm.failure.watch import Watch
 from longspan.comm.groups.process_groups import ProcessGroups
+from longspan.comm.watch import Watch
 from longspan.errors import CommError
-from longspan.layout import Layout
+from longspan.layout import Floats, Layout
 from longspan.layout.layout import short
 
 T = TypeVar("T")
@@ -41,7 +39,7 @@ class ControlGroup:
     def agree(self, digest: str, *, flag: bool = False, what: str = "plans", hint: str = "") -> bool:
         """Compare a hexadecimal digest over all ranks; returns whether the `flag` is set on any of them.
 
-        Raises CommError that says which ranks hold `what`, and what to do: `hint`.
+        Raises CommError with the ranks that hold each of the different `what`, and a `hint` what to do.
         """
         return self.agree_on_flags(digest, flag, what=what, hint=hint)[0]
 
@@ -115,7 +113,7 @@ class ControlGroup:
         ranks = [rank for stage in range(self.home.pp) for rank in self.home.plane(pp=stage)]
         return torch.stack([numbers[rank] for rank in ranks]).sum(0).tolist()
 
-    def sum_of_arrays(self, values: npt.NDArray[np.float64], what: str = "sum of arrays") -> npt.NDArray[np.float64]:
+    def sum_of_arrays(self, values: Floats, what: str = "sum of arrays") -> Floats:
         """Sums over all ranks of an array's elements, in memory of one array: the same bits on every rank."""
         total = torch.from_numpy(values).clone()
         with self._watch.during(what, self.home.ranks):

@@ -56,7 +56,7 @@ def allow_open_files(size: int) -> None:
 
 
 def choose_device(backend: str | None, device: torch.device | str | None, local_rank: int) -> torch.device:
-    """The device of this rank: the one that was asked for, or its GPU where there are GPUs, or the CPU.
+    """The device of this rank: the requested one, or its GPU where there are GPUs, or the CPU.
 
     Raises CommError for a backend that longspan does not use, and where there are fewer GPUs than local ranks.
     """

@@ -1,26 +1,68 @@
 """What one rank does in one micro-batch: its rows, their positions, and how its groups talk.
 
-`bind` computes it from integers alone and never communicates. A SequenceShard is the single extra argument that a model
+`bind` computes it only from integers and never communicates. A SequenceShard is the single extra argument that a model
 receives; it refers to its world by key and holds no process group, so that it may be kept, passed through FSDP2 and
 bound again by activation recomputation.
 
 Rows of a slot: group after group in plan order, document after document, in the order of the group's partition.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from longspan.comm.derived import Derived
-from longspan.comm.host_arrays import to_device
-from longspan.comm.shard_part import Immutable, ShardPart, parts_of_slot
-from longspan.comm.shard_rows import counts_of_slots, lay_out, packed_order
+from longspan.comm.shard_part import (
+    Immutable,
+    ShardPart,
+    counts_of_slots,
+    lay_out,
+    packed_order,
+    parts_of_slot,
+    to_device,
+)
 from longspan.comm.world import World, world_of
 from longspan.errors import LayoutError, PlanError
-from longspan.layout.segments import Rows
+from longspan.layout.segments import Integers
 from longspan.layout.spans import NO_SPANS, Spans, SpansOfDocuments
 from longspan.plan import MicroBatch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def outside_graphs(fn: Function) -> Function:
+    """torch.compile ends its graph before a call of this function and begins another after it."""
+    return cast(Function, torch.compiler.disable(fn))
+
+
+class Derived:
+    """What belongs to a shard for as long as it lives, but is no part of its value.
+
+    `packed_order` and `real_rows` are computed on first use, by the shard. The others are set by `train/encoding`:
+    `spliced` are rows that take the places of token embeddings: (local rows (n,), rows (n, D)) of every modality, by
+    how many tokens further on than the local rows the embedded tokens are, which is `ahead` now; `added` by decoder
+    layer those that are added to what the layer returns; `leaves` are what collects the gradients of both.
+
+    A module that derives something else from a shard keeps it in a `WeakKeyDictionary` of its own, by shard.
+    """
+
+    __slots__ = (
+        "added",
+        "ahead",
+        "leaves",
+        "packed_order",
+        "real_rows",
+        "spliced",
+    )
+
+    def __init__(self) -> None:
+        self.packed_order: tuple[tuple[int, ...], Tensor] | None = None  # for these starts of the slots' rows
+        self.real_rows: Tensor | None = None
+        self.ahead = 0
+        self.spliced: dict[int, tuple[tuple[Tensor, Tensor], ...]] = {}
+        self.leaves: tuple[Tensor, ...] = ()
+        self.added: dict[int, tuple[tuple[Tensor, Tensor], ...]] = {}
 
 
 class SequenceShard(Immutable):
@@ -60,7 +102,7 @@ class SequenceShard(Immutable):
     parts: tuple[ShardPart, ...]
     rows: Tensor
     position_ids: Tensor
-    documents: Rows
+    documents: Integers
     cu_seqlens: Tensor
     device: torch.device
     derived: Derived
@@ -160,7 +202,7 @@ class SequenceShard(Immutable):
     def scatter(self, x: Tensor, fill: float = 0) -> Tensor:
         """(S, …) packed rows, the same on every rank, to this rank's (T, …); padding rows hold `fill`. Local.
 
-        Padding rows are those of `with_padding`, of which a slot without documents has nothing else, and those of a
+        Padding rows are those of `with_padding`, the only rows of a slot without documents, and those of a
         group with `pad_to`. Labels want `fill=-100`, which torch's cross entropy leaves out: with the 0 that suits
         token ids, padding would be trained to predict token 0.
 

@@ -1,9 +1,19 @@
-"""This rank's share of each group of a micro-batch, and the base of values that a micro-batch is bound to."""
+"""This rank's share of each group of a micro-batch, and which rows the slots hold, in integers on the host.
 
+Also the base of values that a micro-batch is bound to, and `to_device`, which copies integers of the host to a device.
+"""
+
+from collections.abc import Sequence
 from typing import Any, NoReturn, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from longspan.errors import CommError
 from longspan.layout import Segments
+from longspan.layout.segments import Integers, expand
 from longspan.plan import Group, MicroBatch
 
 
@@ -11,7 +21,7 @@ class Immutable:
     """Attributes are set once, by `_set`. A plain class: FSDP2's mixed precision rebuilds dataclasses in keyword
     arguments and casts their tensors (torch 2.11 to 2.13)."""
 
-    __slots__ = ()
+    __slots__ = ("__weakref__",)
 
     def _set(self, **values: object) -> None:
         for name, value in values.items():
@@ -78,3 +88,78 @@ def parts_of_slot(micro_batch: MicroBatch, slot: int, world_key: int, padding: i
     for index, group in groups:
         parts.append(ShardPart(group, index, slot, parts[-1].stop if parts else 0, world_key))
     return tuple(parts)
+
+
+def to_device(x: npt.NDArray[np.generic], device: torch.device | str) -> Tensor:
+    """An array as a tensor on `device`; on a CPU it shares the array's memory.
+
+    On a GPU it goes through page-locked memory and the host does not wait. From ordinary memory CUDA lets all work that
+    is queued come to its end first, so that every micro-batch would begin with an empty queue.
+    """
+    tensor: Any = torch.from_numpy(x)
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def lay_out(
+    micro_batch: MicroBatch, parts: Sequence[ShardPart]
+) -> tuple[Integers, Integers, Integers, npt.NDArray[np.int32]]:
+    """Packed rows and positions of the local rows; document and boundaries of the local segments."""
+    bases = np.cumsum([0, *(group.tokens for group in micro_batch.groups)])
+    rows, positions = _concatenate_pairs([_part_rows(part, int(bases[part.index])) for part in parts])
+    documents, sizes = _concatenate_pairs([_segment_sizes(part) for part in parts])
+    return rows, positions, documents, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+
+
+def _part_rows(part: ShardPart, base: int) -> tuple[Integers, Integers]:
+    """(packed row, position) of each local row of a part whose group begins at packed row `base`."""
+    segments = part.segments()
+    sizes = segments.stop - segments.start
+    positions = np.arange(int(sizes.sum())) + np.repeat(segments.start - segments.offset, sizes)
+    lengths = np.asarray(part.group.lengths, dtype=np.int64)
+    starts = np.cumsum(lengths) - lengths
+    document = np.repeat(segments.document, sizes)
+    real = (positions < lengths[document]) & (part.index >= 0)
+    return np.where(real, base + starts[document] + positions, -1), positions
+
+
+def _segment_sizes(part: ShardPart) -> tuple[Integers, Integers]:
+    """Document ids that this part has rows of, and how many."""
+    segments = part.segments()
+    per_document = np.bincount(
+        segments.document, weights=segments.stop - segments.start, minlength=len(part.group.documents)
+    ).astype(np.int64)
+    present = np.flatnonzero(per_document)
+    return np.asarray(part.group.documents, dtype=np.int64)[present], per_document[present]
+
+
+def _concatenate_pairs(pairs: Sequence[tuple[Integers, Integers]]) -> tuple[Integers, Integers]:
+    none = np.zeros(0, dtype=np.int64)
+    return np.concatenate([none, *(one for one, _ in pairs)]), np.concatenate([none, *(other for _, other in pairs)])
+
+
+def counts_of_slots(micro_batch: MicroBatch, slots: int) -> list[int]:
+    """Rows that each slot holds."""
+    counts = [0] * slots
+    for group in micro_batch.groups:
+        for slot, rows in zip(group.slots, group.shares.counts, strict=True):
+            counts[slot] += rows
+    return counts
+
+
+def packed_order(micro_batch: MicroBatch, starts: Sequence[int]) -> Integers:
+    """Where each packed row (S,) is among the rows of all slots; those of slot s begin at `starts[s]`."""
+    sources, next_row, base = np.empty(micro_batch.tokens, dtype=np.int64), list(starts), 0
+    for group in micro_batch.groups:
+        lengths, counts = np.asarray(group.lengths, dtype=np.int64), group.shares.counts
+        first_rows = base + np.cumsum(lengths) - lengths
+        for member, slot in enumerate(group.slots):
+            segments = group.shares.segments(member)
+            real = lengths[segments.document] - segments.start  # up to the document's end; padding follows
+            sizes = np.clip(real, 0, segments.stop - segments.start)
+            begin, local = first_rows[segments.document] + segments.start, next_row[slot] + segments.offset
+            sources[expand(begin, begin + sizes)] = expand(local, local + sizes)
+            next_row[slot] += counts[member]
+        base += group.tokens
+    return sources

@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
+from longspan.comm.answering import AnsweringThread
 from longspan.comm.control_group import ControlGroup
-from longspan.comm.failure.answering import AnsweringThread
-from longspan.comm.failure.reports import FailureReports
-from longspan.comm.failure.watch import Watch
+from longspan.comm.failure_reports import FailureReports
 from longspan.comm.groups.channels import Channels
 from longspan.comm.groups.meshes import Meshes
 from longspan.comm.groups.process_groups import ByRanks, ProcessGroups
@@ -34,6 +33,7 @@ from longspan.comm.rendezvous import (
     wait_for_all_ranks,
     wait_until_destroyed,
 )
+from longspan.comm.watch import Watch
 from longspan.errors import CommError, counted
 from longspan.layout import Coordinates, Layout
 from longspan.layout.layout import short
@@ -64,8 +64,8 @@ class World:
     ...     world.prepare(plan)
     ...     shard = bind(plan.micro_batches[0], world)
 
-    Reads torchrun's variables, or reuses an initialised default process group and leaves it alone on exit. `backend` is
-    "gloo" (CPU) or "nccl" (GPU, with gloo beside it for the host's integers); None takes GPUs where there are any.
+    Reads torchrun's variables, or reuses an initialised default process group and does not destroy it on exit.
+    `backend` is "gloo" (CPU) or "nccl" (GPU, with gloo for the host's integers); None takes GPUs where there are any.
     `timeout` in seconds bounds every collective. `max_groups` bounds the communicators of their own that `prepare`
     makes per slot (None: 4 on GPUs, where each costs 485 MiB, and none on CPUs, where they gain nothing).
 
@@ -95,7 +95,7 @@ class World:
     ) -> None:
         self.home, self.timeout, self.key = home, float(timeout), -1
         self._arguments = (backend, device, max_groups)
-        self._beside = ExitStack()  # worlds that are left with this one
+        self._inner_worlds = ExitStack()  # worlds that are left with this one
 
     # ---- opening and leaving
 
@@ -104,7 +104,7 @@ class World:
             raise CommError("this world is already open")
         wait_until_destroyed(self.timeout)
         self._made_default = not dist.is_initialized()
-        place = _started(self.home) if self._made_default else _running(self.home)
+        place = _torchrun_place(self.home) if self._made_default else _existing_place(self.home)
         self._take(place)
         allow_open_files(place.size)
         store = shared_store(place, self.timeout) if self._made_default else dist.distributed_c10d._get_default_store()
@@ -112,7 +112,7 @@ class World:
         return self
 
     def _take(self, place: Place) -> None:
-        """What this rank is and which device it has. It may be refused here, alone: no other rank knows of it yet."""
+        """Set this rank's place and device. An error here is this rank's only: nothing was communicated yet."""
         backend, device, max_groups = self._arguments
         self.rank = place.rank
         self.coordinates: Coordinates = self.home.coordinates(self.rank)
@@ -155,7 +155,7 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._beside.__exit__(kind, error, trace)
+            self._inner_worlds.__exit__(kind, error, trace)
             if error is None:
                 self.control.barrier("leaving the world")
         except BaseException as failure:
@@ -177,10 +177,10 @@ class World:
 
     # ---- what others ask an open world for
 
-    def beside(self, home: Layout) -> "World":
+    def open_inner(self, home: Layout) -> "World":
         """A world of another home over the same ranks, opened now and left with this one; entered by all ranks.
 
-        >>> encoder_world = world.beside(Layout(ranks=8, tp=2))
+        >>> encoder_world = world.open_inner(Layout(ranks=8, tp=2))
 
         The same world where the home is the same.
         """
@@ -188,7 +188,7 @@ class World:
         if home == self.home:
             return self
         backend, device, max_groups = self._arguments
-        return self._beside.enter_context(World(home, backend, self.timeout, device, max_groups=max_groups))
+        return self._inner_worlds.enter_context(World(home, backend, self.timeout, device, max_groups=max_groups))
 
     def prepare(self, plan: Plan) -> None:
         """Make the communicators of their own that this plan's groups gain from and lack; entered by all ranks.
@@ -231,7 +231,7 @@ def _watches() -> list[Watch]:
     return [watch for world in list(_worlds.values()) if (watch := vars(world).get("watch")) is not None]
 
 
-def _started(home: Layout) -> Place:
+def _torchrun_place(home: Layout) -> Place:
     """This process's place by torchrun's variables; a home of one rank needs none."""
     absent = [name for name in TORCHRUN_SETS if not os.environ.get(name)]
     if absent and home.ranks == (0,) and os.environ.get("WORLD_SIZE", "1") == "1":
@@ -248,7 +248,7 @@ def _started(home: Layout) -> Place:
     return Place(rank, size, int(os.environ.get("LOCAL_RANK", rank)), address)
 
 
-def _running(home: Layout) -> Place:
+def _existing_place(home: Layout) -> Place:
     """This process's place in the default process group, which somebody else initialised."""
     _check_size(home, dist.get_world_size())
     rank = dist.get_rank()

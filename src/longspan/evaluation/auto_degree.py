@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, on_first_rank
+from longspan.comm.all_ranks import LogLine, run_on_first_rank
 from longspan.config.eval_inheritance import held_out_set
 from longspan.config.eval_set import PLAN_KEYS, EvalConfig
 from longspan.config.sections import RunConfig
@@ -59,7 +59,7 @@ def chosen_on_ranks(
     if choice.degree:
         return choice, ""
     work = partial(chosen, choice, [int(n) for n in lengths], world.home, name=name, vpp=vpp)
-    choice, reason = on_first_rank(world, work, ConfigError)
+    choice, reason = run_on_first_rank(world, work, ConfigError)
     if reason:
         log(reason)
     return choice, reason

@@ -6,11 +6,14 @@ from longspan.layout.layout import Coordinates, Layout, check_degree
 from longspan.layout.packing import Packing, check_lengths
 from longspan.layout.partition import Partition
 from longspan.layout.row_moves import Placement
-from longspan.layout.segments import Segment, Segments
+from longspan.layout.segments import Flags, Floats, Integers, Segment, Segments
 
 __all__ = [
     "Coordinates",
     "Exchange",
+    "Flags",
+    "Floats",
+    "Integers",
     "Layout",
     "Packing",
     "Partition",

@@ -13,7 +13,7 @@ from longspan.errors import LayoutError
 from longspan.layout.partition import Partition
 from longspan.layout.row_blocks import Blocks, cut_into_blocks
 from longspan.layout.row_moves import Placement, RowMoves, plan_moves
-from longspan.layout.segments import Rows, sealed
+from longspan.layout.segments import Integers, as_read_only
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,29 +67,29 @@ class Exchange:
         self._check(rank)
         return len(np.setdiff1d(self.need.rows(rank), self.have.rows(rank)))
 
-    def send(self, rank: int, to: int) -> Rows:
+    def send(self, rank: int, to: int) -> Integers:
         """Indices in `rank`'s order of `have` of the rows that go to `to`, in the order in which they travel."""
         self._check(to)
         moves = self.moves(rank)
         begin = sum(moves.sends[:to])
-        return sealed(moves.leaves[begin : begin + moves.sends[to]])
+        return as_read_only(moves.leaves[begin : begin + moves.sends[to]])
 
     def receive(self, rank: int, frm: int) -> Placement:
         """Where the rows that arrive from `frm`, in the order in which they travel, go in `rank`'s order of `need`."""
         self._check(frm)
         moves = self.moves(rank)
-        return _placed(moves, sum(moves.receives[:frm]), moves.receives[frm])
+        return _placement(moves, sum(moves.receives[:frm]), moves.receives[frm])
 
     def keep(self, rank: int) -> Placement:
         """Rows that stay: indices in `rank`'s order of `have`, and where they go in its order of `need`."""
         moves = self.moves(rank)
-        place, target = _placed(moves, sum(moves.receives), len(moves.stays))
-        return Placement(sealed(moves.stays[place]), target)
+        place, target = _placement(moves, sum(moves.receives), len(moves.stays))
+        return Placement(as_read_only(moves.stays[place]), target)
 
     @cached_property
-    def counts(self) -> Rows:
+    def counts(self) -> Integers:
         """How many rows travel: (sender, receiver), zero on the diagonal."""
-        return sealed(np.array([self.moves(rank).sends for rank in range(self.degree)]))
+        return as_read_only(np.array([self.moves(rank).sends for rank in range(self.degree)]))
 
     def moves(self, rank: int) -> RowMoves:
         """What one rank does."""
@@ -134,8 +134,8 @@ class Exchange:
         return f"Exchange({self.degree} ranks, {int(self.counts.sum())} rows travel)"
 
 
-def _placed(moves: RowMoves, begin: int, count: int) -> Placement:
+def _placement(moves: RowMoves, begin: int, count: int) -> Placement:
     """Which of `count` rows of the pool from `begin` on go where, in their order."""
     target = np.flatnonzero((moves.places >= begin) & (moves.places < begin + count))
     order = np.argsort(moves.places[target], kind="stable")
-    return Placement(sealed(moves.places[target][order] - begin), sealed(target[order]))
+    return Placement(as_read_only(moves.places[target][order] - begin), as_read_only(target[order]))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from longspan.errors import LayoutError
 from longspan.layout.layout import check_degree, short
-from longspan.layout.segments import Rows, sealed
+from longspan.layout.segments import Integers, as_read_only
 
 NO_TARGET = -100  # the label of a row that predicts nothing, as Hugging Face has it
 _MOST_ROWS = 2**63 - 1
@@ -28,7 +28,7 @@ def check_lengths(lengths: Iterable[object], *, what: str = "length") -> tuple[i
     Takes any iterable of Python or numpy integers; it may be empty. Raises LayoutError, naming the index and the value,
     for what is not an integer (a bool, a float and NaN among them), zero or negative. `what` is the word for one entry.
     """
-    values = _listed(lengths, what)
+    values = _to_list(lengths, what)
     wrong = [kind for kind in set(map(type, values)) if not is_integer(kind)]
     if wrong:
         index = next(i for i, value in enumerate(values) if type(value) in wrong)
@@ -46,7 +46,7 @@ def check_lengths(lengths: Iterable[object], *, what: str = "length") -> tuple[i
     return integers
 
 
-def _listed(lengths: Iterable[object], what: str) -> list[object]:
+def _to_list(lengths: Iterable[object], what: str) -> list[object]:
     if isinstance(lengths, np.ndarray):
         array = cast(NDArray[Any], lengths)
         if array.ndim != 1:
@@ -104,16 +104,16 @@ class Packing:
         return -self.tokens % self.pad_to_multiple
 
     @cached_property
-    def cu_seqlens(self) -> Rows:
+    def cu_seqlens(self) -> Integers:
         """Where each document starts, and the end of the last: (documents + 1,) int64 from 0."""
-        return sealed(np.concatenate([[0], np.cumsum(np.array(self.lengths, dtype=np.int64))]))
+        return as_read_only(np.concatenate([[0], np.cumsum(np.array(self.lengths, dtype=np.int64))]))
 
     @cached_property
-    def positions(self) -> Rows:
+    def positions(self) -> Integers:
         """Position of each row inside its document: (S,) int64."""
-        return sealed(np.arange(self.tokens, dtype=np.int64) - self.cu_seqlens[self.document_of_row])
+        return as_read_only(np.arange(self.tokens, dtype=np.int64) - self.cu_seqlens[self.document_of_row])
 
     @cached_property
-    def document_of_row(self) -> Rows:
+    def document_of_row(self) -> Integers:
         """Index of the document that each row belongs to: (S,) int64."""
-        return sealed(np.repeat(np.arange(len(self.lengths), dtype=np.int64), self.lengths))
+        return as_read_only(np.repeat(np.arange(len(self.lengths), dtype=np.int64), self.lengths))

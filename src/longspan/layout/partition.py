@@ -1,4 +1,4 @@
-"""Who holds which rows: zigzag per document, contiguous, or given.
+"""Who holds which rows: zigzag per document, contiguous, or listed by the caller.
 
 A Partition is a value over integers. It keeps lengths, or runs, and expands them to rows on demand: asking one member
 of a group of 1024 costs a few array operations over the documents, whatever the degree. Not covered: who the members
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from longspan.errors import LayoutError
 from longspan.layout.layout import check_degree, short
 from longspan.layout.packing import check_lengths, is_integer
-from longspan.layout.segments import Rows, Segments, expand, sealed, segments_of
+from longspan.layout.segments import Integers, Segments, as_read_only, expand, segments_from_runs
 
 # 2^64 / golden ratio: its multiples modulo 2^64 lie evenly, whatever the stride.
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -40,7 +40,7 @@ class Partition(ABC):
 
     @staticmethod
     def zigzag(lengths: Iterable[object], degree: int) -> "Partition":
-        """Each document in 2·degree chunks, of which member r holds chunk r, then chunk 2·degree−1−r.
+        """Each document in 2·degree chunks; member r holds chunk r, then chunk 2·degree−1−r.
 
         A document of L rows gives every member L // degree rows; its L % degree remaining rows go round the members, on
         from where the document before stopped. So members differ by at most one row in all, and none holds more than
@@ -63,7 +63,7 @@ class Partition(ABC):
         Any ids, none, or ids that other members or the same member hold too. Raises LayoutError for ids that are not
         integers or are negative, and where there is no member.
         """
-        runs = tuple(_runs_of(member, rows) for member, rows in enumerate(rows_by_member))
+        runs = tuple(_find_runs(member, rows) for member, rows in enumerate(rows_by_member))
         if not runs:
             raise LayoutError("rows of 0 members are given; give one list of row ids, which may be empty, per member")
         return _Given(runs, len(runs))
@@ -79,17 +79,17 @@ class Partition(ABC):
         """How many rows each member holds."""
 
     @abstractmethod
-    def runs(self, member: int) -> Rows:
+    def runs(self, member: int) -> Integers:
         """The member's rows as half-open runs in held order, (runs, 2); runs that touch are one."""
 
     @abstractmethod
     def segments(self, member: int) -> Segments:
         """The member's runs inside their documents. Raises LayoutError for a partition `from_rows`."""
 
-    def rows(self, member: int) -> Rows:
+    def rows(self, member: int) -> Integers:
         """The member's row ids in held order."""
         runs = self.runs(member)
-        return sealed(expand(runs[:, 0], runs[:, 1]))
+        return as_read_only(expand(runs[:, 0], runs[:, 1]))
 
     def take(self, x: NDArray[Any], member: int) -> NDArray[Any]:
         """The member's rows of `x` (rows, …), which has one entry per row id."""
@@ -130,8 +130,8 @@ class _FromLengths(Partition):
         return int(self._starts[-1])
 
     @cached_property
-    def _starts(self) -> Rows:
-        return sealed(np.concatenate([[0], np.cumsum(np.array(self.lengths, dtype=np.int64))]))
+    def _starts(self) -> Integers:
+        return as_read_only(np.concatenate([[0], np.cumsum(np.array(self.lengths, dtype=np.int64))]))
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -146,21 +146,21 @@ class _FromLengths(Partition):
         self._check_member(member)
         segments = self._recent.pop(member, None)
         if segments is None:
-            segments = self._segments_of(member)
+            segments = self._make_segments(member)
         while len(self._recent) >= RECENT:
             del self._recent[next(iter(self._recent))]
         self._recent[member] = segments  # the latest is last
         return segments
 
     @abstractmethod
-    def _segments_of(self, member: int) -> Segments:
+    def _make_segments(self, member: int) -> Segments:
         """The member's runs inside their documents."""
 
-    def runs(self, member: int) -> Rows:
+    def runs(self, member: int) -> Integers:
         segments = self.segments(member)
         shift = self._starts[segments.document]
-        joined = segments_of(np.zeros_like(shift), segments.start + shift, segments.stop + shift)
-        return sealed(np.stack([joined.start, joined.stop], axis=1))
+        joined = segments_from_runs(np.zeros_like(shift), segments.start + shift, segments.stop + shift)
+        return as_read_only(np.stack([joined.start, joined.stop], axis=1))
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.lengths, self.degree)
@@ -173,11 +173,11 @@ class _FromLengths(Partition):
 class _DocumentShares(NamedTuple):
     """How the rows of each document are dealt to the members; arrays over documents."""
 
-    length: Rows
-    base: Rows  # rows that every member gets
-    extra: Rows  # rows beyond that, one each to the members from `first` on, cyclically
-    first: Rows
-    turn: Rows  # 0: the first member with an odd number of rows takes its longer chunk at the late end; 1: early
+    length: Integers
+    base: Integers  # rows that every member gets
+    extra: Integers  # rows beyond that, one each to the members from `first` on, cyclically
+    first: Integers
+    turn: Integers  # 0: the first member with an odd number of rows takes its longer chunk at the late end; 1: early
 
 
 @dataclass(frozen=True, repr=False)
@@ -191,7 +191,7 @@ class _Zigzag(_FromLengths):
         turn = (np.arange(len(length), dtype=np.uint64) * GOLDEN >> np.uint64(63)).astype(np.int64)
         return _DocumentShares(length, base, extra, first, turn)
 
-    def _cuts(self, member: int) -> tuple[Rows, Rows]:
+    def _cuts(self, member: int) -> tuple[Integers, Integers]:
         """Rows of each document in the early and in the late chunks of all members before this one."""
         length, base, extra, first, turn = self._document_shares
         extras = np.clip(member - first, 0, extra) + np.clip(first + extra - self.degree, 0, member)
@@ -200,13 +200,13 @@ class _Zigzag(_FromLengths):
         early = (rows - odd) // 2 + (odd + turn) // 2
         return early, length - (rows - early)
 
-    def _segments_of(self, member: int) -> Segments:
+    def _make_segments(self, member: int) -> Segments:
         early_start, late_stop = self._cuts(member)
         early_stop, late_start = self._cuts(member + 1)
         document = np.repeat(np.arange(len(self.lengths), dtype=np.int64), 2)
         start = np.stack([early_start, late_start], axis=1).reshape(-1)
         stop = np.stack([early_stop, late_stop], axis=1).reshape(-1)
-        return segments_of(document, start, stop)
+        return segments_from_runs(document, start, stop)
 
 
 @dataclass(frozen=True, repr=False)
@@ -215,19 +215,19 @@ class _Contiguous(_FromLengths):
         base, extra = divmod(self.total, self.degree)
         return member * base + min(member, extra)
 
-    def _segments_of(self, member: int) -> Segments:
+    def _make_segments(self, member: int) -> Segments:
         begin, end = self._cut(member), self._cut(member + 1)
         touched = slice(
             int(np.searchsorted(self._starts, begin, side="right")) - 1, int(np.searchsorted(self._starts, end))
         )
         start, stop = self._starts[:-1][touched], self._starts[1:][touched]
         document = np.arange(len(self.lengths), dtype=np.int64)[touched]
-        return segments_of(document, np.maximum(begin - start, 0), np.minimum(end, stop) - start)
+        return segments_from_runs(document, np.maximum(begin - start, 0), np.minimum(end, stop) - start)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Given(Partition):
-    member_runs: tuple[Rows, ...]
+    member_runs: tuple[Integers, ...]
     degree: int
 
     @property
@@ -242,7 +242,7 @@ class _Given(Partition):
     def counts(self) -> tuple[int, ...]:
         return tuple(int((runs[:, 1] - runs[:, 0]).sum()) for runs in self.member_runs)
 
-    def runs(self, member: int) -> Rows:
+    def runs(self, member: int) -> Integers:
         self._check_member(member)
         return self.member_runs[member]
 
@@ -269,14 +269,14 @@ class _Given(Partition):
         return f"Partition.from_rows({self.degree} members with {short(self.counts)} rows)"
 
 
-def _runs_of(member: int, rows: Iterable[int]) -> Rows:
+def _find_runs(member: int, rows: Iterable[int]) -> Integers:
     ids = _row_ids(member, rows)
     opens = np.flatnonzero(np.diff(ids, prepend=-2) != 1)
     closes = np.append(opens, len(ids))[1:] - 1
-    return sealed(np.stack([ids[opens], ids[closes] + 1], axis=1))
+    return as_read_only(np.stack([ids[opens], ids[closes] + 1], axis=1))
 
 
-def _row_ids(member: int, rows: object) -> Rows:
+def _row_ids(member: int, rows: object) -> Integers:
     if not isinstance(rows, Iterable):
         raise LayoutError(f"the rows of member {member} are {rows!r}; give a list of row ids for each member")
     array = cast(NDArray[Any], rows) if isinstance(rows, np.ndarray) else None

@@ -1,6 +1,7 @@
-"""The rows of several partitions as numbered blocks: runs of rows that are together wherever they are.
+"""The rows of several partitions as numbered blocks: rows that stay together in every run of every member.
 
-Members that hold long runs are then described by few numbers, whatever the number of rows.
+Members with long runs are then described by few numbers, whatever the number of rows. Which member sends which block
+is decided in `row_moves.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,53 +10,69 @@ from dataclasses import dataclass
 import numpy as np
 
 from longspan.layout.partition import Partition
-from longspan.layout.segments import Rows, expand
+from longspan.layout.segments import Integers, expand
 
 PIECES = 4096  # into which all rows are cut at least, so that members can share them evenly
-SPARSE = 4  # a table over all row ids is made unless these are more than so many times the ends of runs
+SPARSE = 4  # a table over all row ids is made unless they are more than this many times the cuts
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
     """The blocks of each member's rows, in its order; block b is rows `start[b]` to `start[b] + size[b]`."""
 
-    members: tuple[Rows, ...]
-    start: Rows
-    size: Rows
+    members: tuple[Integers, ...]
+    start: Integers
+    size: Integers
 
-    def places(self, member: int) -> Rows:
+    def places(self, member: int) -> Integers:
         """Where each of the member's blocks begins in its order of rows."""
         sizes = self.size[self.members[member]]
         return np.cumsum(sizes) - sizes
 
 
 def cut_into_blocks(*partitions: Partition) -> tuple[Blocks, ...]:
-    """The blocks of partitions, numbered alike for all of them."""
+    """The blocks of partitions, numbered alike for all of them.
+
+    Rows are cut wherever a run of any member begins or ends, and at every multiple of a step inside runs, so that
+    several members that have a long run can each send a part of it. Here with a step of 4:
+
+        row     0   1   2   3   4   5   6   7   8   9
+        have    |------ member 0 -------|-- member 1 ---|
+        need            |---- member 0 -----|
+        cuts    0       2       4       6   7   8       10
+        block   |   0   |   1   |   2   | 3 | 4 |   5   |
+
+    Member 0 of `have` has blocks 0, 1 and 2; member 0 of `need` needs blocks 1, 2 and 3.
+    """
     runs = [[partition.runs(member) for member in range(partition.degree)] for partition in partitions]
-    ends = [rows for members in runs for rows in members]
-    step = max(1, sum(int((rows[:, 1] - rows[:, 0]).sum()) for rows in ends) // PIECES)
-    bounds, number = _numbered([*ends, *(_inside(rows, step) for rows in ends)])
-    start, size = bounds[:-1], np.diff(bounds)
+    all_runs = [member_runs for members in runs for member_runs in members]
+    rows = sum(int((member_runs[:, 1] - member_runs[:, 0]).sum()) for member_runs in all_runs)
+    step = max(1, rows // PIECES)
+    cuts, cut_number = _number_cuts([*all_runs, *(_cuts_inside_runs(member_runs, step) for member_runs in all_runs)])
+    start, size = cuts[:-1], np.diff(cuts)
     return tuple(
-        Blocks(tuple(expand(number(rows[:, 0]), number(rows[:, 1])) for rows in members), start, size)
+        Blocks(tuple(expand(cut_number(rows[:, 0]), cut_number(rows[:, 1])) for rows in members), start, size)
         for members in runs
     )
 
 
-def _inside(runs: Rows, step: int) -> Rows:
-    """The multiples of `step` inside runs."""
+def _cuts_inside_runs(runs: Integers, step: int) -> Integers:
+    """The multiples of `step` inside runs (n, 2)."""
     begin, end = runs[runs[:, 1] - runs[:, 0] > 1].T
     return expand(begin // step + 1, -(-end // step)) * step
 
 
-def _numbered(ends: Sequence[Rows]) -> tuple[Rows, Callable[[Rows], Rows]]:
-    """The distinct ends, ascending, and the function from ends to their places among them."""
-    last = max(int(rows.max(initial=-1)) for rows in ends)
-    if last > SPARSE * sum(rows.size for rows in ends) + (1 << 16):
-        bounds = np.unique(np.concatenate([rows.ravel() for rows in ends]))
-        return bounds, lambda x: np.searchsorted(bounds, x)
-    marks = np.zeros(last + 1, dtype=np.bool_)
-    for rows in ends:
-        marks[rows] = True
-    place = np.cumsum(marks) - 1
-    return np.flatnonzero(marks), lambda x: place[x]
+def _number_cuts(cuts: Sequence[Integers]) -> tuple[Integers, Callable[[Integers], Integers]]:
+    """The distinct cuts, ascending, and a function from cuts to their numbers.
+
+    The function looks numbers up in a table over all row ids, or, if the cuts are few among them, by bisection.
+    """
+    last = max(int(rows.max(initial=-1)) for rows in cuts)
+    if last > SPARSE * sum(rows.size for rows in cuts) + (1 << 16):
+        distinct = np.unique(np.concatenate([rows.ravel() for rows in cuts]))
+        return distinct, lambda x: np.searchsorted(distinct, x)
+    is_cut = np.zeros(last + 1, dtype=np.bool_)
+    for rows in cuts:
+        is_cut[rows] = True
+    number = np.cumsum(is_cut) - 1
+    return np.flatnonzero(is_cut), lambda x: number[x]

@@ -3,7 +3,7 @@
 One rule serves both directions. Members who have a row fall into groups whose copies are the same: of each group one
 member brings the row to a receiver, and what comes from several groups is summed. A forward movement has one group, all
 members; partial gradients have a group for each member. Work is a few array operations over the blocks of all members
-(`row_blocks.py`), and indices of rows are made for one member alone. Not covered: carrying it out
+(`row_blocks.py`), and indices of rows are made for only one member. Not covered: carrying it out
 (`comm/moves/carry_rows.py`).
 """
 
@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from longspan.errors import LayoutError
 from longspan.layout.partition import GOLDEN
 from longspan.layout.row_blocks import Blocks
-from longspan.layout.segments import Rows, expand
+from longspan.layout.segments import Flags, Integers, expand
 
 Groups = Sequence[Sequence[int]]
 
@@ -25,8 +24,8 @@ Groups = Sequence[Sequence[int]]
 class Placement(NamedTuple):
     """Where rows go: `y[target] = x[source]`, or `+=`, pair by pair."""
 
-    source: Rows
-    target: Rows
+    source: Integers
+    target: Integers
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,12 +40,12 @@ class RowMoves:
     """
 
     folds: tuple[Placement, ...]
-    leaves: Rows
+    leaves: Integers
     sends: tuple[int, ...]
     receives: tuple[int, ...]
-    stays: Rows
-    places: Rows
-    several: Rows
+    stays: Integers
+    places: Integers
+    several: Integers
     more: tuple[Placement, ...]
     widened: bool
 
@@ -82,7 +81,7 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
     )
 
 
-def _arriving(target: Blocks, once: Sequence[Rows], me: int, groups: Groups) -> list[Rows]:
+def _arriving(target: Blocks, once: Sequence[Integers], me: int, groups: Groups) -> list[Integers]:
     """For each member, the blocks that it brings here, in the order in which they are first needed.
 
     Of each group one member brings a block: this one itself where it can, else members in turn.
@@ -103,13 +102,13 @@ def _arriving(target: Blocks, once: Sequence[Rows], me: int, groups: Groups) -> 
     return arriving
 
 
-def _leaving(target: Blocks, once: Sequence[Rows], me: int, group: Sequence[int]) -> list[Rows]:
+def _leaving(target: Blocks, once: Sequence[Integers], me: int, group: Sequence[int]) -> list[Integers]:
     """For each member, the blocks that this one brings it, in the order in which that member first needs them."""
     several, before = _holders([once[member] for member in group], target)
     turn = np.full(len(target.size), -1, dtype=np.int64)
     turn[once[me]] = before[group.index(me)]
     holder = np.full(len(target.size), -1, dtype=np.int64)
-    leaving = list[Rows]()
+    leaving = list[Integers]()
     for member, blocks in enumerate(target.members):
         blocks = blocks[turn[blocks] >= 0]
         if member in group:
@@ -120,16 +119,16 @@ def _leaving(target: Blocks, once: Sequence[Rows], me: int, group: Sequence[int]
     return leaving
 
 
-def _holders(once: Sequence[Rows], blocks: Blocks) -> tuple[Rows, list[Rows]]:
+def _holders(once: Sequence[Integers], blocks: Blocks) -> tuple[Integers, list[Integers]]:
     """How many of these members have each block; for each member's blocks, how many members before it have them."""
-    several, before = np.zeros(len(blocks.size), dtype=np.int64), list[Rows]()
+    several, before = np.zeros(len(blocks.size), dtype=np.int64), list[Integers]()
     for numbers in once:
         before.append(several[numbers])
         several[numbers] += 1
     return several, before
 
 
-def _turn(blocks: Rows, several: Rows, receiver: int) -> Rows:
+def _turn(blocks: Integers, several: Integers, receiver: int) -> Integers:
     """Which of the members that have a block brings it to a receiver: blocks are spread evenly over them."""
     count = several[blocks]
     spread = (blocks.astype(np.uint64) * GOLDEN >> np.uint64(32)).astype(np.int64) * count >> 32
@@ -137,8 +136,8 @@ def _turn(blocks: Rows, several: Rows, receiver: int) -> Rows:
 
 
 def _addends(
-    arriving: Sequence[Rows], target: Blocks, me: int, groups: Groups
-) -> tuple[Rows, Rows, tuple[Placement, ...]]:
+    arriving: Sequence[Integers], target: Blocks, me: int, groups: Groups
+) -> tuple[Integers, Integers, tuple[Placement, ...]]:
     """`places`, `several` and `more` of RowMoves."""
     first, count = np.full(len(target.size), -1, dtype=np.int64), np.zeros(len(target.size), dtype=np.int64)
     later = [np.empty((3, 0), dtype=np.int64)]
@@ -158,7 +157,7 @@ def _addends(
     return places, several, _more(np.concatenate(later, axis=1), needed[summed], target.size)
 
 
-def _begins(counts: Sequence[int], me: int) -> Rows:
+def _begins(counts: Sequence[int], me: int) -> Integers:
     """Where in the pool the rows of each member begin: those that arrive, member after member, then those that stay."""
     arriving = np.array(counts, dtype=np.int64)
     arriving[me] = 0
@@ -167,7 +166,7 @@ def _begins(counts: Sequence[int], me: int) -> Rows:
     return begins
 
 
-def _more(later: Rows, summed: Rows, size: Rows) -> tuple[Placement, ...]:
+def _more(later: Integers, summed: Integers, size: Integers) -> tuple[Placement, ...]:
     """Second, third, … addends of the blocks that have several, from columns (block, begin in the pool, number)."""
     target = np.cumsum(size[summed]) - size[summed]
     rounds = list[Placement]()
@@ -181,7 +180,7 @@ def _more(later: Rows, summed: Rows, size: Rows) -> tuple[Placement, ...]:
     return tuple(rounds)
 
 
-def _folds(source: Blocks, me: int, begin: Rows) -> tuple[Placement, ...]:
+def _folds(source: Blocks, me: int, begin: Integers) -> tuple[Placement, ...]:
     """Second, third, … occurrences of each row here, round by round, to be added to its first."""
     blocks, places = source.members[me], source.places(me)
     order = np.argsort(blocks, kind="stable")
@@ -196,12 +195,12 @@ def _folds(source: Blocks, me: int, begin: Rows) -> tuple[Placement, ...]:
     )
 
 
-def _rows(begin: Rows, blocks: Rows, size: Rows) -> Rows:
+def _rows(begin: Integers, blocks: Integers, size: Integers) -> Integers:
     """The rows of blocks, which begin at `begin[block]`, one block after another."""
     return expand(begin[blocks], begin[blocks] + size[blocks])
 
 
-def _firsts(blocks: Rows, among: Blocks) -> NDArray[np.bool_]:
+def _firsts(blocks: Integers, among: Blocks) -> Flags:
     """Which of these blocks are not repeated before: numpy keeps the last of several values that are assigned."""
     place = np.empty(len(among.size), dtype=np.int64)
     place[blocks[::-1]] = np.arange(len(blocks) - 1, -1, -1)

@@ -1,7 +1,7 @@
 """Runs of rows that one member of a group holds, seen inside their documents.
 
-Attention, data loading and position ids are computed from Segments alone: nobody has to expand rows to know what a
-member holds. Not covered: which member holds what (`partition.py`).
+Attention, data loading and position ids are computed from Segments, without expanding the rows that a member
+holds. Not covered: which member holds what (`partition.py`).
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Rows = NDArray[np.int64]
+# The arrays of the host, in every room; what they hold is in their names.
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 
 
 class Segment(NamedTuple):
@@ -36,10 +39,10 @@ class Segments:
     [Segment(document=0, start=0, stop=2, offset=0), Segment(document=0, start=6, stop=8, offset=2)]
     """
 
-    document: Rows
-    start: Rows
-    stop: Rows
-    offset: Rows
+    document: Integers
+    start: Integers
+    stop: Integers
+    offset: Integers
 
     @property
     def rows(self) -> int:
@@ -47,22 +50,22 @@ class Segments:
         return int(self.offset[-1] + self.stop[-1] - self.start[-1]) if len(self) else 0
 
     @cached_property
-    def positions(self) -> Rows:
+    def positions(self) -> Integers:
         """Position inside its document of each local row: (T,) int64."""
-        return sealed(expand(self.start, self.stop))
+        return as_read_only(expand(self.start, self.stop))
 
     @cached_property
-    def documents(self) -> Rows:
+    def documents(self) -> Integers:
         """Documents of which the member holds at least one row, each once, in held order."""
-        return sealed(self.document[self._first])
+        return as_read_only(self.document[self._first])
 
     @cached_property
-    def cu_seqlens(self) -> Rows:
+    def cu_seqlens(self) -> Integers:
         """Local rows at which each of `documents` starts, and T: (len(documents) + 1,) int64."""
-        return sealed(np.append(self.offset[self._first], self.rows))
+        return as_read_only(np.append(self.offset[self._first], self.rows))
 
     @property
-    def _first(self) -> NDArray[np.bool_]:
+    def _first(self) -> Flags:
         return np.diff(self.document, prepend=-1) != 0
 
     def __len__(self) -> int:
@@ -82,7 +85,7 @@ class Segments:
         return tuple(column.tobytes() for column in (self.document, self.start, self.stop, self.offset))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return segments_of, (self.document, self.start, self.stop)
+        return segments_from_runs, (self.document, self.start, self.stop)
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{s.document}[{s.start}:{s.stop}]" for s, _ in zip(self, range(6), strict=False))
@@ -90,7 +93,7 @@ class Segments:
         return f"Segments({shown}{more}; {self.rows} rows)"
 
 
-def segments_of(document: Rows, start: Rows, stop: Rows) -> Segments:
+def segments_from_runs(document: Integers, start: Integers, stop: Integers) -> Segments:
     """Segments from runs in held order: empty runs are left out, touching runs of one document joined."""
     keep = stop > start
     document, start, stop = document[keep], start[keep], stop[keep]
@@ -99,10 +102,10 @@ def segments_of(document: Rows, start: Rows, stop: Rows) -> Segments:
     closes = np.append(opens[1:], np.ones(min(1, len(opens)), dtype=bool))
     document, start, stop = document[opens], start[opens], stop[closes]
     offset = np.cumsum(stop - start) - (stop - start)
-    return Segments(sealed(document), sealed(start), sealed(stop), sealed(offset))
+    return Segments(as_read_only(document), as_read_only(start), as_read_only(stop), as_read_only(offset))
 
 
-def expand(start: NDArray[Any], stop: NDArray[Any]) -> Rows:
+def expand(start: NDArray[Any], stop: NDArray[Any]) -> Integers:
     """The integers of half-open runs, one run after another."""
     sizes = stop - start
     total = int(sizes.sum())
@@ -112,7 +115,7 @@ def expand(start: NDArray[Any], stop: NDArray[Any]) -> Rows:
     return np.repeat(start - before, sizes) + np.arange(total, dtype=np.int64)
 
 
-def sealed(array: NDArray[Any]) -> Rows:
+def as_read_only(array: NDArray[Any]) -> Integers:
     """The array as read-only int64, so that a value that holds it cannot be changed."""
     array = np.ascontiguousarray(array, dtype=np.int64)
     array.setflags(write=False)

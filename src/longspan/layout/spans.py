@@ -1,7 +1,7 @@
-"""Runs of a document's positions that see each other in both directions, beside the causal past: tokens of an image.
+"""Runs of a document's positions that see each other in both directions, as tokens of an image do.
 
-A row of such a run sees, beyond what a causal mask or a window lets it see, the later rows of the run. Which documents
-have any is the caller's to say (`SequenceShard.with_spans`); what is computed of it, `attention/geometry/` works out.
+A row of such a run sees, beyond what a causal mask or a window lets it see, the later rows of the run. The caller
+sets them (`SequenceShard.with_spans`); what is computed for them is decided in `attention/tiles_between.py`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ import numpy as np
 
 from longspan.errors import LayoutError
 from longspan.layout.packing import is_integer
-from longspan.layout.segments import Rows, Segments, expand, sealed
+from longspan.layout.segments import Integers, Segments, as_read_only, expand
 
 SpansOfDocuments = Mapping[int, Iterable[tuple[int, int]]]
 
@@ -26,9 +26,9 @@ class Spans:
     ([1], [2], [6])
     """
 
-    document: Rows
-    start: Rows
-    stop: Rows
+    document: Integers
+    start: Integers
+    stop: Integers
 
     @staticmethod
     def of(by_document: SpansOfDocuments, documents: Sequence[int], lengths: Sequence[int]) -> "Spans":
@@ -39,11 +39,11 @@ class Spans:
         rows = [
             (index, start, stop)
             for index, (document, length) in enumerate(zip(documents, lengths, strict=True))
-            for start, stop in _checked(by_document.get(document, ()), document, length)
+            for start, stop in _check_spans(by_document.get(document, ()), document, length)
             if stop - start > 1
         ]
         table = np.array(rows, dtype=np.int64).reshape(-1, 3)
-        return Spans(*(sealed(np.ascontiguousarray(column)) for column in table.T))
+        return Spans(*(as_read_only(np.ascontiguousarray(column)) for column in table.T))
 
     @cached_property
     def pairs(self) -> int:
@@ -63,7 +63,7 @@ class Spans:
         end = np.minimum(segments.stop[of_segment], self.stop[number])
         return Segments(number, begin, end, segments.offset[of_segment] + begin - segments.start[of_segment])
 
-    def ends(self, segments: Segments) -> Rows:
+    def ends(self, segments: Segments) -> Integers:
         """For each of these segments where the run of its last row ends, or itself where that is in none: (n,)."""
         inside, ends = self.among(segments), segments.stop.copy()
         at_end = np.searchsorted(segments.offset, inside.offset, side="right") - 1
@@ -81,7 +81,7 @@ class Spans:
 NO_SPANS = Spans.of({}, (), ())
 
 
-def _checked(spans: Iterable[Sequence[int]], document: int, length: int) -> list[tuple[int, int]]:
+def _check_spans(spans: Iterable[Sequence[int]], document: int, length: int) -> list[tuple[int, int]]:
     pairs, end = list(spans), 0
     for span in pairs:
         if len(span) != 2 or not all(is_integer(type(at)) for at in span):

@@ -15,7 +15,7 @@ from typing import Any
 
 from longspan.bridge.item_documents import item_table_of
 from longspan.comm import World, raise_first_error
-from longspan.comm.all_ranks import is_first_rank, on_every_rank, on_first_rank, result_or_error
+from longspan.comm.all_ranks import is_first_rank, result_or_error, run_on_every_rank, run_on_first_rank
 from longspan.comm.stop_signal import StopSignal, received_signal
 from longspan.config.defaults import settings_line
 from longspan.config.sections import RunConfig
@@ -57,13 +57,13 @@ def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainRes
     with StopSignal() as stop, run_lock(Path(config.run.dir), world, display.log):
         display.log(settings_line(config))
         names = config.run.loggers if is_first_rank(world) else ()
-        classes = on_every_rank(world, partial(logger_classes, names), ConfigError)
+        classes = run_on_every_rank(world, partial(logger_classes, names), ConfigError)
         run = set_up(config, world, display.log)
         display.expect(run.config.train.steps)
         with open_records(run, facts_of(run), classes, display.log) as records:
             result = _Loop(run, display, records, Evaluations(run, display, records, stop)).train(stop)
         summary = as_json(result.summary(), indent=1)
-        on_first_rank(world, lambda: write_atomically(run.dir / "summary.json", summary), RunFolderError)
+        run_on_first_rank(world, lambda: write_atomically(run.dir / "summary.json", summary), RunFolderError)
         return result
 
 
@@ -129,7 +129,7 @@ class _Loop:
     def finish(self) -> Final:
         """After the last step: save the weights (under [lora] the adapter), and run the last evaluations."""
         run = self.run
-        dtype = on_every_rank(run.world, lambda: read_configuration(run.dir).dtype, ModelError)
+        dtype = run_on_every_rank(run.world, lambda: read_configuration(run.dir).dtype, ModelError)
         dtype = None if run.config.lora.rank else dtype
         save_model(run.model, run.dir / "model", run.world, KeptFiles(run.dir), dtype=dtype)
         return self.evaluations.after_last_step()

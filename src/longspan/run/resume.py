@@ -9,7 +9,7 @@ from typing import Any
 from longspan.checkpoint.checkpoint import find_checkpoint
 from longspan.checkpoint.files import read_state, remove_unfinished
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, on_first_rank
+from longspan.comm.all_ranks import LogLine, run_on_first_rank
 from longspan.config.bounds import AUTO
 from longspan.config.sections import ModelConfig, RunConfig, TrainConfig
 from longspan.data.stream import FIRST_ORDER, ORDER
@@ -37,7 +37,7 @@ def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path 
     Raises CheckpointError if `run.resume` does not allow that, ConfigError if another run saved it.
     """
     root = Path(config.run.dir) / "checkpoints"
-    on_first_rank(world, lambda: remove_unfinished(root, log), CheckpointError)
+    run_on_first_rank(world, lambda: remove_unfinished(root, log), CheckpointError)
     checkpoint = find_checkpoint(root, world, log, note=True)
     if checkpoint is None:
         if config.run.resume == "must":
@@ -49,7 +49,7 @@ def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path 
         raise CheckpointError(
             f"run.resume is 'never' and {checkpoint} is there; set run.dir to a new folder, or use 'auto'"
         )
-    state = on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
+    state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
     _check_same_run(config, state, checkpoint)
     return checkpoint
 
@@ -58,7 +58,7 @@ def order_version(checkpoint: Path | None, world: World) -> int:
     """The version of the order of documents, that of the run's beginning. All ranks call it together."""
     if checkpoint is None:
         return ORDER
-    state = on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
+    state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
     return state.get("order", FIRST_ORDER)
 
 
@@ -66,7 +66,7 @@ def with_held_out_of(config: RunConfig, checkpoint: Path | None, world: World) -
     """The configuration with "auto" held-out documents resolved as when the run began; entered by all ranks."""
     if checkpoint is None or config.data.eval_documents != AUTO:
         return config
-    state = on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
+    state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
     return replace(config, data=replace(config.data, eval_documents=state["config"]["data"]["eval_documents"]))
 
 
@@ -75,7 +75,7 @@ def check_steps_left(config: RunConfig, world: World, checkpoint: Path, log: Log
 
     All ranks call it together, once `train.steps` is known.
     """
-    state = on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
+    state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
     if state.get("step", 0) > config.train.steps:
         key = "train.epochs" if config.train.epochs else "train.steps"
         raise ConfigError(

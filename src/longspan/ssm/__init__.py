@@ -1,8 +1,7 @@
 """State-space layers over a sharded sequence: scans whose state passes from rank to rank, and causal convolutions."""
 
+from longspan.ssm.chains import state_bytes
 from longspan.ssm.conv import causal_conv
-from longspan.ssm.state_pass import kernel_of, linear_scan
-from longspan.ssm.unit import unit
-from longspan.ssm.volume import state_bytes
+from longspan.ssm.state_pass import linear_scan, scan_kernel, unit
 
-__all__ = ["causal_conv", "kernel_of", "linear_scan", "state_bytes", "unit"]
+__all__ = ["causal_conv", "linear_scan", "scan_kernel", "state_bytes", "unit"]

@@ -1,40 +1,40 @@
 """Runs of rows of a group's members in the order of their documents, decided in integers.
 
 A *chain* is a document's runs by position, whoever holds them; a run's *place* is its number in its chain. What a run
-needs of those before it (a state, a few rows) and what it owes to those after it follow from places alone. This module
+needs of those before it (a state, a few rows) and what it owes to those after it follow only from places. This module
 moves no tensors (`state_pass.py`, `conv.py`).
 """
 
 from functools import cached_property
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from longspan.comm import SequenceShard, ShardPart, world_of
 from longspan.comm.groups.channel import Channel
-from longspan.layout.segments import Rows, expand
+from longspan.errors import LayoutError
+from longspan.layout.segments import Flags, Integers, expand
+from longspan.plan import Group
 from longspan.ssm.kernels.runs import LocalRuns
-
-Flags = npt.NDArray[np.bool_]
 
 
 class Runs(NamedTuple):
     """Runs of all members, chain after chain, each in the order of its positions: arrays of equal length."""
 
-    member: Rows
-    document: Rows
-    start: Rows
-    stop: Rows
-    offset: Rows  # first row among the member's
-    place: Rows
+    member: Integers
+    document: Integers
+    start: Integers
+    stop: Integers
+    offset: Integers  # first row among the member's
+    place: Integers
     last: Flags
 
-    def held_by(self, member: int) -> Rows:
+    def member_runs(self, member: int) -> Integers:
         """A member's runs among all, in the order in which it holds them."""
-        own = np.flatnonzero(self.member == member)
-        return own[np.argsort(self.offset[own], kind="stable")]
+        runs = np.flatnonzero(self.member == member)
+        return runs[np.argsort(self.offset[runs], kind="stable")]
 
 
 class Chains:
@@ -43,7 +43,7 @@ class Chains:
     def __init__(self, part: ShardPart, device: torch.device) -> None:
         self.part, self.device, self.member = part, device, part.member
         self.degree = part.degree
-        self.halos: dict[int, Any] = {}  # by width, of `halo.py`
+        self.halos: dict[int, Any] = {}  # by width, of `conv.py`
 
     @property
     def channel(self) -> Channel:
@@ -66,12 +66,12 @@ class Chains:
         return Runs(member, document, start, stop, offset, place, last)
 
     @cached_property
-    def mine(self) -> Rows:
+    def mine(self) -> Integers:
         """This member's runs among all, in the order in which it holds them."""
-        return self.runs.held_by(self.member)
+        return self.runs.member_runs(self.member)
 
     @cached_property
-    def lengths(self) -> Rows:
+    def lengths(self) -> Integers:
         """Rows of each of this member's runs, in held order."""
         return (self.runs.stop - self.runs.start)[self.mine]
 
@@ -93,7 +93,7 @@ class Chains:
 
 
 class Passing:
-    """Which runs give the others a state, and a transition besides, and how all of them lie in the gathered rows."""
+    """Which runs give the others a state, and also a transition, and how all of them lie in the gathered rows."""
 
     def __init__(self, chains: Chains, leaves: Flags, carries: Flags) -> None:
         self.chains, self._leaves, self._carries = chains, leaves, carries
@@ -102,46 +102,46 @@ class Passing:
         self.carrying = np.flatnonzero(carries[mine])
         self.any = bool(leaves.any())  # whether the members have anything to give each other
         self._counts: dict[tuple[int, int], list[int]] = {}
-        self._places: dict[tuple[int, int, tuple[int, ...]], tuple[Rows, Rows]] = {}
+        self._places: dict[tuple[int, int, tuple[int, ...]], tuple[Integers, Integers]] = {}
 
     def counts(self, state_rows: int, transition_rows: int) -> list[int]:
         """Rows that each member gives: its states one after another, then its transitions."""
         sizes = state_rows, transition_rows
         if sizes not in self._counts:
-            given = (self.chains.runs.member[which] for which in (self._leaves, self._carries))
-            states, transitions = (np.bincount(member, minlength=self.chains.degree) for member in given)
+            members = (self.chains.runs.member[which] for which in (self._leaves, self._carries))
+            states, transitions = (np.bincount(member, minlength=self.chains.degree) for member in members)
             self._counts[sizes] = (states * state_rows + transitions * transition_rows).tolist()
         return self._counts[sizes]
 
-    def places(self, state_rows: int, transition_rows: int, starts: tuple[int, ...]) -> tuple[Rows, Rows]:
-        """The first gathered row of each run's state and of its transition; −1 for what is not given."""
+    def places(self, state_rows: int, transition_rows: int, starts: tuple[int, ...]) -> tuple[Integers, Integers]:
+        """The first gathered row of each run's state and of its transition; −1 for what no run sends."""
         key = state_rows, transition_rows, starts
         if key not in self._places:
-            self._places[key] = self._places_of(*key)
+            self._places[key] = self._find_places(*key)
         return self._places[key]
 
-    def _places_of(self, state_rows: int, transition_rows: int, starts: tuple[int, ...]) -> tuple[Rows, Rows]:
+    def _find_places(self, state_rows: int, transition_rows: int, starts: tuple[int, ...]) -> tuple[Integers, Integers]:
         runs = self.chains.runs
         states, transitions = np.full(len(runs.member), -1), np.full(len(runs.member), -1)
         for member, start in enumerate(starts):
-            held = runs.held_by(member)
-            leaving, carrying = held[self._leaves[held]], held[self._carries[held]]
+            numbers = runs.member_runs(member)
+            leaving, carrying = numbers[self._leaves[numbers]], numbers[self._carries[numbers]]
             states[leaving] = start + np.arange(len(leaving)) * state_rows
             transitions[carrying] = start + len(leaving) * state_rows + np.arange(len(carrying)) * transition_rows
         return states, transitions
 
     @cached_property
-    def own_chains(self) -> Rows:
-        """Chains of several runs of which this member has one: (chains, most runs) of runs, −1 past a chain's end.
+    def local_chains(self) -> Integers:
+        """Chains of several runs in which this member has one: (chains, most runs) of runs, −1 past a chain's end.
 
         Longer chains come first, so that those with a run at some place are the first few.
         """
         runs = self.chains.runs
         heads = np.flatnonzero(runs.place == 0)
         sizes = np.diff(np.append(heads, len(runs.place)))
-        held = np.zeros(len(heads), dtype=bool)
-        held[np.searchsorted(heads, self.chains.mine, side="right") - 1] = True
-        keep = np.flatnonzero(held & (sizes > 1))
+        is_local = np.zeros(len(heads), dtype=bool)
+        is_local[np.searchsorted(heads, self.chains.mine, side="right") - 1] = True
+        keep = np.flatnonzero(is_local & (sizes > 1))
         keep = keep[np.argsort(-sizes[keep], kind="stable")]
         table = np.full((len(keep), int(sizes[keep].max(initial=0))), -1, dtype=np.int64)
         table[np.repeat(np.arange(len(keep)), sizes[keep]), expand(np.zeros_like(keep), sizes[keep])] = expand(
@@ -150,22 +150,51 @@ class Passing:
         return table
 
     @cached_property
-    def own_places(self) -> range:
+    def local_places(self) -> range:
         """From the first to the last place at which this member has a run of these chains."""
-        table = self.own_chains
-        own = np.flatnonzero(((table >= 0) & (self.held[table] >= 0)).any(0))
-        return range(int(own[0]), int(own[-1]) + 1) if len(own) else range(0)
+        table = self.local_chains
+        places = np.flatnonzero(((table >= 0) & (self.local_numbers[table] >= 0)).any(0))
+        return range(int(places[0]), int(places[-1]) + 1) if len(places) else range(0)
 
     @cached_property
-    def held(self) -> Rows:
+    def local_numbers(self) -> Integers:
         """For each run of all, its number among this member's; −1 for another member's."""
         number = np.full(len(self.chains.runs.member), -1)
         number[self.chains.mine] = np.arange(len(self.chains.mine))
         return number
 
 
+chains_by_shard = WeakKeyDictionary[SequenceShard, tuple[Chains, ...]]()  # freed with their shards
+
+
 def chains_of(shard: SequenceShard) -> tuple[Chains, ...]:
     """The chains of each part of a shard, worked out once."""
-    if shard.derived.chains is None:
-        shard.derived.chains = tuple(Chains(part, shard.device) for part in shard.parts)
-    return shard.derived.chains
+    if shard not in chains_by_shard:
+        chains_by_shard[shard] = tuple(Chains(part, shard.device) for part in shard.parts)
+    return chains_by_shard[shard]
+
+
+_CPU = torch.device("cpu")
+
+
+def state_bytes(
+    group: Group, *, heads: int, key_size: int, value_size: int, delta: bool = True, bytes_per_number: int = 4
+) -> int:
+    """Bytes of states and transitions that all members of a group together give in a forward pass.
+
+    Each member receives those of all others. A run of rows that is not its document's last gives its state, heads ·
+    key_size · value_size numbers; one that is not the first either also gives its transition, heads · key_size²
+    under a delta rule (`delta`), heads otherwise. How many rows there are does not matter.
+
+    >>> one = Group((0, 1, 2, 3), (0,), (65536,), partition="contiguous")
+    >>> state_bytes(one, heads=32, key_size=128, value_size=128) >> 20
+    10
+
+    Raises LayoutError for sizes below 1.
+    """
+    sizes = {"heads": heads, "key_size": key_size, "value_size": value_size, "bytes_per_number": bytes_per_number}
+    if wrong := [f"{name}={size}" for name, size in sizes.items() if size < 1]:
+        raise LayoutError(f"state_bytes got {', '.join(wrong)}; each is at least 1")
+    chains = Chains(ShardPart(group, 0, group.slots[0], 0, world_key=-1), _CPU)
+    of_a_head = sum(chains.forward.counts(key_size * value_size, key_size**2 if delta else 1))
+    return of_a_head * heads * bytes_per_number

@@ -9,17 +9,97 @@ read rows before it, are written once these are here. Backward works out the gra
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longspan.comm import Handle, SequenceShard
-from longspan.comm.graphs import outside_graphs
+from longspan.comm import Handle, SequenceShard, to_device
+from longspan.comm.shard import outside_graphs
 from longspan.errors import LayoutError
+from longspan.layout.segments import Integers, expand
 from longspan.ssm.chains import Chains, chains_of
-from longspan.ssm.halo import Halo, halo_of
-from longspan.ssm.kernels.convolutions import Convolution, ConvolutionKernel, Gradients, choose_convolution
-from longspan.ssm.state_pass import joined, refuse_no_shard
+from longspan.ssm.kernels.convolutions import (
+    Before,
+    Convolution,
+    ConvolutionGradients,
+    ConvolutionKernel,
+    FirstRows,
+    choose_convolution,
+)
+from longspan.ssm.state_pass import join_parts, refuse_no_shard
+
+
+class Halo:
+    """The rows before each run of a member, `width` of them where its document has as many: who sends which to whom.
+
+    `sends[m]` of this member's rows go to member m, those of `rows` one after another; `receives[m]` arrive. A row
+    that this member needs and holds itself goes the same way. `before`: where the rows that arrive lie; `isolated`: the
+    same for rows that are convolved while they travel, with zeros in their place; `first`: what reads them.
+    """
+
+    def __init__(self, chains: Chains, width: int) -> None:
+        self._runs, self._width, self._device = chains.runs, width, chains.device
+        needs = [self._needs(member) for member in range(chains.degree)]
+        me, runs = chains.member, self._runs
+        owners = [runs.member[run] for run, _ in needs]
+        leaving = [np.flatnonzero(owner == me) for owner in owners]
+        self.sends = [len(index) for index in leaving]
+        self.receives = np.bincount(owners[me], minlength=chains.degree).tolist()
+        rows = [runs.offset[run[i]] + at[i] - runs.start[run[i]] for (run, at), i in zip(needs, leaving, strict=True)]
+        self.rows = to_device(np.concatenate(rows), chains.device)
+        self.travels = width > 0 and bool((runs.place > 0).any())  # whether any member sends any row
+        arrived = self._arrival_table(chains, owners[me])
+        self.before = self._lay_rows(chains.lengths, arrived)
+        self.isolated = self._lay_rows(chains.lengths, np.full_like(arrived, -1))
+        self.first = self._first(chains.lengths, arrived)
+
+    def _needs(self, member: int) -> tuple[Integers, Integers]:
+        """The rows before a member's runs, in held order: the run that has each, and its position."""
+        runs, local = self._runs, self._runs.member_runs(member)
+        first = np.maximum(runs.start[local] - self._width, 0)
+        position = expand(first, runs.start[local])
+        document = np.repeat(runs.document[local], runs.start[local] - first)
+        stride = int(runs.stop.max(initial=0)) + 1
+        at = np.searchsorted(runs.document * stride + runs.start, document * stride + position, side="right") - 1
+        return at, position
+
+    def _arrival_table(self, chains: Chains, owners: Integers) -> Integers:
+        """(runs, width): which of the rows that arrive, member after member, lie before each run; −1 for none."""
+        runs, mine, width = self._runs, chains.mine, self._width
+        arrived = np.empty(len(owners), dtype=np.int64)
+        arrived[np.argsort(owners, kind="stable")] = np.arange(len(owners))
+        before = np.full((len(mine), width), -1, dtype=np.int64)
+        sizes = np.minimum(runs.start[mine], width)
+        before[np.arange(width) >= width - sizes[:, None]] = arrived
+        return before
+
+    def _lay_rows(self, lengths: Integers, arrived: Integers) -> Before:
+        """Runs of these lengths, one after another, behind the rows that arrive."""
+        rows, ends, count = int(lengths.sum()), np.cumsum(lengths), int((arrived >= 0).sum())
+        before = np.where(arrived >= 0, rows + arrived, rows + count)
+        pieces = [x for i, end in enumerate(ends.tolist()) for x in (before[i], np.arange(end - lengths[i], end))]
+        source = np.concatenate([np.zeros(0, dtype=np.int64), *pieces])
+        here = np.flatnonzero(arrived >= 0)
+        run, column = np.divmod(here[np.argsort(arrived.reshape(-1)[here])], max(self._width, 1))
+        indices = source, np.flatnonzero(source < rows), run, column + 1
+        return Before(self._width, *(to_device(x, self._device) for x in indices))
+
+    def _first(self, lengths: Integers, arrived: Integers) -> FirstRows:
+        """Of the runs that rows arrive for."""
+        reading = np.flatnonzero((arrived >= 0).any(1))
+        start, count = (np.cumsum(lengths) - lengths)[reading], np.minimum(lengths[reading], self._width)
+        arrived = np.ascontiguousarray(arrived[reading])
+        rows = to_device(expand(start, start + count), self._device)
+        places = (to_device(x, self._device) for x in (start, count, arrived))
+        return FirstRows(rows, self._lay_rows(count, arrived), *places)
+
+
+def halo_of(chains: Chains, width: int) -> Halo:
+    """The `width` rows before each run of a member, worked out once."""
+    if width not in chains.halos:
+        chains.halos[width] = Halo(chains, width)
+    return chains.halos[width]
 
 
 @outside_graphs
@@ -35,9 +115,9 @@ def causal_conv(
     """y_t = Σ_i weight[:, W − 1 − i] · x_{t − i} + bias inside each document: x (T, C), weight (C, W) -> (T, C).
 
     `silu` applies that activation to y. Half precision on a GPU runs by flash-linear-attention's kernel where it is.
-    Every member of a group that has a part here makes the same call, and enters backward. `kernels` names those asked
-    for (`kernels/asked.py`). Raises LayoutError for tensors that do not fit the shard or each other, and for a kernel
-    that was asked for and cannot, before any communication.
+    Every member of a group that has a part here makes the same call, and enters backward. `kernels` names packages to
+    use (`kernels/packages.py`). Raises LayoutError for tensors that do not fit the shard or each other, and for a named
+    kernel that cannot, before any communication.
     """
     parameters = (weight,) if bias is None else (weight, bias)
     _check(x, parameters, shard)
@@ -75,19 +155,19 @@ class _Convolved(torch.autograd.Function):
         convolution = Convolution(parameters[0], parameters[1] if len(parameters) > 1 else None, silu)
         width = convolution.weight.shape[1] - 1
         rows = [x[c.part.start : c.part.stop] for c in chains]
-        started = [_send(own, c, width) for own, c in zip(rows, chains, strict=True)]
+        started = [_send(x_part, c, width) for x_part, c in zip(rows, chains, strict=True)]
         outs, arrived = list[Tensor](), list[Tensor]()
-        for own, c, handle in zip(rows, chains, started, strict=True):
+        for x_part, c, handle in zip(rows, chains, started, strict=True):
             halo = halo_of(c, width)
-            y = kernel.forward(own, convolution, c.local_runs, halo.alone) if len(own) else own
+            y = kernel.forward(x_part, convolution, c.local_runs, halo.isolated) if len(x_part) else x_part
             before = x.new_empty((0, x.shape[1])) if handle is None else handle.wait()
             if len(before):
-                kernel.write_first(y, own, before, convolution, halo.first)
+                kernel.write_first(y, x_part, before, convolution, halo.first)
             outs.append(y)
             arrived.append(before)
         ctx.save_for_backward(x, *parameters, *arrived)
         ctx.chains, ctx.kernel, ctx.silu, ctx.parameters = chains, kernel, silu, len(parameters)
-        return joined(outs, x)
+        return join_parts(outs, x)
 
     @staticmethod
     @once_differentiable
@@ -100,13 +180,13 @@ class _Convolved(torch.autograd.Function):
             _Part(gradients[0][c.part.start : c.part.stop], x[c.part.start : c.part.stop], before, convolution, c)
             for c, before in reversed(list(zip(ctx.chains, arrived, strict=True)))
         ]
-        started = [_send_back(part.owed(ctx.kernel), part.chains, width) for part in parts]
-        found = [part.gradients(ctx.kernel) for part in parts]
-        for part, of_part, handle in zip(parts, found, started, strict=True):
+        started = [_send_back(part.arrived_gradients(ctx.kernel), part.chains, width) for part in parts]
+        of_parts = [part.gradients(ctx.kernel) for part in parts]
+        for part, of_part, handle in zip(parts, of_parts, started, strict=True):
             if handle is not None:
                 of_part[0].index_add_(0, halo_of(part.chains, width).rows, handle.wait())
-        of_parameters = [_sum([of_part[1 + i] for of_part in found]) for i in range(ctx.parameters)]
-        return None, None, None, joined([of_part[0] for of_part in reversed(found)], x), *of_parameters
+        of_parameters = [_sum([of_part[1 + i] for of_part in of_parts]) for i in range(ctx.parameters)]
+        return None, None, None, join_parts([of_part[0] for of_part in reversed(of_parts)], x), *of_parameters
 
 
 class _Part(NamedTuple):
@@ -122,13 +202,13 @@ class _Part(NamedTuple):
     def halo(self) -> Halo:
         return halo_of(self.chains, self.convolution.weight.shape[1] - 1)
 
-    def owed(self, kernel: ConvolutionKernel) -> Tensor:
+    def arrived_gradients(self, kernel: ConvolutionKernel) -> Tensor:
         """Gradients of the rows that arrived."""
         if not len(self.arrived):
             return self.arrived
-        return kernel.owed(self.dout, self.x, self.arrived, self.convolution, self.halo.first)
+        return kernel.arrived_gradients(self.dout, self.x, self.arrived, self.convolution, self.halo.first)
 
-    def gradients(self, kernel: ConvolutionKernel) -> Gradients:
+    def gradients(self, kernel: ConvolutionKernel) -> ConvolutionGradients:
         """Those of own rows and of parameters."""
         if not len(self.x):
             return self.x, None, None  # others wait for this member's part
@@ -155,5 +235,5 @@ def _send_back(gradient: Tensor, chains: Chains, width: int) -> Handle | None:
     halo = halo_of(chains, width)
     if not halo.travels:
         return None
-    what = "gradients of rows before a run, convolution"
-    return chains.channel.all_to_all_rows(gradient, halo.receives, halo.sends, what)
+    label = "gradients of rows before a run, convolution"
+    return chains.channel.all_to_all_rows(gradient, halo.receives, halo.sends, label)

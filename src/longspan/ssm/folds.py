@@ -10,16 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.layout.segments import Rows
+from longspan.layout.segments import Integers
 from longspan.ssm.chains import Chains, Passing
 from longspan.ssm.kernels import Inputs
-from longspan.ssm.kernels.affine import moved
 from longspan.ssm.kernels.call import Forward, state_dtype
-from longspan.ssm.kernels.runs import on_device, put, taken
+from longspan.ssm.kernels.runs import apply_maps, index_on_device, put_runs, take_runs
 
 
-class Sent:
-    """The summaries of one part's runs, on their way to the members."""
+class ForwardFold:
+    """Sends the summaries of one part's runs to the members, and folds the states that enter this member's runs."""
 
     def __init__(self, chains: Chains, inputs: Inputs, scan: Forward) -> None:
         self.chains, self.inputs = chains, inputs
@@ -29,7 +28,7 @@ class Sent:
             return
         states, transitions = scan.summaries(self._passing.leaving, self._passing.carrying)
         self.transitions = transitions  # backward gives them once more
-        self._gathered = _Gathered(chains, self._passing, states, transitions, "states of runs")
+        self._gathered = _GatheredSummaries(chains, self._passing, states, transitions, "states of runs")
 
     def entering(self) -> Tensor:
         """The state (R, H, K, V) that enters each run of this member."""
@@ -38,28 +37,30 @@ class Sent:
         entering = v.new_zeros(shape, dtype=state_dtype(v.dtype))
         if not self._passing.any:
             return entering
-        table, held = self._passing.own_chains, self._passing.held
+        table, local_numbers = self._passing.local_chains, self._passing.local_numbers
         gathered = self._gathered.wait()
         state = entering[:0]
-        for place in range(1, self._passing.own_places.stop):
+        for place in range(1, self._passing.local_places.stop):
             before, runs = table[:, place - 1], table[:, place]
             count = int((runs >= 0).sum())  # chains that go on, which come first
-            given = gathered.states(before[:count])
-            state = given if place == 1 else moved(gathered.transitions(before[:count]), state[:count], given)
-            _keep(entering, state, held[runs[:count]])
+            states = gathered.states(before[:count])
+            state = states if place == 1 else apply_maps(gathered.transitions(before[:count]), state[:count], states)
+            _keep(entering, state, local_numbers[runs[:count]])
         return entering
 
 
-class Owed:
-    """What outputs owe to the states that entered runs, on its way to the members."""
+class BackwardFold:
+    """Sends gradients at the states that enter runs, and folds those at the final states of this member's runs."""
 
-    def __init__(self, chains: Chains, states: Tensor, transitions: Tensor, owed: Callable[[Rows], Tensor]) -> None:
+    def __init__(
+        self, chains: Chains, states: Tensor, transitions: Tensor, entry_gradients: Callable[[Integers], Tensor]
+    ) -> None:
         self._chains, self._zero = chains, states
         if chains.backward.any:
             runs = chains.backward.leaving
-            own = owed(runs) if len(runs) else states[:0]
-            what = "gradients of states of runs"
-            self._gathered = _Gathered(chains, chains.backward, own, transitions, what)
+            local = entry_gradients(runs) if len(runs) else states[:0]
+            label = "gradients of states of runs"
+            self._gathered = _GatheredSummaries(chains, chains.backward, local, transitions, label)
 
     def leaving(self) -> Tensor:
         """The gradient (R, H, K, V) at the final state of each run of this member."""
@@ -67,28 +68,28 @@ class Owed:
         if not passing.any:
             return leaving
         gathered = self._gathered.wait()
-        table, held = passing.own_chains, passing.held
+        table, local_numbers = passing.local_chains, passing.local_numbers
         gradient = leaving[:0]
-        for place in range(table.shape[1] - 1, passing.own_places.start, -1):
+        for place in range(table.shape[1] - 1, passing.local_places.start, -1):
             runs = table[:, place]
             count = int((runs >= 0).sum())
             going_on = len(gradient)  # chains with a run after this one, which come first
-            given = gathered.states(runs[:count])
+            gradients = gathered.states(runs[:count])
             if going_on:
-                later = moved(gathered.transitions(runs[:going_on]).mT, gradient, given[:going_on])
-                given = later if going_on == count else torch.cat([later, given[going_on:]])
-            gradient = given
-            _keep(leaving, gradient, held[table[:count, place - 1]])
+                later = apply_maps(gathered.transitions(runs[:going_on]).mT, gradient, gradients[:going_on])
+                gradients = later if going_on == count else torch.cat([later, gradients[going_on:]])
+            gradient = gradients
+            _keep(leaving, gradient, local_numbers[table[:count, place - 1]])
         return leaving
 
 
-class _Gathered:
+class _GatheredSummaries:
     """States and transitions of a group's runs on their way: rows of H numbers, as many for each as it has.
 
     A state (H, K, V) is K · V such rows, a transition (H, K, K) is K · K, and one of a number for each head is one.
     """
 
-    def __init__(self, chains: Chains, passing: Passing, states: Tensor, transitions: Tensor, what: str) -> None:
+    def __init__(self, chains: Chains, passing: Passing, states: Tensor, transitions: Tensor, label: str) -> None:
         heads, self._shapes = states.shape[1], (states.shape[1:], transitions.shape[1:])
         self._sizes = self._shapes[0][1:].numel(), self._shapes[1][1:].numel()
         counts = passing.counts(*self._sizes)
@@ -98,31 +99,31 @@ class _Gathered:
         rows[of_states:].view(transitions.shape).copy_(transitions)
         channel = chains.channel
         self._places = passing.places(*self._sizes, channel.starts(counts))
-        self._rows, self._handle = rows, channel.all_gather_rows(rows, counts, what)
+        self._rows, self._handle = rows, channel.all_gather_rows(rows, counts, label)
 
-    def wait(self) -> "_Gathered":
+    def wait(self) -> "_GatheredSummaries":
         """The same, once states and transitions may be read."""
         self._rows = self._handle.wait()
         return self
 
-    def states(self, runs: Rows) -> Tensor:
+    def states(self, runs: Integers) -> Tensor:
         """(n, H, K, V)."""
         return self._some(runs, 0)
 
-    def transitions(self, runs: Rows) -> Tensor:
+    def transitions(self, runs: Integers) -> Tensor:
         """(n, H, K, K), or (n, H, 1, 1)."""
         return self._some(runs, 1)
 
-    def _some(self, runs: Rows, which: int) -> Tensor:
+    def _some(self, runs: Integers, which: int) -> Tensor:
         first, size, shape = self._places[which][runs], self._sizes[which], (len(runs), *self._shapes[which])
         if len(first) and (np.diff(first) == size).all():
             return self._rows[int(first[0]) : int(first[-1]) + size].view(shape)
         windows = self._rows.view(-1).unfold(0, size * self._rows.shape[1], self._rows.shape[1])
-        return windows.index_select(0, on_device(first, self._rows.device)).view(shape)
+        return windows.index_select(0, index_on_device(first, self._rows.device)).view(shape)
 
 
-def _keep(into: Tensor, values: Tensor, held: Rows) -> None:
+def _keep(into: Tensor, values: Tensor, local_numbers: Integers) -> None:
     """into[held] ← values where this member has the run."""
-    own = (held >= 0).nonzero()[0]
-    if len(own):
-        put(into, held[own], taken(values, own))
+    local = (local_numbers >= 0).nonzero()[0]
+    if len(local):
+        put_runs(into, local_numbers[local], take_runs(values, local))

@@ -1,10 +1,10 @@
 """Scans of linear recurrences over a sharded sequence: states pass from rank to rank, rows stay where they are.
 
 A run of rows is an affine map of the state that enters it, S_out = M S_in + B. Each member scans its runs for B and M
-(`scan.py`), gathers those of its group, folds the states that enter its own runs, and scans once more from them.
+(`kernels/`), gathers those of its group, folds the states that enter its own runs, and scans once more from them.
 Backward needs no gradient through B or M: with dS the gradient of a run's outputs to its entering state, the gradient
 at its final state is G_i = M_{i+1}ᵀ G_{i+1} + dS_{i+1}; the members gather dS and M, fold, and each runs one ordinary
-backward of its local scan. What travels depends on the heads alone, not on the rows. Sources: Yang et al., "Gated Delta
+backward of its local scan. What travels depends only on the heads, not on the rows. Sources: Yang et al., "Gated Delta
 Networks" (arXiv 2412.06464); Dao and Gu, "Transformers are SSMs" (arXiv 2405.21060) §8.2, for one scalar a head.
 """
 
@@ -16,12 +16,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan.comm import SequenceShard
-from longspan.comm.graphs import outside_graphs
+from longspan.comm.shard import outside_graphs
 from longspan.errors import LayoutError
 from longspan.ssm.chains import Chains, chains_of
-from longspan.ssm.folds import Owed, Sent
-from longspan.ssm.kernels import TORCH, Inputs, Kernel, Recurrence, choose
-from longspan.ssm.kernels.call import Saved, state_dtype
+from longspan.ssm.folds import BackwardFold, ForwardFold
+from longspan.ssm.kernels import TORCH, Inputs, Recurrence, ScanKernel, choose_scan_kernel
+from longspan.ssm.kernels.call import SavedScan, state_dtype
+from longspan.ssm.kernels.packages import fla_function, fla_lacks
+
+
+def unit(x: Tensor, epsilon: float) -> Tensor:
+    """x / √(Σ x² + epsilon) over the last dimension; float32 of half precision, which kernels of GPUs round again."""
+    if not fla_lacks(x.dtype, x.device):
+        return fla_function("modules.norm.l2norm", "l2norm")(x, epsilon)
+    x = x if x.dtype == torch.float64 else x.float()
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + epsilon)
 
 
 @outside_graphs
@@ -42,24 +51,28 @@ def linear_scan(
     head h reads head h // (H // G) of q and k. Without beta the term −β k kᵀ is absent and β is 1: Mamba 2, where g
     has one number a head. Half precision on a GPU runs by the kernels of flash-linear-attention where they can;
     everything else in torch's operations, in float32 (float64 for float64). Every member of a group that has a part
-    here makes the same call, and enters backward. `kernels` names those asked for (`kernels/asked.py`). Raises
-    LayoutError for tensors that do not fit the shard or each other, and for a kernel that was asked for and cannot,
+    here makes the same call, and enters backward. `kernels` names packages to use (`kernels/packages.py`). Raises
+    LayoutError for tensors that do not fit the shard or each other, and for a named kernel that cannot,
     before any communication.
     """
     _check(q, k, v, g, beta, shard)
-    kernel = kernel_of(v, k.shape[-1], delta=beta is not None, by_channel=g.shape[-1] > 1, asked=kernels)
+    kernel = scan_kernel(v, k.shape[-1], delta=beta is not None, by_channel=g.shape[-1] > 1, kernel_names=kernels)
     wide = state_dtype(v.dtype)
     rows = v.dtype if kernel.half else wide
     dtypes = (rows, rows, rows, wide, wide)
-    given = [
+    tensors = [
         None if x is None else x.to(dtype).contiguous() for x, dtype in zip((q, k, v, g, beta), dtypes, strict=True)
     ]
-    return _StatePass.apply(chains_of(shard), kernel, scale, *given).to(v.dtype)  # pyright: ignore[reportOptionalMemberAccess]
+    return _StatePass.apply(chains_of(shard), kernel, scale, *tensors).to(v.dtype)  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def kernel_of(v: Tensor, key_size: int, *, delta: bool, by_channel: bool = False, asked: Sequence[str] = ()) -> Kernel:
+def scan_kernel(
+    v: Tensor, key_size: int, *, delta: bool, by_channel: bool = False, kernel_names: Sequence[str] = ()
+) -> ScanKernel:
     """The kernel that `linear_scan` takes for values like these, (T, H, V). Raises LayoutError as that does."""
-    return choose(Recurrence(v.dtype, v.device, key_size, v.shape[-1], delta=delta, by_channel=by_channel), asked)
+    return choose_scan_kernel(
+        Recurrence(v.dtype, v.device, key_size, v.shape[-1], delta=delta, by_channel=by_channel), kernel_names
+    )
 
 
 def refuse_no_shard(caller: str, shard: object) -> None:
@@ -74,15 +87,15 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, shar
         if x.ndim != 3:
             raise LayoutError(f"linear_scan got {name} of {tuple(x.shape)}; it has rows, heads and numbers of a head")
     rows, (groups, size), heads = shard.local_rows, k.shape[1:], v.shape[1]
-    wanted: dict[str, tuple[tuple[int, ...], Tensor]] = {
+    expected: dict[str, tuple[tuple[int, ...], Tensor]] = {
         "q": ((rows, groups, size), q),
         "k": ((rows, groups, size), k),
         "v": ((rows, heads, v.shape[-1]), v),
         "g": ((rows, heads, 1 if beta is None else g.shape[-1]), g),
     }
     if beta is not None:
-        wanted["beta"] = ((rows, heads), beta)
-    for name, (shape, x) in wanted.items():
+        expected["beta"] = ((rows, heads), beta)
+    for name, (shape, x) in expected.items():
         if tuple(x.shape) != shape:
             raise LayoutError(
                 f"linear_scan got {name} of {tuple(x.shape)}, wanted {shape}; the shard holds {rows} rows"
@@ -97,19 +110,21 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, shar
 
 class _StatePass(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, chains: tuple[Chains, ...], kernel: Kernel, scale: float, *given: Tensor) -> Tensor:
-        inputs = Inputs(*given)
+    def forward(ctx: Any, chains: tuple[Chains, ...], kernel: ScanKernel, scale: float, *tensors: Tensor) -> Tensor:
+        inputs = Inputs(*tensors)
         parts = [inputs.rows(c.part.start, c.part.stop) for c in chains]
-        begun = [_of(kernel, c).forward(part, c.local_runs, scale) for part, c in zip(parts, chains, strict=True)]
-        sent = [Sent(c, part, scan) for c, part, scan in zip(chains, parts, begun, strict=True)]
-        outs, kept = list[Tensor](), list[tuple[Tensor, ...]]()
+        begun = [
+            _kernel_for(kernel, c).forward(part, c.local_runs, scale) for part, c in zip(parts, chains, strict=True)
+        ]
+        sent = [ForwardFold(c, part, scan) for c, part, scan in zip(chains, parts, begun, strict=True)]
+        outs, activations = list[Tensor](), list[tuple[Tensor, ...]]()
         for part, scan in zip(sent, begun, strict=True):
             states = part.entering()
             outs.append(scan.outputs(states))
-            kept.append((part.transitions, states, *scan.kept))
-        ctx.save_for_backward(*given, *(x for tensors in kept for x in tensors))
-        ctx.chains, ctx.kernel, ctx.scale, ctx.counts = chains, kernel, scale, [len(tensors) for tensors in kept]
-        return joined(outs, inputs.v)
+            activations.append((part.transitions, states, *scan.activations))
+        ctx.save_for_backward(*tensors, *(x for saved in activations for x in saved))
+        ctx.chains, ctx.kernel, ctx.scale, ctx.counts = chains, kernel, scale, [len(saved) for saved in activations]
+        return join_parts(outs, inputs.v)
 
     @staticmethod
     @once_differentiable
@@ -118,25 +133,27 @@ class _StatePass(torch.autograd.Function):
         inputs, rest, dout = Inputs(*tensors[:5]), list(tensors[5:]), gradients[0]
         parts = list[tuple[Tensor, ...]]()
         for chains, count in reversed(list(zip(ctx.chains, ctx.counts, strict=True))):
-            transitions, states, *kept = rest[len(rest) - count :]
+            transitions, states, *activations = rest[len(rest) - count :]
             del rest[len(rest) - count :]
             start, stop = chains.part.start, chains.part.stop
-            saved = Saved(states, tuple(kept), dout[start:stop])
-            local = _of(ctx.kernel, chains).backward(inputs.rows(start, stop), chains.local_runs, ctx.scale, saved)
-            owed = Owed(chains, states, transitions, local.owed)
+            saved = SavedScan(states, tuple(activations), dout[start:stop])
+            local = _kernel_for(ctx.kernel, chains).backward(
+                inputs.rows(start, stop), chains.local_runs, ctx.scale, saved
+            )
+            entry_gradients = BackwardFold(chains, states, transitions, local.entry_gradients)
             local.prepare()
-            parts.insert(0, local.gradients(owed.leaving()))
+            parts.insert(0, local.gradients(entry_gradients.leaving()))
         present = [x for x in inputs if x is not None]
-        found = [joined([part[i] for part in parts], x) for i, x in enumerate(present)]
-        return None, None, None, *found, *([None] if inputs.beta is None else [])
+        results = [join_parts([part[i] for part in parts], x) for i, x in enumerate(present)]
+        return None, None, None, *results, *([None] if inputs.beta is None else [])
 
 
-def _of(kernel: Kernel, chains: Chains) -> Kernel:
+def _kernel_for(kernel: ScanKernel, chains: Chains) -> ScanKernel:
     """The kernel; torch's operations where this member has no rows."""
     return kernel if len(chains.lengths) else TORCH
 
 
-def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+def join_parts(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     """The rows of all parts of a shard, one after another; of a single part without a copy."""
     if len(parts) == 1:
         return parts[0]

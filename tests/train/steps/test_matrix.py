@@ -56,13 +56,13 @@ def test_the_rest_of_the_matrix_is_refused() -> None:
 # What is dropped, and what must notice it: the combinations of four ranks that every run of the suite has.
 Dropped = tuple[str, str, str]
 MUTATIONS: list[tuple[Dropped, Callable[[Combination], bool]]] = [
-    (("comm.moves.tp_collectives", '_summed(gradient, world_key, "sum of gradients over tp")', "gradient"),
+    (("comm.moves.tp_collectives", '_all_reduce(gradient, world_key, "sum of gradients over tp")', "gradient"),
      lambda c: c.tp == (2, False)),
     (("model.tensor_parallel.residual_rows", "partial_gradients(norm, key)", "pass"),
      lambda c: c.tp[1]),
     (("model.experts.rows", "back * weights.unsqueeze(2)).sum(1)", "back)[:, 0]"), lambda c: c.ep == 2),
     (("model.experts.moe", "all_to_all_rows(x, sends,", "all_to_all_rows(x.detach(), sends,"), lambda c: c.ep == 2),
-    (("model.pipeline.copies", "mine.copy_(summed([*parts.values()]))", "pass"),
+    (("model.pipeline.copies", "mine.copy_(sum_parts([*parts.values()]))", "pass"),
      lambda c: c.family == "qwen3" and c.stages[0] == 2),
     (("model.placement.sharding", "set_gradient_divide_factor(1.0)", "set_gradient_divide_factor(2.0)"),
      lambda c: c.ep == 1),

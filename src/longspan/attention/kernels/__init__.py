@@ -1,8 +1,8 @@
 """Kernels: attention of some query rows to some key rows: forward to (out, lse), backward from the global out and lse.
 
-Kernels know nothing of ranks and communication.
+Kernels do not depend on ranks and communication.
 """
 
-from longspan.attention.kernels.table import FEATURES, KERNELS, HeadSizes, Kernel, choose, named
+from longspan.attention.kernels.table import FEATURES, KERNELS, HeadSizes, Kernel, choose, find_kernel
 
-__all__ = ["FEATURES", "KERNELS", "HeadSizes", "Kernel", "choose", "named"]
+__all__ = ["FEATURES", "KERNELS", "HeadSizes", "Kernel", "choose", "find_kernel"]

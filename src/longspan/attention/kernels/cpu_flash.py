@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from longspan.attention.call import AttentionCall, Saved
-from longspan.attention.geometry.launch import DenseCall, Launch, dense_calls, visible
-from longspan.attention.geometry.tiles import Tile
-from longspan.attention.sums.rows import accumulation_dtype, padded
+from longspan.attention.rows import accumulation_dtype, pad_heads
+from longspan.attention.tiles import DenseCall, Launch, Tile, dense_calls, visible_keys
 
 _BAND_ROWS = 256  # query rows of a band whose mask is held at once
 
@@ -45,7 +44,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttentionCall) ->
     q, k, v, out, lse = saved
     sizes = q.shape[2], v.shape[2]
     q, k, v = _one_head_size(q, k, v)
-    dout, out = padded(dout, q.shape[2]), padded(out, q.shape[2])
+    dout, out = pad_heads(dout, q.shape[2]), pad_heads(out, q.shape[2])
     dq, dk, dv = (x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype)) for x in (q, k, v))
     for dense in _dense_calls(launch, q.dtype):
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -76,7 +75,7 @@ def _dense_calls(launch: Launch, dtype: torch.dtype) -> Iterator[DenseCall]:
 
 
 def _float_mask(tile: Tile, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    seen = visible(tile, device)
+    seen = visible_keys(tile, device)
     if seen is None:
         return None
     return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
@@ -89,4 +88,4 @@ def _batched(x: Tensor) -> Tensor:
 
 def _one_head_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     size = max(q.shape[2], v.shape[2])
-    return padded(q, size), padded(k, size), padded(v, size)
+    return pad_heads(q, size), pad_heads(k, size), pad_heads(v, size)

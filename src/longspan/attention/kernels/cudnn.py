@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from longspan.attention.call import AttentionCall, Saved
-from longspan.attention.geometry.launch import DenseCall, Launch, dense_calls
-from longspan.attention.geometry.tiles import Tile, Tiling
 from longspan.attention.kernels import reference
-from longspan.attention.sums.rows import accumulation_dtype, padded
+from longspan.attention.rows import accumulation_dtype, pad_heads
+from longspan.attention.tiles import DenseCall, Launch, Tile, Tiling, dense_calls
 
 _CAPABILITIES = (9, 10)
 _VERSION = 91100  # from it on, query heads of 192 with values of 128
@@ -30,7 +29,7 @@ def missing(device: torch.device) -> str:
     """What this installation or device lacks for the kernel; "" where nothing."""
     version = torch.backends.cudnn.version()
     if version is None or version < _VERSION:
-        return f"needs cuDNN {_dotted(_VERSION)}, got {'none' if version is None else _dotted(version)}"
+        return f"needs cuDNN {_version_text(_VERSION)}, got {'none' if version is None else _version_text(version)}"
     major, minor = torch.cuda.get_device_capability(device)
     return "" if major in _CAPABILITIES else f"needs compute capability 9 or 10, got {major}.{minor}"
 
@@ -41,10 +40,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall
     dtype = accumulation_dtype(q.dtype)
     out = q.new_empty((*q.shape[:2], v.shape[2]), dtype=dtype)
     lse = q.new_empty(q.shape[:2], dtype=dtype)
-    for dense in calls(launch):
+    for dense in launch_calls(launch):
         tensors = q[dense.rows], k[dense.keys], v[dense.keys]
         if _is_tiny(dense):
-            part_out, part_lse = reference.forward(*tensors, _alone(dense, launch), call)
+            part_out, part_lse = reference.forward(*tensors, _single_launch(dense, launch), call)
         else:
             part_out, part_lse = _forward(*tensors, dense.causal, call.scale)
         dense.keep(out, lse, part_out, part_lse)
@@ -56,11 +55,11 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttentionCall) ->
     assert call.softcap is None and call.dropout is None
     q, k, v, out, lse = saved
     totals = tuple(x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype)) for x in (q, k, v))
-    for dense in calls(launch):
+    for dense in launch_calls(launch):
         rows, keys = dense.rows, dense.keys
         dout_rows, part = dout[rows], Saved(q[rows], k[keys], v[keys], out[rows], lse[rows])
         if _is_tiny(dense):
-            gradients = reference.backward(dout_rows, part, _alone(dense, launch), call)
+            gradients = reference.backward(dout_rows, part, _single_launch(dense, launch), call)
         else:
             gradients = _backward(dout_rows, part, dense.causal, call.scale)
         for total, where, x in zip(totals, (rows, keys, keys), gradients, strict=True):
@@ -68,7 +67,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttentionCall) ->
     return totals  # pyright: ignore[reportReturnType]
 
 
-def calls(launch: Launch) -> Iterator[DenseCall]:
+def launch_calls(launch: Launch) -> Iterator[DenseCall]:
     """The dense calls of a launch: each full, or causal with as many keys as rows."""
     return (dense for tile in launch.tiles for dense in dense_calls(tile))
 
@@ -77,9 +76,9 @@ def _is_tiny(dense: DenseCall) -> bool:
     return min(dense.rows.stop - dense.rows.start, dense.keys.stop - dense.keys.start) == 1
 
 
-def _alone(dense: DenseCall, launch: Launch) -> Launch:
+def _single_launch(dense: DenseCall, launch: Launch) -> Launch:
     rows, keys = dense.rows.stop - dense.rows.start, dense.keys.stop - dense.keys.start
-    return Launch(Tiling.of((Tile(0, rows, 0, keys, right=0 if dense.causal else None),)), launch.device)
+    return Launch(Tiling.from_tiles((Tile(0, rows, 0, keys, right=0 if dense.causal else None),)), launch.device)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -95,7 +94,7 @@ def _backward(dout: Tensor, saved: Saved, causal: bool, scale: float) -> tuple[T
     heads_first = lse.float().transpose(0, 1).contiguous()[None]  # (1, N, Tq)
     unread = torch.zeros((), dtype=torch.int64, device=q.device)  # seed and offset, at dropout 0
     none = None  # bias and boundaries of variable lengths: torch takes None for an undefined tensor
-    # torch keeps cuDNN's plans by the strides of q, k and v alone, so those of out and dout have to be the same always.
+    # torch keeps cuDNN's plans by the strides of q, k and v only, so those of out and dout must always be the same.
     dout, out = dout.contiguous(), out.to(q.dtype).contiguous()
     gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         *(_batched(x) for x in (dout, q, k, v, out)),
@@ -124,9 +123,9 @@ def _lse_has_a_last_one(device: torch.device) -> bool:
 
 def _batched(x: Tensor) -> Tensor:
     """(T, N, H) to (1, N, T, H) without moving rows; H padded."""
-    x = padded(x, -(-x.shape[2] // _SIZES) * _SIZES)
+    x = pad_heads(x, -(-x.shape[2] // _SIZES) * _SIZES)
     return (x if x.stride(2) == 1 else x.contiguous()).unsqueeze(0).transpose(1, 2)
 
 
-def _dotted(version: int) -> str:
+def _version_text(version: int) -> str:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from longspan.attention.call import AttentionCall, Saved
-from longspan.attention.geometry.launch import Launch
-from longspan.attention.sums.rows import padded
+from longspan.attention.rows import pad_heads
+from longspan.attention.tiles import Launch
 
 _CAPABILITIES = (9, 10, 11)
 _HEAD_SIZES = 32  # multiples of this are right
@@ -76,7 +76,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttentionCall) ->
 def _arguments(launch: Launch, *tensors: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
     """The tensors as the kernel takes them, dense (1, T, heads, size) for one tile, and the lengths of several."""
     size = -(-max(x.shape[2] for x in tensors) // _HEAD_SIZES) * _HEAD_SIZES
-    tensors = tuple(padded(x, size) for x in tensors)
+    tensors = tuple(pad_heads(x, size) for x in tensors)
     if len(launch.tiling) == 1:
         return [x.unsqueeze(0) for x in tensors], {}
     cu_seqlens_q, cu_seqlens_k = launch.cu_seqlens

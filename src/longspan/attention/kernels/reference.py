@@ -8,11 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttentionCall, Saved
-from longspan.attention.dropout import Dropout
-from longspan.attention.geometry.launch import Launch, visible
-from longspan.attention.geometry.tiles import Tile
-from longspan.attention.sums.rows import accumulation_dtype
+from longspan.attention.call import AttentionCall, Dropout, Saved
+from longspan.attention.rows import accumulation_dtype
+from longspan.attention.tiles import Launch, Tile, visible_keys
 
 _BYTES_AT_ONCE = 256 << 20  # of the scores of a piece and all that is made of them
 # Of a score in its dtype at the fullest moment, in backward: weight, its gradient, slope of softcap, factor.
@@ -27,7 +25,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall
     lse = q.new_empty(q.shape[:2], dtype=dtype)
     for tile in _pieces(launch, q.shape[1], dtype, call.dropout):
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
-        scores = _scores(_grouped(q[rows], k.shape[1], dtype), k[keys].to(dtype), call)
+        scores = _scores(_group_heads(q[rows], k.shape[1], dtype), k[keys].to(dtype), call)
         weights, row_lse = _softmax_(_masked_(scores, tile))
         if call.dropout is not None:
             weights *= _factors(call.dropout, launch, tile, weights)
@@ -43,7 +41,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttentionCall) ->
     dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))
     for tile in _pieces(launch, q.shape[1], dtype, call.dropout):
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
-        q_rows, dout_rows, out_rows = (_grouped(x[rows], k.shape[1], dtype) for x in (q, dout, out))
+        q_rows, dout_rows, out_rows = (_group_heads(x[rows], k.shape[1], dtype) for x in (q, dout, out))
         k_rows, v_rows = k[keys].to(dtype), v[keys].to(dtype)
         weights = _scores(q_rows, k_rows, call)
         slope = None if call.softcap is None else weights.div(call.softcap).square_().neg_().add_(1)  # of tanh
@@ -75,7 +73,7 @@ def _factors(dropout: Dropout, launch: Launch, tile: Tile, weights: Tensor) -> T
     return dropout.factors(launch, tile, kv_heads * per_head, weights.dtype).view_as(weights)
 
 
-def _grouped(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
+def _group_heads(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
     """(T, N, H) to (T, K, N / K, H)."""
     return x.to(dtype).unflatten(1, (kv_heads, x.shape[1] // kv_heads))
 
@@ -87,7 +85,7 @@ def _scores(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
 
 
 def _masked_(scores: Tensor, tile: Tile) -> Tensor:
-    seen = visible(tile, scores.device)
+    seen = visible_keys(tile, scores.device)
     return scores if seen is None else scores.masked_fill_(~seen, -torch.inf)
 
 

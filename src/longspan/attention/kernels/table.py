@@ -1,7 +1,7 @@
 """The support table: what each kernel can do, and which one computes a call.
 
-The first kernel of `KERNELS` that can do a call is chosen; a kernel that is asked for by name and cannot is an error
-that says what it lacks. Errors, docs/attention.md and `longspan doctor --kernels` read the table.
+The first kernel of `KERNELS` that can do a call is chosen; naming a kernel that cannot is an error with what
+it lacks. Errors, docs/attention.md and `longspan doctor --kernels` read the table.
 """
 
 from collections.abc import Callable
@@ -43,9 +43,9 @@ class HeadSizes:
 class Kernel:
     """A row of the support table: what a kernel can do, and its two functions.
 
-    `packed` says how it runs several documents, `needs` what it takes to have it; `missing` says what this
+    `packed` describes how it runs several documents, `needs` what it depends on; `missing` returns what this
     installation or device lacks of that ("" where nothing). `one_document_only`: by name it
-    runs every launch, but without a name it is chosen for calls with one document in each group alone.
+    runs every launch, but without a name it is chosen only for calls with one document in each group.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Kernel:
         if call.device.type not in self.devices:
             return f"needs {' or '.join(self.devices)} tensors, got {call.device.type}"
         if call.dtype not in self.dtypes:
-            return f"needs {' or '.join(short(d) for d in self.dtypes)}, got {short(call.dtype)}"
+            return f"needs {' or '.join(dtype_name(d) for d in self.dtypes)}, got {dtype_name(call.dtype)}"
         if not self.head_sizes.take(call.head_size, call.value_size):
             got = str(call.head_size)
             got += "" if call.value_size == call.head_size else f" with values of {call.value_size}"
@@ -84,7 +84,7 @@ class Kernel:
         return (call.one_document or not self.one_document_only) and not self.lacks(call)
 
 
-def short(value: Any) -> str:
+def dtype_name(value: Any) -> str:
     """A dtype without its module."""
     return str(value).removeprefix("torch.")
 
@@ -183,14 +183,14 @@ def choose(call: AttentionCall, name: str | None = None) -> Kernel:
         if kernel is None:
             raise AttentionError("no kernel fits: " + "; ".join(f"{k.name} {k.lacks(call)}" for k in KERNELS))
         return kernel
-    kernel = named(name, f"; {_available(call)}")
+    kernel = find_kernel(name, f"; {_available(call)}")
     if lack := kernel.lacks(call):
         raise AttentionError(f"kernel {name} {lack}; {_available(call)}")
     return kernel
 
 
-def named(name: str, hint: str | None = None) -> Kernel:
-    """The row of the table with this name. Raises AttentionError where there is none."""
+def find_kernel(name: str, hint: str | None = None) -> Kernel:
+    """The row of the table with this name. Raises AttentionError if there is none."""
     for kernel in KERNELS:
         if kernel.name == name:
             return kernel

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from longspan.attention.call import AttentionCall, Saved
-from longspan.attention.geometry.launch import Launch
-from longspan.attention.sums.rows import joined_heads, padded
+from longspan.attention.rows import concat_heads, pad_heads
+from longspan.attention.tiles import Launch
 
 MOST = 2**31 - 1  # elements of the sums for dq
 _BLOCK_ROWS = 128
@@ -23,7 +23,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall
     assert call.softcap is None and call.dropout is None
     head_size, size = v.shape[2], _head_size(q, v)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(padded(x, size) for x in (q, k, v)),
+        *(pad_heads(x, size) for x in (q, k, v)),
         *launch.cu_seqlens,
         *_longest(launch),
         0.0,
@@ -41,10 +41,10 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttentionCall) ->
     assert call.softcap is None and call.dropout is None
     q, k, v, out, lse = saved
     size = _head_size(q, v)
-    tensors, at_once = [*(padded(x, size) for x in (dout, q, k, v, out)), lse], _kv_heads_at_once(q, k, launch)
+    tensors, at_once = [*(pad_heads(x, size) for x in (dout, q, k, v, out)), lse], _kv_heads_at_once(q, k, launch)
     slices = zip(*(x.split(at_once * (x.shape[1] // k.shape[1]), 1) for x in tensors), strict=True)
     parts = [_gradients(some, launch, call) for some in slices]
-    dq, dk, dv = (joined_heads(gradients) for gradients in zip(*parts, strict=True))
+    dq, dk, dv = (concat_heads(gradients) for gradients in zip(*parts, strict=True))
     return dq[..., : q.shape[2]], dk[..., : k.shape[2]], dv[..., : v.shape[2]]
 
 

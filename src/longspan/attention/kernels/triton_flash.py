@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from longspan.attention.call import AttentionCall, Saved
-from longspan.attention.geometry.launch import Launch
+from longspan.attention.tiles import Launch
 
 _PAIRS = 16  # (row, head) pairs whose sums one program takes
 LARGEST = 512
 
 
 class Blocks(NamedTuple):
-    """How a kernel is launched: rows and keys of a block, warps, stages of loads in flight."""
+    """How a kernel is launch_blocks: rows and keys of a block, warps, stages of loads in flight."""
 
     rows: int
     keys: int
@@ -72,72 +72,72 @@ def _kernels() -> Any:
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall) -> tuple[Tensor, Tensor]:
     """q (Tq, N, H), k (Tk, K, H), v (Tk, K, Hv) -> out (Tq, N, Hv), lse (Tq, N) float32."""
     assert call.dropout is None
-    q, k, v = (_in_order(x) for x in (q, k, v))
+    q, k, v = (_contiguous_heads(x) for x in (q, k, v))
     out = q.new_empty((*q.shape[:2], v.shape[2]))
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     numbers = (*_strides(q, k, v, out), *lse.stride())
 
-    def launched(blocks: Blocks) -> None:
-        listed = launch.blocks(blocks.rows, of_keys=False)
-        _kernels().forward[len(listed), q.shape[1]](
-            *(q, k, v, out, lse, listed, *launch.cu_seqlens, q.shape[1] // k.shape[1], *_scores(launch, call)),
+    def launch_blocks(blocks: Blocks) -> None:
+        block_list = launch.blocks(blocks.rows, of_keys=False)
+        _kernels().forward[len(block_list), q.shape[1]](
+            *(q, k, v, out, lse, block_list, *launch.cu_seqlens, q.shape[1] // k.shape[1], *_scores(launch, call)),
             *numbers,
             **_constants(q, v, launch, call),
             **_launch_constants(blocks),
         )
 
-    _with_fitting("forward", FORWARD, q, v, launched)
+    _launch_fitting("forward", FORWARD, q, v, launch_blocks)
     return out, lse
 
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
     assert call.dropout is None
-    q, k, v, dout = (_in_order(x) for x in (saved.q, saved.k, saved.v, dout))
+    q, k, v, dout = (_contiguous_heads(x) for x in (saved.q, saved.k, saved.v, dout))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    delta = _deltas(dout, _in_order(saved.out))
+    delta = _deltas(dout, _contiguous_heads(saved.out))
     tensors = (q, k, v, dout, saved.lse, delta)
     strides = (*_strides(q, k, v, dout), *saved.lse.stride(), delta.stride(0))
     shared = (*launch.cu_seqlens, q.shape[1] // k.shape[1], *_scores(launch, call), *strides)
     constants = _constants(q, v, launch, call)
 
-    def of_queries(blocks: Blocks) -> None:
-        listed = launch.blocks(blocks.rows, of_keys=False)
-        _kernels().query_gradients[len(listed), q.shape[1]](
-            *(*tensors, dq, listed, *shared, *_strides(dq)), **constants, **_launch_constants(blocks)
+    def launch_query_gradients(blocks: Blocks) -> None:
+        block_list = launch.blocks(blocks.rows, of_keys=False)
+        _kernels().query_gradients[len(block_list), q.shape[1]](
+            *(*tensors, dq, block_list, *shared, *_strides(dq)), **constants, **_launch_constants(blocks)
         )
 
-    def of_keys(blocks: Blocks) -> None:
-        listed = launch.blocks(blocks.keys, of_keys=True)
-        apart = constants["WIDTH"] + constants["V_WIDTH"] > 2 * _BOTH_SUMS
-        for wants in ((True, False), (False, True)) if apart else ((True, True),):
-            _kernels().key_gradients[len(listed), k.shape[1]](
-                *(*tensors, dk, dv, listed, *shared, *_strides(dk, dv)),
+    def launch_key_gradients(blocks: Blocks) -> None:
+        block_list = launch.blocks(blocks.keys, of_keys=True)
+        one_by_one = constants["WIDTH"] + constants["V_WIDTH"] > 2 * _BOTH_SUMS
+        for wants in ((True, False), (False, True)) if one_by_one else ((True, True),):
+            _kernels().key_gradients[len(block_list), k.shape[1]](
+                *(*tensors, dk, dv, block_list, *shared, *_strides(dk, dv)),
                 WANTS_K=wants[0],
                 WANTS_V=wants[1],
                 **constants,
                 **_launch_constants(blocks),
             )
 
-    _with_fitting("query_gradients", QUERY_GRADIENTS, q, v, of_queries)
-    _with_fitting("key_gradients", KEY_GRADIENTS, q, v, of_keys)
+    _launch_fitting("query_gradients", QUERY_GRADIENTS, q, v, launch_query_gradients)
+    _launch_fitting("key_gradients", KEY_GRADIENTS, q, v, launch_key_gradients)
     return dq, dk, dv
 
 
-def _with_fitting(
-    name: str, table: Mapping[int, tuple[Blocks, ...]], q: Tensor, v: Tensor, launched: Callable[[Blocks], None]
+def _launch_fitting(
+    name: str, table: Mapping[int, tuple[Blocks, ...]], q: Tensor, v: Tensor, launch_blocks: Callable[[Blocks], None]
 ) -> None:
     """Launch with the first blocks of the table for which the device has the shared memory."""
-    known = (name, _width(q), _width(v), q.dtype, q.device)
+    key = (name, _width(q), _width(v), q.dtype, q.device)
     of_width = table[max(_SMALLEST, _width(q), _width(v))]
-    for index in range(_fitting.get(known, 0), len(of_width)):
+    for index in range(_fitting.get(key, 0), len(of_width)):
         try:
-            launched(of_width[index])
+            launch_blocks(of_width[index])
         except _kernels().OutOfResources:
             if index + 1 == len(of_width):
                 raise
             continue
-        _fitting[known] = index
+        _fitting[key] = index
         return
 
 
@@ -182,5 +182,5 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for x in tensors for stride in x.stride()[:2])
 
 
-def _in_order(x: Tensor) -> Tensor:
+def _contiguous_heads(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 else x.contiguous()

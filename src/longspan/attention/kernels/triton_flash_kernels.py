@@ -1,13 +1,10 @@
-"""Triton kernels of `triton_flash.py`, which alone imports this module: CPU builds of torch lack triton.
+"""Triton kernels of `triton_flash.py`, their only importer: CPU builds of torch lack triton.
 
-A program owns a block of rows (or of keys) of one tile and head, and walks the keys (or rows) that it meets. `blocks`
-(n, 2) lists them: tile and first row in it. Row i of a tile of `rows` rows and `keys` keys is aligned to key
-i + keys − rows; it sees `left` keys before that one and `right` after it. Offsets are in 64 bits: heads may lie a whole
-tensor of rows apart.
+A program owns a block of rows (or keys) of one tile and head, and walks the keys (or rows) that it meets; `blocks` (n,
+2) lists tile and first row. Row i is aligned to key i + keys − rows; it sees `left` keys before and `right` after it.
 """
 
 # pyright: basic, reportMissingImports=false
-
 import triton
 import triton.language as tl
 from triton.runtime.errors import OutOfResources as OutOfResources
@@ -16,13 +13,13 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _capped(scores, softcap):
+def _cap(scores, softcap):
     """softcap · tanh(scores / softcap), by the sigmoid that Triton has."""
     return softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
 
 
 @triton.jit
-def _seen(aligned, key, keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+def _is_visible(aligned, key, keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
     """Whether a row that is aligned to the key `aligned` sees `key` of so many `keys`."""
     seen = key < keys
     if HAS_LEFT:
@@ -33,10 +30,10 @@ def _seen(aligned, key, keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl
 
 
 @triton.jit
-def _loaded(x, row, row_stride, rows, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+def _load(x, row, row_stride, rows, SIZE: tl.constexpr, WIDTH: tl.constexpr):
     """Rows of a head, whose elements are in order; zeros beyond the last row and the head's size."""
     column = tl.arange(0, WIDTH)
-    at = x + row.to(tl.int64)[:, None] * row_stride + column[None, :]
+    at = x + row.to(tl.int64)[:, None] * row_stride + column[None, :]  # heads may lie a whole tensor of rows apart
     return tl.load(at, mask=(row < rows)[:, None] & (column < SIZE)[None, :], other=0.0)
 
 
@@ -96,7 +93,7 @@ def forward(
 
     row = start + tl.arange(0, ROWS)
     aligned = row + (keys - rows)
-    q_block = _loaded(q, row, q_row, rows, SIZE, WIDTH)
+    q_block = _load(q, row, q_row, rows, SIZE, WIDTH)
     first = start + keys - rows
     low, high = 0, keys
     if HAS_LEFT:
@@ -108,18 +105,18 @@ def forward(
     result = tl.zeros((ROWS, V_WIDTH), tl.float32)
     for at in range(low, high, KEYS):
         key = at + tl.arange(0, KEYS)
-        k_block = _loaded(k, key, k_row, keys, SIZE, WIDTH)
+        k_block = _load(k, key, k_row, keys, SIZE, WIDTH)
         scores = tl.dot(q_block, tl.trans(k_block)) * scale
         if HAS_CAP:
-            scores = _capped(scores, softcap)
-        seen = _seen(aligned[:, None], key[None, :], keys, left, right, HAS_LEFT, HAS_RIGHT)
+            scores = _cap(scores, softcap)
+        seen = _is_visible(aligned[:, None], key[None, :], keys, left, right, HAS_LEFT, HAS_RIGHT)
         scores = tl.where(seen, scores * _LOG2_E, float("-inf"))
         higher = tl.maximum(largest, tl.max(scores, 1))
         top = tl.where(higher == float("-inf"), 0.0, higher)  # rows that have seen nothing yet
         weights = tl.exp2(scores - top[:, None])
         faded = tl.exp2(largest - top)
         total = total * faded + tl.sum(weights, 1)
-        v_block = _loaded(v, key, v_row, keys, V_SIZE, V_WIDTH)
+        v_block = _load(v, key, v_row, keys, V_SIZE, V_WIDTH)
         result = tl.dot(weights.to(v_block.dtype), v_block, result * faded[:, None])
         largest = higher
     _store(out, row, out_row, rows, result / total[:, None], V_SIZE, V_WIDTH)
@@ -208,8 +205,8 @@ def query_gradients(
 
     row = start + tl.arange(0, ROWS)
     aligned = row + (keys - rows)
-    q_block = _loaded(q, row, q_row, rows, SIZE, WIDTH)
-    dout_block = _loaded(dout, row, dout_row, rows, V_SIZE, V_WIDTH)
+    q_block = _load(q, row, q_row, rows, SIZE, WIDTH)
+    dout_block = _load(dout, row, dout_row, rows, V_SIZE, V_WIDTH)
     row_lse = tl.load(lse + row.to(tl.int64) * lse_row, mask=row < rows, other=0.0) * _LOG2_E
     row_delta = tl.load(delta + row.to(tl.int64) * delta_row, mask=row < rows, other=0.0)
     first = start + keys - rows
@@ -221,15 +218,15 @@ def query_gradients(
     result = tl.zeros((ROWS, WIDTH), tl.float32)
     for at in range(low, high, KEYS):
         key = at + tl.arange(0, KEYS)
-        k_block = _loaded(k, key, k_row, keys, SIZE, WIDTH)
+        k_block = _load(k, key, k_row, keys, SIZE, WIDTH)
         scores = tl.dot(q_block, tl.trans(k_block)) * scale
         slope = 1.0
         if HAS_CAP:
-            scores = _capped(scores, softcap)
+            scores = _cap(scores, softcap)
             slope = 1.0 - (scores / softcap) * (scores / softcap)
-        seen = _seen(aligned[:, None], key[None, :], keys, left, right, HAS_LEFT, HAS_RIGHT)
+        seen = _is_visible(aligned[:, None], key[None, :], keys, left, right, HAS_LEFT, HAS_RIGHT)
         weights = tl.where(seen, tl.exp2(scores * _LOG2_E - row_lse[:, None]), 0.0)
-        v_block = _loaded(v, key, v_row, keys, V_SIZE, V_WIDTH)
+        v_block = _load(v, key, v_row, keys, V_SIZE, V_WIDTH)
         dscores = weights * (tl.dot(dout_block, tl.trans(v_block)) - row_delta[:, None]) * slope
         result = tl.dot(dscores.to(k_block.dtype), k_block, result)
     _store(dq, row, dq_row, rows, result * scale, SIZE, WIDTH)
@@ -292,7 +289,7 @@ def key_gradients(
     delta += q_start.to(tl.int64) * delta_row
 
     key, shift = start + tl.arange(0, KEYS), keys - rows
-    k_block = _loaded(k, key, k_row, keys, SIZE, WIDTH)
+    k_block = _load(k, key, k_row, keys, SIZE, WIDTH)
     low, high = 0, rows
     if HAS_RIGHT:
         low = tl.maximum(start - shift - right, 0) // ROWS * ROWS
@@ -300,7 +297,7 @@ def key_gradients(
         high = tl.minimum(start + KEYS - shift + left, rows)
     if WANTS_K:
         v += k_start.to(tl.int64) * v_row + kv_head * v_head
-        v_block = _loaded(v, key, v_row, keys, V_SIZE, V_WIDTH)
+        v_block = _load(v, key, v_row, keys, V_SIZE, V_WIDTH)
         of_k = tl.zeros((KEYS, WIDTH), tl.float32)
     if WANTS_V:
         of_v = tl.zeros((KEYS, V_WIDTH), tl.float32)
@@ -309,15 +306,15 @@ def key_gradients(
         for at in range(low, high, ROWS):
             row = at + tl.arange(0, ROWS)
             aligned = row + shift
-            q_block = _loaded(q + head * q_head, row, q_row, rows, SIZE, WIDTH)
-            dout_block = _loaded(dout + head * dout_head, row, dout_row, rows, V_SIZE, V_WIDTH)
+            q_block = _load(q + head * q_head, row, q_row, rows, SIZE, WIDTH)
+            dout_block = _load(dout + head * dout_head, row, dout_row, rows, V_SIZE, V_WIDTH)
             row_lse = tl.load(lse + head * lse_head + row.to(tl.int64) * lse_row, mask=row < rows, other=0.0) * _LOG2_E
             scores = tl.dot(k_block, tl.trans(q_block)) * scale
             slope = 1.0
             if HAS_CAP:
-                scores = _capped(scores, softcap)
+                scores = _cap(scores, softcap)
                 slope = 1.0 - (scores / softcap) * (scores / softcap)
-            seen = _seen(aligned[None, :], key[:, None], keys, left, right, HAS_LEFT, HAS_RIGHT)
+            seen = _is_visible(aligned[None, :], key[:, None], keys, left, right, HAS_LEFT, HAS_RIGHT)
             weights = tl.where(seen, tl.exp2(scores * _LOG2_E - row_lse[None, :]), 0.0)
             if WANTS_V:
                 of_v = tl.dot(weights.to(dout_block.dtype), dout_block, of_v)

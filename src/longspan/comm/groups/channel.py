@@ -13,10 +13,54 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from longspan.comm.failure.watch import Watch
-from longspan.comm.groups.handle import Handle
 from longspan.comm.groups.process_groups import ParentName, ProcessGroups
+from longspan.comm.watch import Operation, Watch
 from longspan.layout.layout import short
+
+# torch's NCCL works hold what they receive, and the last work is watched until the next is waited for. From this many
+# bytes on an event is watched instead, which the host records in 40 µs.
+EVENT_BYTES = 64 << 20
+
+
+class Handle:
+    """A started exchange. `wait()` returns its result once its tensors may be used; a second call returns it again.
+
+    On a GPU, waiting orders the current stream behind the exchange and does not stop the host. `keep` is kept alive
+    until then, `finish` makes the result, `work_bytes` are the bytes that the works themselves hold on to.
+    """
+
+    __slots__ = ("_finish", "_keep", "_operation", "_result", "_work_bytes", "_works")
+
+    def __init__(
+        self,
+        operation: Operation,
+        works: Sequence[Work],
+        keep: object = None,
+        finish: Callable[[], Any] | None = None,
+        work_bytes: int = 0,
+    ) -> None:
+        self._operation, self._works, self._keep, self._work_bytes = operation, works, keep, work_bytes
+        self._finish, self._result = finish, None
+
+    def wait(self) -> Any:
+        """Wait for the exchange. Raises CommError, with a failure report, where it fails or times out."""
+        if self._works:
+            with self._operation as operation:
+                for work in self._works:
+                    work.wait()
+                if self._work_bytes < EVENT_BYTES:
+                    operation.watch.watch_works(operation, self._works)
+                else:
+                    operation.watch.mark(operation)
+        if self._finish is not None:
+            self._result = self._finish()
+        self._works, self._keep, self._finish = (), None, None
+        return self._result
+
+    def then(self, finish: Callable[[Any], Any]) -> "Handle":
+        """A handle of the same exchange whose result is made from this one's."""
+        return Handle(self._operation, (), finish=lambda: finish(self.wait()))
+
 
 # torch 2.13 renamed all_gather_into_tensor and warns about the old name.
 _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -66,7 +110,7 @@ class Channel:
     ) -> Handle:
         """Start one batch of sends to and receives from members, each a (member index, contiguous tensor).
 
-        Tensors without elements are dropped on both sides. Between two members, tensors match in the order given.
+        Tensors without elements are dropped on both sides. Between two members, tensors match in their order here.
         `result` is what the handle's `wait()` returns.
         """
         parent, operation = self.group, self.watch.during(what, self.ranks)
@@ -156,7 +200,7 @@ class Channel:
         assert x.shape[0] == counts[self.index] and len(counts) == self.degree, (what, x.shape, counts, self.index)
         communicator = self._communicator_to_gather(counts)
         if communicator is not None:
-            padded = _padded(x, max(counts))
+            padded = _pad_rows(x, max(counts))
             buffer = x.new_empty((self.degree * max(counts), *x.shape[1:]))
             with self.watch.during(what, self.ranks) as operation:
                 work = _all_gather_single(buffer, padded, group=communicator, async_op=True)
@@ -189,7 +233,7 @@ class Channel:
         """
         rows = counts[self.index]
         arriving = self.all_to_all_rows(x, counts, [rows] * self.degree, what)
-        return arriving.then(lambda parts: summed(parts.split(rows or 1)))
+        return arriving.then(lambda parts: sum_parts(parts.split(rows or 1)))
 
     @property
     def watch(self) -> Watch:
@@ -220,7 +264,7 @@ def wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-def summed(parts: Sequence[Tensor]) -> Tensor:
+def sum_parts(parts: Sequence[Tensor]) -> Tensor:
     """The sum of tensors in their order and dtype, taken in float32 (float64 for float64, integers as they are)."""
     dtype = parts[0].dtype
     total = parts[0].to(torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype, copy=True)
@@ -229,7 +273,7 @@ def summed(parts: Sequence[Tensor]) -> Tensor:
     return total.to(dtype)
 
 
-def _padded(x: Tensor, rows: int) -> Tensor:
+def _pad_rows(x: Tensor, rows: int) -> Tensor:
     """x (n, …) with zero rows appended, contiguous: (rows, …)."""
     if x.shape[0] == rows:
         return x.contiguous()

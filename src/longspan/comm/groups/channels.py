@@ -1,6 +1,6 @@
 """The channels of an open world, on which ranks talk on their device, and the communicators behind them.
 
-Every group is made by all ranks together, in one order: those that are asked for by name when they first are, those of
+Every group is made by all ranks together, in one order: those with a name when they are first used, those of
 plans in `make_communicators`, a bounded number. What ranks tell each other on the host is in `control_group`.
 """
 
@@ -86,7 +86,7 @@ class Channels:
 
     @cached_property
     def pipeline(self) -> Channel:
-        """This slot's pipeline stages, first to last, on a group of their own; first asked for by all ranks together.
+        """This slot's pipeline stages, first to last, on a group of their own; first used by all ranks together.
 
         Raises CommError for a home whose ranks descend along its stages: torch orders the members of a group by rank.
         """
@@ -104,7 +104,7 @@ class Channels:
 
     @cached_property
     def tp(self) -> Channel:
-        """This slot's tensor-parallel ranks, on the group of `meshes.tp`; first asked for by all ranks together.
+        """This slot's tensor-parallel ranks, on the group of `meshes.tp`; first used by all ranks together.
 
         Raises CommError for a home without tensor parallelism.
         """
@@ -115,7 +115,7 @@ class Channels:
 
     @cached_property
     def everyone(self) -> Channel:
-        """A channel over all ranks of the home, in its order; first asked for by all ranks together.
+        """A channel over all ranks of the home, in its order; first used by all ranks together.
 
         With more than one plane it makes a group of its own.
         """

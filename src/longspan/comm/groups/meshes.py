@@ -4,7 +4,7 @@ A root mesh covers one pipeline stage. That of most parameters has the axes "rep
 parameters "replicate" × "outer" × "ep": outer × ep are the slots of one replica in order, and the tensor-parallel ranks
 of a slot, each of which computes its part of the rows with the same experts, stand side by side on "outer". An axis
 "replicate", "ep" or "tp" of size 1 is left out. FSDP2 over DTensors asks that its own mesh and theirs are slices of one
-root. Groups are made when a mesh that needs them is first asked for, by all ranks together, and shared by both roots.
+root. Groups are made when a mesh that needs them is first used, by all ranks together, and shared by both roots.
 """
 
 import logging
@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -21,10 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.comm.groups.process_groups import ProcessGroups
 from longspan.errors import CommError
-from longspan.layout import Layout
+from longspan.layout import Integers, Layout
 from longspan.layout.layout import short
-
-Ranks = npt.NDArray[np.int64]
 
 REPLICATE, SLOTS, OUTER, EP, TP = "replicate", "slots", "outer", "ep", "tp"
 
@@ -83,7 +80,7 @@ class Meshes:
 
     @cached_property
     def _root(self) -> DeviceMesh:
-        """This stage's (replicate, slots of one replica, tp), of which `fsdp` and `tp` are slices: FSDP2 joins them."""
+        """This stage's (replicate, slots of one replica, tp), whose slices are `fsdp` and `tp`: FSDP2 joins them."""
         home = self._home
         width = home.slots // home.dp_replicate
         by_stage = np.asarray(home.ranks).reshape(home.pp, home.dp_replicate, width, home.tp)
@@ -102,9 +99,9 @@ class Meshes:
         ranks = ranks.swapaxes(3, 4).reshape(home.pp, home.dp_replicate, -1, home.ep)
         return self._build((REPLICATE, OUTER, EP), ranks)
 
-    def _build(self, axes: Sequence[str], ranks: Ranks) -> DeviceMesh:
+    def _build(self, axes: Sequence[str], ranks: Integers) -> DeviceMesh:
         """The root mesh of ranks (pp, one dim for each axis) at this rank's stage."""
-        ranks = self._in_group_order(ranks, axes)
+        ranks = self._sort_for_groups(ranks, axes)
         sizes = ranks.shape[1:]
         dims = [i for i, (axis, size) in enumerate(zip(axes, sizes, strict=True)) if axis in (SLOTS, OUTER) or size > 1]
         groups = [self._group(axes[i], np.moveaxis(ranks, i + 1, -1).reshape(-1, sizes[i])) for i in dims]
@@ -116,7 +113,7 @@ class Meshes:
         mesh = torch.from_numpy(ranks[self._stage].reshape([sizes[i] for i in dims])).to(torch.int)
         return DeviceMesh.from_group(groups, self._device_type, mesh, mesh_dim_names=names)
 
-    def _group(self, axis: str, lines: Ranks) -> ProcessGroup:
+    def _group(self, axis: str, lines: Integers) -> ProcessGroup:
         """This rank's group along an axis; every rank makes the groups of all lines in one order."""
         if axis not in self._mine:
             for line in lines.tolist():
@@ -125,10 +122,10 @@ class Meshes:
                     self._mine[axis] = group
         return self._mine[axis]
 
-    def _in_group_order(self, ranks: Ranks, axes: Sequence[str]) -> Ranks:
+    def _sort_for_groups(self, ranks: Integers, axes: Sequence[str]) -> Integers:
         """The ranks (pp, …) so that they ascend along sharded axes: torch orders the members of a group by rank.
 
-        Which slot holds which shard of a parameter is free, so slots alone are sorted. With other axes beside them
+        Which slot holds which shard of a parameter is free, so only slots are sorted. With other axes next to them
         the order is the home's: it decides who holds which heads or experts.
         """
         if tuple(axes) == (REPLICATE, SLOTS, TP) and self._home.tp == 1:

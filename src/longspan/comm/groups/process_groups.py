@@ -4,8 +4,8 @@ A bounded number of communicators, made by `World.prepare`, is the fast way for 
 general one). A parent that is not there is an error; None is never passed to torch, which would take it for the
 whole world.
 
-Worlds that are open inside each other, a language model's and an encoder's say, share communicators of the same ranks:
-on NCCL each costs 485 MiB. One world never uses a communicator for two of its own purposes.
+Worlds that are open inside each other, for example a language model's and an encoder's, share communicators of the same
+ranks: on NCCL each costs 485 MiB. One world never uses a communicator for two of its own purposes.
 """
 
 import time
@@ -17,14 +17,14 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from longspan.comm.failure.watch import Watch
+from longspan.comm.watch import Watch
 from longspan.errors import CommError
 
 ParentName = Literal["plane", "everyone", "pipeline", "tp"]
 
-# Kinds whose messages travel beside kernels of the same layer. Their NCCL kernels go before blocks of a running kernel
-# that wait for a place on the device: behind them, a message that is sent ahead starts when the kernel is nearly done
-# (bench/attention/attention_choices.py --choice streams).
+# Kinds whose messages travel while kernels of the same layer run. Their NCCL kernels go before blocks of a running
+# kernel that wait for a place on the device: behind them, a message that is sent ahead starts when the kernel is nearly
+# done (bench/attention/attention_choices.py --choice streams).
 AHEAD = frozenset({"parent", "everyone", "communicator"})
 
 
@@ -45,14 +45,14 @@ class GroupRecord:
 class Shareable:
     """A communicator that open worlds of a process may share; `group` is None where this rank is no member.
 
-    Every rank keeps one, so that all ranks of a world know alike what there is to share.
+    Every rank keeps one, so that all ranks of a world find the same communicators to share.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
         self.group, self.users = group, 0
 
 
-ByRanks = dict[tuple[object, ...], list[Shareable]]  # by ranks, what torch was told and purpose, in the order made
+ByRanks = dict[tuple[object, ...], list[Shareable]]  # by ranks, torch's options and purpose, in the order made
 
 
 class ProcessGroups:
@@ -68,7 +68,7 @@ class ProcessGroups:
         self._parents: dict[ParentName, ProcessGroup] = {}
 
     def share(self, shareable: ByRanks) -> None:
-        """Share communicators with the open worlds that were given the same `shareable`; before any is made."""
+        """Share communicators with the open worlds that have the same `shareable`; before any is made."""
         self._shareable = shareable
 
     def make(self, ranks: Sequence[int], kind: str, *, backend: str | None = None) -> ProcessGroup | None:
@@ -90,7 +90,7 @@ class ProcessGroups:
 
     def _new(self, ranks: Sequence[int], kind: str, backend: str) -> ProcessGroup | None:
         started, timeout = time.monotonic(), timedelta(seconds=self._timeout)
-        options = _on_a_stream_of_high_priority(timeout) if kind in AHEAD and "nccl" in backend else None
+        options = _high_priority_options(timeout) if kind in AHEAD and "nccl" in backend else None
         with self.watch.during(f"making the {kind} group", ranks):
             group = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
         if self.watch.rank not in ranks:
@@ -114,11 +114,11 @@ class ProcessGroups:
         return self._parents[name]
 
     def set_parent(self, name: ParentName, group: ProcessGroup) -> None:
-        """Say which group that is."""
+        """Set the parent group of that name."""
         self._parents[name] = group
 
     def make_parent(self, name: ParentName, lines: Sequence[Sequence[int]], kind: str) -> None:
-        """Make a group of each of these tuples of ranks, of which this rank's is then the parent of that name."""
+        """Make a group of each of these tuples of ranks; this rank's becomes the parent of that name."""
         for ranks in lines:
             group = self.make(ranks, kind)
             if group is not None:
@@ -137,7 +137,7 @@ class ProcessGroups:
         return unused
 
 
-def _on_a_stream_of_high_priority(timeout: timedelta) -> Any:
+def _high_priority_options(timeout: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
     options._timeout = timeout  # else torch warns that it differs from the group's

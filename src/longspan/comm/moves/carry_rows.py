@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from longspan.comm.groups.channel import Channel, wide
-from longspan.comm.host_arrays import to_device
+from longspan.comm.shard_part import to_device
 from longspan.layout.row_moves import RowMoves
-from longspan.layout.segments import Rows
+from longspan.layout.segments import Integers
 
 Pair = tuple[Tensor, Tensor]
 
@@ -55,16 +55,16 @@ def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
     pool_rows = arriving + len(moves.stays)
     direct = arriving > 0 and np.array_equal(moves.places, np.arange(pool_rows))
     rows = _rows_by_name(moves, arriving, direct)
-    pairs = [*moves.folds, *((_in_pool(source, moves, arriving), target) for source, target in moves.more)]
-    tensors = _on_device([*rows.values(), *chain.from_iterable(pairs)], device)
+    pairs = [*moves.folds, *((_pool_places(source, moves, arriving), target) for source, target in moves.more)]
+    tensors = _copy_to_device([*rows.values(), *chain.from_iterable(pairs)], device)
     index = dict(zip(rows, tensors, strict=False))
     pairs_there = list(zip(tensors[len(rows) :: 2], tensors[len(rows) + 1 :: 2], strict=True))
     return DeviceMoves(
         sends=moves.sends,
         receives=moves.receives,
-        leaves=_run(rows["leaves"]) or index["leaves"],
+        leaves=_as_slice(rows["leaves"]) or index["leaves"],
         stays=index["stays"],
-        places=_run(rows["places"]) or index["places"],
+        places=_as_slice(rows["places"]) or index["places"],
         absent=index["absent"],
         several=index["several"],
         first=index["first"],
@@ -79,30 +79,30 @@ def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
     )
 
 
-def _rows_by_name(moves: RowMoves, arriving: int, direct: bool) -> dict[str, Rows]:
-    """The indices of DeviceMoves, but for pairs, by its names."""
+def _rows_by_name(moves: RowMoves, arriving: int, direct: bool) -> dict[str, Integers]:
+    """The indices of DeviceMoves by its names, without the pairs."""
     none = moves.places[:0]
-    local, arrived = (none, none) if direct else _straight(moves, arriving)
+    local, arrived = (none, none) if direct else _direct_indices(moves, arriving)
     from_pool = not direct and not len(arrived) and arriving + len(moves.stays) > 0
     places = np.maximum(moves.places, 0) if from_pool else none
     return {
         "leaves": moves.leaves,
         "stays": moves.stays if arriving and not len(arrived) else none,
-        "places": _in_pool(places, moves, arriving),
+        "places": _pool_places(places, moves, arriving),
         "absent": np.flatnonzero(moves.places < 0),
         "several": moves.several,
-        "first": _in_pool(moves.places[moves.several], moves, arriving),
+        "first": _pool_places(moves.places[moves.several], moves, arriving),
         "local": local,
         "arrived": arrived,
     }
 
 
-def _in_pool(places: Rows, moves: RowMoves, arriving: int) -> Rows:
+def _pool_places(places: Integers, moves: RowMoves, arriving: int) -> Integers:
     """Places in the pool of RowMoves; where nothing arrives, in x, which is then the pool."""
     return places if arriving else moves.stays[places]
 
 
-def _straight(moves: RowMoves, arriving: int) -> tuple[Rows, Rows]:
+def _direct_indices(moves: RowMoves, arriving: int) -> tuple[Integers, Integers]:
     """`local` and `arrived`, both empty where the result is made from the pool."""
     arrived = np.flatnonzero((moves.places >= 0) & (moves.places < arriving))
     in_order = arrived[np.argsort(moves.places[arrived], kind="stable")]
@@ -115,12 +115,12 @@ def _straight(moves: RowMoves, arriving: int) -> tuple[Rows, Rows]:
     return stays[np.maximum(moves.places, 0)], in_order
 
 
-def _on_device(arrays: Sequence[Rows], device: torch.device) -> list[Tensor]:
+def _copy_to_device(arrays: Sequence[Integers], device: torch.device) -> list[Tensor]:
     joined = to_device(np.concatenate(arrays), device)
     return list(joined.split([len(array) for array in arrays]))
 
 
-def _run(rows: Rows) -> slice | None:
+def _as_slice(rows: Integers) -> slice | None:
     """Rows that follow each other, or none, as a slice."""
     if not len(rows):
         return slice(0, 0)
@@ -134,7 +134,7 @@ def carry(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Tensor:
     The rows go in one message for each pair of members. In several, packed and unpacked while others travel, the same
     rows take longer on H200s over NVLink: each message has fewer bytes (bench/records/bridge-parts-4xH200.md).
     """
-    dtype, x = x.dtype, _folded(x, moves)
+    dtype, x = x.dtype, _fold_repeats(x, moves)
     packed, arriving = x[moves.leaves], sum(moves.receives)
     result = x.new_empty((moves.rows, *x.shape[1:]))
     pool = x
@@ -178,7 +178,7 @@ def _copy_rows(result: Tensor, places: Tensor, rows: Tensor) -> None:
     flat.index_copy_(0, places, source)
 
 
-def _folded(x: Tensor, moves: DeviceMoves) -> Tensor:
+def _fold_repeats(x: Tensor, moves: DeviceMoves) -> Tensor:
     """x with the gradients of a row's second, third, … use here added to that of its first."""
     if moves.widened:
         x = wide(x)

@@ -5,7 +5,7 @@ Attention never mentions send or receive: it loops over `RingBlocks`, and in bac
 
 A block is several tensors with the same rows; they travel side by side in one buffer, so that a step is one message.
 Order of posting, the same on every rank and so free of deadlock on one parent group: blocks of step s, gradients of
-step s, blocks of step s + 1. Members without rows send and receive nothing: both sides know the counts from the plan.
+step s, blocks of step s + 1. Members without rows send and receive nothing: both sides have the counts from the plan.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,8 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from longspan.comm.groups.channel import Channel
-from longspan.comm.groups.handle import Handle
+from longspan.comm.groups.channel import Channel, Handle
 
 Block = tuple[Tensor, ...]
 
@@ -58,7 +57,7 @@ class RingBlocks:
             buffer, packed, block = arriving, following, split_columns(following, self._row_shapes)
 
     def _take(self, like: Tensor) -> Tensor:
-        """A buffer that nobody reads: a spare one, or a new one of the largest block's size."""
+        """A buffer that is not being read: a spare one, or a new one of the largest block's size."""
         if self._spare:
             return self._spare.pop()
         self._live += 1
@@ -112,25 +111,25 @@ class GradientRing:
     def add(self, owner: int, addends: Sequence[Addend]) -> None:
         """Add this member's gradient of another's block, as any number of addends, and send the sum on."""
         assert owner != self._channel.index, "one's own gradient is given to finish"
-        total = self._arrived(owner, addends)
+        total = self._add_to_sum(owner, addends)
         self._step += 1
-        arriving = self._at((owner - 1) % self._channel.degree)
+        arriving = self._buffer((owner - 1) % self._channel.degree)
         self._handle = self._channel.shift(total, arriving, self._what)
 
     def finish(self, addends: Sequence[Addend]) -> Block:
         """The sum over all members of the gradient of one's own block, each (counts[index], …)."""
         assert self._step == self._channel.degree - 1, (self._step, self._channel.degree)
-        return split_columns(self._arrived(self._channel.index, addends), self._row_shapes)
+        return split_columns(self._add_to_sum(self._channel.index, addends), self._row_shapes)
 
-    def _arrived(self, owner: int, addends: Sequence[Addend]) -> Tensor:
+    def _add_to_sum(self, owner: int, addends: Sequence[Addend]) -> Tensor:
         """The sum so far of the owner's block, where others were before, and this member's addends."""
-        total, fresh = self._at(owner), self._handle is None
+        total, fresh = self._buffer(owner), self._handle is None
         if self._handle is not None:
             self._handle.wait()
         self._add(split_columns(total, self._row_shapes), addends, fresh=fresh)
         return total
 
-    def _at(self, owner: int) -> Tensor:
+    def _buffer(self, owner: int) -> Tensor:
         return self._buffers[self._step % len(self._buffers)][: self._counts[owner]]
 
 

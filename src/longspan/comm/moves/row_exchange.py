@@ -2,7 +2,7 @@
 
 Who sends what is an Exchange, computed on the host; no sizes are exchanged. The way back is planned on its own, not the
 way there reversed: a row that several ranks need has several gradients, and a row that several ranks have must reach
-them all. Where only the sender knows how many rows go to whom, as those of experts, counts travel first
+them all. If only the sender has the number of rows that go to each member, as those of experts, counts travel first
 (`exchange_counts`), then the rows (`all_to_all_rows`).
 """
 
@@ -37,7 +37,7 @@ class RowExchange:
     >>> move = RowExchange(Exchange(have, need), world.channels.everyone, gradient="partial")
     >>> y = move(x)                     # (rows of have here, …) -> (rows of need here, …)
 
-    The exchange's ranks are the channel's members. `gradient` says what the copies of a row on the need side carry:
+    The exchange's ranks are the channel's members. `gradient` is what the copies of a row on the need side carry:
     *partial*, each the gradient of its own use, which are summed; *identical*, all the same gradient, of which one is
     taken; *partial_over_slots*, the same gradient on the members of each of `slots`, of which one is taken, and those
     of different slots are summed; *none*: nothing flows back, as for a frozen encoder. A member that needs a row
@@ -72,7 +72,7 @@ class RowExchange:
             "partial_over_slots": [tuple(members) for members in slots],
             "identical": None,
         }
-        self._there, self._back = _moves_of(exchange, channel, gradient != "none", groups.get(gradient))
+        self._there, self._back = _cached_moves(exchange, channel, gradient != "none", groups.get(gradient))
 
     def __call__(self, x: Tensor) -> Tensor:
         """(rows of have here, …) to (rows of need here, …)."""
@@ -117,14 +117,17 @@ def forget_moves() -> None:
     _remembered.clear()
 
 
-def _moves_of(exchange: Exchange, channel: Channel, back: bool, groups: Groups | None) -> _Moves:
+def _cached_moves(exchange: Exchange, channel: Channel, back: bool, groups: Groups | None) -> _Moves:
     """The moves of an exchange there and, where anything flows back, back; remembered by their layout."""
     key = exchange, back, None if groups is None else tuple(map(tuple, groups))
     with _remembering:
         moves = _remembered.setdefault(channel, OrderedDict()).pop(key, None)
     if moves is None:
         have, need = exchange.blocks
-        moves = _planned(have, need, channel, None), _planned(need, have, channel, groups) if back else None
+        moves = (
+            _plan_device_moves(have, need, channel, None),
+            _plan_device_moves(need, have, channel, groups) if back else None,
+        )
     with _remembering:
         recent = _remembered.setdefault(channel, OrderedDict())
         recent[key] = moves
@@ -133,7 +136,7 @@ def _moves_of(exchange: Exchange, channel: Channel, back: bool, groups: Groups |
     return moves
 
 
-def _planned(source: Blocks, target: Blocks, channel: Channel, groups: Groups | None) -> DeviceMoves:
+def _plan_device_moves(source: Blocks, target: Blocks, channel: Channel, groups: Groups | None) -> DeviceMoves:
     return moves_on_device(plan_moves(source, target, channel.index, groups), channel.device)
 
 

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from longspan.comm.groups.channel import Channel, _all_gather_single, wide
-from longspan.comm.groups.handle import EVENT_BYTES
+from longspan.comm.groups.channel import EVENT_BYTES, Channel, _all_gather_single, wide
 from longspan.comm.world import world_of
 
 Gradient = Literal["identical", "partial"]
@@ -29,10 +28,12 @@ _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_singl
 
 
 def tp_copy(x: Tensor, world_key: int) -> Tensor:
-    """The same tensor, for a computation of which each rank does a part; the partial gradient is summed."""
+    """The same tensor, for a computation in which each rank does a part; the partial gradient is summed."""
     if not torch.is_grad_enabled():
         return x
-    return _apply(x, lambda x: x.view_as(x), lambda gradient: _summed(gradient, world_key, "sum of gradients over tp"))
+    return _apply(
+        x, lambda x: x.view_as(x), lambda gradient: _all_reduce(gradient, world_key, "sum of gradients over tp")
+    )
 
 
 def tp_copy_parameter(x: Tensor, world_key: int) -> Tensor:
@@ -41,14 +42,14 @@ def tp_copy_parameter(x: Tensor, world_key: int) -> Tensor:
         return x
 
     def backward(gradient: Tensor) -> Tensor:
-        return _summed(wide(gradient), world_key, "sum of parameters' gradients over tp").to(gradient.dtype)
+        return _all_reduce(wide(gradient), world_key, "sum of parameters' gradients over tp").to(gradient.dtype)
 
     return _apply(x, lambda x: x.view_as(x), backward)
 
 
 def tp_sum(x: Tensor, world_key: int) -> Tensor:
     """The sum of every rank's tensor; the gradient is identical and passes as it is."""
-    return _apply(x, lambda x: _summed(x, world_key, "sum over tp"), lambda gradient: gradient)
+    return _apply(x, lambda x: _all_reduce(x, world_key, "sum over tp"), lambda gradient: gradient)
 
 
 def tp_gather(x: Tensor, world_key: int, dim: int, *, gradient: Gradient) -> Tensor:
@@ -61,26 +62,26 @@ def tp_gather(x: Tensor, world_key: int, dim: int, *, gradient: Gradient) -> Ten
     def backward(gathered: Tensor) -> Tensor:
         if gradient == "identical":
             return _slice(gathered, world_key, dim)
-        return _summed_slice(gathered, world_key, dim, "sum of row gradients over tp")
+        return _reduce_scatter(gathered, world_key, dim, "sum of row gradients over tp")
 
-    return _apply(x, lambda x: _gathered(x, world_key, dim, "gather over tp"), backward)
+    return _apply(x, lambda x: _all_gather(x, world_key, dim, "gather over tp"), backward)
 
 
 def tp_gather_parameter(x: Tensor, world_key: int) -> Tensor:
     """Every rank's rows of a parameter end to end; a partial gradient is summed as in `tp_copy_parameter`."""
 
     def backward(gradient: Tensor) -> Tensor:
-        part = _summed_slice(wide(gradient), world_key, 0, "sum of parameters' gradients over tp")
+        part = _reduce_scatter(wide(gradient), world_key, 0, "sum of parameters' gradients over tp")
         return part.to(gradient.dtype)
 
-    return _apply(x, lambda x: _gathered(x, world_key, 0, "gather of parameters over tp"), backward)
+    return _apply(x, lambda x: _all_gather(x, world_key, 0, "gather of parameters over tp"), backward)
 
 
 def tp_split(x: Tensor, world_key: int, dim: int) -> Tensor:
     """This rank's slice of a tensor that every rank holds; backward gathers the slices' gradients."""
     dim = dim % x.ndim
     return _apply(
-        x, lambda x: _slice(x, world_key, dim), lambda part: _gathered(part, world_key, dim, GATHER_GRADIENTS)
+        x, lambda x: _slice(x, world_key, dim), lambda part: _all_gather(part, world_key, dim, GATHER_GRADIENTS)
     )
 
 
@@ -89,8 +90,8 @@ def tp_sum_split(x: Tensor, world_key: int, dim: int) -> Tensor:
     dim = dim % x.ndim
     return _apply(
         x,
-        lambda x: _summed_slice(x, world_key, dim, "sum of rows over tp"),
-        lambda part: _gathered(part, world_key, dim, GATHER_GRADIENTS),
+        lambda x: _reduce_scatter(x, world_key, dim, "sum of rows over tp"),
+        lambda part: _all_gather(part, world_key, dim, GATHER_GRADIENTS),
     )
 
 
@@ -105,19 +106,19 @@ def _run(channel: Channel, what: str, start: Callable[[ProcessGroup], Any], rece
         work = start(channel.group)
         work.wait()
         if received.nbytes < EVENT_BYTES:  # an event takes the host as long as the collective itself
-            channel.watch.queued(operation, (work,))
+            channel.watch.watch_works(operation, (work,))
         else:
             channel.watch.mark(operation)
 
 
-def _summed(x: Tensor, world_key: int, what: str) -> Tensor:
+def _all_reduce(x: Tensor, world_key: int, what: str) -> Tensor:
     total = x.detach().clone(memory_format=torch.contiguous_format)
     tp = world_of(world_key).channels.tp
     _run(tp, what, lambda group: dist.all_reduce(total, group=group, async_op=True), total)
     return total
 
 
-def _gathered(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
+def _all_gather(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
     tp = world_of(world_key).channels.tp
     x = x.detach().contiguous()
     in_place = x.shape[:dim].numel() == 1
@@ -129,7 +130,7 @@ def _gathered(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
     return gathered if in_place else torch.cat(gathered.unbind(), dim)
 
 
-def _summed_slice(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
+def _reduce_scatter(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
     tp = world_of(world_key).channels.tp
     x = x.detach().contiguous()
     assert x.shape[:dim].numel() == 1 and x.shape[dim] % tp.degree == 0, (what, x.shape, dim, tp.degree)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, on_every_rank
+from longspan.comm.all_ranks import LogLine, run_on_every_rank
 from longspan.config.bounds import NOT_GIVEN
 from longspan.config.passkey_settings import PASSKEY
 from longspan.config.sections import DataConfig, RunConfig
@@ -58,7 +58,7 @@ def _sets(request: EvalRequest, weights: CheckedWeights, world: World, log: LogL
         return text_sets(dict(request.paths), weights.tokenizer, data, world, log)
     if request.passkey.lengths and not request.sets:
         return ()
-    return on_every_rank(world, lambda: _of_run(_run_of(subject), subject.config, request.sets), DataError)
+    return run_on_every_rank(world, lambda: _of_run(_run_of(subject), subject.config, request.sets), DataError)
 
 
 def _of_run(run_dir: Path, config: RunConfig, names: Sequence[str]) -> Sets:
@@ -74,7 +74,7 @@ def _made(request: EvalRequest, weights: CheckedWeights, world: World) -> Sets:
     if not passkey.lengths:
         return ()
     make = partial(passkey_documents, weights.tokenizer, passkey.lengths, passkey.depths, passkey.samples, passkey.seed)
-    return (NamedDocuments(PASSKEY, on_every_rank(world, make, DataError)),)
+    return (NamedDocuments(PASSKEY, run_on_every_rank(world, make, DataError)),)
 
 
 def _run_of(subject: Subject) -> Path:

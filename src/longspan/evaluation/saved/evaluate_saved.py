@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedConfig
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, is_first_rank, on_every_rank
+from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank
 from longspan.comm.stop_signal import StopSignal
 from longspan.config.eval_set import EvalConfig
 from longspan.config.sections import RunConfig
@@ -46,11 +46,11 @@ def evaluate_saved(request: EvalRequest, world: World, log: LogLine, progress: P
     for a metric without a count, and EvaluationStopped after a signal or beyond the time limit: on all ranks.
     """
     deadline = time.monotonic() + (request.seconds or math.inf)
-    metrics = on_every_rank(world, partial(_metrics, request), ConfigError)
+    metrics = run_on_every_rank(world, partial(_metrics, request), ConfigError)
     checked = [check_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
     sets = chosen_sets(request, checked, world, log)
     pairs = zip(checked, sets, strict=True)
-    fits = [on_every_rank(world, partial(_fit, request, *pair, world, log), ConfigError) for pair in pairs]
+    fits = [run_on_every_rank(world, partial(_fit, request, *pair, world, log), ConfigError) for pair in pairs]
     if line := changes_line(fits[0].changes, len(world.home.ranks)):
         log(line)
     results = list[SubjectResult]()
@@ -90,7 +90,7 @@ def _fit(
     cut_by = "--passkey.lengths of at most" if made else "--max-document-tokens"
     configuration = fit_positions(checked, longest, origin, scaled=scaled, log=log, cut_by=cut_by)
     folder = checked.tokenizer.folder
-    sets = on_every_rank(
+    sets = run_on_every_rank(
         world, lambda: tuple(of_name.with_images(configuration, folder) for of_name in sets), DataError
     )
     first, heads = request.subjects[0], query_heads(configuration)

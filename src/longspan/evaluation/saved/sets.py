@@ -16,7 +16,7 @@ import numpy as np
 from transformers import PreTrainedConfig
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, on_every_rank
+from longspan.comm.all_ranks import LogLine, run_on_every_rank
 from longspan.config.sections import DataConfig, RunConfig
 from longspan.corpus.corpus_settings import CorpusSettings, describe_left_out, describe_rows, make_recipe
 from longspan.corpus.files import FileSums
@@ -112,9 +112,9 @@ def text_sets(
                 for index, path in enumerate(paths.values()):
                     _build(replace(data, path=path), tokenizer, Path(folder, str(index)), log)
 
-        on_every_rank(world, build, DataError)
+        run_on_every_rank(world, build, DataError)
         root = world.control.gather_objects(folder, "folders of hosts")[builder]
-        corpora = on_every_rank(world, lambda: [_opened(Path(root, str(i))) for i in range(len(paths))], DataError)
+        corpora = run_on_every_rank(world, lambda: [_opened(Path(root, str(i))) for i in range(len(paths))], DataError)
     _check_same_files(world, corpora, hosts)
     return tuple(
         NamedDocuments(name, corpus.select(range(len(corpus)))) for name, corpus in zip(paths, corpora, strict=True)

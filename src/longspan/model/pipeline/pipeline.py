@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from longspan.comm import SequenceShard, World, world_of
-from longspan.comm.failure.watch import is_backend_error
+from longspan.comm.watch import is_backend_error
 from longspan.errors import ModelError
 from longspan.model.experts.moe import router_sizes
 from longspan.model.layers import decoder_of, layers_of_stages

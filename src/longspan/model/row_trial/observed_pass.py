@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from longspan.comm import to_device
-from longspan.layout.segments import Rows
+from longspan.layout.segments import Integers
 from longspan.model.row_trial.trial_rows import TrialRows, is_compared
 
 
@@ -181,6 +181,6 @@ def _rows_in(rows: TrialRows, value: Any) -> Tensor | None:
     return value[0] if value.ndim > 2 and value.shape[0] == 1 and rows.numbers_of(value.shape[1]) is not None else None
 
 
-def _places(numbers: Rows, chosen: Rows) -> Rows:
+def _places(numbers: Integers, chosen: Integers) -> Integers:
     order = np.argsort(numbers)
     return order[np.searchsorted(numbers, chosen, sorter=order)]

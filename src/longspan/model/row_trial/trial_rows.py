@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from longspan.comm import World, bind, to_device
-from longspan.layout.segments import Rows
+from longspan.layout.segments import Integers
 from longspan.model.seams.call_rules import PositionTable
 from longspan.model.seams.rows_alone import RowsAlone
 from longspan.plan import Group, MicroBatch
@@ -31,13 +31,13 @@ class TrialRows:
     rows tensor-parallel ranks hold under sequence parallelism, `part` the one that is here.
     """
 
-    numbers: Rows
+    numbers: Integers
     shard: RowsAlone
     others: bool
     parts: int
     part: int
 
-    def numbers_of(self, rows: int) -> Rows | None:
+    def numbers_of(self, rows: int) -> Integers | None:
         """The numbers of a tensor's rows, which are all or this rank's part of them; None for another size."""
         if rows == len(self.numbers):
             return self.numbers
@@ -49,7 +49,7 @@ class TrialRows:
         return values[to_device(others, values.device), to_device(self.numbers, values.device)]
 
 
-def is_compared(numbers: Rows) -> Rows:
+def is_compared(numbers: Integers) -> Integers:
     """Which rows are compared, by their numbers."""
     return np.random.default_rng(_SEED).random(numbers.max(initial=0) + 1)[numbers] < 0.5
 

@@ -6,6 +6,7 @@ before an optimizer moves anything. Recomputation comes later and is not noted. 
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -14,25 +15,24 @@ from transformers import PreTrainedModel
 from longspan.comm import SequenceShard
 from longspan.model.seams.probe import Probe, RecordedCall, check_calls
 
+_recorded = WeakKeyDictionary[SequenceShard, list[RecordedCall]]()  # calls of the passes that run now
+
 
 def recorded_calls(shard: object) -> list[RecordedCall] | None:
     """Where attention calls of the running pass are noted; None where nobody asks."""
     if isinstance(shard, Probe):
         return shard.calls
-    return shard.derived.recorded_calls if isinstance(shard, SequenceShard) else None
+    return _recorded.get(shard) if isinstance(shard, SequenceShard) else None
 
 
 def record_calls(shard: SequenceShard) -> list[RecordedCall]:
     """From here on, the calls of attention with this shard, until `check_recorded_calls`."""
-    if shard.derived.recorded_calls is None:
-        shard.derived.recorded_calls = []
-    return shard.derived.recorded_calls
+    return _recorded.setdefault(shard, [])
 
 
 def check_recorded_calls(models: Sequence[PreTrainedModel], shard: SequenceShard) -> None:
     """Judge what was noted of a pass through a model, or through some stages of one. Raises ModelError."""
-    calls: list[RecordedCall] = shard.derived.recorded_calls
-    shard.derived.recorded_calls = None
+    calls = _recorded.pop(shard)
     for model in models:
         modules = {id(module) for module in model.modules()}
         check_calls(model, tuple(call for call in calls if id(call.module) in modules))

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.attention import AttentionCall, Mask, choose
-from longspan.attention.dropout import Dropout
-from longspan.attention.kernels import named
+from longspan.attention.call import Dropout
+from longspan.attention.kernels import find_kernel
 from longspan.errors import AttentionError, ModelError
 from longspan.model.layers import decoder_layers
 from longspan.model.parts import modes_restored
@@ -185,7 +185,7 @@ def check_kernel(
     their layer. Raises AttentionError where the kernel is unknown, or cannot do what a layer asks.
     """
     if name is not None:
-        named(name)
+        find_kernel(name)
     calls: dict[AttentionCall, None] = {}
     for of_layer in recorded:
         sizes, mask = (of_layer.head_size, of_layer.value_size), Mask(window=of_layer.window, chunk=of_layer.chunk)

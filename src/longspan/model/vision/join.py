@@ -79,7 +79,7 @@ def joined(
 
     `weights` are what fills parameters of the meta device. All ranks call it together.
     """
-    encoder_world = world.beside(settings.home) if isinstance(settings.home, Layout) else settings.home
+    encoder_world = world.open_inner(settings.home) if isinstance(settings.home, Layout) else settings.home
     if weights is not None:
         weights.of(parts.encoder).fill([parts.encoder], encoder_world)
     again = int(settings.recompute) + int(bool(settings.activation_checkpointing))

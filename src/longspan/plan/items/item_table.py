@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from longspan.errors import DataError, counted
 from longspan.layout.layout import short
 from longspan.layout.packing import is_integer
-from longspan.layout.segments import Rows, Segments, expand, sealed
+from longspan.layout.segments import Integers, Segments, as_read_only, expand
 
 
 class Item(NamedTuple):
@@ -41,26 +41,26 @@ class Item(NamedTuple):
 class ItemRows(NamedTuple):
     """Rows of items among a slot's local rows: `local` indices among these, and the ids of the `row`s that go there."""
 
-    local: Rows
-    row: Rows
+    local: Integers
+    row: Integers
 
 
 class _Spans(NamedTuple):
     """Arrays over spans, ordered by document and position. A key is document · stride + position."""
 
-    start: Rows  # keys
-    stop: Rows
-    first: Rows  # id of the span's first row among those of its modality
-    modality: Rows
-    document: Rows
+    start: Integers  # keys
+    stop: Integers
+    first: Integers  # id of the span's first row among those of its modality
+    modality: Integers
+    document: Integers
 
 
 @dataclass(frozen=True, eq=False)
 class ModalityRows:
     """The rows of one modality. `items` are indices into the table's items; row ids of item i begin at `base[i]`."""
 
-    items: Rows
-    base: Rows  # (items + 1,)
+    items: Integers
+    base: Integers  # (items + 1,)
     stride: int
     spans: _Spans
 
@@ -120,7 +120,7 @@ class ItemTable:
         span = np.searchsorted(self._spans.start, keys, side="right") - 1
         return (span >= 0) & (keys < np.append(self._spans.stop, -1)[span])
 
-    def placeholders(self, document: int) -> Rows:
+    def placeholders(self, document: int) -> Integers:
         """The positions of a document that items take, ascending."""
         first, last = np.searchsorted(self._spans.document, (document, document + 1))
         start, stop = (keys[first:last] - document * self._stride for keys in (self._spans.start, self._spans.stop))
@@ -150,7 +150,7 @@ class ItemTable:
         items = np.array([i for i, _ in numbered], dtype=np.int64)
         base = np.cumsum(np.array([0, *(rows for _, rows in numbered)], dtype=np.int64))
         spans = _Spans(*(values[self._spans.modality == index] for values in self._spans))
-        return ModalityRows(sealed(items), sealed(base), self._stride, spans)
+        return ModalityRows(as_read_only(items), as_read_only(base), self._stride, spans)
 
     def digest(self) -> str:
         """A digest of lengths and items, the same on every rank that was given the same."""
@@ -176,7 +176,7 @@ class ItemTable:
                 next_row[item.modality] = first + stop - start
         table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 6)
         self._check_overlaps(table)
-        return _Spans(*(sealed(np.ascontiguousarray(table[:, column])) for column in range(5)))
+        return _Spans(*(as_read_only(np.ascontiguousarray(table[:, column])) for column in range(5)))
 
     def _check(self, index: int, item: Item) -> None:
         if not 0 <= item.document < len(self.lengths):
@@ -195,7 +195,7 @@ class ItemTable:
         if not item.spans:
             raise DataError(f"{self.name(index)} takes no position; give its spans, or leave it out")
 
-    def _check_overlaps(self, table: Rows) -> None:
+    def _check_overlaps(self, table: Integers) -> None:
         overlaps = np.flatnonzero(table[1:, 0] < table[:-1, 1])
         if len(overlaps):
             one, other = (int(table[overlaps[0] + i, 5]) for i in range(2))

@@ -54,7 +54,7 @@ def check_longest_of_set(
     _check_fits(choice, f"{entry.prefix}max_document_tokens", home, longest, f"{what} ({longest} tokens, of {name})")
 
 
-# As in longspan.attention.KERNELS and longspan.ssm.kernels.asked, which bring torch: keys are checked without it.
+# As in longspan.attention.KERNELS and longspan.ssm.kernels.packages, which bring torch: keys are checked without it.
 ATTENTION_KERNELS = ("fa4", "cudnn", "torch_flash", "triton_flash", "cpu_flash", "reference")
 MIXER_KERNELS = ("torch", "mamba_ssm", "causal_conv1d")
 

@@ -1,7 +1,16 @@
 """Kernels of linear recurrences over a rank's own runs of rows."""
 
-from longspan.ssm.kernels.call import Inputs, Kernel, Recurrence
+from longspan.ssm.kernels.call import Inputs, Recurrence, ScanKernel
 from longspan.ssm.kernels.runs import LocalRuns
-from longspan.ssm.kernels.table import TORCH, check_asked, choose, kernels_here
+from longspan.ssm.kernels.table import TORCH, check_asked, choose_scan_kernel, kernels_here
 
-__all__ = ["TORCH", "Inputs", "Kernel", "LocalRuns", "Recurrence", "check_asked", "choose", "kernels_here"]
+__all__ = [
+    "TORCH",
+    "Inputs",
+    "LocalRuns",
+    "Recurrence",
+    "ScanKernel",
+    "check_asked",
+    "choose_scan_kernel",
+    "kernels_here",
+]

@@ -1,4 +1,4 @@
-"""What a kernel of linear recurrences is given, and what it offers to the exchange of states."""
+"""The interface of kernels of linear recurrences: their inputs, and the steps that the exchange of states calls."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from longspan.layout.segments import Rows
+from longspan.layout.segments import Integers
 from longspan.ssm.kernels.runs import LocalRuns
 
 
@@ -52,7 +52,7 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 class Forward(Protocol):
     """The forward pass over some runs."""
 
-    def summaries(self, leaving: Rows, carrying: Rows) -> tuple[Tensor, Tensor]:
+    def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
         """B (n, H, K, V) of the runs `leaving` and M of the runs `carrying`, S_out = M S_in + B.
 
         M is (m, H, K, K), without a delta term (m, H, 1, 1).
@@ -64,15 +64,15 @@ class Forward(Protocol):
         ...
 
     @property
-    def kept(self) -> tuple[Tensor, ...]:
-        """What backward needs besides inputs and entering states."""
+    def activations(self) -> tuple[Tensor, ...]:
+        """What backward needs in addition to inputs and entering states."""
         ...
 
 
 class Backward(Protocol):
     """The backward pass over some runs."""
 
-    def owed(self, runs: Rows) -> Tensor:
+    def entry_gradients(self, runs: Integers) -> Tensor:
         """(n, H, K, V): gradients of the outputs to the states that enter these runs, final states having none."""
         ...
 
@@ -85,25 +85,25 @@ class Backward(Protocol):
         ...
 
 
-class Saved(NamedTuple):
-    """What a backward pass is given: entering states (R, H, K, V), what forward kept, gradients of the outputs."""
+class SavedScan(NamedTuple):
+    """Inputs of a backward pass: entering states (R, H, K, V), tensors that forward saved, gradients of the outputs."""
 
     states: Tensor
-    kept: tuple[Tensor, ...]
+    activations: tuple[Tensor, ...]
     dout: Tensor
 
 
 @dataclass(frozen=True)
-class Kernel:
+class ScanKernel:
     """A kernel by its name.
 
-    `lacks(recurrence)` says what it would need and does not have, "" for nothing; `half` whether it takes q, k and v in
-    half precision as they are. `forward(inputs, runs, scale)` and `backward(inputs, runs, scale, saved)` begin passes,
-    in which q is multiplied by `scale`.
+    `lacks(recurrence)` returns what it would need and does not have, "" for nothing; `half` whether it takes q, k and v
+    in half precision as they are. `forward(inputs, runs, scale)` and `backward(inputs, runs, scale, saved)` begin
+    passes, in which q is multiplied by `scale`.
     """
 
     name: str
     lacks: Callable[[Recurrence], str]
     forward: Callable[[Inputs, LocalRuns, float], Forward]
-    backward: Callable[[Inputs, LocalRuns, float, Saved], Backward]
+    backward: Callable[[Inputs, LocalRuns, float, SavedScan], Backward]
     half: bool = False

@@ -4,24 +4,33 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from longspan.comm import to_device
-from longspan.layout.segments import Rows
+from longspan.layout.segments import Flags, Integers
 
-Flags = npt.NDArray[np.bool_]
+
+def apply_maps(transition: Tensor, state: Tensor, added: Tensor) -> Tensor:
+    """M S + B of (n, H, ·, ·); a transition of one number a head is (n, H, 1, 1)."""
+    if transition.shape[2:] == (1, 1):
+        return torch.addcmul(added, transition, state)
+    shape = added.shape
+    return torch.baddbmm(added.flatten(0, 1), transition.flatten(0, 1), state.flatten(0, 1)).view(shape)
+
+
 CHUNK = 64  # rows of a chunk of the kernels of flash-linear-attention
 
 
 class LocalRuns:
     """Runs of rows, one after another: `lengths` (R,) of each; `shared`, whether its document has others.
 
-    Each is cut into chunks of `chunk` rows, of which the last may be shorter.
+    Each is cut into chunks of `chunk` rows, whose last may be shorter.
     """
 
-    def __init__(self, lengths: Rows, device: torch.device, shared: Flags | None = None, *, chunk: int = CHUNK) -> None:
+    def __init__(
+        self, lengths: Integers, device: torch.device, shared: Flags | None = None, *, chunk: int = CHUNK
+    ) -> None:
         self.lengths, self.device, self.chunk = lengths, device, chunk
         self.shared = np.zeros(len(lengths), dtype=bool) if shared is None else shared
         self.pieces: dict[int, Any] = {}  # by heads
@@ -29,14 +38,14 @@ class LocalRuns:
         self.rows = int(lengths.sum())
         self._chunks = -(-lengths // chunk)
 
-    def of_chunks(self, chunk: int) -> "LocalRuns":
+    def with_chunks(self, chunk: int) -> "LocalRuns":
         """The same runs in chunks of so many rows, worked out once."""
         if chunk not in self._of_chunks:
             self._of_chunks[chunk] = LocalRuns(self.lengths, self.device, self.shared, chunk=chunk)
         return self._of_chunks[chunk]
 
     @property
-    def starts(self) -> Rows:
+    def starts(self) -> Integers:
         """The first row of each run."""
         return np.cumsum(self.lengths) - self.lengths
 
@@ -90,49 +99,49 @@ class LocalRuns:
         return len(self._first_rows)
 
     @cached_property
-    def _run_of_chunk(self) -> Rows:
+    def _run_of_chunk(self) -> Integers:
         return np.repeat(np.arange(len(self.lengths)), self._chunks)
 
     @cached_property
-    def _place_of_chunk(self) -> Rows:
+    def _place_of_chunk(self) -> Integers:
         return np.arange(int(self._chunks.sum())) - np.repeat(np.cumsum(self._chunks) - self._chunks, self._chunks)
 
     @cached_property
-    def _first_rows(self) -> Rows:
+    def _first_rows(self) -> Integers:
         return self.starts[self._run_of_chunk] + self._place_of_chunk * self.chunk
 
     @cached_property
-    def _sizes(self) -> Rows:
+    def _sizes(self) -> Integers:
         return np.minimum(self.lengths[self._run_of_chunk] - self._place_of_chunk * self.chunk, self.chunk)
 
-    def _device(self, rows: Rows) -> Tensor:
+    def _device(self, rows: Integers) -> Tensor:
         return to_device(np.ascontiguousarray(rows), self.device)
 
 
-def taken(x: Tensor, rows: Rows) -> Tensor:
+def take_runs(x: Tensor, rows: Integers) -> Tensor:
     """These rows of x, a view where they are consecutive."""
     if _consecutive(rows):
         return x[int(rows[0]) : int(rows[-1]) + 1]
-    return x.index_select(0, on_device(rows, x.device))
+    return x.index_select(0, index_on_device(rows, x.device))
 
 
-def put(into: Tensor, rows: Rows, values: Tensor) -> None:
+def put_runs(into: Tensor, rows: Integers, values: Tensor) -> None:
     """into[rows] ← values."""
     if _consecutive(rows):
         into[int(rows[0]) : int(rows[-1]) + 1].copy_(values)
     else:
-        into.index_copy_(0, on_device(rows, into.device), values)
+        into.index_copy_(0, index_on_device(rows, into.device), values)
 
 
-def _consecutive(rows: Rows) -> bool:
+def _consecutive(rows: Integers) -> bool:
     return len(rows) > 0 and bool((np.diff(rows) == 1).all())
 
 
-def on_device(rows: Rows, device: torch.device) -> Tensor:
-    """Row numbers as an index; the same few are asked for by every layer, and go there once."""
-    return _uploaded(np.ascontiguousarray(rows, dtype=np.int64).tobytes(), device)
+def index_on_device(rows: Integers, device: torch.device) -> Tensor:
+    """Row numbers as an index; every layer uses the same few, which are copied once."""
+    return _upload_index(np.ascontiguousarray(rows, dtype=np.int64).tobytes(), device)
 
 
 @lru_cache(maxsize=1024)
-def _uploaded(rows: bytes, device: torch.device) -> Tensor:
+def _upload_index(rows: bytes, device: torch.device) -> Tensor:
     return to_device(np.frombuffer(rows, dtype=np.int64).copy(), device)

@@ -1,58 +1,57 @@
-"""The kernels of linear recurrences: the first that can do one is used, but for one that has to be asked for."""
+"""The kernels of linear recurrences: the first that can is used, except for one that must be named."""
 
 from collections.abc import Sequence
 
 import torch
 
-from longspan.ssm.kernels import fla
-from longspan.ssm.kernels.asked import PACKAGES, TORCH_ALONE, check_names, refuse
-from longspan.ssm.kernels.by_torch import TorchBackward, TorchForward
-from longspan.ssm.kernels.call import Kernel, Recurrence
-from longspan.ssm.kernels.convolutions.by_causal_conv1d import PACKAGE_CONVOLUTION
-from longspan.ssm.kernels.decay import by_fla, by_mamba_ssm
-from longspan.ssm.kernels.delta import by_channel
-from longspan.ssm.kernels.delta import by_fla as delta_by_fla
+from longspan.ssm.kernels import by_mamba_ssm, decay, delta
+from longspan.ssm.kernels.call import Recurrence, ScanKernel
+from longspan.ssm.kernels.convolutions import PACKAGE_CONVOLUTION
+from longspan.ssm.kernels.packages import PACKAGES, TORCH_ONLY, check_names, fla_lacks, refuse
+from longspan.ssm.kernels.scan import TorchBackward, TorchForward
 
-TORCH = Kernel("torch", lambda _: "", TorchForward, TorchBackward)
-MAMBA = Kernel(by_mamba_ssm.NAME, by_mamba_ssm.lacks, by_mamba_ssm.MambaForward, by_mamba_ssm.MambaBackward, half=True)
+TORCH = ScanKernel("torch", lambda _: "", TorchForward, TorchBackward)
+MAMBA = ScanKernel(
+    by_mamba_ssm.NAME, by_mamba_ssm.mamba_lacks, by_mamba_ssm.MambaForward, by_mamba_ssm.MambaBackward, half=True
+)
 _KERNELS = (
-    Kernel("fla", delta_by_fla.lacks, delta_by_fla.DeltaForward, delta_by_fla.DeltaBackward, half=True),
-    Kernel("fla", by_channel.lacks, by_channel.KimiForward, by_channel.KimiBackward, half=True),
-    Kernel("fla", by_fla.lacks, by_fla.DecayForward, by_fla.DecayBackward, half=True),
+    ScanKernel("fla", delta.delta_lacks, delta.DeltaForward, delta.DeltaBackward, half=True),
+    ScanKernel("fla", delta.kimi_lacks, delta.KimiForward, delta.KimiBackward, half=True),
+    ScanKernel("fla", decay.decay_lacks, decay.DecayForward, decay.DecayBackward, half=True),
     TORCH,
 )
 
 
-def choose(recurrence: Recurrence, asked: Sequence[str] = ()) -> Kernel:
-    """The first kernel that can do this recurrence, or the one asked for: `mamba_ssm` for those without a delta term.
+def choose_scan_kernel(recurrence: Recurrence, kernel_names: Sequence[str] = ()) -> ScanKernel:
+    """The first kernel that can do this recurrence, or the one named: `mamba_ssm` for those without a delta term.
 
-    Raises LayoutError where the one asked for cannot, or is none.
+    Raises LayoutError if the named one cannot, or is unknown.
     """
-    check_names(asked)
-    if TORCH_ALONE in asked:
+    check_names(kernel_names)
+    if TORCH_ONLY in kernel_names:
         return TORCH
-    if MAMBA.name in asked and not recurrence.delta:
+    if MAMBA.name in kernel_names and not recurrence.delta:
         refuse(MAMBA.name, MAMBA.lacks(recurrence))
         return MAMBA
     return next(kernel for kernel in _KERNELS if not kernel.lacks(recurrence))
 
 
-def check_asked(asked: Sequence[str], dtype: torch.dtype, device: torch.device) -> None:
+def check_asked(kernel_names: Sequence[str], dtype: torch.dtype, device: torch.device) -> None:
     """Raises LayoutError for names that are no kernels, and for kernels that cannot be used in this dtype here."""
-    check_names(asked)
-    if MAMBA.name in asked:
+    check_names(kernel_names)
+    if MAMBA.name in kernel_names:
         refuse(MAMBA.name, MAMBA.lacks(Recurrence(dtype, device, 2, 2, delta=False, by_channel=False)))
-    if PACKAGE_CONVOLUTION.name in asked:
+    if PACKAGE_CONVOLUTION.name in kernel_names:
         rows, weight = (torch.empty(n, dtype=dtype, device=device) for n in ((1, 8), (8, 4)))
         refuse(PACKAGE_CONVOLUTION.name, PACKAGE_CONVOLUTION.lacks(rows, weight))
 
 
-def kernels_here(dtype: torch.dtype, device: torch.device, asked: Sequence[str] = ()) -> str:
+def kernels_here(dtype: torch.dtype, device: torch.device, kernel_names: Sequence[str] = ()) -> str:
     """By what recurrences run in this dtype on this device, for people; why, where a GPU could do better."""
-    if TORCH_ALONE in asked:
+    if TORCH_ONLY in kernel_names:
         return "torch's operations, as asked for"
-    named = " and ".join(f"{name} ({tried})" for name, tried in PACKAGES.items() if name in asked)
+    named = " and ".join(f"{name} ({tried})" for name, tried in PACKAGES.items() if name in kernel_names)
     by_name = f"{named}, as asked for, and " if named else ""
-    if not (lacking := fla.lacks(dtype, device)):
+    if not (lacking := fla_lacks(dtype, device)):
         return f"{by_name}flash-linear-attention's kernels"
     return f"{by_name}torch's operations" + (f" (faster kernels want {lacking})" if device.type == "cuda" else "")

@@ -14,7 +14,7 @@ from longspan.bridge import Bridge
 from longspan.comm import SequenceShard, World, bind, to_device
 from longspan.comm.moves.row_exchange import RowGradient
 from longspan.errors import ModelError
-from longspan.layout.segments import Rows
+from longspan.layout.segments import Integers
 from longspan.model.multimodal.encoder import Encoder
 from longspan.model.parts import modes_restored
 from longspan.model.placement.sharding import gradients_summed_over_slots, replicas_summed_at_last, reshard
@@ -181,7 +181,7 @@ class ModalityPass:
         for layer, rows in enumerate(deeper):
             derived.added[layer] = (*derived.added.get(layer, ()), (places, rows))
 
-    def _leaf(self, wave_of_row: Rows, arrived: Sequence[Tensor], starts: list[int]) -> Tensor:
+    def _leaf(self, wave_of_row: Integers, arrived: Sequence[Tensor], starts: list[int]) -> Tensor:
         """The rows of one micro-batch from those of all waves, each of which goes on at `starts`."""
         waves = sorted(set(wave_of_row.tolist()))
         if len(waves) == 1:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.comm import World
-from longspan.comm.all_ranks import on_every_rank
+from longspan.comm.all_ranks import run_on_every_rank
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, ModelError, counted
 from longspan.layout import Layout
@@ -61,7 +61,7 @@ def check_model_fits(
         if room is not None:
             _check(config, needed_bytes(config, model, world.home, compute_dtype, training=training), room, world.home)
 
-    on_every_rank(world, check, ConfigError)
+    run_on_every_rank(world, check, ConfigError)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from longspan.comm import World
-from longspan.comm.failure.watch import is_out_of_memory
+from longspan.comm.watch import is_out_of_memory
 from longspan.config.sections import EncoderSection, RunConfig
 from longspan.errors import ConfigError
 from longspan.files import write_atomically

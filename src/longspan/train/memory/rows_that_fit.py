@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, on_every_rank, on_first_rank
+from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
 from longspan.config.bounds import AUTO
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
@@ -79,16 +79,16 @@ def with_rows_that_fit(
         return config
     directory = Path(config.run.dir)
     file, ranks, keys = directory / FILE, len(world.home.ranks), memory_keys(config)
-    fit: RowsThatFit | None = on_first_rank(
+    fit: RowsThatFit | None = run_on_first_rank(
         world, lambda: remembered(RowsThatFit, file, ranks, keys, "it is measured again"), ConfigError
     )
     if fit is None:
-        below = on_first_rank(world, lambda: too_many_rows(directory, ranks, keys), ConfigError)
+        below = run_on_first_rank(world, lambda: too_many_rows(directory, ranks, keys), ConfigError)
         uses = 1 + config.mtp.depths
         images = images_held(model, image_rows, world, uses=uses) if isinstance(model, MultimodalModel) else None
         fit = replace(measure(config, model, optimizer, world, below=below, images=images), measured_for=keys)
         text = json.dumps(asdict(fit), indent=1)
-        on_first_rank(world, lambda: write_atomically(file, text), ConfigError)
+        run_on_first_rank(world, lambda: write_atomically(file, text), ConfigError)
     fill = f"{fit.rows:,} rows of {fit.bytes_per_row:,.0f} bytes each fit in {fit.budget_bytes:,.0f} bytes"
     log(f"max_tokens_per_slot: {fill}")
     return _with_rows(replace(config, context=replace(config.context, max_tokens_per_slot=fit.rows)), fit.rows)
@@ -137,7 +137,7 @@ def measure(
     """
     budget = budget_of(config, model, optimizer, world.device)
     if images is not None:
-        on_every_rank(world, partial(images.check, budget), ConfigError)
+        run_on_every_rank(world, partial(images.check, budget), ConfigError)
         budget -= images.held
     probes = _Probes(config, language_model_of(model), world, budget, below)
     probes.run(probes.first, warm=True)

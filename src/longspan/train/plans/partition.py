@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, on_first_rank
+from longspan.comm.all_ranks import LogLine, run_on_first_rank
 from longspan.config.bounds import AUTO
 from longspan.config.eval_inheritance import held_out_set
 from longspan.config.eval_set import EvalConfig
@@ -34,7 +34,7 @@ def with_partition(
         return config, ""
     lengths = [order.lengths_of_step(step) for step in range(STEPS)]
     work = partial(partition_chosen, config, lengths, world.home, cost=cost, heads=heads)
-    config, reason = on_first_rank(world, work, ConfigError)
+    config, reason = run_on_first_rank(world, work, ConfigError)
     if reason:
         log(f"rows: {reason}")
     return config, reason

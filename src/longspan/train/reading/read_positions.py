@@ -10,12 +10,12 @@ import numpy as np
 
 from longspan.comm import SequenceShard
 from longspan.errors import DataError
-from longspan.layout.segments import Rows
+from longspan.layout.segments import Integers
 from longspan.model.seams.attention_calls import PARTS_OF_POSITIONS
 from longspan.train.reading.read_rows import documents_and_positions
 
 
-def positions_of_rows(documents: Any, shard: SequenceShard) -> Rows | None:
+def positions_of_rows(documents: Any, shard: SequenceShard) -> Integers | None:
     """The positions (n, T) of a shard's local rows; None where no document of the micro-batch has any of its own.
 
     `documents.positions(d)` gives (n, tokens of d), or None where positions are plain: then all parts of them are the
@@ -41,7 +41,7 @@ def positions_of_rows(documents: Any, shard: SequenceShard) -> Rows | None:
     return positions
 
 
-def _checked(positions: Any, document: int, length: int) -> Rows | None:
+def _checked(positions: Any, document: int, length: int) -> Integers | None:
     if positions is None:
         return None
     positions = np.asarray(positions)

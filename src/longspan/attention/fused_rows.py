@@ -1,0 +1,153 @@
+"""Merges, sums and copies of rows in one pass over memory, as Triton kernels for GPUs.
+
+Triton comes with torch's CUDA builds. Where it is missing, and on CPUs, `rows.py` does the same with torch's own
+operations in several passes.
+"""
+
+from collections.abc import Hashable, Sequence
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+_PAIRS = 16  # (row, head) pairs that one program merges
+_COPIES = 3  # of one launch
+_ALIGNED = 16  # bytes: Triton compiles a kernel for addresses that this divides, and another for those it does not
+_REMEMBERED = 4096  # launches with their numbers; those of one micro-batch are some dozens
+_compiled: dict[Hashable, Any] = {}
+
+
+@cache
+def kernels() -> Any:
+    """The module of the kernels; None without Triton."""
+    return None if find_spec("triton") is None else import_module("longspan.attention.row_kernels")
+
+
+def merge_(total_out: Tensor, total_lse: Tensor, rows: slice | Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge out (R, N, Hv) and lse (R, N) into some rows of total_out (T, N, Hv) and total_lse (T, N), in place."""
+    count, heads, size = out.shape
+    if count == 0:
+        return
+    index = rows if isinstance(rows, Tensor) else None
+    if index is None:
+        total_out, total_lse = total_out[rows], total_lse[rows]
+    strides = (*total_out.stride()[:2], *total_lse.stride(), *out.stride()[:2], *lse.stride())
+    arguments = (total_out, total_lse, out, lse, index, count * heads, heads, size, *strides)
+    constants = {"HAS_INDEX": index is not None, "PAIRS": _PAIRS, "WIDTH": _power(size)}
+    _launch("merge", (-(-count * heads // _PAIRS), 1, 1), arguments, constants)
+
+
+def copy_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
+    """into[r] ← source[index[r]] for pairs (source, into) of (rows, members, width), whose columns are contiguous."""
+    rows, members, _ = moves[0][1].shape
+    by_member = [
+        _Move(source, source.stride(0), source.stride(1), into, into.stride(0), into.stride(1), into.shape[2])
+        for source, into in moves
+    ]
+    _copy(by_member, index, rows, members)
+
+
+def copy_whole_rows(moves: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """into ← source for pairs (source, into) of (rows, …), as many rows each, whose elements in a row are in order."""
+    whole_rows = [
+        _Move(source, source.stride(0), 0, into, into.stride(0), 0, into.shape[1:].numel()) for source, into in moves
+    ]
+    _copy(whole_rows, None, len(moves[0][1]), 1)
+
+
+class _Move(NamedTuple):
+    """A copy of (rows, members, width), as the kernel takes it."""
+
+    source: Tensor
+    source_row_stride: int
+    source_member_stride: int
+    into: Tensor
+    into_row_stride: int
+    into_member_stride: int
+    width: int
+
+
+def _copy(moves: Sequence[_Move], index: Tensor | None, rows: int, members: int) -> None:
+    """Launch copies of (rows, members, width), up to _COPIES at once.
+
+    Where a launch has fewer, the others repeat its first, and COUNT leaves them out.
+    """
+    if not rows or not members:
+        return
+    for first in range(0, len(moves), _COPIES):
+        some = moves[first : first + _COPIES]
+        a, b, c = (*some, *[some[0]] * (_COPIES - len(some)))
+        widths = {"A": _power(a.width), "B": _power(b.width), "C": _power(c.width)}
+        constants = {"COUNT": len(some), "HAS_INDEX": index is not None} | widths
+        _launch("copy_rows", (rows, members, 1), (index, *a, *b, *c), constants, differ=1 + len(a) * len(some))
+
+
+def add_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
+    """into[index[r]] += source[r] (into[r] without one) for pairs (source, into) of (rows, …), into in float32.
+
+    Elements of a row are in order, indices distinct, and every pair has as many source rows.
+    """
+    rows = moves[0][0].shape[0]
+    if not rows:
+        return
+    for first in range(0, len(moves), 2):
+        some = [_add_arguments(source, into) for source, into in moves[first : first + 2]]
+        a, b = some[0], some[-1]
+        widths = {"A": _power(a[-1]), "B": _power(b[-1])}
+        constants = {"HAS_B": len(some) > 1, "HAS_INDEX": index is not None} | widths
+        _launch("add_rows", (rows, 1, 1), (index, *a, *b), constants)
+
+
+def _add_arguments(source: Tensor, into: Tensor) -> tuple[Any, ...]:
+    return (source, source.stride(0), into, into.stride(0), into.shape[1:].numel())
+
+
+def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """total[r] ← sum of x[index[r]] over addends (x, index), for total (R, W) in float32; index −1 adds nothing."""
+    if not total.shape[0]:
+        return
+    for first in range(0, len(addends), 2):
+        (a, a_index), (b, b_index) = addends[first], addends[min(first + 1, len(addends) - 1)]
+        of_a, of_b = (a, a_index, a.stride(0)), (b, b_index, b.stride(0))
+        constants = {"HAS_B": first + 1 < len(addends), "FRESH": first == 0, "WIDTH": _power(total.shape[1])}
+        arguments = (total, total.stride(0), *of_a, *of_b, total.shape[1])
+        _launch("sum_rows", (total.shape[0], 1, 1), arguments, constants)
+
+
+def _launch(
+    name: str,
+    grid: tuple[int, int, int],
+    arguments: Sequence[Any],
+    constants: dict[str, Any],
+    differ: int | None = None,
+) -> None:
+    """Launch a kernel, by its compiled form at hand where it was launched with these numbers and dtypes before.
+
+    Triton finds the compiled form anew in every launch, which takes the host several times as long as the launch. It
+    depends on no more than is compared here; addresses count by whether 16 divides them, and where it does not,
+    Triton chooses. Only the first `differ` arguments are looked at, where the others repeat them.
+    """
+    addresses, key, values = 0, [name, grid], constants.values()
+    for x in arguments[:differ]:
+        if type(x) is int or x is None:
+            key.append(x)
+        else:
+            key += (x.dtype, x.get_device())
+            addresses |= x.data_ptr()
+    launch_key = (*key, *values)
+    compiled_kernel = None if addresses % _ALIGNED else _compiled.get(launch_key)
+    if compiled_kernel is not None:
+        compiled_kernel[grid](*arguments, *values)
+        return
+    compiled = getattr(kernels(), name)[grid](*arguments, **constants)
+    if not addresses % _ALIGNED:
+        if len(_compiled) >= _REMEMBERED:
+            _compiled.clear()
+        _compiled[launch_key] = compiled
+
+
+def _power(size: int) -> int:
+    """The next power of two, which Triton's ranges must be."""
+    return 1 << (size - 1).bit_length()

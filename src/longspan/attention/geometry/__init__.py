@@ -1,1 +1,0 @@
-"""Who attends to which rows, in integers: members of a group, tiles of a mask, launches, heads by member."""

@@ -1,0 +1,231 @@
+"""Who shares keys and values with whom, and what their rows see of each other: one group's geometry, in integers.
+
+`Members` are those who pass blocks round a ring, or who gather: the members of a plan's group, or, under `a2a` and
+`a2a+p2p`, runs of `inner` neighbouring members that act as one: inside such a run heads are exchanged for rows, so that
+each holds all rows of the run for some heads. Moves no tensors.
+"""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longspan.attention.tiles import Launch, Tokens
+from longspan.attention.tiles_between import Mask, is_narrow, span_tiles, tiles_between
+from longspan.comm import Channel, ShardPart, to_device, world_of
+from longspan.layout import Segments
+from longspan.layout.segments import Integers, expand, segments_from_runs
+from longspan.layout.spans import NO_SPANS, Spans
+
+_NO_ROWS = np.empty(0, dtype=np.int64)
+
+
+class WindowRows(NamedTuple):
+    """The rows that one member's rows see under a narrow window or chunks, its own among them, in document order.
+
+    `sends[m]` are the rows of this member that member m sees, none for itself, and `sent` all of those; from member m
+    come `receives[m]` rows, and what arrives, member after member, goes to `places`. Of the member's own rows those in
+    `own_rows` are seen; they go to `own_places`. There are `rows` in all.
+    """
+
+    launches: tuple[Launch, ...]
+    sends: tuple[Tensor, ...]
+    sent: Tensor
+    receives: tuple[int, ...]
+    places: Tensor
+    own_rows: Tensor
+    own_places: Tensor
+    rows: int
+
+
+class Members:
+    """The members of one group that share keys and values, `inner` of the group's acting as one.
+
+    `degree` members, of which this rank is (part of) number `member`; `counts[m]` rows are held by member m, in
+    document order where `inner` > 1. Under a causal mask rows of `spans` see the later rows of their span as well. Made
+    once per shard, so that layers share what it derives.
+    """
+
+    def __init__(
+        self, part: ShardPart, mask: Mask, device: torch.device, inner: int = 1, spans: Spans = NO_SPANS
+    ) -> None:
+        assert part.degree % inner == 0, (part.degree, inner)
+        self.part, self.mask, self.device, self.inner = part, mask, device, inner
+        self.spans = spans if mask.causal else NO_SPANS
+        self.degree, self.member = part.degree // inner, part.member // inner
+        blocks = np.asarray(part.counts, dtype=np.int64).reshape(self.degree, inner)
+        self.counts: tuple[int, ...] = tuple(blocks.sum(1).tolist())
+        self.inner_counts: tuple[int, ...] = tuple(blocks[self.member].tolist())
+        self._launches: dict[int | None, tuple[Launch, ...]] = {}
+        self._gathered_orders: dict[tuple[int, ...], Tensor] = {}
+
+    # ---- who talks
+
+    @cached_property
+    def channel(self) -> Channel:
+        """Around the ring: every `inner`-th member of the group. Raises CommError where the world has been left."""
+        slots = self.part.group.slots[self.part.member % self.inner :: self.inner]
+        return world_of(self.part.world_key).channels.between(slots)
+
+    @cached_property
+    def inner_channel(self) -> Channel:
+        """The neighbours that act as one with this rank."""
+        slots = self.part.group.slots[self.member * self.inner : (self.member + 1) * self.inner]
+        return world_of(self.part.world_key).channels.between(slots)
+
+    # ---- who holds which rows
+
+    def segments(self, member: int) -> Segments:
+        """The rows of one member as its tensors hold them, padding included."""
+        if self.inner == 1:
+            return self.part.group.shares.segments(member)
+        document, start, stop = self._runs_inside(member)
+        order = np.lexsort((start, document))
+        return segments_from_runs(document[order], start[order], stop[order])
+
+    def _runs_inside(self, member: int) -> tuple[Integers, Integers, Integers]:
+        neighbours = range(member * self.inner, (member + 1) * self.inner)
+        runs = [(s.document, s.start, s.stop) for s in map(self.part.group.shares.segments, neighbours)]
+        document, start, stop = (np.concatenate(column) for column in zip(*runs, strict=True))
+        return document, start, stop
+
+    def real_segments(self, member: int) -> Segments:
+        """The rows of one member without those that pad documents out: padding takes no part in attention."""
+        segments, group = self.segments(member), self.part.group
+        if group.pad_to is None:
+            return segments
+        stop = np.minimum(segments.stop, np.asarray(group.lengths)[segments.document])
+        real = segments.start < stop
+        return Segments(segments.document[real], segments.start[real], stop[real], segments.offset[real])
+
+    @cached_property
+    def orders(self) -> tuple[Tensor, Tensor] | None:
+        """Where rows that arrive one inside member's after another lie in document order; None where they do.
+
+        Two of (R,): which arriving row each row in document order is, and the inverse.
+        """
+        document, start, stop = self._runs_inside(self.member)
+        order, sizes = np.lexsort((start, document)), stop - start
+        at = np.empty_like(start)
+        at[order] = np.cumsum(sizes[order]) - sizes[order]
+        places = expand(at, at + sizes)
+        if (np.diff(places) == 1).all():
+            return None
+        inverse = np.empty_like(places)
+        inverse[places] = np.arange(len(places))
+        return to_device(inverse, self.device), to_device(places, self.device)
+
+    def order_of_gathered(self, starts: tuple[int, ...]) -> Tensor:
+        """Which gathered row each of the group's rows is, in document order; member m's begin at `starts[m]`: (S,)."""
+        assert self.inner == 1, "only members of the group itself gather"
+        if starts not in self._gathered_orders:
+            order = np.empty(sum(self.counts), dtype=np.int64)
+            for member, start in enumerate(starts):
+                order[self.part.group.shares.rows(member)] = np.arange(start, start + self.counts[member])
+            self._gathered_orders[starts] = to_device(order, self.device)
+        return self._gathered_orders[starts]
+
+    @cached_property
+    def keys_by_member(self) -> list[Tensor]:
+        """For each launch on all rows, which of its keys each row of the group is, one member's after another: (S,).
+
+        −1 where the launch does not have the row.
+        """
+        by_member = np.concatenate([self.part.group.shares.rows(member) for member in range(self.degree)])
+        places = (_places(launch.tiling.k_rows(), len(by_member))[by_member] for launch in self.launches(None))
+        return [to_device(x, self.device) for x in places]
+
+    # ---- what they see
+
+    def launches(self, owner: int | None) -> tuple[Launch, ...]:
+        """The launches of this member's rows against the block of `owner`, or against all rows (None)."""
+        if owner not in self._launches:
+            self._launches[owner] = self._launches_on_all() if owner is None else self._launches_on_block(owner)
+        return self._launches[owner]
+
+    def _launches_on_block(self, owner: int) -> tuple[Launch, ...]:
+        segments = self.segments(owner)
+        return self._launches_on(self.real_segments(owner), lambda: segments.positions)
+
+    def _launches_on_all(self) -> tuple[Launch, ...]:
+        """Every document whole, where it lies among the group's rows in document order; without its padding."""
+        laid_out, starts = self._documents_laid_out()
+        lengths = np.asarray(self.part.group.lengths, dtype=np.int64)
+        keys = Segments(np.arange(len(lengths)), np.zeros_like(lengths), lengths, starts)
+        return self._launches_on(keys, lambda: expand(0 * laid_out, laid_out))
+
+    def _documents_laid_out(self) -> tuple[Integers, Integers]:
+        """Rows of each document, padding included, and where they start among the group's rows."""
+        laid_out = np.asarray(self.part.group.laid_out, dtype=np.int64)
+        return laid_out, np.cumsum(laid_out) - laid_out
+
+    def _launches_on(self, keys: Segments, positions: Callable[[], Integers]) -> tuple[Launch, ...]:
+        """The launches of this member's rows against other rows; `positions` are those of all rows of their tensor."""
+        ids, segments = np.asarray(self.part.group.documents, dtype=np.int64), self.segments(self.member)
+
+        # The launches keep this function and `Members` keeps them: it refers to no `Members`, or a cycle would be left.
+        def tokens() -> Tokens:
+            document = np.repeat(ids[segments.document], segments.stop - segments.start)
+            return Tokens(document, segments.positions, positions())
+
+        queries = self.real_segments(self.member)
+        tilings = tiles_between(queries, keys, **self.mask._asdict()) + span_tiles(queries, keys, self.spans)
+        return tuple(Launch(tiling, self.device, tokens) for tiling in tilings)
+
+    # ---- what they see under a narrow window or chunks
+
+    @cached_property
+    def has_narrow_window(self) -> bool:
+        """Whether members send each other the rows that are seen, instead of a ring."""
+        return is_narrow(self.mask, self.part.group.lengths, self.degree)
+
+    @cached_property
+    def window_rows(self) -> WindowRows:
+        """The rows that this member's rows see, and who sends them."""
+        keys, everyone = self.rows_seen_by(self.member), range(self.degree)
+        seen = [self._rows_among(keys, owner) for owner in everyone]
+        sends = [self._rows_among(self.rows_seen_by(reader), self.member)[0] for reader in everyone]
+        own_rows, own_places = seen[self.member]
+        sends[self.member], seen[self.member] = _NO_ROWS, (_NO_ROWS, _NO_ROWS)
+        return WindowRows(
+            self._launches_on(keys, lambda: keys.positions),
+            sends=tuple(to_device(rows, self.device) for rows in sends),
+            sent=to_device(np.concatenate(sends), self.device),
+            receives=tuple(len(rows) for rows, _ in seen),
+            places=to_device(np.concatenate([places for _, places in seen]), self.device),
+            own_rows=to_device(own_rows, self.device),
+            own_places=to_device(own_places, self.device),
+            rows=keys.rows,
+        )
+
+    def rows_seen_by(self, reader: int) -> Segments:
+        """The rows that one member's rows see under a window or chunks and in their spans, in document order."""
+        _, window, chunk = self.mask
+        assert window is not None or chunk is not None
+        runs = self.real_segments(reader)
+        start = np.zeros_like(runs.start) if window is None else np.maximum(runs.start - window + 1, 0)
+        if chunk is not None:
+            start = np.maximum(start, runs.start - runs.start % chunk)
+        same, stop = runs.document[1:] == runs.document[:-1], self.spans.ends(runs)
+        start[1:] = np.where(same, np.maximum(start[1:], stop[:-1]), start[1:])  # begins where the last run ended
+        return segments_from_runs(runs.document, start, stop)
+
+    def _rows_among(self, keys: Segments, owner: int) -> tuple[Integers, Integers]:
+        """Which rows of `owner` are among `keys`, ascending, and where there."""
+        _, first = self._documents_laid_out()
+        segments = self.segments(owner)
+        rows = expand(segments.start + first[segments.document], segments.stop + first[segments.document])
+        starts, stops = keys.start + first[keys.document], keys.stop + first[keys.document]
+        run = np.searchsorted(starts, rows, side="right") - 1
+        among = np.flatnonzero((run >= 0) & (rows < np.append(stops, 0)[run]))
+        return among, keys.offset[run[among]] + rows[among] - starts[run[among]]
+
+
+def _places(rows: slice | Integers, count: int) -> Integers:
+    """Which of `rows` each of `count` rows is, −1 for none of them."""
+    places = np.full(count, -1, dtype=np.int64)
+    places[rows] = np.arange(len(places[rows]))
+    return places

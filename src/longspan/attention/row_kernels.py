@@ -1,0 +1,176 @@
+"""Triton kernels of `fused_rows.py`, their only importer: CPU builds of torch lack triton."""
+
+# pyright: basic, reportMissingImports=false
+
+import triton
+import triton.language as tl
+
+# Numbers and addresses that follow the rows of a micro-batch and are read one by one: otherwise a kernel would be
+# compiled anew for each way in which 16 divides them.
+_OF_ROWS = ("total_lse", "lse", "index", "pairs", "total_lse_row", "total_lse_head", "lse_row", "lse_head")
+_INDICES = ("index", "a_index", "b_index")
+
+
+@triton.jit(do_not_specialize_on_alignment=_OF_ROWS)
+def merge(
+    total_out,
+    total_lse,
+    out,
+    lse,
+    index,
+    pairs,
+    heads,
+    size,
+    total_row,
+    total_head,
+    total_lse_row,
+    total_lse_head,
+    out_row,
+    out_head,
+    lse_row,
+    lse_head,
+    HAS_INDEX: tl.constexpr,
+    PAIRS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """total ← total + σ(lse − total_lse) · (out − total), for PAIRS (row, head) pairs of `size` columns each."""
+    pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+    real = pair < pairs
+    row, head = pair // heads, pair % heads
+    into = row
+    if HAS_INDEX:
+        into = tl.load(index + row, mask=real, other=0)
+    lse_at = total_lse + into * total_lse_row + head * total_lse_head
+    old_lse = tl.load(lse_at, mask=real, other=0.0)
+    new = tl.load(lse + row * lse_row + head * lse_head, mask=real, other=0.0)
+    step = tl.sigmoid(new - old_lse)
+    top = tl.maximum(old_lse, new)
+    column = tl.arange(0, WIDTH)
+    inside = real[:, None] & (column < size)[None, :]
+    at = total_out + (into * total_row + head * total_head)[:, None] + column[None, :]
+    before = tl.load(at, mask=inside, other=0.0)
+    after = tl.load(out + (row * out_row + head * out_head)[:, None] + column[None, :], mask=inside, other=0.0)
+    # Small blocks are read by several warps alike: none may write before the last has read.
+    tl.debug_barrier()
+    tl.store(lse_at, top + tl.log(tl.exp(old_lse - top) + tl.exp(new - top)), mask=real)
+    tl.store(at, before + step[:, None] * (after.to(tl.float32) - before), mask=inside)
+
+
+@triton.jit
+def _move(source, into, width, WIDTH: tl.constexpr):
+    column = tl.arange(0, WIDTH)
+    x = tl.load(source + column, mask=column < width)
+    tl.store(into + column, x.to(into.dtype.element_ty), mask=column < width)
+
+
+@triton.jit(do_not_specialize_on_alignment=_INDICES)
+def copy_rows(
+    index,
+    a,
+    a_row,
+    a_member,
+    a_into,
+    a_into_row,
+    a_into_member,
+    a_width,
+    b,
+    b_row,
+    b_member,
+    b_into,
+    b_into_row,
+    b_into_member,
+    b_width,
+    c,
+    c_row,
+    c_member,
+    c_into,
+    c_into_row,
+    c_into_member,
+    c_width,
+    COUNT: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    C: tl.constexpr,
+):
+    """into[row, member] ← source[index[row], member] for up to three pairs of (rows, members, width)."""
+    row, member = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    at = row
+    if HAS_INDEX:
+        at = tl.load(index + row)
+    _move(a + at * a_row + member * a_member, a_into + row * a_into_row + member * a_into_member, a_width, A)
+    if COUNT > 1:
+        _move(b + at * b_row + member * b_member, b_into + row * b_into_row + member * b_into_member, b_width, B)
+    if COUNT > 2:
+        _move(c + at * c_row + member * c_member, c_into + row * c_into_row + member * c_into_member, c_width, C)
+
+
+@triton.jit
+def _add(source, into, width, WIDTH: tl.constexpr):
+    column = tl.arange(0, WIDTH)
+    inside = column < width
+    total = tl.load(into + column, mask=inside, other=0.0) + tl.load(source + column, mask=inside, other=0.0).to(
+        tl.float32
+    )
+    # Small blocks are read by several warps alike: none may write before the last has read.
+    tl.debug_barrier()
+    tl.store(into + column, total, mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=_INDICES)
+def add_rows(
+    index,
+    a,
+    a_row,
+    a_into,
+    a_into_row,
+    a_width,
+    b,
+    b_row,
+    b_into,
+    b_into_row,
+    b_width,
+    HAS_B: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+):
+    """into[index[row]] += source[row] for one or two pairs of (rows, width), in float32; indices are distinct."""
+    row = tl.program_id(0).to(tl.int64)
+    at = row
+    if HAS_INDEX:
+        at = tl.load(index + row)
+    _add(a + row * a_row, a_into + at * a_into_row, a_width, A)
+    if HAS_B:
+        _add(b + row * b_row, b_into + at * b_into_row, b_width, B)
+
+
+@triton.jit(do_not_specialize_on_alignment=_INDICES)
+def sum_rows(
+    total,
+    total_row,
+    a,
+    a_index,
+    a_row,
+    b,
+    b_index,
+    b_row,
+    width,
+    HAS_B: tl.constexpr,
+    FRESH: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """total[row] ← (0 if FRESH, else total[row]) + a[a_index[row]] + b[b_index[row]]; an index of −1 adds nothing."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    inside = column < width
+    at = total + row * total_row + column
+    summed = tl.zeros([WIDTH], tl.float32)
+    if not FRESH:
+        summed += tl.load(at, mask=inside, other=0.0)
+    from_a = tl.load(a_index + row)
+    summed += tl.load(a + from_a * a_row + column, mask=inside & (from_a >= 0), other=0.0).to(tl.float32)
+    if HAS_B:
+        from_b = tl.load(b_index + row)
+        summed += tl.load(b + from_b * b_row + column, mask=inside & (from_b >= 0), other=0.0).to(tl.float32)
+    tl.debug_barrier()
+    tl.store(at, summed, mask=inside)

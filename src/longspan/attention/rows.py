@@ -1,0 +1,257 @@
+"""Copies, sums and merges of rows between tensors that lie differently: by heads, by member, in document order.
+
+`Partial` and `RowSum` collect the outputs and gradients of blocks that arrive one after another. Sums over blocks
+accumulate in float32 (float64 for float64 inputs), so that the error does not grow with the number of blocks. A sum of
+one addend stays in the addend's dtype: nothing would be gained by widening it. On GPUs each copy, sum and merge is one
+pass over memory (`fused_rows.py`).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from longspan.attention import fused_rows as fused
+from longspan.comm import Addend
+from longspan.comm.moves.ring import Block, covers
+
+RowIndex = slice | Tensor
+Move = tuple[Tensor, Tensor]
+
+
+def runs_fused(x: Tensor) -> bool:
+    """Whether Triton's kernels take tensors of this one's device."""
+    return x.is_cuda and fused.kernels() is not None
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def merge_(total_out: Tensor, total_lse: Tensor, rows: RowIndex, out: Tensor, lse: Tensor) -> None:
+    """Merge (out, lse) into some rows of the totals, in place.
+
+    out ← (e^L · total + e^l · out) / (e^L + e^l), written as a step of size σ(l − L) from one to the other: exact at
+    L = −inf, and without an exponential that could overflow.
+    """
+    if total_out.dtype == torch.float32 and runs_fused(total_out):
+        fused.merge_(total_out, total_lse, rows, out, lse)
+        return
+    rows_out, rows_lse = total_out[rows], total_lse[rows]
+    step = torch.sigmoid(lse - rows_lse)
+    rows_out = rows_out.lerp_(out.to(rows_out.dtype), step.unsqueeze(-1))
+    rows_lse = torch.logaddexp(rows_lse, lse)
+    if isinstance(rows, slice):
+        total_lse[rows] = rows_lse
+    else:
+        total_out.index_copy_(0, rows, rows_out)
+        total_lse.index_copy_(0, rows, rows_lse)
+
+
+def copy_rows(moves: Sequence[Move], index: Tensor | None = None) -> None:
+    """into[r] ← source[index[r]] (source[r] without an index), for pairs (source, into) of (rows, members, width)."""
+    if runs_fused(moves[0][1]):
+        fused.copy_rows(moves, index)
+        return
+    for source, into in moves:
+        into.copy_(source if index is None else source.index_select(0, index))
+
+
+def add_rows(moves: Sequence[Move], rows: RowIndex) -> None:
+    """into[rows] += source, for pairs (source, into) of (rows, …), all with as many source rows; these are distinct."""
+    index = rows if isinstance(rows, Tensor) else None
+    moves = [(source, into if index is not None else take_rows(into, rows)) for source, into in moves]
+    if all(into.dtype == torch.float32 and runs_fused(into) for _, into in moves):
+        fused.add_rows([(_contiguous_rows(source), into) for source, into in moves], index)
+        return
+    for source, into in moves:
+        if index is None:
+            into += source
+        else:
+            into.index_add_(0, index, source.to(into.dtype))
+
+
+def add_addends(total: Block, addends: Sequence[Addend], *, fresh: bool) -> None:
+    """Add parts of a block's gradient to its sum in place, or, where the sum is `fresh`, fill it with them."""
+    if fresh and len(addends) == 1 and covers(addends[0].rows, len(total[0])):
+        _copy(list(zip(addends[0].tensors, total, strict=True)))
+        return
+    for into in total if fresh else ():
+        into.zero_()
+    for rows, gradients in addends:
+        add_rows(list(zip(gradients, total, strict=True)), rows)
+
+
+def as_dtype(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Tensors (rows, …) contiguous and in `dtype`; those that are so already are passed on."""
+    converted = [
+        x
+        if x.dtype == dtype and x.is_contiguous()
+        else torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+        for x in tensors
+    ]
+    changed = [(x, into) for x, into in zip(tensors, converted, strict=True) if into is not x]
+    if changed:
+        _copy(changed)
+    return converted
+
+
+def _copy(moves: Sequence[Move]) -> None:
+    """into ← source, for pairs (source, into) of (rows, …)."""
+    if runs_fused(moves[0][1]):
+        fused.copy_whole_rows([(_contiguous_rows(source), into) for source, into in moves])
+        return
+    for source, into in moves:
+        into.copy_(source)
+
+
+def _contiguous_rows(x: Tensor) -> Tensor:
+    """x (rows, …), copied where the elements of a row do not follow each other."""
+    step = 1
+    for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
+        if size != 1 and stride != step:
+            return x.contiguous()
+        step *= size
+    return x
+
+
+def take_rows(x: Tensor, rows: RowIndex) -> Tensor:
+    """x[rows]; x itself where that is all of it, which costs the host nothing."""
+    return x if covers(rows, x.shape[0]) else x[rows]
+
+
+def join_columns(tensors: Sequence[Tensor], index: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Rows of tensors (rows, …) of one dtype side by side, those of `index` in its order: (rows, columns).
+
+    A single contiguous tensor without `index` comes back as a view: only read what is returned.
+    """
+    if len(tensors) == 1 and index is None and dtype in (None, tensors[0].dtype) and tensors[0].is_contiguous():
+        return tensors[0].flatten(1)
+    rows = tensors[0].shape[0] if index is None else index.shape[0]
+    flat = [x.flatten(1).unsqueeze(1) for x in tensors]
+    widths = [x.shape[2] for x in flat]
+    matrix = tensors[0].new_empty((rows, sum(widths)), dtype=dtype)
+    copy_rows(list(zip(flat, member_views(matrix, 1, widths), strict=True)), index)
+    return matrix
+
+
+def member_views(matrix: Tensor, members: int, widths: Sequence[int]) -> list[Tensor]:
+    """A contiguous matrix (members × rows, columns), member after member, as views (rows, members, width)."""
+    columns, start, views = matrix.shape[1], matrix.storage_offset(), list[Tensor]()
+    rows = matrix.shape[0] // members
+    for width in widths:
+        views.append(matrix.as_strided((rows, members, width), (columns, rows * columns, 1), start))
+        start += width
+    return views
+
+
+def head_views(x: Tensor, members: int, slices: int, slice_index: int) -> Tensor:
+    """A slice of every member's heads in x (T, N, size), as (T, members, columns).
+
+    It is a view where a row's heads follow each other.
+    """
+    rows, heads, size = x.shape
+    count = heads // (members * slices)
+    row, head, column = x.stride()
+    if head != size or column != 1:
+        return x.unflatten(1, (members, slices, count))[:, :, slice_index].flatten(2)
+    width = count * size
+    return x.as_strided((rows, members, width), (row, slices * width, 1), x.storage_offset() + slice_index * width)
+
+
+def concat_heads(parts: Sequence[Tensor]) -> Tensor:
+    """Slices of the heads (rows, some heads, …) as (rows, heads, …); a copy unless there is only one."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
+
+
+def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """total[r] ← sum of x[index[r]] over addends (x, index), for total (R, W); an index of −1 adds nothing."""
+    if addends and runs_fused(total) and total.dtype == torch.float32:
+        fused.sum_rows(total, addends)
+        return
+    total.zero_()
+    for x, index in addends:
+        rows = (index >= 0).nonzero().squeeze(1)
+        total.index_add_(0, rows, x.index_select(0, index.index_select(0, rows)).to(total.dtype))
+
+
+def pad_heads(x: Tensor, size: int) -> Tensor:
+    """x (rows, heads, …) with each head padded with zeros to `size`; x itself where it has that size."""
+    return x if x.shape[2] == size else pad(x, (0, size - x.shape[2]))
+
+
+class Partial:
+    """Attention of T query rows to the keys added so far: out (T, N, Hv) and lse (T, N).
+
+    A row that has seen no key has out 0 and lse −inf.
+    """
+
+    def __init__(self, rows: int, heads: int, head_size: int, like: Tensor) -> None:
+        self._shape, self._like = (rows, heads, head_size), like
+        self._total: tuple[Tensor, Tensor] | None = None
+
+    def add(self, rows: RowIndex, out: Tensor, lse: Tensor) -> None:
+        """Merge the attention of some rows to further keys: out (rows, N, Hv), lse (rows, N), which is finite."""
+        if self._total is None and covers(rows, self._shape[0]):
+            self._total = out, lse
+            return
+        total_out, total_lse = self.result()
+        dtype = accumulation_dtype(self._like.dtype)
+        if total_out.dtype != dtype:
+            (total_out,) = as_dtype((total_out,), dtype)
+            self._total = total_out, total_lse
+        merge_(total_out, total_lse, rows, out, lse)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """out (T, N, Hv) and lse (T, N), in the accumulation dtype; out in the kernel's where it gave all of it."""
+        if self._total is None:
+            dtype = accumulation_dtype(self._like.dtype)
+            out = self._like.new_zeros(self._shape, dtype=dtype)
+            self._total = out, self._like.new_full(self._shape[:2], -torch.inf, dtype=dtype)
+        return self._total
+
+    def result_with_sinks(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """out (T, N, Hv) and lse (T, N) over all keys, and the sinks (N,).
+
+        A sink is one more key with value 0: it joins the log-sum-exp of each row and thins the output. The lse of rows
+        that see neither a key nor a sink (of −inf) is finite, so that their weights are 0.
+        """
+        out, lse = self.result()
+        if sinks is None:
+            return out, lse
+        lse_with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype)).clamp_(min=torch.finfo(lse.dtype).min)
+        return out.mul_(torch.exp(lse - lse_with_sinks).unsqueeze(-1)), lse_with_sinks
+
+
+class RowSum:
+    """A sum of tensors that each cover some of the rows; rows that none covers are zero."""
+
+    def __init__(self, shape: tuple[int, ...], like: Tensor) -> None:
+        self._shape, self._like = shape, like
+        self._total: Tensor | None = None
+
+    def add(self, rows: RowIndex, x: Tensor) -> None:
+        """Add x (rows, …) to distinct rows."""
+        if self._total is None and covers(rows, self._shape[0]):
+            self._total = x
+            return
+        add_rows([(x, self._wide())], rows)
+
+    def add_heads(self, heads: slice, x: Tensor) -> None:
+        """Add x (T, heads, …) to some heads of all rows."""
+        if heads == slice(0, self._shape[1]):
+            self.add(slice(0, self._shape[0]), x)
+        else:
+            add_rows([(x, self._wide()[:, heads])], slice(0, self._shape[0]))
+
+    def _wide(self) -> Tensor:
+        (self._total,) = as_dtype((self.result(),), accumulation_dtype(self._like.dtype))
+        return self._total
+
+    def result(self) -> Tensor:
+        """The sum, in the accumulation dtype; one addend that covers all rows, in its own."""
+        if self._total is None:
+            self._total = self._like.new_zeros(self._shape, dtype=accumulation_dtype(self._like.dtype))
+        return self._total

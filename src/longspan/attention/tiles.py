@@ -1,0 +1,242 @@
+"""Tiles, and launches of them: rectangles of query rows and key rows under one mask that kernels have.
+
+A tile is a run of consecutive query rows against a run of consecutive key rows. Its mask is all, causal, or a band. A
+`Tiling` is the tiles of one kernel launch; a `Launch` is a tiling on a device, with its index tensors. For kernels that
+take one document at a time and align a causal mask to the first key, tiles are cut into dense calls. Not covered: which
+tiles a block needs (`tiles_between.py`), and what kernels compute (`kernels/`).
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from longspan.attention.rows import merge_
+from longspan.comm import to_device
+from longspan.layout.segments import Integers, expand
+
+
+class Tile(NamedTuple):
+    """Query rows [q_start, q_stop) against key rows [k_start, k_stop), in local rows of either side.
+
+    Query row i of the tile sees its keys j with i + d − left ≤ j ≤ i + d + right, where d = keys − queries: the last
+    row is aligned to the last key, as in FlashAttention; None is no limit. In a tile every row sees a key and every
+    key is seen by a row.
+    """
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    left: int | None = None
+    right: int | None = None
+
+    @property
+    def queries(self) -> int:
+        """Number of query rows."""
+        return self.q_stop - self.q_start
+
+    @property
+    def keys(self) -> int:
+        """Number of key rows."""
+        return self.k_stop - self.k_start
+
+    def pieces(self, rows: int) -> "Iterator[Tile]":
+        """This tile cut into tiles of at most `rows` query rows."""
+        return (self.rows(start, min(start + rows, self.queries)) for start in range(0, self.queries, rows))
+
+    def rows(self, start: int, stop: int) -> "Tile":
+        """The part of this tile of its query rows start to stop (counted in the tile), with the keys that they see."""
+        shift = self.keys - self.queries
+        first = 0 if self.left is None else max(0, start + shift - self.left)
+        last = self.keys if self.right is None else min(self.keys, stop + shift + self.right)
+        moved = start + shift - first - (last - first) + (stop - start)
+        return Tile(
+            self.q_start + start,
+            self.q_start + stop,
+            self.k_start + first,
+            self.k_start + last,
+            None if self.left is None else self.left - moved,
+            None if self.right is None else self.right + moved,
+        )
+
+
+class Tiling:
+    """Tiles for one kernel launch: all with the mask `left`, `right`, no query row and no key row in two of them.
+
+    `bounds` (tiles, 4) holds the q_start, q_stop, k_start and k_stop of each; `tiles` are the same, one by one.
+    """
+
+    def __init__(self, bounds: Integers, left: int | None, right: int | None) -> None:
+        self.bounds, self.left, self.right = bounds, left, right
+
+    @staticmethod
+    def from_tiles(tiles: Iterable[Tile]) -> "Tiling":
+        """These tiles, which have one mask."""
+        tile_list = tuple(tiles)
+        return Tiling(
+            np.asarray([tile[:4] for tile in tile_list], dtype=np.int64), tile_list[0].left, tile_list[0].right
+        )
+
+    @cached_property
+    def tiles(self) -> tuple[Tile, ...]:
+        """The tiles one by one."""
+        return tuple(Tile(a, b, c, d, self.left, self.right) for a, b, c, d in self.bounds.tolist())
+
+    def q_rows(self) -> slice | Integers:
+        """The query rows of all tiles in order; a slice where they follow each other."""
+        return _row_index(self.bounds[:, 0], self.bounds[:, 1])
+
+    def k_rows(self) -> slice | Integers:
+        """The key rows of all tiles in order; a slice where they follow each other."""
+        return _row_index(self.bounds[:, 2], self.bounds[:, 3])
+
+    def packed(self) -> "Tiling":
+        """The same tiles over `x[q_rows()]` and `x[k_rows()]`, where each tile begins at the end of the one before."""
+        sizes = self.bounds[:, 1::2] - self.bounds[:, ::2]  # (tiles, 2)
+        stops = np.cumsum(sizes, axis=0)
+        bounds = np.stack([stops - sizes, stops], axis=2).reshape(-1, 4)
+        return Tiling(bounds, self.left, self.right)
+
+    def blocks(self, rows: int, *, of_keys: bool) -> npt.NDArray[np.int32]:
+        """Every tile cut into blocks of `rows` query rows, or of keys: the tile and the block's first row in it (n, 2).
+
+        Those that meet the most keys (or rows) come first.
+        """
+        sizes = self.bounds[:, 1::2] - self.bounds[:, ::2]
+        lengths, other_lengths = sizes[:, int(of_keys)], sizes[:, int(not of_keys)]
+        counts = -(-lengths // rows)
+        tile = np.repeat(np.arange(len(self)), counts)
+        start = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * rows
+        before, after = (self.right, self.left) if of_keys else (self.left, self.right)
+        aligned = start + (other_lengths - lengths)[tile]  # the other side's row or key at its first one
+        low = 0 if before is None else np.maximum(aligned - before, 0)
+        high = other_lengths[tile] if after is None else np.minimum(aligned + rows + after, other_lengths[tile])
+        order = np.argsort(low - high, kind="stable")
+        return np.stack([tile, start], axis=1)[order].astype(np.int32)
+
+    def __len__(self) -> int:
+        return len(self.bounds)
+
+    def __repr__(self) -> str:
+        return f"Tiling({', '.join(map(str, self.tiles[:6]))}{', …' if len(self) > 6 else ''})"
+
+
+def _row_index(starts: Integers, stops: Integers) -> slice | Integers:
+    if (starts[1:] == stops[:-1]).all():
+        return slice(int(starts[0]), int(stops[-1]))
+    return expand(starts, stops)
+
+
+class Tokens(NamedTuple):
+    """Who the rows of a block are: document id and position of every query row, position of every key row."""
+
+    document: Integers
+    q_position: Integers
+    k_position: Integers
+
+
+class Launch:
+    """One tiling, bound to a device. Made once per block and kept, so that layers share its index tensors.
+
+    A kernel receives q[q_rows], k[k_rows], v[k_rows] (views where the rows follow each other) and `tiles` over those,
+    each beginning where the one before ends; all have the mask `left`, `right` (see `Tile`).
+    """
+
+    def __init__(self, tiling: Tiling, device: torch.device, tokens: Callable[[], Tokens] | None = None) -> None:
+        self.tiling, self.device = tiling, device
+        self.left, self.right = tiling.left, tiling.right
+        self.q_rows = _index_on_device(tiling.q_rows(), device)
+        self.k_rows = _index_on_device(tiling.k_rows(), device)
+        self._tokens = tokens
+        self._blocks: dict[tuple[int, bool], Tensor] = {}
+
+    @cached_property
+    def tiles(self) -> tuple[Tile, ...]:
+        """The tiles one by one, over the rows that a kernel receives."""
+        return self.tiling.packed().tiles
+
+    @cached_property
+    def cu_seqlens(self) -> tuple[Tensor, Tensor]:
+        """Where tiles begin among the query rows and among the key rows: two of (tiles + 1,) int32."""
+        ends = np.zeros((2, len(self.tiling) + 1), dtype=np.int32)
+        ends[:, 1:] = self.tiling.packed().bounds[:, 1::2].T
+        q_ends, k_ends = to_device(ends, self.device)
+        return q_ends, k_ends
+
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """The most query rows and the most key rows of a tile."""
+        queries, keys = (self.tiling.bounds[:, 1::2] - self.tiling.bounds[:, ::2]).max(0).tolist()
+        return queries, keys
+
+    def blocks(self, rows: int, *, of_keys: bool) -> Tensor:
+        """The tiles cut into blocks of so many rows, or of keys, the costliest first: tile and first row in it (n, 2).
+
+        A kernel whose programs take one block each keeps all multiprocessors busy to the end this way. int32.
+        """
+        if (rows, of_keys) not in self._blocks:
+            self._blocks[rows, of_keys] = to_device(self.tiling.blocks(rows, of_keys=of_keys), self.device)
+        return self._blocks[rows, of_keys]
+
+    @cached_property
+    def tokens(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Document id and position of the query rows that a kernel receives, and position of the key rows: int64."""
+        assert self._tokens is not None, "this launch was made without tokens"
+        document, q_position, k_position = self._tokens()
+        q_rows, k_rows = self.tiling.q_rows(), self.tiling.k_rows()
+        picked = (document[q_rows], q_position[q_rows], k_position[k_rows])
+        documents, q_positions, k_positions = (to_device(x.copy(), self.device) for x in picked)
+        return documents, q_positions, k_positions
+
+
+def visible_keys(tile: Tile, device: torch.device) -> Tensor | None:
+    """Which keys each query row of a tile sees: (queries, keys) bool; None where every row sees every key."""
+    if tile.left is None and tile.right is None:
+        return None
+    first = torch.arange(tile.queries, device=device)[:, None] + (tile.keys - tile.queries)
+    keys = torch.arange(tile.keys, device=device)
+    seen = torch.ones((tile.queries, tile.keys), dtype=torch.bool, device=device)
+    if tile.left is not None:
+        seen &= keys >= first - tile.left
+    if tile.right is not None:
+        seen &= keys <= first + tile.right
+    return seen
+
+
+def _index_on_device(rows: slice | np.ndarray, device: torch.device) -> slice | Tensor:
+    return rows if isinstance(rows, slice) else to_device(rows, device)
+
+
+class DenseCall(NamedTuple):
+    """Query rows against key rows: all of them, causal with as many keys as rows, or under a mask to add to scores."""
+
+    rows: slice
+    keys: slice
+    causal: bool = False
+    attn_mask: Tensor | None = None
+    first: bool = True  # whether no call before had these rows
+
+    def keep(self, total_out: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Lay what the call gives into the totals, or merge it where its rows were there before."""
+        if self.first:
+            total_out[self.rows], total_lse[self.rows] = out, lse
+        else:
+            merge_(total_out, total_lse, self.rows, out, lse)
+
+
+def dense_calls(tile: Tile) -> Iterator[DenseCall]:
+    """A tile without a window: a causal one with more keys than rows is a square on the last keys, and a full one."""
+    assert tile.left is None and (tile.right in (None, 0) or tile.queries == 1), "a window takes a mask"
+    rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
+    if tile.right is None or tile.queries == 1:
+        yield DenseCall(rows, keys)
+        return
+    diagonal = tile.k_stop - tile.queries
+    yield DenseCall(rows, slice(diagonal, tile.k_stop), causal=True)
+    if tile.keys > tile.queries:
+        yield DenseCall(rows, slice(tile.k_start, diagonal), first=False)

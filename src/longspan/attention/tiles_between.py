@@ -1,0 +1,269 @@
+"""What the rows of two members see of each other, decided in integers: a mask, and the tiles that cover it.
+
+Each pair of runs of one document gives tiles under a mask: all, causal, or a band of a window. Tiles of one mask become
+a `Tiling`, which is one launch. What no tile covers is never computed.
+
+Rows of spans, as an image's tokens, also see the later rows of their span. These keys are disjoint from those of the
+causal mask, and of a window, which only hides earlier keys. So both parts are merged as blocks are, and every kernel
+that takes a window computes them: row i of a whole span sees key i + 1 and those after it, a mask with a limit on the
+left. This module moves no tensors.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from longspan.attention.tiles import Tiling
+from longspan.layout.segments import Flags, Integers, Segments, expand
+from longspan.layout.spans import Spans
+
+
+class Mask(NamedTuple):
+    """What a query sees of its document: all keys, those up to its own position, or of those the last `window`.
+
+    With `chunk` c it sees those of its own chunk: a query at position p those from p − p mod c on.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    chunk: int | None = None
+
+    def within(self, lengths: Sequence[int]) -> "Mask":
+        """The same over documents of these lengths: a window or chunk of the longest's length hides nothing: none."""
+        longest = max(lengths, default=0)
+        window, chunk = (None if x is None or x >= longest else x for x in (self.window, self.chunk))
+        return Mask(self.causal, window, chunk)
+
+
+def is_narrow(mask: Mask, lengths: Sequence[int], degree: int) -> bool:
+    """Whether so little is seen of other members' rows that sending those is cheaper than a ring.
+
+    Judged only from lengths, and so the same on every member: a document lies in at most 2 · degree runs, each of
+    which sees at most window − 1 rows before it, or those from the start of its chunk on (taken for equal runs).
+    Narrow: at most half of the rows that would go round a ring, and at most twice the member's own rows, which is what
+    a ring holds of others.
+    """
+    if degree == 1 or (mask.window is None and mask.chunk is None):
+        return False
+    rows = np.asarray(lengths, dtype=np.int64)
+    foreign_rows = (degree - 1) * rows
+    if mask.window is not None:
+        foreign_rows = np.minimum(foreign_rows, 2 * degree * min(mask.window - 1, int(rows.max())))
+    if mask.chunk is not None:
+        starts = rows[:, None] * np.arange(1, 2 * degree) // (2 * degree)
+        foreign_rows = np.minimum(foreign_rows, (starts % mask.chunk).sum(1))
+    return int(foreign_rows.sum()) <= min((degree - 1) / 2, 2) * int(rows.sum())
+
+
+class TileArrays(NamedTuple):
+    """Tiles of many documents, as arrays of equal length; a limit of −1 is none."""
+
+    document: Integers
+    q_start: Integers
+    q_stop: Integers
+    k_start: Integers
+    k_stop: Integers
+    left: Integers
+    right: Integers
+
+    def where(self, keep: Flags) -> "TileArrays":
+        """Those to keep."""
+        return TileArrays(*(column[keep] for column in self))
+
+
+def tiles_between(
+    q: Segments, k: Segments, *, causal: bool, window: int | None = None, chunk: int | None = None
+) -> tuple[Tiling, ...]:
+    """The tilings that cover what the rows of `q` see of the rows of `k`.
+
+    Rows see rows of their own document only: all of them, or with `causal` those at positions up to their own, or with
+    `window` w at most the last w of those. With `chunk` c every c positions are a document of their own.
+
+    Two members of a zigzag or contiguous partition give at most one tiling, with at most one tile a document, as long
+    as there is no window and no chunk ends inside a run; with a window, their number depends on the partition and not
+    on how many documents there are.
+    """
+    if chunk is not None:
+        q, k = _cut_into_chunks(q, k, chunk)
+    if window is not None:
+        banded = _bands(q, k, window)
+        loose = _drop_idle_limits(banded)
+        return min((make_tilings(arrays) for arrays in (banded, loose, split_at_left(loose))), key=len)
+    return make_tilings(_join_neighbours(_prefixes(q, k)) if causal else _wholes(q, k))
+
+
+def _cut_into_chunks(q: Segments, k: Segments, chunk: int) -> tuple[Segments, Segments]:
+    """The same rows as runs of chunks, each of which is a document."""
+    longest = max(int(segments.stop.max(initial=0)) for segments in (q, k))
+    return _split_into_chunks(q, chunk, longest), _split_into_chunks(k, chunk, longest)
+
+
+def _split_into_chunks(segments: Segments, chunk: int, longest: int) -> Segments:
+    first, last = segments.start // chunk, -(-segments.stop // chunk)
+    number, of_run = expand(first, last), np.repeat(np.arange(len(segments)), last - first)
+    start = np.maximum(segments.start[of_run], number * chunk)
+    stop = np.minimum(segments.stop[of_run], (number + 1) * chunk)
+    document = segments.document[of_run] * -(-longest // chunk) + number
+    return Segments(document, start, stop, segments.offset[of_run] + start - segments.start[of_run])
+
+
+def make_tilings(tiles: TileArrays) -> tuple[Tiling, ...]:
+    """One launch for each mask, and as many as a document has tiles of that mask."""
+    if not len(tiles.document):
+        return ()
+    order = np.lexsort((tiles.document, tiles.right, tiles.left))
+    same_mask = (np.diff(tiles.left[order]) == 0) & (np.diff(tiles.right[order]) == 0)
+    opens = np.append(True, ~(same_mask & (np.diff(tiles.document[order]) == 0)))
+    at = np.arange(len(order))
+    turn, mask = np.empty_like(at), np.empty_like(at)
+    turn[order] = at - np.maximum.accumulate(np.where(opens, at, 0))
+    mask[order] = np.cumsum(np.append(0, ~same_mask))
+    launch = mask * (int(turn.max()) + 1) + turn
+    _, first = np.unique(launch, return_index=True)
+    return tuple(_tiling(tiles.where(launch == launch[i])) for i in np.sort(first))
+
+
+def _tiling(tiles: TileArrays) -> Tiling:
+    """The tiles of one launch, without a limit that hides no key from a row of any of them."""
+    bounds = np.stack([tiles.q_start, tiles.q_stop, tiles.k_start, tiles.k_stop], axis=1)
+    left, right = _hides(tiles)
+    limits = (int(tiles.left[0]) if left.any() else None, int(tiles.right[0]) if right.any() else None)
+    return Tiling(bounds, *limits)
+
+
+def _hides(tiles: TileArrays) -> tuple[Flags, Flags]:
+    """Whether the limits on either side hide a key of a tile from one of its rows."""
+    left = (tiles.left >= 0) & (tiles.left < tiles.k_stop - tiles.k_start - 1)
+    right = (tiles.right >= 0) & (tiles.right < tiles.q_stop - tiles.q_start - 1)
+    return left, right
+
+
+def pairs_of_runs(q: Segments, k: Segments) -> tuple[Integers, Integers, Integers]:
+    """(run of q, run of k) of one document in the order of q's runs and then k's, and its document's first run of k."""
+    documents, first, runs = np.unique(k.document, return_index=True, return_counts=True)
+    at = np.minimum(np.searchsorted(documents, q.document), max(len(documents) - 1, 0))
+    is_in_k = documents[at] == q.document if len(documents) else np.zeros(len(q), dtype=bool)
+    mine = np.flatnonzero(is_in_k)
+    starts, count = first[at[mine]], runs[at[mine]]
+    return np.repeat(mine, count), expand(starts, starts + count), np.repeat(starts, count)
+
+
+def _extent(segments: Segments) -> tuple[Integers, Integers, Integers]:
+    """Documents in the order held, and where the rows of each begin and end in the tensor."""
+    opens = np.flatnonzero(np.diff(segments.document, prepend=-1))
+    last = np.append(opens, len(segments))[1:] - 1
+    stops = segments.offset + segments.stop - segments.start
+    return segments.document[opens], segments.offset[opens], stops[last]
+
+
+def _wholes(q: Segments, k: Segments) -> TileArrays:
+    """Every row of a document sees all of its keys."""
+    (document, q_start, q_stop), (k_document, k_start, k_stop) = _extent(q), _extent(k)
+    document, mine, theirs = np.intersect1d(document, k_document, assume_unique=True, return_indices=True)
+    none = np.full_like(document, -1)
+    return TileArrays(document, q_start[mine], q_stop[mine], k_start[theirs], k_stop[theirs], none, none)
+
+
+def _prefixes(q: Segments, k: Segments) -> TileArrays:
+    """Causal tiles: every query row sees a prefix of the keys, which grows only where positions interleave.
+
+    For each run of q and each of k, two: the rows at the positions of the run of k, and those after it that no later
+    key precedes.
+    """
+    mine, theirs, foremost = pairs_of_runs(q, k)
+    document, start, stop = q.document[mine], q.start[mine], q.stop[mine]
+    k_start, k_stop, k_offset = k.start[theirs], k.stop[theirs], k.offset[theirs]
+    following = stop.copy()  # where the next run of k begins
+    another = mine[1:] == mine[:-1]
+    following[:-1][another] = k_start[1:][another]
+    first = np.stack([np.maximum(start, k_start), np.maximum(start, k_stop)], axis=1)
+    last = np.stack([np.minimum(stop, k_stop), np.minimum(stop, following)], axis=1)
+    to_row = (q.offset[mine] - start)[:, None]
+    end = np.stack([k_offset + last[:, 0] - k_start, k_offset + k_stop - k_start], axis=1)
+    base = k.offset[foremost][:, None]
+    columns = (document[:, None], first + to_row, last + to_row, base, end, np.array(-1), np.array([0, -1]))
+    tiles = TileArrays(*(np.broadcast_to(column, first.shape).reshape(-1) for column in columns))
+    return tiles.where(tiles.q_start < tiles.q_stop)
+
+
+def _join_neighbours(tiles: TileArrays) -> TileArrays:
+    """Neighbouring tiles as one where one mask covers both: equal keys, or one causal diagonal."""
+    grown = np.where(tiles.right[1:] < 0, 0, tiles.q_stop[1:] - tiles.q_start[1:])
+    same = (tiles.q_stop[:-1] == tiles.q_start[1:]) & (tiles.k_start[:-1] == tiles.k_start[1:])
+    same &= (tiles.right[:-1] == tiles.right[1:]) & (np.diff(tiles.k_stop) == grown)
+    first, last = np.ones(len(tiles.document), dtype=bool), np.ones(len(tiles.document), dtype=bool)
+    first[1:], last[:-1] = ~same, ~same
+    return tiles.where(last)._replace(q_start=tiles.q_start[first])
+
+
+def _bands(q: Segments, k: Segments, window: int) -> TileArrays:
+    """What runs of q see of runs of k where position p sees p − window + 1 … p."""
+    mine, theirs, _ = pairs_of_runs(q, k)
+    (q_start, q_stop), (k_start, k_stop) = (q.start[mine], q.stop[mine]), (k.start[theirs], k.stop[theirs])
+    first, last = np.maximum(q_start, k_start), np.minimum(q_stop, k_stop + window - 1)
+    k_first, k_last = np.maximum(k_start, first - window + 1), np.minimum(k_stop, last)
+    to_row, to_key = q.offset[mine] - q_start, k.offset[theirs] - k_start
+    ahead = last - k_last  # rows by which the last query is ahead of the last key
+    tiles = TileArrays(
+        q.document[mine],
+        first + to_row,
+        last + to_row,
+        k_first + to_key,
+        k_last + to_key,
+        left=window - 1 - ahead,
+        right=ahead,
+    )
+    return tiles.where((first < last) & (k_first < k_last))
+
+
+def _drop_idle_limits(tiles: TileArrays) -> TileArrays:
+    """Without limits that hide nothing, tile by tile; all tiles at whose end row and key meet keep one mask."""
+    left, right = _hides(tiles)
+    ahead = tiles.right > 0
+    return tiles._replace(left=np.where(ahead & ~left, -1, tiles.left), right=np.where(ahead & ~right, -1, tiles.right))
+
+
+def split_at_left(tiles: TileArrays) -> TileArrays:
+    """Tiles with a limit only on the left as two: keys that all rows see, and a rest in which the last sees one key.
+
+    How far the limit is from the last key differs from document to document; after this it does not.
+    """
+    cut = (tiles.left > 0) & (tiles.right < 0)
+    some = tiles.where(cut)
+    at = some.k_stop - some.left - 1  # the last row sees keys from here on
+    full = some._replace(k_start=at, left=np.full_like(at, -1))
+    banded = some._replace(q_stop=some.q_stop - 1, k_stop=at, left=np.zeros_like(at))
+    parts = (tiles.where(~cut), full, banded.where(banded.q_start < banded.q_stop))
+    return TileArrays(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+
+def span_tiles(q: Segments, k: Segments, spans: Spans) -> tuple[Tiling, ...]:
+    """The tilings that cover what rows of `q` see of the later rows of their spans among the rows of `k`.
+
+    Whole spans on both sides, however many, are one tiling; the runs of a span that a member holds a part of add few.
+    """
+    if not len(spans):
+        return ()
+    tiles = _later_key_tiles(spans.among(q), spans.among(k))
+    return min((make_tilings(arrays) for arrays in (tiles, split_at_left(tiles))), key=len)
+
+
+def _later_key_tiles(q: Segments, k: Segments) -> TileArrays:
+    """Rows of runs of q against the keys of runs of k that come after them; documents are spans."""
+    mine, theirs, _ = pairs_of_runs(q, k)
+    start, k_stop = q.start[mine], k.stop[theirs]
+    stop, k_start = np.minimum(q.stop[mine], k_stop - 1), np.maximum(k.start[theirs], start + 1)
+    to_row, to_key = q.offset[mine] - start, k.offset[theirs] - k.start[theirs]
+    left = k_stop - 1 - stop  # the last row, at position stop − 1, sees keys from position stop on
+    hides = left < k_stop - k_start - 1
+    tiles = TileArrays(
+        q.document[mine],
+        start + to_row,
+        stop + to_row,
+        k_start + to_key,
+        k_stop + to_key,
+        left=np.where(hides, left, -1),
+        right=np.full_like(left, -1),
+    )
+    return tiles.where((start < stop) & (k_start < k_stop))

@@ -1,0 +1,106 @@
+"""The thread of a rank that answers for failure reports, also while its main thread is stuck.
+
+It ends the process where nothing else would: a GPU does not get past a collective in time, or this rank waits in one
+for a rank that has left with an error.
+"""
+
+import math
+import os
+import signal
+import sys
+import threading
+import time
+
+from longspan.comm.failure_reports import ANSWER_SECONDS, FailureReports
+from longspan.comm.watch import Operation, Watch, one_line
+
+SILENT_SECONDS = 60.0  # a store that has not answered for this long is given up
+LEFT_SECONDS = 30.0  # once a rank has left with an error, a collective of the others may last this long
+
+
+class AnsweringThread:
+    """Answers for the rank of a watch from `start` to `stop`; it does nothing in a world of one process."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+        self._left_since: float | None = None  # when this rank first saw that another has left with an error
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="longspan failure reports", daemon=True)
+
+    def start(self) -> None:
+        """Begin to answer."""
+        if self.watch.reports is not None:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Stop answering."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(ANSWER_SECONDS)
+
+    def _run(self) -> None:
+        # Many ranks share one store: a thousand ranks ask it a thousand times a second, not more.
+        interval = min(2.0, max(0.2, len(self.watch.ranks) / 1000))
+        reports, silent_since = self.watch.reports, math.inf
+        while not self._stop.wait(interval):
+            self._end_a_stuck_device()
+            if reports is None:
+                continue
+            try:
+                if silent_since < math.inf:
+                    reports.connect_again()
+                self._end_waiting_in_vain(reports)
+                if number := reports.open_request():
+                    reports.answer(number, self.watch.activity())
+                silent_since = math.inf
+            except RuntimeError as error:
+                silent_since = min(silent_since, time.monotonic())
+                if time.monotonic() - silent_since >= SILENT_SECONDS:
+                    reports = None
+                    self._say_that_the_store_is_silent(error)
+
+    def _say_that_the_store_is_silent(self, error: RuntimeError) -> None:
+        _say(
+            f"rank {self.watch.rank} answers for no more failure reports and does not learn of ranks that leave with "
+            f"an error: the store has not answered for {SILENT_SECONDS:g} s; a collective still ends after "
+            f"{self.watch.timeout:g} s, so check the process that serves the store ({one_line(error)})"
+        )
+
+    def _end_a_stuck_device(self) -> None:
+        """Say which collective a GPU does not get past in time, and end this process, whose main thread may be stuck.
+
+        NCCL's own watchdog ends it too, but only after a minute or more of dumping (torch 2.11).
+        """
+        watch, last = self.watch, self.watch.last
+        if last is None or time.monotonic() - last[0].started < watch.timeout:
+            return
+        operation, past = last
+        if past():
+            watch.last = None if watch.last is last else watch.last
+            return
+        self._end(operation, f"timed out: the GPU of rank {watch.rank} has not got past it")
+
+    def _end_waiting_in_vain(self, reports: FailureReports) -> None:
+        """End this process where it waits in a collective for a rank that has left with an error.
+
+        Where connections break, the main thread has raised by then. With NCCL, or where the rank that left lives on and
+        keeps its connections, nothing would happen before the time-out.
+        """
+        if self._left_since is None:
+            self._left_since = time.monotonic() if reports.has_departures() else None
+        elif time.monotonic() - self._left_since > LEFT_SECONDS:
+            watch = self.watch
+            unfinished = None if watch.last is None or watch.last[1]() else watch.last[0]
+            operation = watch.current or watch.named or unfinished
+            if operation is not None:
+                self._end(operation, f"a rank left {LEFT_SECONDS:g} s ago or more, and others wait for it")
+
+    def _end(self, operation: Operation, why: str) -> None:
+        failure = self.watch.failure(operation, RuntimeError(why))
+        _say(str(failure))
+        self.watch.leave(failure)
+        os.kill(os.getpid(), signal.SIGABRT)
+
+
+def _say(text: str) -> None:
+    print(f"longspan: {text}", file=sys.stderr, flush=True)

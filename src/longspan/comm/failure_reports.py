@@ -1,0 +1,127 @@
+"""What ranks post to their store when a collective fails: who left, what the others do, and the report of it.
+
+The first rank to notice requests a report, every other rank that lives answers, and all read the one report. Reports
+are numbered, so that a world in which ranks caught an error and went on has a new one at its next failure.
+"""
+
+import json
+import math
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch.distributed import PrefixStore, Store
+
+from longspan.comm.rendezvous import new_connection
+from longspan.launch.rank_process import DEAD_KEY
+from longspan.layout.layout import short
+
+ANSWER_SECONDS = 5.0  # a report waits this long for answers
+NAMED = 8  # ranks named one by one in a message
+
+
+class FailureReports:
+    """One rank's side of the reports. `root` is a connection to the store of all ranks, `prefix` this world's in it.
+
+    Its methods raise RuntimeError where the store does not answer, except for `post_departure`.
+    """
+
+    def __init__(self, rank: int, ranks: Sequence[int], root: Store, prefix: str) -> None:
+        self._rank, self._ranks, self._root, self._prefix = rank, tuple(ranks), root, prefix
+        self._store = PrefixStore(prefix, root)
+        self._answered, self._answered_at = 0, -math.inf  # the last report that this rank answered for, and when
+        self._answering = threading.Lock()
+
+    def connect_again(self) -> None:
+        """Use a new connection, where the present one has failed."""
+        self._root = new_connection(self._root)
+        self._store = PrefixStore(self._prefix, self._root)
+
+    def post_departure(self, error: str, *, echo: bool) -> None:
+        """Post that this rank leaves with an error; an echo is one that reports another rank's failure."""
+        with suppress(RuntimeError):  # the store is gone: the others will notice by themselves
+            self._append("left", {"rank": self._rank, "error": error, "echo": echo})
+
+    def has_departures(self) -> bool:
+        """Whether a rank has left with an error."""
+        return self._store.check(["left"])
+
+    def open_request(self) -> int:
+        """The number of a report that this rank has not answered for; 0 if there is none."""
+        following = self._answered + 1
+        return following if self._store.check([f"{following}/requested"]) else 0
+
+    def answer(self, number: int, activity: str) -> None:
+        """Post what this rank is doing, once for each report."""
+        with self._answering:
+            if number > self._answered:
+                self._append(f"{number}/answers", {"rank": self._rank, "activity": activity})
+                self._answered, self._answered_at = number, time.monotonic()
+
+    def report(self, activity: str, since: float) -> str:
+        """The report of a collective that this rank entered at the monotonic time `since`.
+
+        This is the last report where that was requested after `since`; else the next one, which this rank or a faster
+        one requests.
+        """
+        number, me = self._answered + (since > self._answered_at), str(self._rank)
+        first = self._store.compare_set(f"{number}/requested", "", me) == me.encode()
+        self.answer(number, activity)
+        if first:
+            report = self._collect(number)
+            self._store.set(f"{number}/report", report)
+            return report
+        return self._read(f"{number}/report", ANSWER_SECONDS + 2) or "another rank requested one, and did not post it"
+
+    def has_died(self, rank: int) -> bool:
+        """Whether a launcher has posted that a rank died; False under those that post nothing, such as torchrun."""
+        return self._root.check([f"{DEAD_KEY}{rank}"])
+
+    def _collect(self, number: int) -> str:
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while True:
+            answers = {entry["rank"]: entry["activity"] for entry in self._entries(f"{number}/answers")}
+            departures = {entry["rank"]: entry for entry in self._entries("left")}
+            missing = [rank for rank in self._ranks if rank not in answers and rank not in departures]
+            deaths = self._deaths(missing)
+            if len(deaths) == len(missing) or time.monotonic() > deadline:
+                return _text(answers, departures, missing, deaths)
+            time.sleep(0.05)
+
+    def _deaths(self, missing: Sequence[int]) -> dict[int, str]:
+        """How missing ranks died, where a launcher has posted it."""
+        dead = [rank for rank in missing[:64] if self.has_died(rank)]
+        return {rank: self._root.get(f"{DEAD_KEY}{rank}").decode() for rank in dead}
+
+    def _entries(self, key: str) -> list[dict[str, Any]]:
+        if not self._store.check([key]):
+            return []
+        return [json.loads(line) for line in self._store.get(key).decode().splitlines()]
+
+    def _append(self, key: str, entry: dict[str, Any]) -> None:
+        self._store.append(key, json.dumps(entry) + "\n")  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _read(self, key: str, seconds: float) -> str | None:
+        """The value of a key, waited for with short questions: a blocking read would stop the answering thread too."""
+        deadline = time.monotonic() + seconds
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.05)
+        return self._store.get(key).decode()
+
+
+def _text(answers: dict[int, str], departures: dict[int, Any], missing: list[int], deaths: dict[int, str]) -> str:
+    causes = [entry for entry in departures.values() if not entry["echo"]]
+    lines = [f"rank {entry['rank']} left with {entry['error']}" for entry in causes[:NAMED]]
+    lines += [f"rank {rank} does not answer: it {deaths[rank]}" for rank in list(deaths)[:NAMED]]
+    silent = [rank for rank in missing if rank not in deaths]
+    if silent:
+        lines.append(f"rank(s) {short(silent)} do not answer: killed, cut off or stopped")
+    answering = [rank for rank in sorted(answers) if rank not in departures]
+    lines += [f"rank {rank} is {answers[rank]}" for rank in answering[:NAMED]]
+    if len(answering) > NAMED:
+        lines.append(f"{len(answering) - NAMED} more ranks answer")
+    return "; ".join(lines)

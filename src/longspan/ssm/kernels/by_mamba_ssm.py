@@ -1,0 +1,160 @@
+"""Recurrences of one decay a head without a delta term by the Triton kernels of mamba_ssm, if they are named.
+
+Its chunks, forward and backward; states from chunk to chunk by our own sums (`decay.py`), since its own take one
+initial state for each row of a batch. Runs are laid out in whole chunks, so that no chunk has rows of two.
+Source: github.com/state-spaces/mamba, `mamba_ssm.ops.triton.ssd_*` of 2.3, whose names begin with an underscore.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.layout.segments import Integers
+from longspan.ssm.kernels.call import Inputs, Recurrence, SavedScan
+from longspan.ssm.kernels.decay import scan_chunks
+from longspan.ssm.kernels.packages import lacks_package
+from longspan.ssm.kernels.runs import LocalRuns, take_runs
+
+NAME = "mamba_ssm"
+_NEEDED = (2, 3)
+_CHUNK = 128
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def mamba_lacks(recurrence: Recurrence) -> str:
+    """What it would need; "" for nothing."""
+    if recurrence.delta:
+        return "a recurrence without a delta term"
+    if recurrence.dtype not in _DTYPES:
+        return f"bfloat16 or float16, got {str(recurrence.dtype).removeprefix('torch.')}"
+    return lacks_package(NAME, _NEEDED, recurrence.device)
+
+
+class _Chunks:
+    """Inputs in whole chunks: b, c (1, L, G, K), x (1, L, H, V), sums of log-decays inside chunks (1, H, N, C)."""
+
+    def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
+        self.runs = runs.with_chunks(_CHUNK)
+        self.c = self.laid_out(inputs.q if scale == 1.0 else inputs.q * scale)
+        self.b, self.x = self.laid_out(inputs.k), self.laid_out(inputs.v)
+        g = self.laid_out(inputs.g).view(self.runs.chunks, _CHUNK, -1)
+        self.sums = g.cumsum(1).permute(2, 0, 1).contiguous().unsqueeze(0)
+        self.whole = self.sums[0, :, :, -1].t().contiguous()  # (N, H)
+        self.base_two = self.whole / math.log(2)
+        self.steps = self.sums.new_ones(1).expand(self.sums.shape)  # dt: values come multiplied by it
+
+    def laid_out(self, rows: Tensor) -> Tensor:
+        """(T, ·, ·) as (1, L, ·, ·), zero where a run's last chunk has no row."""
+        places = self.runs.padded
+        if places is not None:
+            rows = torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))]).index_select(0, places)
+        return rows.contiguous().unsqueeze(0)
+
+    def back(self, x: Tensor) -> Tensor:
+        """(1, L, …) as rows (T, …)."""
+        rows = x.squeeze(0)
+        return rows if self.runs.padded is None else rows.index_select(0, self.runs.in_padded)
+
+    def entering(self, states: Tensor) -> Tensor:
+        """The state (1, N, H, V, K) that enters each chunk, from those (R, H, V, K) that enter runs."""
+        h = self.x.new_empty((1, self.runs.chunks, *states.shape[1:]))
+        scan_chunks(self.additions(), self.base_two, states, self.runs, into=h)
+        return h
+
+    def additions(self) -> Tensor:
+        """What each chunk adds to the state: (N, H, V, K) float32."""
+        arguments = (self.b, self.x, self.steps, self.sums)
+        return _function("ssd_chunk_state", "_chunk_state_fwd")(*arguments, states_in_fp32=True).squeeze(0)
+
+    def products(self) -> Tensor:
+        """c_i · b_j of the pairs of rows of each chunk: (1, N, G, C, C) float32."""
+        return _function("ssd_bmm", "_bmm_chunk_fwd")(self.c, self.b, _CHUNK, output_dtype=torch.float32)
+
+
+class MambaForward:
+    """A forward pass; see `Forward`."""
+
+    def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
+        self._inputs, self._chunks = inputs, _Chunks(inputs, runs, scale)
+        self.activations = ()
+
+    def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
+        """See `Forward`."""
+        chunks, (heads, size, width) = self._chunks, self._inputs.state_shape
+        zero = chunks.sums.new_zeros((len(chunks.runs.lengths), heads, width, size))
+        states = scan_chunks(chunks.additions(), chunks.base_two, zero, chunks.runs)
+        total = zero.new_zeros((len(zero), heads)).index_add_(0, chunks.runs.run_of_chunk, chunks.whole)
+        return take_runs(states, leaving).mT, take_runs(total, carrying).exp()[:, :, None, None]
+
+    def outputs(self, states: Tensor) -> Tensor:
+        """See `Forward`."""
+        chunks = self._chunks
+        h = chunks.entering(states.mT.contiguous())
+        out, _ = _function("ssd_chunk_scan", "_chunk_scan_fwd")(
+            chunks.products(), chunks.x, chunks.steps, chunks.sums, chunks.c, h
+        )
+        return chunks.back(out)
+
+
+class MambaBackward:
+    """A backward pass; see `Backward`."""
+
+    def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
+        self._inputs, self._scale, self._states = inputs, scale, saved.states.mT.contiguous()
+        self._chunks = chunks = _Chunks(inputs, runs, scale)
+        self._dout = chunks.laid_out(saved.dout.to(inputs.v.dtype))
+        reading = _function("ssd_chunk_scan", "_chunk_scan_bwd_dstates")
+        self._read = reading(chunks.c, chunks.sums, self._dout, dtype=torch.float32).squeeze(0)
+        self._h = inputs.v[:0]
+
+    def entry_gradients(self, runs: Integers) -> Tensor:
+        """See `Backward`."""
+        zero = torch.zeros_like(self._states)
+        return take_runs(self._sums(zero), runs).mT
+
+    def prepare(self) -> None:
+        """The states of chunks, once more."""
+        self._h = self._chunks.entering(self._states)
+
+    def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
+        """See `Backward`."""
+        chunks, dh = self._chunks, torch.empty_like(self._h)
+        self._sums(leaving.mT.contiguous(), into=dh)
+        products, groups = chunks.products(), self._inputs.k.shape[1]
+        inside = (chunks.x, chunks.steps, chunks.sums)
+        dx, *_ = _function("ssd_combined", "_chunk_scan_chunk_state_bwd_dx")(
+            *inside, chunks.b, products, self._dout, dh
+        )
+        db, to_end = _function("ssd_chunk_state", "_chunk_state_bwd_db")(*inside, dh, B=chunks.b, ngroups=groups)
+        reading = _function("ssd_chunk_scan", "_chunk_scan_bwd_dC")
+        dc, from_start = reading(self._h, chunks.sums, self._dout, C=chunks.c, ngroups=groups)
+        pairs = _function("ssd_chunk_scan", "_chunk_scan_bwd_dcb")(*inside, self._dout, ngroups=groups)
+        both = _function("ssd_bmm", "_bmm_chunk_bwd")
+        dk = both(chunks.c, pairs, residual=db, out=torch.empty_like(chunks.b))
+        dq = both(chunks.b, pairs.mT, residual=dc, out=torch.empty_like(chunks.c))
+        from_start[..., -1] += self._whole_decay_gradients(dh)
+        stable = _function("ssd_chunk_scan", "_chunk_scan_bwd_ddAcs_stable")
+        dg = stable(*inside, self._dout, products) + to_end + from_start.flip(-1).cumsum(-1).flip(-1)
+        dg = dg[0].permute(1, 2, 0).flatten(0, 1).unsqueeze(0)
+        dq, dk, dv, dg = (chunks.back(x) for x in (dq, dk, dx, dg))
+        return (dq if self._scale == 1.0 else dq * self._scale), dk, dv, dg.unsqueeze(-1)
+
+    def _whole_decay_gradients(self, dh: Tensor) -> Tensor:
+        """Gradients of the decays of whole chunks, by the states that went through them: (1, H, N)."""
+        passed = torch.linalg.vecdot(self._h.float().flatten(3), dh.float().flatten(3))
+        return (passed * self._chunks.whole.exp()).transpose(1, 2)
+
+    def _sums(self, leaving: Tensor, into: Tensor | None = None) -> Tensor:
+        chunks = self._chunks
+        return scan_chunks(self._read, chunks.base_two, leaving, chunks.runs, into=into, backwards=True)
+
+
+@cache
+def _function(module: str, name: str) -> Callable[..., Any]:
+    """`mamba_ssm.ops.triton.MODULE.NAME`."""
+    return getattr(import_module(f"mamba_ssm.ops.triton.{module}"), name)

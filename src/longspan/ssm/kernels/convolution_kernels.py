@@ -1,0 +1,122 @@
+"""Triton kernels of `convolutions.py` for the first rows of runs; imported only where Triton is installed."""
+
+# pyright: basic, reportMissingImports=false
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _sum(
+    x,
+    arrived,
+    weight,
+    bias,
+    table,
+    start,
+    channel,
+    inside,
+    stride_row,
+    stride_channel,
+    ROW: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BEFORE: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row of a run before its activation: (BLOCK,) of channels."""
+    y = tl.zeros((BLOCK,), dtype=tl.float32)
+    for i in tl.static_range(BEFORE + 1):
+        if ROW + i < BEFORE:
+            source = tl.load(table + ROW + i)
+            value = tl.load(arrived + source * CHANNELS + channel, mask=inside & (source >= 0), other=0.0)
+        else:
+            row = start + ROW + i - BEFORE
+            value = tl.load(x + row * stride_row + channel * stride_channel, mask=inside, other=0.0)
+        factor = tl.load(weight + channel * (BEFORE + 1) + i, mask=inside, other=0.0)
+        y += factor.to(tl.float32) * value.to(tl.float32)
+    if BIAS:
+        y += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
+def write_first_kernel(
+    y,
+    x,
+    arrived,
+    weight,
+    bias,
+    starts,
+    counts,
+    tables,
+    stride_y,
+    stride_y_channel,
+    stride_x,
+    stride_x_channel,
+    CHANNELS: tl.constexpr,
+    BEFORE: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program has BLOCK channels of the first rows of one run."""
+    run = tl.program_id(1)
+    channel = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # channels may lie all rows apart
+    start, count, table = tl.load(starts + run), tl.load(counts + run), tables + run * BEFORE
+    for row in tl.static_range(BEFORE):
+        inside = (channel < CHANNELS) & (count > row)
+        result = _sum(
+            x, arrived, weight, bias, table, start, channel, inside, stride_x, stride_x_channel,
+            row, CHANNELS, BEFORE, BIAS, BLOCK,
+        )  # fmt: skip
+        if SILU:
+            result = result * tl.sigmoid(result)
+        into = y + (start + row) * stride_y + channel * stride_y_channel
+        tl.store(into, result.to(into.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def arrived_gradients_kernel(
+    arrived_gradients,
+    dout,
+    x,
+    arrived,
+    weight,
+    bias,
+    starts,
+    counts,
+    tables,
+    stride_dout,
+    stride_dout_channel,
+    stride_x,
+    stride_x_channel,
+    CHANNELS: tl.constexpr,
+    BEFORE: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The same, of gradients: every arrived row is read only by the rows of one run."""
+    run = tl.program_id(1)
+    channel = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # channels may lie all rows apart
+    start, count, table = tl.load(starts + run), tl.load(counts + run), tables + run * BEFORE
+    column = tl.arange(0, COLUMNS)[:, None]  # of the rows before the run
+    total = tl.zeros((COLUMNS, BLOCK), dtype=tl.float32)
+    for row in tl.static_range(BEFORE):
+        inside = (channel < CHANNELS) & (count > row)
+        source_rows = dout + (start + row) * stride_dout + channel * stride_dout_channel
+        gradient = tl.load(source_rows, mask=inside, other=0.0).to(tl.float32)
+        if SILU:
+            y = _sum(
+                x, arrived, weight, bias, table, start, channel, inside, stride_x, stride_x_channel,
+                row, CHANNELS, BEFORE, BIAS, BLOCK,
+            )  # fmt: skip
+            share = tl.sigmoid(y)
+            gradient = gradient * share * (1 + y * (1 - share))
+        reads = (column >= row) & (column < BEFORE) & inside[None, :]
+        factor = tl.load(weight + channel[None, :] * (BEFORE + 1) + column - row, mask=reads, other=0.0)
+        total += factor.to(tl.float32) * gradient[None, :]
+    source = tl.load(table + column, mask=column < BEFORE, other=-1)
+    into = arrived_gradients + source * CHANNELS + channel[None, :]
+    tl.store(into, total.to(into.dtype.element_ty), mask=(source >= 0) & (channel < CHANNELS)[None, :])

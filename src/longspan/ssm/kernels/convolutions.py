@@ -1,0 +1,288 @@
+"""Causal depthwise convolutions over a rank's own runs of rows: by torch, flash-linear-attention or causal_conv1d.
+
+`choose_convolution` picks a kernel. Rows travel elsewhere (`ssm/conv.py`); a kernel first convolves a rank's rows with
+zeros before each run, and once the rows before the runs have arrived, it writes the first rows of those runs again.
+
+flash-linear-attention runs half precision on GPUs. causal_conv1d is used only if it is named (github.com/Dao-AILab/
+causal-conv1d, `causal_conv1d.cpp_functions` of 1.6). In its backward pass a single run takes the rows before it as an
+initial state. It does not combine initial states with several runs in one row, so several runs are laid out one after
+another with the rows before each between them (in forward: with zeros).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longspan.ssm.kernels.packages import TORCH_ONLY, check_names, fla_function, fla_lacks, lacks_package, refuse
+from longspan.ssm.kernels.runs import LocalRuns
+
+
+class Before(NamedTuple):
+    """Where the rows before runs lie; see `Halo`.
+
+    `source` (T + runs · width,) for each run the rows before it, then its own, as rows of [local rows | arrived rows |
+    one zero row]; `local` (T,) the places of the local rows in it; `run`, `column` (arrived,): the run before which
+    each arrived row lies, and its column of width + 1, whose first stays empty.
+    """
+
+    width: int
+    source: Tensor
+    local: Tensor
+    run: Tensor
+    column: Tensor
+
+
+class Convolution(NamedTuple):
+    """weight (C, W), bias (C,) or None, and whether SiLU follows."""
+
+    weight: Tensor
+    bias: Tensor | None
+    silu: bool
+
+
+class FirstRows(NamedTuple):
+    """The rows of runs that read rows which arrive: of each such run the first, `width` at most.
+
+    `rows` (N,) of the local rows, `before` of them as runs of their own; `starts` (R,) the first of each run and
+    `counts` (R,) how many; `arrived` (R, width) which arrived rows lie before each, −1 where none does.
+    """
+
+    rows: Tensor
+    before: Before
+    starts: Tensor
+    counts: Tensor
+    arrived: Tensor
+
+
+ConvolutionGradients = tuple[Tensor, Tensor | None, Tensor | None]  # of x, weight and bias
+
+
+@dataclass(frozen=True)
+class ConvolutionKernel:
+    """A kernel by its name.
+
+    `lacks(x, weight)` returns what it would need and does not have for rows x (T, C) and weight (C, W), "" for nothing.
+    `forward(x, convolution, runs, isolated)` gives y (T, C) from x (T, C) of at least one row, zeros before every run;
+    `write_first(y, x, arrived, convolution, first)` writes into it the first rows of runs that rows arrive for.
+    `arrived_gradients(dout, x, arrived, convolution, first)` gives the gradients of arrived rows,
+    `backward(dout, x, arrived, convolution, runs, before)` all others, of parameters that require none perhaps None.
+    """
+
+    name: str
+    lacks: Callable[[Tensor, Tensor], str]
+    forward: Callable[[Tensor, Convolution, LocalRuns, Before], Tensor]
+    backward: Callable[[Tensor, Tensor, Tensor, Convolution, LocalRuns, Before], ConvolutionGradients]
+    write_first: Callable[[Tensor, Tensor, Tensor, Convolution, FirstRows], None]
+    arrived_gradients: Callable[[Tensor, Tensor, Tensor, Convolution, FirstRows], Tensor]
+
+
+def _torch_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolated: Before) -> Tensor:
+    return _convolve(x, x[:0], convolution, isolated)
+
+
+def _torch_backward(
+    dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: Before
+) -> ConvolutionGradients:
+    """The convolution once more, with gradients."""
+    weight, bias, silu = convolution
+    with torch.enable_grad():
+        leaves = [y.detach().requires_grad_(y is x or y.requires_grad) for y in (x, weight)]
+        of_bias = None if bias is None else bias.detach().requires_grad_(bias.requires_grad)
+        out = _convolve(leaves[0], arrived, Convolution(leaves[1], of_bias, silu), before)
+    every = [y if y is not None and y.requires_grad else None for y in (*leaves, of_bias)]
+    gradients = iter(torch.autograd.grad(out, [y for y in every if y is not None], dout))
+    dx, dweight, dbias = (None if y is None else next(gradients) for y in every)
+    assert dx is not None
+    return dx, dweight, dbias
+
+
+def _torch_write_first(y: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows) -> None:
+    y.index_copy_(0, first.rows, _convolve(x.index_select(0, first.rows), arrived, convolution, first.before))
+
+
+def _torch_arrived_gradients(
+    dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows
+) -> Tensor:
+    rows, arrived = x.index_select(0, first.rows), arrived.detach().requires_grad_()
+    with torch.enable_grad():
+        out = _convolve(rows, arrived, convolution, first.before)
+    return torch.autograd.grad(out, arrived, dout.index_select(0, first.rows))[0]
+
+
+def _convolve(x: Tensor, arrived: Tensor, convolution: Convolution, before: Before) -> Tensor:
+    """One convolution over all runs, each behind the rows before it."""
+    weight, bias, silu = convolution
+    rows = torch.cat([x, arrived, x.new_zeros((1, x.shape[1]))]).index_select(0, before.source)
+    y = F.conv1d(rows.t().unsqueeze(0), weight.unsqueeze(1), bias, groups=x.shape[1])
+    y = y.squeeze(0).t().index_select(0, before.local - before.width)
+    return F.silu(y) if silu else y
+
+
+TORCH_CONVOLUTION = ConvolutionKernel(
+    "torch", lambda x, weight: "", _torch_forward, _torch_backward, _torch_write_first, _torch_arrived_gradients
+)
+
+
+_BLOCK = 256  # channels of a program
+
+
+def write_first(y: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows) -> None:
+    """See `ConvolutionKernel`."""
+    grid, arguments, sizes = _launch_arguments(y, x, arrived, convolution, first)
+    _kernel("write_first_kernel")[grid](*arguments, **sizes)
+
+
+def arrived_gradients(dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows) -> Tensor:
+    """See `ConvolutionKernel`."""
+    gradients, columns = torch.empty_like(arrived), 1 << (first.arrived.shape[1] - 1).bit_length()
+    grid, arguments, sizes = _launch_arguments(dout, x, arrived, convolution, first)
+    _kernel("arrived_gradients_kernel")[grid](gradients, *arguments, **sizes, COLUMNS=columns)
+    return gradients
+
+
+def _launch_arguments(
+    y: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows
+) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
+    """Programs, arguments and sizes of a kernel; `y` is the output, or its gradient."""
+    weight, bias, silu = convolution
+    (runs, width), channels = first.arrived.shape, x.shape[1]
+    tensors = (y, x, arrived, weight.contiguous(), weight if bias is None else bias)
+    places = (first.starts, first.counts, first.arrived, *y.stride(), *x.stride())
+    sizes = {"CHANNELS": channels, "BEFORE": width, "BIAS": bias is not None, "SILU": silu, "BLOCK": _BLOCK}
+    return (-(-channels // _BLOCK), runs), (*tensors, *places), sizes
+
+
+@cache
+def _kernel(name: str) -> Any:
+    from longspan.ssm.kernels import convolution_kernels
+
+    return getattr(convolution_kernels, name)
+
+
+_FLA_MODULE = "modules.causal_conv1d.ops"
+
+
+def _initial_state(x: Tensor, arrived: Tensor, runs: LocalRuns, before: Before) -> Tensor | None:
+    """The rows before each run as its state (R, C, W), whose first column the kernel does not read."""
+    if not len(arrived):
+        return None
+    state = x.new_zeros((len(runs.lengths), x.shape[1], before.width + 1))
+    state[before.run, :, before.column] = arrived
+    return state
+
+
+def _fla_arguments(convolution: Convolution, runs: LocalRuns, state: Tensor | None) -> dict[str, object]:
+    return {
+        "weight": convolution.weight.contiguous(),
+        "bias": convolution.bias,
+        "residual": None,
+        "initial_state": state,
+        "activation": "silu" if convolution.silu else None,
+        "cu_seqlens": runs.ends,
+        "chunk_indices": runs.chunk_indices,
+    }
+
+
+def _fla_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolated: Before) -> Tensor:
+    arguments = _fla_arguments(convolution, runs, None)
+    return fla_function(_FLA_MODULE, "causal_conv1d_fwd")(x=x.unsqueeze(0), **arguments)[0].squeeze(0)
+
+
+def _fla_backward(
+    dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: Before
+) -> ConvolutionGradients:
+    arguments = _fla_arguments(convolution, runs, _initial_state(x, arrived, runs, before))
+    backward = fla_function(_FLA_MODULE, "causal_conv1d_bwd")
+    dx, dweight, dbias, *_ = backward(x=x.unsqueeze(0), dy=dout.unsqueeze(0), dht=None, **arguments)
+    return dx.squeeze(0), dweight, dbias
+
+
+FLA_CONVOLUTION = ConvolutionKernel(
+    "fla",
+    lambda x, weight: fla_lacks(x.dtype, x.device),
+    _fla_forward,
+    _fla_backward,
+    write_first,
+    arrived_gradients,
+)
+
+
+_NEEDED = (1, 6)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_WIDTHS = range(2, 5)
+_CHANNELS = 8  # their number is a multiple of it
+
+
+def _package_lacks(x: Tensor, weight: Tensor) -> str:
+    channels, width = weight.shape
+    if x.dtype not in _DTYPES:
+        return f"bfloat16, float16 or float32, got {str(x.dtype).removeprefix('torch.')}"
+    if width not in _WIDTHS:
+        return f"a convolution of width {_WIDTHS.start} to {_WIDTHS.stop - 1}, got {width}"
+    if channels % _CHANNELS:
+        return f"channels in multiples of {_CHANNELS}, got {channels}"
+    return lacks_package("causal-conv1d", _NEEDED, x.device)
+
+
+def _package_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolated: Before) -> Tensor:
+    rows, state = _lay_out(x, x[:0], runs, isolated)
+    weight, bias, silu = convolution
+    y = _package().causal_conv1d_fwd_function(_channels_last(rows), weight.contiguous(), bias, None, state, None, silu)
+    y = y.squeeze(0).t()
+    return y if len(runs.lengths) == 1 else y.index_select(0, isolated.local)
+
+
+def _package_backward(
+    dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: Before
+) -> ConvolutionGradients:
+    rows, state = _lay_out(x, arrived, runs, before)
+    weight, bias, silu = convolution
+    one = len(runs.lengths) == 1
+    of_rows = dout.contiguous() if one else torch.zeros_like(rows).index_copy_(0, before.local, dout)
+    arguments = (_channels_last(rows), weight.contiguous(), bias, _channels_last(of_rows), None, state, None, None)
+    drows, dweight, dbias, _ = _package().causal_conv1d_bwd_function(*arguments, False, silu)
+    drows = drows.squeeze(0).t()
+    return drows if one else drows.index_select(0, before.local), dweight, dbias
+
+
+def _lay_out(x: Tensor, arrived: Tensor, runs: LocalRuns, before: Before) -> tuple[Tensor, Tensor | None]:
+    """The rows to convolve and their initial state (1, C, width): local rows of one run, or all laid out."""
+    x = x if x.is_contiguous() else x.contiguous()
+    if len(runs.lengths) > 1:
+        return torch.cat([x, arrived, x.new_zeros((1, x.shape[1]))]).index_select(0, before.source), None
+    if not len(arrived):
+        return x, None
+    state = x.new_zeros((before.width, x.shape[1]))
+    state[before.column - 1] = arrived
+    return x, state.t().unsqueeze(0)
+
+
+def _channels_last(rows: Tensor) -> Tensor:
+    """(L, C) as (1, C, L), channels next to each other."""
+    return rows.t().unsqueeze(0)
+
+
+def _package() -> Any:
+    return import_module("causal_conv1d.cpp_functions")
+
+
+PACKAGE_CONVOLUTION = ConvolutionKernel(
+    "causal_conv1d", _package_lacks, _package_forward, _package_backward, write_first, arrived_gradients
+)
+
+
+def choose_convolution(x: Tensor, weight: Tensor, kernel_names: Sequence[str] = ()) -> ConvolutionKernel:
+    """The kernel for rows x (T, C) and weight (C, W). Raises LayoutError if a named one is unknown or cannot."""
+    check_names(kernel_names)
+    if TORCH_ONLY in kernel_names:
+        return TORCH_CONVOLUTION
+    if PACKAGE_CONVOLUTION.name in kernel_names:
+        refuse(PACKAGE_CONVOLUTION.name, PACKAGE_CONVOLUTION.lacks(x, weight))
+        return PACKAGE_CONVOLUTION
+    return TORCH_CONVOLUTION if FLA_CONVOLUTION.lacks(x, weight) else FLA_CONVOLUTION

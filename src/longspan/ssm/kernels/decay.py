@@ -1,0 +1,165 @@
+"""Recurrences of one decay a head without a delta term (Mamba 2): chunks by flash-linear-attention, states here.
+
+What a chunk adds to the state is one product for all heads that share keys (kᵀ times the faded values), worked out
+once: the sums over chunks that follow are cheap, so that a run's summary costs little next to its scan. Source of the
+chunks: Dao and Gu, "Transformers are SSMs" (arXiv 2405.21060) §6.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.layout.segments import Integers
+from longspan.ssm.kernels.call import Inputs, Recurrence, SavedScan
+from longspan.ssm.kernels.packages import batch_of_one, chunk_cumsum, fla_function, fla_lacks, match_inputs, run_indices
+from longspan.ssm.kernels.runs import CHUNK, LocalRuns, take_runs
+
+_BLOCK = 1024
+
+
+def scan_chunks(
+    chunk_additions: Tensor,
+    decays: Tensor,
+    states: Tensor,
+    runs: LocalRuns,
+    *,
+    into: Tensor | None = None,
+    backwards: bool = False,
+) -> Tensor:
+    """The final state (R, H, K, V) of each run, from `states` (R, H, K, V), float32.
+
+    added (N, G, K, H / G · V) float32 and decays (N, H) in base 2 of each chunk. `into` (1, N, H, K, V) gets the state
+    before each chunk. `backwards`: chunks in reverse, for gradients: what is kept for a chunk is its final state's.
+    """
+    final = torch.empty_like(states)
+    heads, size, width = states.shape[1:]
+    grid = (-(-size * width // _BLOCK), heads, len(states))
+    _kernel()[grid](
+        chunk_additions,
+        decays,
+        states.contiguous(),
+        final,
+        chunk_additions if into is None else into,
+        runs.chunk_ends,
+        HEADS=heads,
+        SHARED=heads // chunk_additions.shape[1],
+        SIZE=size,
+        WIDTH=width,
+        BLOCK=_BLOCK,
+        KEEP=into is not None,
+        BACKWARDS=backwards,
+    )
+    return final
+
+
+@cache
+def _kernel() -> Any:
+    from longspan.ssm.kernels.state_kernels import scan_chunks_kernel
+
+    return scan_chunks_kernel
+
+
+def decay_lacks(recurrence: Recurrence) -> str:
+    """What it would need; "" for nothing."""
+    if recurrence.delta:
+        return "a recurrence without a delta term"
+    return fla_lacks(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
+
+
+class _Decays:
+    """Sums of log-decays (base 2) inside chunks: g (1, T, H), those of whole chunks, and what is left of each row."""
+
+    def __init__(self, g: Tensor, runs: LocalRuns) -> None:
+        self.g = g
+        self.whole = g.squeeze(0).index_select(0, runs.last_rows)  # (N, H)
+        self._of_row = runs.chunk_of_row
+
+    def decay_to_end(self) -> Tensor:
+        """What is left of each row at its chunk's end: (T, H, 1)."""
+        return torch.exp2(self.whole.index_select(0, self._of_row) - self.g.squeeze(0)).unsqueeze(-1)
+
+    def decay_from_start(self) -> Tensor:
+        """What is left at each row of the state that entered its chunk: (T, H, 1)."""
+        return torch.exp2(self.g.squeeze(0)).unsqueeze(-1)
+
+
+class DecayForward:
+    """A forward pass; see `Forward`."""
+
+    def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
+        self._inputs, self._runs, self._scale = inputs, runs, scale
+        self._decays = _Decays(chunk_cumsum(inputs.g.squeeze(-1), runs), runs)
+        self._added = chunk_additions(inputs.k, inputs.v, self._decays.decay_to_end(), runs)
+        self.activations = (self._decays.g,)
+
+    def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
+        """See `Forward`."""
+        heads, size, width = self._inputs.state_shape
+        zero = self._inputs.k.new_zeros((len(self._runs.lengths), heads, size, width), dtype=torch.float32)
+        states = scan_chunks(self._added, self._decays.whole, zero, self._runs)
+        total = zero.new_zeros((len(zero), heads)).index_add_(0, self._runs.run_of_chunk, self._decays.whole.float())
+        return take_runs(states, leaving), torch.exp2(take_runs(total, carrying))[:, :, None, None]
+
+    def outputs(self, states: Tensor) -> Tensor:
+        """See `Forward`."""
+        q, k, v, _ = batch_of_one(self._inputs)
+        h = v.new_empty((1, self._runs.chunks, *self._inputs.state_shape))
+        scan_chunks(self._added, self._decays.whole, states, self._runs, into=h)
+        out = fla_function("ops.common.chunk_o", "chunk_fwd_o")
+        arguments = {"q": q, "k": k, "v": v, "h": h, "g": self._decays.g}
+        return out(**arguments, scale=self._scale, chunk_size=CHUNK, **run_indices(self._runs)).squeeze(0)
+
+
+class DecayBackward:
+    """A backward pass; see `Backward`."""
+
+    def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
+        self._inputs, self._runs, self._scale, self._saved = inputs, runs, scale, saved
+        self._decays = _Decays(saved.activations[0], runs)
+        self._do = saved.dout.to(inputs.v.dtype).contiguous()
+        self._read = chunk_additions(inputs.q, self._do, scale * self._decays.decay_from_start(), runs)
+        self._h = inputs.v[:0]
+
+    def entry_gradients(self, runs: Integers) -> Tensor:
+        """See `Backward`."""
+        zero = torch.zeros_like(self._saved.states)
+        entry_gradients = scan_chunks(self._read, self._decays.whole, zero, self._runs, backwards=True)
+        return take_runs(entry_gradients, runs)
+
+    def prepare(self) -> None:
+        """The states of chunks, once more."""
+        _, k, v, _, _ = self._inputs
+        self._h = v.new_empty((1, self._runs.chunks, *self._inputs.state_shape))
+        sums = chunk_additions(k, v, self._decays.decay_to_end(), self._runs)
+        scan_chunks(sums, self._decays.whole, self._saved.states, self._runs, into=self._h)
+
+    def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
+        """See `Backward`."""
+        q, k, v, _ = batch_of_one(self._inputs)
+        dh = torch.empty_like(self._h)
+        scan_chunks(self._read, self._decays.whole, leaving, self._runs, into=dh, backwards=True)
+        arguments = {"q": q, "k": k, "g": self._decays.g, "do": self._do.unsqueeze(0), "dh": dh, "scale": self._scale}
+        shared = {"chunk_size": CHUNK, **run_indices(self._runs)}
+        reading = fla_function("ops.common.chunk_o", "chunk_bwd_dqkwg")
+        dq, dk, _, dg = reading(**arguments, v=v, h=self._h, **shared)
+        dv = fla_function("ops.common.chunk_o", "chunk_bwd_dv")(**arguments, **shared)
+        dg = chunk_cumsum(dg.squeeze(0), self._runs, reverse=True).unsqueeze(-1)
+        return match_inputs((dq, dk, dv, dg), self._inputs)
+
+
+def chunk_additions(keys: Tensor, values: Tensor, weight: Tensor, runs: LocalRuns) -> Tensor:
+    """Σ of key ⊗ weight · value over a chunk: (T, G, K), (T, H, V), (T, H, 1) -> (N, G, K, H / G · V), float32.
+
+    Heads that share keys lie side by side, so that there is one product for them.
+    """
+    groups, size = keys.shape[1:]
+    faded = (values * weight).to(values.dtype)
+    rows = []
+    for x in (keys, faded):
+        if runs.padded is not None:
+            x = torch.cat([x, x.new_zeros((1, *x.shape[1:]))]).index_select(0, runs.padded)
+        rows.append(x.reshape(runs.chunks, CHUNK, groups, -1).transpose(1, 2).flatten(0, 1))  # (N · G, C, ·)
+    sums = torch.bmm(rows[0].mT, rows[1], out_dtype=torch.float32)
+    return sums.view(runs.chunks, groups, size, -1)

@@ -1,1 +1,0 @@
-"""Recurrences of one decay a head without a delta term (Mamba 2)."""

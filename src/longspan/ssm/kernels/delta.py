@@ -1,0 +1,153 @@
+"""Gated delta rules of one decay a head, by the kernels of flash-linear-attention."""
+
+from torch import Tensor
+
+from longspan.ssm.kernels.call import Inputs, Recurrence, SavedScan
+from longspan.ssm.kernels.delta_states import DeltaGradients, DeltaStates, states_of_chunks
+from longspan.ssm.kernels.packages import batch_of_one, chunk_cumsum, fla_function, fla_lacks, match_inputs, run_indices
+from longspan.ssm.kernels.pieces import pieces_of
+from longspan.ssm.kernels.runs import CHUNK, LocalRuns
+
+
+def kimi_lacks(recurrence: Recurrence) -> str:
+    """What it would need; "" for nothing."""
+    if not recurrence.delta or not recurrence.by_channel:
+        return "a delta rule of a decay for each key number"
+    return fla_lacks(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
+
+
+class KimiForward:
+    """A forward pass; see `Forward`."""
+
+    def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
+        pieces = pieces_of(runs, inputs.state_shape[0])
+        self._runs, self._scale = pieces.runs, scale
+        self._q, k, v, _, beta = batch_of_one(inputs)
+        self._g = chunk_cumsum(inputs.g, self._runs)
+        inside = fla_function("ops.kda.chunk_intra", "chunk_kda_fwd_intra")
+        arguments = {"q": self._q, "k": k, "v": v, "gk": self._g, "beta": beta, "scale": scale}
+        w, u, _, kg, self._qk, kk = inside(**arguments, chunk_size=CHUNK, **run_indices(self._runs))
+        self._states = DeltaStates({"k": kg, "w": w, "u": u, "gk": self._g}, pieces)
+        self.summaries = self._states.summaries
+        self.activations = (self._g, self._qk, kk, self._states.transitions)
+
+    def outputs(self, states: Tensor) -> Tensor:
+        """See `Forward`."""
+        h, new, entering = self._states.chunk_states(states)
+        self.activations = (*self.activations, entering)
+        arguments = {"q": self._q, "v": new, "g": self._g, "A": self._qk, "h": h, "scale": self._scale}
+        out = fla_function("ops.gla.chunk", "chunk_gla_fwd_o_gk")
+        return out(**arguments, chunk_size=CHUNK, **run_indices(self._runs)).squeeze(0)
+
+
+class KimiBackward:
+    """A backward pass; see `Backward`. Its kernels work out the states of chunks themselves, after the exchange."""
+
+    def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
+        pieces = pieces_of(runs, inputs.state_shape[0])
+        self._inputs, self._runs, self._scale = inputs, pieces.runs, scale
+        self._g, self._qk, self._kk, transitions, self._entering = saved.activations
+        self._do = saved.dout.to(inputs.v.dtype).contiguous().unsqueeze(0)
+        q, k, v, _, beta = batch_of_one(inputs)
+        at = run_indices(self._runs)
+        again = fla_function("ops.kda.wy_fast", "recompute_w_u_fwd")
+        w, _, qg, kg = again(q=q, k=k, v=v, beta=beta, A=self._kk, gk=self._g, **at)
+        inside = fla_function("ops.kda.chunk_bwd", "chunk_kda_bwd_dAv")
+        _, dv = inside(q=q, k=k, v=v, do=self._do, A=self._qk, scale=scale, chunk_size=CHUNK, **at)
+        rows = {"q": qg, "k": kg, "w": w, "gk": self._g, "do": self._do, "dv": dv}
+        self._states = DeltaGradients(rows, pieces, transitions, scale)
+        self.entry_gradients = self._states.entry_gradients
+
+    def prepare(self) -> None:
+        """Nothing apart."""
+
+    def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
+        """See `Backward`."""
+        q, k, v, _, beta = batch_of_one(self._inputs)
+        dq, dk, dv, dbeta, dg, *_ = fla_function("ops.kda.chunk_bwd", "chunk_kda_bwd")(
+            q=q,
+            k=k,
+            v=v,
+            beta=beta,
+            Aqk=self._qk,
+            Akk=self._kk,
+            scale=self._scale,
+            initial_state=self._entering,
+            do=self._do,
+            dht=self._states.leaving(leaving),
+            g=self._g,
+            chunk_size=CHUNK,
+            **run_indices(self._runs),
+        )
+        return match_inputs((dq, dk, dv, dg, dbeta), self._inputs)
+
+
+_WY = "ops.gated_delta_rule.wy_fast"
+
+
+def delta_lacks(recurrence: Recurrence) -> str:
+    """What it would need; "" for nothing."""
+    if not recurrence.delta or recurrence.by_channel:
+        return "a delta rule of one decay a head"
+    return fla_lacks(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
+
+
+class DeltaForward:
+    """A forward pass; see `Forward`."""
+
+    def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
+        pieces = pieces_of(runs, inputs.state_shape[0])
+        self._runs, self._scale = pieces.runs, scale
+        self._q, self._k, v, _, beta = batch_of_one(inputs)
+        self._g = chunk_cumsum(inputs.g.squeeze(-1), self._runs)
+        inside = fla_function("ops.gated_delta_rule.chunk_fwd", "chunk_gated_delta_rule_fwd_intra")
+        w, u, a = inside(k=self._k, v=v, g=self._g, beta=beta, chunk_size=CHUNK, **run_indices(self._runs))
+        self._states = DeltaStates({"k": self._k, "w": w, "u": u, "g": self._g}, pieces)
+        self.summaries = self._states.summaries
+        self.activations = (self._g, a, self._states.transitions)
+
+    def outputs(self, states: Tensor) -> Tensor:
+        """See `Forward`."""
+        h, new, entering = self._states.chunk_states(states)
+        self.activations = (*self.activations, entering)
+        arguments = {"q": self._q, "k": self._k, "v": new, "h": h, "g": self._g, "scale": self._scale}
+        return fla_function("ops.common.chunk_o", "chunk_fwd_o")(
+            **arguments, chunk_size=CHUNK, **run_indices(self._runs)
+        ).squeeze(0)
+
+
+class DeltaBackward:
+    """A backward pass; see `Backward`."""
+
+    def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
+        pieces = pieces_of(runs, inputs.state_shape[0])
+        self._inputs, self._runs, self._scale = inputs, pieces.runs, scale
+        self._g, self._a, transitions, self._entering = saved.activations
+        self._q, self._k, self._v, _, self._beta = batch_of_one(inputs)
+        at = run_indices(self._runs)
+        again = fla_function(_WY, "recompute_w_u_fwd")
+        self._w, self._u = again(k=self._k, v=self._v, beta=self._beta, A=self._a, g=self._g, **at)
+        self._do = saved.dout.to(inputs.v.dtype).contiguous().unsqueeze(0)
+        self._read = {"q": self._q, "k": self._k, "g": self._g, "do": self._do}
+        inside = fla_function("ops.common.chunk_o", "chunk_bwd_dv_local")
+        dv = inside(**self._read, scale=scale, chunk_size=CHUNK, **at)
+        self._states = DeltaGradients({**self._read, "w": self._w, "dv": dv}, pieces, transitions, scale)
+        self.entry_gradients = self._states.entry_gradients
+        self._h = self._new = inputs.v[:0]
+
+    def prepare(self) -> None:
+        """The states of chunks, once more."""
+        rows = {"k": self._k, "w": self._w, "u": self._u, "g": self._g}
+        self._h, self._new = states_of_chunks(rows, self._entering, self._runs)
+
+    def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
+        """See `Backward`."""
+        dh, dv = self._states.chunk_gradients(self._entering, self._states.leaving(leaving))
+        at = run_indices(self._runs)
+        arguments = {**self._read, "v": self._new, "w": self._w, "h": self._h, "dv": dv, "dh": dh}
+        reading = fla_function("ops.common.chunk_o", "chunk_bwd_dqkwg")
+        dq, dk, dw, dg = reading(**arguments, scale=self._scale, chunk_size=CHUNK, **at)
+        solved = {"k": self._k, "v": self._v, "beta": self._beta, "g": self._g, "A": self._a, "dw": dw, "du": dv}
+        more, dv, dbeta, rest = fla_function(_WY, "prepare_wy_repr_bwd")(**solved, **at)
+        dg = chunk_cumsum((dg + rest).squeeze(0), self._runs, reverse=True).unsqueeze(-1)
+        return match_inputs((dq, dk + more, dv, dg, dbeta), self._inputs)

@@ -1,1 +1,0 @@
-"""Delta rules: gated delta nets, and Kimi's delta attention."""

@@ -1,0 +1,139 @@
+"""States of delta rules by the kernels of flash-linear-attention: maps of runs, states of chunks, and backwards.
+
+`rows` are what the kernels read, by their names (1, T, ·, ·): k, w, u and g (one decay a head) or gk (one for each key
+number); backwards also q, do and dv, but not u.
+"""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longspan.layout.segments import Integers
+from longspan.ssm.kernels.packages import fla_function, run_indices
+from longspan.ssm.kernels.pieces import Pieces
+from longspan.ssm.kernels.runs import CHUNK, LocalRuns, take_runs
+
+Named = dict[str, Tensor]
+_COLUMNS = 64  # of a program
+_NARROW = 128  # key numbers up to which a program of four warps keeps a state in registers
+
+
+def run_maps(rows: Named, runs: LocalRuns) -> tuple[Tensor, Tensor]:
+    """B (R, H, K, V) and M (R, H, K, K) of S_out = M S_in + B of each run, float32."""
+    heads, size, width, count = *rows["w"].shape[2:], rows["u"].shape[-1], len(runs.lengths)
+    states, transitions = (_single(rows, count, heads, size, n) for n in (width, size))
+    blocks = -(-width // _COLUMNS) + -(-size // _COLUMNS)
+    arguments = [rows["k"], rows["w"], rows["u"], _decays(rows), states, transitions, runs.ends]
+    if count:  # a single rank compiles nothing
+        _kernel("maps_kernel")[blocks, heads, count](*arguments, **_sizes(rows, width, runs.chunk))
+    return states, transitions
+
+
+def compute_entry_gradients(rows: Named, runs: LocalRuns, scale: float) -> Tensor:
+    """(R, H, K, V) float32: gradients of the outputs to the states that enter runs, final states having none."""
+    heads, size, width, count = *rows["w"].shape[2:], rows["dv"].shape[-1], len(runs.lengths)
+    entry_gradients = _single(rows, count, heads, size, width)
+    arguments = [rows[name] for name in ("q", "k", "w")] + [
+        _decays(rows),
+        rows["do"],
+        rows["dv"],
+        entry_gradients,
+        runs.ends,
+        scale,
+    ]
+    shared = {"Q_SHARED": heads // rows["q"].shape[2], **_sizes(rows, width, runs.chunk)}
+    _kernel("entry_gradients_kernel")[-(-width // _COLUMNS), heads, count](*arguments, **shared)
+    return entry_gradients
+
+
+def _sizes(rows: Named, width: int, chunk: int) -> dict[str, Any]:
+    heads, size = rows["w"].shape[2:]
+    keys = max(16, 1 << (size - 1).bit_length())
+    sizes = {"HEADS": heads, "SHARED": heads // rows["k"].shape[2], "SIZE": size, "WIDTH": width, "CHUNK": chunk}
+    blocks = {"KEYS": keys, "COLUMNS": _COLUMNS, "BY_CHANNEL": "gk" in rows}
+    narrow = keys <= _NARROW
+    return {**sizes, **blocks, "num_warps": 4 if narrow else 8, "num_stages": 3 if narrow else 1}
+
+
+def _decays(rows: Named) -> Tensor:
+    return rows["gk"] if "gk" in rows else rows["g"]
+
+
+def _single(rows: Named, *shape: int) -> Tensor:
+    return rows["w"].new_empty(shape, dtype=torch.float32)
+
+
+@cache
+def _kernel(name: str) -> Any:
+    from longspan.ssm.kernels import state_kernels
+
+    return getattr(state_kernels, name)
+
+
+_MODULE = "ops.common.chunk_delta_h"
+
+
+class DeltaStates:
+    """Forward: maps of pieces, and the states that enter chunks. `transitions`: M of the pieces that have maps."""
+
+    def __init__(self, rows: Named, pieces: Pieces) -> None:
+        self._rows, self._pieces = rows, pieces
+        some, inside = pieces.pieces_with_maps
+        self._states, self.transitions = run_maps({name: x[:, inside] for name, x in rows.items()}, some)
+
+    def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
+        """See `Forward`."""
+        either = np.union1d(leaving, carrying)
+        states, transitions = self._pieces.maps_of_runs(self._states, self.transitions, either)
+        return take_runs(states, np.searchsorted(either, leaving)), take_runs(
+            transitions, np.searchsorted(either, carrying)
+        )
+
+    def chunk_states(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """From the states that enter runs: those that enter chunks, values that rows add, states that enter pieces."""
+        entering = self._pieces.entering(states, self._states, self.transitions)
+        return *states_of_chunks(self._rows, entering, self._pieces.runs), entering
+
+
+def states_of_chunks(rows: Named, states: Tensor, runs: LocalRuns) -> tuple[Tensor, Tensor]:
+    """The state that enters each chunk, and the values that its rows add to it."""
+    scanning = fla_function(_MODULE, "chunk_gated_delta_rule_fwd_h")
+    h, new, _ = scanning(
+        **rows, initial_state=states, chunk_size=CHUNK, chunk_offsets=runs.chunk_ends, **run_indices(runs)
+    )
+    return h, new
+
+
+class DeltaGradients:
+    """Backward: what outputs owe to the states that enter pieces, and gradients at the states of chunks."""
+
+    def __init__(self, rows: Named, pieces: Pieces, transitions: Tensor, scale: float) -> None:
+        self._rows, self._pieces, self._transitions, self._scale = rows, pieces, transitions, scale
+        self._entry_gradients: Tensor | None = None
+
+    def entry_gradients(self, runs: Integers) -> Tensor:
+        """See `Backward`."""
+        return self._pieces.run_entry_gradients(self._piece_gradients(), self._transitions, runs)
+
+    def leaving(self, leaving: Tensor) -> Tensor:
+        """The gradient at each piece's final state."""
+        entry_gradients = self._piece_gradients() if self._pieces.cut else None
+        return self._pieces.leaving(leaving, entry_gradients, self._transitions)
+
+    def chunk_gradients(self, states: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients at the states that leave chunks, and at the values that rows add, from those of pieces."""
+        scanning, runs = fla_function(_MODULE, "chunk_gated_delta_rule_bwd_dhu"), self._pieces.runs
+        where = {"chunk_size": CHUNK, "chunk_offsets": runs.chunk_ends, **run_indices(runs)}
+        dh, _, dv = scanning(**self._rows, h0=states, dht=leaving, scale=self._scale, **where)
+        return dh, dv
+
+    def _piece_gradients(self) -> Tensor:
+        if self._entry_gradients is None:
+            some, inside = self._pieces.pieces_with_maps
+            self._entry_gradients = compute_entry_gradients(
+                {name: x[:, inside] for name, x in self._rows.items()}, some, self._scale
+            )
+        return self._entry_gradients

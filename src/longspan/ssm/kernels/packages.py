@@ -1,0 +1,138 @@
+"""Packages whose kernels state-space layers can use: whether they are usable here, and calls of their functions.
+
+flash-linear-attention (extra `fla`) is used where it can be. Its kernels are called part by part, since states are
+exchanged between the parts. Source: github.com/fla-org/flash-linear-attention, `fla.ops` of fla-core 0.6; names moved
+between versions, so this one is required. mamba_ssm and causal_conv1d are used only if they are named.
+"""
+
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.errors import LayoutError
+from longspan.ssm.kernels.call import Inputs
+from longspan.ssm.kernels.runs import CHUNK, LocalRuns
+
+
+def batch_of_one(inputs: Inputs) -> tuple[Tensor, ...]:
+    """All of them (1, T, ·, ·)."""
+    return tuple(x.unsqueeze(0) for x in inputs if x is not None)
+
+
+def match_inputs(gradients: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
+    """Gradients (1, T, ·, ·) as those of the inputs, in their dtypes."""
+    tensors = (x for x in inputs if x is not None)
+    return tuple(gradient.squeeze(0).to(x.dtype) for gradient, x in zip(gradients, tensors, strict=True))
+
+
+def chunk_cumsum(g: Tensor, runs: LocalRuns, *, reverse: bool = False) -> Tensor:
+    """(1, T, H, …) of (T, H, …): sums inside chunks, in base 2; `reverse`: gradients of such sums."""
+    sums = fla_function("ops.utils", "chunk_local_cumsum")
+    base = {"reverse": True} if reverse else {"scale": fla_function("ops.utils.constant", "RCP_LN2")}
+    return sums(g.unsqueeze(0).contiguous(), chunk_size=CHUNK, **base, **run_indices(runs))
+
+
+def run_indices(runs: LocalRuns) -> dict[str, Tensor]:
+    """Where runs and their chunks lie, as the kernels' arguments."""
+    return {"cu_seqlens": runs.ends, "chunk_indices": runs.chunk_indices}
+
+
+NEEDED = (0, 6)
+_HALF = (torch.bfloat16, torch.float16)
+_LARGEST_KEY = 256
+_HOPPER, _WRONG_TRITON = 9, ((3, 4, 0), (3, 7, 1))
+
+
+@cache
+def fla_missing(device: torch.device) -> str:
+    """What this installation or device lacks for the kernels; "" where nothing."""
+    try:
+        installed = version("fla-core")
+    except PackageNotFoundError:
+        return "flash-linear-attention, which is not installed: pip install 'longspan[fla]'"
+    if numbers(installed)[:2] != NEEDED:
+        return f"fla-core {'.'.join(map(str, NEEDED))}, and {installed} is installed"
+    if find_spec("triton") is None:
+        return "Triton, which comes with torch for CUDA"
+    triton = version("triton")
+    low, high = _WRONG_TRITON
+    if torch.cuda.get_device_capability(device)[0] == _HOPPER and low <= numbers(triton) < high:
+        return (
+            f"Triton {'.'.join(map(str, high))} or later on this GPU, and {triton} is installed, whose code for gated "
+            "delta rules gives wrong gradients (github.com/fla-org/flash-linear-attention/issues/640)"
+        )
+    return ""
+
+
+def fla_lacks(dtype: torch.dtype, device: torch.device, key_size: int = 2, value_size: int = 2) -> str:
+    """What a recurrence of these sizes would need, or what has no heads; "" for nothing."""
+    if device.type != "cuda":
+        return f"cuda tensors, got {device.type}"
+    if dtype not in _HALF:
+        return f"bfloat16 or float16, got {str(dtype).removeprefix('torch.')}"
+    if key_size > _LARGEST_KEY or key_size % 2 or value_size % 2:
+        return f"even sizes of heads, of keys {_LARGEST_KEY} at most, got {key_size} and {value_size}"
+    return fla_missing(device)
+
+
+@cache
+def fla_function(module: str, name: str) -> Any:
+    """`fla.MODULE.NAME`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ImportWarning)  # it names other packages that it could use
+        return getattr(import_module(f"fla.{module}"), name)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """The numbers of a version, at most three."""
+    return tuple(int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit())
+
+
+TORCH_ONLY = "torch"
+# Of scans without a delta term, and of convolutions: where each was tried.
+PACKAGES = {
+    "mamba_ssm": "tried on one H200",
+    "causal_conv1d": "its CUDA code untried",
+}
+
+
+def lacks_package(name: str, needed: tuple[int, int], device: torch.device) -> str:
+    """What is missing for a package's kernels: CUDA, the package, or that version of it; "" for nothing."""
+    if device.type != "cuda":
+        return f"cuda tensors, got {device.type}"
+    return _version_lack(name, needed)
+
+
+@cache
+def _version_lack(name: str, needed: tuple[int, int]) -> str:
+    version_text = ".".join(map(str, needed))
+    try:
+        installed = version(name)
+    except PackageNotFoundError:
+        return f"{name} {version_text}, which is not installed: pip install '{name}=={version_text}.*'"
+    return "" if numbers(installed)[:2] == needed else f"{name} {version_text}, and {installed} is installed"
+
+
+def refuse(name: str, lacking: str) -> None:
+    """Raise LayoutError if a kernel that was named lacks something."""
+    if lacking:
+        raise LayoutError(f"the kernel {name} of state-space layers was asked for and needs {lacking}; leave it out")
+
+
+def check_names(kernel_names: Sequence[str]) -> None:
+    """Raises LayoutError for names that are no kernels, or that exclude each other."""
+    names = (TORCH_ONLY, *PACKAGES)
+    for name in kernel_names:
+        if name not in names:
+            raise LayoutError(f"{name!r} is no kernel of state-space layers; use {', '.join(names)}")
+    if TORCH_ONLY in kernel_names and len(set(kernel_names)) > 1:
+        raise LayoutError(
+            f"kernels of state-space layers are {', '.join(kernel_names)}; give torch alone, or without it"
+        )

@@ -1,0 +1,130 @@
+"""Long runs cut into pieces that are scanned side by side, where the heads of a delta rule are too few to fill a GPU.
+
+A scan goes through a run's chunks one after another, a head a program or two. Pieces of a run are to the run what the
+runs of a document are to the document (`state_pass.py`): each is an affine map [B | M] of the state that enters it, and
+folding these in order gives the run's own map, and the states that enter its pieces.
+"""
+
+from functools import cached_property
+
+import numpy as np
+from torch import Tensor
+
+from longspan.layout.segments import Integers
+from longspan.ssm.kernels.runs import CHUNK, LocalRuns, apply_maps, put_runs, take_runs
+
+_AT_ONCE = 64  # pieces times heads that fill a GPU
+_SHORTEST = 8 * CHUNK
+
+
+class Pieces:
+    """Pieces of the runs that share a document with others; other runs are one piece each.
+
+    `runs` are the pieces as runs. Maps are only of the pieces from `first` to before `stop`, between
+    which those of shared runs lie.
+    """
+
+    def __init__(self, runs: LocalRuns, heads: int) -> None:
+        most = -(-_AT_ONCE // heads)
+        sizes = [_cut(int(n), most) if s else [int(n)] for n, s in zip(runs.lengths, runs.shared, strict=True)]
+        counts = np.array([len(cut) for cut in sizes])
+        self.runs = LocalRuns(np.array([n for cut in sizes for n in cut], dtype=np.int64), runs.device)
+        self._starts = np.cumsum(counts) - counts
+        self._counts = counts
+        pieces_with_maps = np.flatnonzero(runs.shared)
+        self.first = int(self._starts[pieces_with_maps[0]]) if len(pieces_with_maps) else 0
+        self.stop = int((self._starts + counts)[pieces_with_maps[-1]]) if len(pieces_with_maps) else 0
+
+    @cached_property
+    def pieces_with_maps(self) -> tuple[LocalRuns, slice]:
+        """The pieces from `first` to before `stop` as runs of their own, and which of all rows are theirs."""
+        lengths, begin = self.runs.lengths, int(self.runs.lengths[: self.first].sum())
+        runs = LocalRuns(lengths[self.first : self.stop], self.runs.device)
+        return runs, slice(begin, begin + runs.rows)
+
+    @property
+    def cut(self) -> bool:
+        """Whether any run has several pieces."""
+        return bool((self._counts > 1).any())
+
+    def maps_of_runs(self, states: Tensor, transitions: Tensor, runs: Integers) -> tuple[Tensor, Tensor]:
+        """B and M of some shared runs from those of pieces. May be views of these."""
+        first = self._starts[runs] - self.first
+        b, m = take_runs(states, first), take_runs(transitions, first)
+        for place in range(1, int(self._counts[runs].max(initial=1))):
+            some = np.flatnonzero(self._counts[runs] > place)
+            mine = first[some] + place
+            later = take_runs(transitions, mine)
+            b = _replace_rows(b, some, apply_maps(later, take_runs(b, some), take_runs(states, mine)))
+            m = _replace_rows(m, some, later @ take_runs(m, some))
+        return b, m
+
+    def entering(self, of_runs: Tensor, states: Tensor, transitions: Tensor) -> Tensor:
+        """The state that enters each piece, from those (R, H, K, V) that enter runs, and B and M of pieces."""
+        if not self.cut:
+            return of_runs
+        result = of_runs.new_empty((len(self.runs.lengths), *of_runs.shape[1:]))
+        put_runs(result, self._starts, of_runs)
+        for place in range(1, int(self._counts.max())):
+            before = self._starts[self._counts > place] + place - 1
+            mine = before - self.first
+            put_runs(
+                result,
+                before + 1,
+                apply_maps(take_runs(transitions, mine), take_runs(result, before), take_runs(states, mine)),
+            )
+        return result
+
+    def run_entry_gradients(self, entry_gradients: Tensor, transitions: Tensor, runs: Integers) -> Tensor:
+        """Gradients (n, H, K, V) at the states that enter some shared runs, from those at the states of pieces."""
+        last = self._starts[runs] + self._counts[runs] - 1
+        result = take_runs(entry_gradients, last - self.first)
+        for place in range(1, int(self._counts[runs].max(initial=1))):
+            some = np.flatnonzero(self._counts[runs] > place)
+            mine = last[some] - place - self.first
+            entered = apply_maps(
+                take_runs(transitions, mine).mT, take_runs(result, some), take_runs(entry_gradients, mine)
+            )
+            result = _replace_rows(result, some, entered)
+        return result
+
+    def leaving(self, leaving: Tensor, entry_gradients: Tensor | None, transitions: Tensor) -> Tensor:
+        """The gradient at each piece's final state, from those (R, H, K, V) at the final states of runs."""
+        if entry_gradients is None or not self.cut:
+            return leaving
+        last = self._starts + self._counts - 1
+        result = leaving.new_empty((len(self.runs.lengths), *leaving.shape[1:]))
+        put_runs(result, last, leaving)
+        for place in range(1, int(self._counts.max())):
+            after = last[self._counts > place] - place + 1
+            mine = after - self.first
+            put_runs(
+                result,
+                after - 1,
+                apply_maps(take_runs(transitions, mine).mT, take_runs(result, after), take_runs(entry_gradients, mine)),
+            )
+        return result
+
+
+def _replace_rows(x: Tensor, rows: Integers, values: Tensor) -> Tensor:
+    """x with these rows replaced; x may be a view of something else."""
+    if len(rows) == len(x):
+        return values
+    x = x.clone()
+    put_runs(x, rows, values)
+    return x
+
+
+def _cut(rows: int, most: int) -> list[int]:
+    """Rows of the pieces of a run: whole chunks except for the last, nearly equal, at most so many."""
+    chunks = -(-rows // CHUNK)
+    count = max(1, min(most, rows // _SHORTEST))
+    ends = [min(rows, CHUNK * (chunks * (i + 1) // count)) for i in range(count)]
+    return np.diff([0, *ends]).tolist()
+
+
+def pieces_of(runs: LocalRuns, heads: int) -> Pieces:
+    """The pieces of these runs, worked out once."""
+    if heads not in runs.pieces:
+        runs.pieces[heads] = Pieces(runs, heads)
+    return runs.pieces[heads]

@@ -1,0 +1,204 @@
+"""The recurrence on runs of local rows, chunk by chunk in torch's own operations; differentiable, any device.
+
+With G the cumulative log-decay inside a chunk and P_ij = exp(G_i − G_j): T = (I + tril₋₁(β k_i · P_ij k_j))⁻¹,
+u = T β v, w = T β k e^G, new = u − w S, o = (q e^G) S + tril(q_i · P_ij k_j) new, S ← e^{G_last} S +
+(k e^{G_last − G})ᵀ new. Everything but the last two steps is computed for all chunks of all runs at once; those go
+through chunks in order, with all runs that have another chunk side by side.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longspan.comm import to_device
+from longspan.layout.segments import Integers, expand
+from longspan.ssm.kernels.call import Inputs, SavedScan, state_dtype
+from longspan.ssm.kernels.runs import LocalRuns, take_runs
+
+CHUNK = 32
+_CHUNK_BY_CHANNEL = 16  # where each key number has a decay of its own: pairs of rows times key numbers are held
+
+
+class _Chunks(NamedTuple):
+    """Runs cut into chunks, first chunks of all runs first: which local rows they hold, and how to come back.
+
+    `rows` (N · C,) into [local rows | a zero row], `back` (T,) into the N · C rows; `sizes[j]` runs have a chunk j, and
+    these come first in `order` (R,), the runs from the longest to the shortest.
+    """
+
+    rows: Tensor
+    back: Tensor
+    sizes: list[int]
+    order: Tensor
+    inverse: Tensor
+
+
+@lru_cache(maxsize=32)  # all layers have the same runs
+def _chunks(lengths: tuple[int, ...], chunk: int, device: torch.device) -> _Chunks:
+    size, total = np.array(lengths, dtype=np.int64), sum(lengths)
+    counts, starts = -(-size // chunk), np.cumsum(size) - size
+    order = np.argsort(-counts, kind="stable")
+    run, place = np.repeat(order, counts[order]), expand(np.zeros_like(order), counts[order])
+    first = np.argsort(place, kind="stable")  # first chunks of all runs, then second ones
+    run, place = run[first, None], place[first]
+    inside = place[:, None] * chunk + np.arange(chunk)
+    rows = np.where(inside < size[run], starts[run] + inside, total).reshape(-1)
+    local_numbers, back = np.flatnonzero(rows < total), np.empty(total, dtype=np.int64)
+    back[rows[local_numbers]] = local_numbers
+    inverse = np.argsort(order, kind="stable")
+    rows, back, order, inverse = (to_device(x, device) for x in (rows, back, order, inverse))
+    return _Chunks(rows, back, np.bincount(place).tolist(), order, inverse)
+
+
+def scan(
+    q: Tensor | None, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, initial: Tensor, lengths: Integers
+) -> tuple[Tensor, Tensor]:
+    """o (T, H, V) of all runs and the final state (R, H, K, V) of each, from `initial` (R, H, K, V).
+
+    `lengths` (R,): rows of each run, one after another. Without q there is no o: an empty tensor.
+    """
+    if not len(k):
+        return v[:0] + 0 * k.sum() * g.sum(), initial + 0 * (k.sum() + g.sum())
+    chunk = CHUNK if g.shape[-1] == 1 else _CHUNK_BY_CHANNEL
+    chunks = _chunks(tuple(lengths.tolist()), chunk, k.device)
+
+    def cut(x: Tensor) -> Tensor:  # (N, H, C, ·)
+        wide = torch.cat([x, x.new_zeros((1, *x.shape[1:]))]).index_select(0, chunks.rows)
+        return wide.view(-1, chunk, *x.shape[1:]).transpose(1, 2)
+
+    k, v, g = cut(k), cut(v), cut(g)
+    decay, last = g.cumsum(2), g.sum(2, keepdim=True)  # (N, H, 1, K or 1)
+    after = torch.cat([g[:, :, 1:], torch.zeros_like(last)], 2).flip(2).cumsum(2).flip(2)  # last − decay
+    new, state_share = v, None
+    fades = None if q is None and beta is None else _fades(g)
+    if beta is not None and fades is not None:
+        weight = cut(beta.unsqueeze(-1))
+        system = _products(weight * k, k, fades).tril(-1) + torch.eye(chunk, dtype=k.dtype, device=k.device)
+        right = torch.cat([weight * v, weight * k * decay.exp()], -1)
+        solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        new, state_share = solved.split([v.shape[-1], k.shape[-1]], -1)
+    inner = None if q is None or fades is None else _products(cut(q), k, fades)
+    reading = None if q is None else cut(q) * decay.exp()
+    writing, fading = (k * after.exp()).mT, last.exp().mT  # (N, H, K, C), (N, H, K or 1, 1)
+
+    state, outs, done = initial.index_select(0, chunks.order), [v[:0, :, :, : v.shape[-1]]], 0
+    for size in chunks.sizes:
+        here = slice(done, done + size)
+        entering = state[:size]
+        values = new[here] if state_share is None else new[here] - state_share[here] @ entering
+        if reading is not None and inner is not None:
+            outs.append(reading[here] @ entering + inner[here] @ values)
+        leaving = fading[here] * entering + writing[here] @ values
+        state = torch.cat([leaving, state[size:]])
+        done += size
+    final = state.index_select(0, chunks.inverse)
+    if q is None:
+        return v[:0, 0, :, :], final
+    laid_out = torch.cat(outs).transpose(1, 2).flatten(0, 1)
+    return laid_out.index_select(0, chunks.back), final
+
+
+def _fades(g: Tensor) -> Tensor:
+    """exp(g_{j+1} + … + g_i) of the pairs i ≥ j of each chunk, (N, H, C, C, K or 1), and 1 elsewhere.
+
+    Each sum is one of its own, as in Mamba 2's segsum (arXiv:2405.21060, listing 1): differences of sums from the
+    chunk's first row on would leave their rounding, in the gradient of g above all.
+    """
+    chunk = g.shape[2]
+    later = torch.ones(chunk, chunk, dtype=torch.bool, device=g.device).triu()  # whose g is in no sum of the column
+    return g.unsqueeze(3).expand(*g.shape[:3], chunk, -1).masked_fill(later[..., None], 0).cumsum(2).exp()
+
+
+def _products(a: Tensor, b: Tensor, fades: Tensor) -> Tensor:
+    """a_i · fades_ij b_j of the pairs i ≥ j of each chunk: (N, H, C, C), 0 elsewhere."""
+    if fades.shape[-1] == 1:
+        return (a @ b.mT * fades.squeeze(-1)).tril()
+    return torch.einsum("nhic,nhjc,nhijc->nhij", a, b, fades).tril()
+
+
+def summaries(
+    k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, lengths: Integers, leaving: Integers, carrying: Integers
+) -> tuple[Tensor, Tensor]:
+    """B (n, H, K, V) of the runs `leaving` and M of the runs `carrying`, of S_out = M S_in + B.
+
+    The columns [v | 0] from the state [0 | I] are [B | M] of the delta rule, M (m, H, K, K); without one (m, H, 1, 1).
+    """
+    heads, size, width = k.shape[1], k.shape[2], v.shape[2]
+    either = np.union1d(leaving, carrying)
+    starts = (np.cumsum(lengths) - lengths)[either]
+    rows = to_device(expand(starts, starts + lengths[either]), k.device)
+    k, v, g = (x.index_select(0, rows) for x in (k, v, g))
+    beta = None if beta is None else beta.index_select(0, rows)
+    at = [to_device(np.searchsorted(either, runs), k.device) for runs in (leaving, carrying)]
+    zero = k.new_zeros((len(either), heads, size, width))
+    if beta is None:
+        runs = to_device(np.repeat(np.arange(len(either)), lengths[either]), k.device)
+        total = g.new_zeros((len(either), heads, 1)).index_add_(0, runs, g)
+        state = scan(None, k, v, g, None, zero, lengths[either])[1]
+        return state.index_select(0, at[0]), total.exp().unsqueeze(-1).index_select(0, at[1])
+    if not len(carrying):
+        state = scan(None, k, v, g, beta, zero, lengths[either])[1]
+        return state.index_select(0, at[0]), zero.new_zeros((0, heads, size, size))
+    unit = torch.eye(size, dtype=k.dtype, device=k.device).expand(len(either), heads, size, size)
+    wide = torch.cat([v, v.new_zeros((len(v), heads, size))], -1)
+    state = scan(None, k, wide, g, beta, torch.cat([zero, unit], -1), lengths[either])[1]
+    return state[..., :width].index_select(0, at[0]), state[..., width:].index_select(0, at[1])
+
+
+class TorchForward:
+    """A forward pass; see `Forward`."""
+
+    def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
+        self._inputs, self._runs = _spread(inputs, scale), runs
+        self.activations = ()
+
+    def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
+        """See `Forward`."""
+        _, k, v, g, beta = self._inputs
+        return summaries(k, v, g, beta, self._runs.lengths, leaving, carrying)
+
+    def outputs(self, states: Tensor) -> Tensor:
+        """See `Forward`."""
+        return scan(*self._inputs, states, self._runs.lengths)[0]
+
+
+class TorchBackward:
+    """The scan once more, with gradients; see `Backward`."""
+
+    def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
+        self._dout = saved.dout
+        with torch.enable_grad():
+            self._leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
+            self._start = saved.states.detach().requires_grad_()
+            wide = _spread(Inputs(*self._leaves), scale)  # pyright: ignore[reportArgumentType]
+            self._out, self._final = scan(*wide, self._start, runs.lengths)
+
+    def entry_gradients(self, runs: Integers) -> Tensor:
+        """See `Backward`."""
+        (entry_gradients,) = torch.autograd.grad(
+            self._out, self._start, self._dout, retain_graph=True, allow_unused=True
+        )
+        entry_gradients = torch.zeros_like(self._start) if entry_gradients is None else entry_gradients
+        return take_runs(entry_gradients, runs)
+
+    def prepare(self) -> None:
+        """Nothing: the scan has run."""
+
+    def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
+        """See `Backward`."""
+        leaves = [x for x in self._leaves if x is not None]
+        if not len(self._dout):
+            return tuple(torch.zeros_like(x) for x in leaves)
+        return torch.autograd.grad((self._out, self._final), leaves, (self._dout, leaving))
+
+
+def _spread(inputs: Inputs, scale: float) -> Inputs:
+    """With as many heads of q and k as v has, and q scaled; in the dtype of states."""
+    q, k, v, g, beta = (None if x is None else x.to(state_dtype(x.dtype)) for x in inputs)
+    assert q is not None and k is not None and v is not None and g is not None
+    groups = v.shape[1] // k.shape[1]
+    q, k = (x if groups == 1 else x.repeat_interleave(groups, 1) for x in (q * scale, k))
+    return Inputs(q, k, v, g, beta)

@@ -1,0 +1,211 @@
+"""Triton kernels of states: decayed sums over chunks (`decay.py`) and maps of runs of delta rules (`delta_states.py`).
+
+Imported only where Triton is installed.
+
+In the kernels of delta rules states lie transposed, columns before key numbers, so that they stay in registers from
+chunk to chunk: as the sum of one product, and as the first factor of the next. Whatever else a chunk reads is loaded
+while the chunk before it is computed.
+"""
+
+# pyright: basic, reportMissingImports=false
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def scan_chunks_kernel(
+    added,
+    decays,
+    states,
+    final,
+    into,
+    chunk_ends,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KEEP: tl.constexpr,
+    BACKWARDS: tl.constexpr,
+):
+    """One program has BLOCK of a head's numbers, of one run, and goes through its chunks."""
+    head = tl.program_id(1)
+    run = tl.program_id(2).to(tl.int64)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < SIZE * WIDTH
+    row, column = place // WIDTH, place % WIDTH
+    of_added = (head // SHARED) * SIZE * SHARED * WIDTH + row * SHARED * WIDTH + (head % SHARED) * WIDTH + column
+    of_state = head * SIZE * WIDTH + place
+    first, last = tl.load(chunk_ends + run), tl.load(chunk_ends + run + 1)
+    state = tl.load(states + run * HEADS * SIZE * WIDTH + of_state, mask=inside, other=0.0)
+    for step in range(last - first):
+        chunk = last - 1 - step if BACKWARDS else first + step
+        if KEEP:
+            before = into + chunk * HEADS * SIZE * WIDTH + of_state
+            tl.store(before, state.to(before.dtype.element_ty), mask=inside)
+        fading = tl.exp2(tl.load(decays + chunk * HEADS + head))
+        new = tl.load(added + chunk * HEADS * SIZE * WIDTH + of_added, mask=inside, other=0.0)
+        state = fading * state + new
+    tl.store(final + run * HEADS * SIZE * WIDTH + of_state, state, mask=inside)
+
+
+@triton.jit
+def maps_kernel(
+    k,
+    w,
+    u,
+    g,
+    states,
+    transitions,
+    ends,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEYS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+):
+    """One program has COLUMNS of a head's B or M, of one run, and goes through its chunks."""
+    first_of_units: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS * COLUMNS
+    head, run = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    first = tl.load(ends + run)
+    length = (tl.load(ends + run + 1) - first).to(tl.int32)
+    value = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)  # columns of B, then those of M
+    unit = value - first_of_units
+    key, row = tl.arange(0, KEYS), tl.arange(0, CHUNK)
+    key_mask, inside = (key < SIZE)[None, :], (value < WIDTH)[:, None]
+
+    keys = k + ((first + row)[:, None] * (HEADS // SHARED) + head // SHARED) * SIZE + key[None, :]
+    weights = w + ((first + row)[:, None] * HEADS + head) * SIZE + key[None, :]
+    values = u + ((first + row)[None, :] * HEADS + head) * WIDTH + value[:, None]
+    decays = g + (first * HEADS + head) * (SIZE if BY_CHANNEL else 1)
+
+    state = tl.where(unit[:, None] == key[None, :], 1.0, 0.0)
+    b_u = tl.load(values, mask=inside & (row < length)[None, :], other=0.0)
+    last, decay = _decays(decays, length, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
+    for start in range(0, length, CHUNK):
+        left = length - start
+        here = (row < left)[:, None] & key_mask
+        b_w = tl.load(weights, mask=here, other=0.0)
+        b_k = tl.load(keys, mask=here, other=0.0)
+        values += CHUNK * HEADS * WIDTH
+        decays += CHUNK * HEADS * (SIZE if BY_CHANNEL else 1)
+        next_u = tl.load(values, mask=inside & (row < left - CHUNK)[None, :], other=0.0)
+        next_last, next_decay = _decays(decays, left - CHUNK, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
+        new = b_u - tl.dot(state.to(b_w.dtype), tl.trans(b_w))
+        if not BY_CHANNEL:
+            new *= tl.exp2(last - decay)[None, :]
+        state = tl.dot(new.to(b_k.dtype), b_k, state * _fading(last, BY_CHANNEL))
+        b_u, last, decay = next_u, next_last, next_decay
+        weights += CHUNK * HEADS * SIZE
+        keys += CHUNK * (HEADS // SHARED) * SIZE
+
+    of_head = (run * HEADS + head) * SIZE + key[None, :]
+    tl.store(states + of_head * WIDTH + value[:, None], state, mask=inside & key_mask)
+    of_units = (unit >= 0)[:, None] & (unit < SIZE)[:, None]
+    tl.store(transitions + of_head * SIZE + unit[:, None], state, mask=of_units & key_mask)
+
+
+@triton.jit
+def entry_gradients_kernel(
+    q,
+    k,
+    w,
+    g,
+    do,
+    dv,
+    entry_gradients,
+    ends,
+    scale,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    Q_SHARED: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEYS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+):
+    """One program has COLUMNS of what a head's outputs owe to the state that entered a run, from its last chunk on."""
+    head, run = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    first = tl.load(ends + run)
+    length = (tl.load(ends + run + 1) - first).to(tl.int32)
+    value = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    key, row = tl.arange(0, KEYS), tl.arange(0, CHUNK)
+    key_mask, inside = (key < SIZE)[None, :], (value < WIDTH)[:, None]
+
+    begin = tl.maximum((length - 1) // CHUNK, 0) * CHUNK
+    at = first + begin + row
+    keys = k + (at[:, None] * (HEADS // SHARED) + head // SHARED) * SIZE + key[None, :]
+    reads = q + (at[:, None] * (HEADS // Q_SHARED) + head // Q_SHARED) * SIZE + key[None, :]
+    weights = w + (at[:, None] * HEADS + head) * SIZE + key[None, :]
+    of_values = (at[None, :] * HEADS + head) * WIDTH + value[:, None]
+    outputs, values = do + of_values, dv + of_values
+    decays = g + ((first + begin) * HEADS + head) * (SIZE if BY_CHANNEL else 1)
+
+    state = tl.zeros((COLUMNS, KEYS), dtype=tl.float32)
+    left = length - begin
+    b_do = tl.load(outputs, mask=inside & (row < left)[None, :], other=0.0)
+    b_dv = tl.load(values, mask=inside & (row < left)[None, :], other=0.0)
+    last, decay = _decays(decays, left, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
+    for done in range(0, length, CHUNK):
+        here = (row < length - begin + done)[:, None] & key_mask
+        b_k = tl.load(keys, mask=here, other=0.0)
+        b_q = tl.load(reads, mask=here, other=0.0)
+        b_w = tl.load(weights, mask=here, other=0.0)
+        outputs -= CHUNK * HEADS * WIDTH
+        values -= CHUNK * HEADS * WIDTH
+        decays -= CHUNK * HEADS * (SIZE if BY_CHANNEL else 1)
+        left = tl.minimum(begin - done, CHUNK)  # rows of the chunk before, which is whole, or 0
+        next_do = tl.load(outputs, mask=inside & (row < left)[None, :], other=0.0)
+        next_dv = tl.load(values, mask=inside & (row < left)[None, :], other=0.0)
+        next_last, next_decay = _decays(decays, left, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
+        gradient, outer = tl.dot(state.to(b_k.dtype), tl.trans(b_k)), b_do.to(tl.float32) * scale
+        if not BY_CHANNEL:
+            gradient *= tl.exp2(last - decay)[None, :]
+            outer *= tl.exp2(decay)[None, :]
+        state = tl.dot(outer.to(b_q.dtype), b_q, state * _fading(last, BY_CHANNEL))
+        state = tl.dot((-gradient - b_dv).to(b_w.dtype), b_w, state)
+        b_do, b_dv, last, decay = next_do, next_dv, next_last, next_decay
+        keys -= CHUNK * (HEADS // SHARED) * SIZE
+        reads -= CHUNK * (HEADS // Q_SHARED) * SIZE
+        weights -= CHUNK * HEADS * SIZE
+
+    tl.store(
+        entry_gradients + ((run * HEADS + head) * SIZE + key[None, :]) * WIDTH + value[:, None],
+        state,
+        mask=inside & key_mask,
+    )
+
+
+@triton.jit
+def _decays(
+    decays,
+    left,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEYS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+):
+    """Log-decays of a chunk of `left` rows: its last row's, one or one for each key number, and where one all rows'."""
+    last = tl.minimum(left, CHUNK) - 1
+    if BY_CHANNEL:
+        key = tl.arange(0, KEYS)
+        end = tl.load(decays + last * HEADS * SIZE + key, mask=key < tl.where(left > 0, SIZE, 0), other=0.0)
+        rest = end
+    else:
+        row = tl.arange(0, CHUNK)
+        end = tl.load(decays + last * HEADS, mask=left > 0, other=0.0)
+        rest = tl.load(decays + row * HEADS, mask=row < left, other=0.0)
+    return end, rest
+
+
+@triton.jit
+def _fading(last, BY_CHANNEL: tl.constexpr):
+    """What is left of a state after a chunk: a number, or (1, K)."""
+    fading = tl.exp2(last)
+    return fading[None, :] if BY_CHANNEL else fading
