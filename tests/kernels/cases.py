@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longspan.model.experts.gate import one_pass
+from longspan.model.experts.experts import one_pass
 from longspan.model.experts.rows import Visits, gather, spread
 from longspan.model.seams.forwards.norm_formula import NormFormula
 from longspan.train.row_softmax import row_softmax

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from longspan.model.experts import gate, rows, triton_kernels
+from longspan.model.experts import experts as gate
+from longspan.model.experts import rows
+from longspan.model.experts import rows as triton_kernels
 from longspan.model.seams.forwards import norm_formula
 from longspan.train import row_softmax
 from tests.kernels import cases

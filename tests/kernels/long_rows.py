@@ -19,11 +19,10 @@ from longspan.attention.geometry.launch import Launch
 from longspan.attention.geometry.mask import Mask
 from longspan.attention.geometry.tiles import Tile, Tiling
 from longspan.attention.sums import rows as sums
-from longspan.model.experts.gate import one_pass
+from longspan.model.experts.experts import one_pass
 from longspan.model.experts.rows import Visits, gather, spread
-from longspan.model.seams.forwards.fused_norms import fuse_norms
-from longspan.model.seams.forwards.long_norms import split_long_norms
 from longspan.model.seams.forwards.norm_formula import NormFormula
+from longspan.model.seams.forwards.norms import fuse_norms, split_long_norms
 from longspan.ssm.kernels.convolutions.call import Before, Convolution, FirstRows
 from longspan.ssm.kernels.convolutions.first_rows import write_first
 from longspan.ssm.kernels.decay.faded_sums import faded_sums

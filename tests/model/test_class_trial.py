@@ -15,7 +15,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.experts import gate
+from longspan.model.experts import experts as gate
 from longspan.model.row_trial import class_trial
 from longspan.model.row_trial.class_trial import refuse_class, try_class
 from longspan.model.small.shrink import shrunken

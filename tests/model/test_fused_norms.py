@@ -12,8 +12,8 @@ from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.seams.forwards import norm_formula
-from longspan.model.seams.forwards.fused_norms import fuse_norms, runs_in_one_pass
 from longspan.model.seams.forwards.norm_formula import NormFormula
+from longspan.model.seams.forwards.norms import fuse_norms, runs_in_one_pass
 from longspan.plan import plan_dynamic
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step

@@ -15,7 +15,7 @@ from longspan.comm import Channel, World, bind
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.placement.offload import HostOffload, saved_on_host
+from longspan.model.recompute import HostOffload, saved_on_host
 from longspan.plan import Group, MicroBatch, Plan, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step

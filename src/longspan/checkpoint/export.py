@@ -40,7 +40,7 @@ from longspan.model.hf_folder import read_configuration
 from longspan.model.load import torch_dtype
 from longspan.model.save import stock_configuration, write_beside_weights
 from longspan.model.vision.join import own_names
-from longspan.model.weights.empty import empty_model, named_images_class
+from longspan.model.weights.fill import empty_model, named_images_class
 from longspan.model.weights.write import FILE_BYTES, WeightWriter, Written, unit_of
 
 _SAID_EVERY = 5 * 10**9  # bytes

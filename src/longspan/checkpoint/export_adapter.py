@@ -14,14 +14,12 @@ from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer_files import KeptFiles
 from longspan.errors import CheckpointError, ConfigError
 from longspan.model.adapters import Adapter, adapter_in, belongs_to_adapter, peft_modules
-from longspan.model.lora.save import WEIGHTS, write_adapter
-from longspan.model.lora.trained_modules import entries_of, trained_modules
+from longspan.model.local_tensors import HeldPart
+from longspan.model.lora.save import WEIGHTS, entries_of, trained_modules, write_adapter
 from longspan.model.parts import is_tied
 from longspan.model.presets import PRESETS
 from longspan.model.vision.join import own_names
-from longspan.model.weights.empty import empty_model, named_images_class
-from longspan.model.weights.fill import take_weights_to_come
-from longspan.model.weights.held import HeldPart
+from longspan.model.weights.fill import empty_model, named_images_class, take_weights_to_come
 from longspan.model.weights.write import Written, unit_of
 from longspan.train.mtp.depths import depth_weights, with_depths
 from longspan.train.training import adapted, loaded_model

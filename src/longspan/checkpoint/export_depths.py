@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from longspan.comm.all_ranks import LogLine
 from longspan.config.sections import RunConfig
 from longspan.errors import counted
-from longspan.model.add_depths import add_mtp
+from longspan.model.mtp.add_depths import add_mtp
 from longspan.model.mtp.depths import mtp_blocks
 from longspan.model.mtp.names import PREFIX, published_names
 

@@ -17,8 +17,8 @@ from longspan.evaluation.metrics import check_metrics
 from longspan.evaluation.options import EvaluationOptions
 from longspan.evaluation.row_sums import RowSums, Totals
 from longspan.model.multimodal.multimodal_model import MultimodalModel, language_model_of
-from longspan.model.placement.sharding import gathered_bytes, gathered_once
 from longspan.model.prepared import vocabulary_size
+from longspan.model.sharding import gathered_bytes, gathered_once
 from longspan.plan import MicroBatch, Plan
 from longspan.train.encoding import Encoding, items_of
 from longspan.train.memory.live_bytes import unused_bytes

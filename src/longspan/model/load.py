@@ -29,8 +29,7 @@ from longspan.model.hf_folder import (
 )
 from longspan.model.prepared import vocabulary_size
 from longspan.model.presets import PRESETS, preset_config
-from longspan.model.weights.empty import empty_model, images_class
-from longspan.model.weights.fill import fill_when_prepared
+from longspan.model.weights.fill import empty_model, fill_when_prepared, images_class
 from longspan.model.weights.folder import FolderWeights
 from longspan.model.weights.random import RandomWeights
 

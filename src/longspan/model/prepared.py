@@ -16,33 +16,29 @@ from longspan.errors import ModelError
 from longspan.model.adapters import Adapter, adapter_in, model_inside
 from longspan.model.execution import Execution
 from longspan.model.experts.moe import expert_modules, use_experts
-from longspan.model.lora.disabled import without_adapter
-from longspan.model.lora.peft_model import redirect
 from longspan.model.lora.refusals import check_adapter, check_equal_adapters
+from longspan.model.lora.without_adapter import redirect, without_adapter
 from longspan.model.mtp.refusals import refuse_mtp
 from longspan.model.mtp.trained_whole import copied_depths_taken
 from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
 from longspan.model.pipeline.settings import PipelineSettings
-from longspan.model.placement.placement import Placement
-from longspan.model.placement.recompute import Recomputation
-from longspan.model.placement.sharding import Sharding
+from longspan.model.placement import Placement
+from longspan.model.recompute import Recomputation
 from longspan.model.row_trial.class_trial import refuse_class, try_class
-from longspan.model.seams.attention_calls import IMPLEMENTATION, check_call
+from longspan.model.seams.attention_calls import IMPLEMENTATION, check_call, scale_queries_by_position
 from longspan.model.seams.call_rules import CallRules, is_prepared, position_table
 from longspan.model.seams.first_pass import FirstPass
-from longspan.model.seams.forwards.fused_norms import fuse_norms
-from longspan.model.seams.forwards.llama4 import scale_queries_by_position
-from longspan.model.seams.forwards.long_norms import split_long_norms
+from longspan.model.seams.forwards.norms import fuse_norms, split_long_norms
 from longspan.model.seams.forwards.rope_by_length import choose_frequencies_by_document
 from longspan.model.seams.forwards.row_loss import add_row_loss
-from longspan.model.seams.layer_arguments import keep_layer_arguments
-from longspan.model.seams.layer_numbers import number_layers
+from longspan.model.seams.layer_arguments import keep_layer_arguments, number_layers
 from longspan.model.seams.mixer_calls import check_kernels, shard_mixers
 from longspan.model.seams.mixers import mixers_of
 from longspan.model.seams.prefix import attend_causally, has_prefix
 from longspan.model.seams.probe import check_kernel, probe_model
 from longspan.model.seams.randomness import draws_in_evaluation, random_draws
 from longspan.model.seams.refusals import guard, refuse_unsupported
+from longspan.model.sharding import Sharding
 from longspan.model.weights.fill import take_weights_to_come
 
 

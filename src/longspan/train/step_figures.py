@@ -15,7 +15,7 @@ from longspan.errors import PlanError
 from longspan.model.adapters import adapter_of
 from longspan.model.execution import execution_of
 from longspan.model.multimodal.multimodal_model import MultimodalModel
-from longspan.model.vision.image_cost import trained_part
+from longspan.model.vision.join import trained_part
 from longspan.plan import Cost, Plan
 from longspan.plan.cost.model_cost import H200_SOURCE
 from longspan.plan.cost.model_flops import model_flops, peak_tflops

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from longspan import Layout, World, prepare
 from longspan.errors import ModelError
 from longspan.model.seams.call_rules import is_prepared
-from longspan.model.vision.image_cost import image_cost
+from longspan.model.vision.join import image_cost
 from longspan.model.vision.take_apart import apart, take_apart
 from longspan.testing import run_ranks
 from tests.model.seams.wrappers import tiny as wrapper

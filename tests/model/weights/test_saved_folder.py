@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from longspan import Layout, World, load_model, prepare, save_model
 from longspan.errors import ModelError
 from longspan.model.lora.new import NewAdapter, add_lora
-from longspan.model.weights.saved_folder import OF_MODEL, partial_folder, put_in_place
+from longspan.model.weights.write import OF_MODEL, partial_folder, put_in_place
 
 OTHERS = {"README.md": "mine", "chat_template.jinja": "mine", "model-notes.txt": "mine", "step-1/config.json": "{}"}
 OLD = {"config.json": "{}", "model.safetensors.index.json": "{}", "generation_config.json": "{}"}

@@ -16,7 +16,7 @@ from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.experts.router import RouterCoefficients
-from longspan.model.placement.sharding import gradients_summed_over_slots
+from longspan.model.sharding import gradients_summed_over_slots
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step

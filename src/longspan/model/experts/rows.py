@@ -5,13 +5,31 @@ each direction is one pass over memory, sums in float32; elsewhere torch's own o
 rows, so that gradients do not depend on the order in which a GPU's blocks run.
 """
 
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longspan.model.experts.triton_kernels import kernels_for
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # whose sums may be in float32
+
+
+def kernels_for(*tensors: Tensor | None) -> Any:
+    """The module of the kernels where they can take these tensors, rows of elements in order; else None."""
+    for x in tensors:
+        if x is not None and not (x.is_cuda and x.dtype in _DTYPES and x.stride(-1) == 1):
+            return None
+    return kernels()
+
+
+@cache
+def kernels() -> Any:
+    """The module of the kernels; None without Triton."""
+    return None if find_spec("triton") is None else import_module("longspan.model.experts.row_kernels")
+
 
 _MOST_COLUMNS, _LEAST_COLUMNS = 2048, 16
 

@@ -17,11 +17,10 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.adapters import adapter_parameters
+from longspan.model.local_tensors import HeldPart
 from longspan.model.lora.targets import LANGUAGE_MODEL, targets_of
 from longspan.model.mtp.trained_whole import take_copied_depths
-from longspan.model.weights.empty import is_empty
-from longspan.model.weights.fill import WeightSource
-from longspan.model.weights.held import HeldPart
+from longspan.model.weights.fill import WeightSource, is_empty
 
 
 @dataclass(frozen=True, kw_only=True)

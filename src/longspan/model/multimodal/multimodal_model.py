@@ -26,8 +26,7 @@ from longspan.model.multimodal.checks import (
     check_shared,
     check_spans,
 )
-from longspan.model.multimodal.encoder import Encoder, modalities_in_spans
-from longspan.model.multimodal.enter_rows import enter_rows
+from longspan.model.multimodal.encoder import Encoder, enter_rows, modalities_in_spans
 from longspan.model.multimodal.prepare_encoder import check_prepared
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules, is_prepared

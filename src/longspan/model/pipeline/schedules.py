@@ -32,7 +32,7 @@ from longspan.errors import ModelError
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.pipeline.split_backward import backward_to_input, backward_to_weights
 from longspan.model.pipeline.stages import Stage, StageInput
-from longspan.model.placement.sharding import unshard, widen_gradients
+from longspan.model.sharding import unshard, widen_gradients
 
 
 class ScheduledStage(PipelineStage):

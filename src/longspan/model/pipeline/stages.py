@@ -7,6 +7,7 @@ pipeline plan (`config.base_model_pp_plan`, module to names of inputs and output
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,17 +17,52 @@ from transformers import PreTrainedModel
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
 from longspan.model.layers import decoder_of, text_name
-from longspan.model.parts import Parts, shallow_copy, trace_parts
+from longspan.model.parts import PartCall, Parts, shallow_copy, trace_parts
 from longspan.model.pipeline.copies import (
     SharedParameter,
     give_own_copies,
     refuse_shared_in_part,
     shared_parameters,
 )
-from longspan.model.pipeline.embedding_argument import KEYWORD, Taken, embedding_argument, take_or_give_embedding
 from longspan.model.seams.meta_pass import run_on_meta
 from longspan.model.seams.probe import Probe
 from longspan.model.seams.set_forwards import set_on_instances
+
+KEYWORD = "longspan_embedding"  # what layers are called with: rows of the embedding, or where they are put
+
+
+class Taken:
+    """Where the first stage's layers put the embedding that they were given, (1, T, D)."""
+
+    rows: Tensor | None = None
+
+
+def embedding_argument(calls: Sequence[PartCall], layers: str) -> int | str | None:
+    """The argument, by position or name, in which layers get the embedding as it is; None where there is none.
+
+    Also where another part gets it, or layers get other earlier hidden states, or no keyword arguments of the model's.
+    """
+    more = [call for call in calls if call.reads_more]
+    of_layers = all(call.part.startswith(f"{layers}.") and "shard" in call.keywords for call in more)
+    arguments = {call.first_again for call in more}
+    return arguments.pop() if of_layers and len(arguments) == 1 else None
+
+
+def take_or_give_embedding(layer: nn.Module, argument: int | str) -> None:
+    """From here on, a layer that is called with `KEYWORD` puts this argument there, or gets it from there."""
+    layer.register_forward_pre_hook(partial(_take_or_give, argument), with_kwargs=True)
+
+
+def _take_or_give(argument: int | str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    kwargs = dict(kwargs)
+    embedding = kwargs.pop(KEYWORD)
+    arguments: Any = kwargs if isinstance(argument, str) else [*args]
+    if isinstance(embedding, Taken):
+        embedding.rows = arguments[argument]
+    else:
+        arguments[argument] = embedding
+    return (args, kwargs) if isinstance(argument, str) else (tuple(arguments), kwargs)
+
 
 MakeOutput = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from longspan.errors import ModelError
 from longspan.model.experts.moe import expert_modules, mix_all_rows
 from longspan.model.layers import decoder_layers
-from longspan.model.seams.forwards.llama4 import scale_queries_by_position
+from longspan.model.seams.attention_calls import scale_queries_by_position
 from longspan.model.seams.mixer_calls import ROWS_ALONE, redirect
 from longspan.model.seams.mixers import mixers_of
 from longspan.model.seams.rows_alone import attend_alone

@@ -8,6 +8,7 @@ every decoder layer, and the shard is one of them; the model's modules keep no c
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -17,11 +18,50 @@ from longspan.errors import ModelError
 from longspan.model.layers import reads_other_modalities
 from longspan.model.seams.call_rules import call_rules, refuse_positions
 from longspan.model.seams.first_pass import recorded_calls
-from longspan.model.seams.forwards.llama4 import chunk_of, scaled_by_position
 from longspan.model.seams.layer_arguments import kernel_of_layer, shard_of_layer
 from longspan.model.seams.probe import Probe, RecordedCall, unknown_tensors
 from longspan.model.seams.randomness import refuse_randomness
 from longspan.model.seams.rows_alone import RowsAlone, attend_alone
+
+_BY_POSITION = "scales_queries_by_position"
+
+
+def scale_queries_by_position(model: nn.Module) -> None:
+    """Leave the temperature of every attention module that has one to our attention function."""
+    for module in model.modules():
+        if has_temperature(module):
+            attention: Any = module
+            attention.attn_temperature_tuning = False
+            setattr(attention, _BY_POSITION, True)
+
+
+def has_temperature(module: nn.Module) -> bool:
+    """Whether this attention module scales queries by the number of a row among those that it is given."""
+    return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
+
+
+def is_llama4_temperature(module: nn.Module) -> bool:
+    """Whether it says by what numbers, as Llama 4's does."""
+    return all(isinstance(getattr(module, name, None), int | float) for name in ("floor_scale", "attn_scale"))
+
+
+def scaled_by_position(module: Any, query: Tensor, position_ids: Tensor) -> Tensor:
+    """Queries (1, N, T, H) of an attention module, scaled by positions (T,) where it does that."""
+    if not getattr(module, _BY_POSITION, False):
+        return query
+    steps = torch.floor((position_ids.float() + 1.0) / module.floor_scale)
+    scales = torch.log1p(steps) * module.attn_scale + 1.0
+    return (query * scales[:, None]).to(query.dtype)
+
+
+def chunk_of(module: nn.Module) -> int | None:
+    """How many positions see each other in this attention module's layer; None where all earlier ones are seen."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    types = getattr(config, "layer_types", None)
+    if not types or not isinstance(layer, int) or not 0 <= layer < len(types) or types[layer] != "chunked_attention":
+        return None
+    return getattr(config, "attention_chunk_size", None)
+
 
 IMPLEMENTATION = "longspan"
 _BOUNDS = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # of packed rows

@@ -18,7 +18,7 @@ from longspan.errors import ModelError
 from longspan.model.layers import base_of, decoder_layers, layer_list, reads_other_modalities, text_of
 from longspan.model.mtp.depths import copied_layer, depths_of
 from longspan.model.rope import rope_types
-from longspan.model.seams.forwards.llama4 import has_temperature, is_llama4_temperature
+from longspan.model.seams.attention_calls import has_temperature, is_llama4_temperature
 from longspan.model.seams.forwards.rope_by_length import is_by_length, kinds_by_length
 from longspan.model.seams.hint import doctor_hint
 from longspan.model.seams.mixers import ROWS_ALONE, is_mixer, mixers_of

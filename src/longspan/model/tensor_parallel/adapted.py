@@ -28,11 +28,11 @@ from longspan.model.tensor_parallel.family_plans import (
     ROWWISE,
     SPLIT_INPUT,
 )
-from longspan.model.tensor_parallel.fused_rows import columnwise_packed
 from longspan.model.tensor_parallel.plan import Placed, blocks_of
 from longspan.model.tensor_parallel.styles import (
     columnwise,
     columnwise_of_three,
+    columnwise_packed,
     gather_outputs,
     partial_gradients,
     slice_inputs,

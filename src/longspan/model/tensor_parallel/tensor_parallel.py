@@ -8,6 +8,7 @@ With sequence parallelism, norms and residuals hold rows / tp of the slot's rows
 summed in parts after them; positions, attention, the last hidden states and logits are of all the slot's rows.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -35,7 +36,6 @@ from longspan.model.tensor_parallel.family_plans import (
     SPLIT_INPUT,
 )
 from longspan.model.tensor_parallel.feature_trial import refuse_mixed_features
-from longspan.model.tensor_parallel.fused_rows import columnwise_packed
 from longspan.model.tensor_parallel.mixers import check_mixer, split_mixer
 from longspan.model.tensor_parallel.plan import (
     Placed,
@@ -52,12 +52,12 @@ from longspan.model.tensor_parallel.residual_rows import (
     regions,
     split_residuals,
 )
-from longspan.model.tensor_parallel.shared_parameters import places_of_shared, share_again
 from longspan.model.tensor_parallel.styles import (
     ROWS,
     Transform,
     columnwise,
     columnwise_gathered,
+    columnwise_packed,
     partial_gradients,
     rowwise,
     rowwise_of_whole_inputs,
@@ -66,6 +66,22 @@ from longspan.model.tensor_parallel.styles import (
     split_vocabulary,
     wrap_forward,
 )
+
+
+def places_of_shared(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Of each parameter that several modules have, these modules and its name there."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    return [of_one for of_one in places.values() if len(of_one) > 1]
+
+
+def share_again(places: Sequence[Sequence[tuple[nn.Module, str]]]) -> None:
+    """Give modules that had a parameter together the first one's, of which each has made the same slice."""
+    for (first, name), *others in places:
+        for module, other in others:
+            module.register_parameter(other, getattr(first, name))
 
 
 def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_parallel: bool) -> None:

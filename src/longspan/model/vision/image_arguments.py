@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
 from longspan.errors import DataError, ModelError, counted
-from longspan.model.vision.image_tokens import ImageInput
-from longspan.model.vision.rope_index import model_class
+from longspan.model.vision.image_tokens import ImageInput, model_class
 
 PIXELS, GRIDS, SIZES = "pixel_values", "image_grid_thw", "image_sizes"
 MASK = "pixel_attention_mask"  # of images of several sizes, or of patches, that one tensor holds

@@ -4,15 +4,18 @@ The model's own `get_image_features` is called, once for all images of a call; p
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
+from longspan.model.layers import base_name, base_of, other_towers, shallow_module, text_of
 from longspan.model.vision.image_arguments import encoding_order, image_arguments
-from longspan.model.vision.image_tokens import ImageInput
+from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
 
 
 class ImageEncoder(nn.Module):
@@ -80,3 +83,34 @@ def _joined(parts: Any, order: Sequence[int]) -> Tensor:
     if not isinstance(parts, Tensor):
         parts = torch.cat([*parts] if list(order) == sorted(order) else [parts[i] for i in np.argsort(order)])
     return parts.flatten(0, -2)
+
+
+@dataclass(frozen=True)
+class VisionParts:
+    """The two modules of a vision-language model, and what its ids and positions say of images.
+
+    `deep_layers` decoder layers get a part of every image row added to what they return (DeepStack).
+    """
+
+    encoder: ImageEncoder
+    language_model: PreTrainedModel
+    tokens: ImageTokens
+
+    @property
+    def deep_layers(self) -> int:
+        """How many parts a row has beside the one at the embedding."""
+        return self.encoder.deep_layers
+
+
+def split(model: PreTrainedModel) -> VisionParts:
+    """The parts of a vision-language model; afterwards the model itself is the language model, without towers."""
+    base, text, towers = base_of(model), text_of(model), other_towers(model)
+    name_of_base = base_name(model)  # which without its towers may have another
+    shell = shallow_module(base)
+    for name, child in list(base.named_children()):
+        if child in towers:
+            del base._modules[name]
+        elif any(module is text for module in child.modules()):
+            del shell._modules[name]
+    base._parameters.clear()  # they are of images too: what ends a line of patches, say
+    return VisionParts(ImageEncoder(shell, name_of_base), model, image_tokens(model.config))

@@ -17,8 +17,16 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from longspan.errors import DataError, ModelError, counted
-from longspan.model.vision.image_tokens import Grid, ImageInput, ImageTokens, image_tokens
-from longspan.model.vision.rope_index import VIDEO, model_class, placeholders_in_runs, rope_index
+from longspan.model.vision.image_tokens import (
+    VIDEO,
+    Grid,
+    ImageInput,
+    ImageTokens,
+    image_tokens,
+    model_class,
+    placeholders_in_runs,
+    rope_index,
+)
 
 _PIXELS, _GRIDS, _SECONDS = "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"
 

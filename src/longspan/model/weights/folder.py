@@ -28,7 +28,7 @@ from transformers.core_model_loading import (
 )
 
 from longspan.errors import ModelError
-from longspan.model.weights.held import HeldPart
+from longspan.model.local_tensors import HeldPart
 
 _Slices = Mapping[str, Any]  # by file tensor: what safetensors reads a part of when it is indexed
 

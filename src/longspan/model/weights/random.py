@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.layers import decoder_layers, other_towers
-from longspan.model.weights.empty import stored_buffers
-from longspan.model.weights.held import HeldPart
+from longspan.model.local_tensors import HeldPart
+from longspan.model.weights.fill import stored_buffers
 
 
 class RandomWeights:

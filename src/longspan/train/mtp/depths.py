@@ -9,7 +9,7 @@ from longspan.config.bounds import AUTO
 from longspan.config.sections import RunConfig
 from longspan.config.sections.mtp import RANDOM
 from longspan.errors import ModelError, counted
-from longspan.model.add_depths import add_mtp
+from longspan.model.mtp.add_depths import add_mtp
 from longspan.model.mtp.names import depths_in
 
 

@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from longspan.comm import World
 from longspan.errors import ConfigError
-from longspan.model.local_tensors import local_tensor
-from longspan.model.weights.held import block_here
+from longspan.model.local_tensors import block_here, local_tensor
 from longspan.train.optim.optimizer import OptimizerChoice
 
 STEPS, BOUND = 2, 1e-4  # of updates, relative to the largest

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from longspan.comm import World
-from longspan.model.local_tensors import local_tensor
-from longspan.model.weights.held import HeldPart
+from longspan.model.local_tensors import HeldPart, local_tensor
 from longspan.train.optim.optimizer import OptimizerChoice, groups_of
 
 

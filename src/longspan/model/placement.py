@@ -4,6 +4,7 @@ The same for a whole model and for the stages of a pipeline. What is asked is ch
 before the first of them is changed.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +15,43 @@ from longspan.comm import World
 from longspan.model.experts.expert_parallel import check_experts, shard_experts
 from longspan.model.layers import decoder_layers, other_towers
 from longspan.model.mtp.depths import depths_of
-from longspan.model.placement.recompute import Recomputation
-from longspan.model.placement.sharding import Sharding, shard_over_slots
-from longspan.model.placement.shared_blocks import shared_blocks
+from longspan.model.recompute import Recomputation
 from longspan.model.seams.refusals import refuse_shared_layers
+from longspan.model.sharding import Sharding, shard_over_slots
 from longspan.model.tensor_parallel.tensor_parallel import refuse_tensor_parallel, split_over_tp
-from longspan.model.weights.empty import is_empty
+from longspan.model.weights.fill import is_empty
+
+
+def shared_blocks(layers: Mapping[str, nn.Module]) -> list[list[nn.Module]]:
+    """Modules of different layers with the same parameters, all of them shared: one list for each set of parameters.
+
+    The outermost such modules that are called; one that two layers both hold, itself, is left out.
+    """
+    users: dict[int, set[str]] = {}
+    for name, layer in layers.items():
+        for parameter in layer.parameters():
+            users.setdefault(id(parameter), set()).add(name)
+    groups: dict[tuple[int, ...], dict[int, nn.Module]] = {}
+    for layer in layers.values():
+        for module in _shared_inside(layer, users):
+            groups.setdefault(_parameters(module), {})[id(module)] = module
+    return [list(group.values()) for key, group in groups.items() if len(group) == len(users[key[0]])]
+
+
+def _shared_inside(module: nn.Module, users: Mapping[int, set[str]]) -> list[nn.Module]:
+    modules: list[nn.Module] = []
+    for child in module.children():
+        layers = {frozenset(users[parameter]) for parameter in _parameters(child)}
+        runs = not isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        if runs and len(layers) == 1 and len(next(iter(layers))) > 1:
+            modules.append(child)
+        else:
+            modules += _shared_inside(child, users)
+    return modules
+
+
+def _parameters(module: nn.Module) -> tuple[int, ...]:
+    return tuple(id(parameter) for parameter in module.parameters())
 
 
 @dataclass(frozen=True)

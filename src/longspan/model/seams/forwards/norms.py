@@ -7,18 +7,50 @@ over memory, and more in backward. `torch.nn.functional.rms_norm` is one kernel 
 """
 
 import copy
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import partial
 from itertools import product
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
+from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.seams.forwards.long_norms import in_pieces
+from longspan.model.layers import decoder_layers
+from longspan.model.mtp.depths import depths_of
+from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.forwards.norm_formula import NormFormula
 from longspan.model.seams.set_forwards import is_set_on_instance
+
+MOST = 2**31 - 1  # elements of a call
+
+
+def in_pieces(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """norm(x) of rows x (…, n), by calls of at most MOST elements each.
+
+    >>> y = in_pieces(lambda rows: rms_norm(rows, (4096,), weight, 1e-6), x)
+    """
+    if x.numel() <= MOST:
+        return norm(x)
+    longest = max(range(x.ndim - 1), key=lambda dim: x.shape[dim])
+    at_once = max(1, MOST * x.shape[longest] // x.numel())
+    return torch.cat([norm(rows) for rows in x.split(at_once, longest)], longest)
+
+
+def split_long_norms(model: nn.Module) -> None:
+    """Let the layer norms and RMS norms of a model take any number of rows; those that run by a kernel stay theirs."""
+    for norm in model.modules():
+        if type(norm).__name__.endswith(("LayerNorm", "RMSNorm")) and "forward" not in vars(norm):
+            norm.forward = partial(_forward, norm.forward)
+
+
+def _forward(norm: Callable[..., Tensor], x: Tensor, *others: object, **named: object) -> Tensor:
+    """A norm of rows alone in pieces; what takes more than rows is left to its class."""
+    if others or named:
+        return norm(x, *others, **named)
+    return in_pieces(norm, x)
+
 
 _EPS = ("variance_epsilon", "eps")
 _CLOSE = 1e-5  # relative, in float32
@@ -123,3 +155,15 @@ def _computes(norm: nn.Module, formula: NormFormula) -> bool:
     except Exception:  # it takes other arguments, another shape of them, or a device that it is not on
         return False
     return normed.shape == wanted.shape and bool((normed - wanted).norm() <= _CLOSE * wanted.norm())
+
+
+def compile_layers(model: PreTrainedModel | PipelineModel) -> None:
+    """Compile the norms and MLPs inside a prepared model's decoder layers, in place, for any number of rows.
+
+    Norms that run by a kernel of our own are left as they are.
+    """
+    stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
+    for layer in (layer for stage in stages for layer in (*decoder_layers(stage).values(), *depths_of(stage))):
+        for inner in layer.modules():
+            if type(inner).__name__.endswith(("RMSNorm", "MLP")) and not runs_in_one_pass(inner):
+                inner.compile(dynamic=True)

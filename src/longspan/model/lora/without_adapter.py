@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -48,3 +49,31 @@ def refuse_adapter_left_out(model: nn.Module) -> None:
             "the model's adapter is left out (without_adapter), and nothing else of it is trained; use backward=False "
             "there, or train outside of it"
         )
+
+
+_CHANGES = {
+    "merge_and_unload": "longspan export RUN FOLDER --merge writes a merged model, or merge what save_model saved",
+    "unload": "load the base model again",
+    "merge_adapter": "merge what longspan.save_model(model, folder, world) saved, in one process",
+    "add_adapter": "add adapters before prepare",
+    "load_adapter": "load adapters before prepare",
+    "delete_adapter": "delete adapters before prepare",
+    "set_adapter": "choose the adapter before prepare",
+    "save_pretrained": "call longspan.save_model(model, folder, world) on all ranks, which stock peft loads",
+    "push_to_hub": "call longspan.save_model(model, folder, world) on all ranks, and push that folder",
+    "forward": "call the model that prepare returned, with a shard, or longspan.run_step",
+}
+
+
+def redirect(peft_model: Any, prepared: nn.Module) -> None:
+    """Have the PeftModel around a prepared model leave the adapter out there, and refuse what changes its parts."""
+    if peft_model is prepared or not hasattr(peft_model, "get_base_model"):
+        return
+    peft_model.disable_adapter = partial(without_adapter, prepared)
+    for name, instead in _CHANGES.items():
+        if hasattr(peft_model, name) or hasattr(peft_model.base_model, name):
+            setattr(peft_model, name, partial(_refuse, name, instead))
+
+
+def _refuse(name: str, instead: str, *args: object, **kwargs: object) -> NoReturn:
+    raise ModelError(f"PeftModel.{name}: the model inside it was prepared, and lies on several ranks; {instead}")
