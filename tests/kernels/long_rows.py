@@ -119,7 +119,7 @@ def _by_formula(formula: NormFormula, device: str, elements: int) -> Errors:
 
     def compute(x: Tensor, weight: Tensor) -> Tensor:
         gate = (x.detach(),) if formula.gate else ()
-        made = formula.in_one_pass(x, weight, 1e-6, *gate)
+        made = formula.run_kernel(x, weight, 1e-6, *gate)
         return formula(x, weight, 1e-6, *gate) if made is None else made
 
     return row_errors(compute, rows_of(elements, WIDTH, device), [weight])

@@ -63,7 +63,7 @@ def _guards(rank: int) -> dict[str, str]:
             prepare(model, world)
         with pytest.raises(ModelError, match=r"Qwen3ForCausalLM.generate would need caches.*save_model"):
             model.generate(arguments["input_ids"])
-        with pytest.raises(ModelError, match=r"Qwen3Attention got no shard, .*model\(..., shard=shard\)"):
+        with pytest.raises(ModelError, match=r"Qwen3Attention got no shard; .*model\(..., shard=shard\)"):
             model.model(input_ids=arguments["input_ids"], position_ids=arguments["position_ids"])
         with pytest.raises(ModelError, match=r"Qwen3Attention got a mask of shape \(1, 1, 13, 13\)"):
             model.model(**arguments, attention_mask=torch.zeros(1, 1, 13, 13, device=world.device))

@@ -18,7 +18,7 @@ from longspan.doctor.prove import Ranks, prove, run_proof
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare, save_model
-from longspan.model.seams.mixers import mixers_of
+from longspan.model.seams.mixers import find_mixers
 from longspan.model.small.shrink import tiny_model
 from longspan.model.tensor_parallel.mixer_parts import Even, Fused, OfGroups
 from longspan.plan import plan_fixed
@@ -115,7 +115,7 @@ def _look(rank: int) -> list[tuple[float, dict[str, tuple[int, ...]]]]:
         for family in ("bamba", "lfm2"):
             model = prepare(tiny_model(_config(family, {}), torch.float64), world, shard_parameters=False)
             stock = tiny_model(_config(family, {}), torch.float64)
-            mixer = next(iter(mixers_of(model).values()))
+            mixer = next(iter(find_mixers(model).values()))
             lie = {n: tuple(p.to_local().shape) for n, p in mixer.named_parameters() if isinstance(p, DTensor)}
             assert all(p.placements[0] in (Shard(0), Shard(1)) for p in mixer.parameters() if isinstance(p, DTensor))
             assert list(model.state_dict()) == list(stock.state_dict())
@@ -124,7 +124,7 @@ def _look(rank: int) -> list[tuple[float, dict[str, tuple[int, ...]]]]:
 
 
 def test_parameters_lie_as_in_checkpoints() -> None:
-    stock = next(iter(mixers_of(tiny_model(_config("bamba", {}), torch.float64)).values()))
+    stock = next(iter(find_mixers(tiny_model(_config("bamba", {}), torch.float64)).values()))
     whole = {name: tuple(p.shape) for name, p in stock.named_parameters()}
     rows = {name: (shape[0] // 2, *shape[1:]) for name, shape in whole.items()}
     columns = {"out_proj.weight": (whole["out_proj.weight"][0], whole["out_proj.weight"][1] // 2)}
@@ -195,7 +195,7 @@ def _refusals(rank: int) -> list[str]:
     with World(Layout(ranks=2, tp=2), backend=backend()) as world:
         for family, changes, change, _ in REFUSED:
             model = tiny_model(_config(family, changes), torch.float32)
-            change(next(iter(mixers_of(model).values())))
+            change(next(iter(find_mixers(model).values())))
             with pytest.raises(ModelError) as caught:
                 prepare(model, world)
             assert not any(isinstance(p, DTensor) for p in model.parameters())
@@ -214,8 +214,8 @@ def test_what_is_not_known_is_refused_before_anything_is_split() -> None:
 ROOM = "model.tensor_parallel"
 SUM = 'part = _summed_slice(wide(gradient), world_key, 0, "sum of parameters\' gradients over tp")'
 MUTANTS = {
-    "a norm's sum over ranks": (f"{ROOM}.mixer_norms", "tp_copy(tp_sum(sums, key), key)", "sums"),
-    "the gradient of that sum": (f"{ROOM}.mixer_norms", "tp_copy(tp_sum(sums, key), key)", "tp_sum(sums, key)"),
+    "a norm's sum over ranks": (f"{ROOM}.mixers", "tp_copy(tp_sum(sums, key), key)", "sums"),
+    "the gradient of that sum": (f"{ROOM}.mixers", "tp_copy(tp_sum(sums, key), key)", "tp_sum(sums, key)"),
     "the order of a fused projection": (
         f"{ROOM}.mixer_parts",
         "Fused((inner, inner, states, states, heads))",
@@ -233,8 +233,12 @@ MUTANTS = {
     ),
 }
 OF_SHARED = {
-    "that layers share a parameter": (f"{ROOM}.shared_parameters", "if len(of_one) > 1", "if len(of_one) > 9"),
-    "that a block is inside another": (f"{ROOM}.plan", "any(around in blocks for around in _around(name))", "False"),
+    "that layers share a parameter": (f"{ROOM}.tensor_parallel", "if len(of_one) > 1", "if len(of_one) > 9"),
+    "that a block is inside another": (
+        f"{ROOM}.plan",
+        "any(around in blocks for around in _enclosing_names(name))",
+        "False",
+    ),
 }
 
 

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from longspan.corpus.long_texts import PIECE, has_pieces, ids_in_pieces
 from longspan.corpus.tokenizer_files import copy_tokenizer_files, vocabulary_files
 from longspan.errors import DataError
-from longspan.model.hf_folder import FAST_TOKENIZER, OF_FOLDER, why_refused
+from longspan.model.hf_folder import FAST_TOKENIZER, FOLDER_OPTIONS, why_refused
 
 END_OF_TEXT = "<|endoftext|>"
 _OWN_CODE = (
@@ -200,7 +200,7 @@ def _as_transformers_reads(folder: Path) -> TextTokenizer:
     from transformers import AutoTokenizer
 
     try:
-        stock = AutoTokenizer.from_pretrained(folder, **OF_FOLDER)
+        stock = AutoTokenizer.from_pretrained(folder, **FOLDER_OPTIONS)
         engine, end = stock.backend_tokenizer, stock.eos_token_id
     except Exception as error:  # json, tokenizers, huggingface_hub and transformers each raise their own
         raise DataError(

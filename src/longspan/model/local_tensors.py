@@ -1,4 +1,7 @@
-"""This rank's part of tensors that may be DTensors, and gradients that backward passes add to those of earlier ones."""
+"""This rank's part of tensors that may be DTensors: its values, its place in the whole, and sums of its gradients.
+
+Which part of a parameter a rank holds is worked out in integers, without communication.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,14 +14,14 @@ from torch.distributed.tensor import DTensor, Placement
 
 
 @dataclass(frozen=True)
-class HeldPart:
+class LocalPart:
     """A block of a parameter (a slice with start and stop for each dim), and the parameter's dtype."""
 
     block: tuple[slice, ...]
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, parameter: Tensor) -> "HeldPart":
+    def of(cls, parameter: Tensor) -> "LocalPart":
         """This rank's part.
 
         Tensor and expert parallelism cut a parameter first and FSDP2 cuts what they leave, both as `torch.chunk` does:
@@ -26,13 +29,13 @@ class HeldPart:
         """
         if not isinstance(parameter, DTensor):
             return cls(tuple(slice(0, size) for size in parameter.shape), parameter.dtype)
-        block = block_here(parameter.shape, parameter.device_mesh, parameter.placements)
+        block = local_block(parameter.shape, parameter.device_mesh, parameter.placements)
         sizes, here = tuple(part.stop - part.start for part in block), tuple(parameter._local_tensor.shape)
         assert sizes == here, f"{block} of {parameter.placements} is not {here}"
         return cls(block, parameter.dtype)
 
 
-def block_here(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[slice, ...]:
+def local_block(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[slice, ...]:
     """This rank's block of a tensor of this shape, a slice with start and stop for each dim."""
     block = [slice(0, size) for size in shape]
     for axis in reversed(range(mesh.ndim)):

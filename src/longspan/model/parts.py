@@ -67,9 +67,9 @@ def parts_of(model: PreTrainedModel) -> Parts:
             "which pipeline stages have no place for; use longspan.prepare(model, world, encoder=Layout(...)), which "
             "gives them a home of their own, or pp 1"
         )
-    if beside := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in order]:
+    if others := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in order]:
         raise ModelError(
-            f"{name} has parameters that its pipeline plan does not place ({', '.join(beside[:4])}); use pp 1"
+            f"{name} has parameters that its pipeline plan does not place ({', '.join(others[:4])}); use pp 1"
         )
     return parts
 
@@ -87,7 +87,7 @@ def with_outputs(model: PreTrainedModel, parts: Parts) -> Parts:
 class PartCall(NamedTuple):
     """One call of a part in a forward pass.
 
-    `reads_more` says whether it was given earlier hidden states beside those that the call before it returned;
+    `reads_more`: whether it got earlier hidden states in addition to those that the call before it returned;
     `first_again` is the argument, by position or name, that was the first ones as they are, where no other was earlier
     ones. `keywords` are the names of its keyword arguments.
     """
@@ -134,7 +134,7 @@ def _trace(model: PreTrainedModel, parts: Parts, **more: Any) -> tuple[list[Part
 
 
 def _first_again(args: Sequence[Any], kwargs: Mapping[str, Any], returned: Sequence[Tensor]) -> int | str | None:
-    """The one argument beside the first that is the first of these hidden states, where no other is earlier ones."""
+    """The one argument after the first that is the first of these hidden states, if no other is earlier ones."""
     arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
     earlier = [key for key, value in arguments.items() if _depend(value, returned[:-1])]
     if len(earlier) != 1 or earlier[0] == 0:
@@ -198,7 +198,7 @@ def shallow_copy(model: PreTrainedModel, parts: Parts, layers: range, *, first: 
         elif name in here:
             base._modules[name] = module if here[name] else Absent()
         else:
-            base._modules[name] = copy.deepcopy(module)  # rotary embeddings: buffers alone
+            base._modules[name] = copy.deepcopy(module)  # rotary embeddings: only buffers
     entry = next((part for part in parts.before if part not in embeddings), f"{parts.layers}.0")
     if not first and isinstance(base.get_submodule(entry), Absent):
         _let_enter(base, entry, parts.outputs)

@@ -1,7 +1,7 @@
 """How a model's layers are brought under a home: split over tp, recomputed, sharded over slots, on this rank's device.
 
-The same for a whole model and for the stages of a pipeline. What is asked is checked on the whole model, on every rank,
-before the first of them is changed.
+The same for a whole model and for the stages of a pipeline. Options are checked on the whole model, on every rank,
+before the first layer is changed. Blocks that layers share (Zamba 2) are gathered by FSDP2 together.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,12 @@
 """Which activations of decoder layers are kept for backward, which are recomputed, and which wait on the host.
 
+On a GPU those that wait are copied to pinned memory and back on a CUDA stream of their own. A backward pass goes
+through the layers in reverse, so fetching one tensor also fetches those that were offloaded shortly before it. On a CPU
+they are copied, so that the same code runs.
+
 "full" keeps a layer's input and recomputes the layer, its communication included. "selective" keeps attention's output
 and log-sum-exp as well, so that attention and its communication run once. Built on `torch.utils.checkpoint`, for each
-layer, without re-entrance; whatever a layer was called with, its shard among it, is bound into the recomputation.
+layer, without re-entrance; whatever a layer was called with, its shard included, is bound into the recomputation.
 """
 
 import weakref
@@ -85,11 +89,11 @@ class OffloadedTensor:
             return self._host.clone()
         self._taken = True
         self.fetch()
-        before = self._offloaded_before()
+        before = self._previous()
         for _ in range(AHEAD):
             if before is not None and not before._taken:
                 before.fetch()
-            before = None if before is None else before._offloaded_before()
+            before = None if before is None else before._previous()
         assert self._here is not None
         (x, arrived), self._here = self._here, None
         current = torch.cuda.current_stream(self._device)
@@ -97,7 +101,7 @@ class OffloadedTensor:
         x.record_stream(current)
         return x
 
-    def _offloaded_before(self) -> "OffloadedTensor | None":
+    def _previous(self) -> "OffloadedTensor | None":
         return None if self._before is None else self._before()
 
     def fetch(self) -> None:
@@ -112,8 +116,8 @@ class OffloadedTensor:
         self._here = (x, arrived)
 
 
-def saved_on_host(offload: HostOffload) -> torch.autograd.graph.saved_tensors_hooks:
-    """A context in which the tensors that autograd saves wait in the host's memory."""
+def save_on_host(offload: HostOffload) -> torch.autograd.graph.saved_tensors_hooks:
+    """Inside, the tensors that autograd saves wait in the host's memory."""
     return torch.autograd.graph.saved_tensors_hooks(offload, lambda offloaded: offloaded())
 
 
@@ -178,16 +182,18 @@ class Recomputation:
         for index, layer in enumerate(layers[: self.layers or None]):
             module: Any = layer  # the attributes that transformers' gradient_checkpointing_enable sets, in 5.17 to 5.23
             module._gradient_checkpointing_func = partial(
-                checkpointed, selective=self.kind == "selective", offload=offload, first=index == 0
+                run_checkpointed, selective=self.kind == "selective", offload=offload, first=index == 0
             )
             module.gradient_checkpointing = True
 
 
-def checkpointed(run: Callable[..., Any], *args: Any, selective: bool, offload: HostOffload | None, first: bool) -> Any:
-    """One call of a layer under a checkpoint of its own."""
+def run_checkpointed(
+    run: Callable[..., Any], *args: Any, selective: bool, offload: HostOffload | None, first: bool
+) -> Any:
+    """Call a layer under a checkpoint of its own."""
     if offload is not None and first:
         offload.begin()
     contexts = Recording(offload).contexts if selective else noop_context_fn
     # Inside, the checkpoint's own hooks are innermost: those of the offload see the layer's inputs and nothing else.
-    with saved_on_host(offload) if offload is not None else nullcontext():
+    with save_on_host(offload) if offload is not None else nullcontext():
         return checkpoint(within_layer(run), *args, use_reentrant=False, context_fn=contexts)

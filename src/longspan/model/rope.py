@@ -1,4 +1,4 @@
-"""How long a document a rotary model knows, and the scaling of its rotary frequencies that makes it know longer ones.
+"""How long documents a rotary model was trained on, and the scaling of its rotary frequencies for longer ones.
 
 Tables of learnt positions are `seams/call_rules.py`'s business. Rope types that choose frequencies by a document's
 length ("dynamic", "longrope") are in `seams/forwards/rope_by_length.py`.

@@ -84,7 +84,7 @@ def shard_over_slots(
         fully_shard(block, mesh=world.meshes.fsdp, reshard_after_forward=frees, mp_policy=of_blocks)
     fully_shard(root, mesh=world.meshes.fsdp, mp_policy=policy)
     for module in fsdp_modules(root):
-        # gloo has no premultiplied sum, which is what a divide factor alone would ask for
+        # gloo has no premultiplied sum, which a divide factor would need
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
         _RESHARDS[module] = frees and module is not root  # as FSDP2 itself treats a root
@@ -119,13 +119,13 @@ def parameters_gathered(model: nn.Module) -> Iterator[None]:
 def nothing_left_after_an_error(model: nn.Module) -> Iterator[None]:
     """After an error inside, FSDP2 forgets gradients that backward passes left unsummed, and frees what it gathered.
 
-    It would add them to those of the next backward pass: zero_grad() does not know of them.
+    It would add them to those of the next backward pass: zero_grad() does not clear them.
     """
     try:
         yield
     except BaseException:
         modules = fsdp_modules(model)
-        for group in _reduced_together(modules):
+        for group in _reduction_groups(modules):
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
                 if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
@@ -135,10 +135,10 @@ def nothing_left_after_an_error(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def gathered_once(model: nn.Module) -> Iterator[None]:
+def gather_once(model: nn.Module) -> Iterator[None]:
     """Forward passes inside, without backward passes, gather parameters once; all ranks enter it together.
 
-    A layer is gathered when it is first called, beside the layer before, and freed at the end, also after an error.
+    A layer is gathered when it is first called, next to the layer before, and freed at the end, also after an error.
     """
     modules = fsdp_modules(model)
     for module in modules:
@@ -152,13 +152,13 @@ def gathered_once(model: nn.Module) -> Iterator[None]:
 
 
 def gathered_bytes(model: nn.Module) -> int:
-    """Bytes on this rank of all parameters that `gathered_once` holds, in the dtype that FSDP2 computes in.
+    """Bytes on this rank of all parameters that `gather_once` holds, in the dtype that FSDP2 computes in.
 
     0 where there are none, and of a model that is not sharded here: what it does after a pass is not known.
     """
     if model not in _GATHERED_BYTES:
         modules = fsdp_modules(model)
-        groups = _reduced_together(modules) if all(module in _RESHARDS for module in modules) else ()
+        groups = _reduction_groups(modules) if all(module in _RESHARDS for module in modules) else ()
         _GATHERED_BYTES[model] = sum(
             data.numel() * group.mesh_info.shard_mesh_size * (group.mp_policy.param_dtype or data.dtype).itemsize
             for group in groups
@@ -189,16 +189,16 @@ def replicas_summed_at_last(model: nn.Module) -> Iterator[Callable[[], None]]:
     sum_over_replicas(False)
     try:
         yield sum_over_replicas
-        assert all(group._partial_reduce_output is None for group in _reduced_together(modules)), (
+        assert all(group._partial_reduce_output is None for group in _reduction_groups(modules)), (
             "sum_over_replicas was not called before the last backward pass"
         )
     finally:
         sum_over_replicas()
-        for group in _reduced_together(modules):
+        for group in _reduction_groups(modules):
             group._partial_reduce_output = None
 
 
-def _reduced_together(modules: Sequence[FSDPModule]) -> Iterator[Any]:
+def _reduction_groups(modules: Sequence[FSDPModule]) -> Iterator[Any]:
     """FSDP2's groups of parameters whose gradients are one message: in torch 2.11 one at most for each module."""
     for state in dict.fromkeys(module._get_fsdp_state() for module in modules):  # modules may have one together
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
@@ -210,7 +210,7 @@ def widen_gradients(model: nn.Module) -> None:
 
     For passes that FSDP2 does not see, whose gradients would add up in the compute dtype.
     """
-    for group in _reduced_together(fsdp_modules(model)):
+    for group in _reduction_groups(fsdp_modules(model)):
         for parameter in group.fsdp_params:
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
@@ -228,7 +228,7 @@ def unshard(model: nn.Module) -> None:
 def reshard(model: nn.Module) -> None:
     """Free parameters that FSDP2 kept gathered after a forward pass without a backward pass.
 
-    Also where an error broke that pass off, of which FSDP2 would remember that it is under way: it would free nothing,
+    Also after an error broke that pass off, which FSDP2 would otherwise take for unfinished: it would free nothing,
     and a later pass would take the gathered parameters for current ones.
     """
     _free(fsdp_modules(model))
@@ -238,7 +238,7 @@ def _free(modules: Sequence[FSDPModule]) -> None:
     for module in modules:
         state: Any = module._get_fsdp_state()
         state._training_state, state._state_ctx.iter_forward_root = TrainingState.IDLE, None
-        for group in _reduced_together([module]):
+        for group in _reduction_groups([module]):
             group._training_state = TrainingState.IDLE
             group.wait_for_unshard()  # does something where the error came between a gather and its end
         module.reshard()

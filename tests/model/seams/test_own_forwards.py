@@ -220,7 +220,7 @@ def test_a_model_that_could_not_be_prepared_can_be_prepared_again(monkeypatch: p
         fuse_norms(model)
         with _one_rank() as world:
             with monkeypatch.context() as patched, pytest.raises(ModelError, match="no weights"):
-                patched.setattr("longspan.model.prepared.take_weights_to_come", fail)
+                patched.setattr("longspan.model.prepared.pop_deferred_weights", fail)
                 prepare(model, world)
             prepare(model, world)
 

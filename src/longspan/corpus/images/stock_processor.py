@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.errors import DataError
-from longspan.model.hf_folder import OF_FOLDER
+from longspan.model.hf_folder import FOLDER_OPTIONS
 
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
@@ -28,13 +28,13 @@ def load_stock(folder: Path) -> Any:
 
     def parts(cls: Any, path: Any, *_: Any, **__: Any) -> list[Any]:
         made = {
-            "tokenizer": lambda: AutoTokenizer.from_pretrained(path, **OF_FOLDER),
-            "image_processor": lambda: AutoImageProcessor.from_pretrained(path, backend="pil", **OF_FOLDER),
+            "tokenizer": lambda: AutoTokenizer.from_pretrained(path, **FOLDER_OPTIONS),
+            "image_processor": lambda: AutoImageProcessor.from_pretrained(path, backend="pil", **FOLDER_OPTIONS),
         }
         return [made[name]() if name in made else None for name in cls.get_attributes()]
 
     unchecked = {"_get_arguments_from_pretrained": classmethod(parts), "check_argument_for_proper_class": _no_check}
-    made = type(stock.__name__, (stock,), unchecked).from_pretrained(folder, **OF_FOLDER)
+    made = type(stock.__name__, (stock,), unchecked).from_pretrained(folder, **FOLDER_OPTIONS)
     for needed in ("image_processor", "image_token"):
         if getattr(made, needed, None) is None:
             raise DataError(f"{stock.__name__}, the processor in {folder}, has no {needed}; images need one that has")

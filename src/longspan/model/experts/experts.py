@@ -1,8 +1,9 @@
 """What experts compute from rows that lie expert after expert: two linear layers around the model's own gate.
 
 On GPUs in bfloat16 one grouped matrix product does all experts of a layer; everything else (CPUs, other dtypes, sizes
-that the kernel cannot align) takes one matrix product for each expert. Both give every expert a gradient, zeros where
-it got no row. Which rows go to which expert is in `moe.py`.
+that the kernel cannot align) takes one matrix product for each expert. Both give every expert a gradient, zeros if it
+got no row. The gate SiLU(first half) · second half runs as one Triton kernel where a model has transformers' default
+of it; any other gate is the model's own code, as everything is on CPUs. Which rows go to which expert is in `moe.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,8 +37,8 @@ def one_pass(x: Tensor) -> Tensor:
 
 def _is_plain(experts: Any) -> bool:
     by_default = getattr(moe, "_default_apply_gate", None)
-    own = getattr(type(experts), "_apply_gate", None)
-    return own is not None and own is by_default and _is_silu(experts.act_fn)
+    gate = getattr(type(experts), "_apply_gate", None)
+    return gate is not None and gate is by_default and _is_silu(experts.act_fn)
 
 
 @cache
@@ -81,13 +82,13 @@ _ALIGNED_ELEMENTS = 8  # rows of bfloat16 operands begin at multiples of 16 byte
 
 @dataclass(frozen=True)
 class Loads:
-    """How many rows each local expert got: on the device, and on the host where the host knows."""
+    """How many rows each local expert got: on the device, and on the host if it has been read."""
 
     device: Tensor  # (e,) int64
     host: Sequence[int] | None = None
 
     def sizes(self) -> Sequence[int]:
-        """The counts on the host; waits for the device where the host does not know them yet."""
+        """The counts on the host; waits for the device if they have not been read yet."""
         return self.device.tolist() if self.host is None else self.host
 
 
@@ -98,9 +99,9 @@ def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
     up, down = _weights(module, first), _weights(module, "down_proj")
     if expert_kernel(x, up[0], down[0]) == "loop":
         loads = Loads(loads.device, loads.sizes())
-        linear = _looped
+        linear = _run_one_by_one
     else:
-        linear = _grouped
+        linear = _run_grouped
     inner = linear(x, *up, loads, module.is_transposed)  # (S, 2 I), or (S, I) without a gate
     inner = gated(module, inner) if module.has_gate else module.act_fn(inner)
     return linear(inner, *down, loads, module.is_transposed)
@@ -119,7 +120,8 @@ def _weights(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
     return local_tensor(getattr(module, name)), bias
 
 
-def _looped(x: Tensor, weight: Tensor, bias: Tensor | None, loads: Loads, transposed: bool) -> Tensor:
+def _run_one_by_one(x: Tensor, weight: Tensor, bias: Tensor | None, loads: Loads, transposed: bool) -> Tensor:
+    """One matrix product for each expert."""
     biases = [None] * weight.shape[0] if bias is None else bias.unbind()
     pieces: list[Tensor] = []
     for rows, matrix, offset in zip(x.split(list(loads.sizes())), weight.unbind(), biases, strict=True):
@@ -128,7 +130,8 @@ def _looped(x: Tensor, weight: Tensor, bias: Tensor | None, loads: Loads, transp
     return torch.cat(pieces)
 
 
-def _grouped(x: Tensor, weight: Tensor, bias: Tensor | None, loads: Loads, transposed: bool) -> Tensor:
+def _run_grouped(x: Tensor, weight: Tensor, bias: Tensor | None, loads: Loads, transposed: bool) -> Tensor:
+    """One grouped matrix product for all experts."""
     assert _grouped_mm is not None
     ends = loads.device.cumsum(0).to(torch.int32)
     y = _grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=ends)

@@ -33,7 +33,7 @@ def sums(
 
 
 @triton.jit(do_not_specialize_on_alignment=("order", "weights", "of_weights"))
-def of_visits(
+def visit_gradients(
     of_done,
     of_weights,
     dout,

@@ -1,6 +1,6 @@
 """Rows on their way to experts and back: copies for every visit, and weighted sums of what comes back.
 
-A row visits `top_k` experts. `Visits` says in which order these visits lie, expert after expert. On GPUs with Triton
+A row visits `top_k` experts. `Visits` has the order of these visits, expert after expert. On GPUs with Triton
 each direction is one pass over memory, sums in float32; elsewhere torch's own operations. Neither adds into shared
 rows, so that gradients do not depend on the order in which a GPU's blocks run.
 """
@@ -46,12 +46,12 @@ class Visits(NamedTuple):
 
     @classmethod
     def of(cls, order: Tensor, top_k: int) -> "Visits":
-        """Of an order of all visits, a permutation."""
+        """From an order of all visits, a permutation."""
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
         return cls(order, place, top_k)
 
-    def reversed(self) -> "Visits":
+    def inverse(self) -> "Visits":
         """The way back of rows with one visit each."""
         return Visits(self.place, self.order, self.top_k)
 
@@ -97,7 +97,7 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         done, weights = ctx.saved_tensors
-        return *_of_visits(gradients[0], done, weights, ctx.visits), None, None, None
+        return *_visit_gradients(gradients[0], done, weights, ctx.visits), None, None, None
 
 
 def _sums(done: Tensor, weights: Tensor | None, visits: Visits) -> Tensor:
@@ -116,7 +116,7 @@ def _sums(done: Tensor, weights: Tensor | None, visits: Visits) -> Tensor:
     return out
 
 
-def _of_visits(dout: Tensor, done: Tensor, weights: Tensor, visits: Visits) -> tuple[Tensor, Tensor]:
+def _visit_gradients(dout: Tensor, done: Tensor, weights: Tensor, visits: Visits) -> tuple[Tensor, Tensor]:
     """Gradients of what visits made, and of their weights."""
     if (kernels := kernels_for(done, weights, dout)) is None:
         going = dout.index_select(0, visits.rows)
@@ -127,7 +127,7 @@ def _of_visits(dout: Tensor, done: Tensor, weights: Tensor, visits: Visits) -> t
     of_done, of_weights = done.new_empty(done.shape), torch.zeros_like(weights)
     if done.numel():
         arguments = (of_done, of_weights, dout, done, weights, visits.order, width, done.stride(0))
-        kernels.of_visits[(len(done),)](*arguments, TOP_K=visits.top_k, COLUMNS=_columns(width))
+        kernels.visit_gradients[(len(done),)](*arguments, TOP_K=visits.top_k, COLUMNS=_columns(width))
     return of_done, of_weights
 
 

@@ -1,4 +1,8 @@
-"""A model without its adapter for a while: reference log-probabilities, and evaluation of the base model."""
+"""A model without its adapter for a while: reference log-probabilities, and evaluation of the base model.
+
+`redirect` has the PeftModel around a prepared model leave the adapter out in the same way, and refuse what would change
+its parts.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +12,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from longspan.errors import ModelError
-from longspan.model.adapters import adapter_of, peft_modules
+from longspan.model.lora.adapters import adapter_of, peft_modules
 
 
 @contextmanager
@@ -40,7 +44,7 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_adapter_left_out(model: nn.Module) -> None:
-    """Raise ModelError where a model would be trained without the adapter that alone is to be trained."""
+    """Raise ModelError if a model is to be trained while its adapter, the only part that is trained, is left out."""
     if adapter_of(model) is None:
         return
     modules: list[Any] = [*peft_modules(model).values()]

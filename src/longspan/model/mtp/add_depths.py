@@ -14,32 +14,32 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.adapters import adapter_in
 from longspan.model.hf_folder import weight_files
 from longspan.model.layers import base_of, decoder_layers, norm_after_layers
-from longspan.model.local_tensors import HeldPart
+from longspan.model.local_tensors import LocalPart
+from longspan.model.lora.adapters import adapter_in
 from longspan.model.mtp.depths import MtpBlocks, MtpDepth, MtpDepths, depths_of, mtp_blocks
 from longspan.model.mtp.layer_inputs import CopiedLayer
-from longspan.model.mtp.names import PREFIX, as_ours, own_name
+from longspan.model.mtp.names import PREFIX, as_our_columns, to_our_name
 from longspan.model.seams.call_rules import is_prepared
 from longspan.model.seams.depth_layer import layer_to_copy
 from longspan.model.seams.set_forwards import set_on_instances
-from longspan.model.weights.fill import WeightSource, empty_model, is_empty, stored_buffers
+from longspan.model.weights.fill import WeightSource, empty_model, is_empty, persistent_buffers
 from longspan.model.weights.folder import FolderWeights
 from longspan.model.weights.random import draw
 from longspan.plan.cost.layer_kinds import types_of_depth
 
 
 def draw_depths(model: PreTrainedModel, mtp: MtpDepths, seed: int) -> None:
-    """Random weights as transformers initialises them, the same on every rank and under every home."""
+    """Draw random weights as transformers initialises them, the same on every rank and under every home."""
     _fill(model, mtp, _Drawn(model, mtp, seed))
 
 
 def read_depths(model: PreTrainedModel, mtp: MtpDepths, folder: Path) -> None:
-    """The weights of a folder of safetensors files. Raises ModelError where some are missing or of other shapes."""
+    """Read the weights from a folder of safetensors files. Raises ModelError for missing ones and other shapes."""
     layers = model.config.get_text_config().num_hidden_layers
-    rename = partial(own_name, layers=layers, blocks=len(mtp_blocks(model)) // len(mtp.layers))
-    source = FolderWeights(folder, weight_files(folder), model, rename=rename, view=as_ours)
+    rename = partial(to_our_name, layers=layers, blocks=len(mtp_blocks(model)) // len(mtp.layers))
+    source = FolderWeights(folder, weight_files(folder), model, rename=rename, view=as_our_columns)
     names = [f"{PREFIX}.{name}" for name in mtp.state_dict()]
     there = source.names()
     if missing := [name for name in names if name not in there]:
@@ -55,24 +55,24 @@ def read_depths(model: PreTrainedModel, mtp: MtpDepths, folder: Path) -> None:
 class _Drawn:
     """Each depth is drawn at once, for modules may draw those inside them, from a seed of its own: `seed` and its name.
 
-    A depth is known here by its names and shapes alone, without memory, and by what buffers it has.
+    Only names, shapes and buffers of depths are kept here, no memory of parameters.
     """
 
     def __init__(self, model: PreTrainedModel, mtp: MtpDepths, seed: int) -> None:
         self._initialise, self._seed = model._init_weights, seed
         self._depths = {f"{PREFIX}.layers.{i}": deepcopy(depth).to("meta") for i, depth in enumerate(mtp.layers)}
-        self._buffers = {f"{PREFIX}.{name}": buffer.clone() for name, buffer in stored_buffers(mtp)}
+        self._buffers = {f"{PREFIX}.{name}": buffer.clone() for name, buffer in persistent_buffers(mtp)}
 
     def __str__(self) -> str:
         return "the drawn depths"
 
-    def read(self, wanted: Mapping[str, HeldPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """The wanted part of each parameter, by name; buffers are as they are."""
-        yield from ((name, buffer) for name, buffer in self._buffers.items() if name in wanted)
+    def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """The part of each of these parameters, by name; buffers are as they are."""
+        yield from ((name, buffer) for name, buffer in self._buffers.items() if name in parts)
         for path, depth in self._depths.items():
             drawn = draw(path, depth, device, seed=self._seed, initialise=self._initialise)
             for name, tensor in drawn.named_parameters():
-                if part := wanted.get(f"{path}.{name}"):
+                if part := parts.get(f"{path}.{name}"):
                     yield f"{path}.{name}", tensor.detach()[part.block or ...].to(part.dtype)
 
 
@@ -85,10 +85,10 @@ class _Both:
     def __str__(self) -> str:
         return str(self._model)
 
-    def read(self, wanted: Mapping[str, HeldPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """The wanted part of each parameter, by name."""
-        yield from self._model.read(wanted, device)
-        yield from self._depths.read(wanted, device)
+    def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """The part of each of these parameters, by name."""
+        yield from self._model.read(parts, device)
+        yield from self._depths.read(parts, device)
 
 
 @torch.no_grad()
@@ -97,11 +97,11 @@ def _fill(model: PreTrainedModel, mtp: MtpDepths, source: WeightSource) -> None:
     if (weights := vars(model).get("weights_to_come")) is not None:
         weights.source = _Both(weights.source, source)
         return
-    if is_empty(mtp):  # a model that stands for its names and shapes alone
+    if is_empty(mtp):  # a model of names and shapes only
         return
     tensors: dict[str, Tensor] = {f"{PREFIX}.{name}": x for name, x in mtp.state_dict(keep_vars=True).items()}
     device = next(mtp.parameters()).device
-    for name, part in source.read({name: HeldPart.of(x) for name, x in tensors.items()}, device):
+    for name, part in source.read({name: LocalPart.of(x) for name, x in tensors.items()}, device):
         tensors[name].copy_(part)
 
 
@@ -115,8 +115,8 @@ def add_mtp(
     >>> result.loss, result.mtp_losses
 
     A depth has a decoder layer like the model's last one, or the last that runs without those before it (of a model
-    whose layers are attention, mixers or MLPs alone those that its configuration names, `mtp_layers_block_type`), with
-    random weights as transformers initialises them, a function of the configuration and `seed` alone; or those of a
+    whose layers are attention, a mixer or an MLP each, those that its configuration names, `mtp_layers_block_type`),
+    with random weights as transformers initialises them, a function of the configuration and `seed` only; or those of a
     folder: `weights`, one that `save_model` wrote (`mtp.layers.0.…`) or that is published with them
     (`model.layers.61.…` after the 61 layers of DeepSeek-V3).
     They are parameters of the model, under `mtp.`; embedding and head are the model's own. Without `mtp=` the model
@@ -214,17 +214,17 @@ def _norm_inside(model: PreTrainedModel, layer: nn.Module, size: int) -> nn.Modu
 
 def _make_buffers(model: PreTrainedModel, mtp: MtpDepths, copied: CopiedLayer) -> None:
     """Give depths the buffers of a new model: Gemma 4's layers have scales there, which were trained."""
-    if not any(True for _ in stored_buffers(mtp)):
+    if not any(True for _ in persistent_buffers(mtp)):
         return
     new = empty_model(model.config, model.dtype, type(model))
-    made = dict(stored_buffers(_depth(new, _layers_of_depth(new, copied))))
+    made = dict(persistent_buffers(_depth(new, _layers_of_depth(new, copied))))
     for depth in mtp.layers:
-        for name, buffer in stored_buffers(depth):
+        for name, buffer in persistent_buffers(depth):
             buffer.copy_(made[name])
 
 
 def _copy(module: nn.Module) -> Any:
-    """A copy that shares configurations with the model: they say which attention function its layers call.
+    """A copy that shares configurations with the model: these name the attention function that its layers call.
 
     Raises ModelError for a forward that was set on an instance, which would go on running the original.
     """

@@ -28,19 +28,19 @@ from longspan.model.mtp.names import PREFIX
 
 
 class MtpBlocks(nn.ModuleList):
-    """The decoder layers of a depth, one after another, where each is attention, a mixer or an MLP alone."""
+    """The decoder layers of a depth, one after another, if each is only attention, a mixer or an MLP."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Hidden states (1, T, D) through all of them, each called with the same arguments."""
         for block in self:
-            hidden = states_of(block(hidden, *args, **kwargs))
+            hidden = hidden_states_in(block(hidden, *args, **kwargs))
         return hidden
 
 
 class MtpDepth(nn.Module):
     """One depth: norms, a projection of twice the hidden size, and a decoder layer (or `MtpBlocks`) of the model's.
 
-    Where the model has no norm after its layers `post_norm` is `nn.Identity()`.
+    If the model has no norm after its layers, `post_norm` is `nn.Identity()`.
     """
 
     def __init__(self, block: nn.Module, norms: tuple[nn.Module, nn.Module, nn.Module], eh_proj: nn.Linear) -> None:
@@ -52,11 +52,11 @@ class MtpDepth(nn.Module):
     def forward(self, embedded: Tensor, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Embeddings of later tokens and hidden states of the depth before, (1, T, D) each, to hidden states."""
         x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
-        return self.post_norm(states_of(self.mtp_block(x, *args, **kwargs)))
+        return self.post_norm(hidden_states_in(self.mtp_block(x, *args, **kwargs)))
 
 
-def states_of(output: Any) -> Tensor:
-    """Hidden states of what a decoder layer returns, alone or first of several things."""
+def hidden_states_in(output: Any) -> Tensor:
+    """The hidden states in what a decoder layer returns: all of it, or the first of several things."""
     return output if isinstance(output, Tensor) else output[0]
 
 
@@ -74,7 +74,7 @@ def depths_of(model: nn.Module) -> tuple[MtpDepth, ...]:
     return tuple(depth for depth in mtp.layers if isinstance(depth, MtpDepth)) if isinstance(mtp, MtpDepths) else ()
 
 
-def copied_layer(model: nn.Module) -> CopiedLayer:
+def find_copied_layer(model: nn.Module) -> CopiedLayer:
     """The layer of a model that its depths copy."""
     mtp = model._modules[PREFIX]
     assert isinstance(mtp, MtpDepths)
@@ -107,7 +107,7 @@ def deeper_states(
     """The hidden states (T, D) of each depth, of the model's last ones (1, T, D) and ids (depths, T) of later tokens.
 
     A later token that is an image's placeholder has the image's row as its embedding, by the `shard`. Raises ModelError
-    where the layer that depths copy was given what is of its own rows, and it is not known how that is made.
+    if the layer that depths copy gets inputs made of its own rows, and how these are made could not be seen.
     """
     embedding: Any = model.get_input_embeddings()
     states = list[Tensor]()

@@ -1,4 +1,7 @@
-"""An encoder of a multimodal model: a module with its projector under a home of its own."""
+"""An encoder of a multimodal model under a home of its own, and how its rows enter the language model.
+
+Rows of items enter at the input embedding, and those of DeepStack after the first layers too, by hooks.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,10 +29,10 @@ class Encoder:
     with `shard=` too and returns this rank's rows. `world` is of the encoder's own Layout, without pipeline stages,
     over the language model's ranks.
 
-    Items are dealt to the encoder's slots by `plan_dynamic`, priced by `cost`, an item being a document of its rows:
-    in waves of at most `max_rows_per_slot` rows a slot. `recompute` encodes each wave again before its backward pass
-    instead of keeping what that needs. An encoder of which no parameter requires a gradient is frozen: nothing flows
-    back to it, and in training it stays in the mode that it is in.
+    Items are dealt to the encoder's slots by `plan_dynamic`, priced by `cost`, an item being a document of its rows: in
+    waves of at most `max_rows_per_slot` rows a slot. `recompute` encodes each wave again before its backward pass
+    instead of keeping what that needs. An encoder is frozen if none of its parameters requires a gradient: nothing
+    flows back to it, and in training it stays in the mode that it is in.
 
     With `deep_layers` L its rows are (n, D · (1 + L)): the first D enter at the input embedding, and part k is added to
     what decoder layer k returns, k from 0 (DeepStack, https://arxiv.org/abs/2406.04334).
@@ -54,7 +57,7 @@ class Encoder:
 
 
 def modalities_in_spans(encoders: Mapping[str, Encoder]) -> tuple[str, ...]:
-    """Those of which the rows of an item see each other."""
+    """The modalities whose items' rows see each other."""
     return tuple(modality for modality, encoder in encoders.items() if encoder.in_spans)
 
 
@@ -67,7 +70,7 @@ def enter_rows(model: PreTrainedModel | PipelineModel, encoders: Sequence[Encode
 
 
 def _parts_that_embed(model: PreTrainedModel | PipelineModel) -> Iterator[tuple[nn.Module, PreTrainedModel, bool]]:
-    """What is called with a shard, the model with the input embedding, and whether its first layers are there.
+    """What is called with a shard, the model with the input embedding, and whether its first layers are in it.
 
     Nothing where tokens are embedded elsewhere; depths of multi-token prediction embed them on the last stage.
     """

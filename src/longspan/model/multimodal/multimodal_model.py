@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.adapters import Adapter, adapter_of
 from longspan.model.execution import execution_of
+from longspan.model.lora.adapters import Adapter, adapter_of
 from longspan.model.multimodal.checks import (
     check_deep_layers,
     check_encoder,
@@ -73,7 +73,7 @@ class MultimodalModel(nn.Module):
 
     @property
     def adapter(self) -> Adapter | None:
-        """The adapter of the language model; None where it has none."""
+        """The adapter of the language model; None if it has none."""
         return adapter_of(self.language_model)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +85,7 @@ class MultimodalModel(nn.Module):
 
 
 def check_world(model: nn.Module, world: World) -> None:
-    """Raise ModelError for a MultimodalModel over another world than this, an encoder's say."""
+    """Raise ModelError for a MultimodalModel over another world than this, such as an encoder's."""
     if isinstance(model, MultimodalModel) and model.world is not world:
         raise ModelError(
             f"the model was built over a world of {model.world.home}, but given one of {world.home}; pass the world of "

@@ -19,7 +19,7 @@ from longspan.errors import ModelError
 from longspan.layout.layout import short
 from longspan.model.multimodal.split_encoder import split_encoder
 from longspan.model.multimodal.tp_plan import parts_to_split
-from longspan.model.recompute import Recomputation, checkpointed
+from longspan.model.recompute import Recomputation, run_checkpointed
 from longspan.model.seams.forwards.norms import split_long_norms
 from longspan.model.sharding import Sharding, shard_over_slots
 
@@ -97,8 +97,8 @@ def prepare_encoder(
     All ranks call it together, with equal weights. `shard_parameters` shards them over the slots with FSDP2, otherwise
     every rank keeps a copy on its device; `reshard_after_forward` frees a block's gathered parameters between forward
     and backward; `activation_checkpointing` recomputes each block in backward: "full" (or True) all of it, "selective"
-    all but the output of `attend`; `compute_dtype` (bfloat16, say) is what FSDP2 computes in: of a block's arguments
-    the first tensor alone is cast to it, so that rotary tables keep their type. `blocks` are what is sharded and
+    all but the output of `attend`; `compute_dtype` (such as bfloat16) is what FSDP2 computes in: of a block's arguments
+    only the first tensor is cast to it, so that rotary tables keep their type. `blocks` are what is sharded and
     recomputed one at a time; without it the modules of the longest list of modules. Parameters that need no gradient
     stay so: freeze them before.
 
@@ -216,7 +216,7 @@ def _recompute(block: nn.Module, recomputation: Recomputation) -> None:
         run = partial(inner, **kwargs)
         if not torch.is_grad_enabled():
             return run(*args)
-        return checkpointed(run, *args, selective=recomputation.kind == "selective", offload=None, first=False)
+        return run_checkpointed(run, *args, selective=recomputation.kind == "selective", offload=None, first=False)
 
     block.forward = forward
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.adapters import is_adapted
+from longspan.model.lora.adapters import is_adapted
 from longspan.model.multimodal.split_trial import SplitTrial
 from longspan.model.multimodal.tp_plan import Part
 from longspan.model.tensor_parallel.adapted import split_adapted
@@ -65,7 +65,7 @@ def _split_linears(part: Part, world: World) -> None:
 
 
 def _sum_other_gradients(module: nn.Module, split: set[int], key: int) -> None:
-    """Parameters beside split linears, a norm of heads say, see some of the heads or features on each rank."""
+    """Sum gradients of parameters next to split linears, such as a norm of heads, which see a part of the features."""
     for child in module.modules():
         if id(child) not in split:
             for name, _ in child.named_parameters(recurse=False):

@@ -34,8 +34,8 @@ from longspan.model.sharding import reshard
 def name_as_in_whole(into: nn.Module, models: list[PreTrainedModel], copies: StageCopies) -> None:
     """Give `into` the modules of a rank's stages as children, by their names in the whole model.
 
-    Of parameters that several stages have it gets the copy that is trained, under each name that the stages know and
-    under the first that the parameter has in the whole model: by that one optimizers and checkpoints know it.
+    Of a parameter that several stages have it gets the copy that is trained, under each of its names in the stages and
+    under its first name in the whole model, which optimizers and checkpoints use.
     """
     for name, module in copies.first_names.items():
         *around, last = name.split(".")
@@ -44,15 +44,15 @@ def name_as_in_whole(into: nn.Module, models: list[PreTrainedModel], copies: Sta
             node = _child(node, part)
         node.add_module(last, module)
     for model in models:
-        _graft(into, model, _around_layers(model), copies)
+        _graft(into, model, _modules_around_layers(model), copies)
 
 
-def unnamed_modules(stage: Stage, copies: StageCopies) -> list[tuple[str, nn.Module]]:
+def modules_without_name(stage: Stage, copies: StageCopies) -> list[tuple[str, nn.Module]]:
     """The modules of a stage that the whole model's names do not lead to: those around layers and around copies.
 
     Not those whose own parameters are copies that are not trained.
     """
-    around = {stage, *_around_layers(stage.model), stage.model}
+    around = {stage, *_modules_around_layers(stage.model), stage.model}
     return [(n, m) for n, m in stage.named_modules() if m in around or _is_around_copies(m, copies)]
 
 
@@ -75,7 +75,7 @@ def _child(node: nn.Module, name: str) -> nn.Module:
     return node.get_submodule(name)
 
 
-def _around_layers(model: PreTrainedModel) -> set[nn.Module]:
+def _modules_around_layers(model: PreTrainedModel) -> set[nn.Module]:
     """The modules of a stage's copy that every stage has a copy of: those around its layers, and their list."""
     path = text_name(model).split(".")
     around = {model.get_submodule(".".join(path[: i + 1])) for i in range(len(path))}
@@ -132,7 +132,7 @@ class PipelineModel(nn.Module):
         self._unnamed = {
             f"stages.{stage.index}{'.' * bool(name)}{name}": module
             for stage in self.stages
-            for name, module in unnamed_modules(stage, self.copies)
+            for name, module in modules_without_name(stage, self.copies)
         }
 
     def named_modules(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -163,7 +163,7 @@ class PipelineModel(nn.Module):
 
         All ranks enter with the same number of inputs, and the stages of a slot with the same rows. Without `backward`
         parameters are resharded at the end: torch's schedules of single stages leave them gathered. Raises CommError
-        that names a rank which does not answer, ModelError for shards that do not say which rows see each other.
+        that names a rank which does not answer, ModelError for shards that lack which rows see each other.
         """
         for stage_input in inputs:
             call_rules(self).check_spans(stage_input.shard)
@@ -178,7 +178,7 @@ class PipelineModel(nn.Module):
             if inputs and not self.probed:
                 record_calls(inputs[0].shard)
             try:
-                _watched(step, world)
+                _run_watched(step, world)
             finally:
                 for stage in stages:
                     stage.close()
@@ -227,9 +227,9 @@ class PipelineModel(nn.Module):
 
         keywords = {name: value for name, value in kwargs.items() if name != "use_cache"}
         self.run([StageInput(shard, input_ids, make_output, keywords)], backward=False)
-        return CausalLMOutput(logits=self._to_all_stages(logits, shard))
+        return CausalLMOutput(logits=self._send_to_all_stages(logits, shard))
 
-    def _to_all_stages(self, made: list[Tensor], shard: SequenceShard) -> Tensor:
+    def _send_to_all_stages(self, made: list[Tensor], shard: SequenceShard) -> Tensor:
         pipeline = world_of(self._world_key).channels.pipeline
         holder = self.pipeline_settings.loss_place
         if pipeline.index == holder:
@@ -254,7 +254,7 @@ def cut_into_stages(model: PreTrainedModel, world: World, pipeline_settings: Pip
     return cut(model, parts, layers, pipeline_settings.stages_at(world.coordinates.pp))
 
 
-def _watched(step: Callable[[], None], world: World) -> None:
+def _run_watched(step: Callable[[], None], world: World) -> None:
     """Run a schedule; an error of the model is raised as it was, one of a collective with a failure report."""
     failure: BaseException | None = None
     with world.watch.during("pipeline of micro-batches", world.channels.pipeline.ranks):

@@ -1,9 +1,13 @@
-"""Stages of a pipeline: which decoder layers go where, and a model's own forward over one stage's layers alone.
+"""Stages of a pipeline: which decoder layers go where, and a model's own forward over one stage's layers.
 
 A stage is a copy of the model that shares the modules of its layers and has stand-ins for all others: its forward is
 the architecture's own, so that masks, rotary embeddings, windows and soft caps are whatever they are there, and every
 layer keeps its global index and name. Where the embedding, the layers and the norm are is read from the model's
 pipeline plan (`config.base_model_pp_plan`, module to names of inputs and outputs). Schedules are in `schedules.py`.
+
+Some layers read the embedding too, as Zamba 2's do: it travels through the pipeline with the hidden states. A base
+model's forward hands its layers what it got as embeddings, which on a later stage are hidden states, so that a hook on
+every layer puts the embedding in their place; on the first stage it takes the embedding from there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +24,8 @@ from longspan.model.layers import decoder_of, text_name
 from longspan.model.parts import PartCall, Parts, shallow_copy, trace_parts
 from longspan.model.pipeline.copies import (
     SharedParameter,
-    give_own_copies,
     refuse_shared_in_part,
+    separate_copies,
     shared_parameters,
 )
 from longspan.model.seams.meta_pass import run_on_meta
@@ -31,14 +35,14 @@ from longspan.model.seams.set_forwards import set_on_instances
 KEYWORD = "longspan_embedding"  # what layers are called with: rows of the embedding, or where they are put
 
 
-class Taken:
+class TakenEmbedding:
     """Where the first stage's layers put the embedding that they were given, (1, T, D)."""
 
     rows: Tensor | None = None
 
 
 def embedding_argument(calls: Sequence[PartCall], layers: str) -> int | str | None:
-    """The argument, by position or name, in which layers get the embedding as it is; None where there is none.
+    """The argument, by position or name, in which layers get the embedding as it is; None if there is none.
 
     Also where another part gets it, or layers get other earlier hidden states, or no keyword arguments of the model's.
     """
@@ -57,7 +61,7 @@ def _take_or_give(argument: int | str, _: nn.Module, args: tuple[Any, ...], kwar
     kwargs = dict(kwargs)
     embedding = kwargs.pop(KEYWORD)
     arguments: Any = kwargs if isinstance(argument, str) else [*args]
-    if isinstance(embedding, Taken):
+    if isinstance(embedding, TakenEmbedding):
         embedding.rows = arguments[argument]
     else:
         arguments[argument] = embedding
@@ -68,7 +72,7 @@ MakeOutput = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 
 
 class StageInput:
-    """What a stage needs beside its input: token ids (1, T) for the first, `make_output` for the last.
+    """What a stage needs besides its input: token ids (1, T) for the first, `make_output` for the last.
 
     A plain class, as SequenceShard is: FSDP2 and torch's schedules look into dataclasses and trees of tensors.
 
@@ -118,7 +122,7 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor, *, stage_input: StageInput) -> Tensor:
         """Hidden states for the next stage; on the last one what `stage_input.make_output` makes."""
-        embedding: Tensor | Taken = Taken()
+        embedding: Tensor | TakenEmbedding = TakenEmbedding()
         if self.with_embedding and not self.first:
             x, embedding = x.chunk(2, dim=1)
         inputs: dict[str, Any] = {"input_ids": x} if self.first else {"inputs_embeds": x}
@@ -130,7 +134,7 @@ class Stage(nn.Module):
         hidden = decoder_of(self.model)(**inputs).last_hidden_state
         if not self.with_embedding:
             return hidden
-        rows = embedding.rows if isinstance(embedding, Taken) else embedding
+        rows = embedding.rows if isinstance(embedding, TakenEmbedding) else embedding
         assert rows is not None
         return torch.cat([hidden, rows], dim=1)
 
@@ -139,7 +143,7 @@ def refuse_inexact(model: PreTrainedModel, parts: Parts) -> None:
     """Raise ModelError where stages, one after another, would not be the base model.
 
     With stand-ins for every part, each must be called once, in the order of the plan, on what the part before it
-    returned and on nothing else that hidden states go into, but for an argument of layers that is the embedding as it
+    returned and on nothing else that hidden states go into, except an argument of layers that is the embedding as it
     is; and hidden states must come out bit by bit as they went in. What is done to embeddings before the first part, as
     Granite's and Gemma's forwards scale them, is the first stage's: on others hidden states enter behind it.
     """
@@ -205,7 +209,7 @@ def _order(model: PreTrainedModel, parts: Parts) -> list[str]:
     return [*before, *layers, *parts.after]
 
 
-def with_stand_ins(model: PreTrainedModel, parts: Parts, layers: Sequence[range]) -> list[PreTrainedModel]:
+def stage_models(model: PreTrainedModel, parts: Parts, layers: Sequence[range]) -> list[PreTrainedModel]:
     """The model once for each stage, with the model's own modules, and stand-ins for those of other stages."""
     last = len(layers) - 1
     return [shallow_copy(model, parts, indices, first=i == 0, last=i == last) for i, indices in enumerate(layers)]
@@ -218,10 +222,10 @@ def cut(model: PreTrainedModel, parts: Parts, layers: Sequence[range], mine: Seq
     modules that stages share in part.
     """
     argument = embedding_argument(trace_parts(model, parts, shard=Probe())[0], parts.layers)
-    models = with_stand_ins(model, parts, layers)
+    models = stage_models(model, parts, layers)
     refuse_shared_in_part(model, models)
     shared = shared_parameters(model, models)
-    give_own_copies([models[index] for index in mine])
+    separate_copies([models[index] for index in mine])
     stages = tuple(Stage(models[i], i, layers, shared, with_embedding=argument is not None) for i in mine)
     for layer in [getattr(decoder_of(stage.model), parts.layers)[i] for stage in stages for i in stage.layers]:
         if argument is not None:

@@ -22,7 +22,7 @@ from longspan.model.layers import decoder_layers
 from longspan.model.parts import modes_restored
 from longspan.model.seams.hint import doctor_hint
 from longspan.model.seams.meta_pass import VALUES_READ, run_on_meta
-from longspan.model.seams.mixers import ROWS_ALONE, mixers_of
+from longspan.model.seams.mixers import ROWS_ALONE, find_mixers
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _cause(error: Exception) -> str:
 
 def check_calls(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None:
     """Raise ModelError, naming the modules, where by the attention calls of a pass the model would not be exact."""
-    mixers = {id(mixer) for mixer in mixers_of(model).values()}  # which find the shard, or fail
+    mixers = {id(mixer) for mixer in find_mixers(model).values()}  # which find the shard, or fail
     _refuse_bypass(model, mixers | {id(call.module) for call in calls})
     _refuse_features(model, calls)
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.comm.moves.tp_collectives import tp_split
 from longspan.errors import ModelError
-from longspan.model.adapters import adapter_in, is_adapted, is_copied, peft_modules
+from longspan.model.lora.adapters import adapter_in, is_adapted, is_copied, peft_modules
 from longspan.model.tensor_parallel.family_plans import (
     COLWISE,
     GATHERED,
@@ -28,7 +28,7 @@ from longspan.model.tensor_parallel.family_plans import (
     ROWWISE,
     SPLIT_INPUT,
 )
-from longspan.model.tensor_parallel.plan import Placed, blocks_of
+from longspan.model.tensor_parallel.plan import StyledModule, split_blocks
 from longspan.model.tensor_parallel.styles import (
     columnwise,
     columnwise_of_three,
@@ -44,7 +44,7 @@ ADAPTED = (COLWISE, ROWWISE, PACKED, PARTIAL_GRADIENT, SPLIT_INPUT, *GATHERED)  
 
 
 def split_adapted(module: nn.Module, style: str, world: World, *, sequence_parallel: bool) -> None:
-    """Split an adapted linear and its adapter; what its style says of inputs and outputs holds for both."""
+    """Split an adapted linear and its adapter; what its style does to inputs and outputs holds for both."""
     layer: Any = module
     key, base, first, second = world.key, layer.base_layer, layer.lora_A.values(), layer.lora_B.values()
     if style in (ROWWISE, SPLIT_INPUT):
@@ -65,13 +65,13 @@ def split_adapted(module: nn.Module, style: str, world: World, *, sequence_paral
         gather_outputs(layer, key)
 
 
-def refuse_adapter(model: PreTrainedModel, placed: Sequence[Placed]) -> None:
+def refuse_adapter(model: PreTrainedModel, placed: Sequence[StyledModule]) -> None:
     """Raise ModelError, with every reason, for an adapter that would not be exact under tensor parallelism."""
     if reasons := [*_reasons(model, placed)]:
         raise ModelError(f"the adapter of {type(model).__name__} cannot be split: {'; '.join(reasons)}; use tp 1")
 
 
-def _reasons(model: PreTrainedModel, placed: Sequence[Placed]) -> Iterator[str]:
+def _reasons(model: PreTrainedModel, placed: Sequence[StyledModule]) -> Iterator[str]:
     adapter = adapter_in(model)
     if adapter is None:
         return
@@ -85,10 +85,10 @@ def _reasons(model: PreTrainedModel, placed: Sequence[Placed]) -> Iterator[str]:
         yield f"modules_to_save ({', '.join(copied[:2])}) are not split"
     styles = {entry.name: entry.style for entry in placed}
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    blocks = blocks_of(placed)
+    blocks = split_blocks(placed)
     linears = [name for name, module in modules.items() if is_adapted(module) and module not in ends]
-    if beside := [name for name in linears if not _has_a_place(name, styles, blocks)]:
-        yield f"no tensor-parallel style of an adapter is known for {beside[0]} ({styles.get(beside[0], 'none')})"
+    if unplaced := [name for name in linears if not _has_a_place(name, styles, blocks)]:
+        yield f"no tensor-parallel style of an adapter is known for {unplaced[0]} ({styles.get(unplaced[0], 'none')})"
 
 
 def _has_a_place(name: str, styles: Mapping[str, str], blocks: AbstractSet[str]) -> bool:

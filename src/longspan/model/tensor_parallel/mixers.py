@@ -3,8 +3,9 @@
 A parameter is sharded as it lies in checkpoints, in equal slices of its rows. Where a rank works with other rows, as of
 a projection that makes several things for all heads, the slices are gathered when the mixer runs and the rank takes its
 rows; gradients go back the same way, summed where several ranks have a row. While the mixer runs its parameters are
-this rank's rows, and its numbers of heads this rank's. An adapter's second matrix has the rows of the projection that
-it adapts, its first is whole on every rank.
+this rank's rows, and its numbers of heads this rank's. A norm over groups of features whose features lie on several
+ranks sums squares by group over them: one number a row and group. An adapter's second matrix has the rows of the
+projection that it adapts, its first is whole on every rank.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,10 +21,10 @@ from torch.nn import functional as F
 from longspan.comm import World
 from longspan.comm.moves.tp_collectives import tp_copy, tp_copy_parameter, tp_place, tp_sum
 from longspan.errors import ModelError, counted
-from longspan.model.adapters import is_adapted
+from longspan.model.lora.adapters import is_adapted
 from longspan.model.tensor_parallel.adapted import split_adapted
 from longspan.model.tensor_parallel.family_plans import ROWWISE
-from longspan.model.tensor_parallel.mixer_parts import MixerParts, mixer_parts, reads_inputs, tensors_of
+from longspan.model.tensor_parallel.mixer_parts import MixerParts, mixer_parts, reads_inputs, tensors_at
 from longspan.model.tensor_parallel.styles import View, attributes_replaced, rows_here, rowwise
 
 Means = Callable[[Tensor], Tensor]  # (…, features) -> the mean square of each feature's group, for each feature
@@ -42,9 +43,9 @@ def refuse_unknown_norm(name: str, norm: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     x, gate, weight = torch.randn(3, 1, 2, features, dtype=torch.float64, generator=generator).unbind()
     try:
-        wanted = functional_call(norm, {"weight": weight[0, 0]}, (x, gate))
+        theirs = functional_call(norm, {"weight": weight[0, 0]}, (x, gate))
         ours = _gated(norm, x, gate, weight[0, 0], partial(_means_here, groups=groups))
-        equal = torch.allclose(wanted, ours, rtol=1e-4, atol=1e-5)
+        equal = torch.allclose(theirs, ours, rtol=1e-4, atol=1e-5)
     except Exception:  # whatever a norm raises that takes other arguments
         equal = False
     if not equal:
@@ -143,10 +144,10 @@ def _views(mixer: nn.Module, parts: MixerParts, world: World) -> Iterator[tuple[
         owner, _, attribute = name.rpartition(".")
         yield mixer.get_submodule(owner), attribute, partial(_constant, value)
     for place, rows in parts.rows.items():
-        for name, owner, attribute in tensors_of(mixer, place):
+        for name, owner, attribute in tensors_at(mixer, place):
             yield owner, attribute, whole if reads_inputs(name) else rows_here(owner, attribute, rows, world)
     for place in parts.whole:
-        for _, owner, attribute in tensors_of(mixer, place):
+        for _, owner, attribute in tensors_at(mixer, place):
             yield owner, attribute, whole
 
 

@@ -1,8 +1,9 @@
 """What a tensor-parallel style does to one module: its parameters become slices, its forward sees local tensors.
 
-A sharded parameter is a DTensor, so that FSDP2, optimizers, checkpoints and norms know it as a part of a whole; forward
-computes with its local tensor, and every message is one of `comm.tp`. Modules keep their names, weights and classes;
-an instance's `forward` is wrapped, and holds a world's key, no group. Which module gets which style is in `plan.py`.
+A sharded parameter is a DTensor, so that FSDP2, optimizers, checkpoints and norms treat it as a part of a whole;
+forward computes with its local tensor, and every message is one of `comm.tp`. Modules keep their names, weights and
+classes; an instance's `forward` is wrapped, and holds a world's key, no group. Which module gets which style is in
+`plan.py`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,13 +46,13 @@ def slice_parameter(module: nn.Module, name: str, dim: int, world: World) -> nn.
     return sliced
 
 
-def left_out(x: Tensor) -> None:
-    """A parameter left out of a module's forward."""
+def leave_out(x: Tensor) -> None:
+    """The view of a parameter that a module's forward does not see."""
 
 
 @contextmanager
 def attributes_replaced(module: nn.Module, values: Mapping[str, object]) -> Iterator[None]:
-    """Inside, the module's attributes have these values, parameters too: they shadow them, left_out is replaced."""
+    """Inside, the module's attributes have these values, parameters too, which they shadow."""
     attributes = vars(module)
     before = {name: attributes[name] for name in values if name in attributes}
     attributes.update(values)
@@ -80,7 +81,7 @@ def wrap_forward(
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if enter is not None:
-            args, kwargs = _with_first(enter, args, kwargs)
+            args, kwargs = _apply_to_first(enter, args, kwargs)
         if shown:
             with attributes_replaced(module, {name: view(getattr(module, name)) for name, view in shown.items()}):
                 out = inner(*args, **kwargs)
@@ -93,7 +94,7 @@ def wrap_forward(
     module.forward = forward
 
 
-def _with_first(
+def _apply_to_first(
     enter: Transform, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if args:
@@ -145,12 +146,12 @@ def copy_inputs(module: nn.Module, world: World) -> None:
     """Each rank does a part of what the module does with its inputs: their gradients, which are partial, are summed."""
     inner, key = module.forward, world.key
 
-    def copied(x: Any) -> Any:
+    def copy_input(x: Any) -> Any:
         return tp_copy(x, key) if isinstance(x, Tensor) and x.requires_grad else x
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return inner(*tree_map(copied, args), **tree_map(copied, kwargs))
+        return inner(*tree_map(copy_input, args), **tree_map(copy_input, kwargs))
 
     module.forward = forward
 
@@ -173,7 +174,7 @@ def rowwise_of_whole_inputs(linear: nn.Linear, world: World) -> None:
 def slice_inputs(linear: nn.Linear, world: World) -> None:
     """Each rank takes its slice of the inputs; its outputs, without the bias, are its part of a sum."""
     slice_parameter(linear, "weight", 1, world)
-    without_bias: dict[str, View] = {} if linear.bias is None else {"bias": left_out}
+    without_bias: dict[str, View] = {} if linear.bias is None else {"bias": leave_out}
     wrap_forward(linear, views={"weight": local_tensor, **without_bias})
 
 
@@ -186,12 +187,12 @@ def sum_of_outputs(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> T
         return total
     bias_of: Transform = partial(tp_copy_parameter, world_key=key) if sequence_parallel else local_tensor
 
-    def with_bias(out: Tensor) -> Tensor:
+    def add_bias(out: Tensor) -> Tensor:
         bias = linear.bias
         assert bias is not None
         return total(out) + bias_of(bias)
 
-    return with_bias
+    return add_bias
 
 
 def partial_gradients(module: nn.Module, key: int, parameter: str | None = None) -> None:

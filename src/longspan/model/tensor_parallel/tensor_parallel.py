@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.comm.moves.tp_collectives import tp_copy, tp_gather, tp_split
 from longspan.errors import ModelError
-from longspan.model.adapters import is_adapted
 from longspan.model.experts.moe import expert_modules
 from longspan.model.layers import Absent
 from longspan.model.local_tensors import local_tensor
+from longspan.model.lora.adapters import is_adapted
 from longspan.model.tensor_parallel.adapted import ADAPTED, refuse_adapter, split_adapted
 from longspan.model.tensor_parallel.family_plans import (
     COLWISE,
@@ -38,12 +38,12 @@ from longspan.model.tensor_parallel.family_plans import (
 from longspan.model.tensor_parallel.feature_trial import refuse_mixed_features
 from longspan.model.tensor_parallel.mixers import check_mixer, split_mixer
 from longspan.model.tensor_parallel.plan import (
-    Placed,
-    blocks_of,
+    StyledModule,
     check_sizes,
     experts_of,
+    list_styles,
     partial_parameters,
-    placed_styles,
+    split_blocks,
 )
 from longspan.model.tensor_parallel.residual_rows import (
     final_norm_name,
@@ -78,7 +78,7 @@ def places_of_shared(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def share_again(places: Sequence[Sequence[tuple[nn.Module, str]]]) -> None:
-    """Give modules that had a parameter together the first one's, of which each has made the same slice."""
+    """Give modules that shared a parameter the first one's again, after each has made the same slice of it."""
     for (first, name), *others in places:
         for module, other in others:
             module.register_parameter(other, getattr(first, name))
@@ -88,15 +88,15 @@ def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_par
     """Raise ModelError, before anything is changed, for a model that the home's tp does not fit."""
     tp = world.home.tp
     if tp > 1:
-        _checked(model, tp, sequence_parallel=sequence_parallel)
+        _check_plan(model, tp, sequence_parallel=sequence_parallel)
         if sequence_parallel:
             refuse_other_rows(model)
     elif sequence_parallel:
         raise ModelError("sequence_parallel splits rows over tensor-parallel ranks, the home has tp 1; leave it out")
 
 
-def _checked(model: PreTrainedModel, tp: int, *, sequence_parallel: bool) -> list[Placed]:
-    placed = placed_styles(model)
+def _check_plan(model: PreTrainedModel, tp: int, *, sequence_parallel: bool) -> list[StyledModule]:
+    placed = list_styles(model)
     refuse_adapter(model, placed)
     check_sizes(model, placed, tp)
     for name, module, style, _ in placed:
@@ -119,7 +119,7 @@ def split_over_tp(
     `sum_expert_gradients` is for parameters that nobody else shards over the ranks of `world.meshes.expert`.
     Raises ModelError for a model whose plan or sizes do not allow it.
     """
-    placed = _checked(model, world.home.tp, sequence_parallel=sequence_parallel)
+    placed = _check_plan(model, world.home.tp, sequence_parallel=sequence_parallel)
     _ = world.meshes.tp  # made by all ranks together
     shared = places_of_shared(model)
     _split_vocabulary(model, placed, world, sequence_parallel=sequence_parallel)
@@ -162,15 +162,17 @@ def _mixtures(model: PreTrainedModel) -> tuple[str, ...]:
     )
 
 
-def _wrap_blocks(model: nn.Module, placed: list[Placed], world: World, *, whole: tuple[str, ...]) -> None:
+def _wrap_blocks(model: nn.Module, placed: list[StyledModule], world: World, *, whole: tuple[str, ...]) -> None:
     """Have split blocks sum the gradients of their inputs; those whose names begin otherwise get parts of the rows."""
     copied: Transform = partial(tp_copy, world_key=world.key)
     gathered: Transform = partial(tp_gather, world_key=world.key, dim=ROWS, gradient="partial")
-    for name in sorted(blocks_of(placed)):
+    for name in sorted(split_blocks(placed)):
         wrap_forward(model.get_submodule(name), enter=copied if name.startswith(whole) else gathered)
 
 
-def _split_vocabulary(model: PreTrainedModel, placed: list[Placed], world: World, *, sequence_parallel: bool) -> None:
+def _split_vocabulary(
+    model: PreTrainedModel, placed: list[StyledModule], world: World, *, sequence_parallel: bool
+) -> None:
     """Split the head, with a tied embedding, where tp divides the vocabulary; otherwise every rank holds it whole.
 
     Both stay whole where an adapter changes one of them.

@@ -64,7 +64,7 @@ def rows_of_images(base: Any, inputs: Sequence[ImageInput]) -> list[Tensor]:
     if rows is None:  # Llama 4, whose forward pass projects what its tower made
         rows = base.multi_modal_projector(out.last_hidden_state)
     parts = (rows, *(getattr(out, "deepstack_features", None) or ()))
-    joined = [_joined(part, order) for part in parts]
+    joined = [_join_rows(part, order) for part in parts]
     return [part[: len(part) // 2] for part in joined] if twice else joined
 
 
@@ -78,7 +78,7 @@ def _has_one_row(base: Any, image: ImageInput) -> bool:
     return (image.size[0] // side) * (image.size[1] // side) == 1
 
 
-def _joined(parts: Any, order: Sequence[int]) -> Tensor:
+def _join_rows(parts: Any, order: Sequence[int]) -> Tensor:
     """Rows (n, D) of all images, of one tensor or one for each image, which were encoded in this order."""
     if not isinstance(parts, Tensor):
         parts = torch.cat([*parts] if list(order) == sorted(order) else [parts[i] for i in np.argsort(order)])
@@ -87,7 +87,7 @@ def _joined(parts: Any, order: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class VisionParts:
-    """The two modules of a vision-language model, and what its ids and positions say of images.
+    """The two modules of a vision-language model, and what its ids and positions contain of images.
 
     `deep_layers` decoder layers get a part of every image row added to what they return (DeepStack).
     """
@@ -98,7 +98,7 @@ class VisionParts:
 
     @property
     def deep_layers(self) -> int:
-        """How many parts a row has beside the one at the embedding."""
+        """How many parts a row has besides the one at the embedding."""
         return self.encoder.deep_layers
 
 
@@ -112,5 +112,5 @@ def split(model: PreTrainedModel) -> VisionParts:
             del base._modules[name]
         elif any(module is text for module in child.modules()):
             del shell._modules[name]
-    base._parameters.clear()  # they are of images too: what ends a line of patches, say
+    base._parameters.clear()  # they are of images too: what ends a line of patches, for one
     return VisionParts(ImageEncoder(shell, name_of_base), model, image_tokens(model.config))

@@ -30,12 +30,12 @@ def pack_attention(encoder: nn.Module) -> None:
 
     So does one whose attention function was chosen, other than transformers' default on torch.
     """
-    for module in _configured(encoder):
+    for module in _packing_modules(encoder):
         module.config._attn_implementation = IMPLEMENTATION
 
 
-def _configured(encoder: nn.Module) -> Iterator[Any]:
-    """Modules whose attention knows segments, with a configuration that says which function computes it."""
+def _packing_modules(encoder: nn.Module) -> Iterator[Any]:
+    """The modules whose attention takes segments, and whose configuration names the function that computes it."""
     for module in encoder.modules():
         config = getattr(module, "config", None)
         usual = config is not None and getattr(config, "_attn_implementation", None) in ("sdpa", None)
@@ -64,10 +64,10 @@ def _forward(
             f"{is_causal}, batch {len(query)}; give its vision_config attn_implementation 'eager'"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attend(q, k, v, _shard_of(cu_seq_lens_q, q.device), causal=False, scale=scaling)[None], None
+    return attend(q, k, v, _shard(cu_seq_lens_q, q.device), causal=False, scale=scaling)[None], None
 
 
-def _shard_of(cu_seqlens: Tensor, device: torch.device) -> SequenceShard:
+def _shard(cu_seqlens: Tensor, device: torch.device) -> SequenceShard:
     """The segments as documents of one slot. Their lengths are read from the device once a call of the tower."""
     if cu_seqlens not in _shards:
         lengths = tuple(length for length in cu_seqlens.diff().tolist() if length)

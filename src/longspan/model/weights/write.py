@@ -1,7 +1,8 @@
 """A model's weights, a few at a time, to a Hugging Face folder: safetensors files of a bounded size and their index.
 
 Names and shapes become those of stock folders by transformers' own conversions, a decoder layer at a time, so that the
-writer holds one file's tensors and one layer, and never the whole model.
+writer holds one file's tensors and one layer, and never the whole model. Files are made next to a folder that is there
+already and change places with an older model's; what else lies there stays: a README, a tokenizer if none is saved.
 """
 
 import json
@@ -21,7 +22,7 @@ from longspan.errors import ModelError
 from longspan.model.hf_folder import TOKENIZER_FILES
 
 # Names of files that a saved adapter or model takes the place of. Over a model's weights transformers would load an
-# adapter that lies beside them, and in its place the model that the adapter belongs to.
+# adapter in the same folder, and in its place the model that the adapter belongs to.
 OF_ADAPTER = r"adapter_config\.json|adapter_model.*\.(safetensors|bin|json)"
 OF_MODEL = rf"config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|{OF_ADAPTER}"
 _OF_TOKENIZER = "|".join(map(re.escape, TOKENIZER_FILES))
@@ -100,16 +101,16 @@ class WeightWriter:
     ) -> None:
         self._folder, self._empty, self._cast, self._limit = folder, empty, cast, file_bytes
         self._rename = rename
-        self._wanted = dict(empty.state_dict())
+        self._expected = dict(empty.state_dict())
         self._left_out = _second_names(empty) | set(empty._keys_to_ignore_on_save or ())
-        self._to_come = self._wanted.keys() - self._left_out
+        self._to_come = self._expected.keys() - self._left_out
         self._file: dict[str, Tensor] = {}
         self._files: list[dict[str, int]] = []  # for each file that is written, the elements of its tensors
         self._bytes = 0
 
     def write(self, group: Mapping[str, Tensor]) -> None:
         """Write the tensors of a layer, or one outside the layers; those that were written already are passed over."""
-        tensors = {name: self._checked(name, tensor) for name, tensor in group.items() if name not in self._left_out}
+        tensors = {name: self._check(name, tensor) for name, tensor in group.items() if name not in self._left_out}
         self._left_out |= tensors.keys()
         self._to_come -= tensors.keys()
         for name, tensor in revert_weight_conversion(self._empty, tensors).items():
@@ -134,13 +135,13 @@ class WeightWriter:
             (self._folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
         return Written(sum(map(len, self._files)), parameters, self._bytes, len(names))
 
-    def _checked(self, name: str, tensor: Tensor) -> Tensor:
-        wanted = self._wanted.get(name)
-        if wanted is None:
+    def _check(self, name: str, tensor: Tensor) -> Tensor:
+        expected = self._expected.get(name)
+        if expected is None:
             raise ModelError(f"{name} is no weight of {type(self._empty).__name__} by its configuration")
-        if wanted.shape != tensor.shape:
-            raise ModelError(f"{name} is {tuple(tensor.shape)}, and {tuple(wanted.shape)} by the configuration")
-        return tensor.detach().to("cpu", wanted.dtype if self._cast else tensor.dtype)
+        if expected.shape != tensor.shape:
+            raise ModelError(f"{name} is {tuple(tensor.shape)}, and {tuple(expected.shape)} by the configuration")
+        return tensor.detach().to("cpu", expected.dtype if self._cast else tensor.dtype)
 
     def _flush(self) -> None:
         if not self._file:

@@ -1,9 +1,13 @@
-"""Root-mean-square norms in one pass over memory, in place of a model's own half-dozen operations.
+"""How norms run: RMS norms in one pass over memory, long ones some rows at a time, or compiled together with MLPs.
 
 transformers writes such a norm in Python: to float32, square, mean, root, product, back, and the weight, each a pass
 over memory, and more in backward. `torch.nn.functional.rms_norm` is one kernel each way on GPUs from torch 2.9 on
 (pytorch/pytorch#153666); norms with 1 + weight, with a gate or over groups of features have a kernel of our own
 (`norm_formula.py`). All compute in float32; in half precision these round once where transformers' round several times.
+
+torch's kernels of `rms_norm` and `layer_norm` for GPUs multiply a row's number by its width in 32 bits (seen with torch
+2.11 on an H200): beyond, rows are silently read from and written to others' places. Kernels of our own, and torch's
+operations element by element, count in 64 bits; all of them are tried in `tests/kernels/long_rows.py`.
 """
 
 import copy
@@ -26,10 +30,10 @@ from longspan.model.seams.set_forwards import is_set_on_instance
 MOST = 2**31 - 1  # elements of a call
 
 
-def in_pieces(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def norm_in_pieces(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """norm(x) of rows x (…, n), by calls of at most MOST elements each.
 
-    >>> y = in_pieces(lambda rows: rms_norm(rows, (4096,), weight, 1e-6), x)
+    >>> y = norm_in_pieces(lambda rows: rms_norm(rows, (4096,), weight, 1e-6), x)
     """
     if x.numel() <= MOST:
         return norm(x)
@@ -46,10 +50,10 @@ def split_long_norms(model: nn.Module) -> None:
 
 
 def _forward(norm: Callable[..., Tensor], x: Tensor, *others: object, **named: object) -> Tensor:
-    """A norm of rows alone in pieces; what takes more than rows is left to its class."""
+    """Run a norm of rows in pieces; a norm that takes more than rows is left to its class."""
     if others or named:
         return norm(x, *others, **named)
-    return in_pieces(norm, x)
+    return norm_in_pieces(norm, x)
 
 
 _EPS = ("variance_epsilon", "eps")
@@ -64,18 +68,19 @@ def fuse_norms(model: nn.Module, *, required: bool = True) -> int:
     113
 
     Alike: with 1 + weight, over groups of features, with a gate before or after. What a norm computes is tried: a copy
-    of one of each kind meets random numbers, beside the formula. Classes, names and weights stay as they are. Calls in
-    float64, and on inputs that the kernels do not take, run as before, and so do norms whose forward was set on them.
+    of one of each kind is compared with the formula on random numbers. Classes, names and weights stay as they are.
+    Calls in float64, and on inputs that the kernels do not take, run as before, and so do norms whose forward was set
+    on them.
 
     Raises ModelError where the model has no such norm and one is required.
     """
-    named = [m for m in model.modules() if type(m).__name__.endswith(("RMSNorm", "RMSNormGated"))]
-    weighted = [norm for norm in named if _has_weight_and_eps(norm) and not is_set_on_instance(norm)]
+    norms = [m for m in model.modules() if type(m).__name__.endswith(("RMSNorm", "RMSNormGated"))]
+    weighted = [norm for norm in norms if _has_weight_and_eps(norm) and not is_set_on_instance(norm)]
     first_of = {_kind(norm): norm for norm in reversed(weighted)}
     formulas = {kind: _formula_of(norm) for kind, norm in first_of.items()}
     fused = [(norm, formula) for norm in weighted if (formula := formulas[_kind(norm)]) is not None]
     if required and not fused:
-        classes = ", ".join(dict.fromkeys(type(n).__name__ for n in named)) or "no module whose name ends in RMSNorm"
+        classes = ", ".join(dict.fromkeys(type(n).__name__ for n in norms)) or "no module whose name ends in RMSNorm"
         raise ModelError(
             f"fused_norms is 'on', and {type(model).__name__} has {classes}: none is weight · x / √(mean x² + eps) "
             "with an eps of its own, nor that with 1 + weight or a gate; use 'auto' or 'off' for this model"
@@ -96,14 +101,14 @@ def _one_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Tensor:
     assert isinstance(weight, Tensor)
     if x.dtype != weight.dtype or x.dtype == torch.float64:
         return type(norm).forward(norm, x)
-    return in_pieces(lambda rows: rms_norm(rows, weight.shape, weight, _eps_of(norm)), x)
+    return norm_in_pieces(lambda rows: rms_norm(rows, weight.shape, weight, _eps_of(norm)), x)
 
 
 def _one_pass(norm: nn.Module, formula: NormFormula, x: Tensor, gate: Tensor | None = None) -> Tensor:
-    """x (…, n), and the gate that stands beside it, to their norm (…, n), by our kernel."""
+    """x (…, n), and its gate, to their norm (…, n), by our kernel."""
     weight, eps = norm.weight, _eps_of(norm)
     assert isinstance(weight, Tensor) and eps is not None
-    out = formula.in_one_pass(x, weight, eps, gate)
+    out = formula.run_kernel(x, weight, eps, gate)
     if out is None:
         return type(norm).forward(norm, x, *([] if gate is None else [gate]))
     return out
@@ -139,7 +144,7 @@ def _formula_of(norm: nn.Module) -> NormFormula | None:
 
 @torch.no_grad()
 def _computes(norm: nn.Module, formula: NormFormula) -> bool:
-    """Whether a norm does what a formula says, on rows of large, usual and tiny numbers."""
+    """Whether a norm computes a formula, on rows of large, usual and tiny numbers."""
     weight, eps = norm.weight, _eps_of(norm)
     assert isinstance(weight, Tensor) and eps is not None
     generator = torch.Generator().manual_seed(0)
@@ -148,13 +153,13 @@ def _computes(norm: nn.Module, formula: NormFormula) -> bool:
         parameter.copy_(torch.randn(parameter.shape, generator=generator))
     sizes = torch.tensor([100.0, 1.0, eps**0.5])[:, None]
     x = torch.randn((1, 3, *weight.shape), generator=generator) * sizes
-    beside = [torch.randn(x.shape, generator=generator)] if formula.gate else []
+    gates = [torch.randn(x.shape, generator=generator)] if formula.gate else []
     try:
-        normed = tried(x, *beside)
-        wanted = formula(x, tried.weight, eps, *beside)  # pyright: ignore[reportArgumentType]
+        normed = tried(x, *gates)
+        expected = formula(x, tried.weight, eps, *gates)  # pyright: ignore[reportArgumentType]
     except Exception:  # it takes other arguments, another shape of them, or a device that it is not on
         return False
-    return normed.shape == wanted.shape and bool((normed - wanted).norm() <= _CLOSE * wanted.norm())
+    return normed.shape == expected.shape and bool((normed - expected).norm() <= _CLOSE * expected.norm())
 
 
 def compile_layers(model: PreTrainedModel | PipelineModel) -> None:

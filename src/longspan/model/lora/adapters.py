@@ -1,7 +1,7 @@
 """The LoRA adapter that peft has put into a model, and which of the model's parameters belong to it.
 
-peft is not imported here: its layers are known by their attributes. They stand in place of the linears that they adapt
-(`q_proj`, with the linear in `q_proj.base_layer`), so a prepared model's names are those of the model inside a
+peft is not imported here: its layers are recognised by their attributes. They stand in place of the linears that they
+adapt (`q_proj`, with the linear in `q_proj.base_layer`), so a prepared model's names are those of the model inside a
 PeftModel.
 """
 
@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of a model: the name that peft knows it by, and its configuration (a peft.LoraConfig)."""
+    """The adapter of a model: its name in peft and its configuration (a peft.LoraConfig)."""
 
     name: str
     config: Any
@@ -70,7 +70,7 @@ def model_inside(model: nn.Module) -> nn.Module:
 
 
 def adapter_in(model: nn.Module) -> Adapter | None:
-    """The adapter in a model, None where peft has changed nothing in it. Raises ModelError where there are several."""
+    """The adapter in a model, or None if peft has changed nothing in it. Raises ModelError for several."""
     if not peft_modules(model):
         return None
     configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
@@ -84,7 +84,7 @@ def adapter_in(model: nn.Module) -> Adapter | None:
 
 
 def adapter_of(model: nn.Module) -> Adapter | None:
-    """The adapter of a prepared model; None where it has none."""
+    """The adapter of a prepared model; None if it has none."""
     return getattr(model, "adapter", None)
 
 
@@ -107,9 +107,9 @@ def plain_name(name: str) -> str:
 
 
 def adapter_entries(model: nn.Module, entries: Mapping[str, Value]) -> dict[str, Value]:
-    """Of values by a model's names of weights those of its adapter; all of them where it has none.
+    """Select the values of an adapter's weights from values by weight name; all of them without an adapter.
 
-    Those of an encoder that is trained beside it are among them.
+    An encoder that is trained with the adapter counts as part of it.
     """
     if adapter_of(model) is None:
         return dict(entries)
