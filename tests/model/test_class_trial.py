@@ -22,7 +22,7 @@ from longspan.model.small.shrink import shrunken
 from longspan.plan import plan_fixed
 from longspan.testing import backend
 from longspan.train import run_step
-from tests.model.moe_families import FAMILIES, family_model
+from tests.model.experts.moe_families import FAMILIES, family_model
 from tests.model.stock import texts, tiny
 from tests.mutation import mutated
 from tests.versions import transformers_before

@@ -19,8 +19,8 @@ from longspan.model.experts.moe import expert_modules, use_experts
 from longspan.model.lora.adapters import Adapter, adapter_in, model_inside
 from longspan.model.lora.refusals import check_adapter, check_equal_adapters
 from longspan.model.lora.without_adapter import redirect, without_adapter
+from longspan.model.mtp.depths import put_copied_depths_in_place
 from longspan.model.mtp.refusals import refuse_mtp
-from longspan.model.mtp.trained_whole import put_copied_depths_in_place
 from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.placement import Placement

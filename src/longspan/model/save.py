@@ -34,46 +34,6 @@ from longspan.model.weights.fill import empty_model
 from longspan.model.weights.write import OF_ADAPTER, OF_MODEL, WeightWriter, partial_folder, put_in_place, unit_of
 
 
-class _Entry(NamedTuple):
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def groups_of_all_stages(model: PipelineModel, world: World) -> Iterator[dict[str, Tensor]]:
-    """The whole model's `state_dict`, a layer at a time, stage after stage, on the CPU of the home's first rank.
-
-    Empty groups on the others, as many. Entered by all ranks; one layer at a time is whole on a rank that sends it. Of
-    a model with an adapter, the adapter's tensors.
-    """
-    in_stages = {name for stage in model.stages for name in stage.model.state_dict()}  # each layer whole in one group
-    local_state = {name: x for name, x in adapter_entries(model, model.state_dict()).items() if name in in_stages}
-    entries = [_Entry(name, tuple(value.shape), value.dtype) for name, value in local_state.items()]
-    select_entries = dict(zip(world.home.ranks, world.control.gather_objects(entries, "names of weights"), strict=True))
-    for stage in range(world.home.pp):
-        theirs = select_entries[world.home.rank_at(0, pp=stage)]
-        for _, group in groupby(theirs, lambda entry: unit_of(entry.name)):
-            yield _group(list(group), local_state, world, stage)
-
-
-def _group(entries: list[_Entry], local_state: dict[str, Tensor], world: World, stage: int) -> dict[str, Tensor]:
-    """The whole tensors of one group of a stage, where they are written."""
-    first, whole = world.home.ranks[0], dict[str, Tensor]()
-    for entry in entries:
-        if world.coordinates.pp == stage:
-            value = local_state[entry.name]
-            full = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
-            if world.rank == first:
-                whole[entry.name] = full.cpu()
-            elif stage > 0 and (world.slot, world.coordinates.tp) == (0, 0):
-                world.channels.pipeline.exchange([(0, full.contiguous())], [], "weights of a stage").wait()
-        elif world.rank == first:
-            arriving = torch.empty(entry.shape, dtype=entry.dtype, device=world.device)
-            world.channels.pipeline.exchange([], [(stage, arriving)], "weights of a stage").wait()
-            whole[entry.name] = arriving.cpu()
-    return whole
-
-
 def save_model(
     model: PreTrainedModel | PipelineModel | MultimodalModel,
     folder: str | Path,
@@ -112,17 +72,17 @@ def _save(
     writes = world.rank == world.home.ranks[0]
     if (adapter := adapter_of(model)) is not None:
         trained = _encoder_modules_to_save(encoders)
-        groups = chain(_weight_groups(model, world), *(_state_groups(state, writes=writes) for state in trained.states))
-        cast = ({name: x.to(dtype=kind) for name, x in group.items()} for group in groups)
+        units = chain(_weight_units(model, world), *(_state_units(state, writes=writes) for state in trained.states))
+        cast = ({name: x.to(dtype=kind) for name, x in unit.items()} for unit in units)
         _save_adapter(adapter, target, world, tokenizer, cast, trained.modules)
         return
     as_save_error = partial_of(_save_error, target)
     opened = result_or_first_error(world, lambda: _open_folder(model, target, kind) if writes else None, as_save_error)
     writer = None if opened is None else WeightWriter(*opened, cast=kind is not None)
-    for group in chain(
-        _weight_groups(model, world), *(_state_groups(e.module.state_dict(), writes=writes) for e in encoders)
+    for unit in chain(
+        _weight_units(model, world), *(_state_units(e.module.state_dict(), writes=writes) for e in encoders)
     ):
-        result_or_first_error(world, lambda group=group: None if writer is None else writer.write(group), as_save_error)
+        result_or_first_error(world, lambda unit=unit: None if writer is None else writer.write(unit), as_save_error)
 
     def finish() -> None:
         if writer is not None and opened is not None:
@@ -184,11 +144,11 @@ def _save_adapter(
     target: Path,
     world: World,
     tokenizer: Any,
-    groups: Iterator[dict[str, Tensor]],
+    units: Iterator[dict[str, Tensor]],
     modules: tuple[str, ...],
 ) -> None:
     """Write the adapter of a prepared model, and whole `modules` trained with it; entered by all ranks."""
-    tensors = {name: x for group in groups for name, x in group.items()}
+    tensors = {name: x for unit in units for name, x in unit.items()}
 
     def write() -> None:
         partial = partial_folder(target)
@@ -203,22 +163,62 @@ def _save_error(folder: Path, error: Exception) -> ModelError:
     return ModelError(f"the model could not be saved to {folder}: {type(error).__name__}: {error}")
 
 
-def _weight_groups(model: PreTrainedModel | PipelineModel, world: World) -> Iterator[dict[str, Tensor]]:
+def _weight_units(model: PreTrainedModel | PipelineModel, world: World) -> Iterator[dict[str, Tensor]]:
     """The whole tensors of each unit in turn, on the CPU of the home's first rank; empty on others, as many of them.
 
     Of a model with an adapter, the adapter's.
     """
     if isinstance(model, PipelineModel):
-        yield from groups_of_all_stages(model, world)
+        yield from _units_of_all_stages(model, world)
         return
-    yield from _state_groups(adapter_entries(model, model.state_dict()), writes=world.rank == world.home.ranks[0])
+    yield from _state_units(adapter_entries(model, model.state_dict()), writes=world.rank == world.home.ranks[0])
 
 
-def _state_groups(state: Mapping[str, Tensor], *, writes: bool) -> Iterator[dict[str, Tensor]]:
+def _state_units(state: Mapping[str, Tensor], *, writes: bool) -> Iterator[dict[str, Tensor]]:
     """The same of the `state_dict` of a module that is whole on every slot."""
-    for _, group in groupby(state.items(), lambda entry: unit_of(entry[0])):
-        whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in group}
+    for _, unit in groupby(state.items(), lambda entry: unit_of(entry[0])):
+        whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in unit}
         yield {name: x.detach().cpu() for name, x in whole.items()} if writes else {}
+
+
+class _Entry(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _units_of_all_stages(model: PipelineModel, world: World) -> Iterator[dict[str, Tensor]]:
+    """The whole model's `state_dict`, a layer at a time, stage after stage, on the CPU of the home's first rank.
+
+    Empty units on the others, as many. Entered by all ranks; one layer at a time is whole on a rank that sends it. Of
+    a model with an adapter, the adapter's tensors.
+    """
+    in_stages = {name for stage in model.stages for name in stage.model.state_dict()}  # each layer whole in one unit
+    local_state = {name: x for name, x in adapter_entries(model, model.state_dict()).items() if name in in_stages}
+    entries = [_Entry(name, tuple(value.shape), value.dtype) for name, value in local_state.items()]
+    select_entries = dict(zip(world.home.ranks, world.control.gather_objects(entries, "names of weights"), strict=True))
+    for stage in range(world.home.pp):
+        theirs = select_entries[world.home.rank_at(0, pp=stage)]
+        for _, unit in groupby(theirs, lambda entry: unit_of(entry.name)):
+            yield _whole_unit(list(unit), local_state, world, stage)
+
+
+def _whole_unit(entries: list[_Entry], local_state: dict[str, Tensor], world: World, stage: int) -> dict[str, Tensor]:
+    """The whole tensors of one unit of a stage, on the rank that writes them."""
+    first, whole = world.home.ranks[0], dict[str, Tensor]()
+    for entry in entries:
+        if world.coordinates.pp == stage:
+            value = local_state[entry.name]
+            full = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+            if world.rank == first:
+                whole[entry.name] = full.cpu()
+            elif stage > 0 and (world.slot, world.coordinates.tp) == (0, 0):
+                world.channels.pipeline.exchange([(0, full.contiguous())], [], "weights of a stage").wait()
+        elif world.rank == first:
+            arriving = torch.empty(entry.shape, dtype=entry.dtype, device=world.device)
+            world.channels.pipeline.exchange([], [(stage, arriving)], "weights of a stage").wait()
+            whole[entry.name] = arriving.cpu()
+    return whole
 
 
 def _open_folder(

@@ -19,7 +19,7 @@ from longspan.model.weights.folder import FolderWeights
 from longspan.model.weights.random import RandomWeights
 from longspan.testing import run_ranks
 from tests.model.deep import deep_config
-from tests.model.moe_models import moe_model
+from tests.model.experts.moe_models import moe_model
 from tests.model.stock import texts
 
 FAMILIES = {"tied": "qwen3", "untied": "llama", "4 experts": "qwen3-moe", "6 experts": "qwen3-moe", "fused": "gpt-oss"}

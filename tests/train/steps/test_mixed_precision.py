@@ -21,7 +21,7 @@ from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
 from tests.model.deep import deep
-from tests.model.moe_models import moe_model
+from tests.model.experts.moe_models import moe_model
 from tests.model.stock import gradients_of, stock_answer, texts, tiny, worst
 
 DOCUMENTS, LENGTH = 8, 17  # of 16 targets each: dividing by targets is exact in every dtype

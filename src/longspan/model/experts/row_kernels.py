@@ -1,4 +1,4 @@
-"""Triton kernels of `rows.py` and `gate.py`. This module needs triton, which CPU builds of torch lack."""
+"""Triton kernels of `rows.py` and of the gate in `experts.py`: they need triton, which CPU builds of torch lack."""
 
 # pyright: basic, reportMissingImports=false
 

@@ -19,7 +19,7 @@ from longspan.model.lora.adapters import (
     peft_modules,
 )
 from longspan.model.lora.new import is_drawn_when_prepared
-from longspan.model.mtp.trained_whole import depth_reasons, select_depth_weights
+from longspan.model.mtp.depths import depth_reasons, select_depth_weights
 from longspan.model.parts import is_tied
 
 _DORA = "DoraLinearVariant"

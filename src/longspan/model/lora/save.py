@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from longspan.errors import ModelError
 from longspan.model.lora.adapters import Adapter
+from longspan.model.mtp.depths import select_depth_weights
 from longspan.model.mtp.names import PREFIX
-from longspan.model.mtp.trained_whole import select_depth_weights
 
 
 def largest_trained_modules(model: nn.Module, trained: Collection[str], inside: str = "") -> tuple[str, ...]:

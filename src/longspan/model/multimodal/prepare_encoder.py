@@ -103,10 +103,10 @@ def prepare_encoder(
     stay so: freeze them before.
 
     Where `world.home.tp` is above 1, attention and MLPs are split over the tensor-parallel ranks of a slot, which are
-    given the same items. Their linears are known by name in the usual ways of writing a ViT (`tp_plan.py`); `tp_plan`
-    says what others are: patterns of qualified names to "colwise", "rowwise", "qkv" (one linear of queries, keys and
-    values) or "replicated". The first call compares each kind of block, its output and every gradient, with the unsplit
-    one, and raises ModelError where they differ.
+    given the same items. Their linears are recognised by name in the usual ways of writing a ViT (`tp_plan.py`);
+    `tp_plan` has the styles of others: patterns of qualified names to "colwise", "rowwise", "qkv" (one linear of
+    queries, keys and values) or "replicated". The first call compares each kind of block, its output and every
+    gradient, with the unsplit one, and raises ModelError where they differ.
 
     Every call must use the same parameters on every slot; a slot without items runs some other item. A block that is
     sharded is called once in a forward pass, with the rows of all items: every call gathers its parameters, and slots

@@ -8,7 +8,7 @@ This is our own code because torch's does not serve these stages. In torch 2.11 
 autograd.Function, such as our attention and our loss: it raises an error for every zero-bubble case of
 tests/train/steps/test_pipelined.py, and gives wrong gradients where a node has several outputs. torch 2.13's passes
 these cases, and raises an error where a weight is used twice on a stage. Once the oldest torch that we support passes
-tests/model/test_split_backward.py, torch's can take this one's place.
+tests/model/pipeline/test_split_backward.py, torch's can take this one's place.
 """
 
 from collections.abc import Iterable, Set

@@ -22,9 +22,9 @@ from longspan.comm import World
 from longspan.comm.moves.tp_collectives import tp_copy, tp_copy_parameter, tp_place, tp_sum
 from longspan.errors import ModelError, counted
 from longspan.model.lora.adapters import is_adapted
-from longspan.model.tensor_parallel.adapted import split_adapted
 from longspan.model.tensor_parallel.family_plans import ROWWISE
 from longspan.model.tensor_parallel.mixer_parts import MixerParts, mixer_parts, reads_inputs, tensors_at
+from longspan.model.tensor_parallel.split_adapters import split_adapted
 from longspan.model.tensor_parallel.styles import View, attributes_replaced, rows_here, rowwise
 
 Means = Callable[[Tensor], Tensor]  # (…, features) -> the mean square of each feature's group, for each feature

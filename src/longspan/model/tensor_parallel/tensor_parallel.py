@@ -23,7 +23,6 @@ from longspan.model.experts.moe import expert_modules
 from longspan.model.layers import Absent
 from longspan.model.local_tensors import local_tensor
 from longspan.model.lora.adapters import is_adapted
-from longspan.model.tensor_parallel.adapted import ADAPTED, refuse_adapter, split_adapted
 from longspan.model.tensor_parallel.family_plans import (
     COLWISE,
     EMBEDDING,
@@ -52,6 +51,7 @@ from longspan.model.tensor_parallel.residual_rows import (
     regions,
     split_residuals,
 )
+from longspan.model.tensor_parallel.split_adapters import ADAPTED, refuse_adapter, split_adapted
 from longspan.model.tensor_parallel.styles import (
     ROWS,
     Transform,

@@ -86,8 +86,8 @@ class ImageTokens:
     """Images in the ids and positions of a vision-language model; only integers, from its configuration.
 
     `placeholder` is the id at whose places rows of images stand (image_token_id); `merge` the merged patches a side: a
-    grid (t, h, w) of patches makes t · h · w / merge² rows. Models without grids make `fixed_rows` for every image, or
-    as many as `unknown` says that the configuration does not determine: there the processor's placeholders count them.
+    grid (t, h, w) of patches makes t · h · w / merge² rows. Models without grids make `fixed_rows` for every image.
+    With `unknown` the configuration does not determine how many: the processor's placeholders count them.
     """
 
     placeholder: int

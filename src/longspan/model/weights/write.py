@@ -81,8 +81,8 @@ class WeightWriter:
     """Writes the weights of a model like `empty`, whose parameters have shapes and dtypes and no memory.
 
     >>> writer = WeightWriter(folder, empty)
-    >>> for group in groups:            # by the model's own names, each decoder layer whole in one group
-    ...     writer.write(group)
+    >>> for unit in units:              # by the model's own names, each decoder layer whole in one unit
+    ...     writer.write(unit)
     >>> written = writer.finish()
 
     Tensors are written in the dtypes that `empty` has for them, or in their own without `cast`, under stock names,
@@ -108,9 +108,9 @@ class WeightWriter:
         self._files: list[dict[str, int]] = []  # for each file that is written, the elements of its tensors
         self._bytes = 0
 
-    def write(self, group: Mapping[str, Tensor]) -> None:
+    def write(self, unit: Mapping[str, Tensor]) -> None:
         """Write the tensors of a layer, or one outside the layers; those that were written already are passed over."""
-        tensors = {name: self._check(name, tensor) for name, tensor in group.items() if name not in self._left_out}
+        tensors = {name: self._check(name, tensor) for name, tensor in unit.items() if name not in self._left_out}
         self._left_out |= tensors.keys()
         self._to_come -= tensors.keys()
         for name, tensor in revert_weight_conversion(self._empty, tensors).items():

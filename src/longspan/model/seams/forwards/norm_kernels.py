@@ -81,7 +81,7 @@ def norm_rows_backward(
     for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
         real = row < rows
-        inside = real[:, None] & known[None, :]
+        inside = real[:, None] & valid[None, :]
         into = row[:, None] * GROUPS * width + feature[None, :]
         raw = tl.load(x + row[:, None] * x_row + feature[None, :], mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(dout + row[:, None] * dout_row + feature[None, :], mask=inside, other=0.0).to(tl.float32)

@@ -20,9 +20,9 @@ from longspan.model import prepare, save_model
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
-from tests.model.moe_models import moe_answer, moe_model
+from tests.model.experts.moe_models import moe_answer, moe_model
+from tests.model.experts.test_moe import LENGTHS, PLANS, WEIGHTS, Case, Errors, compare, errors_of, gradients_of
 from tests.model.stock import texts, tiny, weights_of, worst
-from tests.model.test_moe import LENGTHS, PLANS, WEIGHTS, Case, Errors, compare, errors_of, gradients_of
 
 CASES: dict[Layout, list[Case]] = {
     Layout(ranks=2, ep=2): [

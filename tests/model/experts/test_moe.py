@@ -16,7 +16,7 @@ from longspan.model.experts.router import RouterCoefficients, RouterLosses
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.testing import backend, run_ranks
 from longspan.train import StepResult, run_step
-from tests.model.moe_models import MoeStock, moe_answer, moe_model
+from tests.model.experts.moe_models import MoeStock, moe_answer, moe_model
 from tests.model.stock import gradients_of, texts, tiny, worst
 
 LENGTHS = (13, 1, 30, 7, 2, 18)

@@ -18,7 +18,7 @@ from longspan.model.experts.router import RouterCoefficients
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
-from tests.model.moe_models import moe_answer, moe_model
+from tests.model.experts.moe_models import moe_answer, moe_model
 from tests.model.stock import error, gradients_of, stock_answer, texts, tiny, weights_of, worst
 
 LENGTHS = (13, 1, 30, 7, 2, 18)

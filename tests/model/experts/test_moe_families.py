@@ -24,8 +24,8 @@ from longspan.model.experts.router import RouterCoefficients
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
-from tests.model.moe_families import FAMILIES, family_model
-from tests.model.moe_models import MoeStock, router_losses
+from tests.model.experts.moe_families import FAMILIES, family_model
+from tests.model.experts.moe_models import MoeStock, router_losses
 from tests.model.stock import gradients_of, texts, worst
 from tests.mutation import mutated
 from tests.versions import transformers_before
