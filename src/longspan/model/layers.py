@@ -23,7 +23,7 @@ def layers_of_stages(layers: int, stages: int) -> tuple[range, ...]:
     >>> [len(part) for part in layers_of_stages(36, 4)]
     [8, 9, 10, 9]
 
-    Raises ModelError where there are more stages than layers.
+    Raises ModelError if there are more stages than layers.
     """
     if stages > layers:
         raise ModelError(
@@ -43,7 +43,7 @@ def layers_of_stages(layers: int, stages: int) -> tuple[range, ...]:
 class Absent(nn.Module):
     """Stands where another rank holds a module, and hands its first input on.
 
-    Of `module` it has the texts and numbers, which a forward around it may read; it returns `outputs` values, the
+    It has the strings and numbers of `module`, which a forward around it may read; it returns `outputs` values, the
     others None, as a tuple, or with 0 only the input.
     """
 

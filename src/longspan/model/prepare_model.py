@@ -108,7 +108,7 @@ def prepare(
     that home, a Layout over the same ranks whose world is left with this one, or its open World, and the rest under the
     world's. Settings of the encoder are those of the language model, or those of an `EncoderHome`.
 
-    Of a PeftModel with a LoRA adapter the transformers model inside it is prepared and returned: only its adapter is
+    A PeftModel with a LoRA adapter: the transformers model inside it is prepared and returned; only its adapter is
     trained and saved, and `longspan.without_adapter(model)` leaves it out for a while.
 
     A model that draws at random outside attention in training, as by `resid_pdrop`, is evaluated as it is; training it

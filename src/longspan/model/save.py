@@ -1,7 +1,7 @@
 """A prepared model, whole, back to a folder that stock transformers loads.
 
-Of a pipeline a layer at a time is whole on the home's first rank, stage after stage. Training checkpoints, which hold
-optimizer state and stay sharded, are not in this module.
+Under a pipeline a layer at a time is whole on the home's first rank, stage after stage. Training checkpoints, which
+hold optimizer state and stay sharded, are not in this module.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +47,7 @@ def save_model(
     The home's first rank writes safetensors, configuration and tokenizer next to `folder`. Once all are written they
     take the places of an older model's or adapter's (of an adapter: of an older adapter's), so an interrupted save
     leaves what was there. Other files of the folder stay. The first rank is sent a decoder layer at a time, so no rank
-    holds the whole model. `dtype` is that of the files, the parameters' own by default. Of a model with an adapter the
+    holds the whole model. `dtype` is that of the files, the parameters' own by default. If the model has an adapter the
     adapter only is written, as stock peft loads it, with what is trained of an encoder as its `modules_to_save`. A
     vision-language model (`prepare(…, encoder=…)`) is written whole, under its own class and names. Raises ModelError
     on every rank where writing failed, CommError where a rank is lost.
@@ -166,7 +166,7 @@ def _save_error(folder: Path, error: Exception) -> ModelError:
 def _weight_units(model: PreTrainedModel | PipelineModel, world: World) -> Iterator[dict[str, Tensor]]:
     """The whole tensors of each unit in turn, on the CPU of the home's first rank; empty on others, as many of them.
 
-    Of a model with an adapter, the adapter's.
+    If the model has an adapter, only the adapter's.
     """
     if isinstance(model, PipelineModel):
         yield from _units_of_all_stages(model, world)
@@ -175,7 +175,7 @@ def _weight_units(model: PreTrainedModel | PipelineModel, world: World) -> Itera
 
 
 def _state_units(state: Mapping[str, Tensor], *, writes: bool) -> Iterator[dict[str, Tensor]]:
-    """The same of the `state_dict` of a module that is whole on every slot."""
+    """The whole tensors of a `state_dict` that every slot has, a unit at a time; empty units without `writes`."""
     for _, unit in groupby(state.items(), lambda entry: unit_of(entry[0])):
         whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in unit}
         yield {name: x.detach().cpu() for name, x in whole.items()} if writes else {}
@@ -190,8 +190,8 @@ class _Entry(NamedTuple):
 def _units_of_all_stages(model: PipelineModel, world: World) -> Iterator[dict[str, Tensor]]:
     """The whole model's `state_dict`, a layer at a time, stage after stage, on the CPU of the home's first rank.
 
-    Empty units on the others, as many. Entered by all ranks; one layer at a time is whole on a rank that sends it. Of
-    a model with an adapter, the adapter's tensors.
+    Empty units on the others, as many. Entered by all ranks; one layer at a time is whole on a rank that sends it. If
+    the model has an adapter, only the adapter's tensors.
     """
     in_stages = {name for stage in model.stages for name in stage.model.state_dict()}  # each layer whole in one unit
     local_state = {name: x for name, x in adapter_entries(model, model.state_dict()).items() if name in in_stages}

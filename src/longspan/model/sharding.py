@@ -154,7 +154,7 @@ def gather_once(model: nn.Module) -> Iterator[None]:
 def gathered_bytes(model: nn.Module) -> int:
     """Bytes on this rank of all parameters that `gather_once` holds, in the dtype that FSDP2 computes in.
 
-    0 where there are none, and of a model that is not sharded here: what it does after a pass is not known.
+    0 if there are none, and for a model that is not sharded here: what it does after a pass is not known.
     """
     if model not in _GATHERED_BYTES:
         modules = fsdp_modules(model)

@@ -150,7 +150,7 @@ class _WithRouterLosses(torch.autograd.Function):
 
 
 def _logit_gradient(logits: Tensor, statistics: RouterStatistics) -> Tensor:
-    """Of both losses times their coefficients: (R, E), p (g − Σ g p) with g = E F / N, and 2 lse p / N."""
+    """The gradient of both losses times their coefficients, (R, E): p (g − Σ g p) with g = E F / N, and 2 lse p / N."""
     coefficients, token_layers = statistics.coefficients, statistics.token_layers
     p = logits.softmax(-1)
     gradient = torch.zeros_like(p)

@@ -67,7 +67,7 @@ def spread(x: Tensor, visits: Visits) -> Tensor:
 
 
 def gather(done: Tensor, weights: Tensor, visits: Visits) -> Tensor:
-    """Of what visits made of rows, (R · top_k, D), the sums of each row weighted by weights (R, top_k): (R, D).
+    """Add up what the visits of each row made, (R · top_k, D), weighted by weights (R, top_k): (R, D).
 
     In the dtype of `done`, or of the weights where these have more digits.
     """
@@ -101,7 +101,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _sums(done: Tensor, weights: Tensor | None, visits: Visits) -> Tensor:
-    """Of each row its visits added up, (R, D), times their weights where there are any."""
+    """Add up the visits of each row, (R, D), times their weights if there are any."""
     if (kernels := kernels_for(done, weights)) is None:
         back = done.index_select(0, visits.place).unflatten(0, (-1, visits.top_k))
         return (back if weights is None else back * weights.unsqueeze(2)).sum(1)
@@ -132,5 +132,5 @@ def _visit_gradients(dout: Tensor, done: Tensor, weights: Tensor, visits: Visits
 
 
 def _columns(width: int) -> int:
-    """Of a row, that a program holds at once."""
+    """The columns of a row that a program holds at once."""
     return min(_MOST_COLUMNS, max(_LEAST_COLUMNS, 1 << (width - 1).bit_length()))

@@ -72,7 +72,7 @@ def enter_rows(model: PreTrainedModel | PipelineModel, encoders: Sequence[Encode
 def _parts_that_embed(model: PreTrainedModel | PipelineModel) -> Iterator[tuple[nn.Module, PreTrainedModel, bool]]:
     """What is called with a shard, the model with the input embedding, and whether its first layers are in it.
 
-    Nothing where tokens are embedded elsewhere; depths of multi-token prediction embed them on the last stage.
+    Yields nothing if tokens are embedded elsewhere; depths of multi-token prediction embed them on the last stage.
     """
     if isinstance(model, PipelineModel):
         embed = ((stage, stage.first) for stage in model.stages if stage.first or (stage.last and model.depths))

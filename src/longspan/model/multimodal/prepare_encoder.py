@@ -30,7 +30,7 @@ def encoder_blocks(module: nn.Module, blocks: Sequence[nn.Module] | None = None)
     >>> [*encoder_blocks(CLIPVisionModel(config))][:2]
     ['encoder.layers.0', 'encoder.layers.1']
 
-    Of lists inside lists the outer one counts. Empty where there is no list. Raises ModelError for blocks that are not
+    Of lists inside lists the outer one counts. Empty without a list. Raises ModelError for blocks that are not
     inside the module, or inside each other.
     """
     names = {child: name for name, child in module.named_modules()}
@@ -172,7 +172,7 @@ def _check(module: nn.Module, world: World, sharding: Sharding) -> None:
 def _blocks(
     module: nn.Module, blocks: Sequence[nn.Module] | None, recomputation: Recomputation
 ) -> dict[str, nn.Module]:
-    """What is sharded and recomputed one at a time, by name. Raises ModelError where there is nothing to recompute."""
+    """What is sharded and recomputed one at a time, by name. Raises ModelError if there is nothing to recompute."""
     units = encoder_blocks(module, blocks)
     if not units and recomputation.kind != "none":
         raise ModelError(

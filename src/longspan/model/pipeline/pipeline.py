@@ -50,7 +50,7 @@ def name_as_in_whole(into: nn.Module, models: list[PreTrainedModel], copies: Sta
 def modules_without_name(stage: Stage, copies: StageCopies) -> list[tuple[str, nn.Module]]:
     """The modules of a stage that the whole model's names do not lead to: those around layers and around copies.
 
-    Not those whose own parameters are copies that are not trained.
+    Modules whose own parameters are copies that are not trained are left out.
     """
     around = {stage, *_modules_around_layers(stage.model), stage.model}
     return [(n, m) for n, m in stage.named_modules() if m in around or _is_around_copies(m, copies)]
@@ -269,7 +269,7 @@ def _run_watched(step: Callable[[], None], world: World) -> None:
 
 
 def _origin(error: BaseException) -> BaseException | None:
-    """What torch wrapped into this error of a stage's forward or backward pass; None where nothing is wrapped."""
+    """What torch wrapped into this error of a stage's forward or backward pass; None if nothing is wrapped."""
     origin = error.__cause__
     while origin is not None and origin.__cause__ is not None and "stage" in str(origin).lower():
         origin = origin.__cause__

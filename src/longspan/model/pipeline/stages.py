@@ -44,7 +44,7 @@ class TakenEmbedding:
 def embedding_argument(calls: Sequence[PartCall], layers: str) -> int | str | None:
     """The argument, by position or name, in which layers get the embedding as it is; None if there is none.
 
-    Also where another part gets it, or layers get other earlier hidden states, or no keyword arguments of the model's.
+    Also None if another part gets it, or if layers get other earlier hidden states or no keyword arguments.
     """
     more = [call for call in calls if call.reads_more]
     of_layers = all(call.part.startswith(f"{layers}.") and "shard" in call.keywords for call in more)

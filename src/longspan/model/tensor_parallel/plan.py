@@ -201,7 +201,7 @@ def _partial_in_block(
 
 
 def _act_on_features(block: nn.Module, names: Mapping[str, Tensor], styles: Mapping[int, str]) -> set[str]:
-    """Those of the named parameters that act on the block's output only through the inputs of row-wise linears.
+    """The names of those parameters that act on the block's output only through the inputs of row-wise linears.
 
     The block runs on the meta device; empty if it cannot be called with only hidden states.
     """

@@ -23,17 +23,7 @@ from longspan.model.experts.moe import expert_modules
 from longspan.model.layers import Absent
 from longspan.model.local_tensors import local_tensor
 from longspan.model.lora.adapters import is_adapted
-from longspan.model.tensor_parallel.family_plans import (
-    COLWISE,
-    EMBEDDING,
-    GATHERED,
-    HEADS,
-    MIXER,
-    PACKED,
-    PARTIAL_GRADIENT,
-    ROWWISE,
-    SPLIT_INPUT,
-)
+from longspan.model.tensor_parallel import family_plans as tp_style
 from longspan.model.tensor_parallel.feature_trial import refuse_mixed_features
 from longspan.model.tensor_parallel.mixers import check_mixer, split_mixer
 from longspan.model.tensor_parallel.plan import (
@@ -69,7 +59,7 @@ from longspan.model.tensor_parallel.styles import (
 
 
 def places_of_shared(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Of each parameter that several modules have, these modules and its name there."""
+    """For each parameter that several modules have: these modules, and its name there."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -100,7 +90,7 @@ def _check_plan(model: PreTrainedModel, tp: int, *, sequence_parallel: bool) -> 
     refuse_adapter(model, placed)
     check_sizes(model, placed, tp)
     for name, module, style, _ in placed:
-        if style == MIXER:
+        if style == tp_style.MIXER:
             check_mixer(name, module, tp)
     placed += partial_parameters(model, placed)
     refuse_mixed_features(model, placed)
@@ -124,27 +114,20 @@ def split_over_tp(
     shared = places_of_shared(model)
     _split_vocabulary(model, placed, world, sequence_parallel=sequence_parallel)
     mixtures = _mixtures(model)
+    head = model.get_output_embeddings()
     for name, module, style, parameter in placed:
         in_parts = sequence_parallel and not name.startswith(mixtures)
-        if is_adapted(module) and style in ADAPTED and module is not model.get_output_embeddings():
+        if is_adapted(module) and style in ADAPTED and module is not head:
             split_adapted(module, style, world, sequence_parallel=in_parts)
-        elif style == MIXER:
+        elif style == tp_style.MIXER:
             split_mixer(name, module, world, sequence_parallel=in_parts)
-        elif style == COLWISE and isinstance(module, nn.Linear):
-            columnwise(module, world)
-        elif style == PACKED and isinstance(module, nn.Linear):
-            columnwise_packed(module, world)
-        elif style == ROWWISE and isinstance(module, nn.Linear):
-            rowwise(module, world, sequence_parallel=in_parts)
-        elif style == SPLIT_INPUT and isinstance(module, nn.Linear):
-            rowwise_of_whole_inputs(module, world)
-        elif style in GATHERED and isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
-            columnwise_gathered(module, world)
-        elif style == PARTIAL_GRADIENT:
+        elif style == tp_style.PARTIAL_GRADIENT:
             partial_gradients(module, world.key, parameter)
-        elif style == HEADS and parameter is not None:
+        elif style == tp_style.HEADS and parameter is not None:
             slice_parameter(module, parameter, 0, world)
             wrap_forward(module, views={parameter: local_tensor})
+        elif isinstance(module, nn.Linear) and not (module is head and style in tp_style.GATHERED):
+            _split_linear(module, style, world, sequence_parallel=in_parts)
     share_again(shared)
     _wrap_blocks(model, placed, world, whole=mixtures if sequence_parallel else ("",))
     for layer in layers_and_depths(model).values():
@@ -152,6 +135,22 @@ def split_over_tp(
             split_rows_of_experts(experts, world.key, sum_gradients=sum_expert_gradients)
     if sequence_parallel:
         split_residuals(model, placed, world)
+
+
+_SPLITS = {
+    tp_style.COLWISE: columnwise,
+    tp_style.PACKED: columnwise_packed,
+    tp_style.SPLIT_INPUT: rowwise_of_whole_inputs,
+    **dict.fromkeys(tp_style.GATHERED, columnwise_gathered),
+}
+
+
+def _split_linear(linear: nn.Linear, style: str, world: World, *, sequence_parallel: bool) -> None:
+    """Split a linear by its style; one of a style for other modules, an embedding's, stays as it is."""
+    if style == tp_style.ROWWISE:
+        rowwise(linear, world, sequence_parallel=sequence_parallel)
+    elif style in _SPLITS:
+        _SPLITS[style](linear, world)
 
 
 def _mixtures(model: PreTrainedModel) -> tuple[str, ...]:
@@ -186,11 +185,11 @@ def _split_vocabulary(
     styles = {id(module): style for _, module, style, _ in placed}
     tied = head is not None and embedding is not None and head.weight is embedding.weight
     fits = [module is not None and module.weight.shape[0] % world.home.tp == 0 for module in (head, embedding)]
-    if head is not None and fits[0] and styles.get(id(head)) in GATHERED:
+    if head is not None and fits[0] and styles.get(id(head)) in tp_style.GATHERED:
         columnwise_gathered(head, world)
         if tied and embedding is not None:
             embedding.weight = head.weight
-    if embedding is not None and fits[1] and styles.get(id(embedding)) == EMBEDDING and not tied:
+    if embedding is not None and fits[1] and styles.get(id(embedding)) == tp_style.EMBEDDING and not tied:
         slice_parameter(embedding, "weight", 0, world)
     if embedding is not None and isinstance(embedding.weight, DTensor):
         split_vocabulary(embedding, world, sequence_parallel=sequence_parallel)

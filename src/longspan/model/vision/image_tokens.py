@@ -25,7 +25,7 @@ Ids = npt.NDArray[np.int64]
 
 
 def model_class(config: PreTrainedConfig | None) -> Any:
-    """The class of the model below the head; None where transformers has none."""
+    """The class of the model below the head; None if transformers has none."""
     mapping: Any = MODEL_MAPPING
     return mapping.get(type(config), None)
 
@@ -121,7 +121,7 @@ class ImageTokens:
         return int(np.prod(grid)) // self.merge**2
 
     def positions(self, ids: npt.NDArray[Any], grids: npt.NDArray[Any]) -> npt.NDArray[np.int64] | None:
-        """The positions (3, T) of a whole document, ids (T,) and grids (images, 3); None where they are plain.
+        """The positions (3, T) of a whole document, ids (T,) and grids (images, 3); None if they are plain.
 
         They are plain in models without positions in three parts (M-RoPE), and in documents without images. Raises
         DataError for placeholders that are not those of the grids, and for images that no token stands between.

@@ -99,7 +99,7 @@ class VideoTokens:
     ) -> npt.NDArray[np.int64] | None:
         """The positions (3, T) of a whole document, ids (T,), with the grids (images, 3) of its images, and its videos.
 
-        None where they are plain. Raises DataError for placeholders that are not those of images and videos.
+        None if they are plain. Raises DataError for placeholders that are not those of images and videos.
         """
         if not videos:
             return self.images.positions(ids, grids)

@@ -49,9 +49,9 @@ def empty_model(
 
 
 def images_class(config: PreTrainedConfig, images: bool = True) -> Any:
-    """The class from images and text to text of a configuration; None where the causal language model is meant.
+    """The class from images and text to text of a configuration; None for its causal language model.
 
-    That is: without `images`, where there is one.
+    That one is meant without `images`, if the configuration has one.
     """
     mapping: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if not images and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:

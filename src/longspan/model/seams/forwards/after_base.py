@@ -163,7 +163,7 @@ class _Watched(Tensor):
 
     @classmethod
     def of(cls, value: Tensor, name: str, reads: dict[str, str]) -> "_Watched":
-        """The same tensor under a watch."""
+        """The tensor, which from now on notes how it is read."""
         watched = value.detach().as_subclass(cls)
         watched._name, watched._reads = name, reads
         return watched

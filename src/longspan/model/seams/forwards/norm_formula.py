@@ -45,7 +45,7 @@ class NormFormula:
         return activation(gate)
 
     def run_kernel(self, x: Tensor, weight: Tensor, eps: float, gate: Tensor | None = None) -> Tensor | None:
-        """The same by the kernel; None if it cannot take these tensors."""
+        """Compute it by the kernel; None if that cannot take these tensors."""
         tensors = (x, weight) if gate is None else (x, weight, gate)
         if not are_on_gpus(tensors) or any(t.dtype not in _DTYPES for t in tensors) or _kernels() is None:
             return None
