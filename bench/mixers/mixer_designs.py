@@ -16,7 +16,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from longspan import Group, MicroBatch, World, bind
 from longspan.comm import SequenceShard
 from longspan.errors import ConfigError
-from longspan.model.seams.mixer_calls import Rows, redirect
+from longspan.model.seams.mixer_calls import Rows, set_mixer_ops
 from longspan.ssm import causal_conv, linear_scan
 
 Move = Callable[[Tensor], Tensor]
@@ -35,7 +35,7 @@ class Layer:
         """The layer as a function of hidden states (1, T, hidden), its rows meeting as said."""
 
         def run(x: Tensor) -> Tensor:
-            redirect(self.module, lambda shard, batch, count: rows)
+            set_mixer_ops(self.module, lambda shard, batch, count: rows)
             return self.module(x)
 
         return run

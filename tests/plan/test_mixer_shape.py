@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from longspan.errors import PlanError
 from longspan.model import load_model, preset_config
 from longspan.model.mtp.add_depths import add_mtp
-from longspan.model.seams.mixer_calls import ROWS_ALONE, redirect
+from longspan.model.seams.mixer_calls import ROWS_ALONE, set_mixer_ops
 from longspan.model.seams.mixers import find_mixers
 from longspan.model.small.shrink import shrunken, tiny_model
 from longspan.plan import Cost
@@ -50,7 +50,7 @@ def products(model: Any) -> tuple[int, int]:
     model.set_experts_implementation("eager")
     model.set_attn_implementation("eager")
     for mixer in find_mixers(model).values():
-        redirect(mixer, lambda shard, batch, rows: ROWS_ALONE)  # the scan is counted by hand
+        set_mixer_ops(mixer, lambda shard, batch, rows: ROWS_ALONE)  # the scan is counted by hand
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         model(input_ids=torch.arange(ROWS)[None] % 10, use_cache=False)
     found = counted.get_flop_counts()

@@ -41,7 +41,7 @@ from longspan.model.load import torch_dtype
 from longspan.model.save import stock_configuration, write_configuration
 from longspan.model.vision.join import names_by_stock_name
 from longspan.model.weights.fill import empty_model, images_class_by_name
-from longspan.model.weights.write import FILE_BYTES, WeightWriter, Written, unit_of
+from longspan.model.weights.write import FILE_BYTES, WeightTotals, WeightWriter, unit_of
 
 _SAID_EVERY = 5 * 10**9  # bytes
 
@@ -126,7 +126,7 @@ def _configuration(run_dir: Path) -> PreTrainedConfig:
 
 def _write(
     partial: Path, empty: PreTrainedModel, groups: Iterator[dict[str, Tensor]], run_dir: Path, depths: ExportedDepths
-) -> Written:
+) -> WeightTotals:
     """Write the weights of a whole model, and what belongs beside them."""
     writer = WeightWriter(partial, empty, file_bytes=FILE_BYTES, rename=depths.rename)
     for group in groups:

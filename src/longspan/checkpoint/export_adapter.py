@@ -20,7 +20,7 @@ from longspan.model.parts import is_tied
 from longspan.model.presets import PRESETS
 from longspan.model.vision.join import names_by_stock_name
 from longspan.model.weights.fill import empty_model, images_class_by_name, pop_deferred_weights
-from longspan.model.weights.write import Written, unit_of
+from longspan.model.weights.write import WeightTotals, unit_of
 from longspan.train.mtp.depths import depth_weights, with_depths
 from longspan.train.training import adapted, loaded_model
 
@@ -58,11 +58,11 @@ def saved_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mappi
     return SavedAdapter(adapter, tensors, scalings, modules)
 
 
-def write_saved_adapter(saved: SavedAdapter, folder: Path, run_dir: Path, dtype: torch.dtype | None) -> Written:
+def write_saved_adapter(saved: SavedAdapter, folder: Path, run_dir: Path, dtype: torch.dtype | None) -> WeightTotals:
     """Write an adapter to a folder, with the tokenizer that the run keeps."""
     tensors = {name: tensor.to(dtype=dtype) for name, tensor in saved.tensors.items()}
     write_adapter(folder, saved.adapter, tensors, KeptFiles(run_dir), saved.modules)
-    return Written(len(tensors), sum(x.numel() for x in tensors.values()), (folder / WEIGHTS).stat().st_size, 1)
+    return WeightTotals(len(tensors), sum(x.numel() for x in tensors.values()), (folder / WEIGHTS).stat().st_size, 1)
 
 
 def merged_groups(

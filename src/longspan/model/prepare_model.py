@@ -23,7 +23,7 @@ from longspan.model.lora.adapters import (
     peft_modules,
 )
 from longspan.model.lora.refusals import reasons_of_configuration, reasons_of_layers
-from longspan.model.lora.without_adapter import redirect
+from longspan.model.lora.without_adapter import redirect_peft_model
 from longspan.model.multimodal.checks import check_encoder_home
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
@@ -133,7 +133,7 @@ def prepare(
         try_rows_of_calls(language_model)
         language_model.adapter = adapter  # also if only the encoder has one
         prepared = join_parts(parts, language_model, world, home, weights)
-    redirect(model, prepared)
+    redirect_peft_model(model, prepared)
     return prepared
 
 

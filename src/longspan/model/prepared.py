@@ -18,7 +18,7 @@ from longspan.model.execution import Execution
 from longspan.model.experts.moe import expert_modules, use_experts
 from longspan.model.lora.adapters import Adapter, adapter_in, model_inside
 from longspan.model.lora.refusals import check_adapter, check_equal_adapters
-from longspan.model.lora.without_adapter import redirect, without_adapter
+from longspan.model.lora.without_adapter import redirect_peft_model, without_adapter
 from longspan.model.mtp.depths import put_copied_depths_in_place
 from longspan.model.mtp.refusals import refuse_mtp
 from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
@@ -118,7 +118,7 @@ def prepare_language_model(
     _check_every_call(prepared, rules, execution)
     if adapter is not None:
         prepared.adapter = adapter  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-        redirect(peft_model, prepared)
+        redirect_peft_model(peft_model, prepared)
     return prepared
 
 

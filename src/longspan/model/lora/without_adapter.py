@@ -1,7 +1,7 @@
 """A model without its adapter for a while: reference log-probabilities, and evaluation of the base model.
 
-`redirect` has the PeftModel around a prepared model leave the adapter out in the same way, and refuse what would change
-its parts.
+`redirect_peft_model` has the PeftModel around a prepared model leave the adapter out in the same way, and refuse what
+would change its parts.
 """
 
 from collections.abc import Iterator
@@ -69,7 +69,7 @@ _CHANGES = {
 }
 
 
-def redirect(peft_model: Any, prepared: nn.Module) -> None:
+def redirect_peft_model(peft_model: Any, prepared: nn.Module) -> None:
     """Have the PeftModel around a prepared model leave the adapter out there, and refuse what changes its parts."""
     if peft_model is prepared or not hasattr(peft_model, "get_base_model"):
         return

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from longspan.errors import ModelError
 from longspan.model.layers import Absent, architecture_name, layer_list, norm_after_layers, shallow_module
 
-Call = tuple[tuple[Any, ...], Mapping[str, Any]]  # what a layer is called with, without hidden states
+LayerCall = tuple[tuple[Any, ...], Mapping[str, Any]]  # what a layer is called with, without hidden states
 _NOT_FOR_DEPTHS = ("hidden_states", "router")  # some rows of a depth have no token: its routers are not counted
 
 
@@ -43,7 +43,7 @@ class Note:
 
     def __init__(self) -> None:
         self.hidden_states: Tensor | None = None
-        self.call: Call = ((), {})
+        self.call: LayerCall = ((), {})
 
     @property
     def reached(self) -> bool:
@@ -107,13 +107,16 @@ class LayerInputs:
 
     def __init__(self, model: PreTrainedModel, copied: CopiedLayer) -> None:
         self._model, self._copied = model, copied
-        self._noted: Call = ((), {})  # of the layer, or, where inputs are made of tokens, of what is around the layers
+        self._noted: LayerCall = (
+            (),
+            {},
+        )  # of the layer, or, where inputs are made of tokens, of what is around the layers
 
     def note(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Forward pre-hook."""
         self._noted = args, kwargs
 
-    def of(self, ids: Tensor, embedded: Tensor) -> Call:
+    def of(self, ids: Tensor, embedded: Tensor) -> LayerCall:
         """The inputs of a layer that reads these ids (T,), whose embedding is (1, T, D).
 
         Raises ModelError if the layer gets inputs made of its own rows, and that was not seen when depths were added.
@@ -149,7 +152,7 @@ def layer_inputs(model: PreTrainedModel, copied: CopiedLayer) -> Iterator[LayerI
         handle.remove()
 
 
-def depends_on_parameters(call: Call) -> bool:
+def depends_on_parameters(call: LayerCall) -> bool:
     """Whether a tensor among these inputs depends on a parameter, in a pass with gradients."""
     return any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((call[0], dict(call[1]))))
 

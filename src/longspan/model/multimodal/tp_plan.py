@@ -54,7 +54,7 @@ WIDTHS = (
 
 
 @dataclass(frozen=True)
-class Part:
+class SplitModule:
     """A module whose own linears are split: attention, an MLP, or several of them in one module.
 
     `styles` are those of its linears by their names in it; `several`: it does more than one thing with its
@@ -99,7 +99,7 @@ class Part:
 
 def parts_to_split(
     module: nn.Module, blocks: Mapping[str, nn.Module], tp: int, plan: Mapping[str, str] | None = None
-) -> list[Part]:
+) -> list[SplitModule]:
     """The parts of an encoder that are split over tp ranks, in its order; none at tp 1, where a plan is still checked.
 
     Raises ModelError, naming them, for linears in blocks that are not known, and, with the numbers, where tp does not
@@ -120,9 +120,11 @@ def parts_to_split(
     return split
 
 
-def _part(name: str, module: nn.Module, styles: Mapping[str, str], blocks: Mapping[str, nn.Module]) -> Part:
+def _part(name: str, module: nn.Module, styles: Mapping[str, str], blocks: Mapping[str, nn.Module]) -> SplitModule:
     groups = sum(style == ROWWISE for style in styles.values())
-    return Part(name, module, styles, groups > 1 or name in blocks or isinstance(module, nn.ModuleDict | nn.ModuleList))
+    return SplitModule(
+        name, module, styles, groups > 1 or name in blocks or isinstance(module, nn.ModuleDict | nn.ModuleList)
+    )
 
 
 # ---- linears and their styles
@@ -204,7 +206,7 @@ def _refuse_unknown(module: nn.Module, blocks: Mapping[str, nn.Module], styles: 
 # ---- sizes
 
 
-def _check_sizes(module: nn.Module, parts: list[Part], tp: int) -> None:
+def _check_sizes(module: nn.Module, parts: list[SplitModule], tp: int) -> None:
     """Raise ModelError, with the sizes that would fit, where tp does not divide heads or widths."""
     sizes = dict[str, int]()
     for part in parts:
@@ -218,7 +220,7 @@ def _check_sizes(module: nn.Module, parts: list[Part], tp: int) -> None:
         )
 
 
-def _sizes(part: Part) -> Iterator[tuple[str, int]]:
+def _sizes(part: SplitModule) -> Iterator[tuple[str, int]]:
     counts = [(name, value) for name, value in part.local_attributes.items() if name in (*HEADS, *KEY_HEADS)]
     yield from counts
     is_attention = QKV in part.styles.values() or any({*names} <= part.styles.keys() for names in _ATTENTION)
@@ -236,7 +238,7 @@ def _sizes(part: Part) -> Iterator[tuple[str, int]]:
         yield name, linear.in_features if style == ROWWISE else keys if style == QKV else linear.out_features
 
 
-def _heads_by_size(part: Part) -> int:
+def _heads_by_size(part: SplitModule) -> int:
     size = next((v for n, v in vars(part.module).items() if n in HEAD_SIZE and type(v) is int and v > 0), 0)
     if not size:
         raise ModelError(

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
 from longspan.model.layers import decoder_of, text_name
-from longspan.model.parts import PartCall, Parts, shallow_copy, trace_parts
+from longspan.model.parts import ModelParts, PartCall, shallow_copy, trace_parts
 from longspan.model.pipeline.copies import (
     SharedParameter,
     refuse_shared_in_part,
@@ -139,7 +139,7 @@ class Stage(nn.Module):
         return torch.cat([hidden, rows], dim=1)
 
 
-def refuse_inexact(model: PreTrainedModel, parts: Parts) -> None:
+def refuse_inexact(model: PreTrainedModel, parts: ModelParts) -> None:
     """Raise ModelError where stages, one after another, would not be the base model.
 
     With stand-ins for every part, each must be called once, in the order of the plan, on what the part before it
@@ -181,7 +181,7 @@ def _refuse_set_forwards(model: PreTrainedModel) -> None:
         )
 
 
-def refuse_dependent_layers(model: PreTrainedModel, parts: Parts, layers: Sequence[range]) -> None:
+def refuse_dependent_layers(model: PreTrainedModel, parts: ModelParts, layers: Sequence[range]) -> None:
     """Raise ModelError where a stage's layers need more of earlier layers than their hidden states.
 
     Gemma 4's last layers attend to keys and values of earlier ones. `layers` are those of each stage, each of which is
@@ -201,7 +201,7 @@ def refuse_dependent_layers(model: PreTrainedModel, parts: Parts, layers: Sequen
             ) from error
 
 
-def _order(model: PreTrainedModel, parts: Parts) -> list[str]:
+def _order(model: PreTrainedModel, parts: ModelParts) -> list[str]:
     """The parts that hidden states go through, in order: not the embedding, which token ids go through."""
     base = decoder_of(model)
     before = [part for part in parts.before if getattr(base, part) is not model.get_input_embeddings()]
@@ -209,13 +209,13 @@ def _order(model: PreTrainedModel, parts: Parts) -> list[str]:
     return [*before, *layers, *parts.after]
 
 
-def stage_models(model: PreTrainedModel, parts: Parts, layers: Sequence[range]) -> list[PreTrainedModel]:
+def stage_models(model: PreTrainedModel, parts: ModelParts, layers: Sequence[range]) -> list[PreTrainedModel]:
     """The model once for each stage, with the model's own modules, and stand-ins for those of other stages."""
     last = len(layers) - 1
     return [shallow_copy(model, parts, indices, first=i == 0, last=i == last) for i, indices in enumerate(layers)]
 
 
-def cut(model: PreTrainedModel, parts: Parts, layers: Sequence[range], mine: Sequence[int]) -> tuple[Stage, ...]:
+def cut(model: PreTrainedModel, parts: ModelParts, layers: Sequence[range], mine: Sequence[int]) -> tuple[Stage, ...]:
     """This rank's stages of a model, whose other modules are freed: afterwards the model itself is of no use.
 
     Each has its own copy of a parameter that several stages have. Raises ModelError, before anything is changed, for

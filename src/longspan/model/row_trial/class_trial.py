@@ -24,7 +24,7 @@ from longspan.errors import ModelError
 from longspan.model.experts.moe import expert_modules, mix_all_rows
 from longspan.model.layers import decoder_layers
 from longspan.model.seams.attention_calls import scale_queries_by_position
-from longspan.model.seams.mixer_calls import ROWS_ALONE, redirect
+from longspan.model.seams.mixer_calls import ROWS_ALONE, set_mixer_ops
 from longspan.model.seams.mixers import find_mixers
 from longspan.model.seams.rows_alone import attend_alone
 from longspan.model.small.shrink import shrunken
@@ -99,7 +99,7 @@ def _small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTr
     model = kind._from_config(small, **settings).double()
     scale_queries_by_position(model)  # attention's business: it is not tried here
     for mixer in find_mixers(model).values():
-        redirect(mixer, lambda *_: ROWS_ALONE)
+        set_mixer_ops(mixer, lambda *_: ROWS_ALONE)
     for parameter in model.parameters():  # biases begin as zeros, which would hide them
         parameter.data += 0.1 * torch.randn_like(parameter)
     return model.train()

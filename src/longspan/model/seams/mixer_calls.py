@@ -214,9 +214,9 @@ def check_kernels(model: PreTrainedModel, kernels: tuple[str, ...], dtype: torch
 def shard_mixers(model: PreTrainedModel, kernels: tuple[str, ...] = ()) -> None:
     """From here on, the model's mixers run over the shard that their layers are called with, by `kernels`."""
     for name, mixer in find_mixers(model).items():
-        redirect(mixer, partial(_find_ops, f"{name} ({type(mixer).__name__})", kernels))
+        set_mixer_ops(mixer, partial(_find_ops, f"{name} ({type(mixer).__name__})", kernels))
 
 
-def redirect(mixer: nn.Module, find_ops: FindOps) -> None:
+def set_mixer_ops(mixer: nn.Module, find_ops: FindOps) -> None:
     """Give an instance its class's forward with the functions of this module over these operations."""
     replace_functions(mixer, kernel_replacements(find_ops))

@@ -22,7 +22,7 @@ from longspan.model.layers import decoder_layers
 from longspan.model.parts import modes_restored
 from longspan.model.seams.hint import doctor_hint
 from longspan.model.seams.meta_pass import VALUES_READ, run_on_meta
-from longspan.model.seams.mixers import ROWS_ALONE, find_mixers
+from longspan.model.seams.mixers import ROWWISE_LAYER_TYPES, find_mixers
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _refuse_bypass(model: PreTrainedModel, reached: set[int]) -> None:
     bypassing: list[str] = []
     types = getattr(model.config.get_text_config(), "layer_types", None) or []
     for index, (name, layer) in enumerate(decoder_layers(model).items()):
-        if index < len(types) and types[index] in ROWS_ALONE:
+        if index < len(types) and types[index] in ROWWISE_LAYER_TYPES:
             continue
         if not any(id(module) in reached for module in layer.modules()):
             bypassing.append(next((f"{name}.{child}" for child, _ in _attention_modules(layer)), name))

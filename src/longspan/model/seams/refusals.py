@@ -21,7 +21,7 @@ from longspan.model.rope import rope_types
 from longspan.model.seams.attention_calls import has_temperature, is_llama4_temperature
 from longspan.model.seams.forwards.rope_by_length import is_by_length, kinds_by_length
 from longspan.model.seams.hint import doctor_hint
-from longspan.model.seams.mixers import ROWS_ALONE, find_mixers, is_mixer
+from longspan.model.seams.mixers import ROWWISE_LAYER_TYPES, find_mixers, is_mixer
 from longspan.model.seams.set_forwards import is_wrapped_by_others, set_on_instances
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -120,7 +120,7 @@ def _rope(model: PreTrainedModel) -> Iterator[str]:
 def _layer_types(model: PreTrainedModel) -> Iterator[str]:
     types = getattr(model.config, "layer_types", None) or []
     mixing = {i for i, layer in enumerate(decoder_layers(model).values()) if any(map(is_mixer, layer.modules()))}
-    for kind in sorted({str(kind) for kind in types} - {*_LAYER_TYPES, *ROWS_ALONE}):
+    for kind in sorted({str(kind) for kind in types} - {*_LAYER_TYPES, *ROWWISE_LAYER_TYPES}):
         layers = [i for i, layer_type in enumerate(types) if layer_type == kind and i not in mixing]
         if not layers:
             continue

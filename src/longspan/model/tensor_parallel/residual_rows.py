@@ -15,7 +15,7 @@ from longspan.errors import ModelError
 from longspan.model.layers import Absent, decoder_layers, decoder_of
 from longspan.model.lora.adapters import is_adapted
 from longspan.model.mtp.depths import depths_of, mtp_blocks
-from longspan.model.parts import Parts, trace_parts, usual_parts, with_outputs
+from longspan.model.parts import ModelParts, trace_parts, usual_parts, with_outputs
 from longspan.model.tensor_parallel.plan import StyledModule, experts_of, split_blocks
 from longspan.model.tensor_parallel.styles import ROWS, partial_gradients, wrap_forward
 
@@ -95,7 +95,7 @@ def refuse_other_rows(model: PreTrainedModel) -> None:
     """Raise ModelError where rows would not be parts from the embedding to the last layer and whole after the norm."""
     base, name, norm = decoder_of(model), type(model).__name__, final_norm_name(model)
     embedding, layers = usual_parts(model)[:2]
-    parts = with_outputs(model, Parts((embedding,), layers, (norm,)))
+    parts = with_outputs(model, ModelParts((embedding,), layers, (norm,)))
     if others := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in (embedding, layers, norm)]:
         raise ModelError(
             f"{name} has parameters outside its embedding, layers and norm ({', '.join(others[:4])}), which have no "

@@ -68,7 +68,7 @@ def put_in_place(partial: Path, folder: Path, replaced: str) -> None:
 FILE_BYTES = 5 * 10**9  # of one file at most, as on the Hugging Face hub
 
 
-class Written(NamedTuple):
+class WeightTotals(NamedTuple):
     """What a folder's weights come to."""
 
     tensors: int
@@ -118,7 +118,7 @@ class WeightWriter:
                 self._flush()
             self._file[self._rename(name)] = tensor.contiguous()
 
-    def finish(self) -> Written:
+    def finish(self) -> WeightTotals:
         """Write what is left, and the index where there is more than one file."""
         if self._to_come:
             raise ModelError(f"{len(self._to_come)} weights never came: {', '.join(sorted(self._to_come)[:4])}")
@@ -133,7 +133,7 @@ class WeightWriter:
             metadata = {"total_parameters": parameters, "total_size": self._bytes}
             index = json.dumps({"metadata": metadata, "weight_map": where}, indent=2, sort_keys=True) + "\n"
             (self._folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
-        return Written(sum(map(len, self._files)), parameters, self._bytes, len(names))
+        return WeightTotals(sum(map(len, self._files)), parameters, self._bytes, len(names))
 
     def _check(self, name: str, tensor: Tensor) -> Tensor:
         expected = self._expected.get(name)

@@ -18,7 +18,7 @@ from longspan.model.layers import architecture_name, base_of
 from longspan.model.seams.hint import doctor_hint
 
 Forward = Callable[..., Any]  # a class's: of the model, and the arguments of its call
-Call = tuple[Any, Sequence[Any], Mapping[str, Any]]  # a model, and what it was called with
+ModelCall = tuple[Any, Sequence[Any], Mapping[str, Any]]  # a model, and what it was called with
 # What a forward may give its base model of its own accord: there is no cache, and attention is causal by itself.
 _HARMLESS = ("return_dict", "use_cache", "is_causal")
 _IMAGE_ARGUMENTS = "vision_"  # arguments that begin so are about reading images, and there are none here
@@ -32,7 +32,7 @@ class ModelAfterBase:
     `calls` notes what the forward calls its base model with.
     """
 
-    def __init__(self, model: PreTrainedModel, hidden: Tensor, calls: list[Call] | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, hidden: Tensor, calls: list[ModelCall] | None = None) -> None:
         self._model, self._hidden, self._calls = model, hidden, calls if calls is not None else []
 
     @property
@@ -46,7 +46,7 @@ class ModelAfterBase:
 class _BaseStandIn:
     """A base model, or a model inside it that another forward calls, which answers with given hidden states."""
 
-    def __init__(self, base: PreTrainedModel, hidden: Tensor, calls: list[Call]) -> None:
+    def __init__(self, base: PreTrainedModel, hidden: Tensor, calls: list[ModelCall]) -> None:
         self._base, self._hidden, self._calls = base, hidden, calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> "_BaseOutput":
@@ -57,7 +57,7 @@ class _BaseStandIn:
         return _with_stand_in(getattr(self._base, name), self._hidden, self._calls)
 
 
-def _with_stand_in(value: Any, hidden: Tensor, calls: list[Call]) -> Any:
+def _with_stand_in(value: Any, hidden: Tensor, calls: list[ModelCall]) -> Any:
     """What a forward after the base model sees in place of an attribute: OPT calls its base model's decoder."""
     return _BaseStandIn(value, hidden, calls) if isinstance(value, PreTrainedModel) else value
 
@@ -84,7 +84,7 @@ def refuse_other_forward(
     `hidden` (1, T, D) is what the base model made of these arguments. The forward runs again on some of its rows,
     with a base model that notes its calls: there must be one, with the arguments of the forward.
     """
-    calls, reads = list[Call](), dict[str, str]()
+    calls, reads = list[ModelCall](), dict[str, str]()
     inputs = dict(zip([*signature(forward).parameters][1:], args, strict=False)) | dict(kwargs)
     inputs = {n: _Watched.of(x, n, reads) if isinstance(x, Tensor) else x for n, x in inputs.items()}
     rows = hidden[:, :_ROWS].detach().requires_grad_()
@@ -110,7 +110,7 @@ def _reads(reads: Mapping[str, str]) -> Iterator[str]:
         yield f"reads {name} itself ({function}), which it may only hand on to its base model"
 
 
-def _other_calls(calls: Sequence[Call], inputs: Mapping[str, Any]) -> Iterator[str]:
+def _other_calls(calls: Sequence[ModelCall], inputs: Mapping[str, Any]) -> Iterator[str]:
     if len(calls) != 1:
         yield f"calls its base model {counted(len(calls), 'time')}, not once"
     for base, args, kwargs in calls[:1]:
