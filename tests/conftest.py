@@ -16,7 +16,7 @@ PRELOAD = (  # what most test files import, beside what runs of users do
     "longspan.testing",
     "longspan.doctor.float64",
     "tests.model.stock",
-    "tests.model.moe_models",
+    "tests.model.experts.moe_models",
     "tests.model.deep",
     "tests.train.small",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",

@@ -6,14 +6,14 @@ from tests.attention.test_mutations import MUTATIONS as OF_ATTENTION
 from tests.bridge.test_mutations import MUTATIONS as OF_BRIDGES
 from tests.corpus.images.test_mutations import MUTATIONS as OF_IMAGE_ROWS
 from tests.evaluation.test_mutations import MUTATIONS as OF_EVALUATIONS
+from tests.model.experts.test_moe_families import MUTATIONS as OF_EXPERTS
 from tests.model.lora.test_mixers import MUTANTS as OF_ADAPTED_MIXERS
 from tests.model.lora.test_mutations import MUTATIONS as OF_ADAPTERS
 from tests.model.mtp.test_adapters import MUTATIONS as OF_WHOLE_DEPTHS
 from tests.model.mtp.test_images import MUTATIONS as OF_DEPTHS_BESIDE_IMAGES
 from tests.model.mtp.test_mutations import MUTATIONS as OF_DEPTHS
-from tests.model.test_moe_families import MUTATIONS as OF_EXPERTS
-from tests.model.test_split_mixers import MUTANTS as OF_SPLIT_MIXERS
-from tests.model.test_split_mixers import OF_SHARED
+from tests.model.tensor_parallel.test_split_mixers import MUTANTS as OF_SPLIT_MIXERS
+from tests.model.tensor_parallel.test_split_mixers import OF_SHARED
 from tests.model.vision.test_adapters import MUTATIONS as OF_ADAPTED_ENCODERS
 from tests.model.vision.test_mutations import MUTATIONS as OF_IMAGES
 from tests.model.vision.test_mutations import PREFIX as OF_PREFIXES

@@ -16,8 +16,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from longspan import Group, MicroBatch, World, bind
 from longspan.comm import SequenceShard
 from longspan.errors import ConfigError
-from longspan.model.seams.mixer_calls import Rows, redirect
-from longspan.ssm import causal_conv, linear_scan
+from longspan.model.seams.mixer_calls import MixerOps, ShardedMixerOps, set_mixer_ops
+from longspan.ssm import linear_scan
 
 Move = Callable[[Tensor], Tensor]
 SHORT = 3000  # rows of the document that errors are measured on
@@ -31,11 +31,11 @@ class Layer:
     module: nn.Module
     hidden: int
 
-    def with_rows(self, rows: Rows) -> Callable[[Tensor], Tensor]:
-        """The layer as a function of hidden states (1, T, hidden), its rows meeting as said."""
+    def with_ops(self, ops: MixerOps) -> Callable[[Tensor], Tensor]:
+        """The layer as a function of hidden states (1, T, hidden), with these operations across rows."""
 
         def run(x: Tensor) -> Tensor:
-            redirect(self.module, lambda shard, batch, count: rows)
+            set_mixer_ops(self.module, lambda shard, batch, count: ops)
             return self.module(x)
 
         return run
@@ -86,7 +86,7 @@ def layers(device: torch.device, asked: str, *, small: bool) -> dict[str, Layer]
 
 def ours(layer: Layer, shard: SequenceShard) -> Callable[[Tensor], Tensor]:
     """States pass between the ranks of the shard."""
-    return layer.with_rows(_over(shard))
+    return layer.with_ops(ShardedMixerOps(shard))
 
 
 def scan_alone(layer: Layer, shard: SequenceShard) -> Callable[[Tensor], Tensor]:
@@ -101,22 +101,25 @@ def scan_alone(layer: Layer, shard: SequenceShard) -> Callable[[Tensor], Tensor]
     with torch.no_grad():
         parameter = next(layer.module.parameters())
         x = torch.randn(1, shard.local_rows, layer.hidden, device=parameter.device, dtype=parameter.dtype)
-        layer.with_rows(Rows(_over(shard).convolution, keep))(x)
+        layer.with_ops(_OtherScan(shard, chosen=keep))(x)
     return lambda _: linear_scan(*given)
 
 
-def _over(shard: SequenceShard) -> Rows:
-    return Rows(
-        lambda x, weight, bias, silu: causal_conv(x, weight, bias, shard, silu=silu),
-        lambda q, k, v, g, beta, scale: linear_scan(q, k, v, g, beta, shard, scale),
-    )
+@dataclass(frozen=True)
+class _OtherScan(ShardedMixerOps):
+    """Our convolution over a shard, with another scan."""
+
+    chosen: Callable[..., Tensor] = linear_scan
+
+    def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float) -> Tensor:
+        return self.chosen(q, k, v, g, beta, scale)
 
 
 def baseline(
     layer: Layer, together: SequenceShard, whole: SequenceShard, world: World, *, by_heads: bool
 ) -> Callable[[Tensor], Tensor]:
     """The convolution as ours; the scan over all rows, of a part of the heads or of all, and its own rows back."""
-    ranks, rank, convolution = world.home.slots, world.rank, _over(together).convolution
+    ranks, rank = world.home.slots, world.rank
 
     def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float) -> Tensor:
         given = [q, k, v, g, *([] if beta is None else [beta.unsqueeze(-1)])]
@@ -129,7 +132,7 @@ def baseline(
             return _Moved.apply(out, _to_rows, _to_heads)  # pyright: ignore[reportReturnType]
         return out.view(ranks, -1, *out.shape[1:])[rank]
 
-    return layer.with_rows(Rows(convolution, scan))
+    return layer.with_ops(_OtherScan(together, chosen=scan))
 
 
 class _Moved(torch.autograd.Function):

@@ -39,7 +39,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
     "losses not reduced": ((SUMS, 'flat = world.control.sum_of_arrays(flat, "sums of an evaluation")', "pass"),
                            "PlanError"),
     "modes not restored": (("model.parts", "            module.training = training", "            pass"), "/modes"),
-    "reshard skipped": (("model.placement.sharding", "recurse=False)\n        _free(modules)", "recurse=False)"),
+    "reshard skipped": (("model.sharding", "recurse=False)\n        _free(modules)", "recurse=False)"),
                         "/gathered"),
     "step not restored": (("train.evaluation.evaluate", "        world.step = before", "        pass"), "/step"),
 }  # fmt: skip

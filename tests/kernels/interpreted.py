@@ -9,11 +9,9 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-from typing import Any
-
 import torch
 
-from longspan.model.experts import gate, rows, triton_kernels
+from longspan.model.experts import experts, rows
 from longspan.model.seams.forwards import norm_formula
 from longspan.train import row_softmax
 from tests.kernels import cases
@@ -23,9 +21,8 @@ from tests.ssm.interpreted import on_a_cpu
 
 def _take_cpus() -> None:
     """Let kernels be launched with tensors of a CPU."""
-    kernels: Any = triton_kernels
-    gate.kernels_for = rows.kernels_for = lambda *tensors: kernels.kernels()  # pyright: ignore
-    norm_formula.on_gpus = lambda tensors: True
+    experts.kernels_for = rows.kernels_for = lambda *tensors: rows.kernels()  # pyright: ignore
+    norm_formula.are_on_gpus = lambda tensors: True
     row_softmax.in_kernels = lambda dtype, device: dtype != torch.float64
 
 

@@ -21,7 +21,7 @@ from transformers import (
 
 from longspan.model.experts.moe import router_modules
 from longspan.testing import backend
-from tests.model.moe_models import router_losses
+from tests.model.experts.moe_models import router_losses
 from tests.model.stock import SIZES, VOCABULARY, _norms_in_float64, gradients_of, weights_of
 
 

@@ -15,14 +15,14 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.experts import gate
+from longspan.model.experts import experts as gate
 from longspan.model.row_trial import class_trial
 from longspan.model.row_trial.class_trial import refuse_class, try_class
 from longspan.model.small.shrink import shrunken
 from longspan.plan import plan_fixed
 from longspan.testing import backend
 from longspan.train import run_step
-from tests.model.moe_families import FAMILIES, family_model
+from tests.model.experts.moe_families import FAMILIES, family_model
 from tests.model.stock import texts, tiny
 from tests.mutation import mutated
 from tests.versions import transformers_before

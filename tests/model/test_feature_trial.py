@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from longspan.errors import ModelError
 from longspan.model.small.shrink import shrunken, tiny_model
 from longspan.model.tensor_parallel.feature_trial import mixes_features, refuse_mixed_features
-from longspan.model.tensor_parallel.plan import COLWISE, ROWWISE, placed_styles
+from longspan.model.tensor_parallel.plan import COLWISE, ROWWISE, list_styles
 
 BETWEEN: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
     "gated": (lambda gate, up: F.silu(gate) * up, False),
@@ -52,4 +52,4 @@ def test_gemma3n_is_refused_before_anything_is_split() -> None:
     with pytest.raises(
         ModelError, match=r"layers\.0\.mlp \(Gemma3nTextMLP\) computes from all its features .* use tp 1"
     ):
-        refuse_mixed_features(model, placed_styles(model))
+        refuse_mixed_features(model, list_styles(model))

@@ -21,7 +21,7 @@ from longspan.model.small.shrink import shrunken, tiny_model
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import PlanChoice, evaluate
-from tests.model.moe_families import FAMILIES, family_model
+from tests.model.experts.moe_families import FAMILIES, family_model
 from tests.model.stock import texts, tiny
 from tests.mutation import mutated
 

@@ -11,10 +11,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM
 
+import longspan
+import longspan.model
 from longspan.comm import SequenceShard, World, bind
 from longspan.errors import LongspanError, ModelError
 from longspan.layout import Layout
-from longspan.model import load_model, prepare, save_model
+from longspan.model import load_model, prepare, prepare_model, save_model
+from longspan.model.prepared import PrepareOptions
 from longspan.model.row_trial.model_trial import try_rows
 from longspan.model.seams.call_rules import is_prepared
 from longspan.plan import plan_fixed
@@ -63,7 +66,7 @@ def _guards(rank: int) -> dict[str, str]:
             prepare(model, world)
         with pytest.raises(ModelError, match=r"Qwen3ForCausalLM.generate would need caches.*save_model"):
             model.generate(arguments["input_ids"])
-        with pytest.raises(ModelError, match=r"Qwen3Attention got no shard, .*model\(..., shard=shard\)"):
+        with pytest.raises(ModelError, match=r"Qwen3Attention got no shard; .*model\(..., shard=shard\)"):
             model.model(input_ids=arguments["input_ids"], position_ids=arguments["position_ids"])
         with pytest.raises(ModelError, match=r"Qwen3Attention got a mask of shape \(1, 1, 13, 13\)"):
             model.model(**arguments, attention_mask=torch.zeros(1, 1, 13, 13, device=world.device))
@@ -241,3 +244,17 @@ def test_a_failed_save_is_told_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     for message in run_ranks(_unwritable, 2, str(tmp_path / "file" / "model")):
         assert "could not be saved" in message and "NotADirectoryError" in message and "file/model" in message
+
+
+def test_options_are_one_value_and_keywords_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_model, "prepare_language_model", lambda model, world, options: options)
+    monkeypatch.setattr(prepare_model, "try_rows_of_calls", lambda model: None)
+    model: Any = object()
+    options: Any = prepare(model, model, options=PrepareOptions(probe=False, recompute_layers=2), recompute_layers=1)
+    assert options == PrepareOptions(probe=False, recompute_layers=1)
+    with pytest.raises(TypeError, match="recompute_layer"):
+        prepare(model, model, recompute_layer=1)
+
+
+def test_names_are_the_same_from_both_packages() -> None:
+    assert longspan.prepare is longspan.model.prepare and longspan.load_model is longspan.model.load_model

@@ -5,7 +5,7 @@ import torch
 
 from longspan.errors import ModelError
 from longspan.model.presets import PRESETS, preset_config
-from longspan.model.weights.empty import empty_model
+from longspan.model.weights.fill import empty_model
 
 TINY = [name for name, preset in PRESETS.items() if not preset.rows]
 

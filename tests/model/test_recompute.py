@@ -15,7 +15,7 @@ from longspan.comm import Channel, World, bind
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.placement.offload import HostOffload, saved_on_host
+from longspan.model.recompute import HostOffload, save_on_host
 from longspan.plan import Group, MicroBatch, Plan, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
@@ -147,7 +147,7 @@ def test_several_calls_in_flight(offload: bool, twice: bool, monkeypatch: pytest
             recording = Recording(host_offload)
             if host_offload is not None:
                 host_offload.begin()
-                with saved_on_host(host_offload):
+                with save_on_host(host_offload):
                     outs.append(checkpoint(layer, x, shard, use_reentrant=False, context_fn=recording.contexts))
             else:
                 outs.append(checkpoint(layer, x, shard, use_reentrant=False, context_fn=recording.contexts))

@@ -13,9 +13,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from longspan.errors import PlanError
 from longspan.model import load_model, preset_config
-from longspan.model.add_depths import add_mtp
-from longspan.model.seams.mixer_calls import ROWS_ALONE, redirect
-from longspan.model.seams.mixers import mixers_of
+from longspan.model.mtp.add_depths import add_mtp
+from longspan.model.seams.mixer_calls import ROWS_ALONE, set_mixer_ops
+from longspan.model.seams.mixers import find_mixers
 from longspan.model.small.shrink import shrunken, tiny_model
 from longspan.plan import Cost
 from longspan.plan.cost.config_reader import ConfigReader
@@ -49,8 +49,8 @@ def products(model: Any) -> tuple[int, int]:
     """FLOPs of a row in matrices of weights, and of all rows in attention, forward, as torch counts them."""
     model.set_experts_implementation("eager")
     model.set_attn_implementation("eager")
-    for mixer in mixers_of(model).values():
-        redirect(mixer, lambda shard, batch, rows: ROWS_ALONE)  # the scan is counted by hand
+    for mixer in find_mixers(model).values():
+        set_mixer_ops(mixer, lambda shard, batch, rows: ROWS_ALONE)  # the scan is counted by hand
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         model(input_ids=torch.arange(ROWS)[None] % 10, use_cache=False)
     found = counted.get_flop_counts()
@@ -61,7 +61,7 @@ def products(model: Any) -> tuple[int, int]:
 
 
 def convolutions(model: nn.Module) -> int:
-    return sum(x.numel() for mixer in mixers_of(model).values() for x in mixer.parameters() if x.ndim == 3)
+    return sum(x.numel() for mixer in find_mixers(model).values() for x in mixer.parameters() if x.ndim == 3)
 
 
 @cache
@@ -76,7 +76,7 @@ def small(family: str) -> PreTrainedConfig:
 def test_weights_are_those_that_multiply_a_row(family: str) -> None:
     config = small(family)
     model, shape = tiny_model(config, torch.float32), ModelShape.of(config)
-    mixers = len(mixers_of(model))
+    mixers = len(find_mixers(model))
     of_weights, of_attention = products(model)
     assert 2 * (shape.weights - convolutions(model)) == of_weights
     assert 4 * ROWS**2 * shape.query_width * shape.layers == of_attention

@@ -2,7 +2,7 @@
 
 `attend` looks for an active recording. Inside `Recording.forward()` what its forward pass gives is computed and kept,
 inside `Recording.recompute()` it is taken from there, call by call in the same order, so that neither the kernels nor
-the communication of attention run a second time. Elsewhere nothing is kept. `model/placement/recompute.py` opens a
+the communication of attention run a second time. Elsewhere nothing is kept. `model/recompute.py` opens a
 recording for each layer.
 """
 
@@ -41,7 +41,7 @@ class _Parked(NamedTuple):
 class Recording:
     """What the attention calls of one checkpointed call of a layer gave, in order.
 
-    `park` may keep it elsewhere (`model/placement/offload.py`); by default it stays where it is. It is freed with the
+    `park` may keep it elsewhere (`model/recompute.py`); by default it stays where it is. It is freed with the
     recording, which the layer's checkpoint holds until its backward pass is over.
     """
 

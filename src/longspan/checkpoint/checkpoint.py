@@ -50,7 +50,7 @@ from longspan.checkpoint.storage import HashingWriter, PatientReader
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, CommError
-from longspan.model.adapters import adapter_of
+from longspan.model.lora.adapters import adapter_of
 from longspan.model.vision.join import are_of_both
 
 

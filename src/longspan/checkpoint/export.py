@@ -38,10 +38,10 @@ from longspan.corpus.tokenizer_files import KeptFiles
 from longspan.errors import CheckpointError, ModelError
 from longspan.model.hf_folder import read_configuration
 from longspan.model.load import torch_dtype
-from longspan.model.save import stock_configuration, write_beside_weights
-from longspan.model.vision.join import own_names
-from longspan.model.weights.empty import empty_model, named_images_class
-from longspan.model.weights.write import FILE_BYTES, WeightWriter, Written, unit_of
+from longspan.model.save import stock_configuration, write_configuration
+from longspan.model.vision.join import names_by_stock_name
+from longspan.model.weights.fill import empty_model, images_class_by_name
+from longspan.model.weights.write import FILE_BYTES, WeightTotals, WeightWriter, unit_of
 
 _SAID_EVERY = 5 * 10**9  # bytes
 
@@ -92,7 +92,7 @@ def export_checkpoint(
         refuse_merge(run_dir)
     checkpoint = _checked(run_dir / "checkpoints", checkpoint, log)
     kind = torch_dtype(config.dtype or "float32") if dtype == "auto" else torch_dtype(dtype)
-    empty = empty_model(config, kind, named_images_class(config))
+    empty = empty_model(config, kind, images_class_by_name(config))
     alone = bool(run.lora.rank) and not merge  # an adapter, whose names are those of the model that it was trained in
     depths = ExportedDepths.of(run, empty, "own" if alone and mtp == "published" else mtp, log)
     try:
@@ -126,13 +126,13 @@ def _configuration(run_dir: Path) -> PreTrainedConfig:
 
 def _write(
     partial: Path, empty: PreTrainedModel, groups: Iterator[dict[str, Tensor]], run_dir: Path, depths: ExportedDepths
-) -> Written:
+) -> WeightTotals:
     """Write the weights of a whole model, and what belongs beside them."""
     writer = WeightWriter(partial, empty, file_bytes=FILE_BYTES, rename=depths.rename)
     for group in groups:
         writer.write(group)
     written = writer.finish()
-    write_beside_weights(empty, partial, KeptFiles(run_dir))
+    write_configuration(empty, partial, KeptFiles(run_dir))
     return written
 
 
@@ -154,7 +154,7 @@ def _checked(root: Path, checkpoint: Path | None, log: LogLine) -> Path:
 def _groups(checkpoint: Path, empty: PreTrainedModel, depths: ExportedDepths) -> Iterator[dict[str, Tensor]]:
     """The weights of a checkpoint that are exported, those of a layer together, as they were stored."""
     stored = depths.kept(_stored(checkpoint))
-    kept = own_names(stored)  # a vision-language model's are stored by the names of its two modules
+    kept = names_by_stock_name(stored)  # a vision-language model's are stored by the names of its two modules
     stored, wanted = {own: stored[name] for own, name in kept.items()}, dict(empty.state_dict())
     if more := sorted(stored.keys() - wanted.keys()):
         raise ModelError(f"it has {len(more)} weights that the model has not: {', '.join(more[:4])}")

@@ -13,16 +13,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer_files import KeptFiles
 from longspan.errors import CheckpointError, ConfigError
-from longspan.model.adapters import Adapter, adapter_in, belongs_to_adapter, peft_modules
-from longspan.model.lora.save import WEIGHTS, write_adapter
-from longspan.model.lora.trained_modules import entries_of, trained_modules
+from longspan.model.local_tensors import LocalPart
+from longspan.model.lora.adapters import Adapter, adapter_in, belongs_to_adapter, peft_modules
+from longspan.model.lora.save import WEIGHTS, largest_trained_modules, select_entries, write_adapter
 from longspan.model.parts import is_tied
 from longspan.model.presets import PRESETS
-from longspan.model.vision.join import own_names
-from longspan.model.weights.empty import empty_model, named_images_class
-from longspan.model.weights.fill import take_weights_to_come
-from longspan.model.weights.held import HeldPart
-from longspan.model.weights.write import Written, unit_of
+from longspan.model.vision.join import names_by_stock_name
+from longspan.model.weights.fill import empty_model, images_class_by_name, pop_deferred_weights
+from longspan.model.weights.write import WeightTotals, unit_of
 from longspan.train.mtp.depths import depth_weights, with_depths
 from longspan.train.training import adapted, loaded_model
 
@@ -41,16 +39,16 @@ class SavedAdapter(NamedTuple):
 
 def saved_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mapping[str, Tensor]) -> SavedAdapter:
     """A run's adapter, of these tensors. Raises CheckpointError for tensors that [lora] does not describe."""
-    tensors = {own: stored[name] for own, name in own_names(stored).items()}
-    stock = empty_model(configuration, torch.float32, named_images_class(configuration))
+    tensors = {own: stored[name] for own, name in names_by_stock_name(stored).items()}
+    stock = empty_model(configuration, torch.float32, images_class_by_name(configuration))
     empty = with_depths(run, stock, read=False)
-    modules = trained_modules(empty, {name for name in tensors if not belongs_to_adapter(name)})
+    modules = largest_trained_modules(empty, {name for name in tensors if not belongs_to_adapter(name)})
     model = adapted(run, empty).get_base_model()
     adapter = adapter_in(model)
     assert adapter is not None
     layers: dict[str, Any] = {**peft_modules(model)}
     wanted = {name for name, _ in model.named_parameters() if ".lora_" in name}
-    wanted |= entries_of(modules, dict(model.named_parameters())).keys()
+    wanted |= select_entries(modules, dict(model.named_parameters())).keys()
     if wanted != tensors.keys():
         raise CheckpointError(
             f"the checkpoint has {len(tensors)} tensors, the adapter of [lora] in {run.run.dir}/config.toml "
@@ -60,11 +58,11 @@ def saved_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mappi
     return SavedAdapter(adapter, tensors, scalings, modules)
 
 
-def write_saved_adapter(saved: SavedAdapter, folder: Path, run_dir: Path, dtype: torch.dtype | None) -> Written:
+def write_saved_adapter(saved: SavedAdapter, folder: Path, run_dir: Path, dtype: torch.dtype | None) -> WeightTotals:
     """Write an adapter to a folder, with the tokenizer that the run keeps."""
     tensors = {name: tensor.to(dtype=dtype) for name, tensor in saved.tensors.items()}
     write_adapter(folder, saved.adapter, tensors, KeptFiles(run_dir), saved.modules)
-    return Written(len(tensors), sum(x.numel() for x in tensors.values()), (folder / WEIGHTS).stat().st_size, 1)
+    return WeightTotals(len(tensors), sum(x.numel() for x in tensors.values()), (folder / WEIGHTS).stat().st_size, 1)
 
 
 def merged_groups(
@@ -75,7 +73,7 @@ def merged_groups(
     Raises CheckpointError where the base model cannot be had again here, and for an adapter of a tied head alone.
     """
     _check_base(run, configuration, run_dir)
-    images = named_images_class(configuration) is not None
+    images = images_class_by_name(configuration) is not None
     model = loaded_model(run, configuration.get_text_config().vocab_size, configuration, images=images)
     _check_tied(saved, model)
     wide = torch.float64 if run.model.dtype == "float64" else torch.float32
@@ -96,11 +94,11 @@ def merged(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dtype) -
 
 def _weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """The whole weights of a model, those that are yet to come one at a time."""
-    weights = take_weights_to_come(model)
+    weights = pop_deferred_weights(model)
     if weights is None:
         yield from model.state_dict().items()
         return
-    whole = {name: HeldPart.of(tensor) for name, tensor in model.state_dict().items()}
+    whole = {name: LocalPart.of(tensor) for name, tensor in model.state_dict().items()}
     yield from weights.source.read(whole, torch.device("cpu"))
 
 

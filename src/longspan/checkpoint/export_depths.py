@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 from longspan.comm.all_ranks import LogLine
 from longspan.config.sections import RunConfig
 from longspan.errors import counted
-from longspan.model.add_depths import add_mtp
+from longspan.model.mtp.add_depths import add_mtp
 from longspan.model.mtp.depths import mtp_blocks
-from longspan.model.mtp.names import PREFIX, published_names
+from longspan.model.mtp.names import PREFIX, to_published_names
 
 Value = TypeVar("Value")
 MtpNames = Literal["published", "own", "none"]
@@ -38,7 +38,7 @@ class ExportedDepths:
             return own
         blocks: list[Any] = [*mtp_blocks(add_mtp(empty, depths)).values()]
         blocks = blocks[: len(blocks) // depths]
-        published = published_names(text.model_type, text.num_hidden_layers, depths, len(blocks))
+        published = to_published_names(text.model_type, text.num_hidden_layers, depths, len(blocks))
         rename = published if names == "published" else None
         if rename is None:
             log(f"{what}: under {PREFIX}.layers.0.… and so on, which longspan reads and stock transformers leaves out")

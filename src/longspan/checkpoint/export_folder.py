@@ -9,7 +9,7 @@ from pathlib import Path
 from longspan.corpus.images.without_torchvision import FILES
 from longspan.errors import ModelError
 from longspan.model.lora.save import CONFIGURATION
-from longspan.model.weights.saved_folder import OF_MODEL, partial_folder, put_in_place
+from longspan.model.weights.write import OF_MODEL, partial_folder, put_in_place
 
 _REPLACED = "|".join([OF_MODEL, r"pytorch_model.*\.(bin|json)", r"generation_config\.json", *map(re.escape, FILES)])
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.errors import CheckpointError, counted
-from longspan.model.adapters import adapter_entries
+from longspan.model.lora.adapters import adapter_entries
 
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # no list of parameters, which differs between stages
 SOME_BY_NAME = replace(BY_NAME, strict=False)  # weights that are not named stay as they are

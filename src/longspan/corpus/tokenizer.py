@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from longspan.corpus.long_texts import PIECE, has_pieces, ids_in_pieces
 from longspan.corpus.tokenizer_files import copy_tokenizer_files, vocabulary_files
 from longspan.errors import DataError
-from longspan.model.hf_folder import FAST_TOKENIZER, OF_FOLDER, why_refused
+from longspan.model.hf_folder import FAST_TOKENIZER, FOLDER_OPTIONS, why_refused
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "\u2581"  # what sentencepiece writes for a space
@@ -203,7 +203,7 @@ def _load_by_transformers(folder: Path) -> TextTokenizer:
     from transformers import AutoTokenizer
 
     try:
-        stock = AutoTokenizer.from_pretrained(folder, **OF_FOLDER)
+        stock = AutoTokenizer.from_pretrained(folder, **FOLDER_OPTIONS)
         engine, end = stock.backend_tokenizer, stock.eos_token_id
     except Exception as error:  # json, tokenizers, huggingface_hub and transformers each raise their own
         raise DataError(

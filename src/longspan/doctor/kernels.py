@@ -10,7 +10,7 @@ from longspan.attention.kernels.table import Kernel
 from longspan.errors import AttentionError
 from longspan.model.experts.moe import use_experts
 from longspan.model.seams.attention_calls import IMPLEMENTATION
-from longspan.model.seams.layer_numbers import number_layers
+from longspan.model.seams.layer_arguments import number_layers
 from longspan.model.seams.probe import RecordedCall, probe_model
 from longspan.model.small.shrink import reads_images_alone
 

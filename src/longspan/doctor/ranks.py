@@ -39,10 +39,10 @@ from longspan.model import EncoderHome, prepare
 from longspan.model.execution import execution_of
 from longspan.model.experts.moe import router_statistics
 from longspan.model.multimodal.multimodal_model import language_model_of
-from longspan.model.prepare_model import PrepareOptions
+from longspan.model.prepared import PrepareOptions
 from longspan.model.seams.hint import DOCTOR
 from longspan.model.small.shrink import tiny_model
-from longspan.model.vision.join import own_names
+from longspan.model.vision.join import names_by_stock_name
 from longspan.model.vision.trial_documents import TrialDocument
 from longspan.plan import Plan
 from longspan.plan.hierarchy import Levels, hierarchical_groups, levels_of
@@ -134,16 +134,13 @@ class CaseRun:
             self.refusal = str(error).partition(DOCTOR)[0]  # this is what it names
 
     def _prepared(self, first: Case) -> nn.Module:
-        options: PrepareOptions = {
-            "activation_checkpointing": first.recompute,
-            "sequence_parallel": first.sequence_parallel,
-        }
+        options = PrepareOptions(activation_checkpointing=first.recompute, sequence_parallel=first.sequence_parallel)
         model = tiny_model(self.config, self.dtype, images=first.encoder > 0)
         if not first.encoder:
-            return prepare(model, self.world, **options)
+            return prepare(model, self.world, options=options)
         home = Layout(len(self.task.home.ranks), tp=first.encoder)
         settings = EncoderHome(home=home, recompute=first.recompute != "none", activation_checkpointing=first.recompute)
-        return prepare(model, self.world, encoder=settings, **options)
+        return prepare(model, self.world, encoder=settings, options=options)
 
     def outcome(self, case: Case) -> Outcome:
         """Of one case; raises what its step raises, for then other ranks may wait."""
@@ -193,7 +190,9 @@ class CaseRun:
         self.world.prepare(plan)
         result = run_step(self.model, plan, self.documents, self.world, router=router)
         gradients = gradients_of(self.model)
-        here = gradient_errors({original: gradients[name] for original, name in own_names(gradients).items()}, stock)
+        here = gradient_errors(
+            {original: gradients[name] for original, name in names_by_stock_name(gradients).items()}, stock
+        )
         self.model.zero_grad()
         of_ranks = self.world.control.gather_objects(here, "errors of gradients")
         errors = {name: max(of.get(name, 0.0) for of in of_ranks) for name in {n for of in of_ranks for n in of}}

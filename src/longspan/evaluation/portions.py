@@ -17,8 +17,8 @@ from longspan.evaluation.metrics import check_metrics
 from longspan.evaluation.options import EvaluationOptions
 from longspan.evaluation.row_sums import RowSums, Totals
 from longspan.model.multimodal.multimodal_model import MultimodalModel, language_model_of
-from longspan.model.placement.sharding import gathered_bytes, gathered_once
 from longspan.model.prepared import vocabulary_size
+from longspan.model.sharding import gather_once, gathered_bytes
 from longspan.plan import MicroBatch, Plan
 from longspan.train.encoding import Encoding, items_of
 from longspan.train.memory.live_bytes import unused_bytes
@@ -58,7 +58,7 @@ class Portions:
                 portion = self.plan.micro_batches[done : done + size]
                 batches, encoding = self._agreed_batches(portion, done)
                 if self.gathered and not done:
-                    stack.enter_context(gathered_once(self.model))
+                    stack.enter_context(gather_once(self.model))
                 started = time.perf_counter()
                 with nullcontext() if encoding is None else encoding.around(portion, batches):
                     run_passes(self.passes, batches)

@@ -1,4 +1,4 @@
-"""Hugging Face models under a home: `prepare`, presets, loading and saving. The only room that knows transformers.
+"""Hugging Face models under a home: `prepare`, presets, loading and saving. The only room that imports transformers.
 
 Names are imported on first use (PEP 562): the presets' names need neither torch nor transformers.
 """
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from longspan.model.add_depths import add_mtp as add_mtp
     from longspan.model.load import load_model as load_model
-    from longspan.model.lora.disabled import without_adapter as without_adapter
+    from longspan.model.lora.without_adapter import without_adapter as without_adapter
+    from longspan.model.mtp.add_depths import add_mtp as add_mtp
     from longspan.model.multimodal.encoder import Encoder as Encoder
     from longspan.model.multimodal.multimodal_model import MultimodalModel as MultimodalModel
     from longspan.model.multimodal.prepare_encoder import prepare_encoder as prepare_encoder

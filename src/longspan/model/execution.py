@@ -1,6 +1,6 @@
-"""What a prepared model computes with, for what a run says of itself: types of tensors, and the kernels of attention.
+"""What a prepared model computes with, as a run records it: types of tensors, and the kernels of attention.
 
-It is decided in `placement/` and `seams/probe.py`; nothing here changes it.
+It is decided in `placement.py` and by the probe; nothing here changes it.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from longspan.attention import AttentionCall, choose
 class Execution:
     """Types of parameters, of what layers compute in and of sums of gradients, and the attention calls of the layers.
 
-    `calls` are the different ones, none for a model that was not probed; `kernel` is the one that was asked for by
-    name; `mixers` counts state-space layers, `mixer_kernels` are theirs that were asked for. `prepare` leaves it on
-    the model.
+    `calls` are the different ones, empty for a model that was not probed; `kernel` is the kernel requested by name;
+    `mixers` counts state-space layers, `mixer_kernels` are the kernels requested for them. `prepare` leaves it on the
+    model.
 
     >>> execution_of(prepare(model, world)).kernels
     ('cpu_flash',)
@@ -54,8 +54,8 @@ class Execution:
     def _words(self, call: AttentionCall) -> str:
         """The kernel of a layer, and the other one that groups of one document may take."""
         several, one = (
-            choose(replace(call, one_document=alone and call.mask.chunk is None), self.kernel).name
-            for alone in (False, True)
+            choose(replace(call, one_document=one_document and call.mask.chunk is None), self.kernel).name
+            for one_document in (False, True)
         )
         return several if several == one else f"{one} where each group has one document, else {several}"
 

@@ -37,7 +37,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "additional_chat_templates",
 )
-OF_FOLDER = {"local_files_only": True, "trust_remote_code": False}  # of whatever transformers reads from a folder
+FOLDER_OPTIONS = {"local_files_only": True, "trust_remote_code": False}  # of whatever transformers reads from a folder
 OWN_MODEL = (
     "use a folder in transformers' own format, or make the model in a program of your own and give it to "
     "longspan.prepare"
@@ -55,9 +55,9 @@ def read_configuration(path: Path) -> PreTrainedConfig:
     if not path.exists():
         raise ModelError(f"there is no model folder {path}; {_folder_or_preset()}")
     if not file.is_file():
-        raise ModelError(f"{path} has no config.json; {instead_of(path) or _folder_or_preset()}")
+        raise ModelError(f"{path} has no config.json; {adapter_folder_advice(path) or _folder_or_preset()}")
     try:
-        config = AutoConfig.from_pretrained(file, **OF_FOLDER)
+        config = AutoConfig.from_pretrained(file, **FOLDER_OPTIONS)
     except Exception as error:  # json, huggingface_hub and transformers each raise their own
         raise ModelError(f"the model in {path} cannot be loaded: {why_refused(error, OWN_MODEL)}") from error
     _forget_code(config)
@@ -87,13 +87,13 @@ def why_refused(error: Exception, instead: str) -> str:
 def weight_files(folder: Path) -> list[Path]:
     """A folder's files of weights.
 
-    Raises ModelError where there are none, where some of its index are missing or outside the folder, and where an
-    adapter lies beside them, for which transformers would load another model.
+    Raises ModelError if it has none, if files of its index are missing or outside the folder, and if an adapter lies in
+    the same folder, for which transformers would load another model.
     """
     if not folder.is_dir():
         raise ModelError(f"there is no model folder {folder}; {_folder_or_preset()}")
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json; {instead_of(folder) or _folder_or_preset()}")
+        raise ModelError(f"{folder} has no config.json; {adapter_folder_advice(folder) or _folder_or_preset()}")
     if (folder / _ADAPTER).is_file():
         raise ModelError(
             f"{folder} holds a model and an adapter of peft ({_ADAPTER}) beside it; put the adapter's files into a "
@@ -104,10 +104,10 @@ def weight_files(folder: Path) -> list[Path]:
         raise ModelError(
             f"{folder} has no weights; expected one of {', '.join(_WEIGHTS)} (model.config = FOLDER draws random ones)"
         )
-    return _indexed(folder, folder / weights) if weights.endswith(".index.json") else [folder / weights]
+    return _files_in_index(folder, folder / weights) if weights.endswith(".index.json") else [folder / weights]
 
 
-def _indexed(folder: Path, index: Path) -> list[Path]:
+def _files_in_index(folder: Path, index: Path) -> list[Path]:
     try:
         files: list[str] = sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
         outside = [name for name in files if Path(os.path.normpath(name)).parts[:1] in (("..",), ("/",))]
@@ -123,8 +123,8 @@ def _indexed(folder: Path, index: Path) -> list[Path]:
     return [folder / name for name in files]
 
 
-def instead_of(folder: Path) -> str:
-    """What to give instead of a folder that holds an adapter of peft; nothing for another folder."""
+def adapter_folder_advice(folder: Path) -> str:
+    """What to use instead of a folder that holds an adapter of peft; "" for another folder."""
     if not (folder / _ADAPTER).is_file():
         return ""
     run = folder.resolve().parent

@@ -9,6 +9,11 @@ from transformers import PreTrainedModel
 from longspan.errors import ModelError
 
 
+def architecture_name(model: nn.Module) -> str:
+    """The name of a model's class, without the word that FSDP2 puts before it."""
+    return type(model).__name__.removeprefix("FSDP")
+
+
 def layers_of_stages(layers: int, stages: int) -> tuple[range, ...]:
     """Consecutive layers for each stage, at least one: the embedding and the head count as one layer each.
 
@@ -18,7 +23,7 @@ def layers_of_stages(layers: int, stages: int) -> tuple[range, ...]:
     >>> [len(part) for part in layers_of_stages(36, 4)]
     [8, 9, 10, 9]
 
-    Raises ModelError where there are more stages than layers.
+    Raises ModelError if there are more stages than layers.
     """
     if stages > layers:
         raise ModelError(
@@ -38,8 +43,8 @@ def layers_of_stages(layers: int, stages: int) -> tuple[range, ...]:
 class Absent(nn.Module):
     """Stands where another rank holds a module, and hands its first input on.
 
-    Of `module` it has the texts and numbers, which a forward around it may read; it returns `outputs` values, the
-    others None, as a tuple, or with 0 the input alone.
+    It has the strings and numbers of `module`, which a forward around it may read; it returns `outputs` values, the
+    others None, as a tuple, or with 0 only the input.
     """
 
     def __init__(self, module: nn.Module | None = None, outputs: int = 0) -> None:
@@ -65,9 +70,9 @@ def shallow_module(module: Any) -> Any:
 
 
 def base_name(model: PreTrainedModel) -> str:
-    """Where the base model is: the attribute that transformers names, or the only model inside; "" where there is none.
+    """Where the base model is: the attribute that transformers names, or the only model inside; "" if there is none.
 
-    Llama4ForCausalLM keeps its base model at `model` and says "language_model".
+    Llama4ForCausalLM keeps its base model at `model` and names "language_model".
     """
     if model.base_model is not model:
         return model.base_model_prefix
@@ -87,7 +92,7 @@ def base_of(model: PreTrainedModel) -> Any:
 
 
 def reads_other_modalities(model: PreTrainedModel) -> bool:
-    """Whether it is a wrapper of a text model and encoders of images or the like, by its configuration."""
+    """Whether a model wraps a text model and encoders of images or the like, by its configuration."""
     return model.config.get_text_config() is not model.config
 
 
@@ -118,7 +123,7 @@ def decoder_of(model: PreTrainedModel) -> Any:
 
 
 def other_towers(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules beside a wrapper's text model that have parameters: encoders, and what projects their rows."""
+    """The modules next to a wrapper's text model that have parameters: encoders, and what projects their rows."""
     text = text_of(model)
     if text is model:
         return []
@@ -141,7 +146,7 @@ def is_in_projector(module: str) -> bool:
 def layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """The list of the model's decoder layers and its qualified name; a wrapper's is its text model's.
 
-    Raises ModelError where it cannot be found.
+    Raises ModelError if it cannot be found.
     """
     count = model.config.get_text_config().num_hidden_layers
     inside = text_name(model) if reads_other_modalities(model) else ""
@@ -154,7 +159,7 @@ def layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The model's decoder layers that are here, by qualified name, in order; a wrapper's are its text model's.
 
-    Raises ModelError where they cannot be found.
+    Raises ModelError if they cannot be found.
     """
     name, layers = layer_list(model)
     return {f"{name}.{i}": layer for i, layer in enumerate(layers) if not isinstance(layer, Absent)}

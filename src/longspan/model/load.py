@@ -20,7 +20,7 @@ from transformers import (
 
 from longspan.errors import ModelError
 from longspan.model.hf_folder import (
-    OF_FOLDER,
+    FOLDER_OPTIONS,
     OWN_MODEL,
     no_progress_bars,
     read_configuration,
@@ -29,8 +29,7 @@ from longspan.model.hf_folder import (
 )
 from longspan.model.prepared import vocabulary_size
 from longspan.model.presets import PRESETS, preset_config
-from longspan.model.weights.empty import empty_model, images_class
-from longspan.model.weights.fill import fill_when_prepared
+from longspan.model.weights.fill import empty_model, fill_when_prepared, images_class
 from longspan.model.weights.folder import FolderWeights
 from longspan.model.weights.random import RandomWeights
 
@@ -56,13 +55,13 @@ def load_model(
 
     With `sharded`, parameters have no memory until `prepare` has decided which part this rank keeps; it then reads that
     part from the folder's safetensors files, or draws it, on the world's device, so that no rank ever holds the whole.
-    None: sharded where the folder's files are safetensors, of which parts can be read alone, and for random weights.
+    None: sharded if the folder's files are safetensors, which can be read in parts, and for random weights.
 
-    With `images`, and where a configuration stands for no causal language model, it is the model from images and text
+    With `images`, and if a configuration stands for no causal language model, it is the model from images and text
     to text (AutoModelForImageTextToText): give it to `prepare(model, world, encoder=Layout(…))`.
 
-    `config` beside `path` is used in place of the folder's config.json. Random weights are a function of the
-    configuration and `seed` alone: the same on every rank, whatever the world (and, with `sharded`, of the kind of
+    With a `path`, `config` is used in place of the folder's config.json. Random weights are a function of the
+    configuration and `seed` only: the same on every rank, whatever the world (and, with `sharded`, of the kind of
     device that draws them). `vocab_size` is that of the tokenizer: a preset of tiny sizes gets it, any other model must
     have as many rows. Raises ModelError for an unknown preset or dtype, and for a folder that is missing, incomplete
     or damaged.
@@ -73,19 +72,19 @@ def load_model(
         changed = read_configuration(Path(config)) if isinstance(config, str | Path) else config
         sharded = weight_files(folder)[0].suffix == ".safetensors" if sharded is None else sharded
         with_images = images_class(changed or read_configuration(folder), images)
-        read = _to_be_read if sharded else _from_folder
+        read = _model_to_read if sharded else _read_model
         model = read(folder, changed, kind, with_images)
-        return _fitting(model, path, vocab_size)
+        return _check_vocabulary(model, path, vocab_size)
     if config is None:
         config = _preset(preset, vocab_size)
     elif not isinstance(config, PreTrainedConfig):
         config = read_configuration(Path(config))
-    draw = _drawn if sharded is False else _to_be_drawn
+    draw = _draw_model if sharded is False else _model_to_draw
     model = draw(config, kind, seed, images_class(config, images))
-    return _fitting(model, config._name_or_path or preset or "the configuration", vocab_size)
+    return _check_vocabulary(model, config._name_or_path or preset or "the configuration", vocab_size)
 
 
-def _fitting(model: PreTrainedModel, path: str | Path, vocab_size: int | None) -> PreTrainedModel:
+def _check_vocabulary(model: PreTrainedModel, path: str | Path, vocab_size: int | None) -> PreTrainedModel:
     vocabulary = vocabulary_size(model)
     if vocab_size is not None and vocabulary is not None and vocab_size > vocabulary:
         raise ModelError(
@@ -109,7 +108,7 @@ def _preset(preset: str | None, vocab_size: int | None) -> PreTrainedConfig:
     return preset_config(preset, vocab_size=vocab_size)
 
 
-def _drawn(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_images: Any) -> PreTrainedModel:
+def _draw_model(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_images: Any) -> PreTrainedModel:
     automatic = AutoModelForCausalLM if with_images is None else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -121,7 +120,7 @@ def _drawn(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_images:
     return model
 
 
-def _to_be_drawn(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_images: Any) -> PreTrainedModel:
+def _model_to_draw(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_images: Any) -> PreTrainedModel:
     """A model without memory for its parameters, and what draws them."""
     with _naming(config):
         model = empty_model(config, dtype, with_images)
@@ -141,16 +140,14 @@ def _naming(config: PreTrainedConfig) -> Iterator[None]:
         raise ModelError(f"no model can be made of the {name}: {why_refused(error, OWN_MODEL)}") from error
 
 
-def _from_folder(
-    folder: Path, config: PreTrainedConfig | None, dtype: torch.dtype, with_images: Any
-) -> PreTrainedModel:
+def _read_model(folder: Path, config: PreTrainedConfig | None, dtype: torch.dtype, with_images: Any) -> PreTrainedModel:
     weight_files(folder)
     automatic = AutoModelForCausalLM if with_images is None else AutoModelForImageTextToText
     config = config or read_configuration(folder)
     try:
         with no_progress_bars():
             loaded: Any = automatic.from_pretrained(
-                folder, config=config, dtype=dtype, output_loading_info=True, **OF_FOLDER
+                folder, config=config, dtype=dtype, output_loading_info=True, **FOLDER_OPTIONS
             )
     except Exception as error:  # json, safetensors, torch, huggingface_hub and transformers each raise their own
         raise ModelError(f"the model in {folder} cannot be loaded: {why_refused(error, OWN_MODEL)}") from error
@@ -163,7 +160,9 @@ def _from_folder(
     return model
 
 
-def _to_be_read(folder: Path, config: PreTrainedConfig | None, dtype: torch.dtype, with_images: Any) -> PreTrainedModel:
+def _model_to_read(
+    folder: Path, config: PreTrainedConfig | None, dtype: torch.dtype, with_images: Any
+) -> PreTrainedModel:
     """The folder's model without memory for its parameters, and what fills them."""
     files = weight_files(folder)
     if files[0].suffix != ".safetensors":

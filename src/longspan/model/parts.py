@@ -18,7 +18,7 @@ from longspan.model.mtp.depths import PREFIX, depths_of
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelParts:
     """Where a model's parts are, by name inside its base model: modules before the layers, the layers, those after.
 
     `outputs`: how many values a layer returns in a tuple; 0: a tensor.
@@ -43,7 +43,7 @@ def usual_parts(model: PreTrainedModel) -> tuple[str, ...]:
     return (*embedding[:1], *layers[:1], *norms[:1])
 
 
-def parts_of(model: PreTrainedModel) -> Parts:
+def parts_of(model: PreTrainedModel) -> ModelParts:
     """The parts that the model's own pipeline plan names, or the usual three where it has none and they are there.
 
     Raises ModelError for a model that has neither, or that keeps parameters elsewhere in its base model.
@@ -60,21 +60,21 @@ def parts_of(model: PreTrainedModel) -> Parts:
             f"has {', '.join(n for n, _ in base.named_children())}; use pp 1"
         )
     at = order.index(lists[0])
-    parts = with_outputs(model, Parts(tuple(order[:at]), lists[0], tuple(order[at + 1 :])))
+    parts = with_outputs(model, ModelParts(tuple(order[:at]), lists[0], tuple(order[at + 1 :])))
     if towers := other_towers(model):
         raise ModelError(
             f"{name} has encoders of other modalities ({', '.join(type(tower).__name__ for tower in towers[:4])}), "
             "which pipeline stages have no place for; use longspan.prepare(model, world, encoder=Layout(...)), which "
             "gives them a home of their own, or pp 1"
         )
-    if beside := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in order]:
+    if others := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in order]:
         raise ModelError(
-            f"{name} has parameters that its pipeline plan does not place ({', '.join(beside[:4])}); use pp 1"
+            f"{name} has parameters that its pipeline plan does not place ({', '.join(others[:4])}); use pp 1"
         )
     return parts
 
 
-def with_outputs(model: PreTrainedModel, parts: Parts) -> Parts:
+def with_outputs(model: PreTrainedModel, parts: ModelParts) -> ModelParts:
     """The parts with the number of values that the base model's forward takes from a layer, as a pass shows."""
     for outputs in (0, 1, 2):
         with suppress(Exception):  # whatever a forward raises of layers that return something else
@@ -87,7 +87,7 @@ def with_outputs(model: PreTrainedModel, parts: Parts) -> Parts:
 class PartCall(NamedTuple):
     """One call of a part in a forward pass.
 
-    `reads_more` says whether it was given earlier hidden states beside those that the call before it returned;
+    `reads_more`: whether it got earlier hidden states in addition to those that the call before it returned;
     `first_again` is the argument, by position or name, that was the first ones as they are, where no other was earlier
     ones. `keywords` are the names of its keyword arguments.
     """
@@ -98,7 +98,7 @@ class PartCall(NamedTuple):
     keywords: frozenset[str]
 
 
-def trace_parts(model: PreTrainedModel, parts: Parts, **more: Any) -> tuple[list[PartCall], bool]:
+def trace_parts(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple[list[PartCall], bool]:
     """Run a base model's own forward on two rows of hidden states, with a stand-in for each part that hands them on.
 
     `more` are keyword arguments of the forward. Returns the calls of its parts, and whether the hidden states came out
@@ -110,7 +110,7 @@ def trace_parts(model: PreTrainedModel, parts: Parts, **more: Any) -> tuple[list
     return calls, equal and not _depend([out], returned[:-1])
 
 
-def _trace(model: PreTrainedModel, parts: Parts, **more: Any) -> tuple[list[PartCall], Tensor, list[Tensor]]:
+def _trace(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple[list[PartCall], Tensor, list[Tensor]]:
     """(calls of parts, last hidden states, the hidden states given and those that each call returned)."""
     bare = decoder_of(shallow_copy(model, parts, range(0), first=False, last=False))
     size = model.config.get_text_config().hidden_size
@@ -134,7 +134,7 @@ def _trace(model: PreTrainedModel, parts: Parts, **more: Any) -> tuple[list[Part
 
 
 def _first_again(args: Sequence[Any], kwargs: Mapping[str, Any], returned: Sequence[Tensor]) -> int | str | None:
-    """The one argument beside the first that is the first of these hidden states, where no other is earlier ones."""
+    """The one argument after the first that is the first of these hidden states, if no other is earlier ones."""
     arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
     earlier = [key for key, value in arguments.items() if _depend(value, returned[:-1])]
     if len(earlier) != 1 or earlier[0] == 0:
@@ -183,7 +183,9 @@ def _let_enter(base: nn.Module, part: str, outputs: int) -> None:
     base.register_forward_hook(entry.forget, always_call=True)
 
 
-def shallow_copy(model: PreTrainedModel, parts: Parts, layers: range, *, first: bool, last: bool) -> PreTrainedModel:
+def shallow_copy(
+    model: PreTrainedModel, parts: ModelParts, layers: range, *, first: bool, last: bool
+) -> PreTrainedModel:
     """The model with stand-ins for what this stage does not hold; modules without parameters are copied."""
     tied, embeds = is_tied(model), embeds_at_the_end(model)
     stage = base = shallow_module(model)
@@ -198,7 +200,7 @@ def shallow_copy(model: PreTrainedModel, parts: Parts, layers: range, *, first: 
         elif name in here:
             base._modules[name] = module if here[name] else Absent()
         else:
-            base._modules[name] = copy.deepcopy(module)  # rotary embeddings: buffers alone
+            base._modules[name] = copy.deepcopy(module)  # rotary embeddings: only buffers
     entry = next((part for part in parts.before if part not in embeddings), f"{parts.layers}.0")
     if not first and isinstance(base.get_submodule(entry), Absent):
         _let_enter(base, entry, parts.outputs)

@@ -3,48 +3,45 @@
 How a language model is prepared is in `prepared.py`, how images reach it in `vision/`.
 """
 
-from typing import Any, Literal, TypedDict, Unpack, overload
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, overload
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.comm import World
+from longspan.errors import ModelError
 from longspan.layout import Layout
-from longspan.model.adapters import adapter_in, model_inside
-from longspan.model.lora.encoder_adapter import check_encoder_adapter
-from longspan.model.lora.peft_model import redirect
+from longspan.model.lora.adapters import (
+    Adapter,
+    adapter_in,
+    base_module,
+    is_adapted,
+    is_copied,
+    model_inside,
+    peft_modules,
+)
+from longspan.model.lora.refusals import reasons_of_configuration, reasons_of_layers
+from longspan.model.lora.without_adapter import redirect_peft_model
 from longspan.model.multimodal.checks import check_encoder_home
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.prepared import prepare_language_model
+from longspan.model.prepared import PrepareOptions, prepare_language_model
 from longspan.model.row_trial.model_trial import try_rows_of_calls
-from longspan.model.vision.join import IMAGE, EncoderHome, joined
-from longspan.model.vision.take_apart import apart
-from longspan.model.weights.fill import weights_to_come_of
-
-
-class PrepareOptions(TypedDict, total=False):
-    """How a model is brought under a home; `prepare` says what each means."""
-
-    shard_parameters: bool
-    reshard_after_forward: bool
-    activation_checkpointing: bool | str
-    offload_activations: bool
-    recompute_layers: int
-    compute_dtype: torch.dtype | None
-    attention_kernel: str | None
-    mixer_kernels: tuple[str, ...]
-    fused_norms: Literal["auto", "on", "off"]
-    probe: bool
-    virtual_stages: int
-    pipeline_schedule: str
-    sequence_parallel: bool
+from longspan.model.vision.join import IMAGE, EncoderHome, join_parts
+from longspan.model.vision.take_apart import take_apart_or_undo
+from longspan.model.weights.fill import find_deferred_weights
 
 
 @overload
 def prepare(
-    model: PreTrainedModel | nn.Module, world: World, *, encoder: None = None, **options: Unpack[PrepareOptions]
+    model: PreTrainedModel | nn.Module,
+    world: World,
+    *,
+    encoder: None = None,
+    options: PrepareOptions | None = None,
+    **changes: Any,
 ) -> PreTrainedModel | PipelineModel: ...
 
 
@@ -54,7 +51,8 @@ def prepare(
     world: World,
     *,
     encoder: Layout | World | EncoderHome,
-    **options: Unpack[PrepareOptions],
+    options: PrepareOptions | None = None,
+    **changes: Any,
 ) -> MultimodalModel: ...
 
 
@@ -64,7 +62,8 @@ def prepare(
     world: World,
     *,
     encoder: Layout | World | EncoderHome | None,
-    **options: Unpack[PrepareOptions],
+    options: PrepareOptions | None = None,
+    **changes: Any,
 ) -> PreTrainedModel | PipelineModel | MultimodalModel: ...
 
 
@@ -73,7 +72,8 @@ def prepare(
     world: World,
     *,
     encoder: Layout | World | EncoderHome | None = None,
-    **options: Unpack[PrepareOptions],
+    options: PrepareOptions | None = None,
+    **changes: Any,
 ) -> PreTrainedModel | PipelineModel | MultimodalModel:
     """Bring a Hugging Face causal language model under the world's home; returns the same model.
 
@@ -81,22 +81,24 @@ def prepare(
     >>> shard = bind(plan.micro_batches[0], world).with_padding()
     >>> logits = model(input_ids=ids[None], position_ids=shard.position_ids[None], shard=shard).logits  # (1, T, V)
 
+    Options are keywords, those of `PrepareOptions`, which `options=` takes as one value; keywords win.
+
     All ranks call it together, with equal weights. `shard_parameters` shards them over the slots with FSDP2, otherwise
     every rank keeps a copy; `reshard_after_forward` frees a layer's gathered parameters between forward and backward;
     `activation_checkpointing` recomputes each decoder layer in backward: "full" (or True) all of it, "selective" all
-    but attention, whose output is kept; `recompute_layers` does so for that many of a stage's layers alone, the first
-    (0: each); `offload_activations` keeps in the host's memory what recomputation starts from. `compute_dtype`
-    (bfloat16, say) is what FSDP2 computes in, over parameters and gradient sums in their own type. `attention_kernel`
-    names a row of `longspan.attention.KERNELS`; without it each call takes the first that can. `mixer_kernels` names
-    kernels of state-space layers that are used only so: "mamba_ssm", "causal_conv1d", or "torch" alone
-    (docs/hybrid.md). `fused_norms` runs RMS norms as one kernel (`fused_norms.py`): "on", "off", or "auto": on GPUs,
-    those that can. `probe=False` skips the trial forward pass on the meta device that shows whether every layer reaches
-    `attend`; the model's first pass then shows it, and raises ModelError.
+    but attention, whose output is kept; `recompute_layers` does so only for the first so many of a stage's layers (0:
+    each); `offload_activations` keeps in the host's memory what recomputation starts from. `compute_dtype` (such as
+    bfloat16) is what FSDP2 computes in, over parameters and gradient sums in their own type. `attention_kernel` names a
+    row of `longspan.attention.KERNELS`; without it each call takes the first that can. `mixer_kernels` names kernels of
+    state-space layers that are used only on request: "mamba_ssm", "causal_conv1d", or only "torch" (docs/hybrid.md).
+    `fused_norms` runs RMS norms as one kernel (`norms.py`): "on", "off", or "auto": on GPUs, those that can.
+    `probe=False` skips the trial forward pass on the meta device that shows whether every layer reaches `attend`; the
+    model's first pass then shows it, and raises ModelError.
 
     Where `home.pp` is above 1, this rank's stages are cut out, `virtual_stages` of them, and returned as a
     PipelineModel; the rest of the model is freed. `pipeline_schedule` is "1f1b" (interleaved with several virtual
     stages), "gpipe", "zero_bubble" or "zbv" (two virtual stages, folded). Parameters then stay gathered from the first
-    forward to the last backward pass of a step, whatever `reshard_after_forward` says.
+    forward to the last backward pass of a step, whatever `reshard_after_forward` is.
 
     Where `home.tp` is above 1, heads, widths and vocabulary are split over the tensor-parallel ranks of a slot by the
     model's plan; with `sequence_parallel`, norms and residuals hold rows / tp of a slot's rows, which must be a
@@ -106,7 +108,7 @@ def prepare(
     that home, a Layout over the same ranks whose world is left with this one, or its open World, and the rest under the
     world's. Settings of the encoder are those of the language model, or those of an `EncoderHome`.
 
-    Of a PeftModel with a LoRA adapter the transformers model inside it is prepared and returned: its adapter alone is
+    A PeftModel with a LoRA adapter: the transformers model inside it is prepared and returned; only its adapter is
     trained and saved, and `longspan.without_adapter(model)` leaves it out for a while.
 
     A model that draws at random outside attention in training, as by `resid_pdrop`, is evaluated as it is; training it
@@ -115,23 +117,58 @@ def prepare(
 
     Raises ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
     """
+    options = replace(options or PrepareOptions(), **changes)
     if encoder is None:
-        prepared = prepare_language_model(model, world, **options)
+        prepared = prepare_language_model(model, world, options)
         try_rows_of_calls(prepared)
         return prepared
-    same: dict[str, Any] = {name: value for name, value in options.items() if name in _OF_BOTH}
-    settings, inside = EncoderHome.of(encoder, **same), model_inside(model)
-    check_encoder_home(IMAGE, settings.layout, world)
-    weights, adapter = weights_to_come_of(inside), adapter_in(inside)
-    with apart(inside) as parts:
+    home = EncoderHome.of(encoder, shard_parameters=options.shard_parameters, compute_dtype=options.compute_dtype)
+    stock = model_inside(model)
+    weights, adapter = find_deferred_weights(stock), adapter_in(stock)
+    check_encoder_home(IMAGE, home.layout, world)
+    with take_apart_or_undo(stock) as parts:
         if adapter is not None:
-            check_encoder_adapter(parts.encoder, adapter, settings.layout.tp)
-        language_model: Any = prepare_language_model(model, world, **options)
+            _check_encoder_adapter(parts.encoder, adapter, home.layout.tp)
+        language_model: Any = prepare_language_model(model, world, options)
         try_rows_of_calls(language_model)
-        language_model.adapter = adapter  # also where it is in the encoder alone
-        prepared = joined(parts, language_model, world, settings, weights)
-    redirect(model, prepared)
+        language_model.adapter = adapter  # also if only the encoder has one
+        prepared = join_parts(parts, language_model, world, home, weights)
+    redirect_peft_model(model, prepared)
     return prepared
 
 
-_OF_BOTH = ("shard_parameters", "compute_dtype")  # settings that a home given as a Layout takes from the language model
+def _check_encoder_adapter(encoder: nn.Module, adapter: Adapter, tp: int) -> None:
+    """Raise ModelError, with every reason, for an adapter that is not shown to be exact in an encoder under this tp.
+
+    Every rank has the same adapter, which `prepare_encoder` checks with all other weights.
+    """
+    if not peft_modules(encoder):
+        return
+    if reasons := [
+        *reasons_of_configuration(adapter),
+        *reasons_of_layers(encoder),
+        *_reasons_of_encoder(encoder, adapter, tp),
+    ]:
+        raise ModelError(
+            f"the adapter {adapter.name!r} of a tower or projector cannot be trained: {'; '.join(reasons)}"
+        )
+
+
+def _reasons_of_encoder(encoder: nn.Module, adapter: Adapter, tp: int) -> Iterator[str]:
+    modules = peft_modules(encoder)
+    if copied := [name for name, module in modules.items() if is_copied(module)]:
+        yield (
+            f"modules_to_save has {', '.join(copied[:2])}; leave it out and call requires_grad_(True) of that module: "
+            "it is saved as one of modules_to_save"
+        )
+    adapted = {name: base_module(module) for name, module in modules.items() if is_adapted(module)}
+    if trained := [name for name, linear in adapted.items() if any(p.requires_grad for p in linear.parameters())]:
+        yield f"{', '.join(trained[:2])} have adapters, and weights that are trained too; train one of them"
+    for key in ("use_dora", "lora_bias"):
+        if tp > 1 and getattr(adapter.config, key, False):
+            yield f"{key} is set, which is not shown to be exact under the encoder's tp {tp}; use tp 1"
+    if tp > 1 and adapter.dropout:
+        yield (
+            f"lora_dropout is {adapter.dropout:g}, and the encoder's {tp} tensor-parallel ranks would drop different "
+            "inputs; use tp 1"
+        )

@@ -1,10 +1,11 @@
 """A language model under a home: `model(input_ids, position_ids=, shard=)` then runs any plan.
 
-What a call may hold is said in `seams/attention_calls.py`, what becomes of the layers in `placement/placement.py`, and
+What a call may have is in `seams/attention_calls.py`, what becomes of the layers in `placement.py`, and
 what a model may not do in `seams/refusals.py` and `seams/probe.py`.
 """
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -13,121 +14,120 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.adapters import Adapter, adapter_in, model_inside
 from longspan.model.execution import Execution
 from longspan.model.experts.moe import expert_modules, use_experts
-from longspan.model.lora.disabled import without_adapter
-from longspan.model.lora.peft_model import redirect
+from longspan.model.lora.adapters import Adapter, adapter_in, model_inside
 from longspan.model.lora.refusals import check_adapter, check_equal_adapters
+from longspan.model.lora.without_adapter import redirect_peft_model, without_adapter
+from longspan.model.mtp.depths import put_copied_depths_in_place
 from longspan.model.mtp.refusals import refuse_mtp
-from longspan.model.mtp.trained_whole import copied_depths_taken
 from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
 from longspan.model.pipeline.settings import PipelineSettings
-from longspan.model.placement.placement import Placement
-from longspan.model.placement.recompute import Recomputation
-from longspan.model.placement.sharding import Sharding
+from longspan.model.placement import Placement
+from longspan.model.recompute import Recomputation
 from longspan.model.row_trial.class_trial import refuse_class, try_class
-from longspan.model.seams.attention_calls import IMPLEMENTATION, check_call
+from longspan.model.seams.attention_calls import IMPLEMENTATION, check_call, scale_queries_by_position
 from longspan.model.seams.call_rules import CallRules, is_prepared, position_table
 from longspan.model.seams.first_pass import FirstPass
-from longspan.model.seams.forwards.fused_norms import fuse_norms
-from longspan.model.seams.forwards.llama4 import scale_queries_by_position
-from longspan.model.seams.forwards.long_norms import split_long_norms
+from longspan.model.seams.forwards.norms import fuse_norms, split_long_norms
 from longspan.model.seams.forwards.rope_by_length import choose_frequencies_by_document
 from longspan.model.seams.forwards.row_loss import add_row_loss
-from longspan.model.seams.layer_arguments import keep_layer_arguments
-from longspan.model.seams.layer_numbers import number_layers
+from longspan.model.seams.layer_arguments import keep_layer_arguments, number_layers
 from longspan.model.seams.mixer_calls import check_kernels, shard_mixers
-from longspan.model.seams.mixers import mixers_of
+from longspan.model.seams.mixers import find_mixers
 from longspan.model.seams.prefix import attend_causally, has_prefix
 from longspan.model.seams.probe import check_kernel, probe_model
 from longspan.model.seams.randomness import draws_in_evaluation, random_draws
 from longspan.model.seams.refusals import guard, refuse_unsupported
-from longspan.model.weights.fill import take_weights_to_come
+from longspan.model.sharding import Sharding
+from longspan.model.weights.fill import pop_deferred_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareOptions:
+    """How a model is brought under a home; `prepare` takes each as a keyword and explains it."""
+
+    shard_parameters: bool = True
+    reshard_after_forward: bool = True
+    activation_checkpointing: bool | str = False
+    offload_activations: bool = False
+    recompute_layers: int = 0
+    compute_dtype: torch.dtype | None = None
+    attention_kernel: str | None = None
+    mixer_kernels: tuple[str, ...] = ()
+    fused_norms: Literal["auto", "on", "off"] = "auto"
+    probe: bool = True
+    virtual_stages: int = 1
+    pipeline_schedule: str = "1f1b"
+    sequence_parallel: bool = False
+
+    def placement(self, world: World) -> Placement:
+        """What becomes of every layer under the world's home. Raises ModelError for options that exclude each other."""
+        # A stage's micro-batches alternate: layers that free their parameters would gather them for each pass of each.
+        frees_parameters = self.reshard_after_forward and world.home.pp == 1
+        return Placement(
+            world,
+            Sharding(
+                parameters=self.shard_parameters,
+                reshard_after_forward=frees_parameters,
+                compute_dtype=self.compute_dtype,
+            ),
+            Recomputation.of(
+                self.activation_checkpointing, layers=self.recompute_layers, offload=self.offload_activations
+            ),
+            sequence_parallel=self.sequence_parallel,
+        )
+
+    def pipeline(self, world: World) -> PipelineSettings:
+        """The stages of the world's home. Raises PlanError for a schedule that does not fit it."""
+        return PipelineSettings(self.pipeline_schedule, world.home.pp, self.virtual_stages)
 
 
 def prepare_language_model(
-    model: PreTrainedModel | nn.Module,
-    world: World,
-    *,
-    shard_parameters: bool = True,
-    reshard_after_forward: bool = True,
-    activation_checkpointing: bool | str = False,
-    offload_activations: bool = False,
-    recompute_layers: int = 0,
-    compute_dtype: torch.dtype | None = None,
-    attention_kernel: str | None = None,
-    mixer_kernels: tuple[str, ...] = (),
-    fused_norms: Literal["auto", "on", "off"] = "auto",
-    probe: bool = True,
-    virtual_stages: int = 1,
-    pipeline_schedule: str = "1f1b",
-    sequence_parallel: bool = False,
+    model: PreTrainedModel | nn.Module, world: World, options: PrepareOptions
 ) -> PreTrainedModel | PipelineModel:
-    """Bring a causal language model, or a wrapper of one for text alone, under the world's home; see `prepare`.
+    """Bring a causal language model, or a wrapper of one for text only, under the world's home; see `prepare`.
 
     Raises ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
     """
-    pipeline_settings = PipelineSettings(pipeline_schedule, world.home.pp, virtual_stages)
-    # A stage's micro-batches alternate: layers that free their parameters would gather them for each pass of each.
-    frees_parameters = reshard_after_forward and world.home.pp == 1
-    placement = Placement(
-        world,
-        Sharding(parameters=shard_parameters, reshard_after_forward=frees_parameters, compute_dtype=compute_dtype),
-        Recomputation.of(activation_checkpointing, layers=recompute_layers, offload=offload_activations),
-        sequence_parallel=sequence_parallel,
-    )
+    pipeline, placement = options.pipeline(world), options.placement(world)
     peft_model, model = model, model_inside(model)
-    with copied_depths_taken(model):
-        adapter = _check(model, placement, pipeline_settings, fused_norms)
+    with put_copied_depths_in_place(model):
+        adapter = _check(model, placement, pipeline, options)
     assert isinstance(model, PreTrainedModel)  # others were refused
-    check_kernels(model, mixer_kernels, placement.dtype_of(model), world.device)
-    if fused_norms == "on" or (fused_norms == "auto" and world.device.type == "cuda"):
-        fuse_norms(model, required=fused_norms == "on")
-    if world.device.type == "cuda":
-        split_long_norms(model)
+    check_kernels(model, options.mixer_kernels, placement.dtype_of(model), world.device)
+    _choose_norms(model, options.fused_norms, world.device)
     class_draws = try_class(model).draws
-    execution = _connect(model, placement, attention_kernel, mixer_kernels, probe=probe)
-    # The first pass would show it on the last stage alone, and the others wait.
-    tried = add_row_loss(model, probe=probe or world.home.pp > 1, required=probe)
+    execution = _connect(model, placement, options)
+    # The first pass would show it on the last stage only, and the others wait.
+    tried = add_row_loss(model, probe=options.probe or world.home.pp > 1, required=options.probe)
     with without_adapter(model) if adapter else nullcontext():  # each rank drops an adapter's inputs for its own rows
-        draws = random_draws(model) or class_draws
-        in_evaluation = draws_in_evaluation(model) if draws else ()
-    rules = CallRules(
-        type(model).__name__,
-        attention_kernel,
-        position_table(model),
-        draws,
-        in_evaluation,
-        placement.row_multiple,
-        prefix=has_prefix(model.config),
-        prefix_window=getattr(model.config.get_text_config(), "sliding_window", None),
-    )
-    weights = take_weights_to_come(model)
+        rules = _call_rules(model, placement, options.attention_kernel, random_draws(model) or class_draws)
+    weights = pop_deferred_weights(model)
     if world.home.pp > 1:
-        prepared = _cut_and_place(model, placement, pipeline_settings, tried=tried)
-        prepared.probed = probe
+        prepared = _cut_and_place(model, placement, pipeline, tried=tried)
+        prepared.probed = options.probe
         models = [stage.model for stage in prepared.stages]
     else:
         prepared, models = model, [model]
         placement.place(model, model, has_experts=bool(expert_modules(model)))
-        if not probe:
+        if not options.probe:
             FirstPass(prepared)
     if weights is not None:
         weights.fill(models, world)
-    _keep(prepared, rules, execution)
+    _check_every_call(prepared, rules, execution)
     if adapter is not None:
         prepared.adapter = adapter  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-        redirect(peft_model, prepared)
+        redirect_peft_model(peft_model, prepared)
     return prepared
 
 
 def _check(
-    model: nn.Module, placement: Placement, pipeline_settings: PipelineSettings, fused_norms: str
+    model: nn.Module, placement: Placement, pipeline: PipelineSettings, options: PrepareOptions
 ) -> Adapter | None:
     """Refuse what would not be exact, before anything is changed; returns the model's adapter."""
-    if fused_norms not in ("auto", "on", "off"):
-        raise ModelError(f"fused_norms is {fused_norms!r}; use 'auto', 'on' or 'off'")
+    if options.fused_norms not in ("auto", "on", "off"):
+        raise ModelError(f"fused_norms is {options.fused_norms!r}; use 'auto', 'on' or 'off'")
     if is_prepared(model):
         raise ModelError(f"this {type(model).__name__} was prepared already; prepare a model once")
     refuse_unsupported(model)
@@ -137,34 +137,53 @@ def _check(
     refuse_mtp(model, placement.world)
     if adapter is not None:
         check_adapter(model, adapter, placement.world)
-    placement.check(model, pipeline_settings.stages)
+    placement.check(model, pipeline.stages)
     if adapter is not None:
         check_equal_adapters(model, placement.world)
     return adapter
 
 
-def _connect(
-    model: PreTrainedModel, placement: Placement, kernel: str | None, mixer_kernels: tuple[str, ...], *, probe: bool
-) -> Execution:
+def _choose_norms(model: PreTrainedModel, fused_norms: str, device: torch.device) -> None:
+    """Have RMS norms run as one kernel where they are to, and those of a GPU take any number of rows."""
+    if fused_norms == "on" or (fused_norms == "auto" and device.type == "cuda"):
+        fuse_norms(model, required=fused_norms == "on")
+    if device.type == "cuda":
+        split_long_norms(model)
+
+
+def _connect(model: PreTrainedModel, placement: Placement, options: PrepareOptions) -> Execution:
     """Have the model's attention, experts and head call this package; a forward pass on the meta device shows it."""
-    model.set_attn_implementation(_of_text(model))
+    model.set_attn_implementation(_attention_implementation(model))
     number_layers(model)
     attend_causally(model)
     choose_frequencies_by_document(model)
     scale_queries_by_position(model)
-    shard_mixers(model, mixer_kernels)
+    shard_mixers(model, options.mixer_kernels)
     keep_layer_arguments(model)
     use_experts(model)
-    calls = probe_model(model) if probe else ()
-    dtype = placement.dtype_of(model)
-    checked = check_kernel(model, kernel, calls, device=placement.world.device, dtype=dtype)
+    calls = probe_model(model) if options.probe else ()
+    dtype, kernel = placement.dtype_of(model), options.attention_kernel
+    checked_calls = check_kernel(model, kernel, calls, device=placement.world.device, dtype=dtype)
     model.config.use_cache = False
-    mixers = len(mixers_of(model))
-    reduced = placement.reduce_dtype_of(model)
-    return Execution(model.dtype, dtype, reduced, checked, kernel, mixers, mixer_kernels)
+    mixers, reduce_dtype = len(find_mixers(model)), placement.reduce_dtype_of(model)
+    return Execution(model.dtype, dtype, reduce_dtype, checked_calls, kernel, mixers, options.mixer_kernels)
 
 
-def _of_text(model: PreTrainedModel) -> str | dict[str, str]:
+def _call_rules(model: PreTrainedModel, placement: Placement, kernel: str | None, draws: tuple[str, ...]) -> CallRules:
+    """What calls of the model may have; `draws` names where it draws random numbers."""
+    return CallRules(
+        type(model).__name__,
+        kernel,
+        position_table(model),
+        draws,
+        draws_in_evaluation(model) if draws else (),
+        placement.row_multiple,
+        prefix=has_prefix(model.config),
+        prefix_window=getattr(model.config.get_text_config(), "sliding_window", None),
+    )
+
+
+def _attention_implementation(model: PreTrainedModel) -> str | dict[str, str]:
     """Our attention for a wrapper's text model and not for its towers, which see images whole."""
     config, text = model.config, model.config.get_text_config()
     names = [name for name in config.sub_configs if getattr(config, name, None) is text]
@@ -172,19 +191,19 @@ def _of_text(model: PreTrainedModel) -> str | dict[str, str]:
 
 
 def _cut_and_place(
-    model: PreTrainedModel, placement: Placement, pipeline_settings: PipelineSettings, *, tried: bool
+    model: PreTrainedModel, placement: Placement, pipeline: PipelineSettings, *, tried: bool
 ) -> PipelineModel:
     """This rank's stages, each placed as a model of its own; the rest of the model is freed."""
     dtype, has_experts = placement.dtype_of(model), bool(expert_modules(model))
-    stages = cut_into_stages(model, placement.world, pipeline_settings)
+    stages = cut_into_stages(model, placement.world, pipeline)
     for stage in stages:
         if stage.last:
             add_row_loss(stage.model, probe=False, tried=tried)
         placement.place(stage.model, stage, has_experts=has_experts)
-    return PipelineModel(model, placement.world, stages, pipeline_settings, dtype)
+    return PipelineModel(model, placement.world, stages, pipeline, dtype)
 
 
-def _keep(prepared: PreTrainedModel | PipelineModel, rules: CallRules, execution: Execution) -> None:
+def _check_every_call(prepared: PreTrainedModel | PipelineModel, rules: CallRules, execution: Execution) -> None:
     """Have every call of a prepared model checked, and refuse what its own class would do with its weights."""
     values: Any = prepared
     values.call_rules, values.execution = rules, execution
@@ -202,7 +221,7 @@ def refuse_unprepared(model: nn.Module) -> None:
 
 
 def vocabulary_size(model: nn.Module) -> int | None:
-    """How many token ids the model's input embedding knows; None where it has none to ask."""
+    """How many token ids the model's input embedding has; None without one."""
     if isinstance(model, PipelineModel):
         return model.vocabulary_size
     embedding = getattr(model, "get_input_embeddings", lambda: None)()

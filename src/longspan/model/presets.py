@@ -39,7 +39,7 @@ class Preset:
 
 
 def _qwen3(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, **more: Any) -> dict[str, Any]:
-    """As the configurations of https://huggingface.co/Qwen say."""
+    """As in the configurations of https://huggingface.co/Qwen."""
     return {
         "vocab_size": 151936,
         "hidden_size": hidden,
@@ -116,13 +116,13 @@ def preset_config(name: str, *, vocab_size: int | None = None) -> "PreTrainedCon
     preset = PRESETS[name]
     values = dict(preset.values)
     if not preset.rows:
-        values["vocab_size"] = _checked_vocabulary(name, vocab_size)
-    # The tokenizer says which ids are special; the default ids of a family may lie outside a small vocabulary.
+        values["vocab_size"] = _check_vocabulary(name, vocab_size)
+    # The tokenizer decides which ids are special; the default ids of a family may lie outside a small vocabulary.
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     return getattr(transformers, preset.config_class)(**values, **special)
 
 
-def _checked_vocabulary(name: str, vocab_size: int | None) -> int:
+def _check_vocabulary(name: str, vocab_size: int | None) -> int:
     if vocab_size is None:
         raise ModelError(f"preset {name} needs vocab_size, the number of ids of the tokenizer")
     if isinstance(vocab_size, bool) or int(vocab_size) != vocab_size or vocab_size < 1:

@@ -1,4 +1,4 @@
-"""How long a document a rotary model knows, and the scaling of its rotary frequencies that makes it know longer ones.
+"""How long documents a rotary model was trained on, and the scaling of its rotary frequencies for longer ones.
 
 Tables of learnt positions are `seams/call_rules.py`'s business. Rope types that choose frequencies by a document's
 length ("dynamic", "longrope") are in `seams/forwards/rope_by_length.py`.
@@ -19,7 +19,7 @@ _STEP = 0.25  # of factors that are chosen here
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
-    """The longest document that a configuration stands for, its own scaling included; None where it names no limit.
+    """The longest document that a configuration stands for, its own scaling included; None if it names no limit.
 
     llama3 and longrope scale up to `max_position_embeddings`, yarn to `original_max_position_embeddings` x `factor`
     where that is more, linear and dynamic to `max_position_embeddings` x `factor`, as inference engines read them.
@@ -105,7 +105,7 @@ def rope_types(rope: Any) -> set[str]:
 
 
 def _flat_parameters(config: PreTrainedConfig) -> Mapping[str, Any] | None:
-    """The rotary parameters that all layers share, None where there are none or each type of layer has its own."""
+    """The rotary parameters that all layers share, None if there are none or each type of layer has its own."""
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
         return None

@@ -1,6 +1,7 @@
 """A prepared model, whole, back to a folder that stock transformers loads.
 
-Training checkpoints, which hold optimizer state and stay sharded, are not in this module.
+Under a pipeline a layer at a time is whole on the home's first rank, stage after stage. Training checkpoints, which
+hold optimizer state and stay sharded, are not in this module.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,21 +20,18 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
-from longspan.model.adapters import Adapter, adapter_entries, adapter_of, belongs_to_adapter, model_inside
-from longspan.model.add_depths import add_mtp
 from longspan.model.hf_folder import no_progress_bars
 from longspan.model.load import torch_dtype
-from longspan.model.lora.save import write_adapter
-from longspan.model.lora.trained_modules import entries_of, trained_modules
+from longspan.model.lora.adapters import Adapter, adapter_entries, adapter_of, belongs_to_adapter, model_inside
+from longspan.model.lora.save import largest_trained_modules, select_entries, write_adapter
+from longspan.model.mtp.add_depths import add_mtp
 from longspan.model.mtp.depths import depths_of
 from longspan.model.multimodal.encoder import Encoder
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.pipeline.state import groups_of_all_stages
 from longspan.model.vision.image_encoder import ImageEncoder
-from longspan.model.weights.empty import empty_model
-from longspan.model.weights.saved_folder import OF_ADAPTER, OF_MODEL, partial_folder, put_in_place
-from longspan.model.weights.write import WeightWriter, unit_of
+from longspan.model.weights.fill import empty_model
+from longspan.model.weights.write import OF_ADAPTER, OF_MODEL, WeightWriter, partial_folder, put_in_place, unit_of
 
 
 def save_model(
@@ -49,14 +47,14 @@ def save_model(
     The home's first rank writes safetensors, configuration and tokenizer next to `folder`. Once all are written they
     take the places of an older model's or adapter's (of an adapter: of an older adapter's), so an interrupted save
     leaves what was there. Other files of the folder stay. The first rank is sent a decoder layer at a time, so no rank
-    holds the whole model. `dtype` is that of the files, the parameters' own by default. Of a model with an adapter the
-    adapter alone is written, as stock peft loads it, with what is trained of an encoder as its `modules_to_save`. A
+    holds the whole model. `dtype` is that of the files, the parameters' own by default. If the model has an adapter the
+    adapter only is written, as stock peft loads it, with what is trained of an encoder as its `modules_to_save`. A
     vision-language model (`prepare(…, encoder=…)`) is written whole, under its own class and names. Raises ModelError
     on every rank where writing failed, CommError where a rank is lost.
     """
     encoders = _encoders_of(model)
     model = model.language_model if isinstance(model, MultimodalModel) else model
-    model, target = _prepared(model), Path(folder)
+    model, target = _find_prepared(model), Path(folder)
     kind = None if dtype is None else torch_dtype(dtype)
     with world.watch.naming(f"writing of {target}", world.home.ranks):  # its gathers are DTensor's
         _save(model, encoders, target, world, tokenizer, kind)
@@ -70,28 +68,30 @@ def _save(
     tokenizer: Any,
     kind: torch.dtype | None,
 ) -> None:
-    """Write the weights in files of `kind`; entered by all ranks, of which the home's first writes."""
+    """Write the weights in files of `kind`; entered by all ranks; the home's first rank writes."""
     writes = world.rank == world.home.ranks[0]
     if (adapter := adapter_of(model)) is not None:
-        beside = _trained_beside(encoders)
-        groups = chain(_groups(model, world), *(_groups_of(state, writes=writes) for state in beside.states))
-        cast = ({name: x.to(dtype=kind) for name, x in group.items()} for group in groups)
-        _save_adapter(adapter, target, world, tokenizer, cast, beside.modules)
+        trained = _encoder_modules_to_save(encoders)
+        units = chain(_weight_units(model, world), *(_state_units(state, writes=writes) for state in trained.states))
+        cast = ({name: x.to(dtype=kind) for name, x in unit.items()} for unit in units)
+        _save_adapter(adapter, target, world, tokenizer, cast, trained.modules)
         return
-    told = partial_of(_told, target)
-    opened = result_or_first_error(world, lambda: _opened(model, target, kind) if writes else None, told)
+    as_save_error = partial_of(_save_error, target)
+    opened = result_or_first_error(world, lambda: _open_folder(model, target, kind) if writes else None, as_save_error)
     writer = None if opened is None else WeightWriter(*opened, cast=kind is not None)
-    for group in chain(_groups(model, world), *(_groups_of(e.module.state_dict(), writes=writes) for e in encoders)):
-        result_or_first_error(world, lambda group=group: None if writer is None else writer.write(group), told)
+    for unit in chain(
+        _weight_units(model, world), *(_state_units(e.module.state_dict(), writes=writes) for e in encoders)
+    ):
+        result_or_first_error(world, lambda unit=unit: None if writer is None else writer.write(unit), as_save_error)
 
     def finish() -> None:
         if writer is not None and opened is not None:
             writer.finish()
             partial, empty = opened
-            write_beside_weights(empty, partial, tokenizer)
+            write_configuration(empty, partial, tokenizer)
             put_in_place(partial, target, OF_MODEL)
 
-    result_or_first_error(world, finish, told)
+    result_or_first_error(world, finish, as_save_error)
 
 
 def _encoders_of(model: Any) -> list[Encoder]:
@@ -108,27 +108,27 @@ def _encoders_of(model: Any) -> list[Encoder]:
 
 
 class _TrainedModules(NamedTuple):
-    """Whole modules of encoders that are trained beside an adapter, by name, and what of each encoder is written."""
+    """Whole modules of encoders that are trained with an adapter, by name, and what of each encoder is written."""
 
     modules: tuple[str, ...]
     states: tuple[Mapping[str, Tensor], ...]
 
 
-def _trained_beside(encoders: Sequence[Encoder]) -> _TrainedModules:
+def _encoder_modules_to_save(encoders: Sequence[Encoder]) -> _TrainedModules:
     """Raises ModelError, on every rank, where modules are trained in part."""
     names, states = tuple[str, ...](), list[Mapping[str, Tensor]]()
     for encoder in encoders:
         parameters = encoder.module.named_parameters()
         trained = {name for name, p in parameters if p.requires_grad and not belongs_to_adapter(name)}
-        modules = trained_modules(encoder.module, trained, inside=str(encoder.module.base_name))
+        modules = largest_trained_modules(encoder.module, trained, inside=str(encoder.module.base_name))
         names += modules
         state = encoder.module.state_dict()
         adapter = {name: x for name, x in state.items() if belongs_to_adapter(name)}
-        states.append(adapter | entries_of(modules, state))
+        states.append(adapter | select_entries(modules, state))
     return _TrainedModules(names, tuple(states))
 
 
-def _prepared(model: Any) -> PreTrainedModel | PipelineModel:
+def _find_prepared(model: Any) -> PreTrainedModel | PipelineModel:
     """The model itself, of a PeftModel the prepared one inside it, which other names belong to."""
     inside: Any = model_inside(model)
     if inside is not model and adapter_of(inside) is None:
@@ -144,44 +144,84 @@ def _save_adapter(
     target: Path,
     world: World,
     tokenizer: Any,
-    groups: Iterator[dict[str, Tensor]],
-    beside: tuple[str, ...],
+    units: Iterator[dict[str, Tensor]],
+    modules: tuple[str, ...],
 ) -> None:
-    """Write the adapter of a prepared model, and modules trained `beside` it; entered by all ranks."""
-    tensors = {name: x for group in groups for name, x in group.items()}
+    """Write the adapter of a prepared model, and whole `modules` trained with it; entered by all ranks."""
+    tensors = {name: x for unit in units for name, x in unit.items()}
 
     def write() -> None:
         partial = partial_folder(target)
-        write_adapter(partial, adapter, tensors, tokenizer, beside)
+        write_adapter(partial, adapter, tensors, tokenizer, modules)
         put_in_place(partial, target, OF_ADAPTER)
 
     writes = world.rank == world.home.ranks[0]
-    result_or_first_error(world, lambda: write() if writes else None, partial_of(_told, target))
+    result_or_first_error(world, lambda: write() if writes else None, partial_of(_save_error, target))
 
 
-def _told(folder: Path, error: Exception) -> ModelError:
+def _save_error(folder: Path, error: Exception) -> ModelError:
     return ModelError(f"the model could not be saved to {folder}: {type(error).__name__}: {error}")
 
 
-def _groups(model: PreTrainedModel | PipelineModel, world: World) -> Iterator[dict[str, Tensor]]:
+def _weight_units(model: PreTrainedModel | PipelineModel, world: World) -> Iterator[dict[str, Tensor]]:
     """The whole tensors of each unit in turn, on the CPU of the home's first rank; empty on others, as many of them.
 
-    Of a model with an adapter, the adapter's.
+    If the model has an adapter, only the adapter's.
     """
     if isinstance(model, PipelineModel):
-        yield from groups_of_all_stages(model, world)
+        yield from _units_of_all_stages(model, world)
         return
-    yield from _groups_of(adapter_entries(model, model.state_dict()), writes=world.rank == world.home.ranks[0])
+    yield from _state_units(adapter_entries(model, model.state_dict()), writes=world.rank == world.home.ranks[0])
 
 
-def _groups_of(state: Mapping[str, Tensor], *, writes: bool) -> Iterator[dict[str, Tensor]]:
-    """The same of the `state_dict` of a module that is whole on every slot."""
-    for _, group in groupby(state.items(), lambda entry: unit_of(entry[0])):
-        whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in group}
+def _state_units(state: Mapping[str, Tensor], *, writes: bool) -> Iterator[dict[str, Tensor]]:
+    """The whole tensors of a `state_dict` that every slot has, a unit at a time; empty units without `writes`."""
+    for _, unit in groupby(state.items(), lambda entry: unit_of(entry[0])):
+        whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in unit}
         yield {name: x.detach().cpu() for name, x in whole.items()} if writes else {}
 
 
-def _opened(
+class _Entry(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _units_of_all_stages(model: PipelineModel, world: World) -> Iterator[dict[str, Tensor]]:
+    """The whole model's `state_dict`, a layer at a time, stage after stage, on the CPU of the home's first rank.
+
+    Empty units on the others, as many. Entered by all ranks; one layer at a time is whole on a rank that sends it. If
+    the model has an adapter, only the adapter's tensors.
+    """
+    in_stages = {name for stage in model.stages for name in stage.model.state_dict()}  # each layer whole in one unit
+    local_state = {name: x for name, x in adapter_entries(model, model.state_dict()).items() if name in in_stages}
+    entries = [_Entry(name, tuple(value.shape), value.dtype) for name, value in local_state.items()]
+    select_entries = dict(zip(world.home.ranks, world.control.gather_objects(entries, "names of weights"), strict=True))
+    for stage in range(world.home.pp):
+        theirs = select_entries[world.home.rank_at(0, pp=stage)]
+        for _, unit in groupby(theirs, lambda entry: unit_of(entry.name)):
+            yield _whole_unit(list(unit), local_state, world, stage)
+
+
+def _whole_unit(entries: list[_Entry], local_state: dict[str, Tensor], world: World, stage: int) -> dict[str, Tensor]:
+    """The whole tensors of one unit of a stage, on the rank that writes them."""
+    first, whole = world.home.ranks[0], dict[str, Tensor]()
+    for entry in entries:
+        if world.coordinates.pp == stage:
+            value = local_state[entry.name]
+            full = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+            if world.rank == first:
+                whole[entry.name] = full.cpu()
+            elif stage > 0 and (world.slot, world.coordinates.tp) == (0, 0):
+                world.channels.pipeline.exchange([(0, full.contiguous())], [], "weights of a stage").wait()
+        elif world.rank == first:
+            arriving = torch.empty(entry.shape, dtype=entry.dtype, device=world.device)
+            world.channels.pipeline.exchange([], [(stage, arriving)], "weights of a stage").wait()
+            whole[entry.name] = arriving.cpu()
+    return whole
+
+
+def _open_folder(
     model: PreTrainedModel | PipelineModel, target: Path, dtype: torch.dtype | None
 ) -> tuple[Path, PreTrainedModel]:
     """An empty folder for a prepared model, and its stock model, without memory."""
@@ -203,7 +243,7 @@ def stock_configuration(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def write_beside_weights(empty: PreTrainedModel, folder: Path, files: Any) -> None:
+def write_configuration(empty: PreTrainedModel, folder: Path, files: Any) -> None:
     """Write a model's configuration, how it generates, and what `files.save_pretrained(folder)` writes."""
     config: Any = empty.config
     config.architectures = [type(empty).__name__]

@@ -23,7 +23,7 @@ from longspan.data.document import NO_TARGET
 from longspan.errors import PlanError
 from longspan.model.experts.moe import router_statistics
 from longspan.model.experts.router import RouterCoefficients, RouterLosses
-from longspan.model.lora.disabled import refuse_adapter_left_out
+from longspan.model.lora.without_adapter import refuse_adapter_left_out
 from longspan.model.multimodal.multimodal_model import check_world, language_model_of
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.plan import Plan

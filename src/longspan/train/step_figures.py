@@ -12,10 +12,10 @@ from torch import nn
 from longspan.comm import World
 from longspan.config.sections import RunConfig
 from longspan.errors import PlanError
-from longspan.model.adapters import adapter_of
 from longspan.model.execution import execution_of
+from longspan.model.lora.adapters import adapter_of
 from longspan.model.multimodal.multimodal_model import MultimodalModel
-from longspan.model.vision.image_cost import trained_part
+from longspan.model.vision.join import find_trained_part
 from longspan.plan import Cost, Plan
 from longspan.plan.cost.model_cost import H200_SOURCE
 from longspan.plan.cost.model_flops import model_flops, peak_tflops
@@ -98,7 +98,7 @@ def figures_of(config: RunConfig, model: nn.Module, world: World, cost: Cost) ->
     return StepFigures(
         shape=shape,
         images=images,
-        trained=trained_part(encoder) if encoder is not None else "all",
+        trained=find_trained_part(encoder) if encoder is not None else "all",
         frozen=adapter_of(model) is not None,
         devices=len(world.home.ranks),
         peak=peak_tflops(device, _multiplied_in(execution_of(model).compute_dtype)),

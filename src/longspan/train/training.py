@@ -22,13 +22,13 @@ from longspan.config.precision import compute_dtype
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, counted
 from longspan.model import PRESETS, load_model, prepare, preset_config
-from longspan.model.compiled import compile_layers
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.hf_folder import read_configuration
 from longspan.model.lora.new import NewAdapter, add_lora
 from longspan.model.mtp.names import PREFIX
 from longspan.model.multimodal.multimodal_model import MultimodalModel, language_model_of
 from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.seams.forwards.norms import compile_layers
 from longspan.model.weights.fill import leave_to_checkpoint
 from longspan.plan import Cost, Plan
 from longspan.train.encoder_settings import encoder_home, freeze_as_asked, learning_rates, share_of_rate

@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from longspan.model.presets import preset_config
 from longspan.model.small.shrink import shrunken, tiny_model
 from tests.model.deep import deep
-from tests.model.moe_models import moe_model
+from tests.model.experts.moe_models import moe_model
 from tests.model.seams.test_mixers import small_config
 from tests.model.stock import SIZES, at_random, gradients_of, texts, tiny
 

@@ -12,8 +12,8 @@ from longspan.comm import World
 from longspan.doctor.float64 import whole_float64
 from longspan.layout import Layout
 from longspan.model import prepare, save_model
-from longspan.model.adapters import belongs_to_adapter
-from longspan.model.seams.mixers import mixers_of
+from longspan.model.lora.adapters import belongs_to_adapter
+from longspan.model.seams.mixers import find_mixers
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
@@ -77,7 +77,7 @@ def _errors(rank: int, homes: tuple[str, ...], cases: tuple[tuple[str, str], ...
             for family, adapter in cases:
                 loss, _, gradients = dense_answer(family, adapter, world.device)
                 peft_model = adapted(family, adapter)
-                mixers = tuple(f"{name}." for name in mixers_of(peft_model.get_base_model()))
+                mixers = tuple(f"{name}." for name in find_mixers(peft_model.get_base_model()))
                 model = prepare(peft_model, world, **home.options)
                 result = run_step(model, home.plan(), texts(LENGTHS), world)
                 local = gradients_of(model)

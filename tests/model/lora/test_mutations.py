@@ -5,7 +5,7 @@ import pytest
 from longspan.comm import World
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.adapters import peft_modules
+from longspan.model.lora.adapters import peft_modules
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
@@ -13,7 +13,7 @@ from tests.model.lora.adapted import LENGTHS, adapted, dense_answer
 from tests.model.stock import error, gradients_of, texts
 from tests.mutation import mutated
 
-SPLIT, DISABLED = "model.tensor_parallel.adapted", "model.lora.disabled"
+SPLIT, DISABLED = "model.tensor_parallel.split_adapters", "model.lora.without_adapter"
 FIRST, SECOND = "else first:\n        ", "for linear in second:\n            "
 SUMMED = "partial_gradients(linear, key)"
 SCALING = "scaling forgotten"  # peft's own term: the layers' factor is set to one
@@ -22,7 +22,7 @@ MUTATIONS = {
     "nothing": (None, set[str]()),
     "no sum of A's gradient, column-wise": ((SPLIT, f"{FIRST}{SUMMED}", f"{FIRST}pass"), {"lora_A"}),
     "no sum of B's gradient, row-wise": ((SPLIT, f"{SECOND}{SUMMED}", f"{SECOND}pass"), {"lora_B"}),
-    "bias on every rank": (("model.tensor_parallel.styles", '"bias": left_out', '"bias": local_tensor'), {"loss"}),
+    "bias on every rank": (("model.tensor_parallel.styles", '"bias": leave_out', '"bias": local_tensor'), {"loss"}),
     SCALING: (None, {"loss", "lora_A", "lora_B"}),
     "adapter not left out": ((DISABLED, "module._disable_adapters = True", "pass"), {"base"}),
 }

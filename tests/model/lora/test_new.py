@@ -13,8 +13,8 @@ from longspan.layout import Layout
 from longspan.model import load_model, prepare
 from longspan.model.lora.new import NewAdapter, add_lora
 from longspan.testing import backend, run_ranks
+from tests.model.experts.moe_models import moe_model
 from tests.model.lora.adapted import adapted
-from tests.model.moe_models import moe_model
 from tests.model.stock import gradients_of, tiny
 
 

@@ -12,7 +12,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare, without_adapter
-from longspan.model.adapters import adapter_in, model_inside
+from longspan.model.lora.adapters import adapter_in, model_inside
 from longspan.model.lora.refusals import check_adapter
 from longspan.model.tensor_parallel.tensor_parallel import refuse_tensor_parallel
 from longspan.plan import plan_fixed

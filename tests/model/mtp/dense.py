@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from longspan.model.add_depths import add_mtp
+from longspan.model.mtp.add_depths import add_mtp
 from longspan.model.mtp.depths import MtpBlocks
 from longspan.model.presets import preset_config
-from longspan.model.seams.mixers import mixers_of
+from longspan.model.seams.mixers import find_mixers
 from longspan.model.small.shrink import shrunken
 from tests.model.deep import deep
 from tests.model.seams.families import tiny as of_family
@@ -132,7 +132,7 @@ def _next(model: Any, depth: Any, hidden: Tensor, ids: Tensor) -> Tensor:
     mask = torch.zeros(age.shape, dtype=x.dtype).masked_fill(hidden_rows, torch.finfo(x.dtype).min)
     rotary = model.model.rotary_emb(x, positions) if hasattr(model.model, "rotary_emb") else None
     for block in layer if isinstance(layer, MtpBlocks) else [layer]:
-        causal = None if mixers_of(block) else mask[None, None]
+        causal = None if find_mixers(block) else mask[None, None]
         out = block(x, attention_mask=causal, position_embeddings=rotary, position_ids=positions)
         x = out if isinstance(out, Tensor) else out[0]
     return depth.post_norm(x)

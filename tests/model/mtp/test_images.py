@@ -14,7 +14,7 @@ from longspan.bridge.splice import tokens_ahead
 from longspan.comm import SequenceShard
 from longspan.doctor.float64 import whole_float64
 from longspan.errors import ModelError
-from longspan.model.seams.mixers import mixers_of
+from longspan.model.seams.mixers import find_mixers
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.plan.items.encoding_plan import _plan_modality  # pyright: ignore[reportPrivateUsage]
 from longspan.testing import run_ranks
@@ -84,7 +84,7 @@ def _losses(model: Any, document: Raw) -> list[tuple[Tensor, int]]:
             n = x.shape[1]
             later_rows = torch.ones(n, n).triu(1) > 0
             causal = torch.zeros(1, 1, n, n, dtype=x.dtype).masked_fill(later_rows, torch.finfo(x.dtype).min)
-            mask = None if mixers_of(depth.mtp_block) else causal
+            mask = None if find_mixers(depth.mtp_block) else causal
             out = depth.mtp_block(x, attention_mask=mask, position_embeddings=rotary)
             hidden = depth.post_norm(out if isinstance(out, Tensor) else out[0])
         losses.append(_loss(model, hidden, ids[:, number + 1 :]))

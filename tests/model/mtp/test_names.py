@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from longspan import Layout, World, add_mtp, load_model, prepare
 from longspan.errors import ModelError
 from longspan.model import preset_config
-from longspan.model.mtp.names import depths_in, own_name, published_names
+from longspan.model.mtp.names import count_depths, to_our_name, to_published_names
 from longspan.model.small.shrink import shrunken
 from tests.model.stock import at_random, config_of, weights_of
 
@@ -92,7 +92,7 @@ def _published(family: str, folder: Path) -> tuple[PreTrainedModel, dict[str, Te
 @pytest.mark.parametrize("family", MODELS)
 def test_depths_are_read_under_the_names_that_they_are_published_with(family: str, tmp_path: Path) -> None:
     deeper, own = _published(family, tmp_path)
-    assert depths_in(tmp_path, layers=2) == 1
+    assert count_depths(tmp_path, layers=2) == 1
     model = add_mtp(MODELS[family](2), 1, weights=tmp_path)
     read, (prefix, names) = model.state_dict(), NORMS[family]
     for name, x in deeper.model.layers[2].state_dict().items():
@@ -147,7 +147,7 @@ def test_a_depth_of_several_layers_is_read_as_it_is_published(tmp_path: Path) ->
     own |= {"mtp.layers.1.final_layernorm.weight": torch.full((size,), 4.0)}
     own |= {"mtp.layers.0.eh_proj.weight": torch.randn(size, 2 * size)}
     save_file(files | own, tmp_path / "model.safetensors")
-    assert depths_in(tmp_path, layers=3) == 1
+    assert count_depths(tmp_path, layers=3) == 1
     read = add_mtp(_nemotron(NEMOTRON), 1, weights=tmp_path).state_dict()
     for layer in (0, 1):
         for name, x in deeper.model.layers[3 + layer].state_dict().items():
@@ -155,10 +155,11 @@ def test_a_depth_of_several_layers_is_read_as_it_is_published(tmp_path: Path) ->
     for name in ("enorm", "hnorm", "eh_proj"):
         assert torch.equal(read[f"mtp.layers.0.{name}.weight"], own[f"mtp.layers.0.{name}.weight"].double())
     assert (read["mtp.layers.0.post_norm.weight"] == 4).all()
-    written = published_names("nemotron_h", 3, 1, 2)
+    written = to_published_names("nemotron_h", 3, 1, 2)
     assert written is not None and {written(name) for name in read if name.startswith("mtp.")} >= own.keys()
     assert (
-        all(own_name(written(name), 3, 2) == name for name in read) and published_names("nemotron_h", 3, 2, 2) is None
+        all(to_our_name(written(name), 3, 2) == name for name in read)
+        and to_published_names("nemotron_h", 3, 2, 2) is None
     )
 
 
@@ -174,11 +175,11 @@ def test_a_depth_has_the_layers_that_its_configuration_names() -> None:
 def test_published_names_are_those_that_are_read(model_type: str, depths: int) -> None:
     inside = ("enorm", "hnorm", "eh_proj", "post_norm", "mtp_block.mlp.up_proj", "mtp_block.self_attn.q_proj")
     names = [f"mtp.layers.{depth}.{name}.weight" for depth in range(depths) for name in inside]
-    written = published_names(model_type, 4, depths)
+    written = to_published_names(model_type, 4, depths)
     assert written is not None and not {*map(written, names)} & {*names}
-    assert [own_name(written(name), layers=4) for name in names] == names
+    assert [to_our_name(written(name), layers=4) for name in names] == names
     assert written("model.layers.3.mlp.up_proj.weight") == "model.layers.3.mlp.up_proj.weight"
-    assert published_names("qwen3_next", 4, 2) is None and published_names("llama", 4, 1) is None
+    assert to_published_names("qwen3_next", 4, 2) is None and to_published_names("llama", 4, 1) is None
 
 
 def test_stock_transformers_reads_what_is_published(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from longspan import attend
 from longspan.comm import SequenceShard, World, bind
 from longspan.layout import Layout
 from longspan.model.multimodal.prepare_encoder import prepare_encoder
-from longspan.model.placement.sharding import gradients_summed_over_slots
+from longspan.model.sharding import gradients_summed_over_slots
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from tests.model.multimodal.encoders import HEADS, HIDDEN, OUT, Mlp

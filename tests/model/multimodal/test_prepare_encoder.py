@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
-from longspan.model.multimodal.blocks import encoder_blocks
-from longspan.model.multimodal.prepare_encoder import check_prepared, prepare_encoder
-from longspan.model.placement.sharding import gradients_summed_over_slots
+from longspan.model.multimodal.prepare_encoder import check_prepared, encoder_blocks, prepare_encoder
+from longspan.model.sharding import gradients_summed_over_slots
 from longspan.testing import backend, run_ranks
 from longspan.train.gradients import grad_norm
 from tests.model.multimodal.encoders import (

@@ -93,12 +93,12 @@ def test_chunks_and_temperature_are_those_of_each_document(
 
 MUTATIONS = {
     "temperature by local row": (
-        "forwards.llama4",
+        "attention_calls",
         "(position_ids.float() + 1.0)",
         "(torch.arange(len(position_ids)).float() + 1.0)",
     ),
-    "no temperature": ("forwards.llama4", "return (query * scales[:, None]).to(query.dtype)", "return query"),
-    "no floor": ("forwards.llama4", "torch.floor(", "("),
+    "no temperature": ("attention_calls", "return (query * scales[:, None]).to(query.dtype)", "return query"),
+    "no floor": ("attention_calls", "torch.floor(", "("),
     "no chunks": (
         "attention_calls",
         '"window": sliding_window, "chunk": chunk_of(module), "sinks"',

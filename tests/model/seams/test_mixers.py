@@ -19,7 +19,7 @@ from longspan.doctor.cases import Case
 from longspan.doctor.outcomes import Outcome
 from longspan.doctor.prove import Ranks, prove, run_proof
 from longspan.errors import ModelError
-from longspan.model.seams.mixers import is_mixer, mixers_of
+from longspan.model.seams.mixers import find_mixers, is_mixer
 from longspan.model.seams.refusals import refuse_unsupported
 from longspan.model.small.shrink import shrunken, tiny_model
 from tests.mutation import mutated
@@ -110,7 +110,7 @@ def test_every_family_in_every_home(family: str) -> None:
 MUTANTS = {
     "a scan's step": ("(v * step.unsqueeze(-1))", "(1.0 * v)"),
     "D": ("out if D is None else out + D.unsqueeze(-1) * v", "out"),
-    "a convolution's activation": ("convolution(x, weight, bias, silu)", "convolution(x, weight, bias, False)"),
+    "a convolution's activation": ("convolve(x, weight, bias, silu)", "convolve(x, weight, bias, False)"),
 }
 
 
@@ -146,7 +146,7 @@ def test_mamba_1_is_refused_by_name(family: str) -> None:
 
 def test_keys_and_classes_stay() -> None:
     model = _stock("qwen3_5_text")
-    assert list(mixers_of(model)) == [f"model.layers.{i}.linear_attn" for i in _linear_layers(model)]
+    assert list(find_mixers(model)) == [f"model.layers.{i}.linear_attn" for i in _linear_layers(model)]
     assert not any(is_mixer(module) for module in _stock("llama").modules())
 
 

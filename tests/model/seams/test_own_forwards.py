@@ -20,7 +20,7 @@ from longspan.model import add_mtp, prepare
 from longspan.model.parts import parts_of
 from longspan.model.pipeline.stages import refuse_inexact
 from longspan.model.presets import preset_config
-from longspan.model.seams.forwards.fused_norms import fuse_norms
+from longspan.model.seams.forwards.norms import fuse_norms
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
@@ -220,7 +220,7 @@ def test_a_model_that_could_not_be_prepared_can_be_prepared_again(monkeypatch: p
         fuse_norms(model)
         with _one_rank() as world:
             with monkeypatch.context() as patched, pytest.raises(ModelError, match="no weights"):
-                patched.setattr("longspan.model.prepared.take_weights_to_come", fail)
+                patched.setattr("longspan.model.prepared.pop_deferred_weights", fail)
                 prepare(model, world)
             prepare(model, world)
 

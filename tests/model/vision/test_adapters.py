@@ -76,12 +76,12 @@ def test_a_step_is_that_of_stock_peft(ranks: int) -> None:
 
 MUTATIONS = {
     "second matrices split as queries alone": (
-        "model.tensor_parallel.adapted",
+        "model.tensor_parallel.split_adapters",
         "columnwise_of_three if style == QKV else columnwise",
         "columnwise_of_three if style == QKV and linear is base else columnwise",
     ),
     "first matrices of a part of the rows": (
-        "model.tensor_parallel.adapted",
+        "model.tensor_parallel.split_adapters",
         "for linear in (base, *first, *second) if style == PARTIAL_GRADIENT else first:",
         "for linear in ():",
     ),

@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 from longspan import Layout, World, prepare
 from longspan.errors import ModelError
 from longspan.model.seams.call_rules import is_prepared
-from longspan.model.vision.image_cost import image_cost
-from longspan.model.vision.take_apart import apart, take_apart
+from longspan.model.vision.join import image_cost
+from longspan.model.vision.take_apart import take_apart, take_apart_or_undo
 from longspan.testing import run_ranks
 from tests.model.seams.wrappers import tiny as wrapper
 from tests.model.stock import tiny as text_model
@@ -30,7 +30,7 @@ def test_parts_share_the_weights_under_the_names_of_the_whole(name: str) -> None
 def test_an_error_leaves_the_model_whole() -> None:
     model = tiny("qwen3-vl")
     names = [name for name, _ in model.named_modules()]
-    with pytest.raises(ModelError, match="x"), apart(model):
+    with pytest.raises(ModelError, match="x"), take_apart_or_undo(model):
         assert len([*model.named_modules()]) < len(names)
         raise ModelError("x")
     assert [name for name, _ in model.named_modules()] == names

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from longspan.doctor.float64 import whole_float64
 from longspan.errors import ModelError
-from longspan.model.vision import tower_attention
+from longspan.model.vision import image_encoder
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.model.vision.take_apart import take_apart
 from tests.model.vision.documents import raw
 from tests.model.vision.models import config_of, here, tiny
 from tests.mutation import mutated
 
-ATTENTION = "model.vision.tower_attention"
+ATTENTION = "model.vision.image_encoder"
 MUTATIONS = {
     "segments in another order": (ATTENTION, "cu_seqlens.diff().tolist()", "cu_seqlens.diff().tolist()[::-1]"),
     "causal": (ATTENTION, "causal=False", "causal=True"),
@@ -29,7 +29,7 @@ def encoded(name: str, *, packed: bool) -> dict[str, Tensor]:
     with whole_float64():
         encoder = take_apart(tiny(name)).encoder
         if packed:
-            tower_attention.pack_attention(encoder)
+            image_encoder.pack_attention(encoder)
         rows = encoder([image for document in raw(image_tokens(config_of(name))) for image in document.images])
         rows.square().sum().backward()
     gradients = {n: p.grad for n, p in encoder.named_parameters() if p.grad is not None}
@@ -46,13 +46,13 @@ def error(name: str) -> float:
 
 def calls(name: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of each call of `attend` in one pass of a packed tower."""
-    rows, attend = list[int](), tower_attention.attend
+    rows, attend = list[int](), image_encoder.attend
 
     def noted(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         rows.append(len(q))
         return attend(q, *args, **kwargs)
 
-    monkeypatch.setattr(tower_attention, "attend", noted)
+    monkeypatch.setattr(image_encoder, "attend", noted)
     encoded(name, packed=True)
     return rows
 
@@ -79,11 +79,11 @@ def test_mutations_are_seen() -> None:
 def test_a_chosen_function_stays() -> None:
     model = tiny("qwen3-vl")
     model.config.vision_config._attn_implementation = "eager"
-    tower_attention.pack_attention(take_apart(model).encoder)
+    image_encoder.pack_attention(take_apart(model).encoder)
     assert model.config.vision_config._attn_implementation == "eager"
 
 
 def test_other_attention_is_refused() -> None:
     x = torch.zeros(1, 2, 4, 8)
     with pytest.raises(ModelError, match=r"cu_seq_lens_q missing, dropout 0\.0, is_causal True, batch 1"):
-        tower_attention._forward(torch.nn.Identity(), x, x, x, None, is_causal=True)
+        image_encoder._forward(torch.nn.Identity(), x, x, x, None, is_causal=True)

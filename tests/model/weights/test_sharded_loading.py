@@ -13,15 +13,13 @@ from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedConfig, Pre
 from longspan import Layout, World, plan_fixed, prepare, run_step
 from longspan.errors import ModelError
 from longspan.model import load_model
-from longspan.model.local_tensors import local_tensor
-from longspan.model.weights.empty import empty_model, is_empty
-from longspan.model.weights.fill import leave_to_checkpoint
+from longspan.model.local_tensors import LocalPart, local_tensor
+from longspan.model.weights.fill import empty_model, is_empty, leave_to_checkpoint
 from longspan.model.weights.folder import FolderWeights
-from longspan.model.weights.held import HeldPart
 from longspan.model.weights.random import RandomWeights
 from longspan.testing import run_ranks
 from tests.model.deep import deep_config
-from tests.model.moe_models import moe_model
+from tests.model.experts.moe_models import moe_model
 from tests.model.stock import texts
 
 FAMILIES = {"tied": "qwen3", "untied": "llama", "4 experts": "qwen3-moe", "6 experts": "qwen3-moe", "fused": "gpt-oss"}
@@ -153,7 +151,7 @@ def test_random_weights_are_the_same_under_every_home(name: str) -> None:
 
 def test_every_seed_draws_other_weights() -> None:
     model = empty_model(_config("tied"), torch.float32)
-    wanted = {"model.layers.1.self_attn.q_proj.weight": HeldPart.of(model.model.layers[1].self_attn.q_proj.weight)}
+    wanted = {"model.layers.1.self_attn.q_proj.weight": LocalPart.of(model.model.layers[1].self_attn.q_proj.weight)}
     (zero,), (one,), (again,), (high,) = (
         [x for _, x in RandomWeights(model, seed).read(wanted, torch.device("cpu"))] for seed in (0, 1, 1, 2**20)
     )
@@ -221,7 +219,7 @@ def test_of_fused_experts_no_more_than_one_is_whole(
     names = [name for name, x in whole.items() if x.dim() == 3]
     weights = FolderWeights(folder, sorted(folder.glob("*.safetensors")), empty_model(_config("6 experts"), dtype))
     with _LargestMade() as largest:
-        parts = dict(weights.read({name: HeldPart(block, dtype) for name in names}, torch.device("cpu")))
+        parts = dict(weights.read({name: LocalPart(block, dtype) for name in names}, torch.device("cpu")))
     assert len(names) == 6 and parts.keys() == set(names)
     for name in names:
         assert parts[name].dtype == dtype and torch.equal(parts[name], whole[name][block]), name

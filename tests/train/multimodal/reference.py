@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from longspan import Document
 from longspan.bridge import ItemDocuments
 from longspan.model.experts.moe import router_modules
-from tests.model.moe_models import router_losses
+from tests.model.experts.moe_models import router_losses
 from tests.model.stock import SIZES, _norms_in_float64, gradients_of
 from tests.train.multimodal.documents import VOCABULARY, placeholders
 from tests.train.multimodal.encoders import encoder_of

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from longspan.comm import World
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.placement.sharding import fsdp_modules
+from longspan.model.sharding import fsdp_modules
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step

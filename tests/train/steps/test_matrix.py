@@ -64,7 +64,7 @@ MUTATIONS: list[tuple[Dropped, Callable[[Combination], bool]]] = [
     (("model.experts.moe", "all_to_all_rows(x, sends,", "all_to_all_rows(x.detach(), sends,"), lambda c: c.ep == 2),
     (("model.pipeline.copies", "mine.copy_(sum_parts([*parts.values()]))", "pass"),
      lambda c: c.family == "qwen3" and c.stages[0] == 2),
-    (("model.placement.sharding", "set_gradient_divide_factor(1.0)", "set_gradient_divide_factor(2.0)"),
+    (("model.sharding", "set_gradient_divide_factor(1.0)", "set_gradient_divide_factor(2.0)"),
      lambda c: c.ep == 1),
 ]  # fmt: skip
 NOTICED = [next(c for c in PAIRS if c.ranks == 4 and notices(c)) for _, notices in MUTATIONS]

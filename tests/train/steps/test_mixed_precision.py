@@ -16,12 +16,12 @@ from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.experts.router import RouterCoefficients
-from longspan.model.placement.sharding import gradients_summed_over_slots
+from longspan.model.sharding import gradients_summed_over_slots
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
 from tests.model.deep import deep
-from tests.model.moe_models import moe_model
+from tests.model.experts.moe_models import moe_model
 from tests.model.stock import gradients_of, stock_answer, texts, tiny, worst
 
 DOCUMENTS, LENGTH = 8, 17  # of 16 targets each: dividing by targets is exact in every dtype

@@ -23,7 +23,7 @@ from longspan.corpus.rows.sample import RowError
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.corpus.tokenizer_files import ends_of_generation
 from longspan.errors import DataError
-from longspan.model.hf_folder import OF_FOLDER
+from longspan.model.hf_folder import FOLDER_OPTIONS
 
 Message = Mapping[str, Any]
 SOME_TOOL = [
@@ -77,7 +77,7 @@ class ChatTemplate:
                 f"{rows_hold('messages')}, and a tokenizer that is trained on the corpus has no chat template; name "
                 "the folder of a chat model's with data.tokenizer or model.path"
             )
-        stock: Any = AutoTokenizer.from_pretrained(folder, **OF_FOLDER)
+        stock: Any = AutoTokenizer.from_pretrained(folder, **FOLDER_OPTIONS)
         if not stock.chat_template and has_processor(folder):
             stock.chat_template = load_processor(folder.absolute()).stock.chat_template
         if not stock.chat_template:

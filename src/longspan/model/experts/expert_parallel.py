@@ -17,7 +17,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model.experts.moe import expert_modules
-from longspan.model.weights.empty import copy_to_device
+from longspan.model.weights.fill import copy_to_device
 
 
 def check_experts(model: PreTrainedModel, home: Layout, *, shard_parameters: bool) -> None:

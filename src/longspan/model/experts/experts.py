@@ -1,20 +1,79 @@
 """What experts compute from rows that lie expert after expert: two linear layers around the model's own gate.
 
 On GPUs in bfloat16 one grouped matrix product does all experts of a layer; everything else (CPUs, other dtypes, sizes
-that the kernel cannot align) takes one matrix product for each expert. Both give every expert a gradient, zeros where
-it got no row. Which rows go to which expert is in `moe.py`.
+that the kernel cannot align) takes one matrix product for each expert. Both give every expert a gradient, zeros if it
+got no row. The gate SiLU(first half) · second half runs as one Triton kernel where a model has transformers' default
+of it; any other gate is the model's own code, as everything is on CPUs. Which rows go to which expert is in `moe.py`.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.nn.functional import silu
+from transformers.integrations import moe
 
-from longspan.model.experts.gate import gated
+from longspan.model.experts.rows import kernels_for
 from longspan.model.local_tensors import local_tensor
+
+_COLUMNS = 1024  # of a row, that a program has
+
+
+def gated(experts: nn.Module, x: Tensor) -> Tensor:
+    """Rows (S, 2 I) of gates and values to (S, I), by the model's gate."""
+    module: Any = experts
+    return one_pass(x) if _is_plain(module) and kernels_for(x) is not None else module._apply_gate(x)
+
+
+def one_pass(x: Tensor) -> Tensor:
+    """SiLU(first half) · second half of rows (S, 2 I), by the kernel: (S, I)."""
+    return _Gated.apply(x)  # pyright: ignore[reportReturnType]
+
+
+def _is_plain(experts: Any) -> bool:
+    by_default = getattr(moe, "_default_apply_gate", None)
+    gate = getattr(type(experts), "_apply_gate", None)
+    return gate is not None and gate is by_default and _is_silu(experts.act_fn)
+
+
+@cache
+@torch.no_grad()
+def _is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
+    """Tried by numbers, as transformers has several classes for it, and LFM2-MoE torch's function."""
+    if isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None:
+        return False
+    x = torch.linspace(-20.0, 20.0, 81)
+    return torch.allclose(activation(x), silu(x), rtol=1e-6)
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        out = x.new_empty(len(x), x.shape[1] // 2)
+        _launch("gated", x, out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,) = ctx.saved_tensors
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        _launch("gated_backward", x, gradients[0].contiguous(), dx)
+        return dx
+
+
+def _launch(name: str, x: Tensor, *others: Tensor) -> None:
+    rows, width = len(x), x.shape[1] // 2
+    if rows and width:
+        blocks = rows, -(-width // _COLUMNS)
+        getattr(kernels_for(x), name)[blocks](x, *others, x.stride(0), width, COLUMNS=_COLUMNS)
+
 
 # torch 2.10 made the private name public.
 _grouped_mm: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
@@ -23,13 +82,13 @@ _ALIGNED_ELEMENTS = 8  # rows of bfloat16 operands begin at multiples of 16 byte
 
 @dataclass(frozen=True)
 class Loads:
-    """How many rows each local expert got: on the device, and on the host where the host knows."""
+    """How many rows each local expert got: on the device, and on the host if it has been read."""
 
     device: Tensor  # (e,) int64
     host: Sequence[int] | None = None
 
     def sizes(self) -> Sequence[int]:
-        """The counts on the host; waits for the device where the host does not know them yet."""
+        """The counts on the host; waits for the device if they have not been read yet."""
         return self.device.tolist() if self.host is None else self.host
 
 
@@ -40,9 +99,9 @@ def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
     up, down = _weights(module, first), _weights(module, "down_proj")
     if expert_kernel(x, up[0], down[0]) == "loop":
         loads = Loads(loads.device, loads.sizes())
-        linear = _looped
+        linear = _run_one_by_one
     else:
-        linear = _grouped
+        linear = _run_grouped
     inner = linear(x, *up, loads, module.is_transposed)  # (S, 2 I), or (S, I) without a gate
     inner = gated(module, inner) if module.has_gate else module.act_fn(inner)
     return linear(inner, *down, loads, module.is_transposed)
@@ -61,7 +120,8 @@ def _weights(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
     return local_tensor(getattr(module, name)), bias
 
 
-def _looped(x: Tensor, weight: Tensor, bias: Tensor | None, loads: Loads, transposed: bool) -> Tensor:
+def _run_one_by_one(x: Tensor, weight: Tensor, bias: Tensor | None, loads: Loads, transposed: bool) -> Tensor:
+    """One matrix product for each expert."""
     biases = [None] * weight.shape[0] if bias is None else bias.unbind()
     pieces: list[Tensor] = []
     for rows, matrix, offset in zip(x.split(list(loads.sizes())), weight.unbind(), biases, strict=True):
@@ -70,7 +130,8 @@ def _looped(x: Tensor, weight: Tensor, bias: Tensor | None, loads: Loads, transp
     return torch.cat(pieces)
 
 
-def _grouped(x: Tensor, weight: Tensor, bias: Tensor | None, loads: Loads, transposed: bool) -> Tensor:
+def _run_grouped(x: Tensor, weight: Tensor, bias: Tensor | None, loads: Loads, transposed: bool) -> Tensor:
+    """One grouped matrix product for all experts."""
     assert _grouped_mm is not None
     ends = loads.device.cumsum(0).to(torch.int32)
     y = _grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=ends)

@@ -1,6 +1,6 @@
 """Mixture-of-experts layers of Hugging Face models, through transformers' ExpertsInterface under the name "longspan".
 
-Real rows alone reach experts: padding rows get zeros, so they weigh nothing in any load, loss or gradient. With
+Only real rows reach experts: padding rows get zeros, so they weigh nothing in any load, loss or gradient. With
 `home.ep` > 1 the experts of a layer are split over `ep` neighbouring slots, expert e to member e // (experts / ep), and
 rows travel to them and back: in every layer one gather of counts and two all-to-alls forward, two backward, entered
 by every slot in every micro-batch, dummy ones included. In a layer they come after attention's communication and before
@@ -31,7 +31,7 @@ from longspan.errors import ModelError
 from longspan.model.experts.experts import Loads, run_experts
 from longspan.model.experts.router import RouterCoefficients, RouterStatistics, RouterSums
 from longspan.model.experts.rows import Visits, gather, spread
-from longspan.model.layers import decoder_layers
+from longspan.model.layers import architecture_name, decoder_layers
 from longspan.model.mtp.depths import PREFIX, mtp_blocks
 from longspan.model.seams.layer_arguments import router_of_layer, shard_of_layer
 from longspan.model.seams.mixers import is_mixer
@@ -56,7 +56,7 @@ def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def router_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The routers beside those modules, by qualified name; they return (logits, weights, chosen experts).
+    """The routers next to those modules, by qualified name; they return (logits, weights, chosen experts).
 
     Those of multi-token prediction are left out: some of their rows have no token, which no statistic may count.
     """
@@ -89,13 +89,13 @@ def use_experts(model: PreTrainedModel) -> None:
     for router in router_modules(model).values():
         router.register_forward_hook(_record_routing)
     if hasattr(model.config, "output_router_logits"):
-        model.register_forward_pre_hook(_without_own_losses, with_kwargs=True)
+        model.register_forward_pre_hook(_turn_off_router_losses, with_kwargs=True)
 
 
-def _without_own_losses(
+def _turn_off_router_losses(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """transformers' own loss of routers is over the local rows, padding included."""
+    """Leave out transformers' own loss of routers, which is over the local rows, padding included."""
     if kwargs.get("output_router_logits"):
         raise ModelError(
             f"{type(model).__name__} got output_router_logits=: a loss of the local rows would depend on the plan; "
@@ -107,7 +107,7 @@ def _without_own_losses(
 def router_statistics(
     model: nn.Module, world: World, tokens: int, coefficients: RouterCoefficients | None
 ) -> RouterStatistics | None:
-    """What follows the routers of a model through a step of so many tokens; None for a model without routers.
+    """Make the statistics of a model's routers for a step of so many tokens; None for a model without routers.
 
     Raises ModelError for losses of routers that are not a softmax, or not there.
     """
@@ -116,7 +116,7 @@ def router_statistics(
     if not routers or not hasattr(config, "router_aux_loss_coef"):
         if coefficients.any:
             raise ModelError(
-                f"{type(model).__name__.removeprefix('FSDP')} has no routers whose losses are known; set the balance "
+                f"{architecture_name(model)} has no routers whose losses are known; set the balance "
                 "and z losses (train.router_balance_loss, train.router_z_loss) to 0; transformers defines such losses "
                 "where a configuration has router_aux_loss_coef"
             )
@@ -158,7 +158,7 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, w
     if isinstance(layer.shard, Probe):
         return torch.empty_like(hidden_states)
     world = world_of(layer.shard.world_key)
-    rows = _rows_of(experts, layer.shard, len(hidden_states), world)
+    rows = _real_rows(experts, layer.shard, len(hidden_states), world)
     first = world.slot // world.home.ep * world.home.ep
     channel = world.channels.between(range(first, first + world.home.ep)) if world.home.ep > 1 else None
     if len(rows) == len(hidden_states):
@@ -168,8 +168,8 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, w
     return torch.zeros_like(hidden_states).index_copy(0, rows, mixed)
 
 
-def _rows_of(experts: nn.Module, shard: SequenceShard, count: int, world: World) -> Tensor:
-    """The real ones among the `count` rows that experts get: the shard's, or a tensor-parallel rank's equal part."""
+def _real_rows(experts: nn.Module, shard: SequenceShard, count: int, world: World) -> Tensor:
+    """Indices of the real rows among the `count` that experts get: the shard's, or a tensor-parallel rank's part."""
     local, tp, rows = shard.local_rows, world.home.tp, shard.real_rows
     if tp > 1 and count == -(-local // tp):
         start = world.coordinates.tp * count
@@ -212,15 +212,15 @@ def _run_over_members(experts: nn.Module, x: Tensor, loads: Tensor, channel: Cha
     here = counts[:, channel.index]  # (sender, local experts)
     receives = here.sum(1).tolist()
     arrived = all_to_all_rows(x, sends, receives, channel)
-    visits = Visits.of(torch.from_numpy(_by_expert(here)).to(x.device), 1)
+    visits = Visits.of(torch.from_numpy(_order_by_expert(here)).to(x.device), 1)
     local = here.sum(0)
     sizes = Loads(torch.from_numpy(local).to(x.device), local.tolist())
     done = run_experts(experts, spread(arrived, visits), sizes)
-    return all_to_all_rows(spread(done, visits.reversed()), receives, sends, channel)
+    return all_to_all_rows(spread(done, visits.inverse()), receives, sends, channel)
 
 
-def _by_expert(here: np.ndarray) -> np.ndarray:
-    """Where the rows lie that arrive sender after sender and are wanted expert after expert."""
+def _order_by_expert(here: np.ndarray) -> np.ndarray:
+    """The order that sorts rows by expert, which arrive sorted by sender."""
     starts = (here.cumsum() - here.ravel()).reshape(here.shape)
     runs = [np.arange(start, start + n) for start, n in zip(starts.T.ravel(), here.T.ravel(), strict=True)]
     return np.concatenate([np.zeros(0, dtype=np.int64), *runs])

@@ -6,7 +6,7 @@ micro-batches, slots and layers.
     balance = E · Σ_e F_e · P_e      F_e: rows with e of their k most probable / N;  P_e: mean of softmax(logits)_e
     z       = mean over the rows of logsumexp(logits)²
 
-The k most probable experts by the logits alone are those that a row visits, except where routers choose by a sigmoid or
+The k most probable experts by the logits are those that a row visits, except where routers choose by a sigmoid or
 with a bias (MiniMax-M2, ERNIE 4.5). Balance is transformers' `load_balancing_loss_func`, which lays the tokens of all
 layers end to end (Switch Transformer, https://arxiv.org/abs/2101.03961, eq. 4 to 6), of one batch that holds every
 document of the step; over a whole batch it lets experts specialise (https://arxiv.org/abs/2501.11873). z is that of
@@ -14,7 +14,7 @@ ST-MoE (https://arxiv.org/abs/2202.08906, eq. 5), averaged over layers too. Mega
 instead: multiply its coefficients by the number of layers with experts.
 
 F has no gradient but weighs every row's, so it must be known before the first backward pass. A step of one micro-batch
-knows it after its forward pass; of a step of several, all but the first run forward once more beforehand, without a
+has it after its forward pass; of a step of several, all but the first run forward once more beforehand, without a
 graph (with dropout in the model those are of another draw). The gradient enters where a router's weights leave it,
 inside the layer, as in Megatron-LM's MoEAuxLossAutoScaler: nothing is carried out of the model, and recomputation
 repeats it.
@@ -32,9 +32,9 @@ from longspan.comm import World
 
 @dataclass(frozen=True)
 class RouterCoefficients:
-    """What the losses of routers weigh beside the cross entropy (a mean over targets); 0 leaves one out.
+    """The weights of the routers' losses relative to the cross entropy (a mean over targets); 0 leaves one out.
 
-    A balance of None is what the model's configuration says, as transformers reads it: `router_aux_loss_coef` where
+    A balance of None is taken from the model's configuration, as transformers reads it: `router_aux_loss_coef` if
     `output_router_logits` is set, and else 0.
     """
 
@@ -57,7 +57,7 @@ class RouterLosses(NamedTuple):
 class RouterSums:
     """What the routers of one rank do in one micro-batch, as sums over its rows, for each router by identity.
 
-    Given to the model as `router=`, beside the shard; a plain class, because FSDP2 rebuilds dataclasses that it finds
+    Passed to the model as `router=`, with the shard; a plain class, because FSDP2 rebuilds dataclasses that it finds
     in arguments. A layer that is recomputed records its sums again, which changes nothing.
     """
 
@@ -150,7 +150,7 @@ class _WithRouterLosses(torch.autograd.Function):
 
 
 def _logit_gradient(logits: Tensor, statistics: RouterStatistics) -> Tensor:
-    """Of both losses times their coefficients: (R, E), p (g − Σ g p) with g = E F / N, and 2 lse p / N."""
+    """The gradient of both losses times their coefficients, (R, E): p (g − Σ g p) with g = E F / N, and 2 lse p / N."""
     coefficients, token_layers = statistics.coefficients, statistics.token_layers
     p = logits.softmax(-1)
     gradient = torch.zeros_like(p)

@@ -1,4 +1,4 @@
-"""Triton kernels of `rows.py` and `gate.py`. This module needs triton, which CPU builds of torch lack."""
+"""Triton kernels of `rows.py` and of the gate in `experts.py`: they need triton, which CPU builds of torch lack."""
 
 # pyright: basic, reportMissingImports=false
 
@@ -33,7 +33,7 @@ def sums(
 
 
 @triton.jit(do_not_specialize_on_alignment=("order", "weights", "of_weights"))
-def of_visits(
+def visit_gradients(
     of_done,
     of_weights,
     dout,

@@ -1,17 +1,35 @@
 """Rows on their way to experts and back: copies for every visit, and weighted sums of what comes back.
 
-A row visits `top_k` experts. `Visits` says in which order these visits lie, expert after expert. On GPUs with Triton
+A row visits `top_k` experts. `Visits` has the order of these visits, expert after expert. On GPUs with Triton
 each direction is one pass over memory, sums in float32; elsewhere torch's own operations. Neither adds into shared
 rows, so that gradients do not depend on the order in which a GPU's blocks run.
 """
 
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longspan.model.experts.triton_kernels import kernels_for
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # whose sums may be in float32
+
+
+def kernels_for(*tensors: Tensor | None) -> Any:
+    """The module of the kernels where they can take these tensors, rows of elements in order; else None."""
+    for x in tensors:
+        if x is not None and not (x.is_cuda and x.dtype in _DTYPES and x.stride(-1) == 1):
+            return None
+    return kernels()
+
+
+@cache
+def kernels() -> Any:
+    """The module of the kernels; None without Triton."""
+    return None if find_spec("triton") is None else import_module("longspan.model.experts.row_kernels")
+
 
 _MOST_COLUMNS, _LEAST_COLUMNS = 2048, 16
 
@@ -28,12 +46,12 @@ class Visits(NamedTuple):
 
     @classmethod
     def of(cls, order: Tensor, top_k: int) -> "Visits":
-        """Of an order of all visits, a permutation."""
+        """From an order of all visits, a permutation."""
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
         return cls(order, place, top_k)
 
-    def reversed(self) -> "Visits":
+    def inverse(self) -> "Visits":
         """The way back of rows with one visit each."""
         return Visits(self.place, self.order, self.top_k)
 
@@ -49,7 +67,7 @@ def spread(x: Tensor, visits: Visits) -> Tensor:
 
 
 def gather(done: Tensor, weights: Tensor, visits: Visits) -> Tensor:
-    """Of what visits made of rows, (R · top_k, D), the sums of each row weighted by weights (R, top_k): (R, D).
+    """Add up what the visits of each row made, (R · top_k, D), weighted by weights (R, top_k): (R, D).
 
     In the dtype of `done`, or of the weights where these have more digits.
     """
@@ -79,11 +97,11 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         done, weights = ctx.saved_tensors
-        return *_of_visits(gradients[0], done, weights, ctx.visits), None, None, None
+        return *_visit_gradients(gradients[0], done, weights, ctx.visits), None, None, None
 
 
 def _sums(done: Tensor, weights: Tensor | None, visits: Visits) -> Tensor:
-    """Of each row its visits added up, (R, D), times their weights where there are any."""
+    """Add up the visits of each row, (R, D), times their weights if there are any."""
     if (kernels := kernels_for(done, weights)) is None:
         back = done.index_select(0, visits.place).unflatten(0, (-1, visits.top_k))
         return (back if weights is None else back * weights.unsqueeze(2)).sum(1)
@@ -98,7 +116,7 @@ def _sums(done: Tensor, weights: Tensor | None, visits: Visits) -> Tensor:
     return out
 
 
-def _of_visits(dout: Tensor, done: Tensor, weights: Tensor, visits: Visits) -> tuple[Tensor, Tensor]:
+def _visit_gradients(dout: Tensor, done: Tensor, weights: Tensor, visits: Visits) -> tuple[Tensor, Tensor]:
     """Gradients of what visits made, and of their weights."""
     if (kernels := kernels_for(done, weights, dout)) is None:
         going = dout.index_select(0, visits.rows)
@@ -109,10 +127,10 @@ def _of_visits(dout: Tensor, done: Tensor, weights: Tensor, visits: Visits) -> t
     of_done, of_weights = done.new_empty(done.shape), torch.zeros_like(weights)
     if done.numel():
         arguments = (of_done, of_weights, dout, done, weights, visits.order, width, done.stride(0))
-        kernels.of_visits[(len(done),)](*arguments, TOP_K=visits.top_k, COLUMNS=_columns(width))
+        kernels.visit_gradients[(len(done),)](*arguments, TOP_K=visits.top_k, COLUMNS=_columns(width))
     return of_done, of_weights
 
 
 def _columns(width: int) -> int:
-    """Of a row, that a program holds at once."""
+    """The columns of a row that a program holds at once."""
     return min(_MOST_COLUMNS, max(_LEAST_COLUMNS, 1 << (width - 1).bit_length()))

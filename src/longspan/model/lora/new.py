@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.adapters import adapter_parameters
-from longspan.model.lora.targets import LANGUAGE_MODEL, targets_of
-from longspan.model.mtp.trained_whole import take_copied_depths
-from longspan.model.weights.empty import is_empty
-from longspan.model.weights.fill import WeightSource
-from longspan.model.weights.held import HeldPart
+from longspan.model.local_tensors import LocalPart
+from longspan.model.lora.adapters import adapter_parameters
+from longspan.model.lora.targets import LANGUAGE_MODEL, choose_targets
+from longspan.model.mtp.depths import take_copied_depths
+from longspan.model.weights.fill import WeightSource, is_empty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +29,7 @@ class NewAdapter:
 
     `alpha` 0 is twice the rank; `targets` are names of linears, none: every linear of the `parts` (`targets.py`), of
     the language model those in its decoder layers. `whole` are modules that are trained whole and have no adapter:
-    depths of multi-token prediction. `base` is where the base model is, for who loads the adapter.
+    depths of multi-token prediction. `base` is where the base model is, as written into the adapter's configuration.
     """
 
     rank: int
@@ -47,7 +46,7 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
     """The model with a new adapter in it, as a PeftModel; `prepare` fills what has no memory yet.
 
     Adapters are float32, over a float64 model float64. Raises ModelError where peft is missing, and for targets and
-    parts that the model has not.
+    parts that the model lacks.
     """
     try:
         import peft
@@ -55,7 +54,7 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
         raise ModelError(
             f"adapters are made by peft, which cannot be imported ({error}); pip install 'longspan[hf]'"
         ) from error
-    targets = targets_of(model, new.targets, new.parts)
+    targets = choose_targets(model, new.targets, new.parts)
     config = peft.LoraConfig(
         r=new.rank,
         lora_alpha=new.alpha or 2 * new.rank,  # pyright: ignore[reportArgumentType]
@@ -74,13 +73,15 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
     for name in new.whole:
         model.get_submodule(name).to(dtype)
     for name, parameter in adapter_parameters(model):
-        parameter.data = parameter.data.to(dtype) if empty else drawn(name, parameter.shape, new.seed).to(dtype)
+        parameter.data = (
+            parameter.data.to(dtype) if empty else initial_values(name, parameter.shape, new.seed).to(dtype)
+        )
     if empty:
         _draw_when_prepared(model, new.seed)
     return peft_model
 
 
-def drawn(name: str, shape: Sequence[int], seed: int) -> Tensor:
+def initial_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
     """The initial values of a parameter of an adapter, float32, on the CPU: those of A uniform, those of B zero."""
     if ".lora_A." not in name:
         return torch.zeros(tuple(shape))
@@ -98,12 +99,12 @@ class AdapterOver:
     def __str__(self) -> str:
         return str(self.base)
 
-    def read(self, wanted: Mapping[str, HeldPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """The wanted part of each parameter, by name; the adapter's come first."""
+    def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """The part of each of these parameters, by name; the adapter's come first."""
         for name, shape in self._shapes.items():
-            if part := wanted.get(name):
-                yield name, drawn(name, shape, self._seed)[part.block].to(part.dtype)
-        yield from self.base.read(wanted, device)
+            if part := parts.get(name):
+                yield name, initial_values(name, shape, self._seed)[part.block].to(part.dtype)
+        yield from self.base.read(parts, device)
 
 
 def is_drawn_when_prepared(model: nn.Module) -> bool:

@@ -10,9 +10,16 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.adapters import Adapter, adapter_parameters, belongs_to_adapter, is_adapted, is_copied, peft_modules
+from longspan.model.lora.adapters import (
+    Adapter,
+    adapter_parameters,
+    belongs_to_adapter,
+    is_adapted,
+    is_copied,
+    peft_modules,
+)
 from longspan.model.lora.new import is_drawn_when_prepared
-from longspan.model.mtp.trained_whole import depth_reasons, of_whole_depths
+from longspan.model.mtp.depths import depth_reasons, select_depth_weights
 from longspan.model.parts import is_tied
 
 _DORA = "DoraLinearVariant"
@@ -123,7 +130,7 @@ def _of_parameters(model: nn.Module) -> Iterator[str]:
         )
     yield from depth_reasons(model)
     beside = {name for name in trained if not belongs_to_adapter(name)}
-    if others := sorted(beside.difference(of_whole_depths(beside))):
+    if others := sorted(beside.difference(select_depth_weights(beside))):
         yield f"{len(others)} parameters of the base model require gradients ({', '.join(others[:2])}); freeze them"
     if len(dtypes := {str(p.dtype).removeprefix("torch.") for p in trained.values()}) > 1:
         yield (

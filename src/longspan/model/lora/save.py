@@ -1,17 +1,57 @@
-"""An adapter as a folder that stock peft loads: adapter_config.json and adapter_model.safetensors."""
+"""An adapter as a folder that stock peft loads: adapter_config.json and adapter_model.safetensors.
+
+Whole modules that are trained with an adapter, a tower or a projector, are named in peft's `modules_to_save`.
+"""
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from longspan.model.adapters import Adapter
+from longspan.errors import ModelError
+from longspan.model.lora.adapters import Adapter
+from longspan.model.mtp.depths import select_depth_weights
 from longspan.model.mtp.names import PREFIX
-from longspan.model.mtp.trained_whole import of_whole_depths
+
+
+def largest_trained_modules(model: nn.Module, trained: Collection[str], inside: str = "") -> tuple[str, ...]:
+    """The names of the largest modules whose parameters are all `trained`; peft takes no lists of modules.
+
+    They are modules `inside` the one of that name, which is not itself among them.
+
+    >>> largest_trained_modules(model, {"model.visual.merger.ln_q.weight"})  # doctest: +SKIP
+    ('model.visual.merger.ln_q',)
+
+    Raises ModelError for a module whose parameters are trained only in part.
+    """
+    modules = tuple(_largest(model.get_submodule(inside), f"{inside}." if inside else "", set(trained)))
+    if apart := sorted(name for name in trained if not name.startswith(tuple(f"{module}." for module in modules))):
+        raise ModelError(
+            f"{', '.join(apart[:3])}: peft saves whole modules beside an adapter, and not all of this one is trained; "
+            "train all of it or nothing, or keep it by save_checkpoint(folder, model, …)"
+        )
+    return modules
+
+
+def _largest(module: nn.Module, prefix: str, trained: set[str]) -> Iterator[str]:
+    for name, child in module.named_children():
+        path, parameters = f"{prefix}{name}", dict(child.named_parameters())
+        whole = bool(parameters) and all(f"{path}.{p}" in trained for p in parameters)
+        if whole and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield path
+        else:
+            yield from _largest(child, f"{path}.", trained)
+
+
+def select_entries(modules: Collection[str], entries: Any) -> dict[str, Any]:
+    """Select from values by weight name those in these modules, persistent buffers among them."""
+    inside = tuple(f"{module}." for module in modules)
+    return {name: value for name, value in entries.items() if name.startswith(inside)} if inside else {}
+
 
 WEIGHTS, CONFIGURATION = "adapter_model.safetensors", "adapter_config.json"
 
@@ -30,7 +70,7 @@ def write_adapter(
     save_file(stock, folder / WEIGHTS, metadata={"format": "pt"})
     config = copy.copy(adapter.config)
     config.inference_mode = True
-    if whole := [*modules, *([PREFIX] if of_whole_depths(tensors) else [])]:
+    if whole := [*modules, *([PREFIX] if select_depth_weights(tensors) else [])]:
         config.modules_to_save = [*dict.fromkeys((*(config.modules_to_save or ()), *whole))]
     if isinstance(config.target_modules, set):
         config.target_modules = sorted(config.target_modules)  # in one order, so that equal adapters have equal files

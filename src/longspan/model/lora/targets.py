@@ -18,22 +18,23 @@ from longspan.model.layers import decoder_layers, is_in_projector, other_towers
 LANGUAGE_MODEL, PROJECTOR, TOWER = PARTS = ("language_model", "projector", "tower")
 
 
-class Targets(NamedTuple):
+class AdapterTargets(NamedTuple):
     """What peft's LoraConfig takes: ends of names, and a pattern of the modules that are left out (None: none)."""
 
     names: list[str]
     excluded: str | None
 
 
-def targets_of(model: PreTrainedModel, asked: Sequence[str], parts: Sequence[str]) -> Targets:
-    """The targets of an adapter of these parts; without names every linear of decoder layers, tower or projector.
+def choose_targets(model: PreTrainedModel, requested: Sequence[str], parts: Sequence[str]) -> AdapterTargets:
+    """Choose an adapter's targets in these parts; without names every linear of decoder layers, tower or
+    projector.
 
-    Raises ModelError for parts that the model has not, for a name of no linear in the parts, and for those that peft
+    Raises ModelError for parts that the model lacks, for a name of no linear in the parts, and for those that peft
     refuses or takes for experts.
     """
     linears = _linears(model, parts)
-    names = _checked(model, asked, linears, parts) if asked else _by_default(model, linears, parts)
-    return Targets(names, _excluded(model, names, linears, parts))
+    names = _check_names(model, requested, linears, parts) if requested else _default_names(model, linears, parts)
+    return AdapterTargets(names, _exclusion_pattern(model, names, linears, parts))
 
 
 def _modules_by_part(model: PreTrainedModel) -> dict[str, str]:
@@ -46,7 +47,7 @@ def _modules_by_part(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _towers(model: PreTrainedModel) -> list[str]:
-    """The names of the towers of other modalities, and of their projectors where these stand beside them."""
+    """The names of the towers of other modalities, and of their projectors if these are modules next to them."""
     towers = {id(tower) for tower in other_towers(model)}
     return [name for name, module in model.named_modules() if id(module) in towers]
 
@@ -71,43 +72,44 @@ def _linears(model: PreTrainedModel, parts: Sequence[str]) -> dict[str, str]:
     return linears
 
 
-def _checked(
+def _check_names(
     model: PreTrainedModel, targets: Sequence[str], linears: dict[str, str], parts: Sequence[str]
 ) -> list[str]:
-    """The targets, each the end of some linear's name. Raises ModelError for others, and for names of experts."""
+    """Check the targets, each the end of some linear's name. Raises ModelError for others, and for names of experts."""
     for target in targets:
-        if not _named(target, [*linears]):
+        if not _matches(target, [*linears]):
             _refuse_other_part(model, target, parts)
-            known = sorted({name.rpartition(".")[2] for name in linears})
-            close = get_close_matches(target.rpartition(".")[2], known, n=1, cutoff=0.4)
+            endings = sorted({name.rpartition(".")[2] for name in linears})
+            close = get_close_matches(target.rpartition(".")[2], endings, n=1, cutoff=0.4)
             hint = f"did you mean {close[0]!r}? It has" if close else "it has"
             raise ModelError(
-                f"lora.targets has {target!r}, which is no linear of {type(model).__name__}; {hint} {', '.join(known)}"
+                f"lora.targets has {target!r}, which is no linear of {type(model).__name__}; {hint} "
+                f"{', '.join(endings)}"
             )
-    if experts := _taken_for_experts(model, targets):
+    if experts := _names_of_experts(model, targets):
         raise ModelError(
             f"lora.targets has {', '.join(experts)}, which peft takes for the experts of a {type(model).__name__}, and "
             "adapters of experts are not supported; leave them out"
         )
-    if refused := _refused_by_peft(model, targets):
+    if refused := _names_refused_by_peft(model, targets):
         raise ModelError(
             f"lora.targets has {', '.join(refused)}, which peft refuses in a {type(model).__name__}; leave it out"
         )
     return list(dict.fromkeys(targets))
 
 
-def _by_default(model: PreTrainedModel, linears: dict[str, str], parts: Sequence[str]) -> list[str]:
-    """The names of the linears in decoder layers, towers and projectors, but for those that peft takes for experts."""
+def _default_names(model: PreTrainedModel, linears: dict[str, str], parts: Sequence[str]) -> list[str]:
+    """The names of the linears in decoder layers, towers and projectors, except those that peft takes for experts."""
     layers = tuple(f"{name}." for name in decoder_layers(model))
     inside = [name for name, part in linears.items() if part != LANGUAGE_MODEL or name.startswith(layers)]
     names = sorted({_ending(name) for name in inside})
-    if experts := _taken_for_experts(model, names):
+    if experts := _names_of_experts(model, names):
         warnings.warn(
             f"the adapter leaves out {', '.join(experts)}, which peft takes for the experts of a "
             f"{type(model).__name__}: dense layers and shared experts have no adapter there",
             stacklevel=3,
         )
-    if refused := _refused_by_peft(model, names):
+    if refused := _names_refused_by_peft(model, names):
         warnings.warn(
             f"the adapter leaves out {', '.join(refused)}, which peft refuses in a {type(model).__name__}", stacklevel=3
         )
@@ -123,7 +125,7 @@ def _ending(name: str) -> str:
     return name if last.isdigit() else last
 
 
-def _excluded(
+def _exclusion_pattern(
     model: PreTrainedModel, names: Sequence[str], linears: dict[str, str], parts: Sequence[str]
 ) -> str | None:
     """A pattern of the modules of other parts, and of what is no linear and has a target's name."""
@@ -133,19 +135,19 @@ def _excluded(
     if tuple(parts) == (LANGUAGE_MODEL,):
         return f"({towers})(\\..*)?"
     inside = [name for name, part in _modules_by_part(model).items() if part != LANGUAGE_MODEL and name not in linears]
-    others = [name for name in inside if any(_named(target, [name]) for target in names)]
+    others = [name for name in inside if any(_matches(target, [name]) for target in names)]
     beyond = [] if LANGUAGE_MODEL in parts else [f"(?!({towers})\\.).*"]
     return "|".join([*map(re.escape, others), *beyond]) or None
 
 
-def _named(target: str, linears: Sequence[str]) -> list[str]:
+def _matches(target: str, linears: Sequence[str]) -> list[str]:
     return [name for name in linears if name == target or name.endswith(f".{target}")]
 
 
 def _refuse_other_part(model: PreTrainedModel, target: str, parts: Sequence[str]) -> None:
     """Raise ModelError for a linear that is in a part that gets no adapter."""
     everywhere = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    if elsewhere := _named(target, everywhere):
+    if elsewhere := _matches(target, everywhere):
         part = _modules_by_part(model)[elsewhere[0]]
         raise ModelError(
             f"lora.targets has {target!r}, which stands in the {part} of {type(model).__name__} alone "
@@ -154,28 +156,28 @@ def _refuse_other_part(model: PreTrainedModel, target: str, parts: Sequence[str]
         )
 
 
-def _taken_for_experts(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Of names of linears those that peft replaces by parameters of the model's fused experts, as of transformers 4."""
+def _names_of_experts(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """The names of linears that peft replaces by parameters of the model's fused experts, as of transformers 4."""
     import peft
 
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     except ImportError:  # a peft that replaces none
         return []
-    taken = list[str]()
+    experts = list[str]()
     for name in names:
         config = peft.LoraConfig(target_modules=[name])
         try:
             convert_peft_config_for_transformers(config, model, None)
         except ValueError:  # one of several that it joins
-            taken.append(name)
+            experts.append(name)
         else:
-            taken += [name] if name not in (config.target_modules or ()) else []
-    return taken
+            experts += [name] if name not in (config.target_modules or ()) else []
+    return experts
 
 
-def _refused_by_peft(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Of names of linears those of mixers that some kernels read around an adapter, in families that peft lists."""
+def _names_refused_by_peft(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """The names of linears in mixers that some kernels read around an adapter, in families that peft lists."""
     import peft
 
     try:

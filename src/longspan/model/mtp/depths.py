@@ -12,35 +12,41 @@ The embedding of a placeholder is the row of the image in its place, as in the p
 models (vLLM shifts the rows of images with the ids of a draft, SGLang's `qwen3_5_mtp` the embeddings of the model).
 Rows stay where they are, at their own positions, so that a block is called with whatever the model gives the layer that
 it is a copy of: shard, rotary embeddings, kernel (`layer_inputs.py`). Which ids are whose is in `train/reading`.
+
+Depths may be trained whole together with a LoRA adapter of the model. peft names them in `modules_to_save`, and trains
+a copy of them next to the original ones. Here the copy takes their place, so that the depths have their own names under
+every home, in checkpoints and in files.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.bridge.splice import tokens_ahead
 from longspan.errors import ModelError
+from longspan.model.lora.adapters import belongs_to_adapter, is_adapted, is_copied
 from longspan.model.mtp.layer_inputs import CopiedLayer, LayerInputs
 from longspan.model.mtp.names import PREFIX
 
 
 class MtpBlocks(nn.ModuleList):
-    """The decoder layers of a depth, one after another, where each is attention, a mixer or an MLP alone."""
+    """The decoder layers of a depth, one after another, if each is only attention, a mixer or an MLP."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Hidden states (1, T, D) through all of them, each called with the same arguments."""
         for block in self:
-            hidden = states_of(block(hidden, *args, **kwargs))
+            hidden = hidden_states_in(block(hidden, *args, **kwargs))
         return hidden
 
 
 class MtpDepth(nn.Module):
     """One depth: norms, a projection of twice the hidden size, and a decoder layer (or `MtpBlocks`) of the model's.
 
-    Where the model has no norm after its layers `post_norm` is `nn.Identity()`.
+    If the model has no norm after its layers, `post_norm` is `nn.Identity()`.
     """
 
     def __init__(self, block: nn.Module, norms: tuple[nn.Module, nn.Module, nn.Module], eh_proj: nn.Linear) -> None:
@@ -52,11 +58,11 @@ class MtpDepth(nn.Module):
     def forward(self, embedded: Tensor, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Embeddings of later tokens and hidden states of the depth before, (1, T, D) each, to hidden states."""
         x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
-        return self.post_norm(states_of(self.mtp_block(x, *args, **kwargs)))
+        return self.post_norm(hidden_states_in(self.mtp_block(x, *args, **kwargs)))
 
 
-def states_of(output: Any) -> Tensor:
-    """Hidden states of what a decoder layer returns, alone or first of several things."""
+def hidden_states_in(output: Any) -> Tensor:
+    """The hidden states in what a decoder layer returns: all of it, or the first of several things."""
     return output if isinstance(output, Tensor) else output[0]
 
 
@@ -74,7 +80,7 @@ def depths_of(model: nn.Module) -> tuple[MtpDepth, ...]:
     return tuple(depth for depth in mtp.layers if isinstance(depth, MtpDepth)) if isinstance(mtp, MtpDepths) else ()
 
 
-def copied_layer(model: nn.Module) -> CopiedLayer:
+def find_copied_layer(model: nn.Module) -> CopiedLayer:
     """The layer of a model that its depths copy."""
     mtp = model._modules[PREFIX]
     assert isinstance(mtp, MtpDepths)
@@ -107,7 +113,7 @@ def deeper_states(
     """The hidden states (T, D) of each depth, of the model's last ones (1, T, D) and ids (depths, T) of later tokens.
 
     A later token that is an image's placeholder has the image's row as its embedding, by the `shard`. Raises ModelError
-    where the layer that depths copy was given what is of its own rows, and it is not known how that is made.
+    if the layer that depths copy gets inputs made of its own rows, and how these are made could not be seen.
     """
     embedding: Any = model.get_input_embeddings()
     states = list[Tensor]()
@@ -118,3 +124,63 @@ def deeper_states(
         hidden = depth(embedded, hidden, *args, **kwargs)
         states.append(hidden.squeeze(0))
     return tuple(states)
+
+
+def take_copied_depths(model: nn.Module) -> nn.Module | None:
+    """Put the copy of the depths that an adapter trains in their place; returns what was there, None without a copy.
+
+    Copies of several adapters are left as they are.
+    """
+    wrapper: Any = model._modules.get(PREFIX)
+    if wrapper is None or not is_copied(wrapper):
+        return None
+    copies = [*wrapper.modules_to_save.values()]
+    if len(copies) != 1:
+        return None
+    for name, original in wrapper.original_module.named_modules():  # the configuration names the attention function
+        if isinstance(config := vars(original).get("config"), PreTrainedConfig):
+            copies[0].get_submodule(name).config = config
+    model._modules[PREFIX] = copies[0]
+    return wrapper
+
+
+@contextmanager
+def put_copied_depths_in_place(model: nn.Module) -> Iterator[None]:
+    """Take copied depths as `take_copied_depths` does; an error inside undoes it."""
+    before = take_copied_depths(model)
+    try:
+        yield
+    except BaseException:
+        if before is not None:
+            model._modules[PREFIX] = before
+        raise
+
+
+def select_depth_weights(names: Iterable[str]) -> list[str]:
+    """Select the depths' own weights from the names of what a run with an adapter trains.
+
+    >>> select_depth_weights(["mtp.layers.0.eh_proj.weight", "mtp.layers.0.eh_proj.lora_A.default.weight"])
+    ['mtp.layers.0.eh_proj.weight']
+    """
+    return [name for name in names if name.startswith(f"{PREFIX}.") and not belongs_to_adapter(name)]
+
+
+def depth_reasons(model: nn.Module) -> Iterator[str]:
+    """Why depths cannot be trained with an adapter: only in part, or having adapters too."""
+    mtp = model._modules.get(PREFIX)
+    weights = dict(mtp.named_parameters()) if mtp is not None else {}
+    depth_weights = select_depth_weights(f"{PREFIX}.{name}" for name in weights)
+    trained = [name for name in depth_weights if weights[name.removeprefix(f"{PREFIX}.")].requires_grad]
+    if mtp is None or not trained:
+        return
+    if len(trained) < len(depth_weights):
+        yield (
+            f"{len(trained)} of {len(depth_weights)} weights of its depths of multi-token prediction require "
+            "gradients, and depths are trained whole or through adapters alone; use "
+            "model.mtp.requires_grad_(True), or False"
+        )
+    if adapted := [f"{PREFIX}.{name}" for name, module in mtp.named_modules() if is_adapted(module)]:
+        yield (
+            f"its depths of multi-token prediction are trained whole and have adapters ({', '.join(adapted[:2])}); "
+            'give LoraConfig(modules_to_save=["mtp"]), which leaves them without'
+        )

@@ -1,4 +1,4 @@
-"""What a depth's layer is called with beside hidden states: what the model gives the layer that it is a copy of.
+"""The inputs of a depth's layer besides hidden states: what the model gives the layer that it is a copy of.
 
 Where some of that is of the rows' own tokens, a depth's layer gets what the model would give it for the tokens that the
 depth reads: the model's own forward runs on these with a stand-in for every layer, which notes what it is called with.
@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.layers import Absent, layer_list, norm_after_layers, shallow_module
+from longspan.model.layers import Absent, architecture_name, layer_list, norm_after_layers, shallow_module
 
-Call = tuple[tuple[Any, ...], Mapping[str, Any]]  # what a layer is called with beside hidden states
+LayerCall = tuple[tuple[Any, ...], Mapping[str, Any]]  # what a layer is called with, without hidden states
 _NOT_FOR_DEPTHS = ("hidden_states", "router")  # some rows of a depth have no token: its routers are not counted
 
 
@@ -39,11 +39,11 @@ class CopiedLayer:
 
 
 class Note:
-    """What a layer was called with: hidden states, and what stands beside them."""
+    """What a layer was called with: hidden states, and its other arguments."""
 
     def __init__(self) -> None:
         self.hidden_states: Tensor | None = None
-        self.call: Call = ((), {})
+        self.call: LayerCall = ((), {})
 
     @property
     def reached(self) -> bool:
@@ -63,7 +63,7 @@ class NotedLayer(Absent):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The first input as it is."""
-        self.note.hidden_states, self.note.call = x, (args, _for_depths(kwargs))
+        self.note.hidden_states, self.note.call = x, (args, _kwargs_for_depths(kwargs))
         return super().forward(x)
 
 
@@ -86,7 +86,7 @@ def without_layers(
     Its embedding gives the rows `embedded` (1, T, D) whatever the ids are, and it has no norm after the layers.
     """
     name, layers = layer_list(model)
-    path, _, own = name.rpartition(".")
+    path, _, attribute = name.rpartition(".")
     around, embedding, norm = model.get_submodule(path), model.get_input_embeddings(), norm_after_layers(model)
     bare, stands = shallow_module(around), shallow_module(layers)
     for child, module in around.named_children():
@@ -98,32 +98,35 @@ def without_layers(
             bare._modules[child] = deepcopy(module)  # some rotary embeddings keep what they made of a pass
     for child, layer in layers.named_children():
         stands._modules[child] = layer if int(child) in keep else NotedLayer(layer, outputs)
-    bare._modules[own] = stands
+    bare._modules[attribute] = stands
     return bare, [*stands]
 
 
 class LayerInputs:
-    """What depths' layers are called with beside hidden states, filled while a pass of the model runs."""
+    """The inputs of depths' layers besides hidden states, filled while a pass of the model runs."""
 
     def __init__(self, model: PreTrainedModel, copied: CopiedLayer) -> None:
         self._model, self._copied = model, copied
-        self._noted: Call = ((), {})  # of the layer, or, where inputs are made of tokens, of what is around the layers
+        self._noted: LayerCall = (
+            (),
+            {},
+        )  # of the layer, or, where inputs are made of tokens, of what is around the layers
 
     def note(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Forward pre-hook."""
         self._noted = args, kwargs
 
-    def of(self, ids: Tensor, embedded: Tensor) -> Call:
+    def of(self, ids: Tensor, embedded: Tensor) -> LayerCall:
         """The inputs of a layer that reads these ids (T,), whose embedding is (1, T, D).
 
-        Raises ModelError where the layer was given what is of its own rows, and that did not show before.
+        Raises ModelError if the layer gets inputs made of its own rows, and that was not seen when depths were added.
         """
         args, kwargs = self._noted
         if not self._copied.of_tokens:
-            call = args[1:], _for_depths(kwargs)
-            if made_of_parameters(call):
+            call = args[1:], _kwargs_for_depths(kwargs)
+            if depends_on_parameters(call):
                 raise ModelError(
-                    f"{type(self._model).__name__.removeprefix('FSDP')} gives its last decoder layer, beside hidden "
+                    f"{architecture_name(self._model)} gives its last decoder layer, beside hidden "
                     "states, tensors that depend on its parameters, and its forward does not show on the meta device "
                     "how they are made of later tokens; train it without multi-token prediction (no mtp=, "
                     "mtp.depths = 0)"
@@ -131,7 +134,7 @@ class LayerInputs:
             return call
         bare, layers = without_layers(self._model, embedded, self._copied.outputs)
         named = dict(zip(signature(bare.forward).parameters, args, strict=False)) | dict(kwargs)
-        others = {name: value for name, value in named.items() if not (name == "input_ids" or _is_of_rows(value))}
+        others = {name: value for name, value in named.items() if not (name == "input_ids" or _depends_on_rows(value))}
         bare.forward(input_ids=ids[None], **others)
         layer: Any = layers[self._copied.index]
         return layer.note.call
@@ -139,7 +142,7 @@ class LayerInputs:
 
 @contextmanager
 def layer_inputs(model: PreTrainedModel, copied: CopiedLayer) -> Iterator[LayerInputs]:
-    """Notes inside what the model, in a pass, gives the layer that depths copy."""
+    """Inside, what a pass of the model gives the layer that depths copy is noted."""
     inputs, (name, layers) = LayerInputs(model, copied), layer_list(model)
     noted = model.get_submodule(name.rpartition(".")[0]) if copied.of_tokens else layers[copied.index]
     handle = noted.register_forward_pre_hook(inputs.note, with_kwargs=True, prepend=True)
@@ -149,15 +152,15 @@ def layer_inputs(model: PreTrainedModel, copied: CopiedLayer) -> Iterator[LayerI
         handle.remove()
 
 
-def made_of_parameters(call: Call) -> bool:
-    """Whether a tensor among these inputs, in a pass with gradients, is made of a parameter."""
+def depends_on_parameters(call: LayerCall) -> bool:
+    """Whether a tensor among these inputs depends on a parameter, in a pass with gradients."""
     return any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((call[0], dict(call[1]))))
 
 
-def _for_depths(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _kwargs_for_depths(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name not in _NOT_FOR_DEPTHS}
 
 
-def _is_of_rows(value: Any) -> bool:
+def _depends_on_rows(value: Any) -> bool:
     """Whether an input of the model is made of the rows' tokens, as hidden states are: such inputs are no integers."""
     return isinstance(value, Tensor) and torch.is_floating_point(value)

@@ -9,7 +9,7 @@ Nemotron-H      mtp.layers.0.enorm, hnorm, eh_proj, mtp.layers.1.final_layernorm
                 then one of experts
 
 MiMo's projection takes the hidden states first, so that the halves of its columns are exchanged when it is read (as in
-vLLM's `mimo_mtp.py` beside `qwen3_next_mtp.py`, `deepseek_mtp.py` and `nemotron_h_mtp.py`).
+vLLM's `mimo_mtp.py`; the others are as in `qwen3_next_mtp.py`, `deepseek_mtp.py` and `nemotron_h_mtp.py`).
 """
 
 import re
@@ -38,61 +38,65 @@ _LAST_NORMS = dict.fromkeys((_SHARED_NORM, *_LAST_NORM.values()), "post_norm.")
 _LIKE_QWEN = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mellum"})
 
 
-def own_name(key: str, layers: int, blocks: int = 1) -> str:
-    """Our name for a depth's weight in files of a model of so many layers; another key as it is.
+def to_our_name(key: str, layers: int, blocks: int = 1) -> str:
+    """Translate a depth's weight name in files of a model of so many layers to ours; another key stays as it is.
 
     A depth has so many `blocks`, the layers of Nemotron-H's, which are published with one depth.
 
-    >>> own_name("model.layers.61.mlp.up_proj.weight", layers=61)
+    >>> to_our_name("model.layers.61.mlp.up_proj.weight", layers=61)
     'mtp.layers.0.mtp_block.mlp.up_proj.weight'
-    >>> own_name("model.layers.61.shared_head.norm.weight", layers=61), own_name("mtp.norm.weight", layers=48)
+    >>> to_our_name("model.layers.61.shared_head.norm.weight", layers=61), to_our_name("mtp.norm.weight", layers=48)
     ('mtp.layers.0.post_norm.weight', 'mtp.layers.0.post_norm.weight')
-    >>> own_name("model.mtp_layers.0.input_proj.weight", layers=36)
+    >>> to_our_name("model.mtp_layers.0.input_proj.weight", layers=36)
     'mtp.layers.0.eh_proj.weight'
-    >>> own_name("mtp.layers.1.mixer.gate.weight", layers=88, blocks=2)
+    >>> to_our_name("mtp.layers.1.mixer.gate.weight", layers=88, blocks=2)
     'mtp.layers.0.mtp_block.1.mixer.gate.weight'
     """
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", key):
-        depth, inside = int(match[1]) - layers, _replaced(match[2], _LAST_NORMS)
-        return key if depth < 0 else _named(depth, inside)
+        depth, inside = int(match[1]) - layers, _replace_prefix(match[2], _LAST_NORMS)
+        return key if depth < 0 else _depth_name(depth, inside)
     if match := re.fullmatch(r"model\.mtp_layers\.(\d+)\.(.*)", key):
-        return _named(int(match[1]), _replaced(match[2], _MIMO))
+        return _depth_name(int(match[1]), _replace_prefix(match[2], _MIMO))
     if match := re.fullmatch(r"mtp\.layers\.(\d+)\.(.*)", key):
         if match[2].startswith(("mtp_block.", *_OURS)):
             return key
-        return _named(int(match[1]), match[2]) if blocks == 1 else _of_block(*divmod(int(match[1]), blocks), match[2])
+        return (
+            _depth_name(int(match[1]), match[2])
+            if blocks == 1
+            else _name_in_block(*divmod(int(match[1]), blocks), match[2])
+        )
     bare = key.removeprefix(f"{PREFIX}.")
-    return _named(0, inside) if bare != key and (inside := _replaced(bare, _QWEN)) != bare else key
+    return _depth_name(0, inside) if bare != key and (inside := _replace_prefix(bare, _QWEN)) != bare else key
 
 
-def as_ours(key: str, tensor: Any) -> Any:
-    """A file's tensor, of which safetensors reads parts, with the columns in our order."""
+def as_our_columns(key: str, tensor: Any) -> Any:
+    """A file's tensor, which safetensors reads in parts, with the columns in our order."""
     return _HalvesExchanged(tensor) if _MIMO_PROJECTION.fullmatch(key) else tensor
 
 
-def published_names(model_type: str, layers: int, depths: int, blocks: int = 1) -> Callable[[str], str] | None:
-    """From our names to those that a family's models are published with; None where it has none.
+def to_published_names(model_type: str, layers: int, depths: int, blocks: int = 1) -> Callable[[str], str] | None:
+    """The function from our names to those that a family's models are published with; None if it has none.
 
     `blocks` are those of a depth.
 
-    >>> published_names("deepseek_v3", 61, 1)("mtp.layers.0.mtp_block.mlp.up_proj.weight")
+    >>> to_published_names("deepseek_v3", 61, 1)("mtp.layers.0.mtp_block.mlp.up_proj.weight")
     'model.layers.61.mlp.up_proj.weight'
-    >>> published_names("qwen3_next", 48, 1)("mtp.layers.0.eh_proj.weight")
+    >>> to_published_names("qwen3_next", 48, 1)("mtp.layers.0.eh_proj.weight")
     'mtp.fc.weight'
     """
     if model_type in _AFTER_LAYERS:
-        return lambda name: _after_layers(name, layers, _LAST_NORM.get(model_type, _SHARED_NORM))
+        return lambda name: _name_after_layers(name, layers, _LAST_NORM.get(model_type, _SHARED_NORM))
     if blocks > 1:
-        return (lambda name: _like_nemotron(name, blocks)) if depths == 1 else None
-    return _like_qwen if model_type in _LIKE_QWEN and depths == 1 else None
+        return (lambda name: _nemotron_name(name, blocks)) if depths == 1 else None
+    return _qwen_name if model_type in _LIKE_QWEN and depths == 1 else None
 
 
-def depths_in(folder: Path, layers: int) -> int:
-    """How many depths a folder's files have weights of, for a model of so many layers; 0 without safetensors.
+def count_depths(folder: Path, layers: int) -> int:
+    """Count the depths whose weights a folder's files have, for a model of so many layers; 0 without safetensors.
 
     Raises ModelError for files that are missing or cannot be read.
     """
-    found, names = set[int](), list[str]()
+    depths_here, names = set[int](), list[str]()
     for file in weight_files(folder):
         if file.suffix != ".safetensors":
             return 0
@@ -102,9 +106,9 @@ def depths_in(folder: Path, layers: int) -> int:
         except Exception as error:  # safetensors raises errors of its own kind
             raise ModelError(f"{file} cannot be read: {error}") from error
     for name in names:
-        if match := re.fullmatch(rf"{PREFIX}\.layers\.(\d+)\.eh_proj\.weight", own_name(name, layers)):
-            found.add(int(match[1]))
-    return next(depth for depth in range(len(found) + 1) if depth not in found)
+        if match := re.fullmatch(rf"{PREFIX}\.layers\.(\d+)\.eh_proj\.weight", to_our_name(name, layers)):
+            depths_here.add(int(match[1]))
+    return next(depth for depth in range(len(depths_here) + 1) if depth not in depths_here)
 
 
 class _HalvesExchanged:
@@ -122,20 +126,20 @@ class _HalvesExchanged:
         return torch.cat(whole.chunk(2, dim=1)[::-1], dim=1)[block]
 
 
-def _named(depth: int, inside: str) -> str:
+def _depth_name(depth: int, inside: str) -> str:
     return f"{PREFIX}.layers.{depth}.{'' if inside.startswith(_OURS) else 'mtp_block.'}{inside}"
 
 
-def _of_block(depth: int, block: int, inside: str) -> str:
-    ours = _replaced(inside, {"final_layernorm.": "post_norm."})
+def _name_in_block(depth: int, block: int, inside: str) -> str:
+    ours = _replace_prefix(inside, {"final_layernorm.": "post_norm."})
     return f"{PREFIX}.layers.{depth}.{ours if ours != inside else f'mtp_block.{block}.{inside}'}"
 
 
-def _replaced(name: str, begins: dict[str, str]) -> str:
+def _replace_prefix(name: str, begins: dict[str, str]) -> str:
     return next((ours + name.removeprefix(theirs) for theirs, ours in begins.items() if name.startswith(theirs)), name)
 
 
-def _after_layers(name: str, layers: int, last_norm: str) -> str:
+def _name_after_layers(name: str, layers: int, last_norm: str) -> str:
     match = re.fullmatch(rf"{PREFIX}\.layers\.(\d+)\.(.*)", name)
     if match is None:
         return name
@@ -143,15 +147,15 @@ def _after_layers(name: str, layers: int, last_norm: str) -> str:
     return f"model.layers.{layers + int(match[1])}.{inside}"
 
 
-def _like_qwen(name: str) -> str:
+def _qwen_name(name: str) -> str:
     inside = name.removeprefix(f"{PREFIX}.layers.0.")
     if inside == name:
         return name
-    ours = _replaced(inside, {ours: theirs for theirs, ours in _QWEN.items()})
+    ours = _replace_prefix(inside, {ours: theirs for theirs, ours in _QWEN.items()})
     return f"{PREFIX}.{ours}" if ours != inside else f"{PREFIX}.layers.0.{inside.removeprefix('mtp_block.')}"
 
 
-def _like_nemotron(name: str, blocks: int) -> str:
+def _nemotron_name(name: str, blocks: int) -> str:
     if match := re.fullmatch(rf"{PREFIX}\.layers\.0\.mtp_block\.(\d+)\.(.*)", name):
         return f"{PREFIX}.layers.{match[1]}.{match[2]}"
     return name.replace(f"{PREFIX}.layers.0.post_norm.", f"{PREFIX}.layers.{blocks - 1}.final_layernorm.")

@@ -4,7 +4,7 @@ from torch import nn
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.adapters import is_adapted
+from longspan.model.lora.adapters import is_adapted
 from longspan.model.mtp.depths import depths_of
 
 

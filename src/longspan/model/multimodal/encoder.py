@@ -1,11 +1,22 @@
-"""An encoder of a multimodal model: a module with its projector under a home of its own."""
+"""An encoder of a multimodal model under a home of its own, and how its rows enter the language model.
 
-from collections.abc import Mapping
+Rows of items enter at the input embedding, and those of DeepStack after the first layers too, by hooks.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from longspan.comm import World
+from longspan.bridge.splice import add_rows, splice
+from longspan.comm import SequenceShard, World
+from longspan.model.layers import decoder_layers
+from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.seams.layer_arguments import shard_of_layer
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
 
 
@@ -18,10 +29,10 @@ class Encoder:
     with `shard=` too and returns this rank's rows. `world` is of the encoder's own Layout, without pipeline stages,
     over the language model's ranks.
 
-    Items are dealt to the encoder's slots by `plan_dynamic`, priced by `cost`, an item being a document of its rows:
-    in waves of at most `max_rows_per_slot` rows a slot. `recompute` encodes each wave again before its backward pass
-    instead of keeping what that needs. An encoder of which no parameter requires a gradient is frozen: nothing flows
-    back to it, and in training it stays in the mode that it is in.
+    Items are dealt to the encoder's slots by `plan_dynamic`, priced by `cost`, an item being a document of its rows: in
+    waves of at most `max_rows_per_slot` rows a slot. `recompute` encodes each wave again before its backward pass
+    instead of keeping what that needs. An encoder is frozen if none of its parameters requires a gradient: nothing
+    flows back to it, and in training it stays in the mode that it is in.
 
     With `deep_layers` L its rows are (n, D · (1 + L)): the first D enter at the input embedding, and part k is added to
     what decoder layer k returns, k from 0 (DeepStack, https://arxiv.org/abs/2406.04334).
@@ -46,5 +57,66 @@ class Encoder:
 
 
 def modalities_in_spans(encoders: Mapping[str, Encoder]) -> tuple[str, ...]:
-    """Those of which the rows of an item see each other."""
+    """The modalities whose items' rows see each other."""
     return tuple(modality for modality, encoder in encoders.items() if encoder.in_spans)
+
+
+def enter_rows(model: PreTrainedModel | PipelineModel, encoders: Sequence[Encoder]) -> None:
+    """Have a prepared language model take what its shards have of these encoders' rows."""
+    for root, inside, first in _parts_that_embed(model):
+        _SpliceHook(root, inside.get_input_embeddings(), tuple(encoders))
+        if first:
+            _add_after_layers(inside, max((encoder.deep_layers for encoder in encoders), default=0))
+
+
+def _parts_that_embed(model: PreTrainedModel | PipelineModel) -> Iterator[tuple[nn.Module, PreTrainedModel, bool]]:
+    """What is called with a shard, the model with the input embedding, and whether its first layers are in it.
+
+    Yields nothing if tokens are embedded elsewhere; depths of multi-token prediction embed them on the last stage.
+    """
+    if isinstance(model, PipelineModel):
+        embed = ((stage, stage.first) for stage in model.stages if stage.first or (stage.last and model.depths))
+        yield from ((stage, stage.model, first) for stage, first in embed)
+    else:
+        yield model, model, True
+
+
+def _add_after_layers(model: PreTrainedModel, count: int) -> None:
+    """Have the first layers return their hidden states with the rows that their shard has for them added."""
+    for index, layer in enumerate([*decoder_layers(model).values()][:count]):
+        layer.register_forward_hook(partial(_add_to_output, index), with_kwargs=True)
+
+
+def _add_to_output(index: int, layer: nn.Module, args: Any, kwargs: Mapping[str, Any], out: Any) -> Any:
+    shard = kwargs.get("shard") or shard_of_layer()
+    if not isinstance(shard, SequenceShard):
+        return out
+    if isinstance(out, tuple):
+        return (add_rows(out[0], shard, index), *out[1:])
+    return add_rows(out, shard, index)
+
+
+class _SpliceHook:
+    """Splices rows into what an embedding returns during a call of its model with a shard."""
+
+    def __init__(self, root: nn.Module, embedding: nn.Module, encoders: Sequence[Encoder]) -> None:
+        self._encoders = encoders
+        self._shard: SequenceShard | None = None
+        root.register_forward_pre_hook(self._enter, with_kwargs=True)
+        root.register_forward_hook(self._leave, always_call=True)
+        embedding.register_forward_hook(self._splice)
+
+    def _enter(self, root: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        shard = kwargs["stage_input"].shard if "stage_input" in kwargs else kwargs.get("shard")
+        self._shard = shard if isinstance(shard, SequenceShard) else None
+
+    def _leave(self, *_: Any) -> None:
+        self._shard = None
+
+    def _splice(self, embedding: nn.Module, args: Any, embeddings: Tensor) -> Tensor:
+        if self._shard is None:
+            return embeddings
+        if torch.is_grad_enabled() and not embeddings.requires_grad and not all(x.frozen for x in self._encoders):
+            # Under a frozen language model all ranks enter its backward pass, also those that got no rows.
+            embeddings = embeddings.detach().requires_grad_()
+        return splice(embeddings, self._shard)

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.adapters import Adapter, adapter_of
 from longspan.model.execution import execution_of
+from longspan.model.lora.adapters import Adapter, adapter_of
 from longspan.model.multimodal.checks import (
     check_deep_layers,
     check_encoder,
@@ -26,8 +26,7 @@ from longspan.model.multimodal.checks import (
     check_shared,
     check_spans,
 )
-from longspan.model.multimodal.encoder import Encoder, modalities_in_spans
-from longspan.model.multimodal.enter_rows import enter_rows
+from longspan.model.multimodal.encoder import Encoder, enter_rows, modalities_in_spans
 from longspan.model.multimodal.prepare_encoder import check_prepared
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules, is_prepared
@@ -74,7 +73,7 @@ class MultimodalModel(nn.Module):
 
     @property
     def adapter(self) -> Adapter | None:
-        """The adapter of the language model; None where it has none."""
+        """The adapter of the language model; None if it has none."""
         return adapter_of(self.language_model)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +85,7 @@ class MultimodalModel(nn.Module):
 
 
 def check_world(model: nn.Module, world: World) -> None:
-    """Raise ModelError for a MultimodalModel over another world than this, an encoder's say."""
+    """Raise ModelError for a MultimodalModel over another world than this, such as an encoder's."""
     if isinstance(model, MultimodalModel) and model.world is not world:
         raise ModelError(
             f"the model was built over a world of {model.world.home}, but given one of {world.home}; pass the world of "

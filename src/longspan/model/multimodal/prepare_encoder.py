@@ -5,7 +5,7 @@ that world encode, gradients are plain sums over them: FSDP2 sums by itself, tho
 `gradients_summed_over_slots(module, world)`. Who encodes what, and where the rows go, is not in this module.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial, wraps
 from hashlib import sha256
 from typing import Any
@@ -17,12 +17,63 @@ from torch import Tensor, nn
 from longspan.comm import World, on_all_ranks
 from longspan.errors import ModelError
 from longspan.layout.layout import short
-from longspan.model.multimodal.blocks import encoder_blocks
 from longspan.model.multimodal.split_encoder import split_encoder
 from longspan.model.multimodal.tp_plan import parts_to_split
-from longspan.model.placement.recompute import Recomputation, checkpointed
-from longspan.model.placement.sharding import Sharding, shard_over_slots
-from longspan.model.seams.forwards.long_norms import split_long_norms
+from longspan.model.recompute import Recomputation, run_checkpointed
+from longspan.model.seams.forwards.norms import split_long_norms
+from longspan.model.sharding import Sharding, shard_over_slots
+
+
+def encoder_blocks(module: nn.Module, blocks: Sequence[nn.Module] | None = None) -> dict[str, nn.Module]:
+    """The blocks by qualified name, in the module's order: those given, or the modules of its longest lists.
+
+    >>> [*encoder_blocks(CLIPVisionModel(config))][:2]
+    ['encoder.layers.0', 'encoder.layers.1']
+
+    Of lists inside lists the outer one counts. Empty without a list. Raises ModelError for blocks that are not
+    inside the module, or inside each other.
+    """
+    names = {child: name for name, child in module.named_modules()}
+    if blocks is None:
+        lists = dict(_outer_lists(module, ""))
+        longest = max((len(children._modules) for children in lists.values()), default=0)
+        return {
+            f"{name}.{i}": block
+            for name, children in lists.items()
+            if len(children._modules) == longest
+            for i, block in children.named_children()
+        }
+    outside = [type(block).__name__ for block in blocks if block not in names or block is module]
+    if outside:
+        raise ModelError(
+            f"blocks {', '.join(outside[:4])} are not modules inside {type(module).__name__}; give some of its own"
+        )
+    inside = {id(child): names[block] for block in blocks for child in block.modules() if child is not block}
+    if nested := [f"{names[block]} in {inside[id(block)]}" for block in blocks if id(block) in inside]:
+        raise ModelError(f"blocks lie inside each other ({', '.join(nested[:4])}); give the outer or the inner ones")
+    order = {id(child): place for place, child in enumerate(names)}
+    return {names[block]: block for block in sorted(set(blocks), key=lambda block: order[id(block)])}
+
+
+def _outer_lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """Lists of modules that are in no other list, by qualified name."""
+    for name, child in module.named_children():
+        where = f"{path}.{name}".lstrip(".")
+        if isinstance(child, nn.ModuleList) or _is_list_of_blocks(child):
+            yield where, child
+        else:
+            yield from _outer_lists(child, where)
+
+
+def _is_list_of_blocks(module: nn.Module) -> bool:
+    """Whether a Sequential holds blocks of one class one after another, as timm's vision towers do."""
+    children = [*module.children()]
+    return (
+        isinstance(module, nn.Sequential)
+        and len({type(child) for child in children}) == 1
+        and all(any(True for _ in child.children()) for child in children)
+    )
+
 
 _PREPARED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # the key of the world of each prepared encoder
 
@@ -46,16 +97,16 @@ def prepare_encoder(
     All ranks call it together, with equal weights. `shard_parameters` shards them over the slots with FSDP2, otherwise
     every rank keeps a copy on its device; `reshard_after_forward` frees a block's gathered parameters between forward
     and backward; `activation_checkpointing` recomputes each block in backward: "full" (or True) all of it, "selective"
-    all but the output of `attend`; `compute_dtype` (bfloat16, say) is what FSDP2 computes in: of a block's arguments
-    the first tensor alone is cast to it, so that rotary tables keep their type. `blocks` are what is sharded and
+    all but the output of `attend`; `compute_dtype` (such as bfloat16) is what FSDP2 computes in: of a block's arguments
+    only the first tensor is cast to it, so that rotary tables keep their type. `blocks` are what is sharded and
     recomputed one at a time; without it the modules of the longest list of modules. Parameters that need no gradient
     stay so: freeze them before.
 
     Where `world.home.tp` is above 1, attention and MLPs are split over the tensor-parallel ranks of a slot, which are
-    given the same items. Their linears are known by name in the usual ways of writing a ViT (`tp_plan.py`); `tp_plan`
-    says what others are: patterns of qualified names to "colwise", "rowwise", "qkv" (one linear of queries, keys and
-    values) or "replicated". The first call compares each kind of block, its output and every gradient, with the unsplit
-    one, and raises ModelError where they differ.
+    given the same items. Their linears are recognised by name in the usual ways of writing a ViT (`tp_plan.py`);
+    `tp_plan` has the styles of others: patterns of qualified names to "colwise", "rowwise", "qkv" (one linear of
+    queries, keys and values) or "replicated". The first call compares each kind of block, its output and every
+    gradient, with the unsplit one, and raises ModelError where they differ.
 
     Every call must use the same parameters on every slot; a slot without items runs some other item. A block that is
     sharded is called once in a forward pass, with the rows of all items: every call gathers its parameters, and slots
@@ -121,7 +172,7 @@ def _check(module: nn.Module, world: World, sharding: Sharding) -> None:
 def _blocks(
     module: nn.Module, blocks: Sequence[nn.Module] | None, recomputation: Recomputation
 ) -> dict[str, nn.Module]:
-    """What is sharded and recomputed one at a time, by name. Raises ModelError where there is nothing to recompute."""
+    """What is sharded and recomputed one at a time, by name. Raises ModelError if there is nothing to recompute."""
     units = encoder_blocks(module, blocks)
     if not units and recomputation.kind != "none":
         raise ModelError(
@@ -165,7 +216,7 @@ def _recompute(block: nn.Module, recomputation: Recomputation) -> None:
         run = partial(inner, **kwargs)
         if not torch.is_grad_enabled():
             return run(*args)
-        return checkpointed(run, *args, selective=recomputation.kind == "selective", offload=None, first=False)
+        return run_checkpointed(run, *args, selective=recomputation.kind == "selective", offload=None, first=False)
 
     block.forward = forward
 

@@ -12,11 +12,11 @@ from torch import nn
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.adapters import is_adapted
+from longspan.model.lora.adapters import is_adapted
 from longspan.model.multimodal.split_trial import SplitTrial
-from longspan.model.multimodal.tp_plan import Part
-from longspan.model.tensor_parallel.adapted import split_adapted
+from longspan.model.multimodal.tp_plan import SplitModule
 from longspan.model.tensor_parallel.family_plans import QKV, ROWWISE
+from longspan.model.tensor_parallel.split_adapters import split_adapted
 from longspan.model.tensor_parallel.styles import (
     columnwise,
     columnwise_of_three,
@@ -28,7 +28,7 @@ from longspan.model.tensor_parallel.styles import (
 
 
 def split_encoder(
-    module: nn.Module, blocks: Mapping[str, nn.Module], parts: Sequence[Part], world: World
+    module: nn.Module, blocks: Mapping[str, nn.Module], parts: Sequence[SplitModule], world: World
 ) -> list[SplitTrial]:
     """Split these parts over the tensor-parallel ranks of this rank's slot; all ranks call it together, before FSDP2.
 
@@ -49,7 +49,7 @@ def split_encoder(
     return trials
 
 
-def _split_linears(part: Part, world: World) -> None:
+def _split_linears(part: SplitModule, world: World) -> None:
     for name, style in part.styles.items():
         linear: Any = part.module.get_submodule(name)
         if is_adapted(linear):
@@ -65,20 +65,20 @@ def _split_linears(part: Part, world: World) -> None:
 
 
 def _sum_other_gradients(module: nn.Module, split: set[int], key: int) -> None:
-    """Parameters beside split linears, a norm of heads say, see some of the heads or features on each rank."""
+    """Sum gradients of parameters next to split linears, such as a norm of heads, which see a part of the features."""
     for child in module.modules():
         if id(child) not in split:
             for name, _ in child.named_parameters(recurse=False):
                 partial_gradients(child, key, name)
 
 
-def _local_counts(part: Part, tp: int) -> dict[str, Any]:
+def _local_counts(part: SplitModule, tp: int) -> dict[str, Any]:
     """How a module sees the counts of heads that it holds: those of one rank."""
     return dict.fromkeys(part.local_attributes, lambda count: count // tp)
 
 
 def _units(
-    module: nn.Module, blocks: Mapping[str, nn.Module], parts: Sequence[Part]
+    module: nn.Module, blocks: Mapping[str, nn.Module], parts: Sequence[SplitModule]
 ) -> Iterator[tuple[str, nn.Module]]:
     """What a trial calls: one block of each kind, and one of each kind of parts outside blocks, by name."""
     kinds = set[Any]()

@@ -1,8 +1,9 @@
 """Which linears of an encoder are split over tp, and how: by the names of their parts, or by the caller's plan.
 
-transformers has no tensor-parallel plans for vision towers. Attention and MLPs are known here by the names of their
-linears; every linear inside a block must be known or named, and what stands outside blocks stays whole unless it is
-known. Whether the split is right is not decided by names: `split_trial.py` compares it with the unsplit module.
+transformers has no tensor-parallel plans for vision towers. Attention and MLPs are recognised here by the names of
+their linears; every linear inside a block must be recognised or named, and what stands outside blocks stays whole
+unless it is recognised. Whether the split is right is not decided by names: `split_trial.py` compares it with the
+unsplit module.
 """
 
 import math
@@ -13,7 +14,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from longspan.errors import ModelError
-from longspan.model.adapters import base_module, peft_modules
+from longspan.model.lora.adapters import base_module, peft_modules
 from longspan.model.tensor_parallel.family_plans import COLWISE, QKV, ROWWISE
 
 REPLICATED = "replicated"
@@ -53,10 +54,10 @@ WIDTHS = (
 
 
 @dataclass(frozen=True)
-class Part:
+class SplitModule:
     """A module whose own linears are split: attention, an MLP, or several of them in one module.
 
-    `styles` are those of its linears by their names in it; `several` says that it does more than one thing with its
+    `styles` are those of its linears by their names in it; `several`: it does more than one thing with its
     input, so that its linears are split one by one.
     """
 
@@ -98,16 +99,16 @@ class Part:
 
 def parts_to_split(
     module: nn.Module, blocks: Mapping[str, nn.Module], tp: int, plan: Mapping[str, str] | None = None
-) -> list[Part]:
+) -> list[SplitModule]:
     """The parts of an encoder that are split over tp ranks, in its order; none at tp 1, where a plan is still checked.
 
     Raises ModelError, naming them, for linears in blocks that are not known, and, with the numbers, where tp does not
     divide heads or widths.
     """
-    planned = _planned(module, plan or {})
+    callers = _styles_of_caller(module, plan or {})
     if tp == 1:
         return []
-    styles = _recognised(module) | planned
+    styles = _styles_by_name(module) | callers
     _refuse_unknown(module, blocks, styles)
     parts = dict[str, dict[str, str]]()
     for name, style in styles.items():
@@ -119,20 +120,22 @@ def parts_to_split(
     return split
 
 
-def _part(name: str, module: nn.Module, styles: Mapping[str, str], blocks: Mapping[str, nn.Module]) -> Part:
+def _part(name: str, module: nn.Module, styles: Mapping[str, str], blocks: Mapping[str, nn.Module]) -> SplitModule:
     groups = sum(style == ROWWISE for style in styles.values())
-    return Part(name, module, styles, groups > 1 or name in blocks or isinstance(module, nn.ModuleDict | nn.ModuleList))
+    return SplitModule(
+        name, module, styles, groups > 1 or name in blocks or isinstance(module, nn.ModuleDict | nn.ModuleList)
+    )
 
 
 # ---- linears and their styles
 
 
-def _recognised(module: nn.Module) -> dict[str, str]:
-    """The style of every linear that is known by its name and those beside it, by qualified name."""
+def _styles_by_name(module: nn.Module) -> dict[str, str]:
+    """The style of every linear that is recognised by its name and its neighbours', by qualified name."""
     return {
         f"{name}.{child}".lstrip("."): style
         for name, owner in module.named_modules()
-        for child, style in (_around_convolution(owner) or _known(_linears(owner))).items()
+        for child, style in (_linears_around_convolution(owner) or _styles_inside(_linears(owner))).items()
     }
 
 
@@ -140,20 +143,20 @@ def _linears(owner: nn.Module) -> dict[str, nn.Linear]:
     return {name: linear for name, child in owner.named_children() if type(linear := base_module(child)) is nn.Linear}
 
 
-def _own_linears(module: nn.Module) -> dict[str, nn.Linear]:
+def _linears_inside(module: nn.Module) -> dict[str, nn.Linear]:
     """The linears inside a module by name: of adapted ones the linear that is adapted, and not the adapter's."""
     inside = tuple(f"{name}." for name in peft_modules(module))
-    own = {n: base_module(child) for n, child in module.named_modules() if not (inside and n.startswith(inside))}
-    return {name: linear for name, linear in own.items() if isinstance(linear, nn.Linear)}
+    modules = {n: base_module(child) for n, child in module.named_modules() if not (inside and n.startswith(inside))}
+    return {name: linear for name, linear in modules.items() if isinstance(linear, nn.Linear)}
 
 
-def _around_convolution(owner: nn.Module) -> dict[str, str]:
+def _linears_around_convolution(owner: nn.Module) -> dict[str, str]:
     """The linears of a module that convolves between them (LFM3-VL), which every rank computes whole."""
     convolves = any(isinstance(child, nn.Conv1d | nn.Conv2d) for child in owner.children())
     return dict.fromkeys(_linears(owner), REPLICATED) if convolves else {}
 
 
-def _known(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
+def _styles_inside(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
     """The styles of one module's linears: attention's, and one MLP's."""
     styles = dict[str, str]()
     after = next((name for name in _AFTER_ATTENTION if name in linears), None)
@@ -166,10 +169,10 @@ def _known(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
     return styles
 
 
-def _planned(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+def _styles_of_caller(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """The caller's styles by qualified name. Raises ModelError for a style or a pattern that means nothing."""
     styles = dict[str, str]()
-    linears = [*_own_linears(module)]
+    linears = [*_linears_inside(module)]
     for pattern, style in plan.items():
         if style not in STYLES:
             raise ModelError(f"tp_plan gives {pattern!r} the style {style!r}; use one of {', '.join(STYLES)}")
@@ -187,13 +190,15 @@ def _refuse_unknown(module: nn.Module, blocks: Mapping[str, nn.Module], styles: 
     unknown = [
         f"{path}.{name} ({child.in_features} to {child.out_features})"
         for path, block in blocks.items()
-        for name, child in _own_linears(block).items()
+        for name, child in _linears_inside(block).items()
         if f"{path}.{name}" not in styles
     ]
     if unknown or not styles:
-        what = f"linears that are not known by name: {', '.join(unknown[:4])}" if unknown else "no linear that is known"
+        reason = (
+            f"linears that are not known by name: {', '.join(unknown[:4])}" if unknown else "no linear that is known"
+        )
         raise ModelError(
-            f"{type(module).__name__} cannot be split over tp: its blocks have {what}. Say in tp_plan what they are, "
+            f"{type(module).__name__} cannot be split over tp: its blocks have {reason}. Say in tp_plan what they are, "
             '{"blocks.*.mlp.w12": "colwise"} say ("colwise", "rowwise", "qkv" or "replicated"), or use tp 1'
         )
 
@@ -201,12 +206,12 @@ def _refuse_unknown(module: nn.Module, blocks: Mapping[str, nn.Module], styles: 
 # ---- sizes
 
 
-def _check_sizes(module: nn.Module, parts: list[Part], tp: int) -> None:
+def _check_sizes(module: nn.Module, parts: list[SplitModule], tp: int) -> None:
     """Raise ModelError, with the sizes that would fit, where tp does not divide heads or widths."""
     sizes = dict[str, int]()
     for part in parts:
-        sizes.update({f"{what} of {part.name}": size for what, size in _sizes(part)})
-    wrong = [f"{size} ({what})" for what, size in sizes.items() if size % tp]
+        sizes.update({f"{count} of {part.name}": size for count, size in _sizes(part)})
+    wrong = [f"{size} ({count})" for count, size in sizes.items() if size % tp]
     if wrong:
         common = math.gcd(*sizes.values())
         fit = [str(d) for d in range(1, common + 1) if common % d == 0]
@@ -215,7 +220,7 @@ def _check_sizes(module: nn.Module, parts: list[Part], tp: int) -> None:
         )
 
 
-def _sizes(part: Part) -> Iterator[tuple[str, int]]:
+def _sizes(part: SplitModule) -> Iterator[tuple[str, int]]:
     counts = [(name, value) for name, value in part.local_attributes.items() if name in (*HEADS, *KEY_HEADS)]
     yield from counts
     is_attention = QKV in part.styles.values() or any({*names} <= part.styles.keys() for names in _ATTENTION)
@@ -233,7 +238,7 @@ def _sizes(part: Part) -> Iterator[tuple[str, int]]:
         yield name, linear.in_features if style == ROWWISE else keys if style == QKV else linear.out_features
 
 
-def _heads_by_size(part: Part) -> int:
+def _heads_by_size(part: SplitModule) -> int:
     size = next((v for n, v in vars(part.module).items() if n in HEAD_SIZE and type(v) is int and v > 0), 0)
     if not size:
         raise ModelError(

@@ -4,7 +4,7 @@ An embedding that the head is tied to, or that multi-token prediction needs, is 
 Zamba 2's blocks of attention and an MLP are on every stage with a layer that calls them.
 
 Once a step, before the gradient norm and the optimizer, every rank that has a copy gets the sum of all copies'
-gradients, added in the order of the pipeline's ranks, a slice by each. The optimizer, which knows one copy a rank, then
+gradients, added in the order of the pipeline's ranks, a slice by each. The optimizer, which has one copy a rank, then
 does the same to each. Where a rank holds several stages, the copy of its first one is trained, and the others are made
 equal to it before every pass.
 """
@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.comm import World
-from longspan.comm.groups.channel import sum_parts
+from longspan.comm.groups.channel import summed
 from longspan.errors import ModelError
 from longspan.model.layers import shallow_module
 from longspan.model.local_tensors import add_gradient, local_tensor, without_earlier_gradients
@@ -58,42 +58,44 @@ def refuse_shared_in_part(model: PreTrainedModel, stages: Sequence[nn.Module]) -
         here = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
         for name in sorted(name for name in here & first_name.keys() if first_name[name] not in here):
             path, origin = name.rpartition(".")[0], first_name[name].rpartition(".")[0]
-            beside = [inside for inside, _ in stage.get_submodule(path).named_parameters(remove_duplicate=False)]
-            if alone := [n for n in beside if first_name.get(f"{path}.{n}") != f"{origin}.{n}"]:
+            names = [inside for inside, _ in stage.get_submodule(path).named_parameters(remove_duplicate=False)]
+            if separate := [n for n in names if first_name.get(f"{path}.{n}") != f"{origin}.{n}"]:
                 raise ModelError(
                     f"{type(model).__name__}: {name} is {first_name[name]} of another pipeline stage, and "
-                    f"{path}.{alone[0]} is a parameter of its own; share whole modules, give each stage its own, or "
+                    f"{path}.{separate[0]} is a parameter of its own; share whole modules, give each stage its own, or "
                     "use pp 1"
                 )
 
 
-def give_own_copies(stages: Sequence[nn.Module]) -> None:
-    """Give every later stage of one rank parameters of its own in place of those that an earlier one has too."""
+def separate_copies(stages: Sequence[nn.Module]) -> None:
+    """Give every later stage of one rank its own copies of parameters that an earlier stage has too."""
     modules, parameters = set[nn.Module](), set[nn.Parameter]()
     for stage in stages:
-        own = {p: nn.Parameter(p.detach().clone(), p.requires_grad) for p in stage.parameters() if p in parameters}
-        if own:
-            _replace(stage, own, modules, {})
+        replacements = {
+            p: nn.Parameter(p.detach().clone(), p.requires_grad) for p in stage.parameters() if p in parameters
+        }
+        if replacements:
+            _replace(stage, replacements, modules, {})
         modules.update(stage.modules())
         parameters.update(stage.parameters())
 
 
 def _replace(
     module: nn.Module,
-    own: Mapping[nn.Parameter, nn.Parameter],
+    replacements: Mapping[nn.Parameter, nn.Parameter],
     elsewhere: Set[nn.Module],
     twins: dict[nn.Module, nn.Module],
 ) -> None:
     """Put these parameters in place of others; a module that is `elsewhere` too is replaced by a twin of it."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            module._parameters[name] = own.get(parameter, parameter)
+            module._parameters[name] = replacements.get(parameter, parameter)
     for name, child in module._modules.items():
-        if child is None or not any(parameter in own for parameter in child.parameters()):
+        if child is None or not any(parameter in replacements for parameter in child.parameters()):
             continue
         if child in elsewhere:
             child = module._modules[name] = twins.setdefault(child, shallow_module(child))
-        _replace(child, own, elsewhere, twins)
+        _replace(child, replacements, elsewhere, twins)
 
 
 class _Place(NamedTuple):
@@ -129,17 +131,17 @@ class StageCopies:
         self.first_names: dict[str, nn.Module] = {}  # what is here of modules that belong to other stages, by name
         self.trained: dict[nn.Module, nn.Module] = {}  # modules of later stages here, and whose parameters are trained
         for entry in shared:
-            held = [(models[i], [n for n in entry.names if n in names[i]]) for i in models if i in entry.stages]
-            self._places.append([_place(model, here[0]) for model, here in held])
-            self._note_modules(entry.names[0], held)
+            holders = [(models[i], [n for n in entry.names if n in names[i]]) for i in models if i in entry.stages]
+            self._places.append([_place(model, here[0]) for model, here in holders])
+            self._note_modules(entry.names[0], holders)
 
-    def _note_modules(self, first_name: str, held: Sequence[tuple[PreTrainedModel, list[str]]]) -> None:
-        if not held:
+    def _note_modules(self, first_name: str, holders: Sequence[tuple[PreTrainedModel, list[str]]]) -> None:
+        if not holders:
             return
-        trained = _place(held[0][0], held[0][1][0]).module
-        if first_name not in held[0][1]:
+        trained = _place(holders[0][0], holders[0][1][0]).module
+        if first_name not in holders[0][1]:
             self.first_names[first_name.rpartition(".")[0]] = trained
-        for model, names in held[1:]:
+        for model, names in holders[1:]:
             self.trained |= {_place(model, name).module: trained for name in names}
 
     def of(self, name: str) -> list[nn.Parameter]:
@@ -183,8 +185,8 @@ class StageCopies:
 
 
 def _place(model: nn.Module, name: str) -> _Place:
-    path, _, own = name.rpartition(".")
-    return _Place(model.get_submodule(path), own)
+    path, _, attribute = name.rpartition(".")
+    return _Place(model.get_submodule(path), attribute)
 
 
 @torch.no_grad()
@@ -197,11 +199,11 @@ def _sum_over_holders(parameter: nn.Parameter, holders: Sequence[int], world: Wo
     if parameter.grad is None:  # of a stage that made no use of it in this step
         parameter.grad = torch.zeros_like(parameter)
     gradient = local_tensor(parameter.grad)
-    own, what = gradient.contiguous(), "sum of gradients that stages share"
-    slices = dict(zip(holders, own.view(-1).tensor_split(len(holders)), strict=True))
+    total, label = gradient.contiguous(), "sum of gradients that stages share"
+    slices = dict(zip(holders, total.view(-1).tensor_split(len(holders)), strict=True))
     mine = slices.pop(pipeline.index)
     parts = {holder: mine if holder == pipeline.index else torch.empty_like(mine) for holder in holders}
-    pipeline.exchange([*slices.items()], [(holder, parts[holder]) for holder in slices], what).wait()
-    mine.copy_(sum_parts([*parts.values()]))
-    pipeline.exchange([(holder, mine) for holder in slices], [*slices.items()], what).wait()
-    gradient.copy_(own)
+    pipeline.exchange([*slices.items()], [(holder, parts[holder]) for holder in slices], label).wait()
+    mine.copy_(summed([*parts.values()]))
+    pipeline.exchange([(holder, mine) for holder in slices], [*slices.items()], label).wait()
+    gradient.copy_(total)

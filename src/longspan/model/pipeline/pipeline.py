@@ -19,17 +19,67 @@ from longspan.comm import SequenceShard, World, world_of
 from longspan.comm.watch import is_backend_error
 from longspan.errors import ModelError
 from longspan.model.experts.moe import router_sizes
-from longspan.model.layers import decoder_of, layers_of_stages
+from longspan.model.layers import Absent, decoder_of, layers_of_stages, text_name
 from longspan.model.mtp.depths import depths_of
 from longspan.model.parts import parts_of
 from longspan.model.pipeline.copies import StageCopies
-from longspan.model.pipeline.names import name_as_in_whole, unnamed_modules
 from longspan.model.pipeline.schedules import ScheduledStage, make_schedule
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.pipeline.stages import Stage, StageInput, cut, refuse_dependent_layers, refuse_inexact
-from longspan.model.placement.sharding import reshard
 from longspan.model.seams.call_rules import call_rules
 from longspan.model.seams.first_pass import check_recorded_calls, record_calls
+from longspan.model.sharding import reshard
+
+
+def name_as_in_whole(into: nn.Module, models: list[PreTrainedModel], copies: StageCopies) -> None:
+    """Give `into` the modules of a rank's stages as children, by their names in the whole model.
+
+    Of a parameter that several stages have it gets the copy that is trained, under each of its names in the stages and
+    under its first name in the whole model, which optimizers and checkpoints use.
+    """
+    for name, module in copies.first_names.items():
+        *around, last = name.split(".")
+        node = into
+        for part in around:
+            node = _child(node, part)
+        node.add_module(last, module)
+    for model in models:
+        _graft(into, model, _modules_around_layers(model), copies)
+
+
+def modules_without_name(stage: Stage, copies: StageCopies) -> list[tuple[str, nn.Module]]:
+    """The modules of a stage that the whole model's names do not lead to: those around layers and around copies.
+
+    Modules whose own parameters are copies that are not trained are left out.
+    """
+    around = {stage, *_modules_around_layers(stage.model), stage.model}
+    return [(n, m) for n, m in stage.named_modules() if m in around or _is_around_copies(m, copies)]
+
+
+def _is_around_copies(module: nn.Module, copies: StageCopies) -> bool:
+    return module not in copies.trained and any(inside in copies.trained for inside in module.modules())
+
+
+def _graft(into: nn.Module, source: nn.Module, around: set[nn.Module], copies: StageCopies) -> None:
+    """Put the children of a stage's module into one of the whole; what an earlier stage of the rank holds stays."""
+    for name, child in source.named_children():
+        if child in around or _is_around_copies(child, copies):
+            _graft(_child(into, name), child, around, copies)
+        elif not isinstance(child, Absent) and name not in into._modules:
+            into.add_module(name, copies.trained.get(child, child))
+
+
+def _child(node: nn.Module, name: str) -> nn.Module:
+    if name not in node._modules:
+        node.add_module(name, nn.Module())
+    return node.get_submodule(name)
+
+
+def _modules_around_layers(model: PreTrainedModel) -> set[nn.Module]:
+    """The modules of a stage's copy that every stage has a copy of: those around its layers, and their list."""
+    path = text_name(model).split(".")
+    around = {model.get_submodule(".".join(path[: i + 1])) for i in range(len(path))}
+    return {*around, getattr(decoder_of(model), parts_of(model).layers)}
 
 
 class _Schedule(NamedTuple):
@@ -82,7 +132,7 @@ class PipelineModel(nn.Module):
         self._unnamed = {
             f"stages.{stage.index}{'.' * bool(name)}{name}": module
             for stage in self.stages
-            for name, module in unnamed_modules(stage, self.copies)
+            for name, module in modules_without_name(stage, self.copies)
         }
 
     def named_modules(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -113,7 +163,7 @@ class PipelineModel(nn.Module):
 
         All ranks enter with the same number of inputs, and the stages of a slot with the same rows. Without `backward`
         parameters are resharded at the end: torch's schedules of single stages leave them gathered. Raises CommError
-        that names a rank which does not answer, ModelError for shards that do not say which rows see each other.
+        that names a rank which does not answer, ModelError for shards that lack which rows see each other.
         """
         for stage_input in inputs:
             call_rules(self).check_spans(stage_input.shard)
@@ -128,7 +178,7 @@ class PipelineModel(nn.Module):
             if inputs and not self.probed:
                 record_calls(inputs[0].shard)
             try:
-                _watched(step, world)
+                _run_watched(step, world)
             finally:
                 for stage in stages:
                     stage.close()
@@ -177,9 +227,9 @@ class PipelineModel(nn.Module):
 
         keywords = {name: value for name, value in kwargs.items() if name != "use_cache"}
         self.run([StageInput(shard, input_ids, make_output, keywords)], backward=False)
-        return CausalLMOutput(logits=self._to_all_stages(logits, shard))
+        return CausalLMOutput(logits=self._send_to_all_stages(logits, shard))
 
-    def _to_all_stages(self, made: list[Tensor], shard: SequenceShard) -> Tensor:
+    def _send_to_all_stages(self, made: list[Tensor], shard: SequenceShard) -> Tensor:
         pipeline = world_of(self._world_key).channels.pipeline
         holder = self.pipeline_settings.loss_place
         if pipeline.index == holder:
@@ -204,7 +254,7 @@ def cut_into_stages(model: PreTrainedModel, world: World, pipeline_settings: Pip
     return cut(model, parts, layers, pipeline_settings.stages_at(world.coordinates.pp))
 
 
-def _watched(step: Callable[[], None], world: World) -> None:
+def _run_watched(step: Callable[[], None], world: World) -> None:
     """Run a schedule; an error of the model is raised as it was, one of a collective with a failure report."""
     failure: BaseException | None = None
     with world.watch.during("pipeline of micro-batches", world.channels.pipeline.ranks):
@@ -219,7 +269,7 @@ def _watched(step: Callable[[], None], world: World) -> None:
 
 
 def _origin(error: BaseException) -> BaseException | None:
-    """What torch wrapped into this error of a stage's forward or backward pass; None where nothing is wrapped."""
+    """What torch wrapped into this error of a stage's forward or backward pass; None if nothing is wrapped."""
     origin = error.__cause__
     while origin is not None and origin.__cause__ is not None and "stage" in str(origin).lower():
         origin = origin.__cause__

@@ -32,7 +32,7 @@ from longspan.errors import ModelError
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.pipeline.split_backward import backward_to_input, backward_to_weights
 from longspan.model.pipeline.stages import Stage, StageInput
-from longspan.model.placement.sharding import unshard, widen_gradients
+from longspan.model.sharding import unshard, widen_gradients
 
 
 class ScheduledStage(PipelineStage):
@@ -130,7 +130,7 @@ class ScheduledStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """As torch's, but for a backward pass in two parts, which is `split_backward`'s; FSDP2 reduces after all."""
+        """As torch's, except that a backward pass in two parts is `split_backward`'s; FSDP2 reduces after both."""
         if backward_type == "full":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
         if isinstance(self.submod, FSDPModule):
@@ -138,7 +138,7 @@ class ScheduledStage(PipelineStage):
             self.submod.set_reshard_after_backward(False)
             self.submod.set_requires_gradient_sync(False)
         # torch 2.11 may have freed blocks of several modules after a forward pass that followed a recomputation: the
-        # stage's parameters would be shards, which no graph knows, and its gradients lost.
+        # stage's parameters would be shards, which are in no graph, and its gradients lost.
         unshard(self.submod)
         if backward_type == "weight":
             backward_to_weights(bwd_kwargs["param_groups"])

@@ -2,13 +2,13 @@
 
 The idea is that of Zero Bubble Pipeline Parallelism (Qi et al., arXiv:2401.10241) and of torch's
 `pipelining._backward`: at the nodes of the graph where the paths from a weight to the output meet the paths from the
-input, the first part keeps the gradients that pass, and the second part goes on from there to the weight alone.
+input, the first part keeps the gradients that pass, and the second part goes on from there to the weight only.
 
 This is our own code because torch's does not serve these stages. In torch 2.11 its second part cannot start at an
 autograd.Function, such as our attention and our loss: it raises an error for every zero-bubble case of
 tests/train/steps/test_pipelined.py, and gives wrong gradients where a node has several outputs. torch 2.13's passes
 these cases, and raises an error where a weight is used twice on a stage. Once the oldest torch that we support passes
-tests/model/test_split_backward.py, torch's can take this one's place.
+tests/model/pipeline/test_split_backward.py, torch's can take this one's place.
 """
 
 from collections.abc import Iterable, Set
@@ -71,7 +71,7 @@ def backward_to_weights(pending: PendingWeights) -> None:
 
 
 def _add_gradients(gradients: dict[Node, tuple[Tensor | None, ...]], weights: list[Tensor]) -> None:
-    """Backward from these nodes to these weights alone.
+    """Backward from these nodes to only these weights.
 
     `torch.autograd.grad` does the same, but in torch 2.11 it reads the shapes of nodes, which autograd.Functions lack.
     """

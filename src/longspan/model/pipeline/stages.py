@@ -1,12 +1,17 @@
-"""Stages of a pipeline: which decoder layers go where, and a model's own forward over one stage's layers alone.
+"""Stages of a pipeline: which decoder layers go where, and a model's own forward over one stage's layers.
 
 A stage is a copy of the model that shares the modules of its layers and has stand-ins for all others: its forward is
 the architecture's own, so that masks, rotary embeddings, windows and soft caps are whatever they are there, and every
 layer keeps its global index and name. Where the embedding, the layers and the norm are is read from the model's
 pipeline plan (`config.base_model_pp_plan`, module to names of inputs and outputs). Schedules are in `schedules.py`.
+
+Some layers read the embedding too, as Zamba 2's do: it travels through the pipeline with the hidden states. A base
+model's forward hands its layers what it got as embeddings, which on a later stage are hidden states, so that a hook on
+every layer puts the embedding in their place; on the first stage it takes the embedding from there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,23 +21,58 @@ from transformers import PreTrainedModel
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
 from longspan.model.layers import decoder_of, text_name
-from longspan.model.parts import Parts, shallow_copy, trace_parts
+from longspan.model.parts import ModelParts, PartCall, shallow_copy, trace_parts
 from longspan.model.pipeline.copies import (
     SharedParameter,
-    give_own_copies,
     refuse_shared_in_part,
+    separate_copies,
     shared_parameters,
 )
-from longspan.model.pipeline.embedding_argument import KEYWORD, Taken, embedding_argument, take_or_give_embedding
 from longspan.model.seams.meta_pass import run_on_meta
 from longspan.model.seams.probe import Probe
 from longspan.model.seams.set_forwards import set_on_instances
+
+KEYWORD = "longspan_embedding"  # what layers are called with: rows of the embedding, or where they are put
+
+
+class TakenEmbedding:
+    """Where the first stage's layers put the embedding that they were given, (1, T, D)."""
+
+    rows: Tensor | None = None
+
+
+def embedding_argument(calls: Sequence[PartCall], layers: str) -> int | str | None:
+    """The argument, by position or name, in which layers get the embedding as it is; None if there is none.
+
+    Also None if another part gets it, or if layers get other earlier hidden states or no keyword arguments.
+    """
+    more = [call for call in calls if call.reads_more]
+    of_layers = all(call.part.startswith(f"{layers}.") and "shard" in call.keywords for call in more)
+    arguments = {call.first_again for call in more}
+    return arguments.pop() if of_layers and len(arguments) == 1 else None
+
+
+def take_or_give_embedding(layer: nn.Module, argument: int | str) -> None:
+    """From here on, a layer that is called with `KEYWORD` puts this argument there, or gets it from there."""
+    layer.register_forward_pre_hook(partial(_take_or_give, argument), with_kwargs=True)
+
+
+def _take_or_give(argument: int | str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    kwargs = dict(kwargs)
+    embedding = kwargs.pop(KEYWORD)
+    arguments: Any = kwargs if isinstance(argument, str) else [*args]
+    if isinstance(embedding, TakenEmbedding):
+        embedding.rows = arguments[argument]
+    else:
+        arguments[argument] = embedding
+    return (args, kwargs) if isinstance(argument, str) else (tuple(arguments), kwargs)
+
 
 MakeOutput = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 
 
 class StageInput:
-    """What a stage needs beside its input: token ids (1, T) for the first, `make_output` for the last.
+    """What a stage needs besides its input: token ids (1, T) for the first, `make_output` for the last.
 
     A plain class, as SequenceShard is: FSDP2 and torch's schedules look into dataclasses and trees of tensors.
 
@@ -82,7 +122,7 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor, *, stage_input: StageInput) -> Tensor:
         """Hidden states for the next stage; on the last one what `stage_input.make_output` makes."""
-        embedding: Tensor | Taken = Taken()
+        embedding: Tensor | TakenEmbedding = TakenEmbedding()
         if self.with_embedding and not self.first:
             x, embedding = x.chunk(2, dim=1)
         inputs: dict[str, Any] = {"input_ids": x} if self.first else {"inputs_embeds": x}
@@ -94,16 +134,16 @@ class Stage(nn.Module):
         hidden = decoder_of(self.model)(**inputs).last_hidden_state
         if not self.with_embedding:
             return hidden
-        rows = embedding.rows if isinstance(embedding, Taken) else embedding
+        rows = embedding.rows if isinstance(embedding, TakenEmbedding) else embedding
         assert rows is not None
         return torch.cat([hidden, rows], dim=1)
 
 
-def refuse_inexact(model: PreTrainedModel, parts: Parts) -> None:
+def refuse_inexact(model: PreTrainedModel, parts: ModelParts) -> None:
     """Raise ModelError where stages, one after another, would not be the base model.
 
     With stand-ins for every part, each must be called once, in the order of the plan, on what the part before it
-    returned and on nothing else that hidden states go into, but for an argument of layers that is the embedding as it
+    returned and on nothing else that hidden states go into, except an argument of layers that is the embedding as it
     is; and hidden states must come out bit by bit as they went in. What is done to embeddings before the first part, as
     Granite's and Gemma's forwards scale them, is the first stage's: on others hidden states enter behind it.
     """
@@ -141,7 +181,7 @@ def _refuse_set_forwards(model: PreTrainedModel) -> None:
         )
 
 
-def refuse_dependent_layers(model: PreTrainedModel, parts: Parts, layers: Sequence[range]) -> None:
+def refuse_dependent_layers(model: PreTrainedModel, parts: ModelParts, layers: Sequence[range]) -> None:
     """Raise ModelError where a stage's layers need more of earlier layers than their hidden states.
 
     Gemma 4's last layers attend to keys and values of earlier ones. `layers` are those of each stage, each of which is
@@ -161,7 +201,7 @@ def refuse_dependent_layers(model: PreTrainedModel, parts: Parts, layers: Sequen
             ) from error
 
 
-def _order(model: PreTrainedModel, parts: Parts) -> list[str]:
+def _order(model: PreTrainedModel, parts: ModelParts) -> list[str]:
     """The parts that hidden states go through, in order: not the embedding, which token ids go through."""
     base = decoder_of(model)
     before = [part for part in parts.before if getattr(base, part) is not model.get_input_embeddings()]
@@ -169,23 +209,23 @@ def _order(model: PreTrainedModel, parts: Parts) -> list[str]:
     return [*before, *layers, *parts.after]
 
 
-def with_stand_ins(model: PreTrainedModel, parts: Parts, layers: Sequence[range]) -> list[PreTrainedModel]:
+def stage_models(model: PreTrainedModel, parts: ModelParts, layers: Sequence[range]) -> list[PreTrainedModel]:
     """The model once for each stage, with the model's own modules, and stand-ins for those of other stages."""
     last = len(layers) - 1
     return [shallow_copy(model, parts, indices, first=i == 0, last=i == last) for i, indices in enumerate(layers)]
 
 
-def cut(model: PreTrainedModel, parts: Parts, layers: Sequence[range], mine: Sequence[int]) -> tuple[Stage, ...]:
+def cut(model: PreTrainedModel, parts: ModelParts, layers: Sequence[range], mine: Sequence[int]) -> tuple[Stage, ...]:
     """This rank's stages of a model, whose other modules are freed: afterwards the model itself is of no use.
 
     Each has its own copy of a parameter that several stages have. Raises ModelError, before anything is changed, for
     modules that stages share in part.
     """
     argument = embedding_argument(trace_parts(model, parts, shard=Probe())[0], parts.layers)
-    models = with_stand_ins(model, parts, layers)
+    models = stage_models(model, parts, layers)
     refuse_shared_in_part(model, models)
     shared = shared_parameters(model, models)
-    give_own_copies([models[index] for index in mine])
+    separate_copies([models[index] for index in mine])
     stages = tuple(Stage(models[i], i, layers, shared, with_embedding=argument is not None) for i in mine)
     for layer in [getattr(decoder_of(stage.model), parts.layers)[i] for stage in stages for i in stage.layers]:
         if argument is not None:

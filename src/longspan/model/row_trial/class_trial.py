@@ -23,9 +23,9 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from longspan.errors import ModelError
 from longspan.model.experts.moe import expert_modules, mix_all_rows
 from longspan.model.layers import decoder_layers
-from longspan.model.seams.forwards.llama4 import scale_queries_by_position
-from longspan.model.seams.mixer_calls import ROWS_ALONE, redirect
-from longspan.model.seams.mixers import mixers_of
+from longspan.model.seams.attention_calls import scale_queries_by_position
+from longspan.model.seams.mixer_calls import ROWS_ALONE, set_mixer_ops
+from longspan.model.seams.mixers import find_mixers
 from longspan.model.seams.rows_alone import attend_alone
 from longspan.model.small.shrink import shrunken
 from longspan.model.small.trial import in_one_line, on_the_host
@@ -98,8 +98,8 @@ def _small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTr
     settings: Any = {"attn_implementation": _STAND_IN, "experts_implementation": "eager", "dtype": torch.float32}
     model = kind._from_config(small, **settings).double()
     scale_queries_by_position(model)  # attention's business: it is not tried here
-    for mixer in mixers_of(model).values():
-        redirect(mixer, lambda *_: ROWS_ALONE)
+    for mixer in find_mixers(model).values():
+        set_mixer_ops(mixer, lambda *_: ROWS_ALONE)
     for parameter in model.parameters():  # biases begin as zeros, which would hide them
         parameter.data += 0.1 * torch.randn_like(parameter)
     return model.train()

@@ -26,7 +26,6 @@ from longspan.model.mtp.depths import depths_of
 from longspan.model.parts import modes_restored
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.stages import Stage, StageInput
-from longspan.model.placement.sharding import reshard
 from longspan.model.row_trial.class_trial import has_experts
 from longspan.model.row_trial.observed_pass import Key, ObservedPass, Precision
 from longspan.model.row_trial.trial_rows import COUNT, TrialRows, rows_beside_others
@@ -34,6 +33,7 @@ from longspan.model.seams.call_rules import call_rules, is_prepared
 from longspan.model.seams.hint import doctor_hint
 from longspan.model.seams.meta_pass import attributes_restored
 from longspan.model.seams.rows_alone import RowsAlone
+from longspan.model.sharding import reshard
 
 
 def try_rows(model: nn.Module, world: World, *, backward: bool) -> None:

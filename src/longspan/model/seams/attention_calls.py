@@ -3,25 +3,69 @@
 `attention` goes through transformers' AttentionInterface under the name "longspan". No mask function is registered
 under that name, so transformers builds no mask: the shard owns masking. Keyword arguments given to the model reach
 every decoder layer, and the shard is one of them; the model's modules keep no communication state.
+
+Llama 4's layers of type "chunked_attention" let a row see those of its own chunk of `attention_chunk_size` positions,
+which `attend` does by its `chunk`. Its layers without rotary positions scale their queries by position, which stock
+transformers counts among the rows of a call: here by the rows' own positions.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from longspan.attention import attend
 from longspan.comm import SequenceShard, world_of
 from longspan.errors import ModelError
-from longspan.model.layers import reads_other_modalities
+from longspan.model.layers import architecture_name, reads_other_modalities
 from longspan.model.seams.call_rules import call_rules, refuse_positions
 from longspan.model.seams.first_pass import recorded_calls
-from longspan.model.seams.forwards.llama4 import chunk_of, scaled_by_position
-from longspan.model.seams.layer_arguments import kernel_of_layer, shard_of_layer
+from longspan.model.seams.layer_arguments import check_shard, find_shard, kernel_of_layer, shard_of_layer
 from longspan.model.seams.probe import Probe, RecordedCall, unknown_tensors
 from longspan.model.seams.randomness import refuse_randomness
 from longspan.model.seams.rows_alone import RowsAlone, attend_alone
+
+_BY_POSITION = "scales_queries_by_position"
+
+
+def scale_queries_by_position(model: nn.Module) -> None:
+    """Leave the temperature of every attention module that has one to our attention function."""
+    for module in model.modules():
+        if has_temperature(module):
+            attention: Any = module
+            attention.attn_temperature_tuning = False
+            setattr(attention, _BY_POSITION, True)
+
+
+def has_temperature(module: nn.Module) -> bool:
+    """Whether this attention module scales queries by the number of a row among those that it is given."""
+    return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
+
+
+def is_llama4_temperature(module: nn.Module) -> bool:
+    """Whether it has the numbers of its temperature, as Llama 4's does."""
+    return all(isinstance(getattr(module, name, None), int | float) for name in ("floor_scale", "attn_scale"))
+
+
+def scale_queries(module: Any, query: Tensor, position_ids: Tensor) -> Tensor:
+    """Scale the queries (1, N, T, H) of an attention module by positions (T,), if it does that."""
+    if not getattr(module, _BY_POSITION, False):
+        return query
+    steps = torch.floor((position_ids.float() + 1.0) / module.floor_scale)
+    scales = torch.log1p(steps) * module.attn_scale + 1.0
+    return (query * scales[:, None]).to(query.dtype)
+
+
+def chunk_of(module: nn.Module) -> int | None:
+    """How many positions see each other in this attention module's layer; None if all earlier ones are seen."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    types = getattr(config, "layer_types", None)
+    if not types or not isinstance(layer, int) or not 0 <= layer < len(types) or types[layer] != "chunked_attention":
+        return None
+    return getattr(config, "attention_chunk_size", None)
+
 
 IMPLEMENTATION = "longspan"
 _BOUNDS = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # of packed rows
@@ -57,8 +101,13 @@ def attention(
         calls.append(RecordedCall(module, causal, softcap, s_aux is not None, unknown, *sizes, **limits))
     if isinstance(shard, Probe):
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
-    rows = _checked_shard(module, query, attention_mask, shard)
-    query = scaled_by_position(module, query, rows.position_ids)
+    name = type(module).__name__
+    rows = check_shard(name, shard, query.shape[0], query.shape[2])
+    if attention_mask is not None:
+        raise ModelError(
+            f"{name} got a mask of shape {tuple(attention_mask.shape)}; the shard says which rows see which"
+        )
+    query = scale_queries(module, query, rows.position_ids)
     if isinstance(rows, RowsAlone):
         return attend_alone(query, key, value, scaling), None
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, N, H), (T, K, H), (T, K, H)
@@ -94,17 +143,14 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     if len(args) > 1:
         raise ModelError(f"call {_call(model)} with keyword arguments; got {len(args)} positional ones")
     inputs = {**({"input_ids": args[0]} if args else {}), **{k: v for k, v in kwargs.items() if v is not None}}
-    shard = inputs.get("shard")
-    if isinstance(shard, Probe):
+    if isinstance(inputs.get("shard"), Probe):
         return (), inputs
-    if not isinstance(shard, SequenceShard):
-        got = "no shard" if shard is None else f"shard={type(shard).__name__}"
-        raise ModelError(f"{_name(model)} got {got}; call {_call(model)} with shard = bind(micro_batch, world)")
+    shard = find_shard(architecture_name(model), inputs.get("shard"), _call(model))
     _refuse_arguments(model, inputs)
     refuse_randomness(model, training=model.training)
     for name in ("input_ids", "inputs_embeds", "position_ids"):
         if name in inputs:
-            inputs[name] = _one_row_of(name, inputs[name], shard)
+            inputs[name] = _as_one_row(name, inputs[name], shard)
     rules = call_rules(model)
     rules.check_rows(shard)
     rules.check_spans(shard)
@@ -113,6 +159,7 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def _refuse_arguments(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    architecture = architecture_name(model)
     reasons = {
         "labels": "labels would be shifted across rows that are not neighbours; use longspan.run_step",
         "attention_mask": "the shard says which rows see which; leave attention_mask out",
@@ -124,29 +171,31 @@ def _refuse_arguments(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     }
     for name, reason in reasons.items():
         if inputs.get(name) is not None and inputs[name] is not False:
-            raise ModelError(f"{_name(model)} got {name}=: {reason}")
+            raise ModelError(f"{architecture} got {name}=: {reason}")
     if "position_ids" not in inputs:
-        raise ModelError(f"{_name(model)} got no position_ids; the local rows are not consecutive: call {_call(model)}")
+        raise ModelError(
+            f"{architecture_name(model)} got no position_ids; the local rows are not consecutive: call {_call(model)}"
+        )
     if isinstance(model, PreTrainedModel) and reads_other_modalities(model):
         _refuse_other_modalities(model, inputs)
 
 
 def _refuse_other_modalities(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Through a wrapper of several modalities text alone is exact: its text model sees nothing else."""
+    """Refuse inputs other than text through a wrapper of several modalities, whose text model sees only text."""
     texts = {"input_ids", "inputs_embeds", "position_ids", "shard", "future_ids"}
     others = [k for k, value in inputs.items() if k not in texts and isinstance(value, Tensor | list | dict)]
     if others:
         raise ModelError(
-            f"{_name(model)} got {', '.join(f'{name}=' for name in others)}: through it text alone is exact; "
-            "for images and the like give its encoder and its language model homes of their own "
+            f"{architecture_name(model)} got {', '.join(f'{name}=' for name in others)}: through it text alone is "
+            "exact; for images and the like give its encoder and its language model homes of their own "
             "(longspan.MultimodalModel, docs/bridge.md)"
         )
 
 
-def _one_row_of(name: str, x: Tensor, shard: SequenceShard) -> Tensor:
+def _as_one_row(name: str, x: Tensor, shard: SequenceShard) -> Tensor:
     """The tensor as (1, T, …), checked against the shard's T rows; positions in parts (M-RoPE) as (n, 1, T)."""
     if name == "position_ids" and x.ndim == 3 and x.shape[0] in PARTS_OF_POSITIONS and x.shape[1] == 1:
-        _one_row_of(name, x[0], shard)
+        _as_one_row(name, x[0], shard)
         return x
     plain = 2 if name == "inputs_embeds" else 1
     x = x.unsqueeze(0) if x.ndim == plain else x
@@ -159,32 +208,10 @@ def _one_row_of(name: str, x: Tensor, shard: SequenceShard) -> Tensor:
     return x
 
 
-def _checked_shard(module: nn.Module, query: Tensor, mask: Tensor | None, shard: object) -> SequenceShard:
-    where = type(module).__name__
-    if not isinstance(shard, SequenceShard):
-        raise ModelError(
-            f"{where} got no shard, so it cannot know which rows it holds; call model(..., shard=shard) with "
-            "shard = bind(micro_batch, world)"
-        )
-    if mask is not None:
-        raise ModelError(f"{where} got a mask of shape {tuple(mask.shape)}; the shard says which rows see which")
-    if query.shape[0] != 1 or query.shape[2] != shard.local_rows:
-        raise ModelError(
-            f"{where} got queries of {query.shape[0]} x {query.shape[2]} rows; the shard is one packed row of "
-            f"{shard.local_rows}"
-        )
-    return shard
-
-
 def layer_index(module: nn.Module) -> int | None:
     """The global layer index that transformers gives an attention module."""
     return getattr(module, "layer_idx", None)
 
 
-def _name(model: nn.Module) -> str:
-    """The architecture's name, which FSDP2 puts a word before."""
-    return type(model).__name__.removeprefix("FSDP")
-
-
 def _call(model: nn.Module) -> str:
-    return f"{_name(model)}(input_ids=ids, position_ids=shard.position_ids[None], shard=shard)"
+    return f"{architecture_name(model)}(input_ids=ids, position_ids=shard.position_ids[None], shard=shard)"

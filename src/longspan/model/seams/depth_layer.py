@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.layers import decoder_layers
-from longspan.model.mtp.layer_inputs import CopiedLayer, NotedLayer, made_of_parameters, without_layers
+from longspan.model.mtp.layer_inputs import CopiedLayer, NotedLayer, depends_on_parameters, without_layers
 from longspan.model.seams.meta_pass import run_on_meta
 
 
@@ -27,7 +27,7 @@ def layer_to_copy(model: PreTrainedModel) -> CopiedLayer:
         return CopiedLayer(last)
     _refuse_streams(model, noted[last])
     index, outputs = _last_alone(model, last, noted[last].outputs), noted[last].outputs
-    return CopiedLayer(index, index != last or made_of_parameters(noted[index].note.call), outputs)
+    return CopiedLayer(index, index != last or depends_on_parameters(noted[index].note.call), outputs)
 
 
 def _noted(model: PreTrainedModel) -> list[NotedLayer] | None:

@@ -1,4 +1,4 @@
-"""What a decoder layer was called with, for attention inside it that the layer does not hand its keyword arguments to.
+"""What a decoder layer was called with, for attention inside it that does not get the layer's keyword arguments.
 
 Nemotron's and StableLM's layers call attention with arguments of their own, and Mamba 2's language model its layers.
 Hooks on the model and on every decoder layer note the shard, the kernel and what follows routers for as long as they
@@ -14,8 +14,42 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
+from longspan.comm import SequenceShard
+from longspan.errors import ModelError
 from longspan.model.layers import decoder_layers
-from longspan.model.mtp.depths import mtp_blocks
+from longspan.model.mtp.depths import find_copied_layer, mtp_blocks
+
+
+def find_shard(name: str, shard: object, call: str = "model(..., shard=shard)") -> SequenceShard:
+    """The shard that a model or layer of this name was called with. Raises ModelError for something else."""
+    if isinstance(shard, SequenceShard):
+        return shard
+    got = "no shard" if shard is None else f"shard={type(shard).__name__}"
+    raise ModelError(f"{name} got {got}; call {call} with shard = bind(micro_batch, world)")
+
+
+def check_shard(name: str, shard: object, batch: int, rows: int) -> SequenceShard:
+    """The shard that a layer of this name was called with, which must be one packed row of all the layer's rows."""
+    shard = find_shard(name, shard)
+    if batch != 1 or rows != shard.local_rows:
+        raise ModelError(f"{name} got {batch} x {rows} rows; the shard is one packed row of {shard.local_rows}")
+    return shard
+
+
+def number_layers(model: PreTrainedModel) -> None:
+    """From here on, a module with `layer_idx` -1 gets the index of its decoder layer, if it is in only one.
+
+    In a depth of multi-token prediction it gets that of the layer that the depth copies.
+    """
+    layers_of: dict[int, tuple[Any, set[int]]] = {}
+    depths = [(find_copied_layer(model).index, block) for block in mtp_blocks(model).values()]
+    for index, layer in (*enumerate(decoder_layers(model).values()), *depths):
+        for module in layer.modules():
+            if getattr(module, "layer_idx", None) == -1:
+                layers_of.setdefault(id(module), (module, set()))[1].add(index)
+    for module, indices in layers_of.values():
+        if len(indices) == 1:
+            module.layer_idx = indices.pop()
 
 
 class _Running(NamedTuple):
@@ -42,13 +76,13 @@ def kernel_of_layer() -> str | None:
 
 
 def router_of_layer() -> Any:
-    """What follows the routers of the pass that is running; None where nothing does."""
+    """The router statistics of the pass that is running; None if there are none."""
     layer = _running.get()
     return None if layer is None else layer.router
 
 
 def keep_layer_arguments(model: PreTrainedModel) -> None:
-    """From here on, attention in the model's decoder layers can ask what its layer, or the model, was called with."""
+    """From here on, attention in decoder layers can look up what its layer, or the model, was called with."""
     for layer in (model, *decoder_layers(model).values(), *mtp_blocks(model).values()):
         layer.register_forward_pre_hook(_enter, with_kwargs=True)
         layer.register_forward_hook(_leave, always_call=True)
@@ -57,20 +91,20 @@ def keep_layer_arguments(model: PreTrainedModel) -> None:
 def within_layer(run: Callable[..., Any]) -> Callable[..., Any]:
     """A layer's forward, bound to its keyword arguments by `functools.partial`, that notes them whenever it is called.
 
-    Another callable, a layer itself say, is returned as it is.
+    Another callable, such as a layer itself, is returned as it is.
     """
     keywords: Mapping[str, Any] = getattr(run, "keywords", {})
     if "shard" not in keywords and (running := _running.get()) is not None:
         keywords = {"shard": running.shard, "attention_kernel": running.attention_kernel, "router": running.router}
-    return _noting(run, keywords) if keywords.get("shard") is not None else run
+    return _note_around(run, keywords) if keywords.get("shard") is not None else run
 
 
-def _noting(run: Callable[..., Any], keywords: Mapping[str, Any]) -> Callable[..., Any]:
-    def noted(*args: Any) -> Any:
+def _note_around(run: Callable[..., Any], keywords: Mapping[str, Any]) -> Callable[..., Any]:
+    def run_and_note(*args: Any) -> Any:
         with _arguments(keywords):
             return run(*args)
 
-    return noted
+    return run_and_note
 
 
 @contextmanager

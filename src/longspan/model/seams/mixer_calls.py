@@ -1,7 +1,7 @@
 """What the mixers of transformers call in place of their own kernels: the same arguments, over a sharded sequence.
 
 A mixer's class, weights and keys stay. An instance gets its own class's forward with other names behind it: where it
-says `causal_conv1d_fn` or the name of a scan, functions of this module are found. Projections, gates, norms and
+calls `causal_conv1d_fn` or a scan by its name, functions of this module run. Projections, gates, norms and
 multipliers are the model's own code.
 
 Tensors have a batch of one packed row. Each function computes in the precision that the fallbacks of transformers do,
@@ -11,7 +11,7 @@ float32 or better, and returns what they return, without states of a cache.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,80 +21,107 @@ from transformers.activations import ACT2FN
 
 from longspan.comm import SequenceShard
 from longspan.errors import LayoutError, ModelError
-from longspan.model.seams.layer_arguments import shard_of_layer
-from longspan.model.seams.mixers import mixers_of, with_functions
+from longspan.model.seams.layer_arguments import check_shard, shard_of_layer
+from longspan.model.seams.mixers import find_mixers, replace_functions
 from longspan.model.seams.probe import Probe
 from longspan.model.seams.rows_alone import RowsAlone, convolve_alone, scan_alone
-from longspan.ssm import causal_conv, linear_scan, scan_kernel, unit
+from longspan.ssm import causal_conv, kernel_of, linear_scan, unit
 from longspan.ssm.kernels import check_asked
 from longspan.ssm.kernels.call import state_dtype
 
-Convolution = Callable[[Tensor, Tensor, Tensor | None, bool], Tensor]
-Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
 _EPSILON = 1e-6  # of the norm of queries and keys, as in flash-linear-attention
 
 
-@dataclass(frozen=True)
-class Rows:
-    """How a mixer's rows meet: its convolution (T, C) and its scan (T, H, ·), as `longspan.ssm` has them.
+class MixerOps(Protocol):
+    """What a mixer computes across rows: its convolution (T, C) and its scan (T, H, ·), as `longspan.ssm` has them.
 
-    `kernels` are the names of those asked for, of which the scan takes its own.
+    `kernels` are the names of those requested; the scan takes its own among them.
     """
 
-    convolution: Convolution
-    scan: Scan
+    @property
+    def kernels(self) -> tuple[str, ...]: ...
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor: ...
+
+    def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float) -> Tensor: ...
+
+
+FindOps = Callable[[object, int, int], MixerOps]  # of the `shard=` of a call, its batch and its rows
+
+
+@dataclass(frozen=True)
+class ShardedMixerOps:
+    """Over the rows of a shard."""
+
+    shard: SequenceShard
     kernels: tuple[str, ...] = ()
 
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+        """Each row with the rows before it in its document."""
+        return causal_conv(x, weight, bias, self.shard, silu=silu, kernels=self.kernels)
 
-class OverShard:
-    """The rows of the shard that a mixer, or the decoder layer around it, was called with."""
-
-    def __init__(self, name: str, kernels: tuple[str, ...] = ()) -> None:
-        self.name, self.kernels = name, kernels
-
-    def __call__(self, shard: object, batch: int, rows: int) -> Rows:
-        """Raises ModelError without a shard, with more than one batch row, or with other rows than the shard's."""
-        shard = shard_of_layer() if shard is None else shard
-        if isinstance(shard, Probe):
-            return _SHAPES
-        if not isinstance(shard, SequenceShard):
-            raise ModelError(
-                f"{self.name} got no shard, so it cannot know which rows it holds; call model(..., shard=shard) with "
-                "shard = bind(micro_batch, world)"
-            )
-        if batch != 1 or rows != shard.local_rows:
-            raise ModelError(
-                f"{self.name} got {batch} x {rows} rows; the shard is one packed row of {shard.local_rows}"
-            )
-        if isinstance(shard, RowsAlone):
-            return ROWS_ALONE
-        return Rows(
-            lambda x, weight, bias, silu: causal_conv(x, weight, bias, shard, silu=silu, kernels=self.kernels),
-            lambda q, k, v, g, beta, scale: linear_scan(q, k, v, g, beta, shard, scale, kernels=self.kernels),
-            self.kernels,
-        )
+    def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float) -> Tensor:
+        """The recurrence over each document."""
+        return linear_scan(q, k, v, g, beta, self.shard, scale, kernels=self.kernels)
 
 
-# For passes that show shapes; and for rows that see themselves alone, by which what is around a mixer can be tried.
-_SHAPES = Rows(lambda x, weight, bias, silu: torch.empty_like(x), lambda q, k, v, g, beta, scale: torch.empty_like(v))
-ROWS_ALONE = Rows(convolve_alone, scan_alone)
-RowsOf = Callable[[object, int, int], Rows]
+@dataclass(frozen=True)
+class SeparateMixerOps:
+    """For rows that see only themselves, by which everything around a mixer can be tried."""
+
+    kernels: tuple[str, ...] = ()
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+        """Each row by itself."""
+        return convolve_alone(x, weight, bias, silu)
+
+    def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float) -> Tensor:
+        """Each row by itself."""
+        return scan_alone(q, k, v, g, beta, scale)
 
 
-def calls_of(rows_of: RowsOf) -> dict[str, Callable[..., Any]]:
-    """The functions by the names under which mixers call them."""
-    delta_rule = partial(_delta_rule, rows_of)
+@dataclass(frozen=True)
+class _ShapeOps:
+    """For passes on the meta device, which show shapes."""
+
+    kernels: tuple[str, ...] = ()
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+        return torch.empty_like(x)
+
+    def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float) -> Tensor:
+        return torch.empty_like(v)
+
+
+ROWS_ALONE = SeparateMixerOps()
+
+
+def _find_ops(name: str, kernels: tuple[str, ...], shard: object, batch: int, rows: int) -> MixerOps:
+    """The operations over the shard that a mixer of this name, or the decoder layer around it, was called with.
+
+    Raises ModelError without a shard, with more than one batch row, or with other rows than the shard's.
+    """
+    shard = shard_of_layer() if shard is None else shard
+    if isinstance(shard, Probe):
+        return _ShapeOps()
+    checked = check_shard(name, shard, batch, rows)
+    return ROWS_ALONE if isinstance(checked, RowsAlone) else ShardedMixerOps(checked, kernels)
+
+
+def kernel_replacements(find_ops: FindOps) -> dict[str, Callable[..., Any]]:
+    """What mixers call in place of their own kernels, by the names under which they call them."""
+    delta_rule = partial(_delta_rule, find_ops)
     return {
-        "causal_conv1d_fn": partial(_convolve, rows_of),
+        "causal_conv1d_fn": partial(_convolve, find_ops),
         "torch_chunk_gated_delta_rule": delta_rule,
         "chunk_kimi_delta_attention": delta_rule,
-        "mamba2_chunk_scan": partial(_mamba2, rows_of),
+        "mamba2_chunk_scan": partial(_mamba2, find_ops),
         "mamba2_split_conv1d_scan_combined": lambda *_, **__: None,  # a fused kernel, which may decline
     }
 
 
 def _convolve(
-    rows_of: RowsOf,
+    find_ops: FindOps,
     hidden_states: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -105,13 +132,13 @@ def _convolve(
     """hidden_states (1, C, T), weight (C, W) -> (1, C, T)."""
     x = hidden_states.to(weight.dtype).squeeze(0).t()
     silu = activation in ("silu", "swish")
-    y = rows_of(shard, len(hidden_states), len(x)).convolution(x, weight, bias, silu)
+    y = find_ops(shard, len(hidden_states), len(x)).convolve(x, weight, bias, silu)
     y = y if activation is None or silu else ACT2FN[activation](y)
     return y.to(hidden_states.dtype).t().unsqueeze(0)
 
 
 def _delta_rule(
-    rows_of: RowsOf,
+    find_ops: FindOps,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -124,16 +151,16 @@ def _delta_rule(
 ) -> tuple[Tensor, None]:
     """query, key (1, T, K heads, K), value (1, T, H, V), g (1, T, H) or (1, T, H, K), beta (1, T, H)."""
     _refuse_state(initial_state)
-    rows = rows_of(shard, len(query), query.shape[1])
+    ops = find_ops(shard, len(query), query.shape[1])
     q, k, v, decay, weight = (x.squeeze(0) for x in (query, key, value, g, beta))
     if use_qk_l2norm_in_kernel:
         q, k = unit(q, _EPSILON), unit(k, _EPSILON)
     decay = decay if decay.ndim == 3 else decay.unsqueeze(-1)
-    return rows.scan(q, k, v, decay, weight, q.shape[-1] ** -0.5).to(query.dtype).unsqueeze(0), None
+    return ops.scan(q, k, v, decay, weight, q.shape[-1] ** -0.5).to(query.dtype).unsqueeze(0), None
 
 
 def _mamba2(
-    rows_of: RowsOf,
+    find_ops: FindOps,
     x: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -152,14 +179,14 @@ def _mamba2(
     _refuse_state(initial_states)
     if z is not None:
         raise ModelError("a Mamba 2 layer gives its gate to the scan (z), which no known layer does")
-    rows = rows_of(shard, len(x), x.shape[1])
+    ops = find_ops(shard, len(x), x.shape[1])
     wide = state_dtype(x.dtype)
     v, step, k, q = (t.squeeze(0) for t in (x, dt, B, C))
     step = step.to(wide) if dt_bias is None else step.to(wide) + dt_bias
     step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
-    half = scan_kernel(v, k.shape[-1], delta=False, kernel_names=rows.kernels).half
+    half = kernel_of(v, k.shape[-1], delta=False, asked=ops.kernels).half
     values = (v * step.unsqueeze(-1)).to(v.dtype if half else wide)
-    out = rows.scan(q, k, values, (step * A).unsqueeze(-1), None, 1.0)
+    out = ops.scan(q, k, values, (step * A).unsqueeze(-1), None, 1.0)
     out = out if D is None else out + D.unsqueeze(-1) * v
     return out.to(x.dtype).unsqueeze(0)
 
@@ -170,10 +197,10 @@ def _refuse_state(state: Tensor | None) -> None:
 
 
 def check_kernels(model: PreTrainedModel, kernels: tuple[str, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Raises ModelError for kernels of state-space layers that were asked for and cannot be used here."""
+    """Raise ModelError for requested kernels of state-space layers that cannot be used here."""
     if not kernels:
         return
-    if not mixers_of(model):
+    if not find_mixers(model):
         raise ModelError(
             f"kernels of state-space layers are {', '.join(kernels)}, and {type(model).__name__} has no such layers; "
             "leave them out"
@@ -186,10 +213,10 @@ def check_kernels(model: PreTrainedModel, kernels: tuple[str, ...], dtype: torch
 
 def shard_mixers(model: PreTrainedModel, kernels: tuple[str, ...] = ()) -> None:
     """From here on, the model's mixers run over the shard that their layers are called with, by `kernels`."""
-    for name, mixer in mixers_of(model).items():
-        redirect(mixer, OverShard(f"{name} ({type(mixer).__name__})", kernels))
+    for name, mixer in find_mixers(model).items():
+        set_mixer_ops(mixer, partial(_find_ops, f"{name} ({type(mixer).__name__})", kernels))
 
 
-def redirect(mixer: nn.Module, rows_of: RowsOf) -> None:
-    """Give an instance its class's forward with the functions of this module for these rows."""
-    with_functions(mixer, calls_of(rows_of))
+def set_mixer_ops(mixer: nn.Module, find_ops: FindOps) -> None:
+    """Give an instance its class's forward with the functions of this module over these operations."""
+    replace_functions(mixer, kernel_replacements(find_ops))

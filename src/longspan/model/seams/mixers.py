@@ -1,8 +1,8 @@
 """State-space layers of transformers ("mixers"), recognised by what their forward calls.
 
 Gated delta nets, Kimi's delta attention, Mamba 2 and short convolutions, of whatever family. A module with a
-convolution whose forward calls anything that is not known here is no mixer that is known, and `refusals.py` names it.
-How a mixer that is known runs over a sharded sequence: `mixer_calls.py`.
+convolution whose forward calls anything else is not recognised, and is refused by name. How a mixer runs over a sharded
+sequence is in `mixer_calls.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from torch import nn
 
 from longspan.model.seams.set_forwards import inside_wrappers
 
-ROWS_ALONE = ("mlp", "moe")  # types of layers in which rows do not meet, as Nemotron-H names them
+ROWWISE_LAYER_TYPES = ("mlp", "moe")  # types of layers in which rows do not meet, as Nemotron-H names them
 _SCANS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan")
 _CONVOLUTION = "causal_conv1d_fn"
 _KNOWN = frozenset({
@@ -28,42 +28,42 @@ _KNOWN = frozenset({
 })  # fmt: skip
 
 
-def mixers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The mixers of a model that are known, by name."""
+def find_mixers(model: nn.Module) -> dict[str, nn.Module]:
+    """Find the mixers of a model, by name."""
     return {name: module for name, module in model.named_modules() if is_mixer(module)}
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """Whether its class's forward is that of a mixer which is known here: a causal convolution, and a scan or none."""
+    """Whether its class's forward is that of a mixer recognised here: a causal convolution, and a scan or none."""
     convolutions = [child for child in module.children() if isinstance(child, nn.Conv1d)]
     if not convolutions:
         return False
-    called = _functions_of(own_forward(module))
+    called = _called_functions(class_forward(module))
     return _CONVOLUTION in called and called <= _KNOWN
 
 
-def with_functions(mixer: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> None:
+def replace_functions(mixer: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> None:
     """Give an instance its class's forward, in which these names stand for these functions."""
-    forward = own_forward(mixer)
+    forward = class_forward(mixer)
     names = {**forward.__globals__, **{k: f for k, f in functions.items() if k in forward.__code__.co_names}}
     copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     copy.__kwdefaults__ = forward.__kwdefaults__
     mixer.forward = MethodType(copy, mixer)
 
 
-def in_torch(model: nn.Module) -> None:
+def use_torch_operations(model: nn.Module) -> None:
     """Let mixers call transformers' own operations, which run everywhere, whatever kernels are installed."""
-    for mixer in mixers_of(model).values():
-        called = {name: own_forward(mixer).__globals__[name] for name in _functions_of(own_forward(mixer))}
-        with_functions(mixer, {name: inside_wrappers(function) for name, function in called.items()})
+    for mixer in find_mixers(model).values():
+        called = {name: class_forward(mixer).__globals__[name] for name in _called_functions(class_forward(mixer))}
+        replace_functions(mixer, {name: inside_wrappers(function) for name, function in called.items()})
 
 
-def own_forward(module: nn.Module) -> FunctionType:
-    """The forward that its class defines, inside what transformers wraps around it; `refusals.py` refuses others."""
+def class_forward(module: nn.Module) -> FunctionType:
+    """The forward that its class defines, without what transformers wraps around it; others are refused."""
     return inside_wrappers(type(module).forward)
 
 
-def _functions_of(forward: Any) -> set[str]:
+def _called_functions(forward: Any) -> set[str]:
     """Names of functions of its module that a forward calls."""
     if not isinstance(forward, FunctionType):
         return set()

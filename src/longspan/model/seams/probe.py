@@ -22,7 +22,7 @@ from longspan.model.layers import decoder_layers
 from longspan.model.parts import modes_restored
 from longspan.model.seams.hint import doctor_hint
 from longspan.model.seams.meta_pass import VALUES_READ, run_on_meta
-from longspan.model.seams.mixers import ROWS_ALONE, mixers_of
+from longspan.model.seams.mixers import ROWWISE_LAYER_TYPES, find_mixers
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _cause(error: Exception) -> str:
 
 def check_calls(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None:
     """Raise ModelError, naming the modules, where by the attention calls of a pass the model would not be exact."""
-    mixers = {id(mixer) for mixer in mixers_of(model).values()}  # which find the shard, or fail
+    mixers = {id(mixer) for mixer in find_mixers(model).values()}  # which find the shard, or fail
     _refuse_bypass(model, mixers | {id(call.module) for call in calls})
     _refuse_features(model, calls)
 
@@ -112,7 +112,7 @@ def _refuse_bypass(model: PreTrainedModel, reached: set[int]) -> None:
     bypassing: list[str] = []
     types = getattr(model.config.get_text_config(), "layer_types", None) or []
     for index, (name, layer) in enumerate(decoder_layers(model).items()):
-        if index < len(types) and types[index] in ROWS_ALONE:
+        if index < len(types) and types[index] in ROWWISE_LAYER_TYPES:
             continue
         if not any(id(module) in reached for module in layer.modules()):
             bypassing.append(next((f"{name}.{child}" for child, _ in _attention_modules(layer)), name))

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError, counted
-from longspan.model.adapters import adapter_of
+from longspan.model.lora.adapters import adapter_of
 from longspan.model.parts import modes_restored
 from longspan.model.seams.call_rules import call_rules
 from longspan.model.seams.meta_pass import run_on_meta

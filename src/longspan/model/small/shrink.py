@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from longspan.errors import ModelError, counted
-from longspan.model.seams.mixers import in_torch
+from longspan.model.seams.mixers import use_torch_operations
 from longspan.model.small.image_values import least_layers, small_image_values
 from longspan.model.small.kept_layers import kept_layers, small_periods
 from longspan.model.small.overrides import OVERRIDES
@@ -83,7 +83,7 @@ def tiny_model(
             if buffer.is_floating_point() and name.endswith("bias"):
                 buffer += 0.1 * torch.randn_like(buffer)
     model.config.dtype = dtype
-    in_torch(model)
+    use_torch_operations(model)
     return cast(PreTrainedModel, cast(Any, model).to(dtype))
 
 

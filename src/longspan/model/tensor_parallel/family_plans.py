@@ -80,7 +80,7 @@ _OURS: dict[str, dict[str, str]] = {  # what transformers 5.17 to 5.23 lacks
 _HEAD = {"lm_head": GATHERED[0]}
 
 
-def plan_of(model: PreTrainedModel) -> dict[str, str]:
+def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
     """The style of every module and parameter that has one, by its name in the model.
 
     Raises ModelError for a model without a plan.

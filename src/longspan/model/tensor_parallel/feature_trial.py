@@ -14,15 +14,15 @@ from torch.func import functional_call
 
 from longspan.errors import ModelError
 from longspan.model.tensor_parallel.family_plans import COLWISE, ROWWISE
-from longspan.model.tensor_parallel.plan import Placed, blocks_of
+from longspan.model.tensor_parallel.plan import StyledModule, split_blocks
 
 _FEATURES = 64  # of a trial: an even number, large enough for some to pass a threshold of the largest twentieth
 
 
-def refuse_mixed_features(model: nn.Module, placed: Sequence[Placed]) -> None:
+def refuse_mixed_features(model: nn.Module, placed: Sequence[StyledModule]) -> None:
     """Raise ModelError, naming it, for a block whose features depend on each other where they are split."""
     styles = {id(entry.module): entry.style for entry in placed}
-    for name in sorted(blocks_of(placed)):
+    for name in sorted(split_blocks(placed)):
         block = model.get_submodule(name)
         if mixes_features(block, styles):
             raise ModelError(

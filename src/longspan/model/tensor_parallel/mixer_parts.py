@@ -1,4 +1,4 @@
-"""How the parameters of a mixer divide over tensor-parallel ranks: heads or channels; names and integers alone.
+"""How the parameters of a mixer divide over tensor-parallel ranks: heads or channels; names and integers only.
 
 A rank has consecutive heads. A projection, or a convolution, may make several things for all heads, one after another,
 as [gate | x | B | C | dt] in Mamba 2: a rank's rows of it are then several runs. B and C of Mamba 2 belong to a group
@@ -21,7 +21,7 @@ from longspan.errors import ModelError
 
 @dataclass(frozen=True)
 class Even:
-    """Rows of which every rank has an equal slice."""
+    """Rows that are divided into equal slices, one a rank."""
 
     size: int
 
@@ -96,7 +96,7 @@ def packed(size: int, count: int) -> Fused:
 class MixerParts:
     """What a tensor-parallel rank has of a mixer.
 
-    `heads` is what tp must divide, by name; `rows` says of children and own tensors how their dim of that size divides;
+    `heads` is what tp must divide, by name; `rows` is how that dim of children and tensors of its own divides;
     `whole` are those that every rank applies to its heads; `output` is the projection back; `attributes` are
     numbers of the mixer and of modules in it, as on a rank.
     """
@@ -207,7 +207,7 @@ _KINDS: Sequence[tuple[tuple[str, ...], Callable[[Any, int], MixerParts]]] = (
 )
 
 
-def tensors_of(mixer: nn.Module, place: str) -> Iterator[tuple[str, nn.Module, str]]:
+def tensors_at(mixer: nn.Module, place: str) -> Iterator[tuple[str, nn.Module, str]]:
     """(name, owner, its name there) of the parameters and buffers at this place: a child's, or one of the mixer's own
     or a child's."""
     for name, _ in (*mixer.named_parameters(), *mixer.named_buffers()):

@@ -19,8 +19,8 @@ from torch.func import functional_call
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.adapters import base_module
-from longspan.model.seams.mixers import mixers_of
+from longspan.model.lora.adapters import base_module
+from longspan.model.seams.mixers import find_mixers
 from longspan.model.tensor_parallel.family_plans import (
     COLWISE,
     EMBEDDING,
@@ -31,17 +31,17 @@ from longspan.model.tensor_parallel.family_plans import (
     PARTIAL_GRADIENT,
     ROWWISE,
     SPLIT_INPUT,
-    plan_of,
+    tensor_parallel_plan,
 )
 from longspan.model.tensor_parallel.mixer_parts import mixer_parts
 
 KNOWN = (COLWISE, ROWWISE, PACKED, *GATHERED, SPLIT_INPUT, PARTIAL_GRADIENT, EMBEDDING, HEADS, MIXER)
 _PLACE = re.compile(r"\.\d+\.")
-_WITHOUT_EFFECT = ("replicate", "local_params")  # the latter: of a module whose own parameters have their style beside
+_WITHOUT_EFFECT = ("replicate", "local_params")  # the latter: of a module whose own parameters have a style
 
 
-class Placed(NamedTuple):
-    """One entry of a plan found in a model: `name` is a module's, or with `parameter` that of a module's own."""
+class StyledModule(NamedTuple):
+    """A module with its style, or with `parameter` a parameter of its own; `name` is qualified."""
 
     name: str
     module: nn.Module
@@ -49,12 +49,12 @@ class Placed(NamedTuple):
     parameter: str | None = None
 
 
-def placed_styles(model: PreTrainedModel) -> list[Placed]:
-    """Every module and parameter that the model's plan names, with its style, in the model's order.
+def list_styles(model: PreTrainedModel) -> list[StyledModule]:
+    """List every module and parameter that the model's plan names, with its style, in the model's order.
 
     Raises ModelError for a model without a plan, and for a style that is not known, naming both.
     """
-    plan = {re.compile(re.escape(k).replace(r"\*", r"\d+")): style for k, style in plan_of(model).items()}
+    plan = {re.compile(re.escape(k).replace(r"\*", r"\d+")): style for k, style in tensor_parallel_plan(model).items()}
     placed = list(_find(model, plan))
     if unknown := sorted({f"{p.style!r} of {p.name}" for p in placed if p.style not in KNOWN}):
         raise ModelError(
@@ -64,17 +64,17 @@ def placed_styles(model: PreTrainedModel) -> list[Placed]:
     return placed
 
 
-def blocks_of(placed: Sequence[Placed]) -> set[str]:
+def split_blocks(placed: Sequence[StyledModule]) -> set[str]:
     """Modules whose input every rank takes whole, for its heads or features, by name: attention, MLP and mixers.
 
     The outermost ones, as some have linears with adapters of their own inside.
     """
     blocks = {name.rpartition(".")[0] for name, _, style, _ in placed if style in (COLWISE, PACKED)}
     blocks |= {name for name, _, style, _ in placed if style == MIXER}
-    return {name for name in blocks if not any(around in blocks for around in _around(name))}
+    return {name for name in blocks if not any(around in blocks for around in _enclosing_names(name))}
 
 
-def _around(name: str) -> Iterator[str]:
+def _enclosing_names(name: str) -> Iterator[str]:
     """The names of the modules around one of this name."""
     return (name[: dot.start()] for dot in re.finditer(r"\.", name))
 
@@ -84,21 +84,21 @@ def experts_of(layer: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in layer.named_modules() if name.rpartition(".")[2] == "experts"}
 
 
-def _find(model: PreTrainedModel, plan: Mapping[re.Pattern[str], str]) -> Iterator[Placed]:
-    mixers = mixers_of(model)
+def _find(model: PreTrainedModel, plan: Mapping[re.Pattern[str], str]) -> Iterator[StyledModule]:
+    mixers = find_mixers(model)
     inside = tuple(f"{name}." for name in mixers)
     for name, module in model.named_modules():
         if ".experts." in f".{name}." or name.startswith(inside):
             continue
         if name in mixers:
-            yield Placed(name, module, MIXER)
+            yield StyledModule(name, module, MIXER)
             continue
         if (style := _style(plan, name)) is not None:
-            yield Placed(name, module, style)
+            yield StyledModule(name, module, style)
         for parameter, _ in module.named_parameters(recurse=False):
             if (style := _style(plan, f"{name}.{parameter}")) is not None:
                 of_heads = style == COLWISE and getattr(module, parameter).ndim == 1
-                yield Placed(f"{name}.{parameter}", module, HEADS if of_heads else style, parameter)
+                yield StyledModule(f"{name}.{parameter}", module, HEADS if of_heads else style, parameter)
 
 
 def _style(plan: Mapping[re.Pattern[str], str], name: str) -> str | None:
@@ -106,26 +106,26 @@ def _style(plan: Mapping[re.Pattern[str], str], name: str) -> str | None:
     return None if style in _WITHOUT_EFFECT else style
 
 
-def check_sizes(model: PreTrainedModel, placed: list[Placed], tp: int) -> None:
+def check_sizes(model: PreTrainedModel, placed: list[StyledModule], tp: int) -> None:
     """Raise ModelError, with the sizes that would fit, where tp does not divide heads or intermediate sizes."""
     sizes = _sizes(model, placed)
-    wrong = {what: size for what, size in sizes.items() if size % tp}
+    wrong = {count: size for count, size in sizes.items() if size % tp}
     if not wrong:
         return
     common = math.gcd(*sizes.values())
     fit = [str(d) for d in range(1, common + 1) if common % d == 0]
     raise ModelError(
-        f"tp {tp} does not divide {' and '.join(f'{size} ({what})' for what, size in wrong.items())} of "
+        f"tp {tp} does not divide {' and '.join(f'{size} ({count})' for count, size in wrong.items())} of "
         f"{type(model).__name__}; use tp {', '.join(fit[:-1]) + ' or ' if len(fit) > 1 else ''}{fit[-1]}"
     )
 
 
-def _sizes(model: PreTrainedModel, placed: list[Placed]) -> dict[str, int]:
+def _sizes(model: PreTrainedModel, placed: list[StyledModule]) -> dict[str, int]:
     sizes = dict(_heads(model.config.get_text_config()))
     for name, module, style, parameter in placed:
         if style == MIXER:
             heads = mixer_parts(name, module, tp=1).heads
-            sizes |= {f"{what} of {_PLACE.sub('.*.', name)}": size for what, size in heads.items()}
+            sizes |= {f"{count} of {_PLACE.sub('.*.', name)}": size for count, size in heads.items()}
         elif parameter is not None and style == HEADS:
             sizes["numbers of " + _PLACE.sub(".*.", name)] = getattr(module, parameter).numel()
         elif parameter is not None and style != PARTIAL_GRADIENT:
@@ -158,34 +158,36 @@ def _heads(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
 _FEATURES = 8  # of the trial of a single module: any even number
 
 
-def partial_parameters(model: nn.Module, placed: Sequence[Placed]) -> list[Placed]:
+def partial_parameters(model: nn.Module, placed: Sequence[StyledModule]) -> list[StyledModule]:
     """The parameters of split blocks that the plan does not name and whose gradients are to be summed over tp.
 
-    Each once, however many blocks share it. Raises ModelError, naming them, for those of which that would not be right.
+    Each once, however many blocks share it. Raises ModelError, naming them, for those where that would be wrong.
     """
-    named = {id(p) for entry in placed for p in _parameters_of(entry)}
-    summed: dict[int, Placed] = {}
-    for block in sorted(blocks_of(placed)):
-        for entry in _of_block(model, block, placed, named):
-            summed.setdefault(id(next(_parameters_of(entry))), entry)
+    named = {id(p) for entry in placed for p in _parameters_inside(entry)}
+    summed: dict[int, StyledModule] = {}
+    for block in sorted(split_blocks(placed)):
+        for entry in _partial_in_block(model, block, placed, named):
+            summed.setdefault(id(next(_parameters_inside(entry))), entry)
     return list(summed.values())
 
 
-def _parameters_of(entry: Placed) -> Iterator[nn.Parameter]:
+def _parameters_inside(entry: StyledModule) -> Iterator[nn.Parameter]:
     if entry.parameter is None:
         yield from entry.module.parameters()
     else:
         yield getattr(entry.module, entry.parameter)
 
 
-def _of_block(model: nn.Module, name: str, placed: Sequence[Placed], named: set[int]) -> Iterator[Placed]:
+def _partial_in_block(
+    model: nn.Module, name: str, placed: Sequence[StyledModule], named: set[int]
+) -> Iterator[StyledModule]:
     block = model.get_submodule(name)
-    beside = {n: p for n, p in block.named_parameters() if id(p) not in named}
-    if not beside:
+    unnamed = {n: p for n, p in block.named_parameters() if id(p) not in named}
+    if not unnamed:
         return
     styles = {id(entry.module): entry.style for entry in placed}
-    summed = _applied_to_features(block, beside, styles)
-    for parameter in beside:
+    summed = _act_on_features(block, unnamed, styles)
+    for parameter in unnamed:
         owner, _, attribute = parameter.rpartition(".")
         module = block.get_submodule(owner)
         if parameter not in summed or module is block or not _is_elementwise(module):
@@ -195,13 +197,13 @@ def _of_block(model: nn.Module, name: str, placed: Sequence[Placed], named: set[
                 "its module works on each feature by itself between column-wise and row-wise linears, and this one "
                 "does not: use tp 1"
             )
-        yield Placed(f"{name}.{parameter}", module, PARTIAL_GRADIENT, attribute)
+        yield StyledModule(f"{name}.{parameter}", module, PARTIAL_GRADIENT, attribute)
 
 
-def _applied_to_features(block: nn.Module, names: Mapping[str, Tensor], styles: Mapping[int, str]) -> set[str]:
-    """Those of the named parameters that act on the block's output through the inputs of row-wise linears alone.
+def _act_on_features(block: nn.Module, names: Mapping[str, Tensor], styles: Mapping[int, str]) -> set[str]:
+    """The names of those parameters that act on the block's output only through the inputs of row-wise linears.
 
-    The block runs on the meta device; empty where it cannot be called with hidden states alone.
+    The block runs on the meta device; empty if it cannot be called with only hidden states.
     """
     inputs: list[Tensor] = []
 
@@ -223,11 +225,14 @@ def _applied_to_features(block: nn.Module, names: Mapping[str, Tensor], styles: 
     finally:
         for handle in handles:
             handle.remove()
-    through, around = _reached(inputs, parameters), _reached([out[0] if isinstance(out, tuple) else out], parameters)
+    through, around = (
+        _nodes_below(inputs, parameters),
+        _nodes_below([out[0] if isinstance(out, tuple) else out], parameters),
+    )
     return {name for name, inside, outside in zip(names, through, around, strict=True) if inside and not outside}
 
 
-def _reached(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[bool]:
+def _nodes_below(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[bool]:
     outputs = [x for x in outputs if x.requires_grad]
     if not outputs:
         return [False for _ in parameters]

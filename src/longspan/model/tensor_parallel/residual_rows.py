@@ -12,26 +12,26 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.comm.moves.tp_collectives import tp_gather, tp_split
 from longspan.errors import ModelError
-from longspan.model.adapters import is_adapted
 from longspan.model.layers import Absent, decoder_layers, decoder_of
+from longspan.model.lora.adapters import is_adapted
 from longspan.model.mtp.depths import depths_of, mtp_blocks
-from longspan.model.parts import Parts, trace_parts, usual_parts, with_outputs
-from longspan.model.tensor_parallel.plan import Placed, blocks_of, experts_of
+from longspan.model.parts import ModelParts, trace_parts, usual_parts, with_outputs
+from longspan.model.tensor_parallel.plan import StyledModule, experts_of, split_blocks
 from longspan.model.tensor_parallel.styles import ROWS, partial_gradients, wrap_forward
 
 
-def split_residuals(model: PreTrainedModel, placed: list[Placed], world: World) -> None:
+def split_residuals(model: PreTrainedModel, placed: list[StyledModule], world: World) -> None:
     """Have norms sum their gradients, and what needs all rows get them; the norm at the end gives all rows."""
     key = world.key
     for depth in depths_of(model):
         for module in (depth.enorm, depth.hnorm, depth.eh_proj, depth.post_norm):
-            _of_some_rows(module, key)
+            _sum_gradients_of_rows(module, key)
         wrap_forward(depth.hnorm, enter=partial(tp_split, world_key=key, dim=ROWS))
         wrap_forward(depth.post_norm, leave=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"))
     for name, layer in layers_and_depths(model).items():
         norms, whole = regions(name, layer, placed)
         for norm in norms:
-            _of_some_rows(norm, key)
+            _sum_gradients_of_rows(norm, key)
         for block in whole:
             wrap_forward(
                 block,
@@ -44,7 +44,7 @@ def split_residuals(model: PreTrainedModel, placed: list[Placed], world: World) 
         wrap_forward(norm, leave=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"))
 
 
-def _of_some_rows(module: nn.Module, key: int) -> None:
+def _sum_gradients_of_rows(module: nn.Module, key: int) -> None:
     """Have a module that works on some of the rows, and its adapter, if it has one, sum their gradients."""
     for inner in module.modules():
         partial_gradients(inner, key)
@@ -55,13 +55,13 @@ def layers_and_depths(model: PreTrainedModel) -> dict[str, nn.Module]:
     return decoder_layers(model) | mtp_blocks(model)
 
 
-def regions(name: str, layer: nn.Module, placed: list[Placed]) -> tuple[list[nn.Module], list[nn.Module]]:
+def regions(name: str, layer: nn.Module, placed: list[StyledModule]) -> tuple[list[nn.Module], list[nn.Module]]:
     """(modules that work on single rows of the residual, those that get all rows) among a decoder layer's children.
 
-    The latter are blocks of experts, and attention whose heads every rank computes, as the plan may say. Blocks whose
-    heads or features are split gather rows themselves.
+    The latter are blocks of experts, and attention whose heads every rank computes, as the plan may have it. Blocks
+    whose heads or features are split gather rows themselves.
     """
-    rowwise_modules, whole, blocks = list[nn.Module](), list[nn.Module](), blocks_of(placed)
+    rowwise_modules, whole, blocks = list[nn.Module](), list[nn.Module](), split_blocks(placed)
     for child, module in layer.named_children():
         here = f"{name}.{child}"
         if experts_of(module) or (here not in blocks and type(module).__name__.endswith("Attention")):
@@ -81,7 +81,7 @@ def regions(name: str, layer: nn.Module, placed: list[Placed]) -> tuple[list[nn.
 
 
 def final_norm_name(model: PreTrainedModel) -> str:
-    """The name of the norm after the layers in the base model. Raises ModelError where there is none."""
+    """The name of the norm after the layers in the base model. Raises ModelError if there is none."""
     names = usual_parts(model)
     if len(names) != 3:
         raise ModelError(
@@ -95,10 +95,10 @@ def refuse_other_rows(model: PreTrainedModel) -> None:
     """Raise ModelError where rows would not be parts from the embedding to the last layer and whole after the norm."""
     base, name, norm = decoder_of(model), type(model).__name__, final_norm_name(model)
     embedding, layers = usual_parts(model)[:2]
-    parts = with_outputs(model, Parts((embedding,), layers, (norm,)))
-    if beside := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in (embedding, layers, norm)]:
+    parts = with_outputs(model, ModelParts((embedding,), layers, (norm,)))
+    if others := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in (embedding, layers, norm)]:
         raise ModelError(
-            f"{name} has parameters outside its embedding, layers and norm ({', '.join(beside[:4])}), which have no "
+            f"{name} has parameters outside its embedding, layers and norm ({', '.join(others[:4])}), which have no "
             "place in a sequence-parallel region; use sequence_parallel=False"
         )
     order = [call.part for call in trace_parts(model, parts)[0]]

@@ -1,8 +1,9 @@
 """What a tensor-parallel style does to one module: its parameters become slices, its forward sees local tensors.
 
-A sharded parameter is a DTensor, so that FSDP2, optimizers, checkpoints and norms know it as a part of a whole; forward
-computes with its local tensor, and every message is one of `comm.tp`. Modules keep their names, weights and classes;
-an instance's `forward` is wrapped, and holds a world's key, no group. Which module gets which style is in `plan.py`.
+A sharded parameter is a DTensor, so that FSDP2, optimizers, checkpoints and norms treat it as a part of a whole;
+forward computes with its local tensor, and every message is one of `comm.tp`. Modules keep their names, weights and
+classes; an instance's `forward` is wrapped, and holds a world's key, no group. Which module gets which style is in
+`plan.py`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,13 +21,15 @@ from longspan.comm.moves.tp_collectives import (
     tp_copy,
     tp_copy_parameter,
     tp_gather,
+    tp_gather_parameter,
     tp_place,
     tp_split,
     tp_sum,
     tp_sum_split,
 )
 from longspan.model.local_tensors import local_tensor
-from longspan.model.weights.empty import copy_to_device
+from longspan.model.tensor_parallel.mixer_parts import Even, Fused, packed
+from longspan.model.weights.fill import copy_to_device
 
 ROWS = 1  # the dim of rows in a packed (1, T, …)
 View = Callable[[Tensor], Tensor | None]
@@ -43,13 +46,13 @@ def slice_parameter(module: nn.Module, name: str, dim: int, world: World) -> nn.
     return sliced
 
 
-def left_out(x: Tensor) -> None:
-    """A parameter left out of a module's forward."""
+def leave_out(x: Tensor) -> None:
+    """The view of a parameter that a module's forward does not see."""
 
 
 @contextmanager
 def attributes_replaced(module: nn.Module, values: Mapping[str, object]) -> Iterator[None]:
-    """Inside, the module's attributes have these values, parameters too: they shadow them, left_out is replaced."""
+    """Inside, the module's attributes have these values, parameters too, which they shadow."""
     attributes = vars(module)
     before = {name: attributes[name] for name in values if name in attributes}
     attributes.update(values)
@@ -78,7 +81,7 @@ def wrap_forward(
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if enter is not None:
-            args, kwargs = _with_first(enter, args, kwargs)
+            args, kwargs = _apply_to_first(enter, args, kwargs)
         if shown:
             with attributes_replaced(module, {name: view(getattr(module, name)) for name, view in shown.items()}):
                 out = inner(*args, **kwargs)
@@ -91,7 +94,7 @@ def wrap_forward(
     module.forward = forward
 
 
-def _with_first(
+def _apply_to_first(
     enter: Transform, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if args:
@@ -143,12 +146,12 @@ def copy_inputs(module: nn.Module, world: World) -> None:
     """Each rank does a part of what the module does with its inputs: their gradients, which are partial, are summed."""
     inner, key = module.forward, world.key
 
-    def copied(x: Any) -> Any:
+    def copy_input(x: Any) -> Any:
         return tp_copy(x, key) if isinstance(x, Tensor) and x.requires_grad else x
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return inner(*tree_map(copied, args), **tree_map(copied, kwargs))
+        return inner(*tree_map(copy_input, args), **tree_map(copy_input, kwargs))
 
     module.forward = forward
 
@@ -171,7 +174,7 @@ def rowwise_of_whole_inputs(linear: nn.Linear, world: World) -> None:
 def slice_inputs(linear: nn.Linear, world: World) -> None:
     """Each rank takes its slice of the inputs; its outputs, without the bias, are its part of a sum."""
     slice_parameter(linear, "weight", 1, world)
-    without_bias: dict[str, View] = {} if linear.bias is None else {"bias": left_out}
+    without_bias: dict[str, View] = {} if linear.bias is None else {"bias": leave_out}
     wrap_forward(linear, views={"weight": local_tensor, **without_bias})
 
 
@@ -184,12 +187,12 @@ def sum_of_outputs(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> T
         return total
     bias_of: Transform = partial(tp_copy_parameter, world_key=key) if sequence_parallel else local_tensor
 
-    def with_bias(out: Tensor) -> Tensor:
+    def add_bias(out: Tensor) -> Tensor:
         bias = linear.bias
         assert bias is not None
         return total(out) + bias_of(bias)
 
-    return with_bias
+    return add_bias
 
 
 def partial_gradients(module: nn.Module, key: int, parameter: str | None = None) -> None:
@@ -252,3 +255,32 @@ def _part_of_rows(value: Any, *, rows: int, key: int) -> Any:
     if missing:
         value = torch.cat([value, value.new_zeros((missing, *value.shape[1:]))])
     return tp_split(value, key, 0) if value.is_floating_point() else value.chunk(degree)[index]
+
+
+def columnwise_packed(linear: nn.Linear, world: World) -> None:
+    """Each rank makes its slices of two things of equal width from the whole input."""
+    rows = packed(linear.out_features, 2)
+    names = ["weight"] if linear.bias is None else ["weight", "bias"]
+    wrap_forward(linear, views={name: rows_here(linear, name, rows, world) for name in names})
+
+
+def rows_here(owner: nn.Module, name: str, rows: Even | Fused, world: World) -> View:
+    """How a parameter or buffer, which may be sharded from here on, becomes this rank's rows."""
+    tensor, tp, key = getattr(owner, name), world.home.tp, world.key
+    dim = tuple(tensor.shape).index(rows.size)
+    if isinstance(rows, Even) and isinstance(tensor, nn.Parameter):
+        slice_parameter(owner, name, dim, world)
+        return local_tensor
+    sizes, order = (Fused((rows,)) if isinstance(rows, Even) else rows).pieces(tp, world.coordinates.tp)
+    if not isinstance(tensor, nn.Parameter):
+        return lambda x: _take(x, dim, sizes, order)
+    assert dim == 0, (name, tensor.shape)
+    if rows.size % tp:
+        return lambda x: _take(tp_copy_parameter(x, key), 0, sizes, order)
+    slice_parameter(owner, name, 0, world)
+    return lambda x: _take(tp_gather_parameter(local_tensor(x), key), 0, sizes, order)
+
+
+def _take(x: Tensor, dim: int, sizes: list[int], order: list[int]) -> Tensor:
+    pieces = x.split(sizes, dim)
+    return torch.cat([pieces[i] for i in order], dim)

@@ -8,6 +8,7 @@ With sequence parallelism, norms and residuals hold rows / tp of the slot's rows
 summed in parts after them; positions, attention, the last hidden states and logits are of all the slot's rows.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,32 +19,20 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.comm.moves.tp_collectives import tp_copy, tp_gather, tp_split
 from longspan.errors import ModelError
-from longspan.model.adapters import is_adapted
 from longspan.model.experts.moe import expert_modules
 from longspan.model.layers import Absent
 from longspan.model.local_tensors import local_tensor
-from longspan.model.tensor_parallel.adapted import ADAPTED, refuse_adapter, split_adapted
-from longspan.model.tensor_parallel.family_plans import (
-    COLWISE,
-    EMBEDDING,
-    GATHERED,
-    HEADS,
-    MIXER,
-    PACKED,
-    PARTIAL_GRADIENT,
-    ROWWISE,
-    SPLIT_INPUT,
-)
+from longspan.model.lora.adapters import is_adapted
+from longspan.model.tensor_parallel import family_plans as tp_style
 from longspan.model.tensor_parallel.feature_trial import refuse_mixed_features
-from longspan.model.tensor_parallel.fused_rows import columnwise_packed
 from longspan.model.tensor_parallel.mixers import check_mixer, split_mixer
 from longspan.model.tensor_parallel.plan import (
-    Placed,
-    blocks_of,
+    StyledModule,
     check_sizes,
     experts_of,
+    list_styles,
     partial_parameters,
-    placed_styles,
+    split_blocks,
 )
 from longspan.model.tensor_parallel.residual_rows import (
     final_norm_name,
@@ -52,12 +41,13 @@ from longspan.model.tensor_parallel.residual_rows import (
     regions,
     split_residuals,
 )
-from longspan.model.tensor_parallel.shared_parameters import places_of_shared, share_again
+from longspan.model.tensor_parallel.split_adapters import ADAPTED, refuse_adapter, split_adapted
 from longspan.model.tensor_parallel.styles import (
     ROWS,
     Transform,
     columnwise,
     columnwise_gathered,
+    columnwise_packed,
     partial_gradients,
     rowwise,
     rowwise_of_whole_inputs,
@@ -68,23 +58,39 @@ from longspan.model.tensor_parallel.styles import (
 )
 
 
+def places_of_shared(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """For each parameter that several modules have: these modules, and its name there."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    return [of_one for of_one in places.values() if len(of_one) > 1]
+
+
+def share_again(places: Sequence[Sequence[tuple[nn.Module, str]]]) -> None:
+    """Give modules that shared a parameter the first one's again, after each has made the same slice of it."""
+    for (first, name), *others in places:
+        for module, other in others:
+            module.register_parameter(other, getattr(first, name))
+
+
 def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_parallel: bool) -> None:
     """Raise ModelError, before anything is changed, for a model that the home's tp does not fit."""
     tp = world.home.tp
     if tp > 1:
-        _checked(model, tp, sequence_parallel=sequence_parallel)
+        _check_plan(model, tp, sequence_parallel=sequence_parallel)
         if sequence_parallel:
             refuse_other_rows(model)
     elif sequence_parallel:
         raise ModelError("sequence_parallel splits rows over tensor-parallel ranks, the home has tp 1; leave it out")
 
 
-def _checked(model: PreTrainedModel, tp: int, *, sequence_parallel: bool) -> list[Placed]:
-    placed = placed_styles(model)
+def _check_plan(model: PreTrainedModel, tp: int, *, sequence_parallel: bool) -> list[StyledModule]:
+    placed = list_styles(model)
     refuse_adapter(model, placed)
     check_sizes(model, placed, tp)
     for name, module, style, _ in placed:
-        if style == MIXER:
+        if style == tp_style.MIXER:
             check_mixer(name, module, tp)
     placed += partial_parameters(model, placed)
     refuse_mixed_features(model, placed)
@@ -103,32 +109,25 @@ def split_over_tp(
     `sum_expert_gradients` is for parameters that nobody else shards over the ranks of `world.meshes.expert`.
     Raises ModelError for a model whose plan or sizes do not allow it.
     """
-    placed = _checked(model, world.home.tp, sequence_parallel=sequence_parallel)
+    placed = _check_plan(model, world.home.tp, sequence_parallel=sequence_parallel)
     _ = world.meshes.tp  # made by all ranks together
     shared = places_of_shared(model)
     _split_vocabulary(model, placed, world, sequence_parallel=sequence_parallel)
     mixtures = _mixtures(model)
+    head = model.get_output_embeddings()
     for name, module, style, parameter in placed:
         in_parts = sequence_parallel and not name.startswith(mixtures)
-        if is_adapted(module) and style in ADAPTED and module is not model.get_output_embeddings():
+        if is_adapted(module) and style in ADAPTED and module is not head:
             split_adapted(module, style, world, sequence_parallel=in_parts)
-        elif style == MIXER:
+        elif style == tp_style.MIXER:
             split_mixer(name, module, world, sequence_parallel=in_parts)
-        elif style == COLWISE and isinstance(module, nn.Linear):
-            columnwise(module, world)
-        elif style == PACKED and isinstance(module, nn.Linear):
-            columnwise_packed(module, world)
-        elif style == ROWWISE and isinstance(module, nn.Linear):
-            rowwise(module, world, sequence_parallel=in_parts)
-        elif style == SPLIT_INPUT and isinstance(module, nn.Linear):
-            rowwise_of_whole_inputs(module, world)
-        elif style in GATHERED and isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
-            columnwise_gathered(module, world)
-        elif style == PARTIAL_GRADIENT:
+        elif style == tp_style.PARTIAL_GRADIENT:
             partial_gradients(module, world.key, parameter)
-        elif style == HEADS and parameter is not None:
+        elif style == tp_style.HEADS and parameter is not None:
             slice_parameter(module, parameter, 0, world)
             wrap_forward(module, views={parameter: local_tensor})
+        elif isinstance(module, nn.Linear) and not (module is head and style in tp_style.GATHERED):
+            _split_linear(module, style, world, sequence_parallel=in_parts)
     share_again(shared)
     _wrap_blocks(model, placed, world, whole=mixtures if sequence_parallel else ("",))
     for layer in layers_and_depths(model).values():
@@ -136,6 +135,22 @@ def split_over_tp(
             split_rows_of_experts(experts, world.key, sum_gradients=sum_expert_gradients)
     if sequence_parallel:
         split_residuals(model, placed, world)
+
+
+_SPLITS = {
+    tp_style.COLWISE: columnwise,
+    tp_style.PACKED: columnwise_packed,
+    tp_style.SPLIT_INPUT: rowwise_of_whole_inputs,
+    **dict.fromkeys(tp_style.GATHERED, columnwise_gathered),
+}
+
+
+def _split_linear(linear: nn.Linear, style: str, world: World, *, sequence_parallel: bool) -> None:
+    """Split a linear by its style; one of a style for other modules, an embedding's, stays as it is."""
+    if style == tp_style.ROWWISE:
+        rowwise(linear, world, sequence_parallel=sequence_parallel)
+    elif style in _SPLITS:
+        _SPLITS[style](linear, world)
 
 
 def _mixtures(model: PreTrainedModel) -> tuple[str, ...]:
@@ -146,15 +161,17 @@ def _mixtures(model: PreTrainedModel) -> tuple[str, ...]:
     )
 
 
-def _wrap_blocks(model: nn.Module, placed: list[Placed], world: World, *, whole: tuple[str, ...]) -> None:
+def _wrap_blocks(model: nn.Module, placed: list[StyledModule], world: World, *, whole: tuple[str, ...]) -> None:
     """Have split blocks sum the gradients of their inputs; those whose names begin otherwise get parts of the rows."""
     copied: Transform = partial(tp_copy, world_key=world.key)
     gathered: Transform = partial(tp_gather, world_key=world.key, dim=ROWS, gradient="partial")
-    for name in sorted(blocks_of(placed)):
+    for name in sorted(split_blocks(placed)):
         wrap_forward(model.get_submodule(name), enter=copied if name.startswith(whole) else gathered)
 
 
-def _split_vocabulary(model: PreTrainedModel, placed: list[Placed], world: World, *, sequence_parallel: bool) -> None:
+def _split_vocabulary(
+    model: PreTrainedModel, placed: list[StyledModule], world: World, *, sequence_parallel: bool
+) -> None:
     """Split the head, with a tied embedding, where tp divides the vocabulary; otherwise every rank holds it whole.
 
     Both stay whole where an adapter changes one of them.
@@ -168,11 +185,11 @@ def _split_vocabulary(model: PreTrainedModel, placed: list[Placed], world: World
     styles = {id(module): style for _, module, style, _ in placed}
     tied = head is not None and embedding is not None and head.weight is embedding.weight
     fits = [module is not None and module.weight.shape[0] % world.home.tp == 0 for module in (head, embedding)]
-    if head is not None and fits[0] and styles.get(id(head)) in GATHERED:
+    if head is not None and fits[0] and styles.get(id(head)) in tp_style.GATHERED:
         columnwise_gathered(head, world)
         if tied and embedding is not None:
             embedding.weight = head.weight
-    if embedding is not None and fits[1] and styles.get(id(embedding)) == EMBEDDING and not tied:
+    if embedding is not None and fits[1] and styles.get(id(embedding)) == tp_style.EMBEDDING and not tied:
         slice_parameter(embedding, "weight", 0, world)
     if embedding is not None and isinstance(embedding.weight, DTensor):
         split_vocabulary(embedding, world, sequence_parallel=sequence_parallel)

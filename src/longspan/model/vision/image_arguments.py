@@ -1,6 +1,6 @@
 """Images as the arguments of a model's own `get_image_features`, and of its whole forward pass.
 
-Which there are says the signature of `get_image_features`: pixels, and grids of patches, sizes of images, masks of
+The signature of `get_image_features` lists them: pixels, and grids of patches, sizes of images, masks of
 pixels, or whatever else the model's processor makes of an image. What a model does not take is refused by name.
 """
 
@@ -14,22 +14,21 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
 from longspan.errors import DataError, ModelError, counted
-from longspan.model.vision.image_tokens import ImageInput
-from longspan.model.vision.rope_index import model_class
+from longspan.model.vision.image_tokens import ImageInput, model_class
 
 PIXELS, GRIDS, SIZES = "pixel_values", "image_grid_thw", "image_sizes"
 MASK = "pixel_attention_mask"  # of images of several sizes, or of patches, that one tensor holds
-IN_DOCUMENT = "batch_num_images"  # LLaVA-OneVision: how many images a document has; it cuts one alone into tiles
+IN_DOCUMENT = "batch_num_images"  # LLaVA-OneVision: how many images a document has; a single one is cut into tiles
 
 
 def image_parameters(model: Any) -> Mapping[str, Parameter]:
-    """The arguments of a model's, or class's, `get_image_features`. Raises ModelError where it has none."""
+    """The arguments of a model's, or class's, `get_image_features`. Raises ModelError if it has none."""
     features = getattr(model, "get_image_features", None)
     if features is None:
         kind = model if isinstance(model, type) else type(model)
         raise ModelError(f"{kind.__name__} has no get_image_features, which makes rows of images")
-    known = signature(features).parameters.items()
-    return {name: p for name, p in known if name != "self" and p.kind != Parameter.VAR_KEYWORD}
+    parameters = signature(features).parameters.items()
+    return {name: p for name, p in parameters if name != "self" and p.kind != Parameter.VAR_KEYWORD}
 
 
 def check_fields(model: Any, names: Collection[str]) -> None:
@@ -61,7 +60,7 @@ _HINTS = {SIZES: "size=(height, width)", GRIDS: "grid=(t, h, w)"}
 def image_arguments(model: Any, inputs: Sequence[ImageInput], like: Tensor) -> dict[str, Any]:
     """What a model's `get_image_features`, and its forward pass, take for these images, in the type of `like`.
 
-    Images of several sizes are filled up with zeros where a field says their size. Raises DataError for images that do
+    Images of several sizes are filled up with zeros if a field has their size. Raises DataError for images that do
     not fit each other, lack what the model asks for, or have what it does not take.
     """
     names = {name: [image.fields[name] for image in inputs if name in image.fields] for name in _fields(inputs)}
@@ -75,18 +74,18 @@ def image_arguments(model: Any, inputs: Sequence[ImageInput], like: Tensor) -> d
     for name, parts in ({PIXELS: [image.pixels for image in inputs]} | names).items():
         if len(parts) != len(inputs):
             raise DataError(f"{len(parts)} of {counted(len(inputs), 'image')} have {name}; give it of each")
-        arguments[name] = _joined(name, [_moved(part, like) for part in parts], filled)
+        arguments[name] = _concatenate(name, [_cast_inputs(part, like) for part in parts], filled)
     if MASK in image_parameters(model) and arguments[PIXELS].ndim == 4:  # Idefics: (documents, tiles, 3, H, W)
         arguments |= {name: arguments[name][None] for name in (PIXELS, MASK) if name in arguments}
     return arguments
 
 
 def encoding_order(inputs: Sequence[ImageInput]) -> list[int]:
-    """The images in an order in which one call can have them: those that stand alone in their documents first."""
-    return sorted(range(len(inputs)), key=lambda i: IN_DOCUMENT in inputs[i].fields and not _is_alone(inputs[i]))
+    """The images in an order in which one call can have them: those that are the only one of their documents first."""
+    return sorted(range(len(inputs)), key=lambda i: IN_DOCUMENT in inputs[i].fields and not _is_only_image(inputs[i]))
 
 
-def _is_alone(image: ImageInput) -> bool:
+def _is_only_image(image: ImageInput) -> bool:
     return int(image.fields[IN_DOCUMENT]) == 1
 
 
@@ -94,42 +93,42 @@ def _fields(inputs: Sequence[ImageInput]) -> list[str]:
     return list(dict.fromkeys(name for image in inputs for name in image.fields))
 
 
-def _moved(part: Tensor, like: Tensor) -> Tensor:
+def _cast_inputs(part: Tensor, like: Tensor) -> Tensor:
     """Pixels and other real numbers in the type of the model; masks and integers in their own."""
     return part.to(like.device, like.dtype if part.is_floating_point() else part.dtype, non_blocking=True)
 
 
-def _joined(name: str, parts: Sequence[Tensor], filled: bool) -> Tensor:
+def _concatenate(name: str, parts: Sequence[Tensor], filled: bool) -> Tensor:
     """One argument of all images, end to end."""
     if name == IN_DOCUMENT:
         return _documents(parts)
     if filled:
-        parts = _filled_up(parts)
+        parts = _fill_up(parts)
     shapes = {tuple(x.shape[1:]) for x in parts}
     if len(shapes) > 1:
-        what = "pixels" if name == PIXELS else name
+        argument = "pixels" if name == PIXELS else name
         raise DataError(
-            f"{counted(len(parts), 'image')} have {what} of {len(shapes)} shapes ({sorted(shapes)[:3]} after the "
+            f"{counted(len(parts), 'image')} have {argument} of {len(shapes)} shapes ({sorted(shapes)[:3]} after the "
             "first dim); an image processor makes one"
         )
     return torch.cat([*parts])
 
 
 def _documents(counts: Sequence[Tensor]) -> Tensor:
-    """Images that stand alone in documents of one, and behind them all others in one, which has more than one."""
-    alone = sum(int(count) == 1 for count in counts)
-    others = len(counts) - alone
-    return torch.tensor([1] * alone + [max(2, others)] * (others > 0))
+    """The images of each document: those of documents of one, then all others as one document of at least two."""
+    single = sum(int(count) == 1 for count in counts)
+    others = len(counts) - single
+    return torch.tensor([1] * single + [max(2, others)] * (others > 0))
 
 
-def _filled_up(parts: Sequence[Tensor]) -> list[Tensor]:
+def _fill_up(parts: Sequence[Tensor]) -> list[Tensor]:
     """Tensors (n, …) of one shape after the first dim: zeros stand behind, as image processors pad those of a call."""
     if len({x.ndim for x in parts}) > 1:
         return list(parts)
     most = [max(sides) for sides in zip(*(x.shape[1:] for x in parts), strict=True)]
-    return [_to_shape(x, most) for x in parts]
+    return [_fill_to_shape(x, most) for x in parts]
 
 
-def _to_shape(x: Tensor, sides: Sequence[int]) -> Tensor:
+def _fill_to_shape(x: Tensor, sides: Sequence[int]) -> Tensor:
     missing = [to - side for side, to in zip(x.shape[1:], sides, strict=True)]
     return F.pad(x, [n for more in missing[::-1] for n in (0, more)])

@@ -1,18 +1,31 @@
 """The tower and projector of a vision-language model as an encoder: a list of images to their rows, end to end.
 
 The model's own `get_image_features` is called, once for all images of a call; parameters keep the model's names.
+
+Towers of images of any size (Qwen-VL) pack their patches, and mark segments (images, frames or windows) by cu_seqlens.
+Under a name that has "flash" in it transformers gives such a tower's attention function all rows in one call, under any
+other it splits them image by image, reading their lengths from the device in every layer. The call is an `attend` over
+one slot, so that its kernel is one of the support table's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import AttentionInterface, PreTrainedModel
 
+from longspan.attention import attend
+from longspan.comm import SequenceShard
 from longspan.errors import ModelError
+from longspan.model.layers import base_name, base_of, other_towers, shallow_module, text_of
 from longspan.model.vision.image_arguments import encoding_order, image_arguments
-from longspan.model.vision.image_tokens import ImageInput
+from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
+from longspan.plan import Group, MicroBatch
 
 
 class ImageEncoder(nn.Module):
@@ -61,7 +74,7 @@ def rows_of_images(base: Any, inputs: Sequence[ImageInput]) -> list[Tensor]:
     if rows is None:  # Llama 4, whose forward pass projects what its tower made
         rows = base.multi_modal_projector(out.last_hidden_state)
     parts = (rows, *(getattr(out, "deepstack_features", None) or ()))
-    joined = [_joined(part, order) for part in parts]
+    joined = [_join_rows(part, order) for part in parts]
     return [part[: len(part) // 2] for part in joined] if twice else joined
 
 
@@ -75,8 +88,98 @@ def _has_one_row(base: Any, image: ImageInput) -> bool:
     return (image.size[0] // side) * (image.size[1] // side) == 1
 
 
-def _joined(parts: Any, order: Sequence[int]) -> Tensor:
+def _join_rows(parts: Any, order: Sequence[int]) -> Tensor:
     """Rows (n, D) of all images, of one tensor or one for each image, which were encoded in this order."""
     if not isinstance(parts, Tensor):
         parts = torch.cat([*parts] if list(order) == sorted(order) else [parts[i] for i in np.argsort(order)])
     return parts.flatten(0, -2)
+
+
+@dataclass(frozen=True)
+class VisionParts:
+    """The two modules of a vision-language model, and what its ids and positions contain of images.
+
+    `deep_layers` decoder layers get a part of every image row added to what they return (DeepStack).
+    """
+
+    encoder: ImageEncoder
+    language_model: PreTrainedModel
+    tokens: ImageTokens
+
+    @property
+    def deep_layers(self) -> int:
+        """How many parts a row has besides the one at the embedding."""
+        return self.encoder.deep_layers
+
+
+def split(model: PreTrainedModel) -> VisionParts:
+    """The parts of a vision-language model; afterwards the model itself is the language model, without towers."""
+    base, text, towers = base_of(model), text_of(model), other_towers(model)
+    name_of_base = base_name(model)  # which without its towers may have another
+    shell = shallow_module(base)
+    for name, child in list(base.named_children()):
+        if child in towers:
+            del base._modules[name]
+        elif any(module is text for module in child.modules()):
+            del shell._modules[name]
+    base._parameters.clear()  # they are of images too: what ends a line of patches, for one
+    return VisionParts(ImageEncoder(shell, name_of_base), model, image_tokens(model.config))
+
+
+IMPLEMENTATION = "longspan_packed_flash"
+_NO_WORLD = -1  # a group of one slot talks to nobody
+_shards = WeakIdKeyDictionary()  # by the tensor of cu_seqlens, which all layers of a call share
+
+
+def pack_attention(encoder: nn.Module) -> None:
+    """Have a tower that packs its images attend to all of them in one call; other towers stay as they are.
+
+    So does one whose attention function was chosen, other than transformers' default on torch.
+    """
+    for module in _packing_modules(encoder):
+        module.config._attn_implementation = IMPLEMENTATION
+
+
+def _packing_modules(encoder: nn.Module) -> Iterator[Any]:
+    """The modules whose attention takes segments, and whose configuration names the function that computes it."""
+    for module in encoder.modules():
+        config = getattr(module, "config", None)
+        usual = config is not None and getattr(config, "_attn_implementation", None) in ("sdpa", None)
+        if usual and "cu_seqlens" in signature(module.forward).parameters:
+            yield module
+
+
+def _forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    cu_seq_lens_q: Tensor | None = None,
+    is_causal: bool = False,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Rows (1, N, T, H) -> (1, T, N, H), of every segment by itself; what transformers calls for each layer."""
+    if cu_seq_lens_q is None or attention_mask is not None or dropout or is_causal or len(query) != 1:
+        raise ModelError(
+            f"{type(module).__name__} asked {IMPLEMENTATION} for other attention than among the rows of each segment: "
+            f"cu_seq_lens_q {'missing' if cu_seq_lens_q is None else 'given'}, dropout {dropout}, is_causal "
+            f"{is_causal}, batch {len(query)}; give its vision_config attn_implementation 'eager'"
+        )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return attend(q, k, v, _shard(cu_seq_lens_q, q.device), causal=False, scale=scaling)[None], None
+
+
+def _shard(cu_seqlens: Tensor, device: torch.device) -> SequenceShard:
+    """The segments as documents of one slot. Their lengths are read from the device once a call of the tower."""
+    if cu_seqlens not in _shards:
+        lengths = tuple(length for length in cu_seqlens.diff().tolist() if length)
+        group = Group((0,), tuple(range(len(lengths))), lengths, partition="contiguous")
+        _shards[cu_seqlens] = SequenceShard(MicroBatch((group,)), 0, _NO_WORLD, device)
+    return _shards[cu_seqlens]
+
+
+AttentionInterface.register(IMPLEMENTATION, _forward)

@@ -1,4 +1,4 @@
-"""What token ids and positions of a vision-language model say of images: integers alone, from its configuration.
+"""Images in the token ids and positions of a vision-language model: only integers, from its configuration.
 
     tokens = image_tokens(AutoConfig.from_pretrained(folder))
     rows = tokens.rows((1, 4, 6))                       # of an image of 4 x 6 patches
@@ -7,7 +7,7 @@
 Positions are those of the model's own `get_rope_index`. Neither pixels nor weights are looked at.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
 from typing import Any
@@ -16,10 +16,49 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers import AutoModel, PreTrainedConfig
+from transformers import MODEL_MAPPING, AutoModel, PreTrainedConfig
 
 from longspan.errors import DataError, ModelError, counted
-from longspan.model.vision.rope_index import IMAGE, model_class, placeholders_in_runs, rope_index
+
+IMAGE, VIDEO = 1, 2  # of mm_token_type_ids, where text is 0
+Ids = npt.NDArray[np.int64]
+
+
+def model_class(config: PreTrainedConfig | None) -> Any:
+    """The class of the model below the head; None if transformers has none."""
+    mapping: Any = MODEL_MAPPING
+    return mapping.get(type(config), None)
+
+
+def rope_index(model: Any, config: PreTrainedConfig | None, ids: Ids, kinds: Ids, **media: Tensor) -> Ids:
+    """The positions (3, T) of a document, ids and kinds (T,), whose images and videos have these grids and seconds.
+
+    `model` is the class below the head. Whatever the model's own code raises.
+    """
+    bare = model.__new__(model)  # the method reads the configuration and nothing else of the model
+    object.__setattr__(bare, "config", config)
+    arguments = {"mm_token_type_ids": torch.from_numpy(kinds)[None].int(), **media}
+    made: Any = bare.get_rope_index(torch.from_numpy(ids)[None], **arguments)
+    return made[0][:, 0].numpy()
+
+
+def placeholders_in_runs(ids: Ids, placeholder: int, rows: Sequence[int], media: str) -> Ids:
+    """1 where a token (T,) is this placeholder, else 0.
+
+    Positions are counted by runs of placeholders. Raises DataError where these are not runs of so many `rows`, which
+    `media` ("2 images") make.
+    """
+    kinds = (ids == placeholder).astype(np.int64)
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], kinds, [0]])))
+    runs = (edges[1::2] - edges[::2]).tolist()
+    if runs != list(rows):
+        raise DataError(
+            f"the document has {counted(len(runs), 'run')} of placeholders (token id {placeholder}) of {runs[:8]} "
+            f"tokens, its {media} make {list(rows)[:8]} rows; positions are counted by run: put the placeholders of "
+            "each between tokens of text, as the model's processor does"
+        )
+    return kinds
+
 
 Grid = tuple[int, int, int]
 _MERGES = ("spatial_merge_size", "merge_size", "merge_kernel_size")
@@ -29,11 +68,11 @@ _MERGES = ("spatial_merge_size", "merge_size", "merge_kernel_size")
 class ImageInput:
     """One image as the model folder's own image processor makes it: what `read(index)` gives and an encoder takes.
 
-    `pixels` are (patches, C · t · p²) beside a `grid` (t, h, w) of patches (Qwen), or without one (n, 3, H, W), n being
+    `pixels` are (patches, C · t · p²) with a `grid` (t, h, w) of patches (Qwen), or without one (n, 3, H, W), n being
     the tiles of the image (LLaVA: 1). `size` is the image's own height and width in models that ask for `image_sizes`
     (Mistral 3: of its pixels; LLaVA-NeXT: before it was cut into tiles). `fields` are further arguments of the model's
-    `get_image_features` by name, as its processor makes them of this image alone: a `pixel_attention_mask` (n, H, W) of
-    tiles (Idefics), say, or `spatial_shapes` (n, 2) (LFM2-VL).
+    `get_image_features` by name, as its processor makes them of only this image: a `pixel_attention_mask` (n, H, W) of
+    tiles (Idefics), or `spatial_shapes` (n, 2) (LFM2-VL).
     """
 
     pixels: Tensor
@@ -44,11 +83,11 @@ class ImageInput:
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """What ids and positions of a vision-language model say of images; integers only, from its configuration.
+    """Images in the ids and positions of a vision-language model; only integers, from its configuration.
 
     `placeholder` is the id at whose places rows of images stand (image_token_id); `merge` the merged patches a side: a
-    grid (t, h, w) of patches makes t · h · w / merge² rows. Models without grids make `fixed_rows` for every image, or
-    as many as `unknown` says that the configuration does not tell: there the processor's placeholders count them.
+    grid (t, h, w) of patches makes t · h · w / merge² rows. Models without grids make `fixed_rows` for every image.
+    With `unknown` the configuration does not determine how many: the processor's placeholders count them.
     """
 
     placeholder: int
@@ -82,7 +121,7 @@ class ImageTokens:
         return int(np.prod(grid)) // self.merge**2
 
     def positions(self, ids: npt.NDArray[Any], grids: npt.NDArray[Any]) -> npt.NDArray[np.int64] | None:
-        """The positions (3, T) of a whole document, ids (T,) and grids (images, 3); None where they are plain.
+        """The positions (3, T) of a whole document, ids (T,) and grids (images, 3); None if they are plain.
 
         They are plain in models without positions in three parts (M-RoPE), and in documents without images. Raises
         DataError for placeholders that are not those of the grids, and for images that no token stands between.

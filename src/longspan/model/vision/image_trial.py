@@ -22,8 +22,7 @@ from longspan.errors import ModelError
 from longspan.model.layers import decoder_layers
 from longspan.model.small.shrink import shrunken, tiny_model
 from longspan.model.small.trial import in_one_line, on_the_host
-from longspan.model.vision.split import VisionParts, split
-from longspan.model.vision.tower_attention import pack_attention
+from longspan.model.vision.image_encoder import VisionParts, pack_attention, split
 from longspan.model.vision.trial_documents import (
     TOKEN_KINDS,
     TrialDocument,

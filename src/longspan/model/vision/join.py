@@ -2,7 +2,7 @@
 
     model = longspan.prepare(load_model("Qwen3-VL-8B"), world, encoder=Layout(ranks=8))
 
-Where the encoder's home is given as a Layout, its world is opened beside the language model's and left with it.
+Where the encoder's home is given as a Layout, its world is opened next to the language model's and left with it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,21 +10,68 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import World
-from longspan.errors import ModelError
+from longspan.errors import ModelError, PlanError
 from longspan.layout import Layout
 from longspan.model.multimodal.encoder import Encoder
 from longspan.model.multimodal.multimodal_model import MultimodalModel
-from longspan.model.multimodal.prepare_encoder import prepare_encoder
+from longspan.model.multimodal.prepare_encoder import encoder_blocks, prepare_encoder
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.vision.image_cost import image_cost
+from longspan.model.vision.image_encoder import pack_attention
 from longspan.model.vision.take_apart import VisionParts
-from longspan.model.vision.tower_attention import pack_attention
-from longspan.model.weights.fill import WeightsToCome
+from longspan.model.weights.fill import DeferredWeights
+from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.model_shape import SEEN_BY_IMAGES
+from longspan.plan.items.encoder_cost import encoder_cost
+from longspan.plan.items.encoder_shape import EncoderShape, Trained, window_layers
+
+_LAYERS = ("depth", "num_hidden_layers")
+_WIDTHS = ("embed_dim", "hidden_size")  # Qwen2-VL's hidden_size is the language model's width
+
+
+def image_cost(config: PreTrainedConfig, encoder: nn.Module, *, again: int = 0, gpu: bool = False) -> Cost:
+    """The cost of an image's rows, for `Encoder(cost=…)`: linear layers, attention in windows and over the whole image.
+
+    `encoder` is the whole tower and projector, before it is sharded; of what is frozen only forward is priced, and for
+    the backward pass so many forward passes `again`. A tower that its configuration does not price is priced by its
+    parameters, as if all of it were trained.
+    """
+    try:
+        return EncoderShape.of(config).cost(trained=find_trained_part(encoder), again=again, gpu=gpu)
+    except PlanError:
+        return _cost_by_parameters(config, encoder)
+
+
+def find_trained_part(encoder: nn.Module) -> Trained:
+    """What of a tower and projector is trained, before or after it is sharded."""
+    if any(p.requires_grad for block in encoder_blocks(encoder).values() for p in block.parameters()):
+        return "all"
+    return "projector" if any(p.requires_grad for p in encoder.parameters()) else "none"
+
+
+def _cost_by_parameters(config: PreTrainedConfig, encoder: nn.Module) -> Cost:
+    vision: Any = getattr(config, "vision_config", None)
+    width, layers = _first(vision, _WIDTHS), _first(vision, _LAYERS)
+    in_blocks = sum(p.numel() for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1)
+    merge = getattr(vision, "spatial_merge_size", None) or 1
+    windows, side = window_layers(ConfigReader.whole(config).inside("vision_config"), layers)
+    return encoder_cost(
+        in_blocks,
+        width,
+        layers - windows,
+        window_layers=windows,
+        window=side**2,
+        patches_per_row=merge**2,
+    )
+
+
+def _first(config: Any, names: tuple[str, ...]) -> int:
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), 0)
+
 
 IMAGE = "image"
 _ENCODER, _LANGUAGE_MODEL = f"encoders.{IMAGE}.", "language_model."
@@ -68,12 +115,12 @@ class EncoderHome:
         return cls(home=encoder, **same)
 
 
-def joined(
+def join_parts(
     parts: VisionParts,
     language_model: PreTrainedModel | PipelineModel,
     world: World,
     settings: EncoderHome,
-    weights: WeightsToCome | None,
+    weights: DeferredWeights | None,
 ) -> MultimodalModel:
     """A prepared language model and the images' encoder, brought under its home, as one model.
 
@@ -107,10 +154,10 @@ def joined(
     return MultimodalModel({IMAGE: encoder}, language_model, world)
 
 
-def own_names(names: Iterable[str]) -> dict[str, str]:
+def names_by_stock_name(names: Iterable[str]) -> dict[str, str]:
     """The names of a MultimodalModel's parameters by those that they have in the model's own class.
 
-    >>> own_names(["encoders.image.model.visual.pos_embed.weight"])
+    >>> names_by_stock_name(["encoders.image.model.visual.pos_embed.weight"])
     {'model.visual.pos_embed.weight': 'encoders.image.model.visual.pos_embed.weight'}
 
     Names of other models are as they are.

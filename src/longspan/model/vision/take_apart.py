@@ -4,7 +4,7 @@
     parts.encoder                       # ImageEncoder: the tower and the projector, under the model's own names
     parts.language_model                # the same model object, without them
 
-What is taken is what stands beside the text model in the base model. No weight is copied or renamed.
+What is taken is what stands next to the text model in the base model. No weight is copied or renamed.
 """
 
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.adapters import belongs_to_adapter
 from longspan.model.layers import base_of, is_in_projector, other_towers, reads_other_modalities
+from longspan.model.lora.adapters import belongs_to_adapter
 from longspan.model.seams.hint import doctor_hint
+from longspan.model.vision.image_encoder import VisionParts, split
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.model.vision.image_trial import image_reasons
-from longspan.model.vision.split import VisionParts, split
 
 _REASONS = {
     "gemma4": "its layers take inputs made of its ids, placeholders among them, which no step hands over; and where "
@@ -49,10 +49,10 @@ def check_vision(model: nn.Module) -> None:
 
 def _check_placeholder(model: PreTrainedModel) -> None:
     embedding: Any = model.get_input_embeddings()
-    placeholder, known = image_tokens(model.config).placeholder, embedding.weight.shape[0]
-    if placeholder >= known:
+    placeholder, rows = image_tokens(model.config).placeholder, embedding.weight.shape[0]
+    if placeholder >= rows:
         raise ModelError(
-            f"{type(model).__name__}: placeholders of images are token id {placeholder}, and its embedding has {known} "
+            f"{type(model).__name__}: placeholders of images are token id {placeholder}, and its embedding has {rows} "
             "rows; set image_token_id in config.json to an id of the vocabulary, as the tokenizer of its folder has it"
         )
 
@@ -88,8 +88,8 @@ def freeze_images(model: PreTrainedModel, trained: Literal["all", "projector", "
 
 
 @contextmanager
-def apart(model: nn.Module) -> Iterator[VisionParts]:
-    """The parts of a vision-language model, which after an error is whole again."""
+def take_apart_or_undo(model: nn.Module) -> Iterator[VisionParts]:
+    """Inside, the model is in its parts; after an error it is whole again."""
     check_vision(model)
     assert isinstance(model, PreTrainedModel)
     base = base_of(model)

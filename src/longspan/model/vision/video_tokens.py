@@ -1,7 +1,7 @@
-"""What token ids and positions of a vision-language model say of videos: integers alone, from its configuration.
+"""Videos in the token ids and positions of a vision-language model: only integers, from its configuration.
 
 A video is as many items as it has groups of frames (temporal patches), each with a grid (1, h, w). Towers of models
-with such videos attend inside a group alone, so that the groups of one video may be encoded by several ranks.
+with such videos attend only inside a group, so that the groups of one video may be encoded by several ranks.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,16 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from longspan.errors import DataError, ModelError, counted
-from longspan.model.vision.image_tokens import Grid, ImageInput, ImageTokens, image_tokens
-from longspan.model.vision.rope_index import VIDEO, model_class, placeholders_in_runs, rope_index
+from longspan.model.vision.image_tokens import (
+    VIDEO,
+    Grid,
+    ImageInput,
+    ImageTokens,
+    image_tokens,
+    model_class,
+    placeholders_in_runs,
+    rope_index,
+)
 
 _PIXELS, _GRIDS, _SECONDS = "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"
 
@@ -26,7 +34,7 @@ _PIXELS, _GRIDS, _SECONDS = "pixel_values_videos", "video_grid_thw", "second_per
 class Video(NamedTuple):
     """A video by its `grid` (t, h, w) of patches: t groups of frames, `seconds` from one to the next.
 
-    Qwen2.5-VL alone makes positions of `seconds`; Qwen3-VL has the times of groups as text between them.
+    Only Qwen2.5-VL makes positions of `seconds`; Qwen3-VL has the times of groups as text between them.
     """
 
     grid: Grid
@@ -35,7 +43,7 @@ class Video(NamedTuple):
 
 @dataclass(frozen=True)
 class VideoTokens:
-    """What ids and positions of a vision-language model say of videos; integers only, from its configuration.
+    """Videos in the ids and positions of a vision-language model; only integers, from its configuration.
 
     `placeholder` is the id at whose places rows of videos stand (video_token_id). Groups of frames stand `apart` where
     the model wants text between those of a video; else the rows of a video are one run.
@@ -47,15 +55,15 @@ class VideoTokens:
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "VideoTokens":
-        """From a configuration alone.
+        """From a configuration.
 
         Raises ModelError for a model that does not take videos by grids of patches, or whose vocabulary lacks the id.
         """
         images, model = image_tokens(config), model_class(config)
         placeholder = getattr(config, "video_token_id", None)
-        taken = _arguments(model, "get_video_features"), _arguments(model, "get_rope_index")
-        asked = {_PIXELS, _GRIDS} <= taken[0] and {_GRIDS, "mm_token_type_ids"} <= taken[1]
-        if not isinstance(placeholder, int) or not asked:
+        arguments = _arguments(model, "get_video_features"), _arguments(model, "get_rope_index")
+        takes_grids = {_PIXELS, _GRIDS} <= arguments[0] and {_GRIDS, "mm_token_type_ids"} <= arguments[1]
+        if not isinstance(placeholder, int) or not takes_grids:
             raise ModelError(
                 f"{type(config).__name__} is not of a model that takes videos by a video_token_id, {_PIXELS} and "
                 f"{_GRIDS}; give frames as images"
@@ -91,7 +99,7 @@ class VideoTokens:
     ) -> npt.NDArray[np.int64] | None:
         """The positions (3, T) of a whole document, ids (T,), with the grids (images, 3) of its images, and its videos.
 
-        None where they are plain. Raises DataError for placeholders that are not those of images and videos.
+        None if they are plain. Raises DataError for placeholders that are not those of images and videos.
         """
         if not videos:
             return self.images.positions(ids, grids)
@@ -121,6 +129,6 @@ def _stand_apart(model: Any, images: ImageTokens, placeholder: int) -> bool:
     grids = {_GRIDS: torch.tensor([[2, side, 2 * side]])}
     try:
         rope_index(model, images.config, ids, np.array([VIDEO] * 4), **grids)
-    except RuntimeError:  # those of the first group alone, for four tokens
+    except RuntimeError:  # only those of the first group, for four tokens
         return True
     return False

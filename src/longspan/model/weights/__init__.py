@@ -1,1 +1,1 @@
-"""Weights that every rank reads or draws for itself, its own shards alone, so that none ever holds a whole model."""
+"""Weights that every rank reads or draws for itself, only its own shards, so that none ever holds a whole model."""

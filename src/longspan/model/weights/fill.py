@@ -1,40 +1,161 @@
-"""Fill a prepared model whose parameters were on the meta device: this rank's part of each, and no more."""
+"""Models whose parameters are on the meta device until `prepare` has decided which part of each this rank keeps.
+
+This rank's part of each parameter is then filled from a source: a folder's files (`folder.py`), random weights
+(`random.py`), or nothing where a checkpoint follows.
+"""
 
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils import swap_tensors
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.core_model_loading import build_glob_alternation
 
 from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
-from longspan.model.adapters import plain_name
-from longspan.model.local_tensors import local_tensor
-from longspan.model.weights.empty import allocate, stored_buffers
-from longspan.model.weights.held import HeldPart
+from longspan.model.local_tensors import LocalPart, local_tensor
+from longspan.model.lora.adapters import plain_name
+
+
+def empty_model(
+    config: PreTrainedConfig, dtype: torch.dtype, architecture: type[PreTrainedModel] | None = None
+) -> PreTrainedModel:
+    """A model of this configuration with parameters of the meta device, and buffers with values, on the CPU.
+
+    Its class is `architecture`, or else the causal language model that the configuration stands for.
+    """
+    config = deepcopy(config)  # transformers writes the dtype into it
+    with _parameters_on_meta():
+        if architecture is None:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        else:
+            model = architecture._from_config(config, dtype=dtype)
+    apart = _dtypes_apart(model, dtype)
+    for name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
+        tensor.data = tensor.data.to(apart.get(name, dtype if tensor.is_floating_point() else tensor.dtype))
+    return model
+
+
+def images_class(config: PreTrainedConfig, images: bool = True) -> Any:
+    """The class from images and text to text of a configuration; None for its causal language model.
+
+    That one is meant without `images`, if the configuration has one.
+    """
+    mapping: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if not images and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    if type(config) in mapping:
+        return mapping[type(config)]
+    if images:
+        raise ModelError(
+            f"{type(config).__name__} stands for no model from images and text to text (AutoModelForImageTextToText); "
+            "load it without images=True"
+        )
+    return None
+
+
+def images_class_by_name(config: PreTrainedConfig) -> Any:
+    """The class from images and text to text that a configuration names among its architectures; None for others."""
+    mapping: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    named = mapping.get(type(config), None)
+    return named if named is not None and named.__name__ in (config.architectures or ()) else None
+
+
+def _dtypes_apart(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The parameters that an architecture keeps in another type, such as norms in float32, by name."""
+    if not (plan := model._get_dtype_plan(dtype)):
+        return {}
+    pattern, globs, _ = build_glob_alternation(list(plan))
+    matches = {name: pattern.search(name) for name in model.state_dict()}
+    return {name: plan[globs[str(match.lastgroup)]] for name, match in matches.items() if match}
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that a model's `state_dict` holds, and so a folder of it, by name."""
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}".lstrip("."), buffer
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Inside, a module that registers a parameter gets one without memory; ties between parameters stay."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def is_empty(model: nn.Module) -> bool:
+    """Whether some parameter of the model is on the meta device."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give every parameter of the meta device memory on `device`, with any values; buffers move there.
+
+    Parameters stay the same objects, so that ties and what FSDP2 has recorded of them hold.
+    """
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            memory = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+            _keep_attributes(memory, parameter)
+            swap_tensors(parameter, memory)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+
+
+def _keep_attributes(new: Any, old: Any) -> None:
+    for name, value in vars(old).items():
+        setattr(new, name, value)
+
+
+def copy_to_device(x: Tensor, device: torch.device) -> Tensor:
+    """A contiguous copy on the device; of a tensor of the meta device, on that one."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device if x.is_meta else device).copy_(x)
 
 
 class WeightSource(Protocol):
     """Where weights come from: parts of a model's parameters, one after another."""
 
-    def read(self, wanted: Mapping[str, HeldPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """The wanted part of each parameter and stored buffer that it has, by name; it may work on the device."""
+    def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """The part of each of these parameters and persistent buffers that it has, by name; it may use the device."""
         ...
 
 
 class _LeftToCheckpoint:
     """In place of weights that a checkpoint overwrites: not a number, which no step takes for a weight."""
 
-    def read(self, wanted: Mapping[str, HeldPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """One number for each."""
-        for name, part in wanted.items():
+        for name, part in parts.items():
             value = math.nan if part.dtype.is_floating_point else 0
             yield name, torch.full((), value, dtype=part.dtype, device=device)
 
 
-class WeightsToCome:
+class DeferredWeights:
     """What fills a model once it is prepared, and which of its parameter's names mean one parameter."""
 
     def __init__(self, model: nn.Module, source: WeightSource) -> None:
@@ -44,28 +165,28 @@ class WeightsToCome:
             names[id(parameter)].append(name)
         self._first_name = {name: same[0] for same in names.values() for name in same}
 
-    def of(self, part: nn.Module) -> "WeightsToCome":
+    def of(self, part: nn.Module) -> "DeferredWeights":
         """The same source for a part of the model, whose parameters have the names that they have in the whole."""
-        return WeightsToCome(part, self.source)
+        return DeferredWeights(part, self.source)
 
     def fill(self, models: Sequence[nn.Module], world: World) -> None:
         """Allocate the parameters of a model, or of its stages that are here, on the world's device, and fill them.
 
         All ranks call it together; each reads for itself. Raises ModelError on every rank where one cannot be filled.
         """
-        result_or_first_error(world, lambda: self._fill(models, world.device), _told)
+        result_or_first_error(world, lambda: self._fill(models, world.device), _as_model_error)
 
     @torch.no_grad()
     def _fill(self, models: Sequence[nn.Module], device: torch.device) -> None:
         tensors = defaultdict[str, list[Tensor]](list)
         for model in models:
             allocate(model, device)
-            for adapted_name, tensor in (*model.named_parameters(), *stored_buffers(model)):
+            for adapted_name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
                 name = plain_name(adapted_name)
                 tensors[self._first_name.get(name, name)].append(tensor)
-        wanted = {name: HeldPart.of(copies[0]) for name, copies in tensors.items()}
-        missing = {name for name, part in wanted.items() if all(side.stop > side.start for side in part.block)}
-        for name, part in self.source.read(wanted, device):
+        parts = {name: LocalPart.of(copies[0]) for name, copies in tensors.items()}
+        missing = {name for name, part in parts.items() if all(side.stop > side.start for side in part.block)}
+        for name, part in self.source.read(parts, device):
             for copy in tensors[name]:
                 local_tensor(copy).copy_(part)
             del part  # before the next is read
@@ -77,13 +198,13 @@ class WeightsToCome:
             )
 
 
-def _told(error: Exception) -> ModelError:
+def _as_model_error(error: Exception) -> ModelError:
     return error if isinstance(error, ModelError) else ModelError(f"{type(error).__name__}: {error}")
 
 
 def fill_when_prepared(model: nn.Module, source: WeightSource) -> None:
     """Have `prepare` fill this model, whose parameters are on the meta device."""
-    model.weights_to_come = WeightsToCome(model, source)  # pyright: ignore[reportArgumentType]
+    model.weights_to_come = DeferredWeights(model, source)  # pyright: ignore[reportArgumentType]
 
 
 def leave_to_checkpoint(model: nn.Module) -> None:
@@ -92,11 +213,11 @@ def leave_to_checkpoint(model: nn.Module) -> None:
         weights.source = _LeftToCheckpoint()
 
 
-def weights_to_come_of(model: nn.Module) -> WeightsToCome | None:
-    """What will fill the model; None where its parameters have values."""
+def find_deferred_weights(model: nn.Module) -> DeferredWeights | None:
+    """What will fill the model; None if its parameters have values."""
     return vars(model).get("weights_to_come")
 
 
-def take_weights_to_come(model: nn.Module) -> WeightsToCome | None:
-    """What fills the model once it is prepared, which is asked for once; None where its parameters have values."""
+def pop_deferred_weights(model: nn.Module) -> DeferredWeights | None:
+    """Take what fills the model once it is prepared from the model; None if its parameters have values."""
     return vars(model).pop("weights_to_come", None)

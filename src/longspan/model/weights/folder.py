@@ -1,8 +1,8 @@
 """The weights of a Hugging Face folder, read a part at a time and converted to a model's own names and shapes.
 
 Which file tensors become which parameter, and how, is transformers' own (its weight conversions: renamed keys, fused
-experts), asked for here one parameter at a time, so that no more than one is ever whole; of experts
-that are stacked no more than one is.
+experts), used here for one parameter at a time, so that no more than one is ever whole, and no more than one expert
+of those that are stacked.
 """
 
 from collections import defaultdict
@@ -28,7 +28,7 @@ from transformers.core_model_loading import (
 )
 
 from longspan.errors import ModelError
-from longspan.model.weights.held import HeldPart
+from longspan.model.local_tensors import LocalPart
 
 _Slices = Mapping[str, Any]  # by file tensor: what safetensors reads a part of when it is indexed
 
@@ -80,8 +80,8 @@ class FolderWeights:
     def __str__(self) -> str:
         return f"the model in {self._folder}"
 
-    def read(self, wanted: Mapping[str, HeldPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """The wanted part of each parameter that the files have, by name, on the CPU, whatever the device.
+    def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """The part of each of these parameters that the files have, by name, on the CPU, whatever the device.
 
         Raises ModelError for tensors of other shapes than the model's, and for files that cannot be read.
         """
@@ -89,8 +89,8 @@ class FolderWeights:
             slices = self._slices(stack)
             for name, recipe in self._recipes(slices).items():
                 if recipe.converter is not None:
-                    yield from self._convert(name, recipe, slices, wanted)
-                elif part := wanted.get(name):
+                    yield from self._convert(name, recipe, slices, parts)
+                elif part := parts.get(name):
                     ((key,),) = recipe.sources.values()
                     self._check_shape(name, slices[key].get_shape())
                     yield name, slices[key][part.block or ...].to(part.dtype)
@@ -125,9 +125,9 @@ class FolderWeights:
         return dict(recipes)
 
     def _convert(
-        self, name: str, recipe: _Recipe, slices: _Slices, wanted: Mapping[str, HeldPart]
+        self, name: str, recipe: _Recipe, slices: _Slices, parts: Mapping[str, LocalPart]
     ) -> Iterator[tuple[str, Tensor]]:
-        converter, part = deepcopy(recipe.converter), wanted.get(name)
+        converter, part = deepcopy(recipe.converter), parts.get(name)
         if part is None and len(converter.target_patterns) == 1:
             return
         if part is not None and recipe.stacks_experts(self._shapes[name][0]):
@@ -139,11 +139,11 @@ class FolderWeights:
                 converter.add_tensor(name, key, pattern, _reader(slices[key], dtype))
         for made, tensor in converter.convert(name, model=None, config=self._config).items():
             tensor = tensor[0] if isinstance(tensor, list) else tensor
-            if made_part := wanted.get(made):
+            if made_part := parts.get(made):
                 self._check_shape(made, tensor.shape)
                 yield made, tensor[made_part.block].to(made_part.dtype)
 
-    def _stack_experts(self, name: str, recipe: _Recipe, slices: _Slices, part: HeldPart) -> Tensor:
+    def _stack_experts(self, name: str, recipe: _Recipe, slices: _Slices, part: LocalPart) -> Tensor:
         """This rank's part of experts, which are read and converted one at a time, in the dtype of the files."""
         converter, (experts, *block) = deepcopy(recipe.converter), part.block
         stacked = torch.empty([side.stop - side.start for side in part.block], dtype=part.dtype)

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.layers import decoder_layers, other_towers
-from longspan.model.weights.empty import stored_buffers
-from longspan.model.weights.held import HeldPart
+from longspan.model.local_tensors import LocalPart
+from longspan.model.weights.fill import persistent_buffers
 
 
 class RandomWeights:
@@ -29,15 +29,15 @@ class RandomWeights:
     def __str__(self) -> str:
         return "the drawn model"
 
-    def read(self, wanted: Mapping[str, HeldPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """The wanted part of each parameter, by name; buffers have the values that their modules are made with."""
-        yield from ((name, buffer) for name, buffer in stored_buffers(self._model) if name in wanted)
+    def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """The part of each of these parameters, by name; buffers have the values that their modules are made with."""
+        yield from ((name, buffer) for name, buffer in persistent_buffers(self._model) if name in parts)
         for path, module, initialise in self._units():
             names = {f"{path}.{name}".lstrip("."): name for name, _ in module.named_parameters()}
-            if not names.keys().isdisjoint(wanted):
+            if not names.keys().isdisjoint(parts):
                 drawn = draw(path, module, device, seed=self._seed, initialise=initialise)
                 for name, inside in names.items():
-                    if part := wanted.get(name):
+                    if part := parts.get(name):
                         yield name, drawn.get_parameter(inside).detach()[part.block].to(part.dtype)
 
     def _units(self) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], None]]]:
@@ -51,9 +51,9 @@ class RandomWeights:
         inside = {module for unit in (*layers.values(), *towers) for module in unit.modules()}
         for path, module in self._model.named_modules():
             if module not in inside and any(True for _ in module.parameters(recurse=False)):
-                alone = deepcopy(module)
-                alone._modules.clear()
-                yield path, alone, draw
+                bare = deepcopy(module)
+                bare._modules.clear()
+                yield path, bare, draw
 
 
 @torch.no_grad()
@@ -71,10 +71,10 @@ def draw(
         buffer.zero_()
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
-        torch.manual_seed(_seed_of(path, seed))
+        torch.manual_seed(_short_seed(path, seed))
         drawn.apply(initialise)  # children before parents, as transformers does
     for inner in drawn.modules():
-        _as_made(inner)
+        _fill_as_class_does(inner)
     if left := [name for name, parameter in drawn.named_parameters() if parameter.isnan().any()]:
         raise ModelError(
             f"{path}: {', '.join(left[:4])} ({type(module).__name__}) get no random values by the model's own "
@@ -83,20 +83,20 @@ def draw(
     return drawn
 
 
-def _as_made(module: nn.Module) -> None:
-    """Fill what is left of a module's own parameters as its class makes them, where that asks for no arguments.
+def _fill_as_class_does(module: nn.Module) -> None:
+    """Fill what is left of a module's own parameters as its class makes them, if that needs no arguments.
 
     Apertus' activations have parameters that begin at constants.
     """
     left = {name: p for name, p in module.named_parameters(recurse=False) if p.isnan().any()}
-    asked = signature(type(module)).parameters.values() if left else ()
-    if not left or any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in asked):
+    arguments = signature(type(module)).parameters.values() if left else ()
+    if not left or any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in arguments):
         return
-    made = type(module)(**({"dtype": torch.float32} if any(p.name == "dtype" for p in asked) else {}))
+    made = type(module)(**({"dtype": torch.float32} if any(p.name == "dtype" for p in arguments) else {}))
     for name, parameter in left.items():
         parameter.copy_(made.get_parameter(name))
 
 
-def _seed_of(path: str, seed: int) -> int:
-    """A seed of 32 bits, of which torch's generator of CPUs reads no more."""
+def _short_seed(path: str, seed: int) -> int:
+    """A seed of 32 bits; torch's generator of CPUs reads no more."""
     return zlib.crc32(path.encode()) ^ (seed * 0x9E3779B1 % 2**32)  # an odd factor: no two seeds below 2**32 are one

@@ -1,13 +1,16 @@
 """A model's weights, a few at a time, to a Hugging Face folder: safetensors files of a bounded size and their index.
 
 Names and shapes become those of stock folders by transformers' own conversions, a decoder layer at a time, so that the
-writer holds one file's tensors and one layer, and never the whole model.
+writer holds one file's tensors and one layer, and never the whole model. Files are made next to a folder that is there
+already and change places with an older model's; what else lies there stays: a README, a tokenizer if none is saved.
 """
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import NamedTuple
 
 from safetensors.torch import save_file
@@ -16,11 +19,56 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from longspan.errors import ModelError
+from longspan.model.hf_folder import TOKENIZER_FILES
+
+# Names of files that a saved adapter or model takes the place of. Over a model's weights transformers would load an
+# adapter in the same folder, and in its place the model that the adapter belongs to.
+OF_ADAPTER = r"adapter_config\.json|adapter_model.*\.(safetensors|bin|json)"
+OF_MODEL = rf"config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|{OF_ADAPTER}"
+_OF_TOKENIZER = "|".join(map(re.escape, TOKENIZER_FILES))
+_CONFIGURATIONS = ("config.json", "adapter_config.json")  # without which a folder is none of a model
+
+
+def partial_folder(folder: Path) -> Path:
+    """A new folder in which the files of `folder` are made, on the same disk.
+
+    Raises ModelError where `folder` is a file.
+    """
+    place = folder.resolve()
+    if place.exists() and not place.is_dir():
+        raise ModelError(f"{folder} is a file; name a folder to write the model to")
+    partial = place / ".partial" if place.is_mount() else place.with_name(f"{place.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def put_in_place(partial: Path, folder: Path, replaced: str) -> None:
+    """Give finished files their places in `folder`, which may be there: files of names like `replaced` go, others stay.
+
+    Its configuration is the first to go and the last to come. So where that is interrupted, it is no folder of a model,
+    and nothing is lost: the files that were there are in `FOLDER.replaced-…`, the new ones in `partial`.
+    """
+    if not folder.exists():
+        partial.rename(folder.resolve())
+        return
+    made = sorted((path.name for path in partial.iterdir()), key=_CONFIGURATIONS.__contains__)
+    pattern = f"{replaced}|{_OF_TOKENIZER}" if {*made} & {*TOKENIZER_FILES} else replaced
+    names = [path.name for path in folder.iterdir()]
+    going = [name for name in names if name in made or re.fullmatch(pattern, name)]
+    old = Path(mkdtemp(prefix=f"{folder.resolve().name}.replaced-", dir=partial.parent))
+    for name in sorted(going, key=_CONFIGURATIONS.__contains__, reverse=True):
+        (folder / name).rename(old / name)
+    for name in made:
+        (partial / name).rename(folder / name)
+    partial.rmdir()
+    shutil.rmtree(old)
+
 
 FILE_BYTES = 5 * 10**9  # of one file at most, as on the Hugging Face hub
 
 
-class Written(NamedTuple):
+class WeightTotals(NamedTuple):
     """What a folder's weights come to."""
 
     tensors: int
@@ -33,8 +81,8 @@ class WeightWriter:
     """Writes the weights of a model like `empty`, whose parameters have shapes and dtypes and no memory.
 
     >>> writer = WeightWriter(folder, empty)
-    >>> for group in groups:            # by the model's own names, each decoder layer whole in one group
-    ...     writer.write(group)
+    >>> for unit in units:              # by the model's own names, each decoder layer whole in one unit
+    ...     writer.write(unit)
     >>> written = writer.finish()
 
     Tensors are written in the dtypes that `empty` has for them, or in their own without `cast`, under stock names,
@@ -53,16 +101,16 @@ class WeightWriter:
     ) -> None:
         self._folder, self._empty, self._cast, self._limit = folder, empty, cast, file_bytes
         self._rename = rename
-        self._wanted = dict(empty.state_dict())
+        self._expected = dict(empty.state_dict())
         self._left_out = _second_names(empty) | set(empty._keys_to_ignore_on_save or ())
-        self._to_come = self._wanted.keys() - self._left_out
+        self._to_come = self._expected.keys() - self._left_out
         self._file: dict[str, Tensor] = {}
         self._files: list[dict[str, int]] = []  # for each file that is written, the elements of its tensors
         self._bytes = 0
 
-    def write(self, group: Mapping[str, Tensor]) -> None:
+    def write(self, unit: Mapping[str, Tensor]) -> None:
         """Write the tensors of a layer, or one outside the layers; those that were written already are passed over."""
-        tensors = {name: self._checked(name, tensor) for name, tensor in group.items() if name not in self._left_out}
+        tensors = {name: self._check(name, tensor) for name, tensor in unit.items() if name not in self._left_out}
         self._left_out |= tensors.keys()
         self._to_come -= tensors.keys()
         for name, tensor in revert_weight_conversion(self._empty, tensors).items():
@@ -70,7 +118,7 @@ class WeightWriter:
                 self._flush()
             self._file[self._rename(name)] = tensor.contiguous()
 
-    def finish(self) -> Written:
+    def finish(self) -> WeightTotals:
         """Write what is left, and the index where there is more than one file."""
         if self._to_come:
             raise ModelError(f"{len(self._to_come)} weights never came: {', '.join(sorted(self._to_come)[:4])}")
@@ -85,15 +133,15 @@ class WeightWriter:
             metadata = {"total_parameters": parameters, "total_size": self._bytes}
             index = json.dumps({"metadata": metadata, "weight_map": where}, indent=2, sort_keys=True) + "\n"
             (self._folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
-        return Written(sum(map(len, self._files)), parameters, self._bytes, len(names))
+        return WeightTotals(sum(map(len, self._files)), parameters, self._bytes, len(names))
 
-    def _checked(self, name: str, tensor: Tensor) -> Tensor:
-        wanted = self._wanted.get(name)
-        if wanted is None:
+    def _check(self, name: str, tensor: Tensor) -> Tensor:
+        expected = self._expected.get(name)
+        if expected is None:
             raise ModelError(f"{name} is no weight of {type(self._empty).__name__} by its configuration")
-        if wanted.shape != tensor.shape:
-            raise ModelError(f"{name} is {tuple(tensor.shape)}, and {tuple(wanted.shape)} by the configuration")
-        return tensor.detach().to("cpu", wanted.dtype if self._cast else tensor.dtype)
+        if expected.shape != tensor.shape:
+            raise ModelError(f"{name} is {tuple(tensor.shape)}, and {tuple(expected.shape)} by the configuration")
+        return tensor.detach().to("cpu", expected.dtype if self._cast else tensor.dtype)
 
     def _flush(self) -> None:
         if not self._file:

@@ -17,7 +17,7 @@ from longspan.errors import ModelError
 from longspan.layout.segments import Integers
 from longspan.model.multimodal.encoder import Encoder
 from longspan.model.parts import modes_restored
-from longspan.model.placement.sharding import gradients_summed_over_slots, replicas_summed_at_last, reshard
+from longspan.model.sharding import gradients_summed_over_slots, replicas_summed_at_last, reshard
 from longspan.plan import Group, MicroBatch
 from longspan.plan.items import ItemTable, ModalityPlan, Wave
 from longspan.train.encoding.random_state import RandomState, random_state_of

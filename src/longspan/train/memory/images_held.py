@@ -15,7 +15,7 @@ from longspan.errors import ConfigError
 from longspan.model.multimodal.encoder import Encoder
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.parts import modes_restored
-from longspan.model.placement.sharding import reshard
+from longspan.model.sharding import reshard
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
 from longspan.model.vision.sample_image import probe_image
 from longspan.train.memory.live_bytes import LiveBytes

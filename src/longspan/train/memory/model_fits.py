@@ -22,7 +22,7 @@ from longspan.model.layers import decoder_layers, layers_of_stages
 from longspan.model.mtp.depths import mtp_blocks
 from longspan.model.parts import parts_of
 from longspan.model.pipeline.settings import PipelineSettings
-from longspan.model.pipeline.stages import with_stand_ins
+from longspan.model.pipeline.stages import stage_models
 
 _MOMENTS = {"adamw": 2, "sgd": 0}  # per weight; other optimizers are not counted
 
@@ -126,7 +126,7 @@ def _models_of_ranks(config: RunConfig, model: PreTrainedModel, home: Layout) ->
     settings = PipelineSettings(config.parallel.pipeline_schedule, home.pp, config.parallel.vpp)
     try:
         layers = layers_of_stages(len(decoder_layers(model)), settings.stages)
-        stages = with_stand_ins(model, parts_of(model), layers)
+        stages = stage_models(model, parts_of(model), layers)
     except ModelError:  # towers are taken off first, and what cannot be cut is refused when it is prepared
         return [[model]]
     return [[stages[i] for i in settings.stages_at(place)] for place in range(home.pp)]

@@ -9,8 +9,8 @@ from longspan.config.bounds import AUTO
 from longspan.config.sections import RunConfig
 from longspan.config.sections.mtp import RANDOM
 from longspan.errors import ModelError, counted
-from longspan.model.add_depths import add_mtp
-from longspan.model.mtp.names import depths_in
+from longspan.model.mtp.add_depths import add_mtp
+from longspan.model.mtp.names import count_depths
 
 
 def with_depths(config: RunConfig, model: PreTrainedModel, *, read: bool = True) -> PreTrainedModel:
@@ -33,7 +33,7 @@ def depth_weights(config: RunConfig, configuration: Any) -> Path | None:
     folder = config.model.path if named == AUTO else "" if named == RANDOM else named
     if not folder:
         return None
-    there, asked = depths_in(Path(folder), configuration.get_text_config().num_hidden_layers), config.mtp.depths
+    there, asked = count_depths(Path(folder), configuration.get_text_config().num_hidden_layers), config.mtp.depths
     if there >= asked:
         return Path(folder)
     if named == AUTO and not there:

@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from longspan.comm import World
 from longspan.errors import ConfigError
-from longspan.model.local_tensors import local_tensor
-from longspan.model.weights.held import block_here
+from longspan.model.local_tensors import local_block, local_tensor
 from longspan.train.optim.optimizer import OptimizerChoice
 
 STEPS, BOUND = 2, 1e-4  # of updates, relative to the largest
@@ -63,7 +62,7 @@ def _pairs(model: nn.Module, device: torch.device) -> Iterator[tuple[nn.Paramete
 
 def _sharded(whole: Tensor, like: DTensor) -> DTensor:
     mesh, placements = like.device_mesh, like.placements
-    local = whole[block_here(whole.shape, mesh, placements)].clone()
+    local = whole[local_block(whole.shape, mesh, placements)].clone()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
@@ -85,7 +84,7 @@ def _difference(choice: OptimizerChoice, pairs: Sequence[tuple[nn.Parameter, nn.
     for (sharded, whole), old in zip(pairs, before, strict=True):
         assert isinstance(sharded, DTensor)
         update = (whole.detach() - old).abs().max().item()
-        here = whole.detach()[block_here(whole.shape, sharded.device_mesh, sharded.placements)]
+        here = whole.detach()[local_block(whole.shape, sharded.device_mesh, sharded.placements)]
         error = (local_tensor(sharded.detach()) - here).abs().max().item() if here.numel() else 0.0
         if not error <= BOUND * update:
             return f"updates of {update:.3g} differ by {error:.3g} from those of whole parameters"

@@ -19,7 +19,7 @@ from longspan.model.parts import parts_of
 from longspan.model.pipeline.copies import shared_parameters
 from longspan.model.pipeline.schedules import ScheduledStage
 from longspan.model.pipeline.settings import PipelineSettings
-from longspan.model.pipeline.stages import with_stand_ins
+from longspan.model.pipeline.stages import stage_models
 from longspan.plan.simulate.row_bytes import RowBytes
 from longspan.plan.simulate.simulate import simulate
 from longspan.testing import backend, run_ranks
@@ -78,7 +78,7 @@ def _of_sums(case: Case) -> int:
         model = zamba2()
     layers = layers_of_stages(8, case.pp * case.vpp)
     settings = PipelineSettings(case.schedule, case.pp, case.vpp)
-    shared = shared_parameters(model, with_stand_ins(model, parts_of(model), layers))
+    shared = shared_parameters(model, stage_models(model, parts_of(model), layers))
     sizes = {name: p.nbytes for name, p in model.named_parameters(remove_duplicate=False)}
     ranks = [len({settings.positions[stage] for stage in entry.stages}) for entry in shared]
     return sum(2 * (k - 1) * sizes[entry.names[0]] for k, entry in zip(ranks, shared, strict=True))

@@ -89,7 +89,7 @@ MUTANTS: dict[str, tuple[Change, Callable[[dict[str, float]], bool]]] = {
         lambda errors: errors["gradients"] > 1e-3,
     ),
     "the embedding on later stages": (
-        (f"{ROOM}.embedding_argument", "arguments[argument] = embedding", "pass"),
+        (f"{ROOM}.stages", "arguments[argument] = embedding", "pass"),
         lambda errors: errors["loss"] > 1e-6,
     ),
     "the embedding's gradient from later stages": (

@@ -1,8 +1,8 @@
 """A causal model's own forward behind its base model: hidden states go in where the base model would give them.
 
 That forward makes the logits of rows (`row_loss.py`), while the base model is called by itself. What a forward does
-before its base model would be left out, and gradients of what it takes for its logits beside the output embedding too:
-it is run once beside stand-ins that show either, and refused.
+before its base model would be left out, and so would gradients of what it takes for its logits other than the output
+embedding: it is run once with stand-ins that show either, and refused.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,14 +14,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError, counted
-from longspan.model.layers import base_of
+from longspan.model.layers import architecture_name, base_of
 from longspan.model.seams.hint import doctor_hint
 
 Forward = Callable[..., Any]  # a class's: of the model, and the arguments of its call
-Call = tuple[Any, Sequence[Any], Mapping[str, Any]]  # a model, and what it was called with
-# What a forward may give its base model of its own accord: there is no cache, and attention says whether it is causal.
+ModelCall = tuple[Any, Sequence[Any], Mapping[str, Any]]  # a model, and what it was called with
+# What a forward may give its base model of its own accord: there is no cache, and attention is causal by itself.
 _HARMLESS = ("return_dict", "use_cache", "is_causal")
-_OF_IMAGES = "vision_"  # arguments that begin so say how images are read, of which there are none here
+_IMAGE_ARGUMENTS = "vision_"  # arguments that begin so are about reading images, and there are none here
 _MADE_AGAIN = ("position_ids",)  # what a base model may make itself, for the rows of one document the same
 _ROWS = 2  # of hidden states that show what a forward does
 
@@ -32,7 +32,7 @@ class ModelAfterBase:
     `calls` notes what the forward calls its base model with.
     """
 
-    def __init__(self, model: PreTrainedModel, hidden: Tensor, calls: list[Call] | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, hidden: Tensor, calls: list[ModelCall] | None = None) -> None:
         self._model, self._hidden, self._calls = model, hidden, calls if calls is not None else []
 
     @property
@@ -40,13 +40,13 @@ class ModelAfterBase:
         return type(self._model)
 
     def __getattr__(self, name: str) -> Any:
-        return _after(getattr(self._model, name), self._hidden, self._calls)
+        return _with_stand_in(getattr(self._model, name), self._hidden, self._calls)
 
 
 class _BaseStandIn:
     """A base model, or a model inside it that another forward calls, which answers with given hidden states."""
 
-    def __init__(self, base: PreTrainedModel, hidden: Tensor, calls: list[Call]) -> None:
+    def __init__(self, base: PreTrainedModel, hidden: Tensor, calls: list[ModelCall]) -> None:
         self._base, self._hidden, self._calls = base, hidden, calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> "_BaseOutput":
@@ -54,16 +54,16 @@ class _BaseStandIn:
         return _BaseOutput(self._hidden)
 
     def __getattr__(self, name: str) -> Any:
-        return _after(getattr(self._base, name), self._hidden, self._calls)
+        return _with_stand_in(getattr(self._base, name), self._hidden, self._calls)
 
 
-def _after(value: Any, hidden: Tensor, calls: list[Call]) -> Any:
+def _with_stand_in(value: Any, hidden: Tensor, calls: list[ModelCall]) -> Any:
     """What a forward after the base model sees in place of an attribute: OPT calls its base model's decoder."""
     return _BaseStandIn(value, hidden, calls) if isinstance(value, PreTrainedModel) else value
 
 
 class _BaseOutput:
-    """A base model's output of hidden states alone; whatever else is asked for is None."""
+    """A base model's output with only its hidden states; any other attribute is None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -82,9 +82,9 @@ def refuse_other_forward(
     """Raise ModelError for a forward that is more than its base model and what the output embedding makes of its rows.
 
     `hidden` (1, T, D) is what the base model made of these arguments. The forward runs again on some of its rows,
-    beside a base model that notes what it is called with: once, and with what the forward was called with.
+    with a base model that notes its calls: there must be one, with the arguments of the forward.
     """
-    calls, reads = list[Call](), dict[str, str]()
+    calls, reads = list[ModelCall](), dict[str, str]()
     inputs = dict(zip([*signature(forward).parameters][1:], args, strict=False)) | dict(kwargs)
     inputs = {n: _Watched.of(x, n, reads) if isinstance(x, Tensor) else x for n, x in inputs.items()}
     rows = hidden[:, :_ROWS].detach().requires_grad_()
@@ -97,7 +97,7 @@ def refuse_other_forward(
     else:
         reasons = [*_reads(reads), *_other_calls(calls, inputs), *_other_parameters(model, logits, rows)]
     if reasons:
-        name, base = type(model).__name__.removeprefix("FSDP"), type(base_of(model)).__name__.removeprefix("FSDP")
+        name, base = architecture_name(model), architecture_name(base_of(model))
         raise ModelError(
             f"{name}: its forward {'; it '.join(reasons)}. A step runs its base model ({base}) and its "
             f"output embedding by themselves and would leave that out; do it in the forward of a subclass of {base}, "
@@ -110,23 +110,23 @@ def _reads(reads: Mapping[str, str]) -> Iterator[str]:
         yield f"reads {name} itself ({function}), which it may only hand on to its base model"
 
 
-def _other_calls(calls: Sequence[Call], inputs: Mapping[str, Any]) -> Iterator[str]:
+def _other_calls(calls: Sequence[ModelCall], inputs: Mapping[str, Any]) -> Iterator[str]:
     if len(calls) != 1:
         yield f"calls its base model {counted(len(calls), 'time')}, not once"
     for base, args, kwargs in calls[:1]:
         defaults = {name: parameter.default for name, parameter in signature(base.forward).parameters.items()}
-        given = dict(zip(defaults, args, strict=False)) | dict(kwargs)
-        expected = {name: inputs.get(name, defaults.get(name)) for name in given}
-        if other := [name for name, value in given.items() if _differs(name, value, expected[name])]:
+        base_arguments = dict(zip(defaults, args, strict=False)) | dict(kwargs)
+        expected = {name: inputs.get(name, defaults.get(name)) for name in base_arguments}
+        if other := [name for name, value in base_arguments.items() if _differs(name, value, expected[name])]:
             yield f"gives its base model {', '.join(other)} of its own making"
         rows = [name for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None]
-        if lost := [name for name in rows if given.get(name) is None]:
+        if lost := [name for name in rows if base_arguments.get(name) is None]:
             yield f"keeps {', '.join(lost)} from its base model"
 
 
 def _differs(name: str, value: Any, expected: Any) -> bool:
     """Whether an argument of the base model is another than the one that the base model is run with by itself."""
-    if value is expected or name in _HARMLESS or name.startswith(_OF_IMAGES):
+    if value is expected or name in _HARMLESS or name.startswith(_IMAGE_ARGUMENTS):
         return False
     if isinstance(value, Tensor) or isinstance(expected, Tensor):
         return value is not None or name not in _MADE_AGAIN
@@ -163,7 +163,7 @@ class _Watched(Tensor):
 
     @classmethod
     def of(cls, value: Tensor, name: str, reads: dict[str, str]) -> "_Watched":
-        """The same tensor under a watch."""
+        """The tensor, which from now on notes how it is read."""
         watched = value.detach().as_subclass(cls)
         watched._name, watched._reads = name, reads
         return watched

@@ -33,28 +33,28 @@ class NormFormula:
 
     def __call__(self, x: Tensor, weight: Tensor, eps: float, gate: Tensor | None = None) -> Tensor:
         """Features (…, n) to their norm (…, n), in torch's operations."""
-        gates = self._activated(gate) if gate is not None else 1.0
+        gates = self._apply_activation(gate) if gate is not None else 1.0
         y = x * gates if self.gate == "first" else x
         in_groups = y.unflatten(-1, (self.groups, -1))
         normed = in_groups * torch.rsqrt(in_groups.square().mean(-1, keepdim=True) + eps)
         y = normed.flatten(-2) * (self.offset + weight)
         return y * gates if self.gate == "last" else y
 
-    def _activated(self, gate: Tensor) -> Tensor:
+    def _apply_activation(self, gate: Tensor) -> Tensor:
         activation: Callable[[Tensor], Tensor] = getattr(torch.nn.functional, self.activation)
         return activation(gate)
 
-    def in_one_pass(self, x: Tensor, weight: Tensor, eps: float, gate: Tensor | None = None) -> Tensor | None:
-        """The same by the kernel; None where it cannot take these tensors."""
-        given = (x, weight) if gate is None else (x, weight, gate)
-        if not on_gpus(given) or any(t.dtype not in _DTYPES for t in given) or _kernels() is None:
+    def run_kernel(self, x: Tensor, weight: Tensor, eps: float, gate: Tensor | None = None) -> Tensor | None:
+        """Compute it by the kernel; None if that cannot take these tensors."""
+        tensors = (x, weight) if gate is None else (x, weight, gate)
+        if not are_on_gpus(tensors) or any(t.dtype not in _DTYPES for t in tensors) or _kernels() is None:
             return None
         if weight.numel() // self.groups > _WIDEST or bool(self.gate) != (gate is not None) or not x.numel():
             return None
         return _OnePass.apply(x, weight, gate, eps, self)  # pyright: ignore[reportReturnType]
 
 
-def on_gpus(tensors: Sequence[Tensor]) -> bool:
+def are_on_gpus(tensors: Sequence[Tensor]) -> bool:
     """Whether kernels can read them."""
     return all(x.is_cuda for x in tensors)
 
@@ -67,7 +67,7 @@ class _OnePass(torch.autograd.Function):
         inverse = rows.new_empty((len(rows), formula.groups), dtype=torch.float32)  # of the root
         block = _Block.of(len(rows), rows.shape[1] // formula.groups)
         arguments = (rows, gates, weight, out, inverse, len(rows), block.width, rows.stride(0), _stride(gates), eps)
-        _kernels().normed[block.count, formula.groups](*arguments, **_constants(formula, block))
+        _kernels().norm_rows[block.count, formula.groups](*arguments, **_constants(formula, block))
         ctx.save_for_backward(x, weight, gate, inverse)
         ctx.formula, ctx.gate_shape = formula, None if gate is None else gate.shape
         return out.view(x.shape)
@@ -83,7 +83,7 @@ class _OnePass(torch.autograd.Function):
         parts = rows.new_empty((programs, rows.shape[1]), dtype=torch.float32)
         strides = (rows.stride(0), _stride(gates), dout.stride(0))
         arguments = (rows, gates, weight, inverse, dout, dx, dgate, parts, len(rows), block.width, *strides)
-        _kernels().normed_backward[programs, formula.groups](*arguments, **_constants(formula, block))
+        _kernels().norm_rows_backward[programs, formula.groups](*arguments, **_constants(formula, block))
         dweight = parts.sum(0).to(weight.dtype).view(weight.shape)
         return dx.view(x.shape), dweight, None if dgate is None else dgate.view(ctx.gate_shape), None, None
 

@@ -1,4 +1,4 @@
-"""Triton kernels of `norm_formula.py`, which alone imports this module: it needs triton, which CPU builds lack."""
+"""Triton kernels of `norm_formula.py`, the only importer of this module: it needs triton, which CPU builds lack."""
 
 # pyright: basic, reportMissingImports=false
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def normed(
+def norm_rows(
     x,
     gate,
     weight,
@@ -50,7 +50,7 @@ def normed(
 
 
 @triton.jit
-def normed_backward(
+def norm_rows_backward(
     x,
     gate,
     weight,
@@ -74,14 +74,14 @@ def normed_backward(
 ):
     """Gradients of x and the gate, of every so many rows of one group, and this program's part of the weight's."""
     group, column = tl.program_id(1), tl.arange(0, COLUMNS)
-    known = column < width
+    valid = column < width
     feature = group * width + column
-    factor = OFFSET + tl.load(weight + feature, mask=known, other=0.0).to(tl.float32)
+    factor = OFFSET + tl.load(weight + feature, mask=valid, other=0.0).to(tl.float32)
     of_weight = tl.zeros([ROWS, COLUMNS], tl.float32)
     for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
         real = row < rows
-        inside = real[:, None] & known[None, :]
+        inside = real[:, None] & valid[None, :]
         into = row[:, None] * GROUPS * width + feature[None, :]
         raw = tl.load(x + row[:, None] * x_row + feature[None, :], mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(dout + row[:, None] * dout_row + feature[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -107,4 +107,4 @@ def normed_backward(
             tl.store(dgate + into, (dy * raw * slope).to(dgate.dtype.element_ty), mask=inside)
             dy *= opened
         tl.store(dx + into, dy.to(dx.dtype.element_ty), mask=inside)
-    tl.store(parts + tl.program_id(0) * GROUPS * width + feature, tl.sum(of_weight, 0), mask=known)
+    tl.store(parts + tl.program_id(0) * GROUPS * width + feature, tl.sum(of_weight, 0), mask=valid)

@@ -2,11 +2,11 @@
 
 transformers' "longrope" (Phi-3, Phi-4-mini, MiniCPM3: short or long factors) and "dynamic" (NTK) rotary modules read
 the longest position of a call, which over packed and sharded rows is one of other documents, and another on every rank.
-Here such a module is asked for each length on its own, with one more row at that document's last position: so it sees
-what it would see of the document alone, wherever its rows are. Which rows are of which length is in the shard.
+Here such a module is called once for each length, with one more row at that document's last position: so it sees what
+it would see if the document were the whole sequence. The shard has the lengths of rows.
 
 A rotary module also keeps the frequencies of the longest document that it met ("dynamic" those of the length at which
-it grew last). The reference is a fresh model for each document; a copy that is as new is asked, and nothing is kept.
+it grew last). The reference is a fresh model for each document: a copy in its first state is called.
 
 The shard comes from the module that calls the rotary one, by a hook: that is the base model, or a layer, which in
 recomputation gets it again.
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from longspan.comm import SequenceShard, to_device
 from longspan.errors import ModelError
-from longspan.layout.segments import Integers, expand
+from longspan.layout.segments import Rows, expand
 from longspan.model.seams.layer_arguments import shard_of_layer
 from longspan.model.seams.probe import Probe
 
@@ -32,7 +32,7 @@ _CALL = "_shard_of_call"
 
 
 def choose_frequencies_by_document(model: nn.Module) -> None:
-    """Have every rotary module whose frequencies depend on a length see every document alone."""
+    """Have every rotary module whose frequencies depend on a length see every document by itself."""
     for parent in model.modules():
         rotary_modules = [child for child in parent.children() if kinds_by_length(child)]
         for rotary in rotary_modules:
@@ -72,16 +72,16 @@ def _forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_type: str
     if isinstance(shard, Probe) or not is_by_length(kind):
         new: Any = _as_new(rotary)
         new.rope_type = "default" if layer_type is None else {layer_type: "default"}  # reads no positions
-        return new(x, position_ids, **_named(layer_type))
+        return new(x, position_ids, **_layer_type_argument(layer_type))
     if not isinstance(shard, SequenceShard) or position_ids.shape != (1, shard.local_rows):
         got = "no shard" if not isinstance(shard, SequenceShard) else f"position_ids of {tuple(position_ids.shape)}"
         raise ModelError(
             f"{type(rotary).__name__} chooses {kind!r} frequencies by a document's length and got {got}: the module "
             "that calls it must get shard= and hand on position_ids of one packed row; use another rope type"
         )
-    positions = position_ids.masked_fill(shard.rows < 0, 0)  # rows of padding say nothing of a document's length
+    positions = position_ids.masked_fill(shard.rows < 0, 0)  # rows of padding have no document
     rows_by_length = _rows_by_length(shard, rotary, kind, layer_type)
-    parts = [_of_length(rotary, layer_type, x, positions, *item) for item in rows_by_length.items()]
+    parts = [_frequencies_of_length(rotary, layer_type, x, positions, *item) for item in rows_by_length.items()]
     order = np.concatenate(list(rows_by_length.values()))
     if len(parts) == 1:
         return parts[0]
@@ -91,9 +91,9 @@ def _forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_type: str
     return tree_unflatten(joined, structure[0])
 
 
-def _rows_by_length(shard: SequenceShard, rotary: nn.Module, kind: str, layer_type: str | None) -> dict[int, Integers]:
+def _rows_by_length(shard: SequenceShard, rotary: nn.Module, kind: str, layer_type: str | None) -> dict[int, Rows]:
     """The local rows of the documents of each length; lengths that give the same frequencies count as one."""
-    rows: dict[int, list[Integers]] = {}
+    rows: dict[int, list[Rows]] = {}
     for part in shard.parts:
         segments = part.segments()
         lengths = np.asarray(part.group.lengths, dtype=np.int64)[segments.document]
@@ -105,7 +105,7 @@ def _rows_by_length(shard: SequenceShard, rotary: nn.Module, kind: str, layer_ty
     return {length: np.concatenate(of_length) for length, of_length in rows.items()}
 
 
-def _representative(rotary: nn.Module, kind: str, layer_type: str | None, lengths: Integers) -> Integers:
+def _representative(rotary: nn.Module, kind: str, layer_type: str | None, lengths: Rows) -> Rows:
     """For each length one that gives the same frequencies: longrope has two kinds, dynamic one up to a limit."""
     owner: Any = rotary
     if kind == "longrope":
@@ -115,13 +115,13 @@ def _representative(rotary: nn.Module, kind: str, layer_type: str | None, length
     return np.maximum(lengths, owner.original_max_seq_len)
 
 
-def _of_length(
-    rotary: nn.Module, layer_type: str | None, x: Tensor, positions: Tensor, length: int, rows: Integers
+def _frequencies_of_length(
+    rotary: nn.Module, layer_type: str | None, x: Tensor, positions: Tensor, length: int, rows: Rows
 ) -> Any:
     """What a new module returns for some rows of documents of one length: tensors (1, rows, …)."""
     here = positions if len(rows) == positions.shape[1] else positions[:, to_device(rows, positions.device)]
     with_last = torch.cat([here, here.new_full((1, 1), length - 1)], dim=1)
-    return tree_map(lambda out: out[:, :-1], _as_new(rotary)(x, with_last, **_named(layer_type)))
+    return tree_map(lambda out: out[:, :-1], _as_new(rotary)(x, with_last, **_layer_type_argument(layer_type)))
 
 
 def _as_new(rotary: nn.Module) -> nn.Module:
@@ -141,5 +141,5 @@ def _as_new(rotary: nn.Module) -> nn.Module:
     return new
 
 
-def _named(layer_type: str | None) -> dict[str, str]:
+def _layer_type_argument(layer_type: str | None) -> dict[str, str]:
     return {} if layer_type is None else {"layer_type": layer_type}

@@ -3,8 +3,7 @@
 `model(input_ids=, position_ids=, shard=, row_loss=fn)` returns `fn(hidden, head)` in place of logits: `hidden` (T, D)
 are the last hidden states, and `head`, an OutputHead, makes the logits (t, V) of any of their rows. The call still goes
 through the root module, so that FSDP2's hooks run and the head's parameters are gathered inside. What is made of the
-rows is said in `train/loss.py`; the head module itself knows how the vocabulary is split over tensor-parallel
-ranks.
+rows is in `train/loss.py`; how the vocabulary is split over tensor-parallel ranks is the head module's own.
 
 With `future_ids=` (depths, T) a model with depths of multi-token prediction runs them too, and `fn(hidden, head,
 *deeper)` gets the hidden states (T, D) of each.
@@ -22,12 +21,12 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.layers import base_of
-from longspan.model.mtp.depths import copied_layer, deeper_states, depths_of, refuse_bypass
+from longspan.model.mtp.depths import deeper_states, depths_of, find_copied_layer, refuse_bypass
 from longspan.model.mtp.layer_inputs import layer_inputs
 from longspan.model.seams.forwards.after_base import Forward, ModelAfterBase, refuse_other_forward
 from longspan.model.seams.hint import doctor_hint
 from longspan.model.seams.meta_pass import run_on_meta
-from longspan.model.seams.mixers import mixers_of
+from longspan.model.seams.mixers import find_mixers
 from longspan.model.seams.probe import Probe
 
 RowLoss = Callable[..., Tensor]  # of (hidden, head, *deeper)
@@ -47,7 +46,7 @@ class OutputHead:
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """What logits depend on beside hidden states; under FSDP2 inside the model's forward: the gathered ones."""
+        """What logits depend on besides hidden states; under FSDP2 the gathered ones, inside the model's forward."""
         return tuple(p for p in _output_embedding(self._model).parameters() if p.requires_grad)
 
     @property
@@ -65,9 +64,9 @@ def add_row_loss(model: PreTrainedModel, *, probe: bool = True, required: bool =
     """Let the model's forward take `row_loss=`; without it, it is as before. `probe` tries it on the meta device.
 
     Returns whether it was tried. Where not, as one that is not `required` to run on the meta device may be, the first
-    pass shows the same, but for a stage of a model that was `tried` as a whole. Raises ModelError where logits are not
-    a function of the last hidden states and the output embedding alone, or the forward does more before its base model
-    than hand on what it was called with.
+    pass shows the same, except for a stage of a model that was `tried` as a whole. Raises ModelError if logits depend
+    on more than the last hidden states and the output embedding, or the forward does more before its base model than
+    hand on its arguments.
     """
     _check(model)
     forward, untried = type(model).forward, not tried
@@ -79,7 +78,7 @@ def add_row_loss(model: PreTrainedModel, *, probe: bool = True, required: bool =
         nonlocal untried
         if row_loss is None:
             return forward(model, *args, **kwargs)
-        with nullcontext() if future_ids is None else layer_inputs(model, copied_layer(model)) as inputs:
+        with nullcontext() if future_ids is None else layer_inputs(model, find_copied_layer(model)) as inputs:
             hidden = base_of(model)(*args, **kwargs).last_hidden_state  # (1, T, D)
         if untried:
             refuse_other_forward(model, forward, hidden, args, kwargs)
@@ -99,10 +98,10 @@ def _check(model: PreTrainedModel) -> None:
     name, head = type(model).__name__, model.get_output_embeddings()
     if head is None or base_of(model) is model:
         raise ModelError(f"{name} has no output embedding over a base model; use a causal language model")
-    known = {id(p) for module in (base_of(model), head, *depths_of(model)) for p in module.parameters()}
-    if beside := [n for n, p in model.named_parameters() if id(p) not in known]:
+    placed = {id(p) for module in (base_of(model), head, *depths_of(model)) for p in module.parameters()}
+    if others := [n for n, p in model.named_parameters() if id(p) not in placed]:
         raise ModelError(
-            f"{name} has parameters beside its base model and its output embedding ({', '.join(beside[:4])}); its loss "
+            f"{name} has parameters beside its base model and its output embedding ({', '.join(others[:4])}); its loss "
             f"cannot be taken from the last hidden states{doctor_hint(model)}"
         )
 
@@ -132,7 +131,7 @@ def _try(model: PreTrainedModel, *, required: bool) -> None:
             f"{type(model).__name__}: its forward cannot be cut after its base model ({type(error).__name__}: {error})"
             f"{doctor_hint(model)}"
         ) from error
-    refuse_bypass(model, [*(call.module for call in probe.calls), *mixers_of(model).values()])
+    refuse_bypass(model, [*(call.module for call in probe.calls), *find_mixers(model).values()])
     shape = (2, _output_embedding(model).weight.shape[0])
     if tuple(made.shape) != shape or not made.requires_grad:
         raise ModelError(

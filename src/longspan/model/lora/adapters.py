@@ -1,0 +1,122 @@
+"""The LoRA adapter that peft has put into a model, and which of the model's parameters belong to it.
+
+peft is not imported here: its layers are recognised by their attributes. They stand in place of the linears that they
+adapt (`q_proj`, with the linear in `q_proj.base_layer`), so a prepared model's names are those of the model inside a
+PeftModel.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longspan.errors import ModelError
+
+_OF_ADAPTER = re.compile(r"(^|\.)(lora_\w+|modules_to_save)\.")
+_STANDS_FOR = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of a model: its name in peft and its configuration (a peft.LoraConfig)."""
+
+    name: str
+    config: Any
+
+    @property
+    def dropout(self) -> float:
+        """The rate at which inputs of the adapter are dropped in training."""
+        return float(self.config.lora_dropout)
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether a module is one of peft's that adapts the module in its `base_layer`."""
+    return hasattr(module, "base_layer") and hasattr(module, "adapter_layer_names")
+
+
+def is_copied(module: nn.Module) -> bool:
+    """Whether a module is one of peft's that trains a copy of the module in its `original_module`."""
+    return hasattr(module, "original_module") and hasattr(module, "adapter_layer_names")
+
+
+def peft_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that peft has put in place of the model's own, by name."""
+    return {name: module for name, module in model.named_modules() if is_adapted(module) or is_copied(module)}
+
+
+def base_module(module: nn.Module) -> nn.Module:
+    """The model's own module in an adapted one; another one as it is."""
+    return module.base_layer if is_adapted(module) else module  # pyright: ignore[reportReturnType]
+
+
+def model_inside(model: nn.Module) -> nn.Module:
+    """The transformers model inside a PeftModel; another model as it is.
+
+    Raises ModelError, before anything is changed, for a PeftModel that is not a LoRA adapter around one.
+    """
+    if type(model).__module__.partition(".")[0] != "peft":
+        return model
+    inside = model.get_base_model() if hasattr(model, "get_base_model") else None  # pyright: ignore[reportCallIssue]
+    if not isinstance(inside, PreTrainedModel):
+        raise ModelError(
+            f"prepare takes a PeftModel with a LoRA adapter around a transformers model, got {type(model).__name__}; "
+            "use peft.get_peft_model(model, peft.LoraConfig(…))"
+        )
+    return inside
+
+
+def adapter_in(model: nn.Module) -> Adapter | None:
+    """The adapter in a model, or None if peft has changed nothing in it. Raises ModelError for several."""
+    if not peft_modules(model):
+        return None
+    configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
+    if len(configs) != 1:
+        raise ModelError(
+            f"{type(model).__name__} has {len(configs)} adapters ({', '.join(configs) or 'none is configured'}), and "
+            "one is trained; keep one: peft_model.delete_adapter(name)"
+        )
+    ((name, config),) = configs.items()
+    return Adapter(name, config)
+
+
+def adapter_of(model: nn.Module) -> Adapter | None:
+    """The adapter of a prepared model; None if it has none."""
+    return getattr(model, "adapter", None)
+
+
+def belongs_to_adapter(name: str) -> bool:
+    """Whether a parameter of this name is an adapter's: its matrices, or a module's copy that is trained and saved.
+
+    >>> belongs_to_adapter("layers.0.q_proj.lora_A.default.weight"), belongs_to_adapter("q_proj.base_layer.weight")
+    (True, False)
+    """
+    return bool(_OF_ADAPTER.search(name))
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name in the model without an adapter; a module's copy that is trained has that of the original.
+
+    >>> plain_name("layers.0.q_proj.base_layer.weight"), plain_name("lm_head.modules_to_save.default.weight")
+    ('layers.0.q_proj.weight', 'lm_head.weight')
+    """
+    return _STANDS_FOR.sub("", name)
+
+
+def adapter_entries(model: nn.Module, entries: Mapping[str, Value]) -> dict[str, Value]:
+    """Select the values of an adapter's weights from values by weight name; all of them without an adapter.
+
+    An encoder that is trained with the adapter counts as part of it.
+    """
+    if adapter_of(model) is None:
+        return dict(entries)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: value for name, value in entries.items() if belongs_to_adapter(name) or name in trained}
+
+
+def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The adapter's parameters by name."""
+    return ((name, p) for name, p in model.named_parameters() if belongs_to_adapter(name))

@@ -1,0 +1,83 @@
+"""A model without its adapter for a while: reference log-probabilities, and evaluation of the base model.
+
+`redirect_peft_model` has the PeftModel around a prepared model leave the adapter out in the same way, and refuse what
+would change its parts.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import nn
+
+from longspan.errors import ModelError
+from longspan.model.lora.adapters import adapter_of, peft_modules
+
+
+@contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Inside, a model computes what its base model does; all ranks enter it together.
+
+    >>> with without_adapter(model):
+    ...     reference = run_step(model, plan, documents, world, backward=False).loss
+
+    `model` is what `prepare` returned, under any home. Nothing is trained inside: `run_step` with a backward pass
+    raises ModelError there. `peft_model.disable_adapter()` of a PeftModel that was prepared is this one. Which
+    parameters require gradients does not change, as it does in peft's own: FSDP2 reads that when it first gathers them.
+    Raises ModelError for a model that has no adapter.
+    """
+    modules: list[Any] = [*peft_modules(model).values()]
+    if not modules and adapter_of(model) is None:
+        raise ModelError(
+            f"{type(model).__name__} has no adapter to leave out; call without_adapter with the model that prepare "
+            "returned"
+        )
+    before = [module._disable_adapters for module in modules]
+    for module in modules:
+        module._disable_adapters = True
+    try:
+        yield
+    finally:
+        for module, disabled in zip(modules, before, strict=True):
+            module._disable_adapters = disabled
+
+
+def refuse_adapter_left_out(model: nn.Module) -> None:
+    """Raise ModelError if a model is to be trained while its adapter, the only part that is trained, is left out."""
+    if adapter_of(model) is None:
+        return
+    modules: list[Any] = [*peft_modules(model).values()]
+    if any(module._disable_adapters for module in modules):
+        raise ModelError(
+            "the model's adapter is left out (without_adapter), and nothing else of it is trained; use backward=False "
+            "there, or train outside of it"
+        )
+
+
+_CHANGES = {
+    "merge_and_unload": "longspan export RUN FOLDER --merge writes a merged model, or merge what save_model saved",
+    "unload": "load the base model again",
+    "merge_adapter": "merge what longspan.save_model(model, folder, world) saved, in one process",
+    "add_adapter": "add adapters before prepare",
+    "load_adapter": "load adapters before prepare",
+    "delete_adapter": "delete adapters before prepare",
+    "set_adapter": "choose the adapter before prepare",
+    "save_pretrained": "call longspan.save_model(model, folder, world) on all ranks, which stock peft loads",
+    "push_to_hub": "call longspan.save_model(model, folder, world) on all ranks, and push that folder",
+    "forward": "call the model that prepare returned, with a shard, or longspan.run_step",
+}
+
+
+def redirect_peft_model(peft_model: Any, prepared: nn.Module) -> None:
+    """Have the PeftModel around a prepared model leave the adapter out there, and refuse what changes its parts."""
+    if peft_model is prepared or not hasattr(peft_model, "get_base_model"):
+        return
+    peft_model.disable_adapter = partial(without_adapter, prepared)
+    for name, instead in _CHANGES.items():
+        if hasattr(peft_model, name) or hasattr(peft_model.base_model, name):
+            setattr(peft_model, name, partial(_refuse, name, instead))
+
+
+def _refuse(name: str, instead: str, *args: object, **kwargs: object) -> NoReturn:
+    raise ModelError(f"PeftModel.{name}: the model inside it was prepared, and lies on several ranks; {instead}")

@@ -1,0 +1,240 @@
+"""`add_mtp`: give a causal language model depths of multi-token prediction before it is prepared.
+
+An adapter comes after depths, whose linears it adapts as the others.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from longspan.errors import ModelError
+from longspan.model.hf_folder import weight_files
+from longspan.model.layers import base_of, decoder_layers, norm_after_layers
+from longspan.model.local_tensors import LocalPart
+from longspan.model.lora.adapters import adapter_in
+from longspan.model.mtp.depths import MtpBlocks, MtpDepth, MtpDepths, depths_of, mtp_blocks
+from longspan.model.mtp.layer_inputs import CopiedLayer
+from longspan.model.mtp.names import PREFIX, as_our_columns, to_our_name
+from longspan.model.seams.call_rules import is_prepared
+from longspan.model.seams.depth_layer import layer_to_copy
+from longspan.model.seams.set_forwards import set_on_instances
+from longspan.model.weights.fill import WeightSource, empty_model, is_empty, persistent_buffers
+from longspan.model.weights.folder import FolderWeights
+from longspan.model.weights.random import draw
+from longspan.plan.cost.layer_kinds import types_of_depth
+
+
+def draw_depths(model: PreTrainedModel, mtp: MtpDepths, seed: int) -> None:
+    """Draw random weights as transformers initialises them, the same on every rank and under every home."""
+    _fill(model, mtp, _Drawn(model, mtp, seed))
+
+
+def read_depths(model: PreTrainedModel, mtp: MtpDepths, folder: Path) -> None:
+    """Read the weights from a folder of safetensors files. Raises ModelError for missing ones and other shapes."""
+    layers = model.config.get_text_config().num_hidden_layers
+    rename = partial(to_our_name, layers=layers, blocks=len(mtp_blocks(model)) // len(mtp.layers))
+    source = FolderWeights(folder, weight_files(folder), model, rename=rename, view=as_our_columns)
+    names = [f"{PREFIX}.{name}" for name in mtp.state_dict()]
+    there = source.names()
+    if missing := [name for name in names if name not in there]:
+        raise ModelError(
+            f"{folder} lacks {len(missing)} of {len(names)} weights of multi-token prediction of depth "
+            f"{len(mtp.layers)}: {', '.join(missing[:4])} (or model.layers.{layers}.…, mtp.fc.… or "
+            "model.mtp_layers.0.… and so on for them); use a folder that has them, fewer depths, or leave weights= out "
+            "for random ones"
+        )
+    _fill(model, mtp, source)
+
+
+class _Drawn:
+    """Each depth is drawn at once, for modules may draw those inside them, from a seed of its own: `seed` and its name.
+
+    Only names, shapes and buffers of depths are kept here, no memory of parameters.
+    """
+
+    def __init__(self, model: PreTrainedModel, mtp: MtpDepths, seed: int) -> None:
+        self._initialise, self._seed = model._init_weights, seed
+        self._depths = {f"{PREFIX}.layers.{i}": deepcopy(depth).to("meta") for i, depth in enumerate(mtp.layers)}
+        self._buffers = {f"{PREFIX}.{name}": buffer.clone() for name, buffer in persistent_buffers(mtp)}
+
+    def __str__(self) -> str:
+        return "the drawn depths"
+
+    def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """The part of each of these parameters, by name; buffers are as they are."""
+        yield from ((name, buffer) for name, buffer in self._buffers.items() if name in parts)
+        for path, depth in self._depths.items():
+            drawn = draw(path, depth, device, seed=self._seed, initialise=self._initialise)
+            for name, tensor in drawn.named_parameters():
+                if part := parts.get(f"{path}.{name}"):
+                    yield f"{path}.{name}", tensor.detach()[part.block or ...].to(part.dtype)
+
+
+class _Both:
+    """The weights of the model itself, then those of its depths."""
+
+    def __init__(self, model: WeightSource, depths: WeightSource) -> None:
+        self._model, self._depths = model, depths
+
+    def __str__(self) -> str:
+        return str(self._model)
+
+    def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """The part of each of these parameters, by name."""
+        yield from self._model.read(parts, device)
+        yield from self._depths.read(parts, device)
+
+
+@torch.no_grad()
+def _fill(model: PreTrainedModel, mtp: MtpDepths, source: WeightSource) -> None:
+    """Fill the depths now, or, of a model whose parameters have no memory yet, when `prepare` fills it."""
+    if (weights := vars(model).get("weights_to_come")) is not None:
+        weights.source = _Both(weights.source, source)
+        return
+    if is_empty(mtp):  # a model of names and shapes only
+        return
+    tensors: dict[str, Tensor] = {f"{PREFIX}.{name}": x for name, x in mtp.state_dict(keep_vars=True).items()}
+    device = next(mtp.parameters()).device
+    for name, part in source.read({name: LocalPart.of(x) for name, x in tensors.items()}, device):
+        tensors[name].copy_(part)
+
+
+def add_mtp(
+    model: PreTrainedModel, depths: int = 1, *, weights: str | Path | None = None, seed: int = 0
+) -> PreTrainedModel:
+    """Give a Hugging Face causal language model depths of multi-token prediction; returns the same model.
+
+    >>> model = prepare(add_mtp(load_model("Qwen3-8B"), depths=1), world)
+    >>> result = run_step(model, plan, documents, world, optimizer, mtp=MtpLoss(weight=0.3))
+    >>> result.loss, result.mtp_losses
+
+    A depth has a decoder layer like the model's last one, or the last that runs without those before it (of a model
+    whose layers are attention, a mixer or an MLP each, those that its configuration names, `mtp_layers_block_type`),
+    with random weights as transformers initialises them, a function of the configuration and `seed` only; or those of a
+    folder: `weights`, one that `save_model` wrote (`mtp.layers.0.…`) or that is published with them
+    (`model.layers.61.…` after the 61 layers of DeepSeek-V3).
+    They are parameters of the model, under `mtp.`; embedding and head are the model's own. Without `mtp=` the model
+    trains and answers as before.
+
+    Raises ModelError for a model that cannot have them, and for a folder that lacks their weights.
+    """
+    _check(model, depths)
+    copied = layer_to_copy(model)
+    layers = _layers_of_depth(model, copied)
+    mtp = MtpDepths([_depth(model, layers) for _ in range(depths)], copied)
+    model.add_module(PREFIX, mtp)
+    mtp.train(model.training)
+    try:
+        if weights is None:
+            _make_buffers(model, mtp, copied)
+        draw_depths(model, mtp, seed) if weights is None else read_depths(model, mtp, Path(weights))
+    except ModelError:
+        del model.mtp  # as it was
+        raise
+    return model
+
+
+def _check(model: PreTrainedModel, depths: int) -> None:
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(f"add_mtp takes a transformers model (PreTrainedModel), got {name}")
+    if isinstance(depths, bool) or not isinstance(depths, int) or depths < 1:
+        raise ModelError(
+            f"add_mtp got depths={depths!r}; give a number from 1: tokens that are predicted beyond the next"
+        )
+    if is_prepared(model):
+        raise ModelError(f"this {name} was prepared already; call add_mtp before prepare, which places its parameters")
+    if hasattr(model, PREFIX):
+        depth = len(depths_of(model))
+        has = f"multi-token prediction of depth {depth}" if depth else f"a module at {PREFIX!r}"
+        raise ModelError(f"{name} has {has} already; add depths once, to a stock model")
+    if model.get_output_embeddings() is None or base_of(model) is model:
+        raise ModelError(f"{name} has no output embedding over a base model; use a causal language model")
+    embedding, size = next(model.get_input_embeddings().parameters()), model.config.get_text_config().hidden_size
+    if embedding.shape[1] != size:
+        raise ModelError(
+            f"{name} has embeddings of {embedding.shape[1]} values and layers of {size}, with projections between, and "
+            "a depth of multi-token prediction joins rows of one width; train it without depths"
+        )
+    if adapter_in(model) is not None:
+        raise ModelError(
+            f"{name} has an adapter already, and depths get copies of its last layer; call add_mtp first, then "
+            "peft.get_peft_model, which adapts linears of depths as the others"
+        )
+
+
+def _layers_of_depth(model: PreTrainedModel, copied: CopiedLayer) -> list[nn.Module]:
+    """The layers that a depth has copies of: this one, or the last of each type that the configuration names."""
+    layers = [*decoder_layers(model).values()]
+    of_type = {str(vars(layer).get("block_type", "")): layer for layer in layers}  # of each type the last
+    types = types_of_depth(model.config.get_text_config(), [*of_type])
+    if missing := sorted({*types} - {*of_type}):
+        raise ModelError(
+            f"{type(model).__name__}: a depth of multi-token prediction has layers of the types {', '.join(types)} "
+            f"(mtp_layers_block_type of the configuration), and of {', '.join(missing)} the model has none to copy, "
+            f"only of {', '.join(sorted(of_type))}; set mtp_layers_block_type to types of these"
+        )
+    return [of_type[kind] for kind in types] or [layers[copied.index]]
+
+
+def _depth(model: PreTrainedModel, layers: Sequence[nn.Module]) -> MtpDepth:
+    """A depth with copies of these layers and of the model's last norm, whose weights are overwritten.
+
+    Where the model has no norm after its layers, as where each ends with one, its hidden states are those of a layer,
+    and so are a depth's: it has norms of the layer's last one's kind, and none at its end.
+    """
+    after, size = norm_after_layers(model), model.config.get_text_config().hidden_size
+    weight, norm = next(layers[-1].parameters()), after or _norm_inside(model, layers[-1], size)
+    eh_proj = nn.Linear(2 * size, size, bias=False, device=weight.device, dtype=model.dtype)
+    norms = _copy(norm), _copy(norm), nn.Identity() if after is None else _copy(norm)
+    copies = [_copy(layer) for layer in layers]
+    return MtpDepth(copies[0] if len(copies) == 1 else MtpBlocks(copies), norms, eh_proj)
+
+
+def _norm_inside(model: PreTrainedModel, layer: nn.Module, size: int) -> nn.Module:
+    """The last norm of whole rows inside a layer."""
+    norms = [
+        module
+        for module in layer.modules()
+        if type(module).__name__.lower().endswith("norm") and {p.numel() for p in module.parameters()} == {size}
+    ]
+    if not norms:
+        raise ModelError(
+            f"{type(model).__name__} has no norm of {size} values after its decoder layers or in the last of them "
+            f"({type(layer).__name__}), and depths of multi-token prediction need its kind; train it without them"
+        )
+    return norms[-1]
+
+
+def _make_buffers(model: PreTrainedModel, mtp: MtpDepths, copied: CopiedLayer) -> None:
+    """Give depths the buffers of a new model: Gemma 4's layers have scales there, which were trained."""
+    if not any(True for _ in persistent_buffers(mtp)):
+        return
+    new = empty_model(model.config, model.dtype, type(model))
+    made = dict(persistent_buffers(_depth(new, _layers_of_depth(new, copied))))
+    for depth in mtp.layers:
+        for name, buffer in persistent_buffers(depth):
+            buffer.copy_(made[name])
+
+
+def _copy(module: nn.Module) -> Any:
+    """A copy that shares configurations with the model: these name the attention function that its layers call.
+
+    Raises ModelError for a forward that was set on an instance, which would go on running the original.
+    """
+    if names := set_on_instances((f"{type(module).__name__} {name}", inner) for name, inner in module.named_modules()):
+        raise ModelError(
+            f"{', '.join(names[:4])} has a forward set on the instance (module.forward = …), and a copy in a depth of "
+            "multi-token prediction would run the original's; define it in a subclass, or call add_mtp first and set "
+            "it in the depths too"
+        )
+    configs = [
+        config for inner in module.modules() if isinstance(config := vars(inner).get("config"), PreTrainedConfig)
+    ]
+    return deepcopy(module, {id(config): config for config in configs})

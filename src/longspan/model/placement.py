@@ -1,0 +1,107 @@
+"""How a model's layers are brought under a home: split over tp, recomputed, sharded over slots, on this rank's device.
+
+The same for a whole model and for the stages of a pipeline. Options are checked on the whole model, on every rank,
+before the first layer is changed. Blocks that layers share (Zamba 2) are gathered by FSDP2 together.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.model.experts.expert_parallel import check_experts, shard_experts
+from longspan.model.layers import decoder_layers, other_towers
+from longspan.model.mtp.depths import depths_of
+from longspan.model.recompute import Recomputation
+from longspan.model.seams.refusals import refuse_shared_layers
+from longspan.model.sharding import Sharding, shard_over_slots
+from longspan.model.tensor_parallel.tensor_parallel import refuse_tensor_parallel, split_over_tp
+from longspan.model.weights.fill import is_empty
+
+
+def shared_blocks(layers: Mapping[str, nn.Module]) -> list[list[nn.Module]]:
+    """Modules of different layers with the same parameters, all of them shared: one list for each set of parameters.
+
+    The outermost such modules that are called; one that two layers both hold, itself, is left out.
+    """
+    users: dict[int, set[str]] = {}
+    for name, layer in layers.items():
+        for parameter in layer.parameters():
+            users.setdefault(id(parameter), set()).add(name)
+    groups: dict[tuple[int, ...], dict[int, nn.Module]] = {}
+    for layer in layers.values():
+        for module in _shared_inside(layer, users):
+            groups.setdefault(_parameters(module), {})[id(module)] = module
+    return [list(group.values()) for key, group in groups.items() if len(group) == len(users[key[0]])]
+
+
+def _shared_inside(module: nn.Module, users: Mapping[int, set[str]]) -> list[nn.Module]:
+    modules: list[nn.Module] = []
+    for child in module.children():
+        layers = {frozenset(users[parameter]) for parameter in _parameters(child)}
+        runs = not isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        if runs and len(layers) == 1 and len(next(iter(layers))) > 1:
+            modules.append(child)
+        else:
+            modules += _shared_inside(child, users)
+    return modules
+
+
+def _parameters(module: nn.Module) -> tuple[int, ...]:
+    return tuple(id(parameter) for parameter in module.parameters())
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What becomes of every layer under the world's home."""
+
+    world: World
+    sharding: Sharding
+    recomputation: Recomputation
+    sequence_parallel: bool
+
+    def check(self, model: PreTrainedModel, stages: int) -> None:
+        """Raise ModelError where a whole model that goes into so many stages cannot be placed so."""
+        self.sharding.check(model.dtype)
+        if self.sharding.parameters or self.sequence_parallel:
+            layers = decoder_layers(model)
+            refuse_shared_layers(model, layers, shared_blocks(layers))
+        refuse_tensor_parallel(model, self.world, sequence_parallel=self.sequence_parallel)
+        check_experts(model, self.world.home, shard_parameters=self.sharding.parameters)
+        self.recomputation.check(model, stages)
+
+    def dtype_of(self, model: PreTrainedModel) -> torch.dtype:
+        """What the model computes in."""
+        return self.sharding.compute_dtype or model.dtype
+
+    def reduce_dtype_of(self, model: PreTrainedModel) -> torch.dtype:
+        """What gradients are summed over the slots in."""
+        return self.sharding.precision(model).reduce_dtype or self.dtype_of(model)
+
+    def place(self, model: PreTrainedModel, root: nn.Module, *, has_experts: bool) -> None:
+        """Bring the layers that are here under the home; all ranks call it together.
+
+        `root` is what will be called: the model, or a stage around it. `has_experts` is of the whole model: a stage may
+        have none.
+        """
+        world, rows, copies = self.world, self.sequence_parallel, not self.sharding.parameters
+        if world.home.tp > 1:
+            split_over_tp(model, world, sequence_parallel=rows, sum_expert_gradients=copies)
+        self.recomputation.apply(model)
+        if copies:
+            if not is_empty(root):
+                nn.Module.to(root, world.device)
+        else:
+            if has_experts:
+                shard_experts(model, world, self.sharding.precision(model), reshard=self.sharding.reshard_after_forward)
+            layers = decoder_layers(model)
+            blocks = (*shared_blocks(layers), *layers.values(), *other_towers(model), *depths_of(model))
+            shard_over_slots(blocks, world, self.sharding, root=root)
+
+    @property
+    def row_multiple(self) -> int:
+        """What a slot's rows must be a multiple of."""
+        return self.world.home.tp if self.sequence_parallel else 1

@@ -1,1 +1,0 @@
-"""Where parameters and activations live: sharding, recomputation, offloading."""

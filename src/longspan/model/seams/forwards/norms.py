@@ -1,0 +1,174 @@
+"""How norms run: RMS norms in one pass over memory, long ones some rows at a time, or compiled together with MLPs.
+
+transformers writes such a norm in Python: to float32, square, mean, root, product, back, and the weight, each a pass
+over memory, and more in backward. `torch.nn.functional.rms_norm` is one kernel each way on GPUs from torch 2.9 on
+(pytorch/pytorch#153666); norms with 1 + weight, with a gate or over groups of features have a kernel of our own
+(`norm_formula.py`). All compute in float32; in half precision these round once where transformers' round several times.
+
+torch's kernels of `rms_norm` and `layer_norm` for GPUs multiply a row's number by its width in 32 bits (seen with torch
+2.11 on an H200): beyond, rows are silently read from and written to others' places. Kernels of our own, and torch's
+operations element by element, count in 64 bits; all of them are tried in `tests/kernels/long_rows.py`.
+"""
+
+import copy
+from collections.abc import Callable, Hashable
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
+from transformers import PreTrainedModel
+
+from longspan.errors import ModelError
+from longspan.model.layers import decoder_layers
+from longspan.model.mtp.depths import depths_of
+from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.seams.forwards.norm_formula import NormFormula
+from longspan.model.seams.set_forwards import is_set_on_instance
+
+MOST = 2**31 - 1  # elements of a call
+
+
+def norm_in_pieces(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """norm(x) of rows x (…, n), by calls of at most MOST elements each.
+
+    >>> y = norm_in_pieces(lambda rows: rms_norm(rows, (4096,), weight, 1e-6), x)
+    """
+    if x.numel() <= MOST:
+        return norm(x)
+    longest = max(range(x.ndim - 1), key=lambda dim: x.shape[dim])
+    at_once = max(1, MOST * x.shape[longest] // x.numel())
+    return torch.cat([norm(rows) for rows in x.split(at_once, longest)], longest)
+
+
+def split_long_norms(model: nn.Module) -> None:
+    """Let the layer norms and RMS norms of a model take any number of rows; those that run by a kernel stay theirs."""
+    for norm in model.modules():
+        if type(norm).__name__.endswith(("LayerNorm", "RMSNorm")) and "forward" not in vars(norm):
+            norm.forward = partial(_forward, norm.forward)
+
+
+def _forward(norm: Callable[..., Tensor], x: Tensor, *others: object, **named: object) -> Tensor:
+    """Run a norm of rows in pieces; a norm that takes more than rows is left to its class."""
+    if others or named:
+        return norm(x, *others, **named)
+    return norm_in_pieces(norm, x)
+
+
+_EPS = ("variance_epsilon", "eps")
+_CLOSE = 1e-5  # relative, in float32
+_PLAIN = NormFormula()
+
+
+def fuse_norms(model: nn.Module, *, required: bool = True) -> int:
+    """Let every norm of a model that is weight · x / √(mean x² + eps), or alike, run in one pass; how many do.
+
+    >>> fuse_norms(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"))  # doctest: +SKIP
+    113
+
+    Alike: with 1 + weight, over groups of features, with a gate before or after. What a norm computes is tried: a copy
+    of one of each kind is compared with the formula on random numbers. Classes, names and weights stay as they are.
+    Calls in float64, and on inputs that the kernels do not take, run as before, and so do norms whose forward was set
+    on them.
+
+    Raises ModelError where the model has no such norm and one is required.
+    """
+    norms = [m for m in model.modules() if type(m).__name__.endswith(("RMSNorm", "RMSNormGated"))]
+    weighted = [norm for norm in norms if _has_weight_and_eps(norm) and not is_set_on_instance(norm)]
+    first_of = {_kind(norm): norm for norm in reversed(weighted)}
+    formulas = {kind: _formula_of(norm) for kind, norm in first_of.items()}
+    fused = [(norm, formula) for norm in weighted if (formula := formulas[_kind(norm)]) is not None]
+    if required and not fused:
+        classes = ", ".join(dict.fromkeys(type(n).__name__ for n in norms)) or "no module whose name ends in RMSNorm"
+        raise ModelError(
+            f"fused_norms is 'on', and {type(model).__name__} has {classes}: none is weight · x / √(mean x² + eps) "
+            "with an eps of its own, nor that with 1 + weight or a gate; use 'auto' or 'off' for this model"
+        )
+    for norm, formula in fused:
+        norm.forward = partial(_one_kernel if formula == _PLAIN else _one_pass, norm, formula)
+    return len(fused)
+
+
+def runs_in_one_pass(module: nn.Module) -> bool:
+    """Whether a module is a norm that runs by our kernel where this can take its inputs."""
+    return getattr(vars(module).get("forward"), "func", None) is _one_pass
+
+
+def _one_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Tensor:
+    """x (…, n) to its norm (…, n), by torch's kernel."""
+    weight = norm.weight
+    assert isinstance(weight, Tensor)
+    if x.dtype != weight.dtype or x.dtype == torch.float64:
+        return type(norm).forward(norm, x)
+    return norm_in_pieces(lambda rows: rms_norm(rows, weight.shape, weight, _eps_of(norm)), x)
+
+
+def _one_pass(norm: nn.Module, formula: NormFormula, x: Tensor, gate: Tensor | None = None) -> Tensor:
+    """x (…, n), and its gate, to their norm (…, n), by our kernel."""
+    weight, eps = norm.weight, _eps_of(norm)
+    assert isinstance(weight, Tensor) and eps is not None
+    out = formula.run_kernel(x, weight, eps, gate)
+    if out is None:
+        return type(norm).forward(norm, x, *([] if gate is None else [gate]))
+    return out
+
+
+def _eps_of(norm: nn.Module) -> float | None:
+    return next((float(getattr(norm, name)) for name in _EPS if isinstance(getattr(norm, name, None), float)), None)
+
+
+def _has_weight_and_eps(norm: nn.Module) -> bool:
+    weight = getattr(norm, "weight", None)
+    return isinstance(weight, Tensor) and weight.ndim == 1 and _eps_of(norm) is not None
+
+
+def _groups_of(norm: nn.Module) -> int:
+    size, groups = getattr(norm, "group_size", None), getattr(norm, "n_groups", None)
+    return norm.weight.numel() // size if isinstance(size, int) else groups if isinstance(groups, int) else 1  # pyright: ignore
+
+
+def _kind(norm: nn.Module) -> Hashable:
+    """Norms with one formula, by what may tell formulas of a class apart."""
+    return type(norm), norm.weight.shape, _groups_of(norm), getattr(norm, "norm_before_gate", None)  # pyright: ignore
+
+
+def _formula_of(norm: nn.Module) -> NormFormula | None:
+    """What a norm computes; None for anything else."""
+    if not type(norm).__name__.endswith("Gated"):
+        return next((f for f in (_PLAIN, NormFormula(offset=1.0)) if _computes(norm, f)), None)
+    kinds = product(("first", "last"), ("silu", "sigmoid"))
+    gated = (NormFormula(groups=_groups_of(norm), gate=gate, activation=act) for gate, act in kinds)
+    return next((formula for formula in gated if _computes(norm, formula)), None)
+
+
+@torch.no_grad()
+def _computes(norm: nn.Module, formula: NormFormula) -> bool:
+    """Whether a norm computes a formula, on rows of large, usual and tiny numbers."""
+    weight, eps = norm.weight, _eps_of(norm)
+    assert isinstance(weight, Tensor) and eps is not None
+    generator = torch.Generator().manual_seed(0)
+    tried = copy.deepcopy(norm).to_empty(device="cpu").float()
+    for parameter in tried.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    sizes = torch.tensor([100.0, 1.0, eps**0.5])[:, None]
+    x = torch.randn((1, 3, *weight.shape), generator=generator) * sizes
+    gates = [torch.randn(x.shape, generator=generator)] if formula.gate else []
+    try:
+        normed = tried(x, *gates)
+        expected = formula(x, tried.weight, eps, *gates)  # pyright: ignore[reportArgumentType]
+    except Exception:  # it takes other arguments, another shape of them, or a device that it is not on
+        return False
+    return normed.shape == expected.shape and bool((normed - expected).norm() <= _CLOSE * expected.norm())
+
+
+def compile_layers(model: PreTrainedModel | PipelineModel) -> None:
+    """Compile the norms and MLPs inside a prepared model's decoder layers, in place, for any number of rows.
+
+    Norms that run by a kernel of our own are left as they are.
+    """
+    stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
+    for layer in (layer for stage in stages for layer in (*decoder_layers(stage).values(), *depths_of(stage))):
+        for inner in layer.modules():
+            if type(inner).__name__.endswith(("RMSNorm", "MLP")) and not runs_in_one_pass(inner):
+                inner.compile(dynamic=True)

@@ -1,0 +1,295 @@
+"""Parameters over the slots of a home: FSDP2 on the world's mesh, or a copy on every rank whose gradients are summed.
+
+Either way a gradient is the plain sum over slots: the loss is divided by the plan's targets before backward, so nothing
+here divides. Tensor and pipeline parallelism are not in this module.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from longspan.comm import World
+from longspan.comm.groups.channel import wide
+from longspan.errors import ModelError
+from longspan.model.local_tensors import local_tensor, without_earlier_gradients
+
+_RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()  # whether it frees parameters after forward
+_GATHERED_BYTES: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+_BUCKET_ELEMENTS = 1 << 24  # gradients of unsharded models are summed in flat buffers of at most this many elements
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """Whether parameters are sharded over the slots, and how FSDP2 then treats them; otherwise every rank has a copy.
+
+    `reshard_after_forward` frees a layer's gathered parameters between forward and backward; `compute_dtype` is what
+    FSDP2 computes in (None: the parameters' own). Raises ModelError for a compute dtype of parameters that are not
+    sharded.
+    """
+
+    parameters: bool = True
+    reshard_after_forward: bool = True
+    compute_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.compute_dtype is not None and not self.parameters:
+            raise ModelError("compute_dtype is FSDP2's mixed precision; it needs shard_parameters=True")
+
+    def check(self, dtype: torch.dtype) -> None:
+        """Raise ModelError for a compute dtype that is wider than the parameters' own."""
+        compute = self.compute_dtype
+        if compute is not None and _bits(compute) > _bits(dtype):
+            raise ModelError(
+                f"compute_dtype is {compute} ({_bits(compute)} significant bits) over parameters of {dtype} "
+                f"({_bits(dtype)}), to which it adds none; load the model in {compute}, or leave compute_dtype out"
+            )
+
+    def precision(self, model: nn.Module) -> MixedPrecisionPolicy:
+        """How FSDP2 computes and sums: gradients in float32 where parameters or arithmetic are in half precision."""
+        dtypes = {parameter.dtype for parameter in model.parameters()} | {self.compute_dtype}
+        low = self.parameters and any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
+        return MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32 if low else None)
+
+
+def _bits(dtype: torch.dtype) -> int:
+    return 1 - round(math.log2(torch.finfo(dtype).eps))
+
+
+def shard_over_slots(
+    blocks: Iterable[nn.Module | list[nn.Module]],
+    world: World,
+    sharding: Sharding,
+    *,
+    root: nn.Module,
+    cast_block_inputs: bool = True,
+) -> None:
+    """Shard each block, then what remains of the root, over all slots. All ranks call it together.
+
+    A block of several modules is gathered and freed as one: they may share parameters.
+
+    `root` is what will be called: a model itself, or the pipeline stage around it, with the blocks inside. Every
+    tensor that the root is called with is cast to the compute dtype, and with `cast_block_inputs` those of blocks.
+    """
+    policy, frees = sharding.precision(root), sharding.reshard_after_forward
+    of_blocks = replace(policy, cast_forward_inputs=cast_block_inputs)
+    for block in blocks:
+        fully_shard(block, mesh=world.meshes.fsdp, reshard_after_forward=frees, mp_policy=of_blocks)
+    fully_shard(root, mesh=world.meshes.fsdp, mp_policy=policy)
+    for module in fsdp_modules(root):
+        # gloo has no premultiplied sum, which a divide factor would need
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
+        _RESHARDS[module] = frees and module is not root  # as FSDP2 itself treats a root
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """Every module that FSDP2 manages, children after parents; empty where parameters are not sharded."""
+    inside = (inner for module in model.modules() if isinstance(module, FSDPModule) for inner in module.modules())
+    return [*dict.fromkeys(module for module in inside if isinstance(module, FSDPModule))]
+
+
+@contextmanager
+def parameters_gathered(model: nn.Module) -> Iterator[None]:
+    """Parameters stay whole inside, and gradients are kept whole and not summed: no slot waits for another.
+
+    All ranks enter together. What backward passes inside leave is summed over the slots by the next backward pass
+    after it, which all slots must run. Every rank then holds all parameters and, unsummed, all gradients. Nothing
+    happens where parameters are not sharded.
+    """
+    modules = fsdp_modules(model)
+    for module in modules:
+        _keep_gathered(module, True, reshard_after_forward=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in modules:
+            _keep_gathered(module, False, reshard_after_forward=_RESHARDS.get(module, False))
+
+
+@contextmanager
+def nothing_left_after_an_error(model: nn.Module) -> Iterator[None]:
+    """After an error inside, FSDP2 forgets gradients that backward passes left unsummed, and frees what it gathered.
+
+    It would add them to those of the next backward pass: zero_grad() does not clear them.
+    """
+    try:
+        yield
+    except BaseException:
+        modules = fsdp_modules(model)
+        for group in _reduction_groups(modules):
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                    whole.grad = None
+        _free(modules)
+        raise
+
+
+@contextmanager
+def gather_once(model: nn.Module) -> Iterator[None]:
+    """Forward passes inside, without backward passes, gather parameters once; all ranks enter it together.
+
+    A layer is gathered when it is first called, next to the layer before, and freed at the end, also after an error.
+    """
+    modules = fsdp_modules(model)
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.set_reshard_after_forward(_RESHARDS[module], recurse=False)
+        _free(modules)
+
+
+def gathered_bytes(model: nn.Module) -> int:
+    """Bytes on this rank of all parameters that `gather_once` holds, in the dtype that FSDP2 computes in.
+
+    0 if there are none, and for a model that is not sharded here: what it does after a pass is not known.
+    """
+    if model not in _GATHERED_BYTES:
+        modules = fsdp_modules(model)
+        groups = _reduction_groups(modules) if all(module in _RESHARDS for module in modules) else ()
+        _GATHERED_BYTES[model] = sum(
+            data.numel() * group.mesh_info.shard_mesh_size * (group.mp_policy.param_dtype or data.dtype).itemsize
+            for group in groups
+            for data in (parameter._sharded_param_data for parameter in group.fsdp_params)
+        )
+    return _GATHERED_BYTES[model]
+
+
+def _keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: bool) -> None:
+    module.set_requires_gradient_sync(not keep, recurse=False)
+    module.set_reshard_after_backward(not keep, recurse=False)
+    module.set_reshard_after_forward(reshard_after_forward, recurse=False)
+
+
+@contextmanager
+def replicas_summed_at_last(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Backward passes inside sum gradients over the slots of a replica, those after the yielded call over replicas too.
+
+    Call it before the last backward pass: what the others leave, a shard of the gradients, is in that one's sum. After
+    an error inside nothing is left. It changes nothing where parameters have no replicas (`dp_replicate` 1).
+    """
+    modules = fsdp_modules(model)
+
+    def sum_over_replicas(now: bool = True) -> None:
+        for module in modules:
+            module.set_requires_all_reduce(now, recurse=False)
+
+    sum_over_replicas(False)
+    try:
+        yield sum_over_replicas
+        assert all(group._partial_reduce_output is None for group in _reduction_groups(modules)), (
+            "sum_over_replicas was not called before the last backward pass"
+        )
+    finally:
+        sum_over_replicas()
+        for group in _reduction_groups(modules):
+            group._partial_reduce_output = None
+
+
+def _reduction_groups(modules: Sequence[FSDPModule]) -> Iterator[Any]:
+    """FSDP2's groups of parameters whose gradients are one message: in torch 2.11 one at most for each module."""
+    for state in dict.fromkeys(module._get_fsdp_state() for module in modules):  # modules may have one together
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        yield from (group for group in groups if group is not None)
+
+
+def widen_gradients(model: nn.Module) -> None:
+    """Add gathered gradients to those of earlier passes in float32, as FSDP2 does after a backward pass of its own.
+
+    For passes that FSDP2 does not see, whose gradients would add up in the compute dtype.
+    """
+    for group in _reduction_groups(fsdp_modules(model)):
+        for parameter in group.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+
+def unshard(model: nn.Module) -> None:
+    """Gather what FSDP2 has freed, and have the modules hold their gathered parameters; nothing where all do.
+
+    For passes that FSDP2 does not see. All ranks call it together.
+    """
+    for module in fsdp_modules(model):
+        module.unshard()
+
+
+def reshard(model: nn.Module) -> None:
+    """Free parameters that FSDP2 kept gathered after a forward pass without a backward pass.
+
+    Also after an error broke that pass off, which FSDP2 would otherwise take for unfinished: it would free nothing,
+    and a later pass would take the gathered parameters for current ones.
+    """
+    _free(fsdp_modules(model))
+
+
+def _free(modules: Sequence[FSDPModule]) -> None:
+    for module in modules:
+        state: Any = module._get_fsdp_state()
+        state._training_state, state._state_ctx.iter_forward_root = TrainingState.IDLE, None
+        for group in _reduction_groups([module]):
+            group._training_state = TrainingState.IDLE
+            group.wait_for_unshard()  # does something where the error came between a gather and its end
+        module.reshard()
+
+
+@contextmanager
+def gradients_summed_over_slots(model: nn.Module, world: World) -> Iterator[None]:
+    """What backward passes inside add to `.grad` is summed over the slots at the end; FSDP2 sums by itself.
+
+    Gradients that were there before are kept and not summed again.
+    """
+    if fsdp_modules(model) or world.home.slots == 1:
+        yield
+        return
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with without_earlier_gradients(parameters):
+        yield
+        _add_absent_gradients(parameters, world)
+        for bucket in _buckets([local_tensor(p.grad) for p in parameters if p.grad is not None]):
+            _sum_over_slots(bucket, world)
+
+
+def _add_absent_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
+    """Give zeros to parameters that got a gradient on other slots and none here: all slots sum the same ones."""
+    slots = world.control.sum_over_slots([float(p.grad is not None) for p in parameters], "count of gradients")
+    for parameter, count in zip(parameters, slots, strict=True):
+        if parameter.grad is None and count > 0:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    for gradient in gradients:
+        full = sum(g.numel() for g in bucket) + gradient.numel() > _BUCKET_ELEMENTS
+        if bucket and (full or gradient.dtype != bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(gradient)
+    if bucket:
+        yield bucket
+
+
+def _sum_over_slots(gradients: Sequence[Tensor], world: World) -> None:
+    """Replace each tensor by its sum over the slots: a reduce-scatter and an all-gather of one flat buffer.
+
+    Half precision is summed in float32.
+    """
+    channel = world.channels.between(tuple(range(world.home.slots)))
+    flat = wide(torch.cat([gradient.flatten() for gradient in gradients]))
+    counts = [len(part) for part in flat.tensor_split(channel.degree)]
+    part = channel.reduce_scatter(flat, counts, "sum of gradients").wait()
+    flat = torch.cat(channel.all_gather(part, counts, "sum of gradients").wait())
+    for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(summed.view_as(gradient))

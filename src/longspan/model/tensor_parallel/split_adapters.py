@@ -1,0 +1,100 @@
+"""Linears with a LoRA adapter, y = W x + s B (A x), under a tensor-parallel style, and adapters that are refused there.
+
+Column-wise, ranks hold rows of W and of B, and A whole: each applies A to the whole input, for its part of the
+outputs, so that A's gradient is partial and summed. Row-wise, ranks hold columns of W and of A, and B whole: B is
+linear, so that the ranks' outputs, adapter included, are summed once, and B's gradient, of a part of A x, is partial
+and summed. Inside a mixer an adapter goes with its projection (`mixers.py`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.comm.moves.tp_collectives import tp_split
+from longspan.errors import ModelError
+from longspan.model.lora.adapters import adapter_in, is_adapted, is_copied, peft_modules
+from longspan.model.tensor_parallel.family_plans import (
+    COLWISE,
+    GATHERED,
+    MIXER,
+    PACKED,
+    PARTIAL_GRADIENT,
+    QKV,
+    ROWWISE,
+    SPLIT_INPUT,
+)
+from longspan.model.tensor_parallel.plan import StyledModule, split_blocks
+from longspan.model.tensor_parallel.styles import (
+    columnwise,
+    columnwise_of_three,
+    columnwise_packed,
+    gather_outputs,
+    partial_gradients,
+    slice_inputs,
+    sum_of_outputs,
+    wrap_forward,
+)
+
+ADAPTED = (COLWISE, ROWWISE, PACKED, PARTIAL_GRADIENT, SPLIT_INPUT, *GATHERED)  # styles of linears with adapters
+
+
+def split_adapted(module: nn.Module, style: str, world: World, *, sequence_parallel: bool) -> None:
+    """Split an adapted linear and its adapter; what its style does to inputs and outputs holds for both."""
+    layer: Any = module
+    key, base, first, second = world.key, layer.base_layer, layer.lora_A.values(), layer.lora_B.values()
+    if style in (ROWWISE, SPLIT_INPUT):
+        for linear in (base, *first):
+            slice_inputs(linear, world)
+        for linear in second:
+            partial_gradients(linear, key)
+        of_whole = style == SPLIT_INPUT
+        leave = sum_of_outputs(base, key, sequence_parallel=sequence_parallel and not of_whole)
+        wrap_forward(layer, enter=partial(tp_split, world_key=key, dim=-1) if of_whole else None, leave=leave)
+        return
+    for linear in (base, *first, *second) if style == PARTIAL_GRADIENT else first:
+        partial_gradients(linear, key)
+    for linear in () if style == PARTIAL_GRADIENT else (base, *second):
+        split = columnwise_packed if style == PACKED else columnwise_of_three if style == QKV else columnwise
+        split(linear, world)
+    if style in GATHERED:
+        gather_outputs(layer, key)
+
+
+def refuse_adapter(model: PreTrainedModel, placed: Sequence[StyledModule]) -> None:
+    """Raise ModelError, with every reason, for an adapter that would not be exact under tensor parallelism."""
+    if reasons := [*_reasons(model, placed)]:
+        raise ModelError(f"the adapter of {type(model).__name__} cannot be split: {'; '.join(reasons)}; use tp 1")
+
+
+def _reasons(model: PreTrainedModel, placed: Sequence[StyledModule]) -> Iterator[str]:
+    adapter = adapter_in(model)
+    if adapter is None:
+        return
+    if adapter.dropout:
+        yield f"lora_dropout is {adapter.dropout:g}, and tensor-parallel ranks would drop different inputs"
+    for key in ("use_dora", "lora_bias"):
+        if getattr(adapter.config, key, False):
+            yield f"{key} is set, which is not shown to be exact there"
+    modules = peft_modules(model)
+    if copied := [name for name, module in modules.items() if is_copied(module)]:
+        yield f"modules_to_save ({', '.join(copied[:2])}) are not split"
+    styles = {entry.name: entry.style for entry in placed}
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    blocks = split_blocks(placed)
+    linears = [name for name, module in modules.items() if is_adapted(module) and module not in ends]
+    if unplaced := [name for name in linears if not _has_a_place(name, styles, blocks)]:
+        yield f"no tensor-parallel style of an adapter is known for {unplaced[0]} ({styles.get(unplaced[0], 'none')})"
+
+
+def _has_a_place(name: str, styles: Mapping[str, str], blocks: AbstractSet[str]) -> bool:
+    """Whether an adapted linear is split here, by itself or inside a mixer, or is whole, and its gradient, outside of
+    split blocks."""
+    if name in styles:
+        return styles[name] in ADAPTED
+    around = [block for block in blocks if name.startswith(f"{block}.")]
+    return all(styles.get(block) == MIXER for block in around)

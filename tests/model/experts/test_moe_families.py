@@ -1,0 +1,209 @@
+"""Every family of mixtures of experts equals its stock model, losses of routers included, under every kind of home.
+
+A few families stand for each kind of router and of block in CI; the others are `whole`.
+"""
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import functional as F
+
+from longspan.comm import World
+from longspan.doctor.float64 import whole_float64
+from longspan.errors import ModelError
+from longspan.layout import Layout
+from longspan.model import prepare
+from longspan.model.experts.router import RouterCoefficients
+from longspan.plan import plan_fixed
+from longspan.testing import backend, run_ranks
+from longspan.train import run_step
+from tests.model.experts.moe_families import FAMILIES, family_model
+from tests.model.experts.moe_models import MoeStock, router_losses
+from tests.model.stock import gradients_of, texts, worst
+from tests.mutation import mutated
+from tests.versions import transformers_before
+
+LENGTHS = (13, 1, 30, 7, 2, 18)
+WEIGHTS = RouterCoefficients(balance=0.5, z=0.1)
+NONE = RouterCoefficients(balance=0.0)
+TOLERANCE = 1e-12
+
+# A bias beside sigmoids, with a loss; groups and shared experts; a softmax with a bias beside, with a loss.
+CI = tuple(family for family in ("minimax_m2", "glm4_moe", "ernie4_5_moe") if family in FAMILIES)
+HOMES = {"cp 2": Layout(ranks=2), "ep 2": Layout(ranks=2, ep=2), "pp 2": Layout(ranks=2, pp=2)}
+HOMES |= {"tp 2": Layout(ranks=2, tp=2), "tp 2, rows in parts": Layout(ranks=2, tp=2)}
+WIDE = {"cp 3": Layout(ranks=3)}
+PARTS = "tp 2, rows in parts"
+Case = tuple[str, str]  # home, family
+
+# What is refused, and why; every other home of every family is exact.
+_STYLE = "tensor-parallel style 'mla_kv_a_proj' of model.layers.0.self_attn.kv_a_proj_with_mqa is not supported"
+_NO_PLACE = r"model.layers.0.(self_attn|mlp|router) \(\w+\) has no place in a sequence-parallel region"
+REFUSED: dict[Case, str] = {(home, f): _STYLE for home in ("tp 2", PARTS) for f in ("glm4_moe_lite", "deepseek_v2")}
+REFUSED["ep 2", "llama4_text"] = "the home has ep 2, but Llama4ForCausalLM has no experts to deal out"
+REFUSED["pp 2", "gemma4_text"] = "has parameters that its pipeline plan does not place"
+REFUSED |= {(PARTS, family): _NO_PLACE for family in ("afmoe", "gemma4_text")}
+# What families lack in a transformers before the one that this table is of: plans, and Aria's experts as one module.
+OLDER = transformers_before("5.23")
+LACKING = "has no tensor-parallel plan|has no experts to deal out|AriaTextForCausalLM cannot be probed"
+
+
+@cache
+def has_losses(family: str) -> bool:
+    """Whether transformers gives the logits of the family's routers (some have the coefficient of a loss alone)."""
+    model = family_model(family).eval()
+    if family == "llama4_text" or not hasattr(model.config, "router_aux_loss_coef"):
+        return False
+    with torch.no_grad():
+        ids = torch.zeros((1, 3), dtype=torch.long)
+        return model(input_ids=ids, use_cache=False, output_router_logits=True).router_logits is not None
+
+
+def stock_step(family: str) -> MoeStock:
+    """The stock model sees documents one by one; losses of routers are over all tokens."""
+    model, losses = family_model(family, torch.float64).eval(), has_losses(family)
+    targets, loss = sum(LENGTHS) - len(LENGTHS), torch.zeros((), dtype=torch.float64)
+    logits: list[Sequence[Tensor]] = []
+    for document in texts(LENGTHS):
+        ids = torch.from_numpy(document)
+        asked: dict[str, Any] = {"output_router_logits": True} if losses else {}
+        out = model(input_ids=ids[None], use_cache=False, **asked)
+        logits.append(out.router_logits if losses else ())
+        loss = loss + F.cross_entropy(out.logits[0, :-1], ids[1:], reduction="sum") / targets
+    balance = z = torch.zeros(())
+    if losses:
+        layers = tuple(torch.cat(layer) for layer in zip(*logits, strict=True))
+        balance, z = router_losses(layers, model.config.num_experts_per_tok)
+    (loss + 0.5 * balance + 0.1 * z).backward()
+    return MoeStock(loss.item(), balance.item(), z.item(), gradients_of(model))
+
+
+def outcomes(rank: int, homes: dict[str, Layout], families: Sequence[str]) -> dict[Case, float | str]:
+    """The worst error of a step of each family in each home, both kinds of messages; or why it is refused."""
+    answers: dict[Case, float | str] = {}
+    with whole_float64():
+        stock = {family: stock_step(family) for family in families}
+        for name, home in homes.items():
+            with World(home, backend=backend()) as world:
+                for family in families:
+                    try:
+                        answers[name, family] = _error(family, world, stock[family], in_parts=name == PARTS)
+                    except ModelError as error:
+                        answers[name, family] = str(error)
+    return answers
+
+
+def _error(family: str, world: World, stock: MoeStock, *, in_parts: bool) -> float:
+    model = family_model(family, torch.float64)
+    model = prepare(model, world, activation_checkpointing=True, sequence_parallel=in_parts)
+    router, home = WEIGHTS if has_losses(family) else NONE, world.home
+    found: list[float] = []
+    for kind in ("p2p", "all_gather") if home.slots > 1 else ("p2p",):
+        multiple = home.tp if in_parts else 1
+        plan = plan_fixed(LENGTHS, home, cp=home.slots, cp_comm_type=kind, row_multiple=multiple)
+        result = run_step(model, plan, texts(LENGTHS), world, router=router)
+        gradients = gradients_of(model)
+        here = {name: stock.gradients[name] for name in (gradients if home.pp > 1 else stock.gradients)}
+        found += [abs(result.loss / stock.loss - 1), worst(gradients, here)]
+        if has_losses(family):
+            assert result.router is not None
+            found += [abs(result.router.balance / stock.balance - 1), abs(result.router.z / stock.z - 1)]
+        model.zero_grad()
+    return max(found)
+
+
+@cache
+def _answers(ranks: int, families: tuple[str, ...]) -> list[dict[Case, float | str]]:
+    return run_ranks(outcomes, ranks, HOMES if ranks == 2 else WIDE, families, timeout=900)
+
+
+def _check(home: str, family: str, ranks: int, families: tuple[str, ...]) -> None:
+    for of_rank in _answers(ranks, families):
+        answer, says = of_rank[home, family], REFUSED.get((home, family))
+        if OLDER and isinstance(answer, str) and re.search(LACKING, answer):
+            pytest.skip(f"transformers {transformers.__version__}: {answer}")
+        if says is None:
+            assert isinstance(answer, float) and answer < TOLERANCE, answer
+        else:
+            assert isinstance(answer, str) and re.search(says, answer), answer
+
+
+@pytest.mark.parametrize("family", CI)
+@pytest.mark.parametrize("home", HOMES)
+def test_equals_the_stock_model(home: str, family: str) -> None:
+    _check(home, family, 2, CI)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in CI])
+@pytest.mark.parametrize("home", HOMES)
+def test_every_family_equals_the_stock_model(home: str, family: str) -> None:
+    _check(home, family, 2, tuple(family for family in FAMILIES if family not in CI))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_equals_the_stock_model_over_three_slots(family: str) -> None:
+    _check("cp 3", family, 3, FAMILIES)
+
+
+def _experts_first(rank: int) -> float:
+    """The error of a family whose routers and blocks are turned, to what they were in transformers 5.17."""
+    modeling: Any = transformers.models.granitemoe.modeling_granitemoe
+    router = modeling.GraniteMoeTopKRouter.forward
+
+    def block(self: Any, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        chosen, weights, _ = self.router(rows)
+        return self.experts(rows, chosen, weights).view(x.shape)
+
+    with whole_float64(), World(HOMES["cp 2"], backend=backend()) as world:
+        stock = stock_step("granitemoe")
+        with (
+            mock.patch.object(modeling.GraniteMoeTopKRouter, "forward", lambda self, x: router(self, x)[::-1]),
+            mock.patch.object(modeling.GraniteMoeMoE, "forward", block),
+        ):
+            return _error("granitemoe", world, stock, in_parts=False)
+
+
+@pytest.mark.skipif(OLDER, reason="they are so themselves")
+def test_routers_that_name_the_experts_first() -> None:
+    assert max(run_ranks(_experts_first, 2)) < TOLERANCE
+
+
+MUTATIONS: dict[str, tuple[str, str, str, str, str]] = {  # home, family, module, before and after
+    "an expert fewer in a row's load": (
+        "cp 2", "minimax_m2", "model.experts.router", "softmax.topk(top_k, dim", "softmax.topk(top_k - 1, dim",
+    ),
+    "shared experts in parts of the rows": (
+        PARTS, "glm4_moe", "model.tensor_parallel.tensor_parallel", "if name.startswith(whole) else", "if False else",
+    ),
+    "an attention's whole inputs": (
+        "tp 2", "minimax_m2", "model.tensor_parallel.styles", "enter=partial(tp_split, world_key=world.key, dim=-1)",
+        "enter=lambda x: x.chunk(world.home.tp, -1)[0]",
+    ),
+}  # fmt: skip
+
+
+def _mutated(rank: int) -> dict[str, float | str]:
+    found: dict[str, float | str] = {}
+    for name, (home, family, module, old, new) in MUTATIONS.items():
+        try:
+            with mutated((module, old, new)):
+                found[name] = outcomes(rank, {home: HOMES[home]}, (family,))[home, family]
+        except RuntimeError as error:  # sizes that do not fit
+            found[name] = str(error)
+    return found
+
+
+@pytest.mark.whole
+def test_a_term_that_is_dropped_is_noticed() -> None:
+    for name, answer in run_ranks(_mutated, 2, timeout=300)[0].items():
+        assert isinstance(answer, str) or answer > 1e-6, (name, answer)

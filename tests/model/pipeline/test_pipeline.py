@@ -1,0 +1,444 @@
+"""Stages of a pipeline: which layers go where, the model's own forward over them, names, tied copies, refusals."""
+
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch.distributed.pipelining import PipelineStage
+from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, LlamaModel, NanoChatConfig, PreTrainedModel
+
+from longspan.comm import World, bind
+from longspan.comm.watch import Watch
+from longspan.errors import CommError, LongspanError, ModelError, PlanError
+from longspan.layout import Layout
+from longspan.model import prepare, save_model
+from longspan.model.layers import layers_of_stages
+from longspan.model.parts import parts_of
+from longspan.model.pipeline.copies import StageCopies
+from longspan.model.pipeline.pipeline import PipelineModel, _origin, _run_watched
+from longspan.model.pipeline.schedules import ScheduledStage
+from longspan.model.pipeline.settings import PipelineSettings
+from longspan.model.pipeline.stages import Stage, StageInput, cut, refuse_inexact
+from longspan.model.prepared import IMPLEMENTATION
+from longspan.plan import plan_fixed
+from longspan.testing import backend, run_ranks
+from longspan.train import build_optimizer, run_step
+from tests.model.deep import answer, deep
+from tests.model.stock import SIZES, error, gradients_of, texts, weights_of, worst
+
+LENGTHS = (13, 1, 30, 7, 2, 18)
+
+BALANCED = [
+    (2, 2, (1, 1)),
+    (5, 2, (2, 3)),
+    (4, 4, (1, 1, 1, 1)),
+    (7, 3, (2, 3, 2)),
+    (8, 4, (1, 2, 3, 2)),
+    (36, 4, (8, 9, 10, 9)),
+    (3, 1, (3,)),
+]
+
+
+@pytest.mark.parametrize(("layers", "stages", "counts"), BALANCED)
+def test_layers_are_balanced_with_embedding_and_head(layers: int, stages: int, counts: tuple[int, ...]) -> None:
+    parts = layers_of_stages(layers, stages)
+    assert tuple(len(part) for part in parts) == counts
+    assert [layer for part in parts for layer in part] == list(range(layers))
+
+
+def test_more_stages_than_layers() -> None:
+    with pytest.raises(ModelError, match=r"6 pipeline stages .* for 4 layers.*use at most 4 stages"):
+        layers_of_stages(4, 6)
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4])
+@pytest.mark.parametrize(("schedule", "vpp"), [("1f1b", 1), ("1f1b", 3), ("zero_bubble", 2), ("zbv", 2)])
+def test_every_stage_is_on_one_rank(schedule: str, vpp: int, pp: int) -> None:
+    stages_of = [PipelineSettings(schedule, pp, vpp).stages_at(place) for place in range(pp)]
+    assert sorted(stage for stages in stages_of for stage in stages) == list(range(pp * vpp))
+    assert all(len(stages) == vpp for stages in stages_of)
+    assert 0 in stages_of[0] and (pp * vpp - 1 in stages_of[0 if schedule == "zbv" else pp - 1])
+    assert pp * vpp - 1 in stages_of[PipelineSettings(schedule, pp, vpp).loss_place]
+
+
+SCHEDULES = [
+    ("2f2b", 2, 1, r"'2f2b'; use gpipe, 1f1b, zero_bubble, zbv|'2f2b'; use .*1f1b"),
+    ("1f1b", 2, 0, r"virtual_stages is 0"),
+    ("1f1b", 1, 2, r"virtual_stages is 2 with pp 1"),
+    ("zbv", 2, 1, r"folds two stages onto each rank, virtual_stages is 1; use 2"),
+    ("zbv", 2, 3, r"virtual_stages is 3"),
+]
+
+
+@pytest.mark.parametrize(("name", "pp", "vpp", "says"), SCHEDULES)
+def test_schedules_that_are_refused(name: str, pp: int, vpp: int, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        PipelineSettings(name, pp, vpp)
+
+
+ENOUGH = [
+    ("1f1b", 1, 4, {1: 1, 5: 5}),
+    ("1f1b", 2, 2, {1: 1, 3: 3, 4: 4, 5: 6, 7: 8}),
+    ("zero_bubble", 1, 4, {1: 1, 7: 7, 8: 8, 9: 10, 13: 15}),
+    ("gpipe", 2, 2, {5: 5}),
+    ("zbv", 2, 2, {1: 1, 5: 5}),
+    ("1f1b", 1, 1, {5: 5}),
+]
+
+
+@pytest.mark.parametrize(("name", "vpp", "pp", "counts"), ENOUGH)
+def test_interleaved_schedules_go_in_equal_rounds(name: str, vpp: int, pp: int, counts: dict[int, int]) -> None:
+    assert {count: PipelineSettings(name, pp, vpp).enough_micro_batches(count) for count in counts} == counts
+
+
+class _Positions:
+    """What the stock attention needs of a shard."""
+
+    position_ids = torch.arange(9)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3-moe"])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_stages_one_after_another_are_the_model(family: str, count: int) -> None:
+    full_model = deep(family, torch.float64)
+    ids = torch.arange(9)[None]
+    expected = full_model(input_ids=ids, position_ids=_Positions.position_ids[None], use_cache=False).logits
+    names = {name for name, _ in full_model.named_parameters()}
+    x, stage_names = ids, list[str]()
+    for index in range(count):
+        (stage,) = _stages(family, count, index)
+        shard: Any = _Positions()
+        x = stage(
+            x, stage_input=StageInput(shard, ids, lambda model, arguments: model(**_without_shard(arguments)).logits)
+        )
+        stage_names += [name.removeprefix("model.") for name, _ in stage.named_parameters()]
+    assert torch.equal(x, expected)
+    tied = family in ("qwen3", "qwen3-moe")  # whose embedding is held twice
+    assert set(stage_names) == names and len(stage_names) == len(names) + tied
+
+
+def _stages(family: str, count: int, *mine: int) -> tuple[Stage, ...]:
+    model = deep(family, torch.float64)
+    parts = parts_of(model)
+    refuse_inexact(model, parts)
+    stages = cut(model, parts, layers_of_stages(4, count), mine)
+    numbers = sum(parameter.numel() for stage in stages for parameter in stage.parameters())
+    assert sum(parameter.numel() for parameter in model.parameters()) <= numbers  # the rest is freed
+    return stages
+
+
+def _without_shard(arguments: Any) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name != "shard"}
+
+
+def test_two_stages_of_one_rank_have_tied_copies_of_their_own() -> None:
+    first, last = _stages("qwen3", 4, 0, 3)
+    copies = StageCopies(first.shared, {0: first.model, 3: last.model}, (0, 1, 1, 0), 0)
+    one, other = copies.of("lm_head.weight")
+    assert one is not other and torch.equal(one, other)
+    for stage, copy in ((first, one), (last, other)):
+        assert stage.model.get_input_embeddings().weight is stage.model.get_output_embeddings().weight is copy
+
+
+def _scaled(seed: int = 0) -> PreTrainedModel:
+    """Granite, whose base model multiplies its embeddings before its layers."""
+    config = GraniteConfig(**SIZES | {"num_hidden_layers": 4}, embedding_multiplier=12.0, logits_scaling=2.0)
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config).double()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_first_stage_alone_scales_embeddings(count: int) -> None:
+    ids = torch.arange(9)[None]
+    expected = _scaled()(input_ids=ids, position_ids=_Positions.position_ids[None], use_cache=False).logits
+    x, shard = ids, cast(Any, _Positions())
+    for index in range(count):
+        model = _scaled()
+        refuse_inexact(model, parts_of(model))
+        (stage,) = cut(model, parts_of(model), layers_of_stages(4, count), [index])
+        logits = lambda model, arguments: model(**_without_shard(arguments)).logits  # noqa: E731
+        x = stage(x, stage_input=StageInput(shard, ids, logits))
+    assert torch.equal(x, expected)
+
+
+class _Base(LlamaModel):
+    """Llama's base model, and calls of its parts as other architectures have them."""
+
+    first: Any = None
+
+    def run(self, x: torch.Tensor, *layers: int, **more: Any) -> torch.Tensor:
+        """The hidden states after these layers."""
+        for i in layers:
+            x = self.layers[i](x, **more)
+        return x
+
+    def forward(self, inputs_embeds: torch.Tensor, **_: Any) -> tuple[torch.Tensor]:  # pyright: ignore
+        return (type(self).first(self, inputs_embeds),)
+
+
+PARTS: dict[str, tuple[Any, str]] = {
+    "norm before and after": (
+        lambda base, x: base.norm(base.run(base.norm(x), 0, 1, 2, 3)),
+        "calls norm 2 times in a forward pass from hidden states; pipeline stages call every part once: use pp 1",
+    ),
+    "a layer twice": (lambda base, x: base.norm(base.run(x, 0, 1, 1, 2, 3)), "calls layers.1 2 times"),
+    "a layer left out": (lambda base, x: base.norm(base.run(x, 0, 1, 3)), "calls layers.2 0 times"),
+    "layers in another order": (
+        lambda base, x: base.norm(base.run(x, 0, 2, 1, 3)),
+        "calls layers.0, layers.2, layers.1, layers.3, norm; pipeline stages call layers.0, layers.1",
+    ),
+    "the embedding again": (
+        lambda base, x: base.norm(base.run(x + 0 * base.embed_tokens(x), 0, 1, 2, 3)),
+        "calls embed_tokens, layers.0, .*; pipeline stages call layers.0, layers.1",
+    ),
+    "the first hidden states": (
+        lambda base, x: base.norm(base.run(x, 0, 1, 2, 3, first=(x,))),
+        "gives layers.1 hidden states from before the part ahead of it",
+    ),
+    "layers side by side": (
+        lambda base, x: base.norm((base.run(x, 0, 1) + base.run(x, 2, 3)) / 2),
+        "gives layers.2 hidden states from before",
+    ),
+    "a residual around a layer": (
+        lambda base, x: base.norm((base.run(x, 0, 1, 2, 3) + x) / 2),
+        "gives norm hidden states from before",
+    ),
+    "a scale": (
+        lambda base, x: base.norm(2 * base.run(x, 0, 1, 2, 3)),
+        "changes hidden states between its layers",
+    ),
+    "a residual at the end": (
+        lambda base, x: (base.norm(base.run(x, 0, 1, 2, 3)) + x) / 2,
+        "changes hidden states between its layers",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_parts_that_stages_do_not_reproduce_are_refused(case: str) -> None:
+    model, (forward, says) = deep("llama", torch.float32), PARTS[case]
+    model.model.__class__ = type("Base", (_Base,), {"first": forward})
+    with pytest.raises(ModelError, match=f"LlamaForCausalLM {says}"):
+        refuse_inexact(model, parts_of(model))
+    model.model.__class__ = type("Base", (_Base,), {"first": lambda base, x: base.norm(base.run(x, 0, 1, 2, 3))})
+    refuse_inexact(model, parts_of(model))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_nanochat_norms_before_and_after_its_layers(device: str) -> None:
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(NanoChatConfig(**SIZES))
+    model.set_attn_implementation(IMPLEMENTATION)
+    with pytest.raises(ModelError, match="NanoChatForCausalLM calls norm 2 times"):
+        refuse_inexact(model, parts_of(model))
+
+
+def _one_norm(layers: Any, norm: Any) -> None:
+    layers[2].input_layernorm = norm
+
+
+def _one_mlp(layers: Any, _: Any) -> None:
+    layers[1].mlp = layers[3].mlp = layers[0].mlp
+
+
+def _one_weight(layers: Any, _: Any) -> None:
+    layers[3].mlp.gate_proj.weight = layers[0].mlp.up_proj.weight
+
+
+SHARED: dict[
+    str, tuple[Any, dict[str, tuple[int, ...]]]
+] = {  # parameters by their first names, and stages of one layer
+    "the last norm and one before": (_one_norm, {"layers.2.input_layernorm.weight": (2, 3)}),
+    "a module of three layers": (
+        _one_mlp,
+        {f"layers.0.mlp.{name}_proj.weight": (0, 1, 3) for name in ("gate", "up", "down")},
+    ),
+    "a weight of two modules": (_one_weight, {"layers.0.mlp.up_proj.weight": (0, 3)}),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_parameters_that_stages_share_are_found_and_copied(case: str) -> None:
+    (change, expected), model = SHARED[case], deep("llama", torch.float32)
+    change(model.model.layers, model.model.norm)
+    stages = cut(model, parts_of(model), layers_of_stages(4, 4), (0, 2, 3))
+    assert {entry.names[0]: entry.stages for entry in stages[0].shared} == {
+        f"model.{name}": holders for name, holders in expected.items()
+    }
+    copies = StageCopies(stages[0].shared, {s.index: s.model for s in stages}, (0, 1, 0, 0), 0)
+    for name, holders in expected.items():
+        of_one = copies.of(f"model.{name}")
+        assert len({id(copy) for copy in of_one}) == len(of_one) == len(set(holders) & {0, 2, 3})
+        assert all(torch.equal(copy, of_one[0]) for copy in of_one)
+
+
+def test_modules_that_stages_share_in_part_are_refused() -> None:
+    config = LlamaConfig(**SIZES | {"num_hidden_layers": 4}, tie_word_embeddings=False, mlp_bias=True)
+    model = AutoModelForCausalLM.from_config(config)
+    layers, parts = model.model.layers, parts_of(model)
+    layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
+    assert len(cut(model, parts, layers_of_stages(4, 2), (0, 1))) == 2
+    layers[3].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
+    says = r"layers.3.mlp.up_proj.weight is model.layers.0.* of another .*, and model.layers.3.mlp.up_proj.bias is a"
+    with pytest.raises(ModelError, match=says):
+        cut(model, parts, layers_of_stages(4, 2), (1,))
+
+
+# ---- with ranks
+
+PIPELINES = [("1f1b", 1, "qwen3"), ("zero_bubble", 2, "llama"), ("zbv", 2, "qwen3")]
+
+
+def _pipelines(rank: int, folder: str) -> dict[tuple[str, int, str], dict[str, Any]]:
+    results = {}
+    documents = texts(LENGTHS)
+    with World(Layout(ranks=4, pp=2), backend=backend()) as world:
+        for schedule, vpp, family in PIPELINES:
+            stock = deep(family, torch.float64)
+            exact = answer(stock, documents, world.device)
+            model = prepare(deep(family, torch.float64), world, virtual_stages=vpp, pipeline_schedule=schedule)
+            assert isinstance(model, PipelineModel)
+            optimizer = build_optimizer(model, "adamw", 1e-2, 0.1)
+            plan = plan_fixed(LENGTHS, world.home, cp=2, max_tokens_per_slot=20)
+            worst_logits = 0.0
+            for micro_batch in plan.micro_batches:
+                shard = bind(micro_batch, world).with_padding()
+                ids = torch.cat([torch.from_numpy(documents[d]) for d in micro_batch.documents]).to(world.device)
+                arguments = {"position_ids": shard.position_ids[None], "shard": shard}
+                logits = model(input_ids=shard.scatter(ids)[None], **arguments).logits[0]
+                packed = shard.gather(logits).cpu().split(list(micro_batch.lengths))
+                errors = [error(x, exact.logits[d]) for x, d in zip(packed, micro_batch.documents, strict=True)]
+                worst_logits = max(worst_logits, *errors)
+            for _ in range(3):
+                run_step(model, plan, documents, world, optimizer, max_grad_norm=0.5)
+            weights = weights_of(model)
+            where = Path(folder) / f"{schedule}-{family}"
+            save_model(model, where, world)
+            loaded = weights_of(AutoModelForCausalLM.from_pretrained(where, dtype=torch.float64))
+            results[schedule, vpp, family] = {
+                "logits": worst_logits,
+                "names": (set(weights), set(loaded), set(model.state_dict()), set(stock.state_dict())),
+                "saved": worst(weights, {name: loaded[name] for name in weights}),
+                "tied": [_local_copy(copy) for copy in model.copies.of("lm_head.weight")],
+            }
+    return results
+
+
+def _local_copy(parameter: Any) -> torch.Tensor:
+    return parameter.detach().to_local().cpu()
+
+
+def test_names_logits_and_saved_folders_are_those_of_the_whole_model(tmp_path: Path) -> None:
+    answers = run_ranks(_pipelines, 4, str(tmp_path))
+    for key in answers[0]:
+        results = [result[key] for result in answers]
+        assert all(result["logits"] < 1e-12 and result["saved"] == 0 for result in results), key
+        names = set[str]().union(*(result["names"][0] for result in results))
+        states = set[str]().union(*(result["names"][2] for result in results))
+        assert names == results[0]["names"][1] and states == results[0]["names"][3], key
+        assert key[2] == "llama" or _copies_are_equal(results, key[0])
+
+
+def _copies_are_equal(results: list[dict[str, Any]], schedule: str) -> bool:
+    """The shards of slot 0 and of slot 1, on the first and on the last stage, bit by bit after three AdamW steps."""
+    if schedule == "zbv":  # both on one rank; the second follows at the next step
+        return all(len(result["tied"]) == 2 for result in results[:2])
+    return all(torch.equal(results[slot]["tied"][0], results[2 + slot]["tied"][0]) for slot in (0, 1))
+
+
+def _refused(rank: int) -> dict[str, str]:
+    refusals = {}
+
+    def note(name: str, call: Any) -> None:
+        with pytest.raises(LongspanError) as caught:
+            call()
+        refusals[name] = str(caught.value)
+
+    with World(Layout(ranks=2, pp=2), backend=backend(), timeout=60) as world:
+        note("stages", lambda: prepare(deep("llama", torch.float32), world, virtual_stages=3))
+        note("unknown", lambda: prepare(deep("llama", torch.float32), world, pipeline_schedule="2f2b"))
+        shared = deep("llama", torch.float32)
+        shared.model.layers[2].mlp = shared.model.layers[1].mlp
+        note("shared", lambda: prepare(shared, world))
+        recompute = {"activation_checkpointing": "full", "shard_parameters": False}
+        note("layers", lambda: prepare(deep("llama", torch.float32, 5), world, **recompute, recompute_layers=4))
+        some = prepare(deep("llama", torch.float32, 5), world, **recompute, recompute_layers=3)
+        refusals["recomputed"] = str(sum(getattr(m, "gradient_checkpointing", False) for m in some.modules()))
+        plan = plan_fixed((9,), world.home, cp=1)
+        note("whole", lambda: run_step(torch.nn.Linear(2, 2), plan, texts((9,)), world))
+        refusals["afterwards"] = str(gradients_of(prepare(deep("llama", torch.float32), world)))
+    return refusals
+
+
+def test_what_is_refused_on_every_rank() -> None:
+    """On some ranks alone, the others would wait: stages of two and three layers are asked for three and for four."""
+    of_ranks = run_ranks(_refused, 2)
+    assert [refusals["recomputed"] for refusals in of_ranks] == ["2", "3"]
+    for refusals in of_ranks:
+        assert "recompute_layers is 4, 3 decoder layers are in the largest of 2 pipeline stages" in refusals["layers"]
+        assert "6 pipeline stages" in refusals["stages"] and "for 4 layers" in refusals["stages"]
+        assert "'2f2b'" in refusals["unknown"]
+        assert "layers that share parameters are not sharded" in refusals["shared"]
+        assert "pp 2, but Linear is not cut into stages" in refusals["whole"]
+        assert refusals["afterwards"] == "{}"
+
+
+def _descending(rank: int) -> str:
+    with (
+        World(Layout(ranks=(1, 0), pp=2), backend=backend(), timeout=60) as world,
+        pytest.raises(LongspanError) as caught,
+    ):
+        prepare(deep("llama", torch.float32), world)
+    return str(caught.value)
+
+
+def test_a_home_whose_ranks_descend_along_its_stages_is_refused() -> None:
+    assert all("(1, 0) descend along its pipeline stages" in refusal for refusal in run_ranks(_descending, 2))
+
+
+def test_hidden_states_of_another_type_are_refused_before_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage: Any = object.__new__(ScheduledStage)
+    stage.stage_index, stage.num_stages, stage.inputs = 0, 2, [SimpleNamespace(ids=None)]
+    stage._row, made = torch.zeros(1, 1, 8), [torch.zeros(1, 3, 8), torch.zeros(1, 3, 8, dtype=torch.float64)]
+    monkeypatch.setattr(ScheduledStage, "_rows_of", lambda *_: 3)
+    monkeypatch.setattr(PipelineStage, "forward_one_chunk", lambda *_, **__: made.pop(0))
+    assert stage.forward_one_chunk(0, ()).dtype == torch.float32
+    with pytest.raises(
+        ModelError, match=r"stage 0 made hidden states \(1, 3, 8\) of torch.float64, the next .*float32"
+    ):
+        stage.forward_one_chunk(0, ())
+
+
+def test_the_model_s_error_is_found_behind_what_torch_wraps_around_it() -> None:
+    def chain(*errors: Exception) -> Exception:
+        for outer, inner in pairwise(errors):
+            outer.__cause__ = inner
+        return errors[0]
+
+    model, cause = ValueError("rows do not fit"), KeyError("rows")
+    wrapped = RuntimeError("[Stage 1] failed to run forward"), RuntimeError("in stage 1: 3 values")
+    assert _origin(chain(*wrapped, model)) is model
+    assert _origin(chain(wrapped[0], chain(model, cause))) is model  # what the model itself chains stays
+    assert _origin(RuntimeError("a collective failed")) is None
+
+
+WRAPPED = [  # what torch's schedule raises, what it wraps, what comes out
+    (RuntimeError("[Stage 0] failed to run forward"), ValueError("rows do not fit"), ValueError),
+    (RuntimeError("[Stage 0] failed to run forward"), RuntimeError("gloo: connection closed"), CommError),
+    (RuntimeError("gloo: connection closed"), None, CommError),
+]
+
+
+@pytest.mark.parametrize(("error", "origin", "expected"), WRAPPED)
+def test_no_error_of_a_schedule_is_lost(error: Exception, origin: Exception | None, expected: type) -> None:
+    channels = SimpleNamespace(pipeline=SimpleNamespace(ranks=(0,)))
+    world: Any = SimpleNamespace(watch=Watch(0, (0,), 60.0, None), channels=channels)
+
+    def step() -> None:
+        raise error from origin
+
+    with pytest.raises(expected, match="rows do not fit" if expected is ValueError else "connection closed"):
+        _run_watched(step, world)

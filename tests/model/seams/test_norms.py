@@ -1,0 +1,190 @@
+"""RMS norms as one kernel: the same model to rounding, wherever it runs; norms of another formula are left alone.
+
+What the kernel computes is tested in `tests/kernels`.
+"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from longspan.comm import World
+from longspan.errors import ModelError
+from longspan.layout import Layout
+from longspan.model import prepare
+from longspan.model.seams.forwards import norm_formula
+from longspan.model.seams.forwards.norm_formula import NormFormula
+from longspan.model.seams.forwards.norms import fuse_norms, runs_in_one_pass
+from longspan.plan import plan_dynamic
+from longspan.testing import backend, run_ranks
+from longspan.train import run_step
+from tests.model.stock import error, gradients_of, stock_answer, texts, tiny, worst
+
+LENGTHS = (13, 1, 30, 7, 2, 18)
+NORMS = {"qwen3": 9, "llama": 5, "mistral": 5, "gpt-oss": 5, "qwen3-moe": 9, "deepseek-v3": 9}
+HOMES = {
+    Layout(ranks=2): {},
+    Layout(ranks=4, tp=2): {"sequence_parallel": True},
+    Layout(ranks=4, pp=2): {"activation_checkpointing": "selective"},
+}
+
+
+def answer(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Logits and every gradient, in float64."""
+    ids = torch.from_numpy(texts((40,))[0])
+    logits = model.to(dtype)(input_ids=ids[None], use_cache=False).logits
+    logits.float().square().mean().backward()
+    return {name: x.double() for name, x in ({"logits": logits.detach()} | gradients_of(model)).items()}
+
+
+@pytest.mark.parametrize("family", NORMS)
+def test_fused_norms_are_the_same_to_rounding(family: str) -> None:
+    """Further from float64 than the model's own by no more than chance; in float64 they are the model's own."""
+    widest = torch.float32 if family == "gpt-oss" else torch.float64  # whose experts have no float64
+    exact = answer(tiny(family, attention="eager"), widest)
+    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 0.1)):
+        model = tiny(family, attention="eager")
+        assert fuse_norms(model) == NORMS[family]
+        fused, unfused = answer(model, dtype), answer(tiny(family, attention="eager"), dtype)
+        assert worst(fused, exact) <= max(limit, 1.5 * worst(unfused, exact)), dtype
+        if dtype == torch.bfloat16 and family != "gpt-oss":  # whose norms round once as well
+            assert any((fused[name] != unfused[name]).any() for name in unfused), "nothing was fused"
+    model = tiny(family, attention="eager")
+    fuse_norms(model)
+    assert worst(answer(model, widest), exact) == 0
+
+
+KINDS = {  # family, its class, and what it is made with: the formula of it
+    ("gemma2", "Gemma2RMSNorm", (48,)): NormFormula(offset=1.0),
+    ("qwen3_next", "Qwen3NextRMSNorm", (48,)): NormFormula(offset=1.0),
+    ("qwen3_next", "Qwen3NextRMSNormGated", (48,)): NormFormula(gate="last"),
+    ("kimi_linear", "KimiLinearRMSNormGated", (48,)): NormFormula(gate="last", activation="sigmoid"),
+    ("bamba", "BambaRMSNormGated", (48, 16)): NormFormula(groups=3, gate="first"),
+    ("falcon_h1", "FalconH1RMSNormGated", (48, 1e-6, 2, False)): NormFormula(groups=2, gate="first"),
+    ("falcon_h1", "FalconH1RMSNormGated", (48, 1e-6, 1, True)): NormFormula(gate="last"),
+    ("llama", "LlamaRMSNorm", (48,)): NormFormula(),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_what_norms_of_families_compute_is_found(kind: tuple[str, str, tuple[float, ...]]) -> None:
+    family, name, given = kind
+    source = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    try:
+        norm = getattr(source, name)(*given)
+    except TypeError:
+        pytest.skip(f"this transformers' {name} takes other arguments")
+    if KINDS[kind].groups > 1 and not hasattr(norm, "group_size") and not hasattr(norm, "n_groups"):
+        pytest.skip(f"this transformers' {name} has no groups")
+    model, drawn = nn.ModuleDict({"norm": norm}), torch.get_rng_state()
+    assert fuse_norms(model) == 1 and norm.forward.args == (norm, KINDS[kind])
+    assert torch.equal(torch.get_rng_state(), drawn)  # trials leave the generator of the run alone
+    x, gate = torch.randn(2, 1, 5, 48)
+    given = (x, gate) if KINDS[kind].gate else (x,)
+    assert torch.allclose(norm(*given), type(norm).forward(norm, *given), rtol=1e-5, atol=1e-6)
+    assert runs_in_one_pass(norm) is (KINDS[kind] != NormFormula())
+
+
+class OffByTwo(nn.Module):
+    """As Gemma's, with a two in place of the one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.zeros(8)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (2 + self.weight)
+
+
+class NoEps(OffByTwo):
+    """Tells plain rows apart from tiny ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True)) * self.weight
+
+
+class Gated(OffByTwo):
+    """Takes a gate beside x, and no norm."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x * gate
+
+
+def test_a_program_holds_all_features_of_a_group() -> None:
+    widths = {1: 16, 16: 16, 17: 32, 32: 32, 33: 64, 4097: 8192}
+    assert {width: norm_formula._Block.of(9, width).columns for width in widths} == widths
+
+
+@pytest.mark.parametrize("kind", (OffByTwo, NoEps, Gated))
+def test_norms_of_another_formula_are_left_alone(kind: type[nn.Module]) -> None:
+    named = type(f"{kind.__name__}RMSNorm", (kind,), {})
+    model = nn.ModuleDict({"plain": nn.RMSNorm(8, eps=1e-6), "other": named()})
+    assert fuse_norms(model) == 1 and "forward" not in vars(model["other"])
+    with pytest.raises(ModelError, match=rf"ModuleDict has {named.__name__}: none is weight .* use 'auto' or 'off'"):
+        fuse_norms(nn.ModuleDict({"other": named()}))
+
+
+def test_a_model_without_such_norms_is_an_error() -> None:
+    with pytest.raises(ModelError, match="Linear has no module whose name ends in RMSNorm"):
+        fuse_norms(nn.Linear(2, 2))
+
+
+def test_norms_that_cannot_be_fused_are_no_error_unless_asked_for() -> None:
+    assert fuse_norms(nn.ModuleDict({"other": type("OffByTwoRMSNorm", (OffByTwo,), {})()}), required=False) == 0
+
+
+class SometimesWeighted(nn.Module):
+    """As Gemma 4's: one class with a weight and without."""
+
+    def __init__(self, weighted: bool) -> None:
+        super().__init__()
+        self.eps = 1e-6
+        if weighted:
+            self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        return x * self.weight if hasattr(self, "weight") else x
+
+
+class Refuses(OffByTwo):
+    """Raises what norms do not raise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError
+
+
+@pytest.mark.parametrize("first", (True, False))
+def test_norms_of_one_class_with_and_without_a_weight(first: bool) -> None:
+    kind = type("SometimesRMSNorm", (SometimesWeighted,), {})
+    model = nn.ModuleDict({"a": kind(first), "b": kind(not first), "c": type("RefusesRMSNorm", (Refuses,), {})()})
+    assert fuse_norms(model, required=False) == 1
+    for name in "ab":
+        assert model[name](torch.ones(2, 8)).shape == (2, 8)
+
+
+def compared(rank: int, home: Layout) -> tuple[float, float]:
+    """Errors of the loss, and of every gradient that this rank has."""
+    documents = texts(LENGTHS)
+    with World(home, backend=backend()) as world:
+        stock = stock_answer("qwen3", torch.float32, documents, world.device, vocabulary=62)
+        with pytest.raises(ModelError, match="fused_norms is True; use 'auto', 'on' or 'off'"):
+            prepare(tiny("qwen3", vocabulary=62), world, fused_norms=True)  # pyright: ignore[reportArgumentType]
+        model = prepare(tiny("qwen3", vocabulary=62), world, fused_norms="on", **HOMES[home])
+        assert all("forward" in vars(m) for m in model.modules() if type(m).__name__.endswith("RMSNorm"))
+        if not HOMES[home]:  # others set a forward of their own
+            by_itself = prepare(tiny("qwen3", vocabulary=62), world)
+            fused = ["forward" in vars(m) for m in by_itself.modules() if type(m).__name__.endswith("RMSNorm")]
+            assert fused and all(x is (world.device.type == "cuda") for x in fused)
+        rows = home.tp if "sequence_parallel" in HOMES[home] else 1
+        plan = plan_dynamic(LENGTHS, home, max_tokens_per_slot=40, row_multiple=rows, micro_batch_multiple=home.pp)
+        result = run_step(model, plan, documents, world)
+        local_gradients = gradients_of(model)
+        assert local_gradients and (home.pp > 1 or local_gradients.keys() == stock.gradients.keys())
+        gradients = max(error(x, stock.gradients[name]) for name, x in local_gradients.items())
+        return abs(result.loss - stock.loss) / stock.loss, gradients
+
+
+@pytest.mark.parametrize("home", HOMES, ids=str)
+def test_models_with_fused_norms_equal_the_stock_model_under_every_home(home: Layout) -> None:
+    for loss, gradients in run_ranks(compared, len(home.ranks), home):
+        assert loss <= 1e-6 and gradients <= 1e-5

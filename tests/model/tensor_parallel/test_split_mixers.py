@@ -1,0 +1,260 @@
+"""Mixers whose heads are split over tp equal the stock model: loss and every gradient, of every way to split a part."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedConfig
+
+from longspan.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from longspan.comm import World, run_local
+from longspan.doctor.cases import Case
+from longspan.doctor.outcomes import Outcome
+from longspan.doctor.prove import Ranks, prove, run_proof
+from longspan.errors import ModelError
+from longspan.layout import Layout
+from longspan.model import load_model, prepare, save_model
+from longspan.model.seams.mixers import find_mixers
+from longspan.model.small.shrink import tiny_model
+from longspan.model.tensor_parallel.mixer_parts import Even, Fused, OfGroups
+from longspan.plan import plan_fixed
+from longspan.testing import backend, run_ranks
+from longspan.train import build_optimizer, run_step
+from tests.model.seams.test_mixers import here, small_config
+from tests.model.stock import texts, weights_of, worst
+from tests.mutation import mutated
+
+TP, ROWS_IN_PARTS = Case(tp=2, cp=2), Case(tp=2, cp=2, sequence_parallel=True)
+GROUPS = {"mamba_rms_norm": True, "mamba_n_heads": 6, "mamba_d_ssm": 96, "mamba_n_groups": 3}
+EIGHT_HEADS = {"hidden_size": 64, "num_heads": 8}
+CASES: dict[str, tuple[str, dict[str, Any], Case]] = {
+    "projections by key head": ("qwen3_next", {}, ROWS_IN_PARTS),
+    "gates of low rank": ("kimi_linear", {}, TP),
+    "a norm over all ranks, B and C for all heads": ("bamba", {}, ROWS_IN_PARTS),
+    "groups that ranks share in part": ("falcon_h1", GROUPS, ROWS_IN_PARTS),
+    "a group on two ranks": ("mamba2", EIGHT_HEADS | {"n_groups": 2}, Case(tp=4)),
+    "rows that tp does not divide": ("mamba2", EIGHT_HEADS | {"n_groups": 1, "state_size": 5}, Case(tp=4)),
+    "whole groups": ("nemotron_h", {}, TP),
+    "a norm before the gate": ("falcon_h1", GROUPS | {"mamba_norm_before_gate": True}, TP),
+    "blocks that layers share": ("zamba2", {}, ROWS_IN_PARTS),
+    "channels": ("lfm2", {}, Case(tp=2, cp=2, plan="several", recompute="full")),
+}
+
+IN_CI = tuple(CASES)[:6]
+
+
+def _config(family: str, changes: dict[str, Any]) -> PreTrainedConfig:
+    config = small_config(family)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
+def _prove_here(rank: int, names: Sequence[str]) -> dict[str, Outcome]:
+    ranks = Ranks(4, launch=lambda run, task, count, seconds: run(rank, task))
+    cases = {name: CASES[name] for name in names}
+    return {
+        name: run_proof(_config(f, changes), [case], ranks).outcomes[0] for name, (f, changes, case) in cases.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Iterator[dict[str, Outcome]]:
+    names = tuple(name for name in IN_CI if here((CASES[name][0],)))
+    yield run_local(_prove_here, 4, (names,), timeout=280)[0]
+
+
+@pytest.mark.parametrize("name", IN_CI)
+def test_equals_the_stock_model(name: str, outcomes: dict[str, Outcome]) -> None:
+    if name not in outcomes:
+        pytest.skip(f"there is no {CASES[name][0]}")
+    assert outcomes[name].status == "exact", outcomes[name]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", [name for name in CASES if name not in IN_CI])
+def test_other_parts(name: str) -> None:
+    family, changes, case = CASES[name]
+    (outcome,) = prove(_config(family, changes), [case], 4)
+    assert outcome.status == "exact", outcome
+
+
+# ---- rows
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "tp"), [(8, 1, 4), (8, 4, 2), (8, 2, 4), (6, 3, 2), (12, 3, 4), (12, 4, 6)]
+)
+def test_every_head_has_its_group(heads: int, groups: int, tp: int) -> None:
+    """A rank's groups, repeated as Mamba 2 repeats them, are those of its heads; x keeps its order beside them."""
+    states = OfGroups(groups, width=3, heads=heads)
+    rows = Fused((Even(2 * heads), states))
+    for rank in range(tp):
+        runs = rows.runs(tp, rank)
+        local = heads // tp
+        assert runs[0] == range(2 * local * rank, 2 * local * (rank + 1))
+        count = states.count(tp)
+        of_heads = [(runs[1 + head // (local // count)].start - 2 * heads) // 3 for head in range(local)]
+        assert of_heads == [(rank * local + head) // (heads // groups) for head in range(local)]
+        sizes, order = rows.pieces(tp, rank)
+        pieces = torch.arange(rows.size).split(sizes)
+        assert torch.cat([pieces[i] for i in order]).tolist() == [row for run in runs for row in run]
+
+
+# ---- what lies where
+
+
+def _look(rank: int) -> list[tuple[float, dict[str, tuple[int, ...]]]]:
+    """How far whole weights are from the stock model's, and the slices of the first mixer's parameters."""
+    found = []
+    with World(Layout(ranks=2, tp=2), backend=backend()) as world:
+        for family in ("bamba", "lfm2"):
+            model = prepare(tiny_model(_config(family, {}), torch.float64), world, shard_parameters=False)
+            stock = tiny_model(_config(family, {}), torch.float64)
+            mixer = next(iter(find_mixers(model).values()))
+            lie = {n: tuple(p.to_local().shape) for n, p in mixer.named_parameters() if isinstance(p, DTensor)}
+            assert all(p.placements[0] in (Shard(0), Shard(1)) for p in mixer.parameters() if isinstance(p, DTensor))
+            assert list(model.state_dict()) == list(stock.state_dict())
+            found.append((worst(weights_of(model), weights_of(stock)), lie))
+    return found
+
+
+def test_parameters_lie_as_in_checkpoints() -> None:
+    stock = next(iter(find_mixers(tiny_model(_config("bamba", {}), torch.float64)).values()))
+    whole = {name: tuple(p.shape) for name, p in stock.named_parameters()}
+    rows = {name: (shape[0] // 2, *shape[1:]) for name, shape in whole.items()}
+    columns = {"out_proj.weight": (whole["out_proj.weight"][0], whole["out_proj.weight"][1] // 2)}
+    for (of_bamba, bamba), (of_lfm2, lfm2) in run_ranks(_look, 2):
+        assert of_bamba == of_lfm2 == 0.0
+        assert bamba == rows | columns and len(lfm2) == 3
+
+
+def _continue(rank: int, family: str, folder: str) -> list[float]:
+    """A folder read a part at a time at tp 2, two steps, a checkpoint read at tp 1, and the folder that is saved."""
+    path, lengths = Path(folder), (13, 1, 30, 7)
+    stock = tiny_model(small_config(family), torch.float64)
+    with World(Layout(ranks=4, tp=2), backend=backend()) as world:
+        if rank == 0:
+            stock.save_pretrained(path / "stock")
+        world.control.gather_objects(None, "the folder is there")
+        model = prepare(load_model(path / "stock", dtype="float64", sharded=True), world)
+        errors = [worst(weights_of(model), weights_of(stock))]
+        optimizer = build_optimizer(model, "adamw", lr=1e-2)
+        for _ in range(2):
+            run_step(model, plan_fixed(lengths, world.home, cp=2), texts(lengths), world, optimizer)
+        checkpoint = save_checkpoint(path / "checkpoints", model, optimizer, world, step=2)
+        save_model(model, path / "saved", world)
+        weights = weights_of(model)
+    with World(Layout(ranks=4), backend=backend()) as world:
+        model = prepare(tiny_model(small_config(family), torch.float64, seed=1), world)
+        load_checkpoint(checkpoint, model, build_optimizer(model, "adamw", lr=1e-2), world)
+        errors.append(worst(weights_of(model), weights))
+    return [*errors, worst(weights_of(load_model(path / "saved", dtype="float64")), weights)]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("family", here(("qwen3_next", "kimi_linear", "bamba", "lfm2", "zamba2")))
+def test_folders_and_checkpoints_are_those_of_the_whole_model(family: str, tmp_path: Path) -> None:
+    for errors in run_local(_continue, 4, (family, str(tmp_path)), timeout=120):
+        assert errors == [0.0, 0.0, 0.0]
+
+
+# ---- what does not fit
+
+
+def _as_it_is(mixer: Any) -> None:
+    pass
+
+
+def _another_parameter(mixer: Any) -> None:
+    mixer.scale = torch.nn.Parameter(torch.ones(3))
+
+
+def _another_norm(mixer: Any) -> None:
+    mixer.norm.forward = lambda hidden_states, gate=None: hidden_states
+
+
+REFUSED: list[tuple[str, dict[str, int], Callable[[Any], None], str]] = [
+    (
+        "mamba2",
+        {"hidden_size": 24, "num_heads": 3},
+        _as_it_is,
+        r"tp 2 does not divide 3 \(heads of .*\.mixer\) of .* use tp 1",
+    ),
+    ("bamba", {}, _another_parameter, r"model.layers.0.mamba.scale \(3,\) of BambaMixer is not known"),
+    ("bamba", {}, _another_norm, r"model.layers.0.mamba.norm \(BambaRMSNormGated\) is not an RMS norm over 1 group of"),
+]
+
+
+def _refusals(rank: int) -> list[str]:
+    refusals: list[str] = []
+    with World(Layout(ranks=2, tp=2), backend=backend()) as world:
+        for family, changes, change, _ in REFUSED:
+            model = tiny_model(_config(family, changes), torch.float32)
+            change(next(iter(find_mixers(model).values())))
+            with pytest.raises(ModelError) as caught:
+                prepare(model, world)
+            assert not any(isinstance(p, DTensor) for p in model.parameters())
+            refusals.append(str(caught.value))
+    return refusals
+
+
+def test_what_is_not_known_is_refused_before_anything_is_split() -> None:
+    for refusals in run_ranks(_refusals, 2):
+        for refusal, (*_, says) in zip(refusals, REFUSED, strict=True):
+            assert re.search(says, refusal), refusal
+
+
+# ---- what is dropped is noticed
+
+ROOM = "model.tensor_parallel"
+SUM = 'part = _reduce_scatter(wide(gradient), world_key, 0, "sum of parameters\' gradients over tp")'
+MUTANTS = {
+    "a norm's sum over ranks": (f"{ROOM}.mixers", "tp_copy(tp_sum(sums, key), key)", "sums"),
+    "the gradient of that sum": (f"{ROOM}.mixers", "tp_copy(tp_sum(sums, key), key)", "tp_sum(sums, key)"),
+    "the order of a fused projection": (
+        f"{ROOM}.mixer_parts",
+        "Fused((inner, inner, states, states, heads))",
+        "Fused((heads, inner, inner, states, states))",
+    ),
+    "gradients of rows on other ranks, B's and C's among them": (
+        "comm.moves.tp_collectives",
+        SUM,
+        "part = _slice(wide(gradient), world_key, 0)",
+    ),
+    "the gradient of the input": (
+        f"{ROOM}.plan",
+        "blocks |= {name for name, _, style, _ in placed if style == MIXER}",
+        "pass",
+    ),
+}
+OF_SHARED = {
+    "that layers share a parameter": (f"{ROOM}.tensor_parallel", "if len(of_one) > 1", "if len(of_one) > 9"),
+    "that a block is inside another": (
+        f"{ROOM}.plan",
+        "any(around in blocks for around in _enclosing_names(name))",
+        "False",
+    ),
+}
+
+
+def _mutants(rank: int, names: Sequence[str]) -> dict[str, str]:
+    found = {}
+    ranks = Ranks(2, launch=lambda run, task, count, seconds: run(rank, task))
+    for name in names:
+        with mutated((MUTANTS | OF_SHARED)[name]):
+            (outcome,) = run_proof(
+                _config("zamba2" if name in OF_SHARED else "bamba", {}), [Case(tp=2)], ranks
+            ).outcomes
+            found[name] = outcome.status
+    return found
+
+
+@pytest.mark.parametrize("mutants", [MUTANTS, pytest.param(OF_SHARED, marks=pytest.mark.whole)])
+def test_what_is_dropped_is_noticed(mutants: dict[str, tuple[str, str, str]]) -> None:
+    found = run_local(_mutants, 2, (tuple(mutants),), timeout=120)[0]
+    assert found == dict.fromkeys(mutants, "wrong")
