@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from longspan import Layout, World, attend, bind, plan_fixed
 from longspan.attention import all_gather, all_to_all, ring
-from longspan.bench.profile_parts import merged
+from longspan.bench.timing import merged
 from longspan.cli.machine import machine, machine_text
 from longspan.comm import run_local
 from longspan.run.versions import versions

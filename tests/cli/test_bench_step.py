@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from longspan.bench.profile_parts import kind_of, merged, parts_of
+from longspan.bench.step.command import record_markdown, record_text
 from longspan.bench.step.flags import parse_step
-from longspan.bench.step.record import record_markdown, record_text
 from longspan.bench.step.settings import Settings, make_settings
+from longspan.bench.timing import kind_of, merged, parts_of
 from longspan.cli.main import main
 from longspan.config.file import to_toml
 from longspan.plan import Cost

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from longspan.bench.flags import BenchFlags
+from longspan.bench.benches import BenchFlags
 from longspan.cli.machine import machine, machine_text
 from longspan.cli.processes import reports_here
 from longspan.errors import ConfigError

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from longspan.bench.benches import BenchFlags
 from longspan.bench.calibrate.fit import Calibration, Sample, calibrate
 from longspan.bench.calibrate.ranks import Settings, calibrate_ranks
-from longspan.bench.flags import BenchFlags
 from longspan.cli.flags import Switch, parse_flags
 from longspan.cli.machine import machine, machine_text
 from longspan.cli.processes import ranks_on_this_host, reports_here, run_on_ranks, under_torchrun

@@ -1,4 +1,4 @@
-"""What each rank does for `bench eval`: a model for each case, training steps, and evaluations that are timed."""
+"""The ranks of `evaluation_degrees.py`: a model for each case, training steps, and timed evaluations."""
 
 import gc
 import statistics
@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench.evaluation.degree_cases import DEGREES, EvaluationCase, EvaluationSettings
 from torch import nn
 from torch.optim import Optimizer
 
-from longspan.bench.eval.cases import DEGREES, Case
-from longspan.bench.eval.flags import Settings
 from longspan.bench.record import write_unfinished
 from longspan.bench.timing import profile_of, seconds_of
 from longspan.cli.machine import machine
@@ -32,7 +31,7 @@ from longspan.train.step import run_step
 BOUND = {torch.bfloat16: 5e-3, torch.float32: 1e-5}  # of the difference of two losses, by what computes them
 
 
-def eval_ranks(rank: int, settings: Settings) -> dict[str, Any]:
+def eval_ranks(rank: int, settings: EvaluationSettings) -> dict[str, Any]:
     """Run every case in a world of its own; the record, equal on every rank."""
     about = {"backend": settings.backend, "machine": machine(), "versions": versions()}
     record: dict[str, Any] = {"bench": "eval", **settings.to_json(), **about, "rows": []}
@@ -58,7 +57,7 @@ def _line(row: dict[str, Any]) -> str:
 class _Bench:
     """A case's model and documents, under training."""
 
-    settings: Settings
+    settings: EvaluationSettings
     world: World
     model: nn.Module
     optimizer: Optimizer
@@ -78,7 +77,7 @@ class _Bench:
         run_step(self.model, plan, self.documents, self.world, optimizer=self.optimizer)
 
 
-def _bench(case: Case, settings: Settings, world: World) -> _Bench:
+def _bench(case: EvaluationCase, settings: EvaluationSettings, world: World) -> _Bench:
     flags, configuration = settings.flags, case.configuration(settings.flags.vocabulary)
     loaded = load_model(config=configuration, sharded=True)
     split = case.tp > 1
@@ -95,7 +94,7 @@ def _bench(case: Case, settings: Settings, world: World) -> _Bench:
     return _Bench(settings, world, model, build_optimizer(model, lr=1e-5), documents, options)
 
 
-def _measured_case(case: Case, settings: Settings, world: World) -> dict[str, Any]:
+def _measured_case(case: EvaluationCase, settings: EvaluationSettings, world: World) -> dict[str, Any]:
     bench = _bench(case, settings, world)
     plans = {degree: bench.at_fixed_degree(degree) for degree in DEGREES}
     runs: list[dict[str, Any]] = []

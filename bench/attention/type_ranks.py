@@ -1,4 +1,4 @@
-"""What each rank does for `bench attention`: check at a short length, then time every type and peer at every length."""
+"""The ranks of `attention_types.py`: check at a short length, then time every type and peer at every length."""
 
 import statistics
 import sys
@@ -7,10 +7,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from bench.attention.type_cases import (
+    AttentionCase,
+    AttentionSettings,
+    Run,
+    lengths_of,
+    own_cases,
+    peer_cases,
+    sinks_of,
+    tensors_of,
+)
 from torch import Tensor
 
 from longspan.attention import AttentionCall, Mask, choose
-from longspan.bench.attention.cases import Case, Run, Settings, lengths_of, own_cases, peer_cases, sinks_of, tensors_of
 from longspan.bench.record import missing_because, write_unfinished
 from longspan.cli.machine import machine
 from longspan.comm import World
@@ -21,7 +30,7 @@ CHECK_ROWS = 256  # of each rank, in the comparison with dense attention
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}  # relative, of the 2-norm
 
 
-def attention_ranks(rank: int, settings: Settings) -> dict[str, Any]:
+def attention_ranks(rank: int, settings: AttentionSettings) -> dict[str, Any]:
     """Open a world, check and time everything; the record, equal on every rank."""
     backend = None if settings.backend == "nccl" else "gloo"
     with World(Layout(settings.ranks), backend=backend, timeout=settings.timeout_seconds) as world:
@@ -39,7 +48,7 @@ def attention_ranks(rank: int, settings: Settings) -> dict[str, Any]:
     return record
 
 
-def _empty_record(settings: Settings, world: World) -> dict[str, Any]:
+def _empty_record(settings: AttentionSettings, world: World) -> dict[str, Any]:
     names = "documents partition window sinks heads key_value_heads head_size dtype warmup repeats ranks command"
     return {
         "bench": "attention",
@@ -54,14 +63,14 @@ def _empty_record(settings: Settings, world: World) -> dict[str, Any]:
     }
 
 
-def _kernel(settings: Settings, world: World) -> str:
+def _kernel(settings: AttentionSettings, world: World) -> str:
     sizes = (settings.heads, settings.key_value_heads, settings.head_size, settings.head_size)
     mask = Mask(window=settings.window or None)
     call = AttentionCall(*sizes, getattr(torch, settings.dtype), world.device, mask)
     return choose(call, settings.kernel or None).name
 
 
-def _keep(record: dict[str, Any], settings: Settings, rank: int) -> None:
+def _keep(record: dict[str, Any], settings: AttentionSettings, rank: int) -> None:
     """Rows that are finished stay where a bench is interrupted; a terminal is told as they come."""
     if rank:
         return
@@ -71,7 +80,7 @@ def _keep(record: dict[str, Any], settings: Settings, rank: int) -> None:
         print(f"{row['name']}, {row['length']} rows: {row.get('missing') or row['seconds']}", file=sys.stderr)
 
 
-def _or_missing(case: Case, measure: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+def _or_missing(case: AttentionCase, measure: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
     """What `measure` finds, or why a peer did not run."""
     try:
         return measure(*args)
@@ -81,7 +90,7 @@ def _or_missing(case: Case, measure: Callable[..., dict[str, Any]], *args: Any) 
         return missing_because(error)
 
 
-def _checked(settings: Settings, case: Case, world: World) -> dict[str, Any]:
+def _checked(settings: AttentionSettings, case: AttentionCase, world: World) -> dict[str, Any]:
     """Errors of output and gradients against dense attention in float32 (2-norms, relative)."""
     qkv = tensors_of(settings, CHECK_ROWS * settings.ranks, world)
     with case.prepare(settings, qkv, world) as run:
@@ -96,7 +105,7 @@ def _checked(settings: Settings, case: Case, world: World) -> dict[str, Any]:
     return {"errors": errors, "tolerance": tolerance, "good": all(e <= tolerance for e in errors.values())}
 
 
-def _dense(settings: Settings, qkv: tuple[Tensor, ...]) -> list[Tensor]:
+def _dense(settings: AttentionSettings, qkv: tuple[Tensor, ...]) -> list[Tensor]:
     """Output and gradients of causal attention on whole documents, in float32."""
     q, k, v, gradient = (x.float() for x in qkv)
     q, k, v = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
@@ -121,7 +130,7 @@ def _distance(result: Tensor, exact: Tensor) -> float:
     return ((result.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
-def _timed(settings: Settings, case: Case, length: int, world: World) -> dict[str, Any]:
+def _timed(settings: AttentionSettings, case: AttentionCase, length: int, world: World) -> dict[str, Any]:
     """Medians of forward, and of forward and backward, on the slowest rank."""
     cuda = world.device.type == "cuda"
     qkv = tensors_of(settings, length, world)
@@ -145,7 +154,7 @@ def _timed(settings: Settings, case: Case, length: int, world: World) -> dict[st
     }
 
 
-def forward_flops(settings: Settings, length: int) -> float:
+def forward_flops(settings: AttentionSettings, length: int) -> float:
     """FLOPs of two matrix products over the lower half of each document's square, or over the window's band in it."""
     pairs = 0.0
     for n in lengths_of(settings, length):
@@ -154,7 +163,7 @@ def forward_flops(settings: Settings, length: int) -> float:
     return 4 * pairs * settings.heads * settings.head_size
 
 
-def _times(run: Run, settings: Settings, cuda: bool) -> Sequence[tuple[float, float]]:
+def _times(run: Run, settings: AttentionSettings, cuda: bool) -> Sequence[tuple[float, float]]:
     marks: list[tuple[Any, Any, Any]] = []
     for _ in range(settings.warmup + settings.repeats):
         start = _mark(cuda)

@@ -1,4 +1,4 @@
-"""What `bench attention` runs on the same inputs: longspan's types, alone and in CUDA graphs, and torch's own."""
+"""The cases of `attention_types.py`: longspan's types, as they are and in CUDA graphs, and torch's own attention."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -8,18 +8,60 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from longspan.attention import attend
-from longspan.bench.attention.torch_peer import PEERS, torch_attention
 from longspan.comm import World, bind
 from longspan.plan import PartitionKind, Plan, plan_fixed
+
+PEERS = ("cuDNN", "flash")
+_BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+Prepared = tuple[tuple[Tensor, Tensor, Tensor], Tensor, Callable[[], Tensor], Callable[[Tensor], Tensor]]
+
+
+@contextmanager
+def torch_attention(peer: str, qkv: tuple[Tensor, ...], world: World, documents: int) -> Iterator[Prepared]:
+    """Local inputs (1, heads, T, H), the gradient of the output, the call, and local rows to whole ones (S, heads, H).
+
+    Raises whatever torch raises, and ValueError for what it does not offer.
+    """
+    if world.device.type != "cuda":
+        raise ValueError("its attention kernels run on CUDA only")
+    if documents > 1:
+        raise ValueError("it has no packed documents")
+    if qkv[0].shape[0] % (2 * len(world.plane)):
+        raise ValueError(f"{qkv[0].shape[0]} rows do not divide by 2 x {len(world.plane)} ranks")
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import context_parallel_unshard, set_rotate_method
+
+    set_rotate_method("allgather")
+    mesh = init_device_mesh("cuda", (len(world.plane),))
+    buffers = [x.transpose(0, 1).unsqueeze(0).contiguous() for x in qkv]  # (1, heads, S, H), cut in place
+    dims = [2] * len(buffers)
+    with (
+        context_parallel(mesh, buffers=buffers, buffer_seq_dims=dims, no_restore_buffers=set(buffers)),
+        sdpa_kernel(_BACKENDS[peer]),
+    ):
+        q, k, v, gradient = buffers
+        inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
+
+        def forward() -> Tensor:
+            return F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+
+        def whole(x: Tensor) -> Tensor:
+            return context_parallel_unshard(mesh, [x], [2])[0].squeeze(0).transpose(0, 1)
+
+        yield inputs, gradient, forward, whole
+
 
 Gradients = tuple[Tensor, ...]
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Settings:
+class AttentionSettings:
     """What to measure."""
 
     types: tuple[str, ...]
@@ -61,30 +103,30 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Case:
+class AttentionCase:
     """What is measured: longspan with one communication type, or a peer, which may fail without ending the bench."""
 
     name: str
     peer: bool
-    prepare: Callable[[Settings, tuple[Tensor, ...], World], AbstractContextManager[Run]]
+    prepare: Callable[[AttentionSettings, tuple[Tensor, ...], World], AbstractContextManager[Run]]
 
 
-def own_cases(settings: Settings) -> Iterator[Case]:
+def own_cases(settings: AttentionSettings) -> Iterator[AttentionCase]:
     """longspan with each communication type, and again in a CUDA graph where that is asked for."""
     for kind in settings.types:
-        yield Case(f"longspan {kind}", False, partial(_own_run, kind=kind))
+        yield AttentionCase(f"longspan {kind}", False, partial(_own_run, kind=kind))
         if settings.cuda_graph:
-            yield Case(f"longspan {kind}, CUDA graph", False, partial(_graph_run, kind=kind))
+            yield AttentionCase(f"longspan {kind}, CUDA graph", False, partial(_graph_run, kind=kind))
 
 
-def peer_cases() -> Iterator[Case]:
+def peer_cases() -> Iterator[AttentionCase]:
     """torch's `context_parallel` with each of its kernels."""
     for peer in PEERS:
-        yield Case(f"torch context_parallel, {peer}", True, partial(_peer_run, peer=peer))
+        yield AttentionCase(f"torch context_parallel, {peer}", True, partial(_peer_run, peer=peer))
 
 
 @contextmanager
-def _own_run(settings: Settings, qkv: tuple[Tensor, ...], world: World, *, kind: str) -> Iterator[Run]:
+def _own_run(settings: AttentionSettings, qkv: tuple[Tensor, ...], world: World, *, kind: str) -> Iterator[Run]:
     plan = _plan(settings, qkv[0].shape[0], world, kind)
     world.prepare(plan)
     shard = bind(plan.micro_batches[0], world)
@@ -96,7 +138,7 @@ def _own_run(settings: Settings, qkv: tuple[Tensor, ...], world: World, *, kind:
 
 
 @contextmanager
-def _graph_run(settings: Settings, qkv: tuple[Tensor, ...], world: World, *, kind: str) -> Iterator[Run]:
+def _graph_run(settings: AttentionSettings, qkv: tuple[Tensor, ...], world: World, *, kind: str) -> Iterator[Run]:
     """The same, captured as two CUDA graphs, forward and backward, and replayed."""
     with _own_run(settings, qkv, world, kind=kind) as run:
         side = torch.cuda.Stream()
@@ -122,13 +164,13 @@ def _replay(graph: Any, result: Result) -> Result:
     return result
 
 
-def sinks_of(settings: Settings, device: torch.device, *, learnt: bool = False) -> Tensor | None:
+def sinks_of(settings: AttentionSettings, device: torch.device, *, learnt: bool = False) -> Tensor | None:
     """A sink logit for each query head, from next to no weight to that of some 200 keys; None without sinks."""
     logits = torch.linspace(-2.0, 6.0, settings.heads, device=device, requires_grad=learnt)
     return logits if settings.sinks else None
 
 
-def _plan(settings: Settings, length: int, world: World, kind: str) -> Plan:
+def _plan(settings: AttentionSettings, length: int, world: World, kind: str) -> Plan:
     sizes = settings.hierarchical if kind == "a2a+p2p" else None
     return plan_fixed(
         lengths_of(settings, length),
@@ -140,21 +182,21 @@ def _plan(settings: Settings, length: int, world: World, kind: str) -> Plan:
     )
 
 
-def lengths_of(settings: Settings, length: int) -> list[int]:
+def lengths_of(settings: AttentionSettings, length: int) -> list[int]:
     """The documents that share so many rows."""
     base, remainder = divmod(length, settings.documents)
     return [base + (d < remainder) for d in range(settings.documents)]
 
 
 @contextmanager
-def _peer_run(settings: Settings, qkv: tuple[Tensor, ...], world: World, *, peer: str) -> Iterator[Run]:
+def _peer_run(settings: AttentionSettings, qkv: tuple[Tensor, ...], world: World, *, peer: str) -> Iterator[Run]:
     if settings.window or settings.sinks:
         raise ValueError(f"it has no {'window' if settings.window else 'sinks'}")
     with torch_attention(peer, qkv, world, settings.documents) as (inputs, gradient, forward, whole):
         yield Run(inputs, gradient, forward, whole)
 
 
-def tensors_of(settings: Settings, length: int, world: World) -> tuple[Tensor, ...]:
+def tensors_of(settings: AttentionSettings, length: int, world: World) -> tuple[Tensor, ...]:
     """q, k, v and the gradient of the output (S, heads, H), the same on every rank."""
     generator = torch.Generator(device=world.device).manual_seed(length)
     heads = (settings.heads, settings.key_value_heads, settings.key_value_heads, settings.heads)

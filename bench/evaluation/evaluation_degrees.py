@@ -1,10 +1,24 @@
-"""A record of `longspan bench eval` as text and as Markdown: what was published, and longspan's times beside it."""
+"""Seconds of an evaluation at another degree than training, on the same ranks and weights, next to published figures.
 
+    python bench/evaluation/evaluation_degrees.py --out bench/records/eval.json  # a rank for each GPU
+    python bench/evaluation/evaluation_degrees.py                                # on CPUs, a tiny model
+
+The exit code is 1 if the losses at two degrees differ by more than rounding explains. `--help` shows the flags.
+"""
+
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from longspan.bench.eval.cases import DEGREES, KNOWN_DOCUMENTS, KNOWN_RANKS
-from longspan.bench.record import where_it_ran
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.evaluation.degree_cases import DEGREES, KNOWN_DOCUMENTS, KNOWN_RANKS, EvalBenchFlags, make_settings
+from bench.evaluation.degree_ranks import eval_ranks
+
+from longspan.bench.record import show_record, where_it_ran
+from longspan.cli.flags import parse_flags
+from longspan.cli.processes import run_on_ranks, say
 from longspan.report.text_table import markdown_table, text_table
 from longspan.report.value_text import bytes_text
 
@@ -113,3 +127,23 @@ def _parts(record: dict[str, Any]) -> list[tuple[str, ...]]:
         for row in record["rows"]
         for degree, parts in row.get("parts", {}).items()
     ]
+
+
+CPU_RANKS = 4
+PROGRAM = "bench/evaluation/evaluation_degrees.py"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the bench. Returns 0, or 1 where the losses at two degrees differ by more than rounding explains."""
+    flags = parse_flags(EvalBenchFlags, argv, PROGRAM)
+    ranks, backend = flags.processes(CPU_RANKS)
+    settings = make_settings(flags, ranks, backend, ["python", PROGRAM, *argv])
+    for case in settings.left_out:
+        say(f"{case.name} is left out: it runs on multiples of {case.ranks} ranks, here are {ranks}", sys.stderr)
+    record = run_on_ranks(eval_ranks, (settings,), ranks)
+    show_record(record, flags, text=record_text(record), markdown=record_markdown(record))
+    return 0 if all(row["good"] for row in record["rows"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,11 @@
-"""`longspan bench attention`: how fast attention over several ranks is, beside torch's own `context_parallel`."""
+"""How fast attention over several ranks is, each communication type next to torch's own `context_parallel`.
+
+    python bench/attention/attention_types.py --lengths 16384,65536 --out bench/records/attention.json  # a rank a GPU
+    python bench/attention/attention_types.py --world 4                                                 # on CPUs
+
+Before anything is timed, output and gradients are compared with dense attention in float32. The exit code is 1 if one
+of longspan's is wrong. `--help` shows the flags.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -6,9 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from longspan.bench.attention.cases import Settings
-from longspan.bench.attention.ranks import attention_ranks
-from longspan.bench.flags import BenchFlags
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.attention.type_cases import AttentionSettings
+from bench.attention.type_ranks import attention_ranks
+
+from longspan.bench.benches import BenchFlags
 from longspan.bench.record import show_record, where_it_ran
 from longspan.cli.flags import Switch, parse_flags
 from longspan.cli.processes import run_on_ranks
@@ -18,6 +28,7 @@ from longspan.report.value_text import bytes_text
 
 TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 CPU_RANKS = 4
+PROGRAM = "bench/attention/attention_types.py"
 GPU_DEFAULTS = {"lengths": "16384,65536", "heads": 32, "key_value_heads": 8, "head_size": 128, "dtype": "bfloat16"}
 CPU_DEFAULTS = {"lengths": "1024,2048", "heads": 8, "key_value_heads": 2, "head_size": 64, "dtype": "float32"}
 
@@ -67,9 +78,9 @@ class AttentionFlags(BenchFlags):
 
 def main(argv: Sequence[str]) -> int:
     """Run the bench. Returns 0, or 1 if an output or a gradient was wrong."""
-    flags = parse_flags(AttentionFlags, argv, "longspan bench attention")
+    flags = parse_flags(AttentionFlags, argv, PROGRAM)
     ranks, backend = flags.processes(CPU_RANKS)
-    settings = make_settings(flags, ranks, backend, ["longspan", "bench", "attention", *argv])
+    settings = make_settings(flags, ranks, backend, ["python", PROGRAM, *argv])
     record = run_on_ranks(attention_ranks, (settings,), ranks)
     show_record(record, flags, text=record_text(record), markdown=record_markdown(record))
     return 0 if all(row.get("good", True) for row in record["checks"]) else 1
@@ -79,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
 _COPIED = ("documents", "partition", "window", "sinks", "kernel", "warmup", "repeats", "timeout_seconds", "cuda_graph")
 
 
-def make_settings(flags: AttentionFlags, ranks: int, backend: str, command: Sequence[str]) -> Settings:
+def make_settings(flags: AttentionFlags, ranks: int, backend: str, command: Sequence[str]) -> AttentionSettings:
     """The settings that the ranks receive. Raises ConfigError for impossible types, lengths and sizes."""
     defaults: dict[str, Any] = GPU_DEFAULTS if backend == "nccl" else CPU_DEFAULTS
     types = tuple(name for name in flags.types.split(",") if name)
@@ -97,7 +108,7 @@ def make_settings(flags: AttentionFlags, ranks: int, backend: str, command: Sequ
     if flags.cuda_graph and backend != "nccl":
         raise ConfigError(f"--cuda-graph needs a GPU for each rank; these {ranks} talk through {backend}")
     flags.check_runs()
-    return Settings(
+    return AttentionSettings(
         types=types,
         lengths=lengths,
         hierarchical=_sizes(flags.hierarchical, ranks),
