@@ -1,4 +1,4 @@
-"""The document lengths that `plan` and `simulate` plan for. Nothing here imports torch.
+"""The document lengths that `longspan plan` and `bench step` plan for. Nothing here imports torch.
 
 They come from a JSON file, text files (estimated as bytes / 4 unless a tokenizer is given), or a named distribution.
 """

@@ -1,7 +1,9 @@
-"""`longspan simulate`: planners beside each other, saved plans, and which evaluation degree."""
+"""`longspan plan --compare`: planners next to each other, saved plans, and degrees of an evaluation."""
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -15,10 +17,23 @@ from longspan.plan.simulate.distributions import sample_lengths
 from longspan.plan.simulate.simulate import simulate
 from tests.report.runs import write_run
 
+COMPARE = ("plan", "--compare")
+
 
 @pytest.mark.whole
 def test_the_case_of_8192_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["simulate", "--world", "8192", "--tp", "2", "--pp", "4", "--same", "1024x8192", "--which-eval-degree"]
+    words = [
+        *COMPARE,
+        "--world",
+        "8192",
+        "--tp",
+        "2",
+        "--pp",
+        "4",
+        "--same",
+        "1024x8192",
+        "--which-eval-degree",
+    ]
     assert main([*words, "--cp-comm-type", "p2p"]) == 0
     out = capsys.readouterr().out
     assert "8,192 ranks = 1,024 slots x tp 2 x pp 4" in out
@@ -28,7 +43,18 @@ def test_the_case_of_8192_gpus(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_picture_of_degrees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "degrees.svg"
-    words = ["simulate", "--slots", "8", "--pp", "2", "--same", "8x64", "--which-eval-degree", "--plot", str(file)]
+    words = [
+        *COMPARE,
+        "--slots",
+        "8",
+        "--pp",
+        "2",
+        "--same",
+        "8x64",
+        "--which-eval-degree",
+        "--plot",
+        str(file),
+    ]
     assert main(words) == 0
     assert f"wrote {file}" in capsys.readouterr().out
     root = ElementTree.fromstring(file.read_text())
@@ -48,7 +74,17 @@ def test_the_picture_of_degrees(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_the_picture_of_planners(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [tmp_path / "planners.svg", tmp_path / "planners.html"]
-    words = ["simulate", "--distribution", "expo", "--longest", "30000", "--slots", "8", "--plot", *map(str, files)]
+    words = [
+        *COMPARE,
+        "--distribution",
+        "expo",
+        "--longest",
+        "30000",
+        "--slots",
+        "8",
+        "--plot",
+        *map(str, files),
+    ]
     assert main(words) == 0
     out = capsys.readouterr().out
     root = ElementTree.fromstring(files[0].read_text())
@@ -62,7 +98,7 @@ def test_the_picture_of_planners(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_degrees_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--slots", "8", "--pp", "2", "--same", "8x64", "--which-eval-degree", "--json"]) == 0
+    assert main([*COMPARE, "--slots", "8", "--pp", "2", "--same", "8x64", "--which-eval-degree", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert [row["cp"] for row in answer["degrees"]] == [1, 2, 4, 8]
     assert [row["filled_document_steps"] for row in answer["degrees"]] == [16, 8, 8, 8]
@@ -75,7 +111,7 @@ def test_degrees_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("words", [[], ["--pp", "2", "--vpp", "2"], ["--tp", "2", "--evaluation"], ["--mode", "free"]])
 def test_planners_beside_each_other(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    base = ["simulate", "--slots", "8", "--distribution", "expo", "--longest", "30000", *words]
+    base = [*COMPARE, "--slots", "8", "--distribution", "expo", "--longest", "30000", *words]
     assert main(base) == 0
     assert "fixed, cp 4" in capsys.readouterr().out
     assert main([*base, "--json"]) == 0
@@ -87,7 +123,7 @@ def test_planners_beside_each_other(words: list[str], capsys: pytest.CaptureFixt
 
 def test_fixed_plans_are_compared_under_their_fastest_type(capsys: pytest.CaptureFixture[str]) -> None:
     """As rings, fixed plans would seem to take half as long again as the dynamic one."""
-    words = ["simulate", "--distribution", "lognorm", "--seed", "1", "--slots", "32", "--json"]
+    words = [*COMPARE, "--distribution", "lognorm", "--seed", "1", "--slots", "32", "--json"]
     assert main(words) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["plans"]}
     lengths = sample_lengths("lognorm", 32 * 32768, seed=1, longest=131072).tolist()
@@ -117,7 +153,7 @@ def test_fixed_plans_are_compared_under_their_fastest_type(capsys: pytest.Captur
 
 def test_a2a_is_not_compared_where_heads_are_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cost.json").write_text("{}")
-    words = ["simulate", "--slots", "16", "--same", "2x40000", "--cost", str(tmp_path / "cost.json")]
+    words = [*COMPARE, "--slots", "16", "--same", "2x40000", "--cost", str(tmp_path / "cost.json")]
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "a2a and a2a+p2p are not compared" in out and "a2a+p2p (" not in out
@@ -126,7 +162,7 @@ def test_a2a_is_not_compared_where_heads_are_not_known(tmp_path: Path, capsys: p
 
 
 def test_kept_activations_follow_checkpointing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["simulate", "--slots", "4", "--same", "8x8192", "--cp-comm-type", "p2p"]
+    words = [*COMPARE, "--slots", "4", "--same", "8x8192", "--cp-comm-type", "p2p"]
     sizes = {}
     for kind in ("full", "selective", "none"):
         assert main([*words, "--activation-checkpointing", kind, "--json"]) == 0
@@ -148,16 +184,28 @@ def test_kept_activations_follow_checkpointing(tmp_path: Path, capsys: pytest.Ca
 
 def test_saved_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_run(tmp_path / "first")
-    assert main(["simulate", "--plans", str(path), str(path / "plans" / "step-000060.json"), "--pp", "2"]) == 0
+    assert main([*COMPARE, "--plans", str(path), str(path / "plans" / "step-000060.json"), "--pp", "2"]) == 0
     out = capsys.readouterr().out
     assert "4 saved plans" in out and out.count("step-000060") == 2
-    assert main(["simulate", "--plans", str(path), "--json"]) == 0
+    assert main([*COMPARE, "--plans", str(path), "--json"]) == 0
     plan = plan_fixed([900, 300, 250, 20, 700], Layout(4), cp=2, max_tokens_per_slot=512)
     assert json.loads(capsys.readouterr().out)["plans"][0]["seconds"] == pytest.approx(simulate(plan).seconds)
 
 
 def test_the_closing_of_free_mode_has_a_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base = ["simulate", "--slots", "8", "--tp", "2", "--distribution", "expo", "--longest", "30000", "--mode", "free"]
+    base = [
+        *COMPARE,
+        "--slots",
+        "8",
+        "--tp",
+        "2",
+        "--distribution",
+        "expo",
+        "--longest",
+        "30000",
+        "--mode",
+        "free",
+    ]
     seconds = {}
     for words in ([], ["--weights", "8e9"], ["--weights", "8e9", "--evaluation"]):
         assert main([*base, *words, "--json"]) == 0
@@ -178,14 +226,14 @@ def test_the_closing_of_free_mode_has_a_column(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "plan.json").write_text(
         plan_fixed([900, 300, 250], Layout(4), 1, mode="free", cost=Cost(closing_seconds=2.0)).to_json()
     )
-    assert main(["simulate", "--plans", str(tmp_path / "plan.json"), "--json"]) == 0
+    assert main([*COMPARE, "--plans", str(tmp_path / "plan.json"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["plans"][0]["closing_seconds"] == 2.0
 
 
 def test_a_planner_that_cannot_is_named_beside_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--slots", "6", "--same", "3x40000", "--max-tokens-per-slot", "9000"]) == 0
+    assert main([*COMPARE, "--slots", "6", "--same", "3x40000", "--max-tokens-per-slot", "9000"]) == 0
     assert "fixed, cp 6" in capsys.readouterr().out
-    assert main(["simulate", "--slots", "4", "--same", "3x40000", "--max-tokens-per-slot", "9000"]) == 0
+    assert main([*COMPARE, "--slots", "4", "--same", "3x40000", "--max-tokens-per-slot", "9000"]) == 0
     assert "fixed, cp 4: not possible: document 0 has 40000 rows" in capsys.readouterr().out
 
 
@@ -198,18 +246,20 @@ def test_a_planner_that_cannot_is_named_beside_the_others(capsys: pytest.Capture
         (["--slots", "4"], "give one of --lengths"),
         (["--slots", "4", "--same", "2x5", "--weights", "8e9"], "--mode is lockstep; add --mode free"),
         (["--slots", "4", "--same", "2x5", "--mtp-depths", "1"], "--mtp-depths 1 with no --model; give --model FOLDER"),
+        (["--slots", "4", "--same", "2x5", "--cp", "2"], "--cp is of one plan, and --compare prices several"),
+        (["--slots", "4", "--same", "2x5", "--images", "1x1"], "--images is of one plan"),
         (["--plans", "nowhere"], "nowhere is neither a plan's JSON file nor a folder with plans"),
         (["--slots", "4", "--same", "1x90", "--which-eval-degree", "--max-tokens-per-slot", "9"], "to 23 or more"),
     ],
 )
 def test_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", *words]) == 2
+    assert main([*COMPARE, *words]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_degrees_that_the_query_heads_do_not_allow_are_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
     base = [
-        "simulate",
+        *COMPARE,
         "--slots",
         "16",
         "--tp",
@@ -235,15 +285,15 @@ def test_degrees_that_the_query_heads_do_not_allow_are_not_compared(capsys: pyte
 def test_saved_plans_say_what_they_are_priced_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, plan = tmp_path / "plan.json", plan_fixed([900, 300], Layout(4), cp=2)
     path.write_text(plan.to_json())
-    assert main(["simulate", "--plans", str(path)]) == 0
+    assert main([*COMPARE, "--plans", str(path)]) == 0
     assert "1 saved plan, " in (out := capsys.readouterr().out) and "priced for Qwen3-8B on GPUs of 400 TFLOP/s" in out
     path.write_text(dataclasses.replace(plan, cost=dataclasses.replace(plan.cost, source="")).to_json())
-    assert main(["simulate", "--plans", str(path)]) == 0
+    assert main([*COMPARE, "--plans", str(path)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("1 saved plan, priced for no machine") and "relative" in out and "seconds  x bound" not in out
     model = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     (tmp_path / "config.json").write_text(json.dumps(model | {"vocab_size": 1000}))
-    assert main(["simulate", "--plans", str(path), "--model", str(tmp_path)]) == 0
+    assert main([*COMPARE, "--plans", str(path), "--model", str(tmp_path)]) == 0
     assert "priced for the model on H200s" in capsys.readouterr().out
 
 
@@ -253,7 +303,7 @@ def test_depths_of_multi_token_prediction_are_counted(tmp_path: Path, capsys: py
     (tmp_path / "config.json").write_text(json.dumps(sizes | {"vocab_size": 1000}))
 
     def simulated(*words: str) -> dict[str, float]:
-        case = ["simulate", "--slots", "2", "--same", "4x4096", "--model", str(tmp_path), "--json", *words]
+        case = [*COMPARE, "--slots", "2", "--same", "4x4096", "--model", str(tmp_path), "--json", *words]
         assert main(case) == 0
         return {name: row for name, row in json.loads(capsys.readouterr().out)["plans"][1].items() if name != "name"}
 
@@ -265,3 +315,21 @@ def test_depths_of_multi_token_prediction_are_counted(tmp_path: Path, capsys: py
         )
         assert found["seconds"] == pytest.approx(simulate(plan).seconds)
     assert simulated("--evaluation", "--mtp-depths", "1") == simulated("--evaluation")
+
+
+def test_the_former_verb_is_an_alias(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--slots", "4", "--same", "8x900", "--json"]
+    answers = list[str]()
+    for verb in (["plan", "--compare"], ["simulate"]):
+        assert main([*verb, *words]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] and len(json.loads(answers[0])["plans"]) == 5
+
+
+def test_a_comparison_needs_no_torch() -> None:
+    code = (
+        "import sys; from longspan.cli.main import main\n"
+        "assert main(['plan', '--compare', '--slots', '4', '--same', '4x900']) == 0\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
