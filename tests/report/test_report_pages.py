@@ -14,7 +14,7 @@ from longspan.errors import ConfigError
 from longspan.plan import Plan
 from longspan.report import RunFolder, plan_page, write_report
 from longspan.report.markup import tag, text
-from longspan.report.priced import priced_plans
+from longspan.report.report_pages import plans_at_run_speed
 from tests.report.runs import FACTS, VOCABULARY, mixed_plan, train_row, write_run
 
 VOID = {"meta"}
@@ -183,14 +183,39 @@ def test_a_run_that_was_stopped_says_so(tmp_path: Path) -> None:
     assert "stopped by SIGTERM after step 60 of 300" in page_of(path).content
 
 
-@pytest.mark.parametrize(
-    "name", ["loss", "grad_norm", "tokens_per_second", "efficiency", "memory_bytes", "lr", "seconds"]
-)
+CHART_OF_METRIC = {
+    "loss": "Training and evaluation",
+    "grad_norm": "Gradient norm",
+    "tokens_per_second": "Speed",
+    "efficiency": "Rows used",
+    "memory_bytes": "Peak memory",
+    "lr": "Learning rate",
+    "seconds": "Time of a step",
+}
+
+
+def titles_of_charts(run: Path) -> dict[str, int]:
+    """The charts of a run's page by title, with the number of curves that have a point."""
+    html = write_report(run).read_text()
+    titles = [part.split("</b>")[0] for part in html.split("<figcaption><b>")[1:]]
+    charts = Page(html).charts
+    assert len(titles) == len(charts)
+    curves = ([series for series in chart["series"] if series["x"]] for chart in charts)
+    return dict(zip(titles, map(len, curves), strict=True))
+
+
+@pytest.mark.parametrize("name", CHART_OF_METRIC)
 def test_a_metric_may_be_missing_or_not_finite(name: str, tmp_path: Path) -> None:
+    """Its chart has no curve and its key figure is gone; what else was measured is shown as ever."""
+    title = CHART_OF_METRIC[name]
+    every = titles_of_charts(write_run(tmp_path / "all", steps=8))
     rows = [train_row(step, **{name: math.nan if step % 2 else None}) for step in range(1, 9)]
-    page_of(write_run(tmp_path / "a", steps=8, rows=rows))
+    empty = titles_of_charts(write_run(tmp_path / "a", steps=8, rows=rows))
+    assert every[title] > 0 and empty == every | {title: int(name == "loss")}  # the evaluation is left
+    assert np.isnan(RunFolder.read(tmp_path / "a").train[name]).all()
     rows = [{k: v for k, v in train_row(step).items() if k != name or name == "loss"} for step in range(1, 9)]
-    page_of(write_run(tmp_path / "b", steps=8, rows=rows, finished=False, plans=False))
+    lacking = titles_of_charts(write_run(tmp_path / "b", steps=8, rows=rows, finished=False, plans=False))
+    assert lacking == (every if name == "loss" else empty)
 
 
 def test_evaluation_alone(tmp_path: Path) -> None:
@@ -315,7 +340,7 @@ def of_no_machine(run: Path) -> None:
 def test_plans_of_cpus_are_shown_at_the_speed_of_the_run_or_without_a_time(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     of_no_machine(run)
-    plans = dict(priced_plans(RunFolder.read(run)))
+    plans = dict(plans_at_run_speed(RunFolder.read(run)))
     median = float(np.median(RunFolder.read(run).train["seconds"]))
     assert plans["step 60"].predicted_seconds == pytest.approx(median)
     assert plans["step 60"].timeline().step_seconds == pytest.approx(median)
@@ -335,9 +360,8 @@ def test_plans_of_cpus_are_shown_at_the_speed_of_the_run_or_without_a_time(tmp_p
 
 def test_plans_of_a_machine_keep_their_times_and_name_it(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    saved, priced = dict(RunFolder.read(run).plans), dict(priced_plans(RunFolder.read(run)))
+    saved, priced = dict(RunFolder.read(run).plans), dict(plans_at_run_speed(RunFolder.read(run)))
     assert priced["step 60"] == saved["step 60"]
-    older, evaluation = saved["evaluation-cp4"], priced["evaluation-cp4"]
-    assert evaluation.predicted_seconds == older.timeline(older.cost.forward_only()).step_seconds
-    assert evaluation.lower_bound_seconds <= evaluation.predicted_seconds < older.predicted_seconds / 2
+    assert priced["evaluation-cp4"] == saved["evaluation-cp4"]
+    assert priced["evaluation-cp4"].predicted_seconds < priced["step 60"].predicted_seconds / 2
     assert "Qwen3-8B on GPUs of 400 TFLOP/s; forward passes alone" in page_of(run).content

@@ -41,8 +41,7 @@ from longspan.plan.simulate.evaluation import which_degree
 from longspan.plan.simulate.row_bytes import QWEN3_8B, Checkpointing, RowBytes
 from longspan.plan.simulate.simulate import simulate, slot_cost
 from longspan.plan.simulate.type_and_partition import type_of
-from longspan.report.markup import tag
-from longspan.report.page import page
+from longspan.report.markup import page, tag
 
 
 @dataclass(frozen=True, kw_only=True)

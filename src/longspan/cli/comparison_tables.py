@@ -15,11 +15,9 @@ from longspan.plan.simulate.evaluation import DegreeComparison
 from longspan.plan.simulate.row_bytes import Checkpointing
 from longspan.plan.simulate.simulate import Simulation
 from longspan.plan.simulate.type_and_partition import type_of
-from longspan.report.charts.bar_chart import NamedBar, bar_document
-from longspan.report.charts.chart import Chart, Series
-from longspan.report.charts.document import chart_document
-from longspan.report.text_table import text_table
-from longspan.report.value_text import bytes_text, number_text, seconds_text
+from longspan.report.chart import Chart, Series
+from longspan.report.chart_documents import NamedBar, bar_document, chart_document
+from longspan.report.plain_text import bytes_text, number_text, seconds_text, text_table
 
 _COMPARISON_NOTE = """\
 type: how groups share attention, of each plan the fastest (--cp-comm-type chooses one for all). x bound: over what no

@@ -14,8 +14,7 @@ from longspan.cli.flags import Switch, parse_flags
 from longspan.cli.machine import machine, machine_text
 from longspan.cli.processes import Device, processes_of, reports_here, usable_gpus
 from longspan.errors import LongspanError, counted
-from longspan.report.text_table import text_table
-from longspan.report.value_text import bytes_text, seconds_text
+from longspan.report.plain_text import bytes_text, seconds_text, text_table
 from longspan.run.versions import versions
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import Any
 
 from longspan.doctor.outcomes import Outcome, Proof
 from longspan.errors import counted
-from longspan.report.text_table import text_table
+from longspan.report.plain_text import text_table
 
 
 def proof_text(proof: Proof, heading: Sequence[str], seconds: float) -> str:

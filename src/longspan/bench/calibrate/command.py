@@ -15,7 +15,7 @@ from longspan.cli.machine import machine, machine_text
 from longspan.cli.processes import ranks_on_this_host, reports_here, run_on_ranks, under_torchrun
 from longspan.errors import ConfigError, counted
 from longspan.plan import Cost
-from longspan.report.text_table import text_table
+from longspan.report.plain_text import text_table
 from longspan.run.versions import versions
 
 CPU_RANKS = 2

@@ -10,8 +10,7 @@ from longspan.bench.step.ranks import step_ranks
 from longspan.bench.step.settings import make_settings
 from longspan.bench.timing import ORDER
 from longspan.cli.processes import run_on_ranks
-from longspan.report.text_table import markdown_table, text_table
-from longspan.report.value_text import bytes_text
+from longspan.report.plain_text import bytes_text, markdown_table, text_table
 
 _NAMES = (
     "step",

@@ -11,7 +11,7 @@ from longspan.evaluation.saved.record import document_rows, grids_of
 from longspan.evaluation.saved.request import SubjectResult
 from longspan.files import as_json, json_values, os_error_text
 from longspan.report.eval_page import eval_page
-from longspan.report.evaluations.heat_map import passkey_pictures
+from longspan.report.passkey import passkey_pictures
 
 PICTURE = "passkey.svg"
 

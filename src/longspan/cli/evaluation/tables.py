@@ -8,7 +8,7 @@ from longspan.evaluation.result import comparison_table
 from longspan.evaluation.saved.comparison import Difference, differences
 from longspan.evaluation.saved.record import HOME, comm_types, grids_of
 from longspan.evaluation.saved.request import SetResult, SubjectResult
-from longspan.report.text_table import text_table
+from longspan.report.plain_text import text_table
 
 if TYPE_CHECKING:
     from longspan.evaluation.metrics import Bucket

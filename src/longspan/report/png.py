@@ -6,7 +6,7 @@ from typing import Any
 
 from longspan.errors import ConfigError, counted
 from longspan.plan import Cost, Plan
-from longspan.report.plan_pictures.bars import FILLS, Bar, PlanBars, Unit, plan_bars
+from longspan.report.bars import FILLS, Bar, PlanBars, Unit, plan_bars
 
 MANY, IDLE = "#93a5bf", "#f3f3f0"
 LETTER, LINE = 7, 11  # pixels of a label: width of a letter, height
@@ -33,7 +33,7 @@ def write_png(plan: Plan, path: str | Path, cost: Cost | None = None, *, unit: U
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     x_scale, y_scale = 1300 / (picture.end or 1.0), 100 * (inches - 1.4) / plan.slots
-    bars, summaries = picture.thinned(x_scale, y_scale, limit=6000)
+    bars, summaries = picture.select_bars(x_scale, y_scale, limit=6000)
     for panel in picture.panels:
         axes.axvspan(panel.start, panel.stop, facecolor=IDLE, edgecolor="none", zorder=0)
         axes.axvline(panel.stop, color="#555555", linewidth=0.8, zorder=3)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from longspan.report import gantt_svg
-from longspan.report.charts.chart import Chart, Series, chart_figure
-from longspan.report.plan_pictures.gantt import PATTERNS
+from longspan.report.chart import Chart, Series, chart_figure
+from longspan.report.markup import PATTERNS
 from tests.report.runs import mixed_plan
 
 STEPS = np.arange(1, 6)

@@ -12,11 +12,12 @@ from typing import Literal
 
 import numpy as np
 
-from longspan.report.charts.series import byte_ticks, log_ticks, thin, ticks
 from longspan.report.markup import key, label, tag, text
-from longspan.report.value_text import bytes_text, number_text
+from longspan.report.plain_text import bytes_text, number_text
+from longspan.report.series import byte_ticks, log_ticks, thin, ticks
 
 Format = Literal["number", "loss", "percent", "bytes"]
+COLORS = 6  # of page.css, and curves of a chart at most
 MAX_POINTS = 900  # of one curve, in the drawing and under the crosshair
 FLAT = 1e-9  # a relative difference that is rounding
 MARK_SIZE = 5.0
@@ -80,7 +81,7 @@ class _Frame:
 
 def chart_figure(chart: Chart, *, css_class: str = "") -> str:
     """An HTML figure: title, legend, SVG, and the crosshair's data. Says so where there is nothing to draw."""
-    drawn = [series for series in (_thinned(s, chart.log) for s in chart.series) if len(series.x)]
+    drawn = [series for series in (_thin_series(s, chart.log) for s in chart.series) if len(series.x)]
     title = tag("b", text(chart.title)) + tag("span", text(chart.y_label), class_="unit")
     nothing = tag("p", "nothing recorded", class_="none")
     content = _legend(chart.series) + _drawing(chart, drawn) if drawn else nothing
@@ -89,7 +90,7 @@ def chart_figure(chart: Chart, *, css_class: str = "") -> str:
 
 def chart_svg(chart: Chart) -> str:
     """Axes, curves and references alone, as SVG elements in a frame of the chart's size."""
-    drawn = [series for series in (_thinned(s, chart.log) for s in chart.series) if len(series.x)]
+    drawn = [series for series in (_thin_series(s, chart.log) for s in chart.series) if len(series.x)]
     return "".join(_elements(chart, drawn, _frame(chart, drawn)))
 
 
@@ -113,7 +114,7 @@ def _drawing(chart: Chart, drawn: Sequence[Series]) -> str:
     )
 
 
-def _thinned(series: Series, log: bool) -> Series:
+def _thin_series(series: Series, log: bool) -> Series:
     x, y = np.asarray(series.x, float), np.asarray(series.y, float)
     if log:
         y = np.where(y > 0, y, math.nan)

@@ -5,13 +5,16 @@ are told apart with any colour vision (ColorBrewer's RdYlBu).
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 
 from longspan.config.passkey_settings import PASSKEY
 from longspan.errors import counted
 from longspan.evaluation.passkey.grid import PasskeyGrid
+from longspan.report.chart import COLORS, Chart, Series, chart_figure
 from longspan.report.markup import label, tag, text
 
 RAMP = ((165, 0, 38), (244, 109, 67), (254, 224, 144), (116, 173, 209), (49, 54, 149))  # at 0, 1/4, 1/2, 3/4 and 1
@@ -102,3 +105,42 @@ def _color(share: float) -> tuple[str, bool]:
     red, green, blue = (round(np.interp(share, np.linspace(0, 1, len(RAMP)), part)) for part in zip(*RAMP, strict=True))
     light = sum(w * (part / 255) ** 2.2 for w, part in zip((0.2126, 0.7152, 0.0722), (red, green, blue), strict=True))
     return f"#{red:02x}{green:02x}{blue:02x}", light < EVEN
+
+
+def passkey_grids(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, PasskeyGrid], ...]:
+    """The set and the grid of every row of metrics.jsonl that has one, by step; a step that was repeated counts once.
+
+    A row whose grid cannot be read is left out.
+    """
+    grids = dict[tuple[str, int, int], PasskeyGrid]()
+    for row in rows:
+        with suppress(KeyError, TypeError, ValueError):
+            grid = PasskeyGrid.from_json(row["passkey"])
+            grids[str(row.get("eval_name", "")), grid.step, grid.cp] = grid
+    return tuple((key[0], grids[key]) for key in sorted(grids))
+
+
+def passkey_section(grids: Sequence[tuple[str, PasskeyGrid]]) -> str:
+    """The section of the page."""
+    return tag("section", tag("h2", "Passkey retrieval"), *_set_figures(grids))
+
+
+def _set_figures(grids: Sequence[tuple[str, PasskeyGrid]]) -> Iterator[str]:
+    for name in dict.fromkeys(name for name, _ in grids):
+        of_set = [grid for other, grid in grids if other == name]
+        newest = of_set[-1]
+        yield tag("figure", tag("div", passkey_picture(newest, name=name), class_="scroll"), class_="chart")
+        alike = [grid for grid in of_set if (grid.lengths, grid.cp) == (newest.lengths, newest.cp)]
+        if len(alike) > 1:
+            yield chart_figure(_chart_over_steps(alike, name))
+
+
+def _chart_over_steps(grids: Sequence[PasskeyGrid], name: str) -> Chart:
+    """The share of keys over steps, a curve for each length."""
+    steps = np.array([grid.step for grid in grids])
+    series = (
+        Series(f"{length:,} tokens", steps, np.array([grid.of_length(i) for grid in grids]), i % COLORS, "marks")
+        for i, length in enumerate(grids[0].lengths)
+    )
+    title = f"Keys retrieved ({name})" if name else "Keys retrieved"
+    return Chart(title, tuple(series), "of all depths", width=1120, height=260, y_format="percent", zero=True)

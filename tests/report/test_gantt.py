@@ -12,8 +12,8 @@ from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic
 from longspan.report import chrome_trace, gantt_svg, plan_document, write_png
+from longspan.report.bars import FILLS, plan_bars
 from longspan.report.markup import style_sheet
-from longspan.report.plan_pictures.bars import FILLS, plan_bars
 from tests.report.runs import mixed_plan
 
 EMPTY = Plan(4, (), (MicroBatch(), MicroBatch()), 0)

@@ -83,7 +83,7 @@ class PlanBars:
         large = sorted(bars, key=lambda bar: -(bar.stop - bar.start) * bar.slots)[:MOST_COLORED]
         return dict.fromkeys(range(len(self.plan.lengths)), 0) | _document_colors(large)
 
-    def thinned(self, x_scale: float, y_scale: float, limit: int = 2400) -> tuple[list[Bar], list[Summary]]:
+    def select_bars(self, x_scale: float, y_scale: float, limit: int = 2400) -> tuple[list[Bar], list[Summary]]:
         """At most `limit` bars worth drawing at these scales (pixels a unit, pixels a slot); the others summed up."""
         areas = [(b.stop - b.start) * x_scale * b.slots * y_scale for b in self.bars]
         fit = [i for i, b in enumerate(self.bars) if (b.stop - b.start) * x_scale >= 1.2 and b.slots * y_scale >= 3]
@@ -98,7 +98,7 @@ def plan_bars(plan: Plan, cost: Cost | None = None, unit: Unit = "seconds") -> P
 
     >>> picture = plan_bars(plan, unit="rows")
     """
-    make = _by_rows if unit == "rows" else _by_seconds
+    make = _lay_out_rows if unit == "rows" else _lay_out_seconds
     panels, bars = make(plan, plan.cost if cost is None else cost)
     return PlanBars(plan, unit, tuple(panels), tuple(bars))
 
@@ -140,7 +140,7 @@ def group_times(plan: Plan, cost: Cost) -> list[np.ndarray]:
     return np.split(seconds, np.cumsum([len(m.groups) for m in plan.micro_batches])[:-1]) if plan.micro_batches else []
 
 
-def _by_seconds(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
+def _lay_out_seconds(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
     when, widths = plan.timeline(cost), group_times(plan, cost)
     bars: list[Bar] = []
     for index, micro_batch in enumerate(plan.micro_batches):
@@ -152,7 +152,7 @@ def _by_seconds(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
     return [Panel(a, a + cost.micro_batch_seconds, b) for a, b in zip(starts, ends, strict=True)], bars
 
 
-def _by_rows(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
+def _lay_out_rows(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
     most = int(slot_rows(plan.micro_batches, plan.slots).max(initial=1))
     cap = float(plan.max_tokens_per_slot or most)
     panels, bars = [], []

@@ -4,6 +4,30 @@ import math
 from collections.abc import Sequence
 
 
+def text_table(names: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """Rows under their names; the first `left` columns start at the left, the others end at the right.
+
+    >>> print(text_table(("cp", "seconds"), (("1", "0.5"), ("16", "12.0"))))
+    cp  seconds
+    1       0.5
+    16     12.0
+    """
+    widths = [max(len(row[i]) for row in (names, *rows)) for i in range(len(names))]
+    return "\n".join(
+        "  ".join(_pad(cell, widths[i], i < left) for i, cell in enumerate(row)).rstrip() for row in (names, *rows)
+    )
+
+
+def _pad(cell: str, width: int, left: bool) -> str:
+    return cell.ljust(width) if left else cell.rjust(width)
+
+
+def markdown_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The same as a Markdown table."""
+    lines = [names, ["---"] * len(names), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
 def number_text(value: float, digits: int = 3) -> str:
     """A number for people: 1234567 → '1.23M', 0.25 → '0.25', 1e-7 → '1e-07', 1024 → '1,024'."""
     if not math.isfinite(value):

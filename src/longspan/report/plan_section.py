@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from longspan.errors import counted
 from longspan.plan import Cost, Plan
-from longspan.report.markup import key, label, style_sheet, tag, text
-from longspan.report.plan_pictures.gantt import PATTERNS, WIDTH, gantt_svg
-from longspan.report.value_text import number_text, seconds_text
+from longspan.report.gantt import WIDTH, gantt_svg
+from longspan.report.markup import PATTERNS, key, label, style_sheet, tag, text
+from longspan.report.plain_text import number_text, seconds_text
 
 HEAD, FOOT = 68, 44  # above and below the drawing of a document: title and facts, and legend
 

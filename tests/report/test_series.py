@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.report.charts.chart import _digits
-from longspan.report.charts.series import byte_ticks, log_ticks, smooth, thin, ticks
-from longspan.report.value_text import bytes_text, number_text, ranges_text, seconds_text
+from longspan.report.chart import _digits
+from longspan.report.plain_text import bytes_text, number_text, ranges_text, seconds_text
+from longspan.report.series import byte_ticks, log_ticks, smooth, thin, ticks
 from tests.plan.cases import bounded
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from longspan.plan import Group, MicroBatch, Plan
-from longspan.report.plan_pictures.bars import plan_bars
+from longspan.report.bars import plan_bars
 from tests.plan.cases import bounded, plans
 from tests.report.runs import mixed_plan
 
@@ -73,11 +73,11 @@ def test_a_long_document_is_one_bar_over_its_slots() -> None:
 def test_thinning_keeps_large_bars_and_counts_the_others() -> None:
     plan = mixed_plan(256)
     picture = plan_bars(plan)
-    bars, summaries = picture.thinned(1000 / picture.end, 600 / 256, limit=300)
+    bars, summaries = picture.select_bars(1000 / picture.end, 600 / 256, limit=300)
     assert 0 < len(bars) <= 300 and all(bar.slots >= 2 for bar in bars)
     drawn = {bar.document for bar in bars}
     left = [d for d in range(len(plan.lengths)) if d not in drawn]
     assert sum(part.documents for part in summaries) == len(left)
     assert sum(part.tokens for part in summaries) == sum(plan.lengths[d] for d in left)
-    everything, none = picture.thinned(1e6, 100, limit=10**6)
+    everything, none = picture.select_bars(1e6, 100, limit=10**6)
     assert len(everything) == len(picture.bars) and not none

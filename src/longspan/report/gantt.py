@@ -10,10 +10,10 @@ from typing import Any
 
 from longspan.errors import counted
 from longspan.plan import Cost, Group, Plan
-from longspan.report.charts.series import ticks
+from longspan.report.bars import Bar, Panel, PlanBars, Summary, Unit, group_times, plan_bars
 from longspan.report.markup import label, tag
-from longspan.report.plan_pictures.bars import Bar, Panel, PlanBars, Summary, Unit, group_times, plan_bars
-from longspan.report.value_text import number_text, ranges_text, seconds_text
+from longspan.report.plain_text import number_text, ranges_text, seconds_text
+from longspan.report.series import ticks
 
 WIDTH = 1120
 _LEFT, _TOP, _BOTTOM, _RIGHT = 54, 26, 40, 12
@@ -32,7 +32,7 @@ def gantt_svg(plan: Plan, cost: Cost | None = None, *, unit: Unit = "seconds", l
     picture = plan_bars(plan, cost, unit)
     height = row_height(plan.slots)
     x_scale = (WIDTH - _LEFT - _RIGHT) / (picture.end or 1.0)
-    bars, summaries = picture.thinned(x_scale, height, limit)
+    bars, summaries = picture.select_bars(x_scale, height, limit)
     cost = plan.cost if cost is None else cost
     canvas = _Canvas(picture, x_scale, height, cost)
     axis = "time" if unit == "seconds" else "rows"
@@ -59,18 +59,6 @@ def write_times(cost: Cost, step_seconds: float) -> Callable[[float], str]:
 
 
 # Once a page: the patterns of a slot that has nothing to do, and of many short documents.
-_MANY = (tag("rect", class_="many-base", x=0, y=0, width=3, height=3), tag("path", class_="many-line", d="M0 0.5H3"))
-_IDLE = tag("path", class_="hatch", d="M0 0V6")
-_ACROSS = {"patternUnits": "userSpaceOnUse", "patternTransform": "rotate(45)"}
-PATTERNS = tag(
-    "svg",
-    tag("pattern", *_MANY, id="many", width=3, height=3, patternUnits="userSpaceOnUse"),
-    tag("pattern", _IDLE, id="idle", width=6, height=6, **_ACROSS),
-    class_="defs",
-    width=0,
-    height=0,
-    aria_hidden="true",
-)
 
 
 class _Canvas:
@@ -194,11 +182,11 @@ def _hover_data(plan: Plan, bars: Sequence[Bar], cost: Cost) -> dict[str, object
     places = dict.fromkeys((bar.micro_batch, bar.group) for bar in bars)
     groups = {place: number for number, place in enumerate(places)}
     documents = {bar.document: [plan.lengths[bar.document], groups[bar.micro_batch, bar.group]] for bar in bars}
-    described = [_described(plan.micro_batches[m].groups[g], m, write_time(float(times[m][g]))) for m, g in groups]
+    described = [_group_facts(plan.micro_batches[m].groups[g], m, write_time(float(times[m][g]))) for m, g in groups]
     return {"documents": documents, "groups": described}
 
 
-def _described(group: Group, micro_batch: int, seconds: str) -> list[object]:
+def _group_facts(group: Group, micro_batch: int, seconds: str) -> list[object]:
     comm = group.cp_comm_type if isinstance(group.cp_comm_type, str) else "/".join(dict.fromkeys(group.cp_comm_type))
     padded = f", each padded to {group.pad_to:,}" if group.pad_to else ""
     rows = group.rows_per_slot
