@@ -34,7 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 from longspan import Group, Layout, MicroBatch, World, attend, bind
 from longspan.attention.kernels import table
 from longspan.bench.record import where_it_ran
-from longspan.bench.timing import merged
+from longspan.bench.timing import merge_intervals
 from longspan.cli.machine import machine
 from longspan.run.versions import versions
 
@@ -187,10 +187,11 @@ def _on_device(event: dict[str, Any]) -> bool:
 def _parts(events: list[dict[str, Any]]) -> dict[str, float]:
     """Seconds of one run by what the device does."""
     spans = {
-        kind: merged([_span(e) for e in events if _kind(e["name"]) == kind]) for kind in ("attention", "other", "wire")
+        kind: merge_intervals([_span(e) for e in events if _kind(e["name"]) == kind])
+        for kind in ("attention", "other", "wire")
     }
-    computing = merged([*spans["attention"], *spans["other"]])
-    anything = merged([*computing, *spans["wire"]])
+    computing = merge_intervals([*spans["attention"], *spans["other"]])
+    anything = merge_intervals([*computing, *spans["wire"]])
     duration = anything[-1][1] - anything[0][0]
     seconds = {
         "attention": _length(spans["attention"]),

@@ -39,10 +39,10 @@ def attention_ranks(rank: int, settings: AttentionSettings) -> dict[str, Any]:
         record = _empty_record(settings, world)
         cases = [*own_cases(settings), *(peer_cases() if settings.peers else [])]
         for case in cases:
-            record["checks"].append({"name": case.name} | _or_missing(case, _checked, settings, case, world))
+            record["checks"].append({"name": case.name} | _or_missing(case, _check, settings, case, world))
         for case in cases:
             for length in settings.lengths:
-                row = _or_missing(case, _timed, settings, case, length, world)
+                row = _or_missing(case, _measure, settings, case, length, world)
                 record["rows"].append({"name": case.name, "length": length} | row)
                 _keep(record, settings, rank)
     return record
@@ -81,7 +81,7 @@ def _keep(record: dict[str, Any], settings: AttentionSettings, rank: int) -> Non
 
 
 def _or_missing(case: AttentionCase, measure: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """What `measure` finds, or why a peer did not run."""
+    """The result of `measure`, or why a peer did not run."""
     try:
         return measure(*args)
     except Exception as error:
@@ -90,7 +90,7 @@ def _or_missing(case: AttentionCase, measure: Callable[..., dict[str, Any]], *ar
         return missing_because(error)
 
 
-def _checked(settings: AttentionSettings, case: AttentionCase, world: World) -> dict[str, Any]:
+def _check(settings: AttentionSettings, case: AttentionCase, world: World) -> dict[str, Any]:
     """Errors of output and gradients against dense attention in float32 (2-norms, relative)."""
     qkv = tensors_of(settings, CHECK_ROWS * settings.ranks, world)
     with case.prepare(settings, qkv, world) as run:
@@ -130,7 +130,7 @@ def _distance(result: Tensor, exact: Tensor) -> float:
     return ((result.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
-def _timed(settings: AttentionSettings, case: AttentionCase, length: int, world: World) -> dict[str, Any]:
+def _measure(settings: AttentionSettings, case: AttentionCase, length: int, world: World) -> dict[str, Any]:
     """Medians of forward, and of forward and backward, on the slowest rank."""
     cuda = world.device.type == "cuda"
     qkv = tensors_of(settings, length, world)

@@ -80,16 +80,16 @@ def cases_of(
 
     Published figures belong only to unchanged cases. Raises ConfigError for a name that is not there.
     """
-    known = {case.name: case for case in (*CASES, *TINY_CASES)}
+    by_name = {case.name: case for case in (*CASES, *TINY_CASES)}
     default = CASES if gpu else TINY_CASES
     chosen = [word.strip() for word in names.split(",") if word.strip()] or [case.name for case in default]
-    if unknown := [name for name in chosen if name not in known]:
-        raise ConfigError(f"--cases has {', '.join(unknown)}; cases are {', '.join(known)}")
+    if unknown := [name for name in chosen if name not in by_name]:
+        raise ConfigError(f"--cases has {', '.join(unknown)}; cases are {', '.join(by_name)}")
     settings = {"preset": preset, "layers": layers, "tokens": tokens}
     changes: dict[str, Any] = {name: value for name, value in settings.items() if value}
     if changes:
         changes["known"] = None
-    return tuple(replace(known[name], **changes) for name in chosen)
+    return tuple(replace(by_name[name], **changes) for name in chosen)
 
 
 @dataclass(frozen=True, kw_only=True)

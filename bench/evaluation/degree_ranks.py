@@ -38,7 +38,7 @@ def eval_ranks(rank: int, settings: EvaluationSettings) -> dict[str, Any]:
     backend = "gloo" if not settings.gpu else None
     for case in settings.cases:
         with World(case.home(settings.ranks), backend=backend, timeout=settings.flags.timeout_seconds) as world:
-            record["rows"].append(_measured_case(case, settings, world))
+            record["rows"].append(_measure_case(case, settings, world))
         gc.collect()
         if settings.gpu:
             torch.cuda.empty_cache()
@@ -94,7 +94,7 @@ def _bench(case: EvaluationCase, settings: EvaluationSettings, world: World) -> 
     return _Bench(settings, world, model, build_optimizer(model, lr=1e-5), documents, options)
 
 
-def _measured_case(case: EvaluationCase, settings: EvaluationSettings, world: World) -> dict[str, Any]:
+def _measure_case(case: EvaluationCase, settings: EvaluationSettings, world: World) -> dict[str, Any]:
     bench = _bench(case, settings, world)
     plans = {degree: bench.at_fixed_degree(degree) for degree in DEGREES}
     runs: list[dict[str, Any]] = []
@@ -102,9 +102,9 @@ def _measured_case(case: EvaluationCase, settings: EvaluationSettings, world: Wo
         bench.train_step(plans[trained])
         for degree in (trained, other):
             named = {"name": f"train {trained}, eval {degree}", "trained": trained, "degree": degree}
-            runs.append(named | _timed(bench, plans[degree]))
+            runs.append(named | _measure(bench, plans[degree]))
     dynamic: dict[str, Any] = vars(bench.options)  # with any number of rows on a slot
-    runs.append({"name": "planned"} | _timed(bench, PlanChoice.dynamic(**dynamic)))
+    runs.append({"name": "planned"} | _measure(bench, PlanChoice.dynamic(**dynamic)))
     difference = max(abs(a["loss"] - b["loss"]) for a, b in (runs[0:2], runs[2:4]))
     kind = torch.bfloat16 if settings.gpu else torch.float32
     row: dict[str, Any] = {name: getattr(case, name) for name in ("name", "tokens", "layers", "tp", "pp", "preset")}
@@ -114,7 +114,7 @@ def _measured_case(case: EvaluationCase, settings: EvaluationSettings, world: Wo
     return row
 
 
-def _timed(bench: _Bench, choice: Plan | PlanChoice) -> dict[str, Any]:
+def _measure(bench: _Bench, choice: Plan | PlanChoice) -> dict[str, Any]:
     """Seconds of whole evaluations, each of the slowest rank; the most memory of a rank, and the result."""
     settings, world = bench.settings, bench.world
     results: list[Evaluation] = []

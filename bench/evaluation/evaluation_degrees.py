@@ -42,7 +42,7 @@ def record_text(record: dict[str, Any]) -> str:
     tables = [text_table(_SUMMARY, _summary(record)), text_table(_RUNS, _runs(record), left=2)]
     if parts := _parts(record):
         tables.append(text_table(_PARTS, parts, left=2))
-    return "\n\n".join([_title(record), *tables, _left_out(record)]).rstrip()
+    return "\n\n".join([_title(record), *tables, _cases_left_out(record)]).rstrip()
 
 
 def record_markdown(record: dict[str, Any]) -> str:
@@ -68,7 +68,7 @@ def record_markdown(record: dict[str, Any]) -> str:
         f"1 and 2. Published: {KNOWN_DOCUMENTS} documents on {KNOWN_RANKS} × H100, weights not sharded, loss alone; "
         f"here each GPU has {work:g} × that work.\n\n"
         f"{markdown_table(('case', 'shape', 'tokens', 'layers', 'TP', 'PP'), shapes)}\n\n"
-        f"{markdown_table(_RUNS, _runs(record))}\n\n{parts}{_left_out(record)}\n"
+        f"{markdown_table(_RUNS, _runs(record))}\n\n{parts}{_cases_left_out(record)}\n"
     )
 
 
@@ -79,7 +79,7 @@ def _title(record: dict[str, Any]) -> str:
     )
 
 
-def _left_out(record: dict[str, Any]) -> str:
+def _cases_left_out(record: dict[str, Any]) -> str:
     names = record["left_out"]
     return f"Left out, for they need another number of ranks: {', '.join(names)}." if names else ""
 

@@ -1,6 +1,7 @@
 """Pictures of a plan: well-formed, complete, of bounded size at 8 and at 1024 slots."""
 
 import json
+import math
 from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
@@ -97,7 +98,11 @@ def test_a_summary_of_several_slots_says_when_they_are_busy() -> None:
 
 @pytest.mark.parametrize("unit", ["seconds", "rows"])
 def test_a_plan_without_documents_is_drawn(unit: str) -> None:
-    ElementTree.fromstring(gantt_svg(EMPTY, unit=unit))  # pyright: ignore[reportArgumentType]
+    tree = ElementTree.fromstring(gantt_svg(EMPTY, unit=unit))  # pyright: ignore[reportArgumentType]
+    numbers = [float(number) for number in tree.attrib["viewBox"].split()]
+    assert all(map(math.isfinite, numbers)) and min(numbers[2:]) > 0
+    assert not [rect for rect in tree.iter("rect") if "data-info" in rect.attrib]  # no document, no summary
+    assert "nan" not in ElementTree.tostring(tree, "unicode").lower()
 
 
 def test_trace_has_every_slot_s_work() -> None:

@@ -45,7 +45,7 @@ def parts_of(events: Iterable[tuple[str, float, float]], seconds: float) -> dict
         by_kind[kind_of(name)].append((start, end))
     seconds_of, seen, covered = dict[str, float](), list[Interval](), 0.0
     for kind in ORDER:
-        seen = merged([*seen, *by_kind[kind]])
+        seen = merge_intervals([*seen, *by_kind[kind]])
         total = sum(end - start for start, end in seen)
         seconds_of[kind], covered = total - covered, total
     return seconds_of | {"idle": max(0.0, seconds - covered)}
@@ -67,7 +67,7 @@ def longest_kernels(events: Iterable[tuple[str, float, float]], count: int = 16)
     return sorted(kernels, key=lambda kernel: -kernel["seconds"])[:count]
 
 
-def merged(intervals: Sequence[Interval]) -> list[Interval]:
+def merge_intervals(intervals: Sequence[Interval]) -> list[Interval]:
     """The same points of time in intervals that do not touch, in order."""
     disjoint: list[Interval] = []
     for start, end in sorted(intervals):
@@ -78,7 +78,7 @@ def merged(intervals: Sequence[Interval]) -> list[Interval]:
     return disjoint
 
 
-def profiled_events(profile: Any, *, cuda: bool) -> list[tuple[str, float, float]]:
+def read_events(profile: Any, *, cuda: bool) -> list[tuple[str, float, float]]:
     """(name, start, end) in seconds of what ran: kernels and copies of the GPU, else operators without inner ones."""
     from torch.autograd import DeviceType
 
@@ -115,7 +115,7 @@ def profile_of(run: Callable[[], object], world: World) -> tuple[dict[str, float
     cuda = world.device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as recorded:
         seconds = seconds_of(run, world)
-    events = profiled_events(recorded, cuda=cuda)
+    events = read_events(recorded, cuda=cuda)
     return parts_of(events, seconds), longest_kernels(events), seconds
 
 

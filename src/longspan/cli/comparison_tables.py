@@ -52,14 +52,14 @@ def title_of_saved_plans(rows: Sequence[NamedSimulation]) -> str:
     """How many saved plans there are, their seconds together, and what they were priced for."""
     simulations = _simulations(rows)
     total = sum(simulation.seconds for _, simulation in simulations)
-    together = f", {seconds_text(total)} together" if _timed(rows) else ""
+    together = f", {seconds_text(total)} together" if _have_seconds(rows) else ""
     sources = ", ".join(dict.fromkeys(simulation.cost.source or NO_MACHINE for _, simulation in simulations))
     return f"{counted(len(rows), 'saved plan')}{together}, priced for {sources}"
 
 
 def comparison_table(title: str, rows: Sequence[NamedSimulation], checkpointing: Checkpointing) -> str:
     """Simulations as text: a line for each, the plans that are not possible, and notes."""
-    simulations, timed = _simulations(rows), _timed(rows)
+    simulations, timed = _simulations(rows), _have_seconds(rows)
     free = [simulation for _, simulation in simulations if simulation.plan.mode == "free"]
     names = ["plan", "type", "seconds" if timed else "relative", "x bound", "micro-batches", "bubble", "idle"]
     names += ["peak rows", f"kept, {checkpointing}", "sent inside", "sent across", *(["closing"] if free else [])]
@@ -74,7 +74,7 @@ def comparison_table(title: str, rows: Sequence[NamedSimulation], checkpointing:
 
 
 def comparison_with_fixed(rows: Sequence[NamedSimulation]) -> list[str]:
-    """The dynamic plan beside the fastest plan of one degree, in a line; none where either is missing."""
+    """The dynamic plan and the fastest plan of one degree, in a line; none if either is missing."""
     of_kind = {
         kind: [row for row in _simulations(rows) if row[1].plan.planner == kind] for kind in ("fixed", "dynamic")
     }
@@ -90,7 +90,7 @@ def comparison_with_fixed(rows: Sequence[NamedSimulation]) -> list[str]:
 
 def comparison_picture(title: str, rows: Sequence[NamedSimulation]) -> str:
     """A bar for the seconds of each plan, with its type, and a line at the least bound. An SVG document."""
-    simulations, timed = _simulations(rows), _timed(rows)
+    simulations, timed = _simulations(rows), _have_seconds(rows)
     bars = [
         NamedBar(name, s.seconds, _bar_words(s, timed), int(s.plan.planner == "dynamic")) for name, s in simulations
     ]
@@ -113,7 +113,7 @@ def _bar_words(simulation: Simulation, timed: bool) -> str:
 
 def comparison_json(title: str, rows: Sequence[NamedSimulation]) -> str:
     """The same as a JSON object."""
-    plans = [{"name": name} | ({"error": s} if isinstance(s, str) else _as_object(s)) for name, s in rows]
+    plans = [{"name": name} | ({"error": s} if isinstance(s, str) else _plan_object(s)) for name, s in rows]
     return json.dumps({"title": title, "plans": plans}, indent=1)
 
 
@@ -121,7 +121,7 @@ def _simulations(rows: Sequence[NamedSimulation]) -> list[tuple[str, Simulation]
     return [(name, simulation) for name, simulation in rows if isinstance(simulation, Simulation)]
 
 
-def _timed(rows: Sequence[NamedSimulation]) -> bool:
+def _have_seconds(rows: Sequence[NamedSimulation]) -> bool:
     return all(simulation.cost.source for _, simulation in _simulations(rows))
 
 
@@ -146,7 +146,7 @@ def _closing(simulation: Simulation) -> str:
     return f"{100 * share:.1f}%" if simulation.closing_seconds else "not priced"
 
 
-def _as_object(simulation: Simulation) -> dict[str, Any]:
+def _plan_object(simulation: Simulation) -> dict[str, Any]:
     return {
         "planner": simulation.plan.planner,
         "cp_comm_type": type_of(simulation.plan),
@@ -178,17 +178,17 @@ def degrees_table(title: str, comparison: DegreeComparison, accumulation: int) -
             f"{c.filled_steps:,}",
             f"{c.wasted_steps:,}",
             seconds_text(c.filled_seconds),
-            *_planned(c.planned),
+            *_plan_cells(c.planned),
         )
         for c in comparison.choices
     ]
     if dynamic := comparison.dynamic:
-        rows.append(("dynamic", "", "", "", f"{len(dynamic.plan.lengths):,}", "0", "", *_planned(dynamic)))
+        rows.append(("dynamic", "", "", "", f"{len(dynamic.plan.lengths):,}", "0", "", *_plan_cells(dynamic)))
     lines = [title, "", text_table(names, rows), "", _fastest(comparison, accumulation)]
     return "\n".join([*lines, *comparison.left_out, "", _NOTE])
 
 
-def _planned(simulation: Simulation) -> tuple[str, ...]:
+def _plan_cells(simulation: Simulation) -> tuple[str, ...]:
     return (
         seconds_text(simulation.seconds),
         f"{len(simulation.plan.micro_batches):,}",
@@ -222,16 +222,16 @@ def degrees_json(title: str, comparison: DegreeComparison) -> str:
             "filled_document_steps": c.filled_steps,
             "wasted_document_steps": c.wasted_steps,
             "filled_seconds": c.filled_seconds,
-            **_planned_json(c.planned),
+            **_evaluation_object(c.planned),
         }
         for c in comparison.choices
     ]
-    dynamic = {"dynamic": _planned_json(comparison.dynamic)} if comparison.dynamic else {}
+    dynamic = {"dynamic": _evaluation_object(comparison.dynamic)} if comparison.dynamic else {}
     answer = {"title": title, "degrees": rows, "best_cp": comparison.best.cp, "reason": comparison.reason()}
     return json.dumps(answer | {"left_out": list(comparison.left_out)} | dynamic, indent=1)
 
 
-def _planned_json(simulation: Simulation) -> dict[str, float | int | None]:
+def _evaluation_object(simulation: Simulation) -> dict[str, float | int | None]:
     return {
         "planned_document_steps": len(simulation.plan.lengths),
         "planned_seconds": simulation.seconds,

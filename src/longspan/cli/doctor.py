@@ -173,10 +173,10 @@ def kernel_report(*, as_json: bool) -> str:
     if as_json:
         rows = {name: [dict(zip(header, row, strict=True)) for row in body] for name, (header, *body) in tables.items()}
         return json.dumps(rows, indent=1, ensure_ascii=False).replace("`", "")
-    return "\n\n".join(_as_list(name, header, body) for name, (header, *body) in tables.items())
+    return "\n\n".join(_list_text(name, header, body) for name, (header, *body) in tables.items())
 
 
-def _as_list(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _list_text(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table as a list with one line for each cell, because the cells are long."""
     lines = [name]
     for first, *cells in rows:

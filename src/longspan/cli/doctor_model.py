@@ -13,15 +13,14 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedConfig
 
-from longspan.cli.gpu_environment import set_gpu_environment
+from longspan.cli.machine import set_gpu_environment
 from longspan.cli.processes import Processes, processes_of, reports_here, run_on_ranks, under_torchrun, usable_gpus
 from longspan.doctor.cases import Case, CaseSet, DTypeName, cases_named, contiguous_cases, every_type, image_cases
 from longspan.doctor.images import without_videos
 from longspan.doctor.kernels import KernelLine, kernel_lines
-from longspan.doctor.outcomes import Proof
+from longspan.doctor.outcomes import Proof, outcome_text, proof_json, proof_text
 from longspan.doctor.prove import InWorld, Ranks, run_proof
-from longspan.doctor.table import found, proof_json, proof_text
-from longspan.doctor.which_model import configuration_of, reads_images
+from longspan.doctor.which_model import find_configuration, reads_images
 from longspan.errors import CommError, LongspanError, counted
 from longspan.model.presets import preset_config
 from longspan.model.small.shrink import reads_images_alone, shrunken
@@ -52,7 +51,7 @@ def prove_model(name: str, flags: ProofFlags) -> int:
     Raises ConfigError for an unknown name, ModelError where no small copy of the model can be made.
     """
     began = time.perf_counter()
-    config = configuration_of(name)
+    config = find_configuration(name)
     proofs, models = list[Proof](), list[dict[str, Any]]()
     for processes in _places(flags):
         small = shrunken(config, true_heads=_true_heads(flags, processes), images=reads_images(config))
@@ -85,7 +84,7 @@ def compare_preset(processes: Processes, timeout: float) -> dict[str, Any]:
     if not proof.worlds:
         raise CommError(proof.outcomes[0].message)
     world = proof.worlds[0]
-    parity = [outcome.row() | {"found": found(outcome)} for outcome in proof.outcomes]
+    parity = [outcome.row() | {"found": outcome_text(outcome)} for outcome in proof.outcomes]
     return asdict(world) | {"groups": list(world.groups), "parity": parity}
 
 

@@ -49,15 +49,15 @@ def read_lengths(flags: SourceFlags, slots: int) -> tuple[tuple[int, ...], str]:
     """The lengths that the flags name, and where they came from. Raises ConfigError, DataError or LayoutError."""
     sources = [name for name in ("lengths", "data", "distribution", "same") if getattr(flags, name)]
     if len(sources) != 1:
-        drawn = " and ".join(f"--{name}" for name in sources) or "none of them"
-        known = "--lengths FILE.json, --data PATH, --distribution NAME and --same COUNTxLENGTH"
-        raise ConfigError(f"give one of {known}; got {drawn}")
+        several = " and ".join(f"--{name}" for name in sources) or "none of them"
+        names = "--lengths FILE.json, --data PATH, --distribution NAME and --same COUNTxLENGTH"
+        raise ConfigError(f"give one of {names}; got {several}")
     if flags.same:
         return _same(flags.same), "equal lengths"
     if flags.lengths:
         return lengths_from_json(flags.lengths), flags.lengths
     if flags.data:
-        return _from_text(flags)
+        return _text_lengths(flags)
     if flags.distribution not in DISTRIBUTIONS:
         raise ConfigError(f"--distribution {flags.distribution!r} is unknown; use one of {', '.join(DISTRIBUTIONS)}")
     total = flags.tokens or 32768 * slots
@@ -94,10 +94,10 @@ def _read_json(path: str) -> Any:
         raise ConfigError(f"cannot read lengths from {path}: it is not JSON ({error})") from error
 
 
-def _from_text(flags: SourceFlags) -> tuple[tuple[int, ...], str]:
+def _text_lengths(flags: SourceFlags) -> tuple[tuple[int, ...], str]:
     files = tuple(CorpusFile(0, name, file) for name, file in find_files(flags.data, key="--data").items())
     if flags.tokenizer:
-        counts = _encoded_lengths(files, flags.tokenizer)
+        counts = _token_counts(files, flags.tokenizer)
     else:
         counts = [n for size in text_sizes(files) if (n := size // BYTES_PER_TOKEN)]
     if not counts:
@@ -106,7 +106,7 @@ def _from_text(flags: SourceFlags) -> tuple[tuple[int, ...], str]:
     return tuple(_cut(counts, flags.max_document_tokens)), f"{flags.data}, tokens {how}"
 
 
-def _encoded_lengths(files: Sequence[CorpusFile], tokenizer: str) -> list[int]:
+def _token_counts(files: Sequence[CorpusFile], tokenizer: str) -> list[int]:
     """The tokens of each document that training would make, uncut."""
     from longspan.corpus.rows.encoding import RowEncoding
     from longspan.corpus.store.document_encoder import DocumentEncoder, Piece

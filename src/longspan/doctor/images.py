@@ -60,7 +60,7 @@ def _apart(document: TrialDocument, values: Sequence[Any]) -> tuple[list[Any], l
     return [x for i, x in enumerate(values) if i not in groups], [values[i] for i in sorted(groups)]
 
 
-def labels_of(document: np.ndarray | TrialDocument) -> np.ndarray:
+def document_labels(document: np.ndarray | TrialDocument) -> np.ndarray:
     """What each token but the last predicts; placeholders and a prefix are not predicted."""
     if isinstance(document, TrialDocument):
         hidden = document.at_images | (np.arange(len(document.ids)) < document.prefix)

@@ -18,7 +18,6 @@ from transformers import PreTrainedConfig
 from longspan.attention import choose_type
 from longspan.comm import World
 from longspan.doctor.cases import TEXTS, Case, Packed, plan_of
-from longspan.doctor.every_expert import with_every_expert
 from longspan.doctor.images import item_documents
 from longspan.doctor.outcomes import Outcome, WorldFacts
 from longspan.doctor.stock import (
@@ -30,6 +29,7 @@ from longspan.doctor.stock import (
     loss_error,
     missing_errors,
     precision,
+    with_every_expert,
 )
 from longspan.doctor.which_model import register
 from longspan.errors import CommError, LongspanError, ModelError

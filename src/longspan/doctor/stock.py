@@ -4,10 +4,11 @@ Its attention is transformers' eager one, which alone has every model's soft cap
 float32 inside models are left out, on both sides of a comparison (`float64.py`).
 """
 
+import copy
 import inspect
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from longspan.doctor.float64 import whole_float64
-from longspan.doctor.images import NO_LABEL, labels_of
+from longspan.doctor.images import NO_LABEL, document_labels
 from longspan.errors import ModelError
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.small.shrink import tiny_model
+from longspan.model.small.small_values import EXPERT_GROUPS, PICKED
 from longspan.model.vision.trial_documents import (
     TOKEN_KINDS,
     TrialDocument,
@@ -31,6 +33,57 @@ from longspan.model.vision.trial_documents import (
     token_kinds,
 )
 from longspan.plan.cost.model_shape import read_experts
+
+
+def with_every_expert(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of a configuration in which every row gets every expert; the same object where there is none to choose.
+
+    >>> with_every_expert(MixtralConfig()).num_experts_per_tok
+    8
+    """
+    count = read_experts(config.get_text_config()).of_layer
+    changed = copy.deepcopy(config)
+    text = changed.get_text_config()
+    picked = [name for name in PICKED if isinstance(getattr(text, name, None), int)]
+    if count < 2 or not picked:
+        return config
+    for name in picked:
+        setattr(text, name, count)
+    groups = [getattr(text, name) for name in EXPERT_GROUPS if isinstance(getattr(text, name, None), int)]
+    if groups and isinstance(getattr(text, "topk_group", None), int):
+        text.topk_group = groups[0]
+    return changed
+
+
+class _Float64(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            return args[0].double()
+        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def whole_float64() -> Iterator[None]:
+    """Inside, whatever a model would cast to float32 is float64.
+
+    torch leaves modes out of a backward pass, which may recompute layers: there the mode is entered again.
+    """
+    engine: Any = torch.autograd
+    run = engine._engine_run_backward
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        with _Float64():
+            return run(*args, **kwargs)
+
+    engine._engine_run_backward = run_backward
+    try:
+        with _Float64():
+            yield
+    finally:
+        engine._engine_run_backward = run
+
 
 ROUTER = RouterCoefficients(balance=0.5, z=0.1)
 NO_ROUTER = RouterCoefficients(balance=0.0)
@@ -78,7 +131,7 @@ def stock_answer(
     """
     images = any(isinstance(document, TrialDocument) for document in documents)
     model: Any = stock_model(config, weights, attention, images=images).to(compute or weights)  # pyright: ignore[reportArgumentType]
-    of_documents = [torch.from_numpy(labels_of(document)) for document in documents]
+    of_documents = [torch.from_numpy(document_labels(document)) for document in documents]
     targets, losses, rows = sum(int((labels != NO_LABEL).sum()) for labels in of_documents), [], []
     made = _states(model)
     for document, labels in zip(documents, of_documents, strict=True):

@@ -18,7 +18,7 @@ from longspan.errors import ConfigError
 from longspan.model.hf_folder import read_configuration
 
 
-def configuration_of(name: str) -> PreTrainedConfig:
+def find_configuration(name: str) -> PreTrainedConfig:
     """The configuration of a local folder (or its config.json), or the default one of a class or a model_type.
 
     >>> configuration_of("Qwen3ForCausalLM").model_type, configuration_of("qwen3").model_type

@@ -61,14 +61,15 @@ def _title(record: dict[str, Any]) -> str:
     some = f" of {record['recompute_layers']} layers" if record["recompute_layers"] else ""
     return (
         f"Steps of {record['shape_name']} ({shape['layers']} layers, hidden {shape['hidden']}{experts}) over "
-        f"{record['ranks']} ranks ({record['backend']}): {_what(record)}; {record['mode']}, {record['cp_comm_type']}, "
+        f"{record['ranks']} ranks ({record['backend']}): {_documents_text(record)}; "
+        f"{record['mode']}, {record['cp_comm_type']}, "
         f"{rows}at most {record['max_tokens_per_slot'] or 'any'} rows a slot, "
         f"recomputation {record['recompute']}{some}{offloaded}{kernels}, "
         f"{record['parameters']}{' computed in ' + record['compute'] if record['compute'] else ''}"
     )
 
 
-def _what(record: dict[str, Any]) -> str:
+def _documents_text(record: dict[str, Any]) -> str:
     if record["sequences"]:
         return "one sequence at a time"
     return (

@@ -52,7 +52,7 @@ def plan_evaluation(
 
 
 def evaluation_options(options: PlanOptions) -> PlanOptions:
-    """The options priced for forward passes alone under their own communication type."""
+    """The options priced for forward passes under their own communication type."""
     return with_price_of_type(replace(options, cost=options.cost.forward_only()))
 
 
@@ -127,13 +127,13 @@ class DegreeComparison:
         more = len(by_time) - 1 - len(others)
         kind = f", {best.cp_comm_type}" if best.cp > 1 else ""
         documents = counted(len(best.planned.plan.lengths), "document")
-        beside = ", ".join(f"cp {choice.cp} {self._time(choice.planned)}" for choice in others)
-        beside += f", {more} more slower" if more else ""
+        slower = ", ".join(f"cp {choice.cp} {self._time(choice.planned)}" for choice in others)
+        slower += f", {more} more slower" if more else ""
         dynamic = [f"dynamic plan {self._time(self.dynamic)}"] if self.dynamic else []
         head = f"evaluation{f' of {name}' if name else ''} at cp {best.cp}{kind}: {documents}"
         if self.best.planned.cost.source:
             head += f" in {self._time(best.planned)} predicted"
-        return "; ".join([head, *filter(None, [beside]), *dynamic, *self.left_out])
+        return "; ".join([head, *filter(None, [slower]), *dynamic, *self.left_out])
 
     def _time(self, simulation: Simulation) -> str:
         """Seconds; or how many times those of the best, under a cost that is of no machine."""
@@ -161,7 +161,7 @@ class _Evaluation:
         """Rows of a slot below which the longest document does not fit a group."""
         return -(-max(self.lengths) // (cp * self.options.row_multiple)) * self.options.row_multiple
 
-    def simulated(self, plan: Plan) -> Simulation:
+    def simulation(self, plan: Plan) -> Simulation:
         return simulate(plan, pp=self.home.pp, vpp=self.vpp, backward=False)
 
 
@@ -204,7 +204,7 @@ def which_degree(
         )
     choices = tuple(_choice(evaluation, cp) for cp in tried if cp not in refused)
     comparison = DegreeComparison(choices, None, tuple(refused.values()))
-    dynamic, why_not = _dynamic(evaluation, comparison.best.options)
+    dynamic, why_not = _dynamic_plan(evaluation, comparison.best.options)
     return replace(comparison, dynamic=dynamic, left_out=(*comparison.left_out, *why_not))
 
 
@@ -219,16 +219,16 @@ def _refusal(evaluation: _Evaluation, cp: int) -> str:
 
 
 def _choice(evaluation: _Evaluation, cp: int) -> DegreeChoice:
-    planned, options = _planned(evaluation, cp)
+    planned, options = _fastest_plan(evaluation, cp)
     slots, accumulation = evaluation.home.slots, evaluation.accumulation
-    batches = _filled(evaluation.lengths, slots, cp, accumulation)
+    batches = _filled_batches(evaluation.lengths, slots, cp, accumulation)
     seconds = timeline(batches, slots, planned.cost, node_size=options.node_size).busy.max(axis=1).tolist()
     filled = run_pipeline(seconds, None, evaluation.home.pp).seconds
     steps = sum(len(batch.groups) for batch in batches)
     return DegreeChoice(cp, slots // cp, len(batches) // accumulation, steps, filled, planned, options)
 
 
-def _filled(lengths: tuple[int, ...], slots: int, cp: int, accumulation: int) -> list[MicroBatch]:
+def _filled_batches(lengths: tuple[int, ...], slots: int, cp: int, accumulation: int) -> list[MicroBatch]:
     """Whole passes of `accumulation` micro-batches, a document for every group; after the last, from the first on."""
     groups = slots // cp
     passes = -(-len(lengths) // (groups * accumulation))
@@ -240,19 +240,19 @@ def _filled(lengths: tuple[int, ...], slots: int, cp: int, accumulation: int) ->
     return batches
 
 
-def _planned(evaluation: _Evaluation, cp: int) -> tuple[Simulation, PlanOptions]:
+def _fastest_plan(evaluation: _Evaluation, cp: int) -> tuple[Simulation, PlanOptions]:
     """The plan under the fastest type, and its options. The limit of rows that suits the pipeline suits every type."""
     lengths, home = evaluation.lengths, evaluation.home
     first, *others = options_of_types(evaluation.options, home, cp)
     plan = plan_evaluation(lambda options: plan_fixed(lengths, home, cp, options=options), lengths, home, first, cp)
-    planned = [(evaluation.simulated(plan), first)]
+    planned = [(evaluation.simulation(plan), first)]
     for options in others:
         limited = replace(evaluation_options(options), max_tokens_per_slot=plan.max_tokens_per_slot)
-        planned.append((evaluation.simulated(plan_fixed(lengths, home, cp, options=limited)), options))
+        planned.append((evaluation.simulation(plan_fixed(lengths, home, cp, options=limited)), options))
     return min(planned, key=lambda one: one[0].seconds)
 
 
-def _dynamic(evaluation: _Evaluation, options: PlanOptions) -> tuple[Simulation | None, tuple[str, ...]]:
+def _dynamic_plan(evaluation: _Evaluation, options: PlanOptions) -> tuple[Simulation | None, tuple[str, ...]]:
     """The dynamic plan under these options; or none, and why."""
     lengths, home = evaluation.lengths, evaluation.home
     try:
@@ -262,4 +262,4 @@ def _dynamic(evaluation: _Evaluation, options: PlanOptions) -> tuple[Simulation 
         )
     except PlanError as error:
         return None, (f"no dynamic plan: {error}",)
-    return evaluation.simulated(plan), ()
+    return evaluation.simulation(plan), ()

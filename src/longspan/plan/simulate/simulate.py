@@ -175,7 +175,7 @@ def simulate(
     run = _run(plan, cost, pp, vpp) if plan.mode == "lockstep" else run_pipeline([], [], 1)
     seconds = run.seconds if plan.mode == "lockstep" else times.step_seconds
     peak = _peak_rows(times.rows, run, pp * vpp) if run.actions[0] else times.rows.max(axis=0, initial=0) * 1.0
-    inside, across = _sent_bytes(plan, cost)
+    inside, across = _bytes_on_links(plan, cost)
     hops = (pp * vpp - 1) * (2 if backward else 1)
     return Simulation(
         plan=plan,
@@ -251,7 +251,7 @@ def _peak_rows(rows: NDArray[np.int64], run: PipelineRun, parts: int) -> NDArray
     return np.cumsum(sign[:, None] * rows_of_actions, axis=0).max(axis=0) / parts
 
 
-def _sent_bytes(plan: Plan, cost: Cost) -> tuple[float, float]:
+def _bytes_on_links(plan: Plan, cost: Cost) -> tuple[float, float]:
     """Bytes that all groups put on links inside and between nodes."""
     table = GroupTable.of(plan.micro_batches)
     sent = cost.group_bytes(table.tokens, table.degree, table.documents)

@@ -129,12 +129,12 @@ class PartitionChoice:
         contiguous under a2a: 1.2 s predicted; zigzag under p2p 1.9 s; contiguous under p2p 2.1 s
         """
         best, *others = self.ways
-        known = bool(best.options.cost.source)
+        has_seconds = bool(best.options.cost.source)
 
         def time(way: PricedWay) -> str:
-            return f"{way.seconds:.3g} s" if known else f"{way.seconds / best.seconds:.3f} x as long"
+            return f"{way.seconds:.3g} s" if has_seconds else f"{way.seconds / best.seconds:.3f} x as long"
 
-        first = f"{best}: {time(best)} predicted" if known else f"{best}, by cost"
+        first = f"{best}: {time(best)} predicted" if has_seconds else f"{best}, by cost"
         return "; ".join([first, *(f"{way} {time(way)}" for way in others), *self.left_out])
 
 
