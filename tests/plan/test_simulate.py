@@ -100,7 +100,7 @@ def test_a_first_stage_keeps_as_many_micro_batches_as_there_are_stages(stages: i
     lengths = [100] * 12
     plan = plan_fixed(lengths, Layout(2), 1, max_tokens_per_slot=100)
     assert len(plan.micro_batches) == 6
-    result = simulate(plan, pp=stages, row_bytes=RowBytes(kept=10.0, between_stages=3.0))
+    result = simulate(plan, pp=stages, row_bytes=RowBytes(activations=10.0, between_stages=3.0))
     assert result.peak_rows.tolist() == [100 * micro_batches / stages] * 2
     assert result.activation_bytes.tolist() == [1000 * micro_batches / stages] * 2
     assert result.stage_bytes == 1200 * (stages - 1) * 2 * 3.0
@@ -214,7 +214,7 @@ def test_lengths_that_cannot_be_drawn() -> None:
 
 def test_row_bytes_are_of_the_model_that_costs_are_of() -> None:
     """Qwen3-8B: 36 layers, each of which keeps its input of 4096 values of two bytes, as a stage sends it on."""
-    assert RowBytes().kept == 36 * RowBytes().between_stages == 36 * 4096 * 2
+    assert RowBytes().activations == 36 * RowBytes().between_stages == 36 * 4096 * 2
     qwen3 = {"hidden_size": 4096, "num_hidden_layers": 36}
     assert RowBytes.of(qwen3) == RowBytes()
     with pytest.raises(PlanError, match="dict has no hidden_size"):
@@ -224,7 +224,7 @@ def test_row_bytes_are_of_the_model_that_costs_are_of() -> None:
 def test_stages_of_zamba_2_hand_on_and_keep_the_embedding_too() -> None:
     zamba2 = {"model_type": "zamba2", "hidden_size": 8, "num_hidden_layers": 6}
     row_bytes = RowBytes.of(zamba2, bytes_per_value=4)
-    assert row_bytes == RowBytes(kept=6 * 32, between_stages=2 * 32, on_each_stage=32)
+    assert row_bytes == RowBytes(activations=6 * 32, between_stages=2 * 32, on_each_stage=32)
     plan = plan_fixed([100] * 12, Layout(2), 1, max_tokens_per_slot=100)
     for vpp in (1, 2):
         result = simulate(plan, pp=2, vpp=vpp, row_bytes=row_bytes)

@@ -18,13 +18,13 @@ class BenchFlags:
     warmup: int = 1
     """Number of runs before the timed ones."""
     repeats: int = 1
-    """Number of timed runs, of which the median counts."""
+    """Number of timed runs; their median counts."""
     world: int = 0
     """Number of local processes to start; 0: one for each GPU, those of torchrun, or a few without GPUs."""
     device: Device = "auto"
     """auto: a GPU for each process where there are any; cpu: processes on CPUs; cuda: GPUs, or an error."""
     out: str = ""
-    """Write the record to this JSON file as rows are finished, and at the end a table to the .md file beside it."""
+    """Write the record to this JSON file as rows are finished, and at the end a table to the .md file next to it."""
     timeout_seconds: float = 180.0
     """How long a rank waits for the others."""
     json: Switch = False

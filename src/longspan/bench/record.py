@@ -23,7 +23,7 @@ def show_record(record: dict[str, Any], flags: BenchFlags, *, text: str, markdow
 
 
 def write_record(record: dict[str, Any], path: Path, markdown: str) -> None:
-    """Write a record as JSON, and as Markdown beside it. Raises ConfigError if it cannot be written."""
+    """Write a record as JSON, and as Markdown next to it. Raises ConfigError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

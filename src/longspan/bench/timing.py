@@ -94,7 +94,7 @@ def read_events(profile: Any, *, cuda: bool) -> list[tuple[str, float, float]]:
 
 
 def _is_work(event: Any) -> bool:
-    """Operators of a CPU that compute: those without inner ones, and those whose name says what they are."""
+    """Operators of a CPU that compute: those without inner ones, and those of a known kind by name."""
     return not event.cpu_children or (event.name.startswith("aten::") and kind_of(event.name) != "other layers")
 
 

@@ -40,7 +40,7 @@ class DoctorFlags:
     dotted name of a class of your own. The exit code is 1 where a case is wrong or ends a rank, or the model is
     refused."""
     cases: Literal["basic", "whole"] = "whole"
-    """Of --model. basic: degrees 2 and 3, all_gather, full recomputation and several micro-batches alone."""
+    """Of --model. basic: degrees 2 and 3, all_gather, full recomputation and several micro-batches only."""
     head_size: Literal["auto", "true", "small"] = "auto"
     """Of --model: heads of the small copy as large as the model's, on which kernels depend; auto: true on GPUs."""
 
@@ -50,7 +50,7 @@ class DoctorFlags:
     world: int = 0
     """Local processes of the comparison; 0: one for each GPU up to 4 where there are several, else 4 on the CPU."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """gloo: on the CPU; nccl: on GPUs; auto: on GPUs where there are any, but for a single one without --world."""
+    """gloo: on the CPU; nccl: on GPUs; auto: on GPUs if there are any, except a single one without --world."""
     timeout_seconds: float = 120.0
     """How long a rank waits for the others."""
     json: Switch = False
@@ -163,7 +163,7 @@ def _lacking(kernel: "Kernel") -> str:
 
 
 def kernel_report(*, as_json: bool) -> str:
-    """The tables of docs/attention.md, with a further column that says whether a kernel runs here, or what it lacks."""
+    """The tables of docs/attention.md, with a further column: whether a kernel runs here, or what it lacks."""
     from longspan.attention import KERNELS
     from longspan.attention.support import TYPE_ROWS, feature_rows, kernel_rows
 
@@ -209,7 +209,7 @@ def _choices(parity: Sequence[dict[str, Any]]) -> Iterator[Check]:
 
 
 def _run_ranks(flags: DoctorFlags) -> dict[str, Any]:
-    """What the comparison of a small Qwen3 says, as a JSON object. Raises CommError where ranks did not end well."""
+    """The comparison of a small Qwen3 with the stock model, as a JSON object. Raises CommError if ranks failed."""
     from longspan.cli.doctor_model import compare_preset
 
     gpus = usable_gpus()

@@ -35,7 +35,7 @@ _ROUNDED: dict[str, DTypeName] = {"gloo": "float32", "nccl": "bfloat16"}
 
 @dataclass(frozen=True)
 class ProofFlags:
-    """How a named model is proven: those flags of the verb that say so."""
+    """The flags of the verb that describe how a named model is proven."""
 
     cases: CaseSet
     head_size: Literal["auto", "true", "small"]
@@ -126,11 +126,11 @@ def _cases(flags: ProofFlags, processes: Processes, config: PreTrainedConfig) ->
 def _run(config: PreTrainedConfig, cases: list[Case], processes: Processes, timeout: float) -> Proof:
     set_gpu_environment("")
     show = reports_here() and sys.stderr.isatty()
-    launch = _on_torchruns_ranks if under_torchrun() else None
+    launch = _run_under_torchrun if under_torchrun() else None
     return run_proof(config, cases, Ranks(processes.ranks, processes.backend, timeout, show, launch))
 
 
-def _on_torchruns_ranks(fn: Any, task: Any, count: int, seconds: float) -> InWorld:
+def _run_under_torchrun(fn: Any, task: Any, count: int, seconds: float) -> InWorld:
     return run_on_ranks(fn, (task,), count, seconds)
 
 
@@ -152,7 +152,7 @@ def _heading(model: dict[str, Any]) -> str:
 
 
 def _videos(small: PreTrainedConfig) -> str:
-    """What cases with images have of videos; "" for a model that knows none."""
+    """What cases with images have of videos; "" for a model without videos."""
     if not reads_images(small) or not isinstance(getattr(small, "video_token_id", None), int):
         return ""
     why = without_videos(small)

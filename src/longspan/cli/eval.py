@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     flags = parse_eval(argv)
     processes = processes_of(flags.world, flags.device)
-    with processes.noted_in_errors():
+    with processes.note_errors():
         request = request_of(argv, flags, processes.ranks)
         check_request(request, processes.ranks)
     if not under_torchrun():
@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _report(flags: EvalFlags, results: Sequence[SubjectResult], ranks: int) -> None:
-    """Write the files that were asked for, and print the results."""
+    """Write the files that flags name, and print the results."""
     record = record_of(results, ranks)
     if flags.documents:
         write_documents(results, Path(flags.documents))

@@ -147,7 +147,7 @@ def _range(first: int, last: int) -> str:
 
 
 def _difference_line(difference: Difference, first: SubjectResult, other: SubjectResult) -> str:
-    """What most want to know of two models."""
+    """The difference of two models on one set, in one line."""
     return (
         f"{difference.name or HELD_OUT}: {difference.unit.replace('_', ' ')} of {first.weights.title} "
         f"{difference.first:.6f}, of {other.weights.title} {difference.other:.6f}, "

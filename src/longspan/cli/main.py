@@ -1,6 +1,6 @@
 """`longspan VERB …`: finds the verb, and turns an error that a caller can act on into one line and exit code 2.
 
-A verb is a module of this folder with `main(argv) -> int`, imported when it is asked for, so that `longspan plan` needs
+A verb is a module of this folder with `main(argv) -> int`, imported when it is called, so that `longspan plan` needs
 no torch.
 """
 
@@ -64,7 +64,7 @@ def usage() -> str:
 
 
 def error_line(error: LongspanError) -> str:
-    """One line (and one for each note) that says what is wrong; under torchrun it begins with the rank."""
+    """The error in one line (and one for each note); under torchrun it begins with the rank."""
     rank = os.environ.get("RANK")
     label = "error:" if rank is None else f"error (rank {rank}):"
     if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):

@@ -48,14 +48,14 @@ class PlanningFlags(SourceFlags):
     mode: Literal["lockstep", "free"] = "lockstep"
     """lockstep: all slots end a micro-batch together (FSDP, EP, pipelines); free: only members of a group wait."""
     cost: str = ""
-    """JSON file with the constants of a machine and model; empty: what --model says, else Qwen3-8B on GPUs of 400
+    """JSON file with the constants of a machine and model; empty: that of --model, else Qwen3-8B on GPUs of 400
     TFLOP/s."""
     model: str = ""
     """Folder or config.json of a transformers model: without --cost its sizes price the plan, on H200s; its query heads
     limit the degrees of a2a."""
     tflops: float = 0.0
     """What a device sustains, in 1e12 FLOP/s: prices the sizes of --model, or of Qwen3-8B, on such devices, whose links
-    carry 350 GB/s inside a host and 40 elsewhere; 0: as --cost and --model say."""
+    carry 350 GB/s inside a host and 40 elsewhere; 0: those of --cost and --model."""
     heads: int = 0
     """Query heads of the model, where there is no --model; 0: the 32 of Qwen3-8B, and not known with --cost."""
     mtp_depths: int = 0
@@ -70,7 +70,7 @@ class PlanningFlags(SourceFlags):
     """Rows that a slot holds in one micro-batch, at most; 0: no limit, as if memory had none."""
     weights: float = 0.0
     """With free mode: parameters that are sharded over the slots (8.19e9 for Qwen3-8B); their gathering before a step
-    and the sum of their gradients after it are added to its seconds. 0: what the cost file says, else nothing."""
+    and the sum of their gradients after it are added to its seconds. 0: those of the cost file, else none."""
     dp_replicate: int = 1
     """With --weights: copies of them (HSDP), each sharded over slots / copies."""
     json: Switch = False

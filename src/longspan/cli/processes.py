@@ -19,14 +19,14 @@ Device = Literal["auto", "cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Processes:
-    """How many processes a verb has, what their world talks through, and what the user should know about that."""
+    """How many processes a verb has, the backend of their world, and a note about them for the user."""
 
     ranks: int
     backend: Literal["gloo", "nccl"]
     note: str = ""
 
     @contextmanager
-    def noted_in_errors(self) -> Iterator[None]:
+    def note_errors(self) -> Iterator[None]:
         """Say in an error, as of a home that does not fit, how many processes GPUs make without a flag."""
         try:
             yield
@@ -62,7 +62,7 @@ def processes_of(
             f"{counted(here, 'process', 'es')} on this machine need a GPU each, and it has {counted(gpus, 'GPU')}; "
             f"start at most {gpus}, or give {for_cpus} for processes on CPUs"
         )
-    return Processes(ranks, "nccl", _gpu_note(here, gpus)) if gpus else Processes(ranks, "gloo", _crowded_note(here))
+    return Processes(ranks, "nccl", _gpu_note(here, gpus)) if gpus else Processes(ranks, "gloo", _core_note(here))
 
 
 def _gpu_note(ranks: int, gpus: int) -> str:
@@ -76,7 +76,7 @@ def _gpu_note(ranks: int, gpus: int) -> str:
     return "1 process on 1 GPU" if gpus == 1 else f"{gpus} processes, one on each GPU; --world N starts N of them"
 
 
-def _crowded_note(ranks: int) -> str:
+def _core_note(ranks: int) -> str:
     cores = usable_cores()
     if ranks <= cores:
         return ""

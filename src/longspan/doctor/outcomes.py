@@ -1,4 +1,4 @@
-"""What a proof says of each case, and of the ranks that it ran on."""
+"""The outcomes of a proof, case by case, with the worlds that it ran in: as values, text and JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -33,7 +33,7 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        """Whether it is exact, or refused for sizes that the case alone has."""
+        """Whether it is exact, or refused for sizes that only this case has."""
         return self.status == "exact" or (self.status == "refused" and not self.case.basic)
 
     def row(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class WorldFacts:
 class Proof:
     """Outcomes in the order of their cases, and the worlds in which they ran.
 
-    `text_suffices`: the model's class is that of text alone too, so that images which are refused are a remark.
+    `text_suffices`: the model's class is also that of text, so that refused images are only a remark.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -91,7 +91,7 @@ def verdict(proof: Proof, seconds: float) -> str:
 
 
 def outcome_text(outcome: Outcome) -> str:
-    """The errors of a case beside what is allowed, or why there are none."""
+    """The errors of a case and the tolerance, or the reason why there are none."""
     if outcome.loss_error is None:
         return " ".join(outcome.message.split())
     text = f"loss {outcome.loss_error:.1e}"

@@ -49,12 +49,12 @@ MOST_BESIDE_ROUTERS = 1e-4  # where it may be a row that another expert got
 
 
 def error_text(error: BaseException) -> str:
-    """What an error says, with its type where it is not this package's own."""
+    """The message of an error, with its type unless it is this package's."""
     return str(error) if isinstance(error, LongspanError) else f"{type(error).__name__}: {error}"
 
 
 class Stock:
-    """What the stock model says, by dtype, with or without losses of routers and images; a text where it cannot run."""
+    """Answers of the stock model by dtype, with or without losses of routers and images; a text if it cannot run."""
 
     def __init__(
         self, config: PreTrainedConfig, documents: Sequence[Any], images: Sequence[TrialDocument] = ()
@@ -79,7 +79,7 @@ class Stock:
             return self._exact(with_routers)
         if dtype == torch.float32:
             answer = self._answer(dtype, dtype, with_routers)
-            return Expected(answer, self._bound_of_float32(answer, with_routers), whole=False)
+            return Expected(answer, self._float32_bound(answer, with_routers), whole=False)
         stock = self._every_expert_stock
         answer, half = (stock._answer(dtype, compute, with_routers) for compute in (torch.float32, dtype))
         return Expected(answer, ROUNDING * _worst(half, answer), whole=False, every_expert=stock is not self)
@@ -97,7 +97,7 @@ class Stock:
             return self
         return stock
 
-    def _bound_of_float32(self, answer: Answer, with_routers: bool) -> float:
+    def _float32_bound(self, answer: Answer, with_routers: bool) -> float:
         """EXACT, or what two computations in float32 may differ by: gradients that cancel out have few digits left."""
         least = EXACT[torch.float32]
         for whole in (True, False):  # scans and norms in float64 too, where the model's code can
@@ -156,13 +156,13 @@ class Ranks:
 def prove(config: PreTrainedConfig, cases: Sequence[Case], ranks: int, *, backend: str = "gloo") -> tuple[Outcome, ...]:
     """The outcome of every case for a model of this configuration with random weights, over local processes.
 
-    The model is made as the configuration says: give a small one (`shrunken`). Raises nothing of the model's.
+    The model is made from the configuration: give a small one (`shrunken`). Raises nothing of the model's.
     """
     return run_proof(config, cases, Ranks(ranks, backend)).outcomes
 
 
 def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> Proof:
-    """The same on these ranks, with what they say of their worlds."""
+    """The same on these ranks, with the facts of their worlds."""
     outcomes: dict[int, Outcome] = {}
     worlds: list[WorldFacts] = []
     try:
@@ -179,7 +179,7 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> 
         elif case.router_losses and isinstance(failure := expected[case.answer], str):
             outcomes[number] = Outcome(case, "refused", message=failure)
     answers = {key: answer for key, answer in expected.items() if isinstance(answer, Expected)}
-    for home, numbered in _by_home(cases, ranks.count, outcomes).items():
+    for home, numbered in _group_by_home(cases, ranks.count, outcomes).items():
         task = Task(config, home, tuple(numbered), answers, documents, ranks.backend, ranks.timeout, images=images)
         task = replace(task, show=ranks.show, architecture=MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
         outcomes |= _run_home(task, ranks, worlds)
@@ -199,7 +199,9 @@ def _images(config: PreTrainedConfig, cases: Sequence[Case]) -> tuple[tuple[Tria
         return (), Outcome(first, "not built", message=error_text(error))
 
 
-def _by_home(cases: Sequence[Case], ranks: int, outcomes: dict[int, Outcome]) -> dict[Layout, list[tuple[int, Case]]]:
+def _group_by_home(
+    cases: Sequence[Case], ranks: int, outcomes: dict[int, Outcome]
+) -> dict[Layout, list[tuple[int, Case]]]:
     """The cases that have no outcome yet by their home, those of one preparation together; adds the refused ones."""
     homes: dict[Layout, list[tuple[int, Case]]] = {}
     for number, case in enumerate(cases):
@@ -227,7 +229,7 @@ def _run_home(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[int, O
             left = [(number, case) for number, case in left if number not in outcomes]
             if left and failure is not None:
                 number, case = left.pop(0)
-                outcomes[number] = _of_failure(case, failure)
+                outcomes[number] = _failure_outcome(case, failure)
             if ranks.launch is not None:  # not ours to start again
                 after = "ranks had ended in the case before"
                 outcomes |= {number: Outcome(case, "crashed", message=after) for number, case in left}
@@ -242,7 +244,7 @@ def _run_world(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> tuple[dict
     try:
         world, outcomes = launch(run_cases, task, count, seconds)
     except Exception as error:
-        return _recorded(task), error
+        return _read_record(task), error
     worlds.append(world)
     return outcomes, None
 
@@ -251,7 +253,7 @@ def _start(fn: Callable[[int, Task], InWorld], task: Task, count: int, seconds: 
     return run_local(fn, count, (task,), timeout=seconds, grace=5.0)[0]
 
 
-def _recorded(task: Task) -> dict[int, Outcome]:
+def _read_record(task: Task) -> dict[int, Outcome]:
     """The outcomes before the error that ended the ranks."""
     record = Path(task.record)
     cases, outcomes = dict(task.cases), dict[int, Outcome]()
@@ -263,6 +265,6 @@ def _recorded(task: Task) -> dict[int, Outcome]:
     return outcomes
 
 
-def _of_failure(case: Case, error: BaseException) -> Outcome:
+def _failure_outcome(case: Case, error: BaseException) -> Outcome:
     refused = isinstance(error, LongspanError) and not isinstance(error, CommError)
     return Outcome(case, "refused" if refused else "crashed", message=error_text(error))

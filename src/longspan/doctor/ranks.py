@@ -1,4 +1,4 @@
-"""What each rank does in a proof: one world of a home, in it every case of that home, beside the stock model.
+"""What each rank does in a proof: one world of a home, in it every case of that home, compared with the stock model.
 
 An outcome is written to a file as soon as it is known, so that none is lost where a later case ends the ranks.
 """
@@ -52,7 +52,7 @@ from longspan.train.step_check import check_step
 
 @dataclass(frozen=True)
 class Expected:
-    """What the stock model says in one dtype, how far a case may be from it, and the mode both are computed in.
+    """The stock model's answer in one dtype, the tolerance of a case, and the mode in which both are computed.
 
     `every_expert`: of the model whose rows get every expert.
     """
@@ -76,7 +76,7 @@ class Task:
     timeout: float
     record: str = ""  # a file, to which the first rank adds a line for each outcome
     show: bool = False
-    architecture: type | None = None  # of a configuration that transformers does not know
+    architecture: type | None = None  # of a configuration without a class in transformers
     images: tuple[TrialDocument, ...] = ()  # documents of the cases with an encoder
 
 
@@ -127,13 +127,13 @@ class CaseRun:
         self._began = time.perf_counter()
         try:
             with precision(self.dtype, whole=self.whole):
-                self.model = self._prepared(first)
+                self.model = self._prepare(first)
         except LongspanError as error:
             if isinstance(error, CommError):
                 raise
             self.refusal = str(error).partition(DOCTOR)[0]  # this is what it names
 
-    def _prepared(self, first: Case) -> nn.Module:
+    def _prepare(self, first: Case) -> nn.Module:
         options: PrepareOptions = {
             "activation_checkpointing": first.recompute,
             "sequence_parallel": first.sequence_parallel,
@@ -168,7 +168,7 @@ class CaseRun:
             parameter,
             expected.tolerance,
             seconds=self._began - began,
-            levels=tuple(str(_as_ranks(levels_of(group), self.world)) for group in hierarchical_groups(plan)),
+            levels=tuple(str(_rank_levels(levels_of(group), self.world)) for group in hierarchical_groups(plan)),
             why=self._why(case, plan),
         )
 
@@ -215,7 +215,7 @@ class CaseRun:
         return choose_type(plan.micro_batches[0].groups[0], call, node_size=self.world.node_size).reasons
 
 
-def _as_ranks(levels: Levels, world: World) -> Levels:
+def _rank_levels(levels: Levels, world: World) -> Levels:
     """The ranks that have these slots in this rank's stage and tensor-parallel position."""
     a2a, p2p = (tuple(tuple(world.plane[s] for s in slots) for slots in level) for level in (levels.a2a, levels.p2p))
     return Levels(a2a, p2p)

@@ -1,6 +1,6 @@
-"""What the stock model says about documents that it sees one by one, in one process: loss, routers, every gradient.
+"""The stock model's answer to documents one by one, in one process: loss, routers, every gradient.
 
-Its attention is transformers' eager one, which alone has every model's soft caps and sinks. In float64 the casts to
+Its attention is transformers' eager one, the only one with every model's soft caps and sinks. In float64 the casts to
 float32 inside models are left out, on both sides of a comparison (`float64.py`).
 """
 
@@ -166,7 +166,7 @@ _State = tuple[nn.Module, dict[str, Any], dict[str, Tensor | None]]
 
 
 def _states(model: nn.Module) -> list[_State]:
-    """What modules keep beside their parameters: numbers, texts and buffers."""
+    """What modules hold except parameters: numbers, texts and buffers."""
     plain = bool | int | float | str | None
     return [
         (module, {n: x for n, x in vars(module).items() if isinstance(x, plain)}, dict(module._buffers))
@@ -186,8 +186,8 @@ def _run(model: PreTrainedModel, document: np.ndarray | TrialDocument, *, with_r
         return model(**stock_arguments(model, document))
     ids = torch.from_numpy(document)[None]
     wrapper = model.config.get_text_config() is not model.config  # GPT-2 would embed the kinds as tokens
-    known = inspect.signature(model.forward).parameters if wrapper else ()
-    more: dict[str, Any] = {name: token_kinds(model, len(document)) for name in TOKEN_KINDS if name in known}
+    arguments = inspect.signature(model.forward).parameters if wrapper else ()
+    more: dict[str, Any] = {name: token_kinds(model, len(document)) for name in TOKEN_KINDS if name in arguments}
     if with_routers:
         more["output_router_logits"] = True
     return model(input_ids=ids, use_cache=False, **more)
@@ -233,7 +233,7 @@ def gradient_errors(gradients: dict[str, Tensor], stock: Answer) -> dict[str, fl
     """The relative error of each of these gradients; infinite for one that is not finite.
 
     A gradient smaller than a thousandth of all together is compared with that thousandth: of keys' biases without
-    rotary positions, say, it is zero but for rounding.
+    rotary positions, say, it is zero up to rounding.
     """
     least = SMALL_SHARE * stock.norm or 1e-30
     errors: dict[str, float] = {}
@@ -245,9 +245,9 @@ def gradient_errors(gradients: dict[str, Tensor], stock: Answer) -> dict[str, fl
     return errors
 
 
-def missing_errors(held: set[str], stock: Answer) -> dict[str, float]:
+def missing_errors(names: set[str], stock: Answer) -> dict[str, float]:
     """The errors of gradients that no rank has."""
-    none = {name: torch.zeros_like(exact) for name, exact in stock.gradients.items() if name not in held}
+    none = {name: torch.zeros_like(exact) for name, exact in stock.gradients.items() if name not in names}
     return gradient_errors(none, stock)
 
 

@@ -122,7 +122,7 @@ def _document_colors(bars: Sequence[Bar]) -> dict[int, int]:
 
 
 def _neighbours(bars: Sequence[Bar]) -> list[list[int]]:
-    """The bars that touch each bar, beside or above, or almost."""
+    """The bars that touch each bar, next to it or above it, or nearly."""
     slot, slots, start, stop = (np.array([bar[i] for bar in bars]) for i in (3, 4, 5, 6))
     gap = NEAR * float(stop.max(initial=0.0))
     shared = (slot[:, None] < (slot + slots)[None]) & (slot[None] < (slot + slots)[:, None])

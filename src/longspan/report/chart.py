@@ -22,7 +22,7 @@ MAX_POINTS = 900  # of one curve, in the drawing and under the crosshair
 FLAT = 1e-9  # a relative difference that is rounding
 MARK_SIZE = 5.0
 WORDS, CHARACTER = 10, 6.8  # height of a label, and width of one of its letters
-NAME_ROOM = 0.03  # of the x axis, beside the first and the last of named places
+NAME_ROOM = 0.03  # of the x axis, outside the first and the last of named places
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def chart_figure(chart: Chart, *, css_class: str = "") -> str:
 
 
 def chart_svg(chart: Chart) -> str:
-    """Axes, curves and references alone, as SVG elements in a frame of the chart's size."""
+    """Axes, curves and references as SVG elements in a frame of the chart's size."""
     drawn = [series for series in (_thin_series(s, chart.log) for s in chart.series) if len(series.x)]
     return "".join(_elements(chart, drawn, _frame(chart, drawn)))
 

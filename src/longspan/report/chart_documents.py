@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from longspan.report.chart import Chart, Series, chart_svg, mark
 from longspan.report.markup import label, tag, text
 
-HEAD = 42  # above the drawing, beside the lines of the title: unit and legend
+HEAD = 42  # above the drawing, with the lines of the title: unit and legend
 LINE = 17
 # The light colours of page.css; a document shows the same on a dark page, on its own white ground.
 STYLE = """

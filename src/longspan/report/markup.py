@@ -32,7 +32,7 @@ def text(value: object) -> str:
 
 
 def style_sheet() -> str:
-    """The style of pages, for a drawing that stands alone."""
+    """The style of pages, for a drawing outside a page."""
     return files("longspan.report").joinpath("page.css").read_text(encoding="utf-8")
 
 

@@ -1,6 +1,6 @@
 """Passkey retrieval as an SVG: a cell for each length and depth, with its share of keys as a colour and a number.
 
-The drawing stands alone or in a page, on light and on dark. Cells go from red at 0% over yellow to blue at 100%, which
+The drawing is for a file or a page, light or dark. Cells go from red at 0% over yellow to blue at 100%, which
 are told apart with any colour vision (ColorBrewer's RdYlBu).
 """
 

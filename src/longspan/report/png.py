@@ -52,7 +52,7 @@ def write_png(plan: Plan, path: str | Path, cost: Cost | None = None, *, unit: U
 
 
 def _name_bars(axes: Any, picture: PlanBars, bars: Sequence[Bar], x_scale: float, y_scale: float) -> None:
-    """Write the number of its document and its length into each bar, or the number alone, upright in narrow ones;
+    """Write the number of its document and its length into each bar, or only the number, upright in narrow ones;
     scales are pixels a unit.
     """
     for b in bars:

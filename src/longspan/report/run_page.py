@@ -126,7 +126,7 @@ def _window(run: RunFolder) -> int:
 _DEGREES = ("tp", "pp", "vpp", "ep", "dp_replicate")  # of [parallel]; 1 is not worth a word
 LAST = 10  # steps in "final loss"
 CARDS = 4  # in a row, at most
-HALF = 460  # width of a chart of which two fill a row
+HALF = 460  # width of a chart, two in a row
 
 
 def run_sections(run: RunFolder) -> Iterator[str]:
@@ -223,7 +223,7 @@ def _figures(run: RunFolder) -> str:
 
 
 def _small_figures(run: RunFolder) -> Iterator[str]:
-    """Three charts a row, and at the end two, so that none stands alone."""
+    """Three charts a row, and at the end two, so that no row has one."""
     charts = list(small_charts(run))
     halves = {0: 0, 1: 4, 2: 2}[len(charts) % 3] if len(charts) > 1 else 0
     for chart in charts[: len(charts) - halves]:

@@ -1,4 +1,4 @@
-"""From measured seconds to the constants of a Cost: non-negative least squares of relative errors, numpy alone.
+"""From measured seconds to the constants of a Cost: non-negative least squares of relative errors, with numpy.
 
 Samples are scaled to all layers of the model before they come here. What is measured is `bench_calibrate_ranks`.
 """

@@ -104,7 +104,7 @@ class _Bench:
         path, preset = (settings.model, None) if settings.model else (None, settings.preset)
         model = load_model(path, preset, dtype=settings.dtype, vocab_size=vocabulary)
         self.shape = Shape.of(model, getattr(torch, settings.dtype))
-        self.vocabulary = vocabulary_size(model) or 1  # without an embedding to ask, token id 0 alone
+        self.vocabulary = vocabulary_size(model) or 1  # without an embedding, only token id 0
         self.model: nn.Module = prepare(model, world)
 
     def samples(self) -> list[Sample]:

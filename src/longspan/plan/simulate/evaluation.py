@@ -1,9 +1,12 @@
-"""Which context-parallel degree, and which communication type, should an evaluation run at?
+"""Plans of evaluations: fitted to the pipeline's stages, and compared over context-parallel degrees and types.
 
-Two ways are priced for each degree. *Filled*: one document a group and micro-batch, and as many micro-batches as keep
-the pipeline full, repeating documents where there are too few; what evaluation loops do today. *Planned*: `plan_fixed`,
-each document once, packed so that the pipeline is used best, under the fastest communication type. Beside them stands
-`plan_dynamic`, a degree for each document. All are priced as forward passes alone (`Cost.forward_only`).
+The limit of rows is an upper one: on a pipeline, fewer rows in more micro-batches fill the stages better, and launch
+more. `plan_evaluation` compares plans at a few limits by their time through the stages.
+
+`which_degree` prices two ways at each degree. *Filled*: one document a group and micro-batch, and as many micro-batches
+as keep the pipeline full, repeating documents if there are too few; what evaluation loops do today. *Planned*:
+`plan_fixed`, each document once, packed so that the pipeline is used best, under the fastest communication type.
+`plan_dynamic` is priced as well, a degree for each document. All are forward passes only (`Cost.forward_only`).
 """
 
 import math
@@ -72,7 +75,7 @@ def _lower_limits(lengths: Sequence[int], home: Layout, options: PlanOptions, wi
     yield from (rows for rows in reversed(doubled) if rows * home.pp * MOST_ROUNDS >= share)
 
 
-NAMED = 4  # of the degrees beside the best, in a line of reasons
+NAMED = 4  # degrees after the best, in a line of reasons
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class DegreeChoice:
 
 @dataclass(frozen=True)
 class DegreeComparison:
-    """Every degree at which an evaluation is possible, the dynamic plan beside them, and what was left out and why."""
+    """Every degree at which an evaluation is possible, the dynamic plan, and what was left out and why."""
 
     choices: tuple[DegreeChoice, ...]
     dynamic: Simulation | None
@@ -221,14 +224,14 @@ def _refusal(evaluation: _Evaluation, cp: int) -> str:
 def _choice(evaluation: _Evaluation, cp: int) -> DegreeChoice:
     planned, options = _fastest_plan(evaluation, cp)
     slots, accumulation = evaluation.home.slots, evaluation.accumulation
-    batches = _filled_batches(evaluation.lengths, slots, cp, accumulation)
+    batches = _full_passes(evaluation.lengths, slots, cp, accumulation)
     seconds = timeline(batches, slots, planned.cost, node_size=options.node_size).busy.max(axis=1).tolist()
     filled = run_pipeline(seconds, None, evaluation.home.pp).seconds
     steps = sum(len(batch.groups) for batch in batches)
     return DegreeChoice(cp, slots // cp, len(batches) // accumulation, steps, filled, planned, options)
 
 
-def _filled_batches(lengths: tuple[int, ...], slots: int, cp: int, accumulation: int) -> list[MicroBatch]:
+def _full_passes(lengths: tuple[int, ...], slots: int, cp: int, accumulation: int) -> list[MicroBatch]:
     """Whole passes of `accumulation` micro-batches, a document for every group; after the last, from the first on."""
     groups = slots // cp
     passes = -(-len(lengths) // (groups * accumulation))

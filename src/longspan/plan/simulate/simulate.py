@@ -1,7 +1,10 @@
 """What a plan would do on a machine: time through pipeline stages, bubbles, memory of each slot, bytes on the links.
 
 It follows the cost model and the plan to the letter; what neither holds (the wire between stages, optimizer steps, the
-weights' own memory) is not in the numbers. `which_degree.py` asks it which evaluation degree is best.
+memory of weights) is not in the numbers.
+
+Micro-batches go through pipeline stages event by event, in 1F1B and interleaved schedules. Every slot is a pipeline; in
+lockstep they all move together, so one pipeline with the slowest slot's times stands for all.
 """
 
 from collections.abc import Sequence
@@ -46,8 +49,8 @@ def run_pipeline(
     >>> run_pipeline([1.0] * 8, [2.0] * 8, stages=4).bubble  # 3 of 11
     0.2727...
 
-    `chunks` > 1 gives each stage that many model chunks (the interleaved schedule). `backward` None runs forward passes
-    alone. Raises PlanError where interleaving finds micro-batches that are no multiple of the stages.
+    `chunks` > 1 gives each stage that many model chunks (the interleaved schedule). `backward` None runs only forward
+    passes. Raises PlanError where interleaving finds micro-batches that are no multiple of the stages.
     """
     if stages < 1 or chunks < 1:
         raise PlanError(f"{stages} pipeline stages of {chunks} chunks; both are at least 1")
@@ -185,7 +188,7 @@ def simulate(
         bubble=run.bubble,
         idle=max(0.0, 1 - float(times.busy.sum()) / max(plan.slots * (times.step_seconds - closing), 1e-300)),
         peak_rows=peak,
-        activation_bytes=peak * (row_bytes.kept + pp * vpp * row_bytes.on_each_stage),
+        activation_bytes=peak * (row_bytes.activations + pp * vpp * row_bytes.on_each_stage),
         inside_bytes=inside,
         across_bytes=across,
         stage_bytes=hops * row_bytes.between_stages * float(times.rows.sum()),

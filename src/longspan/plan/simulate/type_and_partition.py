@@ -1,8 +1,9 @@
-"""The communication types under which a plan can be made, each with its own price, so that plans are compared at their
-best.
+"""Communication types and partitions under which a plan can be made, each with its own price.
 
-A fixed plan that would run under all-to-all is not slower because a ring of its degree would be. Which type is fastest
-is decided by plans of the same documents; types of hybrids are weighed with their partitions (`which_partition.py`).
+Plans are compared at their best: which type is fastest is decided by plans of the same documents. Types of hybrids are
+compared together with partitions. Zigzag rows make a causal ring even, but give every document two runs on every slot,
+so that bytes of states grow with documents; contiguous rows are one run a slot, and want an all-to-all of heads, which
+is even however rows are dealt out. Models without state-space layers are not compared by partition.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,8 +28,8 @@ def options_of_types(options: PlanOptions, home: Layout, cp: int | None = None) 
     ['p2p', 'all_gather', 'a2a', 'a2a+p2p']
 
     A type of `options` other than "auto" is the only one. Under "auto" these are p2p, all_gather and, where the query
-    heads are known and allow it, a2a and a2a+p2p with every first level inside a node; contiguous rows are even under
-    a2a alone, and take the others where the heads do not allow it.
+    heads are known and allow it, a2a and a2a+p2p with every first level inside a node; contiguous rows are even only
+    under a2a, and take the others where the heads do not allow it.
     """
     if options.cp_comm_type != "auto":
         return [options if cp is None else options_at_degree(options, cp)]
@@ -72,7 +73,7 @@ def type_text(types: str | Sequence[str], sizes: Iterable[int | Sequence[int] | 
 
 
 def type_of(plan: Plan) -> str:
-    """The communication types of a plan's groups of several slots, in words; "" where every slot works alone."""
+    """The communication types of a plan's groups of several slots, in words; "" if no group has several slots."""
     groups = [g for g in chain.from_iterable(batch.groups for batch in plan.micro_batches) if g.degree > 1]
     kinds = (g.cp_comm_type if isinstance(g.cp_comm_type, str) else "/".join(g.cp_comm_type) for g in groups)
     names = list(dict.fromkeys(chain.from_iterable(kind.split("/") for kind in kinds)))
@@ -84,7 +85,7 @@ def _with_type(options: PlanOptions, kind: str, sizes: int | tuple[int, int] | N
 
 
 def _levels(options: PlanOptions, home: Layout, cp: int | None) -> Iterator[int | tuple[int, int]]:
-    """First levels of two that the heads allow, inside a node; of a dynamic plan the first alone. None where the heads
+    """First levels of two that the heads allow, inside a node; of a dynamic plan only the first. None if the heads
     are not known."""
     if options.heads is None or options.partition == "contiguous":
         return
@@ -145,7 +146,7 @@ def which_partition(
 ) -> PartitionChoice:
     """Price a hybrid's plans under each partition and type that comes into question.
 
-    `seconds_of` plans under some options, of which the cost is that of the way, and gives the predicted seconds; what
+    `seconds_of` plans under some options, whose cost is that of the way, and gives the predicted seconds; what
     it refuses with a LongspanError is left out. A `partition` and a type of `options` other than "auto" are kept.
     Raises PlanError where nothing is possible.
     """
