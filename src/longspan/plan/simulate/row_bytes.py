@@ -55,8 +55,8 @@ class RowBytes:
         """Of a model's configuration: an object or dict like transformers', a config.json or its folder.
 
         `checkpointing` has the values of `train.activation_checkpointing`, and heads are `exchanged` under a2a. Layers
-        of Zamba 2 read the embedding too, which stages hand on and keep. Each of `depths` of multi-token prediction keeps
-        what its layer starts from, and the two rows that this is projected from, before and after they are joined.
+        of Zamba 2 read the embedding too, which stages hand on and keep. Each of `depths` of multi-token prediction
+        keeps the input of its layer and the two rows that this is projected from, before and after they are joined.
         Raises PlanError without hidden_size, and under "none" for layers whose rows are not counted.
         """
         read = ConfigReader.of(config)
