@@ -189,7 +189,10 @@ def test_saved_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "4 saved plans" in out and out.count("step-000060") == 2
     assert main([*COMPARE, "--plans", str(path), "--json"]) == 0
     plan = plan_fixed([900, 300, 250, 20, 700], Layout(4), cp=2, max_tokens_per_slot=512)
-    assert json.loads(capsys.readouterr().out)["plans"][0]["seconds"] == pytest.approx(simulate(plan).seconds)
+    evaluation, first, last = json.loads(capsys.readouterr().out)["plans"]
+    assert first["seconds"] == last["seconds"] == pytest.approx(simulate(plan).seconds)
+    assert evaluation["name"] == "evaluation-cp4"
+    assert evaluation["seconds"] == pytest.approx(simulate(plan, backward=False).seconds)
 
 
 def test_the_closing_of_free_mode_has_a_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
