@@ -88,7 +88,10 @@ FACTS = {
 }
 
 
-ROWS: dict[str, Any] = {"planner": "fixed", "by_position": [], "by_length": []}  # of an evaluation
+def evaluation_row(step: int, cp: int, loss: float) -> dict[str, Any]:
+    """A row of metrics.jsonl of an evaluation by a fixed plan."""
+    row: dict[str, Any] = {"step": step, "eval_loss": loss, "eval_tokens": 2100, "eval_documents": 7, "cp": cp}
+    return row | {"planner": "fixed", "by_position": [], "by_length": []}
 
 
 def train_row(step: int, **changes: Any) -> dict[str, Any]:
@@ -115,10 +118,7 @@ def write_run(
     """A run's folder; an unfinished one has no summary."""
     path.mkdir(parents=True, exist_ok=True)
     written = rows if rows is not None else [train_row(step) for step in range(1, steps + 1)]
-    evaluations = [
-        {"step": steps, "eval_loss": 4.6 * (1 + d), "eval_tokens": 2100, "eval_documents": 7, "cp": cp, **ROWS}
-        for cp, d in ((1, 0), (2, 3e-8), (4, -2e-7))
-    ]
+    evaluations = [evaluation_row(steps, cp, 4.6 * (1 + d)) for cp, d in ((1, 0), (2, 3e-8), (4, -2e-7))]
     written = [*written, evaluations[2]]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
     (path / "config.toml").write_text(CONFIG)

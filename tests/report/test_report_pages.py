@@ -15,7 +15,7 @@ from longspan.plan import Plan
 from longspan.report import RunFolder, plan_page, write_report
 from longspan.report.markup import tag, text
 from longspan.report.report_pages import plans_at_run_speed
-from tests.report.runs import FACTS, VOCABULARY, mixed_plan, train_row, write_run
+from tests.report.runs import FACTS, VOCABULARY, evaluation_row, mixed_plan, train_row, write_run
 
 VOID = {"meta"}
 
@@ -249,7 +249,7 @@ def test_the_page_begins_with_what_came_of_the_run(tmp_path: Path) -> None:
         "Loss 7.44 → 5.49 in 18 s of steps; 4.6 on documents that it never saw, the same at degrees 1, 2, 4" in content
     )
     assert "60 steps, 240K tokens, 239K targets" in content and "packing efficiency" not in content.lower()
-    differing = [{"cp": 1, "eval_loss": 4.0, "eval_tokens": 9}, {"cp": 2, "eval_loss": 4.1, "eval_tokens": 9}]
+    differing = [evaluation_row(60, 1, 4.0), evaluation_row(60, 2, 4.1)]
     (tmp_path / "run" / "summary.json").write_text(json.dumps({"eval_at_degrees": differing}))
     assert (
         "4 on documents that it never saw, different at degrees 1, 2 to 2.5e-02." in page_of(tmp_path / "run").content
@@ -257,8 +257,8 @@ def test_the_page_begins_with_what_came_of_the_run(tmp_path: Path) -> None:
 
 
 def test_equal_evaluations_of_a_step_are_one_mark(tmp_path: Path) -> None:
-    rows = [{"step": 60, "eval_loss": 4.6 * (1 + d), "eval_tokens": 9, "cp": cp} for cp, d in ((1, 1e-9), (2, 0.01))]
-    run = write_run(tmp_path, rows=[*map(train_row, range(1, 61)), {"step": 30, "eval_loss": 5.0, "cp": 4}, *rows])
+    rows = [evaluation_row(60, cp, 4.6 * (1 + d)) for cp, d in ((1, 1e-9), (2, 0.01))]
+    run = write_run(tmp_path, rows=[*map(train_row, range(1, 61)), evaluation_row(30, 4, 5.0), *rows])
     chart = page_of(run).charts[0]
     names = [series["name"] for series in chart["series"] if series["name"].startswith("evaluation")]
     assert names == ["evaluation, cp 4; equal at 1 after step 60", "evaluation, cp 2"]
@@ -270,10 +270,7 @@ def test_evaluations_by_dynamic_plans_are_called_so_everywhere(tmp_path: Path) -
     (run / "config.toml").write_text(
         '[context]\nplanner = "dynamic"\neval_planner = "dynamic"\neval_context_parallel_size = 1\n'
     )
-    rows = [
-        {"step": step, "eval_loss": 4.5, "eval_tokens": 9, "cp": cp, "planner": "dynamic"}
-        for step, cp in ((30, 4), (60, 2))
-    ]
+    rows = [evaluation_row(step, cp, 4.5) | {"planner": "dynamic"} for step, cp in ((30, 4), (60, 2))]
     (run / "metrics.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in [*map(train_row, range(1, 61)), *rows])
     )
@@ -296,8 +293,8 @@ def test_no_chart_and_no_figure_stands_alone_in_a_row(extra: int, tmp_path: Path
 
 def test_degrees_that_differ_are_named(tmp_path: Path) -> None:
     path = write_run(tmp_path)
-    table = [{"cp": 1, "eval_loss": 4.0, "eval_tokens": 9}, {"cp": 2, "eval_loss": 4.0001, "eval_tokens": 9}]
-    table += [{"cp": 4, "eval_loss": 4.0, "eval_tokens": 8}, {"cp": 8}, "x"]
+    table = [evaluation_row(60, 1, 4.0), evaluation_row(60, 2, 4.0001)]
+    table += [evaluation_row(60, 4, 4.0) | {"eval_tokens": 8}, {"cp": 8}, "x"]
     (path / "summary.json").write_text(json.dumps({"eval_at_degrees": table}))
     page = page_of(path)
     assert page.content.count("✗ differs") == 2 and "✓ equal" not in page.content
