@@ -11,6 +11,7 @@ from longspan.bench.step.settings import StepSettings, make_settings
 from longspan.bench.timing import kind_of, merge_intervals, parts_of
 from longspan.cli.main import main
 from longspan.config.file import to_toml
+from longspan.model.presets import preset_config
 from longspan.plan import Cost
 from tests.train.small import small_config
 
@@ -83,9 +84,11 @@ def test_flags_of_the_model_change_what_they_name_and_nothing_else() -> None:
     short = settings("--model.preset", "qwen3-moe-tiny", "--layers", "1").configuration.to_dict()
     changed = {key for key in whole if whole[key] != short[key]}
     assert short["num_hidden_layers"] == 1 and changed <= {"num_hidden_layers", "layer_types"}
-    scaled = settings("--model.preset", "qwen3-moe-tiny", "--model.rope_scaling", "yarn").configuration.to_dict()
-    changed = {key for key in whole if whole[key] != scaled[key]}
-    assert "rope_parameters" in changed and changed <= {"rope_parameters", "max_position_embeddings"}
+    words = ["--lengths", "131072", "--model.preset", "qwen3-8b", "--model.rope_scaling", "yarn"]
+    scaled = settings(*words, ranks=4, backend="nccl").configuration.to_dict()
+    whole = preset_config("qwen3-8b").to_dict()
+    assert scaled["rope_parameters"]["rope_type"] == "yarn" != whole["rope_parameters"]["rope_type"]
+    assert all(scaled[key] == whole[key] for key in ("hidden_size", "num_hidden_layers", "head_dim", "vocab_size"))
 
 
 def test_one_sequence_over_all_ranks() -> None:
