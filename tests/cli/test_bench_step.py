@@ -84,7 +84,16 @@ def test_flags_of_the_model_change_what_they_name_and_nothing_else() -> None:
     short = settings("--model.preset", "qwen3-moe-tiny", "--layers", "1").configuration.to_dict()
     changed = {key for key in whole if whole[key] != short[key]}
     assert short["num_hidden_layers"] == 1 and changed <= {"num_hidden_layers", "layer_types"}
-    words = ["--lengths", "131072", "--model.preset", "qwen3-8b", "--model.rope_scaling", "yarn"]
+    words = [
+        "--lengths",
+        "131072",
+        "--model.preset",
+        "qwen3-8b",
+        "--model.rope_scaling",
+        "yarn",
+        "--peak_tflops",
+        "989",
+    ]
     scaled = settings(*words, ranks=4, backend="nccl").configuration.to_dict()
     whole = preset_config("qwen3-8b").to_dict()
     assert scaled["rope_parameters"]["rope_type"] == "yarn" != whole["rope_parameters"]["rope_type"]
