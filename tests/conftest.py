@@ -14,7 +14,7 @@ PRELOAD = (  # what most test files import, beside what runs of users do
     "pytest",
     "hypothesis",
     "longspan.testing",
-    "longspan.doctor.float64",
+    "longspan.doctor.stock",
     "tests.model.stock",
     "tests.model.experts.moe_models",
     "tests.model.deep",

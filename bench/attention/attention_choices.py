@@ -22,18 +22,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import torch
-from attention_time import settings_of, settled
+from bench.attention.attention_time import settings_of, settled
+from bench.attention.type_cases import own_cases, tensors_of
+from bench.attention.type_ranks import forward_flops
 
 from longspan import Layout, World
 from longspan.attention import all_to_all
-from longspan.bench.attention.cases import own_cases, tensors_of
-from longspan.bench.attention.ranks import forward_flops
 from longspan.bench.record import where_it_ran
 from longspan.cli.machine import machine
 from longspan.comm.groups import process_groups
-from longspan.report.text_table import markdown_table
-from longspan.run.result import versions
+from longspan.report.plain_text import markdown_table
+from longspan.run.versions import versions
 
 CHOICES: dict[str, dict[str, Callable[[], None]]] = {
     "streams": {

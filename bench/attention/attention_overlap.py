@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from longspan import Layout, World, attend, bind, plan_fixed
 from longspan.attention import all_gather, all_to_all, ring
-from longspan.bench.profile_parts import merged
+from longspan.bench.timing import merge_intervals
 from longspan.cli.machine import machine, machine_text
 from longspan.comm import run_local
 from longspan.run.result import versions
@@ -101,7 +101,7 @@ def _trace(by_type: dict[str, dict[str, list[Span]]]) -> Iterable[dict[str, Any]
 
 def _sums(lanes: dict[str, list[Span]]) -> tuple[float, float, float]:
     """Milliseconds in which something is computed, in which something travels, and in which both happen."""
-    computes, travels = (merged([span[:2] for span in lanes[lane]]) for lane in ("computes", "travels"))
+    computes, travels = (merge_intervals([span[:2] for span in lanes[lane]]) for lane in ("computes", "travels"))
     both = sum(max(0.0, min(b, d) - max(a, c)) for a, b in computes for c, d in travels)
     return sum(b - a for a, b in computes), sum(b - a for a, b in travels), both
 

@@ -23,16 +23,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import torch
-from hollow import hollow_kernel
+from bench.attention.hollow import hollow_kernel
+from bench.attention.type_cases import AttentionSettings, Run, lengths_of, own_cases, tensors_of
+from bench.attention.type_ranks import forward_flops
 from torch.profiler import ProfilerActivity, profile
 
 from longspan import Group, Layout, MicroBatch, World, attend, bind
 from longspan.attention.kernels import table
-from longspan.bench.attention.cases import Run, Settings, lengths_of, own_cases, tensors_of
-from longspan.bench.attention.ranks import forward_flops
-from longspan.bench.profile_parts import merged
 from longspan.bench.record import where_it_ran
+from longspan.bench.timing import merge_intervals
 from longspan.cli.machine import machine
 from longspan.run.result import versions
 
@@ -82,10 +84,10 @@ def _flags() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def settings_of(flags: argparse.Namespace, ranks: int) -> Settings:
-    """What the cases of `longspan bench attention` are told: the shape of Qwen3-8B's attention, over so many ranks."""
+def settings_of(flags: argparse.Namespace, ranks: int) -> AttentionSettings:
+    """The settings of the cases of `attention_types.py`: the shape of Qwen3-8B's attention, over so many ranks."""
     inner = next(a for a in range(2, ranks + 1) if ranks % a == 0)
-    return Settings(
+    return AttentionSettings(
         types=tuple(flags.types.split(",")),
         lengths=tuple(int(n) for n in flags.lengths.split(",")),
         documents=flags.documents,
@@ -161,7 +163,7 @@ def settled(run: Run) -> float:
     return _seconds(run)
 
 
-def _limit(settings: Settings, length: int, world: World) -> float:
+def _limit(settings: AttentionSettings, length: int, world: World) -> float:
     """Seconds of a rank's share of the arithmetic in kernels over whole documents: all rows, a share of the heads."""
     lengths, slots = tuple(lengths_of(settings, length)), world.home.slots
     groups = (Group((s,), tuple(s * len(lengths) + i for i in range(len(lengths))), lengths) for s in range(slots))
@@ -185,10 +187,11 @@ def _on_device(event: dict[str, Any]) -> bool:
 def _parts(events: list[dict[str, Any]]) -> dict[str, float]:
     """Seconds of one run by what the device does."""
     spans = {
-        kind: merged([_span(e) for e in events if _kind(e["name"]) == kind]) for kind in ("attention", "other", "wire")
+        kind: merge_intervals([_span(e) for e in events if _kind(e["name"]) == kind])
+        for kind in ("attention", "other", "wire")
     }
-    computing = merged([*spans["attention"], *spans["other"]])
-    anything = merged([*computing, *spans["wire"]])
+    computing = merge_intervals([*spans["attention"], *spans["other"]])
+    anything = merge_intervals([*computing, *spans["wire"]])
     duration = anything[-1][1] - anything[0][0]
     seconds = {
         "attention": _length(spans["attention"]),

@@ -15,7 +15,7 @@ PERIOD = 2048  # positions of a text and the image after it, where documents are
 
 
 @dataclass(frozen=True)
-class Case:
+class BridgeCase:
     """An encoder over `encoder_tp x encoder_dp` ranks, and a language model over `tp x cp x dp` of the same ranks.
 
     Ranks count through tp first and dp last, on both sides. Every replica of the language model has `documents`
@@ -104,30 +104,30 @@ class Case:
 # Over 4 ranks, each is one of the two replicas' worth of the same layout over 8.
 CASES = {
     4: (
-        Case("fan-in", 2, 2, 2, 2, 1),
-        Case("equal", 4, 1, 2, 2, 1),
-        Case("fan-out", 4, 1, 1, 2, 2),
-        Case("long", 1, 4, 1, 4, 1),
+        BridgeCase("fan-in", 2, 2, 2, 2, 1),
+        BridgeCase("equal", 4, 1, 2, 2, 1),
+        BridgeCase("fan-out", 4, 1, 1, 2, 2),
+        BridgeCase("long", 1, 4, 1, 4, 1),
     ),
     8: (
-        Case("fan-in", 2, 4, 2, 2, 2),
-        Case("equal", 4, 2, 2, 2, 2),
-        Case("fan-out", 4, 2, 1, 2, 4),
-        Case("long", 1, 8, 1, 8, 1),
+        BridgeCase("fan-in", 2, 4, 2, 2, 2),
+        BridgeCase("equal", 4, 2, 2, 2, 2),
+        BridgeCase("fan-out", 4, 2, 1, 2, 4),
+        BridgeCase("long", 1, 8, 1, 8, 1),
     ),
 }
 # The cases of a study of other designs: rows of bfloat16.
 STUDY = (
-    Case("A", 2, 4, 2, 2, 2, 32768, documents=2),
-    Case("B", 4, 2, 1, 2, 4, 32768),
-    Case("C", 1, 8, 2, 4, 1, 131072, share=0.75, hidden=5120),
-    Case("D", 1, 32, 4, 8, 1, 262144, share=0.8, hidden=8192),
-    Case("E", 8, 8, 2, 4, 8, 65536, hidden=5120),
-    Case("F", 2, 32, 4, 8, 2, 131072, share=0.6, hidden=8192),
+    BridgeCase("A", 2, 4, 2, 2, 2, 32768, documents=2),
+    BridgeCase("B", 4, 2, 1, 2, 4, 32768),
+    BridgeCase("C", 1, 8, 2, 4, 1, 131072, share=0.75, hidden=5120),
+    BridgeCase("D", 1, 32, 4, 8, 1, 262144, share=0.8, hidden=8192),
+    BridgeCase("E", 8, 8, 2, 4, 8, 65536, hidden=5120),
+    BridgeCase("F", 2, 32, 4, 8, 2, 131072, share=0.6, hidden=8192),
 )
 
 
-def with_rows(case: Case, rows: int, hidden: int) -> Case:
+def with_rows(case: BridgeCase, rows: int, hidden: int) -> BridgeCase:
     """The same layouts with so many rows of images in each replica of the language model, and this hidden size."""
     return replace(case, positions=round(rows / case.share), hidden=hidden)
 
@@ -145,7 +145,7 @@ def bytes_table() -> Iterator[dict[str, Any]]:
         yield row | {"whole splice": splice, "local splice": splice / case.cp}
 
 
-def received_rows(case: Case, *, split: bool = False) -> tuple[float, float]:
+def received_rows(case: BridgeCase, *, split: bool = False) -> tuple[float, float]:
     """Mean rows received by the planner's exchanges there and back, which are the least that there can be."""
     there = Exchange(case.have(split), case.need(split))
     means = []

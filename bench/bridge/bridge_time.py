@@ -32,7 +32,7 @@ Runs = dict[str, Callable[[], Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class BridgeSettings:
     """What is measured, on which ranks, and where it is written."""
 
     ranks: int
@@ -47,7 +47,7 @@ class Settings:
     out: Path | None
 
 
-def measure(rank: int, settings: Settings) -> dict[str, Any]:
+def measure(rank: int, settings: BridgeSettings) -> dict[str, Any]:
     """The record; the first rank writes it after every row, and rows that it has already are left out."""
     about = {name: value for name, value in asdict(settings).items() if name in ("ranks", "nodes", "hidden", "repeats")}
     record = open_record("bridge", settings.out, settings.backend, Path(__file__).parent) | about
@@ -66,7 +66,7 @@ def measure(rank: int, settings: Settings) -> dict[str, Any]:
     return record
 
 
-def _row(case: Case, world: World, settings: Settings) -> dict[str, Any]:
+def _row(case: Case, world: World, settings: BridgeSettings) -> dict[str, Any]:
     """Check and time one case."""
     there = Exchange(case.have(), case.need())
     back = there.reverse()  # every row is needed, at one slot

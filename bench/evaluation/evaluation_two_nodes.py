@@ -28,7 +28,7 @@ from longspan.data.document import synthetic_documents
 from longspan.model.presets import preset_config
 from longspan.plan import Plan
 from longspan.plan.hierarchy import hierarchical_groups, levels_of
-from longspan.report.text_table import markdown_table
+from longspan.report.plain_text import markdown_table
 from longspan.train import build_optimizer
 
 NODES = 2

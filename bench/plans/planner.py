@@ -32,7 +32,7 @@ from longspan import Layout, plan_dynamic, plan_fixed
 from longspan.cli.machine import machine, machine_text
 from longspan.plan import Cost, PlanOptions, lower_bound_seconds
 from longspan.plan.simulate.distributions import sample_lengths
-from longspan.plan.simulate.which_type import options_of_types, type_of, with_price_of_type
+from longspan.plan.simulate.type_and_partition import options_of_types, type_of, with_price_of_type
 
 NAMES = ("lognorm", "bimodal", "uniform", "files", "expo")
 LONGEST = 131072

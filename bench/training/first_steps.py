@@ -32,7 +32,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from longspan.bench.record import open_record, where_it_ran, write_record
 from longspan.data.step_order import StepOrder
 from longspan.plan.simulate.distributions import sample_lengths
-from longspan.report.text_table import markdown_table
+from longspan.report.plain_text import markdown_table
 
 WORDS = 256  # of the tokenizer: the numbers below
 SEED = 0

@@ -88,14 +88,14 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Documents:
+class VisionDocuments:
     """Documents with images, as integers: `images[d]` are the sides of images of document d, `text[d]` its tokens."""
 
     images: tuple[tuple[int, ...], ...]
     text: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def drawn(cls, case: str, sizes: Sizes, slots: int) -> "Documents":
+    def drawn(cls, case: str, sizes: Sizes, slots: int) -> "VisionDocuments":
         """As many as fill the micro-batches of so many slots, the same on every rank."""
         draw, left = np.random.default_rng(0), sizes.rows_of_slot * sizes.micro_batches * slots
         few, most = CASES[case]
@@ -122,7 +122,7 @@ class Documents:
 class Made(ItemDocuments):
     """Token ids and images, whose M-RoPE positions are computed once."""
 
-    def __init__(self, documents: Documents, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, documents: VisionDocuments, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
         config: Any = sizes.configuration()
         self._tokens, self._documents = image_tokens(config), documents
         draw, top = np.random.default_rng(1), config.text_config.vocab_size - 8

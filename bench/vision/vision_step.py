@@ -28,7 +28,7 @@ from vision_replicated import replicated
 from longspan import EncoderHome, Layout, MultimodalModel, Plan, World, load_model, plan_dynamic, plan_fixed, prepare
 from longspan.bench.record import open_record, write_record
 from longspan.bench.timing import seconds_of
-from longspan.doctor.float64 import whole_float64
+from longspan.doctor.stock import whole_float64
 from longspan.plan import Cost, PlanOptions
 from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200
 from longspan.plan.planners.fixed import smallest_degree

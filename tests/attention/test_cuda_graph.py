@@ -27,7 +27,7 @@ def _error_of_replay(shard: SequenceShard, kind: str, window: int | None) -> flo
     inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
 
     def run() -> tuple[Tensor, ...]:
-        # FlashAttention-4 would compile for a minute; `longspan bench attention --cuda-graph` checks it.
+        # FlashAttention-4 would compile for a minute; `attention_types.py --cuda-graph` checks it.
         options = {"cp_comm_type": kind, "hierarchical_context_parallel_sizes": sizes, "kernel": "torch_flash"}
         out = attend(*inputs, shard, window=window, **options)
         return out.detach(), *torch.autograd.grad(out, inputs, dout)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench.bridge.bridge_layouts import CASES, STUDY, Case, received_rows
+from bench.bridge.bridge_layouts import CASES, STUDY, BridgeCase, received_rows
 
 from longspan.testing import backend
 
@@ -32,7 +32,7 @@ def test_both_designs_give_the_same_and_every_row_is_recorded(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("case", [*CASES[8], *STUDY[:3]], ids=lambda case: f"{case.name} {case.label}")
-def test_received_rows_are_those_of_the_closed_forms(case: Case) -> None:
+def test_received_rows_are_those_of_the_closed_forms(case: BridgeCase) -> None:
     """Of N rows of a replica, cp c and s encoder replicas to one of the language model, or one to s."""
     rows, cp = case.rows, case.cp
     fan_in, fan_out = case.replicas

@@ -5,17 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from longspan.bench.profile_parts import kind_of, merged, parts_of
+from longspan.bench.step.command import record_markdown, record_text
 from longspan.bench.step.flags import parse_step
-from longspan.bench.step.record import record_markdown, record_text
-from longspan.bench.step.settings import Settings, make_settings
+from longspan.bench.step.settings import StepSettings, make_settings
+from longspan.bench.timing import kind_of, merge_intervals, parts_of
 from longspan.cli.main import main
 from longspan.config.file import to_toml
+from longspan.model.presets import preset_config
 from longspan.plan import Cost
 from tests.train.small import small_config
 
 
-def settings(*words: str, ranks: int = 2, backend: str = "gloo") -> Settings:
+def settings(*words: str, ranks: int = 2, backend: str = "gloo") -> StepSettings:
     return make_settings(*parse_step(words), ranks, backend, ["bench"])
 
 
@@ -78,14 +79,25 @@ def test_recomputed_layers_are_in_the_cost() -> None:
     assert none.attention_seconds == some.attention_seconds < all_.attention_seconds
 
 
-def test_the_model_that_goals_are_set_for() -> None:
-    words = ["--lengths", "131072", "--model.rope_scaling", "yarn", "--peak_tflops", "989"]
-    bench = settings(*words, ranks=4, backend="nccl")
-    text = bench.configuration.get_text_config()
-    assert (text.hidden_size, text.num_hidden_layers, text.head_dim, bench.compute) == (4096, 36, 128, "bfloat16")
-    assert text.rope_parameters["rope_type"] == "yarn"
-    experts = settings("--model.preset", "qwen3-30b-a3b", "--layers", "4").configuration
-    assert (experts.num_experts, experts.num_hidden_layers, len(experts.layer_types)) == (128, 4, 4)
+def test_flags_of_the_model_change_what_they_name_and_nothing_else() -> None:
+    whole = settings("--model.preset", "qwen3-moe-tiny").configuration.to_dict()
+    short = settings("--model.preset", "qwen3-moe-tiny", "--layers", "1").configuration.to_dict()
+    changed = {key for key in whole if whole[key] != short[key]}
+    assert short["num_hidden_layers"] == 1 and changed <= {"num_hidden_layers", "layer_types"}
+    words = [
+        "--lengths",
+        "131072",
+        "--model.preset",
+        "qwen3-8b",
+        "--model.rope_scaling",
+        "yarn",
+        "--peak_tflops",
+        "989",
+    ]
+    scaled = settings(*words, ranks=4, backend="nccl").configuration.to_dict()
+    whole = preset_config("qwen3-8b").to_dict()
+    assert scaled["rope_parameters"]["rope_type"] == "yarn" != whole["rope_parameters"]["rope_type"]
+    assert all(scaled[key] == whole[key] for key in ("hidden_size", "num_hidden_layers", "head_dim", "vocab_size"))
 
 
 def test_one_sequence_over_all_ranks() -> None:
@@ -137,7 +149,7 @@ def test_parts_add_up_and_count_once() -> None:
         "optimizer": 0.5,
         "idle": 1.5,
     }
-    assert merged([(1, 2), (0, 1), (3, 4)]) == [(0, 2), (3, 4)]
+    assert merge_intervals([(1, 2), (0, 1), (3, 4)]) == [(0, 2), (3, 4)]
     assert kind_of("void cudnn_generated_fort_native_sdpa_sm90_knob_7") == "attention"
 
 

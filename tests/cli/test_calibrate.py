@@ -34,14 +34,14 @@ LENGTHS = (256, 1024, 4096, 16384)
 def _unmeasured(*, ring: bool = True) -> list[Sample]:
     """Samples such as the ranks measure, of slots in pairs, with nothing measured yet."""
     samples = [
-        Sample(what="step", seconds=1, steps=1, micro_batches=m, tokens=m * t, squares=m * t * 32)
+        Sample(name="step", seconds=1, steps=1, micro_batches=m, tokens=m * t, squares=m * t * 32)
         for m, t in ((1, 256), (1, 1024), (1, 4096), (2, 256), (4, 256))
     ]
-    samples += [Sample(what="attention", seconds=1, squares=n * n, calls=1) for n in LENGTHS]
+    samples += [Sample(name="attention", seconds=1, squares=n * n, calls=1) for n in LENGTHS]
     if ring:
-        wire = [Sample(what="wire", seconds=1, wire_steps=1, wire_bytes=n * 1536.0) for n in (1, *LENGTHS, 65536)]
+        wire = [Sample(name="wire", seconds=1, wire_steps=1, wire_bytes=n * 1536.0) for n in (1, *LENGTHS, 65536)]
         around = [
-            Sample(what="ring", seconds=1, squares=n * n / 2, calls=1, ring_steps=1, ring_bytes=4608 * n / 2)
+            Sample(name="ring", seconds=1, squares=n * n / 2, calls=1, ring_steps=1, ring_bytes=4608 * n / 2)
             for n in LENGTHS
         ]
         samples += [*wire, *around]
@@ -51,7 +51,7 @@ def _unmeasured(*, ring: bool = True) -> list[Sample]:
 def _measured(truth: Calibration, noise: float = 0.0, *, ring: bool = True) -> list[Sample]:
     random = np.random.default_rng(7)
     samples = _unmeasured(ring=ring)
-    return [replace(s, seconds=truth.predicted(s) * (1 + noise * random.standard_normal())) for s in samples]
+    return [replace(s, seconds=truth.predict(s) * (1 + noise * random.standard_normal())) for s in samples]
 
 
 def test_constants_are_found_where_nothing_disturbs() -> None:
@@ -161,7 +161,7 @@ def test_a_ring_of_two_sends_half_of_its_rows(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_one_rank_in_words() -> None:
-    samples = [*_measured(TRUTH, ring=False), Sample(what="step: a document", seconds=0.5, steps=1, fitted=False)]
+    samples = [*_measured(TRUTH, ring=False), Sample(name="step: a document", seconds=0.5, steps=1, fitted=False)]
     settings = make_settings(CalibrateFlags(), 1, "gloo")
     calibration = calibrate(samples, ring_bytes=4608.0)
     lines = record_text(make_record(calibration, samples, settings, ["longspan"])).splitlines()

@@ -12,8 +12,7 @@ from longspan.cli import doctor
 from longspan.cli.doctor import Check, rank_checks, version_checks
 from longspan.cli.main import main
 from longspan.doctor.cases import Case
-from longspan.doctor.outcomes import Outcome
-from longspan.doctor.table import found
+from longspan.doctor.outcomes import Outcome, outcome_text
 from longspan.errors import CommError
 
 FLAT = ["p2p", "all_gather", "a2a", "auto"]
@@ -37,7 +36,7 @@ def test_versions(installed: dict[str, str], good: bool) -> None:
 
 def _parity(case: Case, **changes: Any) -> dict[str, Any]:
     outcome = replace(Outcome(case, "exact", 1e-16, 1e-15, "weight", 1e-12), **changes)
-    return outcome.row() | {"found": found(outcome)}
+    return outcome.row() | {"found": outcome_text(outcome)}
 
 
 def test_ranks() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from longspan.checkpoint.files import PARTIAL
-from longspan.cli.evaluation.tables import tables_of
+from longspan.cli.eval_output import result_tables
 from longspan.cli.main import main
 from longspan.config.sections import RunConfig
 from longspan.run.metrics_log import read_metrics
@@ -96,7 +96,7 @@ def test_a_degree_that_does_not_fit_is_refused_before_ranks_start(
 
 
 def test_a_perplexity_that_nobody_can_read_is_not_written_out() -> None:
-    names, row = tables_of([result(np.full(5, 50.0))], 1).splitlines()[1:3]
+    names, row = result_tables([result(np.full(5, 50.0))], 1).splitlines()[1:3]
     assert names.startswith("set       type  cp          loss  perplexity")
     assert row.startswith("held out  -      1  50.000000000   over 1e21")
 

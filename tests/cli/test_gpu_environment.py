@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from longspan.cli import gpu_environment
-from longspan.cli.gpu_environment import cache_folder, set_gpu_environment
-from longspan.cli.gpus import NONE, Gpus
+from longspan.cli import machine as gpu_environment
+from longspan.cli.machine import NONE, Gpus, cache_folder, set_gpu_environment
 from longspan.errors import ConfigError
 
 NAMES = (

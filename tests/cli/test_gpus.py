@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from longspan.attention import KERNELS
-from longspan.cli import gpus
-from longspan.cli.gpus import NONE, Gpus, find_gpus
+from longspan.cli import machine as gpus
+from longspan.cli.machine import NONE, Gpus, find_gpus
 from longspan.run.checks.plans import ATTENTION_KERNELS, MIXER_KERNELS
 from longspan.ssm.kernels.packages import PACKAGES, TORCH_ONLY
 
@@ -43,7 +43,7 @@ BUILDS: list[tuple[dict[str, Any], SimpleNamespace | None, Gpus]] = [
 
 @pytest.fixture(autouse=True)
 def _asked_anew() -> None:
-    gpus._of_driver.cache_clear()
+    gpus._driver_gpus.cache_clear()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch is asked")
@@ -59,7 +59,7 @@ def test_the_driver_is_asked_for_builds_that_use_it(
     monkeypatch.setattr(gpus, "_torch_build", lambda: build)
     monkeypatch.setattr(ctypes, "CDLL", load)
     assert find_gpus() == expected
-    gpus._of_driver.cache_clear()
+    gpus._driver_gpus.cache_clear()
 
 
 def test_torch_finds_as_many_here() -> None:

@@ -4,7 +4,6 @@ import io
 import json
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -12,8 +11,6 @@ from xml.etree import ElementTree
 import pytest
 
 from longspan.cli.main import main
-from longspan.cli.plan import PlanFlags
-from longspan.cli.simulate import SimulateFlags
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan
 from longspan.plan.cost.model_cost import cost_on_h200
@@ -194,6 +191,9 @@ BAD = [
         ["--slots", "4", "--same", "2x5", "--mode", "free", "--weights", "8", "--dp-replicate", "3"],
         "dp_replicate 3 does not divide 4 slots",
     ),
+    (["--same", "2x5"], "--slots is 0; give an integer of at least 1"),
+    (["--slots", "4", "--same", "2x5", "--tp", "2"], "--tp is of comparisons; add --compare, or leave it out"),
+    (["--slots", "4", "--same", "2x5", "--evaluation"], "--evaluation is of comparisons; add --compare"),
     (["--slots", "4", "--same", "2x5", "--slts", "4"], "longspan plan has no flag --slts: did you mean '--slots'?"),
 ]
 
@@ -258,11 +258,6 @@ def test_a_model_without_attention_is_planned_for(tmp_path: Path, capsys: pytest
     for kind in ("a2a", "p2p"):
         assert main([*words, "--cp-comm-type", kind]) == 0
         assert "not known" not in capsys.readouterr().out
-
-
-def test_plan_and_simulate_hold_as_many_rows() -> None:
-    rows = {field.default for kind in (PlanFlags, SimulateFlags) for field in fields(kind) if "per_slot" in field.name}
-    assert rows == {8192}
 
 
 def test_devices_of_another_speed_price_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,13 +12,12 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from longspan.comm import World
 from longspan.doctor import prove as proving
 from longspan.doctor.cases import LENGTHS, Case, cases_named
-from longspan.doctor.expected import Stock
 from longspan.doctor.images import image_documents, item_documents, without_videos
 from longspan.doctor.outcomes import Outcome
-from longspan.doctor.prove import Ranks, prove, run_proof
+from longspan.doctor.prove import Ranks, Stock, prove, run_proof
 from longspan.doctor.ranks import CaseRun, Expected, Task
 from longspan.doctor.stock import documents_for
-from longspan.doctor.which_model import configuration_of
+from longspan.doctor.which_model import find_configuration
 from longspan.layout import Layout
 from longspan.model.seams import attention_calls
 from longspan.model.small.shrink import shrunken
@@ -117,7 +116,7 @@ def _of_mutants(rank: int, tasks: dict[str, Task]) -> dict[str, tuple[Outcome, O
 
 def _task(config: PreTrainedConfig) -> Task:
     documents = documents_for(config, LENGTHS)
-    expected = Stock(config, documents).expected([CASE])
+    expected = Stock(config, documents).answers([CASE])
     answers = {key: answer for key, answer in expected.items() if isinstance(answer, Expected)}
     return Task(config, Layout(ranks=2), ((0, CASE),), answers, documents, "gloo", 60.0)
 
@@ -175,7 +174,7 @@ def test_a_stock_model_that_cannot_run_is_not_built() -> None:
 
 @pytest.mark.parametrize(("name", "videos"), [("qwen2_5_vl", 2), ("llava", 0)])
 def test_documents_with_images_have_videos_where_the_model_takes_them(name: str, videos: int) -> None:
-    config = shrunken(configuration_of(name), images=True)
+    config = shrunken(find_configuration(name), images=True)
     documents = image_documents(config)
     assert sum(len(document.videos) for document in documents) == videos
     assert bool(without_videos(config)) == (not videos)

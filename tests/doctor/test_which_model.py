@@ -8,7 +8,7 @@ import torch
 from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM
 
 from longspan.doctor.kernels import kernel_lines
-from longspan.doctor.which_model import configuration_of
+from longspan.doctor.which_model import find_configuration
 from longspan.errors import ConfigError, ModelError
 from longspan.model.small.shrink import shrunken
 
@@ -28,9 +28,9 @@ class OwnForCausalLM(LlamaForCausalLM):
 def test_a_model_has_many_names(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_hidden_layers": 7}))
     names = ("qwen3", "Qwen3ForCausalLM", "Qwen3Config", "transformers.Qwen3ForCausalLM", str(tmp_path))
-    configs = [configuration_of(name) for name in names]
+    configs = [find_configuration(name) for name in names]
     assert {config.model_type for config in configs} == {"qwen3"} and configs[-1].num_hidden_layers == 7
-    assert isinstance(configuration_of(f"{__name__}.OwnForCausalLM"), OwnConfig)
+    assert isinstance(find_configuration(f"{__name__}.OwnForCausalLM"), OwnConfig)
 
 
 WRONG = [
@@ -46,13 +46,13 @@ WRONG = [
 @pytest.mark.parametrize(("name", "kind", "says"), WRONG)
 def test_names_that_are_refused(name: str, kind: type[Exception], says: str) -> None:
     with pytest.raises(kind, match=says):
-        configuration_of(name)
+        find_configuration(name)
 
 
 def test_kernels_are_those_of_the_true_head_sizes() -> None:
     (line,) = kernel_lines(LlamaConfig(num_hidden_layers=3), torch.device("cpu"), torch.float32)
     assert str(line).startswith("heads of 128 (3 layers): cpu_flash (cpu, float32); on a GPU fa4 (needs the extra")
-    gemma = configuration_of("gemma2")
+    gemma = find_configuration("gemma2")
     gemma.num_hidden_layers = 2
     gemma.layer_types = gemma.layer_types[:2]
     lines = kernel_lines(gemma, torch.device("cpu"), torch.float32)

@@ -12,7 +12,7 @@ from longspan.errors import ConfigError
 from longspan.evaluation.auto_degree import chosen
 from longspan.layout import Layout
 from longspan.plan import Cost
-from longspan.plan.simulate.which_degree import which_degree
+from longspan.plan.simulate.evaluation import which_degree
 from longspan.run.config_check import check_config
 from longspan.run.metrics_log import read_metrics
 from longspan.testing import run_ranks

@@ -204,4 +204,6 @@ def test_every_class_of_the_registry(name: str) -> None:
     config = CONFIG_MAPPING[name]()
     if hasattr(config, "is_decoder"):
         config.is_decoder = True
-    _runs(shrunken(config))
+    small = shrunken(config)
+    assert type(small) is type(config) and small.model_type == config.model_type
+    assert _runs(small) > 0

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded, slot_rows
-from longspan.plan.simulate.evaluation_plan import plan_evaluation, widest_degree
+from longspan.plan.simulate.evaluation import plan_evaluation, which_degree, widest_degree
 from longspan.plan.simulate.simulate import simulate
-from longspan.plan.simulate.which_degree import which_degree
 
 few = settings(derandomize=True, deadline=None, max_examples=15)
 document_lengths = st.lists(st.one_of(st.integers(1, 40), st.integers(1, 3000)), min_size=1, max_size=30)

@@ -11,7 +11,7 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost
 from longspan.plan.cost.model_cost import with_recomputation
-from longspan.plan.simulate.simulate import shared_by
+from longspan.plan.simulate.simulate import slot_cost
 from tests.plan.cases import bounded
 
 MODEL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -100,7 +100,7 @@ def test_recomputation_is_no_part_of_an_evaluation() -> None:
     full = with_recomputation(cost, MODEL, "full")
     assert full.linear_seconds > cost.linear_seconds
     assert full.forward_only() == cost.forward_only()
-    assert shared_by(full, 2).forward_only() == shared_by(cost, 2).forward_only()
+    assert slot_cost(full, 2).forward_only() == slot_cost(cost, 2).forward_only()
 
 
 def test_a_forward_that_was_measured_is_taken() -> None:

@@ -48,19 +48,19 @@ def test_activations_without_recomputation_are_those_that_a_model_saves(family: 
     for parameter in model.parameters():
         saved.pop(parameter.untyped_storage().data_ptr(), None)
     measured = sum(tensor.untyped_storage().nbytes() for tensor in saved.values()) / rows
-    counted = RowBytes.of(config, bytes_per_value=4, checkpointing="none").kept
+    counted = RowBytes.of(config, bytes_per_value=4, checkpointing="none").activations
     assert 1 <= measured / counted < 1.04  # beside layers: the last norm's input, and rotary angles
 
 
 def test_selective_keeps_outputs_of_attention_and_what_a2a_exchanged() -> None:
-    full, selective = (RowBytes.of(QWEN3_8B, checkpointing=kind).kept for kind in ("full", "selective"))
-    assert full == RowBytes().kept and selective - full == 36 * (4096 * 2 + 32 * 4)
-    exchanged = RowBytes.of(QWEN3_8B, checkpointing="selective", exchanged=True).kept
+    full, selective = (RowBytes.of(QWEN3_8B, checkpointing=kind).activations for kind in ("full", "selective"))
+    assert full == RowBytes().activations and selective - full == 36 * (4096 * 2 + 32 * 4)
+    exchanged = RowBytes.of(QWEN3_8B, checkpointing="selective", exchanged=True).activations
     assert exchanged - selective == 36 * (4096 + 2 * 1024) * 2
 
 
 def test_layers_that_are_not_counted_are_refused() -> None:
     mixture = SIZES | {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 32}
-    assert RowBytes.of(mixture, checkpointing="selective").kept > 0
+    assert RowBytes.of(mixture, checkpointing="selective").activations > 0
     with pytest.raises(PlanError, match='experts and shared blocks are not counted under checkpointing "none"'):
         RowBytes.of(mixture, checkpointing="none")

@@ -11,10 +11,9 @@ from longspan.errors import LayoutError, PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Group, MicroBatch, Plan, PlanOptions, plan_fixed
 from longspan.plan.simulate.distributions import DISTRIBUTIONS, sample_lengths
-from longspan.plan.simulate.pipeline_time import run_pipeline
+from longspan.plan.simulate.evaluation import which_degree
 from longspan.plan.simulate.row_bytes import RowBytes
-from longspan.plan.simulate.simulate import shared_by, simulate, simulate_run
-from longspan.plan.simulate.which_degree import which_degree
+from longspan.plan.simulate.simulate import run_pipeline, simulate, simulate_run, slot_cost
 from tests.plan.cases import bounded, plans
 
 # ---- pipelines
@@ -101,7 +100,7 @@ def test_a_first_stage_keeps_as_many_micro_batches_as_there_are_stages(stages: i
     lengths = [100] * 12
     plan = plan_fixed(lengths, Layout(2), 1, max_tokens_per_slot=100)
     assert len(plan.micro_batches) == 6
-    result = simulate(plan, pp=stages, row_bytes=RowBytes(kept=10.0, between_stages=3.0))
+    result = simulate(plan, pp=stages, row_bytes=RowBytes(activations=10.0, between_stages=3.0))
     assert result.peak_rows.tolist() == [100 * micro_batches / stages] * 2
     assert result.activation_bytes.tolist() == [1000 * micro_batches / stages] * 2
     assert result.stage_bytes == 1200 * (stages - 1) * 2 * 3.0
@@ -145,11 +144,11 @@ def test_a_plan_of_dummies() -> None:
 
 def test_tensor_parallel_slots_share_the_work() -> None:
     cost = Cost()
-    half = shared_by(cost, 2)
+    half = slot_cost(cost, 2)
     assert half.group_seconds(1000, 10**6, 1, True) == pytest.approx(cost.group_seconds(1000, 10**6, 1, True) / 2)
-    assert half.micro_batch_seconds == cost.micro_batch_seconds and shared_by(cost, 1) == cost
+    assert half.micro_batch_seconds == cost.micro_batch_seconds and slot_cost(cost, 1) == cost
     with pytest.raises(PlanError, match="tp is 0"):
-        shared_by(cost, 0)
+        slot_cost(cost, 0)
 
 
 # ---- which degree
@@ -158,7 +157,7 @@ def test_tensor_parallel_slots_share_the_work() -> None:
 def test_the_case_of_8192_gpus() -> None:
     """1024 documents at cp 1 on 1024 pipelines of 4 stages: filling them costs 4096 document-steps; cp 4 needs 1024."""
     home = Layout(8192, tp=2, pp=4)
-    options = PlanOptions(cost=shared_by(Cost(), 2), node_size=4, max_tokens_per_slot=8192)  # 8 GPUs a host
+    options = PlanOptions(cost=slot_cost(Cost(), 2), node_size=4, max_tokens_per_slot=8192)  # 8 GPUs a host
     comparison = which_degree([8192] * 1024, home, options=options, degrees=(1, 2, 4, 8))
     by_degree = {c.cp: c for c in comparison.choices}
     assert [by_degree[cp].filled_steps for cp in (1, 2, 4, 8)] == [4096, 2048, 1024, 1024]
@@ -215,7 +214,7 @@ def test_lengths_that_cannot_be_drawn() -> None:
 
 def test_row_bytes_are_of_the_model_that_costs_are_of() -> None:
     """Qwen3-8B: 36 layers, each of which keeps its input of 4096 values of two bytes, as a stage sends it on."""
-    assert RowBytes().kept == 36 * RowBytes().between_stages == 36 * 4096 * 2
+    assert RowBytes().activations == 36 * RowBytes().between_stages == 36 * 4096 * 2
     qwen3 = {"hidden_size": 4096, "num_hidden_layers": 36}
     assert RowBytes.of(qwen3) == RowBytes()
     with pytest.raises(PlanError, match="dict has no hidden_size"):
@@ -225,7 +224,7 @@ def test_row_bytes_are_of_the_model_that_costs_are_of() -> None:
 def test_stages_of_zamba_2_hand_on_and_keep_the_embedding_too() -> None:
     zamba2 = {"model_type": "zamba2", "hidden_size": 8, "num_hidden_layers": 6}
     row_bytes = RowBytes.of(zamba2, bytes_per_value=4)
-    assert row_bytes == RowBytes(kept=6 * 32, between_stages=2 * 32, on_each_stage=32)
+    assert row_bytes == RowBytes(activations=6 * 32, between_stages=2 * 32, on_each_stage=32)
     plan = plan_fixed([100] * 12, Layout(2), 1, max_tokens_per_slot=100)
     for vpp in (1, 2):
         result = simulate(plan, pp=2, vpp=vpp, row_bytes=row_bytes)

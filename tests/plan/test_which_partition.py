@@ -10,7 +10,7 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions, plan_dynamic, plan_fixed
 from longspan.plan.cost.model_cost import cost_on_h200
-from longspan.plan.simulate.which_partition import CLOSE, PartitionChoice, priced_as, which_partition
+from longspan.plan.simulate.type_and_partition import CLOSE, PartitionChoice, group_cost, which_partition
 from tests.plan.cases import bounded
 from tests.plan.test_state_cost import HYBRID
 
@@ -84,8 +84,8 @@ def test_a_cost_of_no_machine_tells_no_seconds() -> None:
 
 def test_other_models_are_not_priced_by_their_partition() -> None:
     options = PlanOptions(cp_comm_type="a2a", partition="contiguous")
-    assert priced_as(Cost(), options) == Cost()
-    priced = priced_as(COST, options)
+    assert group_cost(Cost(), options) == Cost()
+    priced = group_cost(COST, options)
     assert priced.cp_comm_type == "a2a" and priced.states and priced.states.partition == "contiguous"
 
 

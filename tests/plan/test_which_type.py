@@ -4,7 +4,7 @@ import pytest
 
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions, plan_dynamic, plan_fixed
-from longspan.plan.simulate.which_type import options_of_types, type_of, type_text, with_price_of_type
+from longspan.plan.simulate.type_and_partition import options_of_types, type_of, type_text, with_price_of_type
 
 
 @pytest.mark.parametrize(

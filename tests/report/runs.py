@@ -88,6 +88,12 @@ FACTS = {
 }
 
 
+def evaluation_row(step: int, cp: int, loss: float) -> dict[str, Any]:
+    """A row of metrics.jsonl of an evaluation by a fixed plan."""
+    row: dict[str, Any] = {"step": step, "eval_loss": loss, "eval_tokens": 2100, "eval_documents": 7, "cp": cp}
+    return row | {"planner": "fixed", "by_position": [], "by_length": []}
+
+
 def train_row(step: int, **changes: Any) -> dict[str, Any]:
     """A row of metrics.jsonl."""
     row = {
@@ -112,10 +118,8 @@ def write_run(
     """A run's folder; an unfinished one has no summary."""
     path.mkdir(parents=True, exist_ok=True)
     written = rows if rows is not None else [train_row(step) for step in range(1, steps + 1)]
-    evaluations = [
-        {"eval_loss": 4.6 * (1 + d), "eval_tokens": 2100, "cp": cp} for cp, d in ((1, 0), (2, 3e-8), (4, -2e-7))
-    ]
-    written = [*written, {"step": steps, **evaluations[2]}]
+    evaluations = [evaluation_row(steps, cp, 4.6 * (1 + d)) for cp, d in ((1, 0), (2, 3e-8), (4, -2e-7))]
+    written = [*written, evaluations[2]]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
     (path / "config.toml").write_text(CONFIG)
     if finished:
@@ -129,6 +133,8 @@ def write_run(
     if plans:
         (path / "plans").mkdir(exist_ok=True)
         plan = plan_fixed([900, 300, 250, 20, 700], Layout(4), cp=2, max_tokens_per_slot=512)
-        for name in ("step-000001", "step-000060", "evaluation-cp4"):
+        for name in ("step-000001", "step-000060"):
             (path / "plans" / f"{name}.json").write_text(plan.to_json())
+        evaluation = plan_fixed(plan.lengths, Layout(4), cp=2, max_tokens_per_slot=512, cost=plan.cost.forward_only())
+        (path / "plans" / "evaluation-cp4.json").write_text(evaluation.to_json())
     return path

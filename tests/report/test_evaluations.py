@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from longspan.errors import ConfigError
 from longspan.report import RunFolder, write_report
-from longspan.report.evaluation_sections import rows_of_sets
-from longspan.report.evaluations.rows import BucketRow, EvalRow, last_rows
+from longspan.report.evaluation_sections import evaluations_by_set
+from longspan.report.run_folder import BucketRow, EvalRow, last_rows
 from tests.report.runs import write_run
 from tests.report.test_report_pages import Page, page_of
 
@@ -71,20 +74,35 @@ def test_what_an_evaluation_added_to_memory_is_in_the_table_of_degrees(tmp_path:
     assert "added memory of a GPU" in content and "8 GiB" in content and "4 GiB" in content
 
 
-def test_rows_of_older_releases_and_damaged_ones_are_read() -> None:
+def test_a_row_is_an_evaluation_or_none_or_is_refused_by_name() -> None:
     assert (
-        EvalRow.from_row({"step": 3, "loss": 2.0}) is None and EvalRow.from_row({"eval_loss": 2.0, "cp": None}) is None
+        EvalRow.from_row({"step": 3, "loss": 2.0}) is None
+        and EvalRow.from_row(row_of(3, 0.0) | {"eval_loss": None}) is None
     )
-    assert EvalRow.from_row({"step": 3, "eval_loss": 2.0, "cp": 4}) == EvalRow(3, 4, 2.0, 0)
+    bare = row_of(3, 2.0, by_position=[], by_length=[])
+    del bare["eval_token_accuracy"], bare["eval_bits_per_byte"]
+    assert EvalRow.from_row(bare) == EvalRow(3, 2, 2.0, 900, 7, "fixed")
+    with pytest.raises(ConfigError, match=r"no planner, eval_documents, by_position, by_length: it is of a version"):
+        EvalRow.from_row({"step": 3, "eval_loss": 2.0, "cp": 4, "eval_tokens": 900})
+    with pytest.raises(ConfigError, match="its counts are no numbers"):
+        EvalRow.from_row(row_of(3, 2.0, cp=None))
     row = EvalRow.from_row(row_of(3, 2.0, by_position=[[1, 2], "x", [0, 127, 2.0, 5, 1]], by_length=7))
     assert row is not None and row.by_length == () and row.by_position == (BucketRow(0, 127, 2.0, 5, 1),)
     assert dict(row.metrics) == {"token_accuracy": 0.25, "bits_per_byte": 1.5}
 
 
+def test_an_older_evaluation_is_left_out_and_named_once(tmp_path: Path) -> None:
+    old = {"eval_loss": 2.0, "cp": 4, "eval_tokens": 900}
+    run = run_with(tmp_path / "run", {"step": 1, **old}, {"step": 2, **old}, row_of(30, 6.0))
+    folder = RunFolder.read(run)
+    assert [row.step for row in folder.held_out] == [30, 60] and len(folder.notes) == 1
+    assert "an evaluation of metrics.jsonl is left out: it has no planner, eval_documents" in page_of(run).content
+
+
 def test_the_last_evaluations_are_of_one_step(tmp_path: Path) -> None:
     run = RunFolder.read(run_with(tmp_path / "run", row_of(30, 6.0), row_of(70, 4.0, "books"), row_of(60, 5.0, cp=1)))
     assert [row.cp for row in last_rows(run.held_out)] == [1, 4] and [r.step for r in run.held_out] == [30, 60, 60]
-    assert {name: [row.step for row in rows] for name, rows in rows_of_sets(run).items()} == {
+    assert {name: [row.step for row in rows] for name, rows in evaluations_by_set(run).items()} == {
         "": [30, 60],
         "books": [70],
     }

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from longspan.cli.evaluation import display as display_module
-from longspan.cli.evaluation.display import EvalDisplay
+from longspan.cli import eval as display_module
+from longspan.cli.eval import EvalDisplay
 from longspan.comm import stop_signal as stop_module
 from longspan.comm.stop_signal import StopSignal
 from longspan.run import progress

@@ -1,1 +1,1 @@
-"""`longspan bench`: what is measured on a machine, and what is written beside it."""
+"""`longspan bench`: measurements of a user's own configuration on this machine, and their records."""

@@ -1,15 +1,60 @@
-"""`longspan bench`: measure on this machine. Lists its benches, and hands over to the one that is named."""
+"""`longspan bench NAME`: the list of benches, and flags that all of them have. Records are written by `record.py`."""
 
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 
+from longspan.cli.flags import Switch
+from longspan.cli.processes import Device, processes_of, say
 from longspan.errors import ConfigError
 
+
+@dataclass(frozen=True, kw_only=True)
+class BenchFlags:
+    """The flags that all benches have; a bench may set other defaults."""
+
+    warmup: int = 1
+    """Number of runs before the timed ones."""
+    repeats: int = 1
+    """Number of timed runs; their median counts."""
+    world: int = 0
+    """Number of local processes to start; 0: one for each GPU, those of torchrun, or a few without GPUs."""
+    device: Device = "auto"
+    """auto: a GPU for each process where there are any; cpu: processes on CPUs; cuda: GPUs, or an error."""
+    out: str = ""
+    """Write the record to this JSON file as rows are finished, and at the end a table to the .md file next to it."""
+    timeout_seconds: float = 180.0
+    """How long a rank waits for the others."""
+    json: Switch = False
+    """Print the record as JSON, and nothing else, on standard output."""
+
+    def check_runs(self) -> None:
+        """Raise ConfigError if nothing would be timed, or if the record could not be written."""
+        if self.repeats < 1 or self.warmup < 0:
+            raise ConfigError(f"--repeats {self.repeats} --warmup {self.warmup}: at least 1 and 0")
+        if self.out and Path(self.out).is_dir():
+            raise ConfigError(f"--out {self.out} is a folder; give a file in it, such as {Path(self.out, 'out.json')}")
+        if self.out.endswith(".md"):
+            raise ConfigError(
+                f"--out {self.out}: the record is JSON, its table goes beside it; give {self.out[:-3]}.json"
+            )
+
+    def processes(self, without_gpus: int) -> tuple[int, str]:
+        """The number of processes (without --world and torchrun one for each GPU, or `without_gpus`), their backend."""
+        processes = processes_of(self.world, self.device, on_cpus=without_gpus)
+        say(processes.note, sys.stderr)
+        return processes.ranks, processes.backend
+
+
 BENCHES = {
-    "attention": "forward and backward of attention over all ranks, each communication type, beside torch's own",
     "calibrate": "the constants of a Cost for a model on this machine, for --cost of plan and simulate",
-    "eval": "evaluation at another degree than training, live, beside published figures",
-    "step": "whole training steps of a model under padded, fixed and dynamic plans, beside what they predict",
+    "step": "whole training steps of a model under padded, fixed and dynamic plans, next to their predictions",
+}
+SCRIPTS = {
+    "attention": "bench/attention/attention_types.py",
+    "eval": "bench/evaluation/evaluation_degrees.py",
 }
 
 
@@ -19,6 +64,8 @@ def main(argv: Sequence[str]) -> int:
         print(usage())
         return 0
     name, *arguments = argv
+    if name in SCRIPTS:
+        raise ConfigError(f"bench {name} is a script of the repository: python {SCRIPTS[name]} [flags]")
     if name not in BENCHES:
         raise ConfigError(f"longspan bench has no {name!r}; it has {', '.join(BENCHES)}")
     return import_module(f"longspan.bench.{name}.command").main(arguments)

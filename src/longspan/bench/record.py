@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from longspan.bench.flags import BenchFlags
+from longspan.bench.benches import BenchFlags
 from longspan.cli.machine import machine, machine_text
 from longspan.cli.processes import reports_here
 from longspan.errors import ConfigError
@@ -23,7 +23,7 @@ def show_record(record: dict[str, Any], flags: BenchFlags, *, text: str, markdow
 
 
 def write_record(record: dict[str, Any], path: Path, markdown: str) -> None:
-    """Write a record as JSON, and as Markdown beside it. Raises ConfigError if it cannot be written."""
+    """Write a record as JSON, and as Markdown next to it. Raises ConfigError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -14,9 +14,8 @@ from longspan.cli.flags import Switch, parse_flags
 from longspan.cli.machine import machine, machine_text
 from longspan.cli.processes import Device, processes_of, reports_here, usable_gpus
 from longspan.errors import LongspanError, counted
-from longspan.report.text_table import text_table
-from longspan.report.value_text import bytes_text, seconds_text
-from longspan.run.result import versions
+from longspan.report.plain_text import bytes_text, seconds_text, text_table
+from longspan.run.versions import versions
 
 if TYPE_CHECKING:
     from longspan.attention import Kernel
@@ -41,7 +40,7 @@ class DoctorFlags:
     dotted name of a class of your own. The exit code is 1 where a case is wrong or ends a rank, or the model is
     refused."""
     cases: Literal["basic", "whole"] = "whole"
-    """Of --model. basic: degrees 2 and 3, all_gather, full recomputation and several micro-batches alone."""
+    """Of --model. basic: degrees 2 and 3, all_gather, full recomputation and several micro-batches only."""
     head_size: Literal["auto", "true", "small"] = "auto"
     """Of --model: heads of the small copy as large as the model's, on which kernels depend; auto: true on GPUs."""
 
@@ -51,7 +50,7 @@ class DoctorFlags:
     world: int = 0
     """Local processes of the comparison; 0: one for each GPU up to 4 where there are several, else 4 on the CPU."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """gloo: on the CPU; nccl: on GPUs; auto: on GPUs where there are any, but for a single one without --world."""
+    """gloo: on the CPU; nccl: on GPUs; auto: on GPUs if there are any, except a single one without --world."""
     timeout_seconds: float = 120.0
     """How long a rank waits for the others."""
     json: Switch = False
@@ -164,7 +163,7 @@ def _lacking(kernel: "Kernel") -> str:
 
 
 def kernel_report(*, as_json: bool) -> str:
-    """The tables of docs/attention.md, with a further column that says whether a kernel runs here, or what it lacks."""
+    """The tables of docs/attention.md, with a further column: whether a kernel runs here, or what it lacks."""
     from longspan.attention import KERNELS
     from longspan.attention.support import TYPE_ROWS, feature_rows, kernel_rows
 
@@ -174,10 +173,10 @@ def kernel_report(*, as_json: bool) -> str:
     if as_json:
         rows = {name: [dict(zip(header, row, strict=True)) for row in body] for name, (header, *body) in tables.items()}
         return json.dumps(rows, indent=1, ensure_ascii=False).replace("`", "")
-    return "\n\n".join(_as_list(name, header, body) for name, (header, *body) in tables.items())
+    return "\n\n".join(_list_text(name, header, body) for name, (header, *body) in tables.items())
 
 
-def _as_list(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _list_text(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table as a list with one line for each cell, because the cells are long."""
     lines = [name]
     for first, *cells in rows:
@@ -210,7 +209,7 @@ def _choices(parity: Sequence[dict[str, Any]]) -> Iterator[Check]:
 
 
 def _run_ranks(flags: DoctorFlags) -> dict[str, Any]:
-    """What the comparison of a small Qwen3 says, as a JSON object. Raises CommError where ranks did not end well."""
+    """The comparison of a small Qwen3 with the stock model, as a JSON object. Raises CommError if ranks failed."""
     from longspan.cli.doctor_model import compare_preset
 
     gpus = usable_gpus()

@@ -13,15 +13,14 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedConfig
 
-from longspan.cli.gpu_environment import set_gpu_environment
+from longspan.cli.machine import set_gpu_environment
 from longspan.cli.processes import Processes, processes_of, reports_here, run_on_ranks, under_torchrun, usable_gpus
 from longspan.doctor.cases import Case, CaseSet, DTypeName, cases_named, contiguous_cases, every_type, image_cases
 from longspan.doctor.images import without_videos
 from longspan.doctor.kernels import KernelLine, kernel_lines
-from longspan.doctor.outcomes import Proof
+from longspan.doctor.outcomes import Proof, outcome_text, proof_json, proof_text
 from longspan.doctor.prove import InWorld, Ranks, run_proof
-from longspan.doctor.table import found, proof_json, proof_text
-from longspan.doctor.which_model import configuration_of, reads_images
+from longspan.doctor.which_model import find_configuration, reads_images
 from longspan.errors import CommError, LongspanError, counted
 from longspan.model.presets import preset_config
 from longspan.model.small.shrink import reads_images_alone, shrunken
@@ -36,7 +35,7 @@ _ROUNDED: dict[str, DTypeName] = {"gloo": "float32", "nccl": "bfloat16"}
 
 @dataclass(frozen=True)
 class ProofFlags:
-    """How a named model is proven: those flags of the verb that say so."""
+    """The flags of the verb that describe how a named model is proven."""
 
     cases: CaseSet
     head_size: Literal["auto", "true", "small"]
@@ -52,7 +51,7 @@ def prove_model(name: str, flags: ProofFlags) -> int:
     Raises ConfigError for an unknown name, ModelError where no small copy of the model can be made.
     """
     began = time.perf_counter()
-    config = configuration_of(name)
+    config = find_configuration(name)
     proofs, models = list[Proof](), list[dict[str, Any]]()
     for processes in _places(flags):
         small = shrunken(config, true_heads=_true_heads(flags, processes), images=reads_images(config))
@@ -85,7 +84,7 @@ def compare_preset(processes: Processes, timeout: float) -> dict[str, Any]:
     if not proof.worlds:
         raise CommError(proof.outcomes[0].message)
     world = proof.worlds[0]
-    parity = [outcome.row() | {"found": found(outcome)} for outcome in proof.outcomes]
+    parity = [outcome.row() | {"found": outcome_text(outcome)} for outcome in proof.outcomes]
     return asdict(world) | {"groups": list(world.groups), "parity": parity}
 
 
@@ -127,11 +126,11 @@ def _cases(flags: ProofFlags, processes: Processes, config: PreTrainedConfig) ->
 def _run(config: PreTrainedConfig, cases: list[Case], processes: Processes, timeout: float) -> Proof:
     set_gpu_environment("")
     show = reports_here() and sys.stderr.isatty()
-    launch = _on_torchruns_ranks if under_torchrun() else None
+    launch = _run_under_torchrun if under_torchrun() else None
     return run_proof(config, cases, Ranks(processes.ranks, processes.backend, timeout, show, launch))
 
 
-def _on_torchruns_ranks(fn: Any, task: Any, count: int, seconds: float) -> InWorld:
+def _run_under_torchrun(fn: Any, task: Any, count: int, seconds: float) -> InWorld:
     return run_on_ranks(fn, (task,), count, seconds)
 
 
@@ -153,7 +152,7 @@ def _heading(model: dict[str, Any]) -> str:
 
 
 def _videos(small: PreTrainedConfig) -> str:
-    """What cases with images have of videos; "" for a model that knows none."""
+    """What cases with images have of videos; "" for a model without videos."""
     if not reads_images(small) or not isinstance(getattr(small, "video_token_id", None), int):
         return ""
     why = without_videos(small)

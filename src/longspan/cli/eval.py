@@ -1,28 +1,88 @@
 """`longspan eval`: saved weights evaluated on documents, at any degree, on any number of ranks."""
 
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
-from longspan.cli.evaluation.files import check_writable, write_documents, write_folder, write_picture
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from longspan.cli.eval_output import check_writable, result_tables, write_documents, write_folder, write_picture
 from longspan.cli.evaluation.flags import EvalFlags, parse_eval, request_of
-from longspan.cli.evaluation.tables import tables_of
 from longspan.cli.processes import processes_of, reports_here, run_on_ranks, say, under_torchrun
 from longspan.corpus.files import find_root
+from longspan.errors import counted
 from longspan.evaluation.saved.fit import checkable
 from longspan.evaluation.saved.record import record_of
 from longspan.evaluation.saved.request import EvalRequest, SubjectResult
 from longspan.files import as_json
 from longspan.layout import Layout
 from longspan.run.config_check import check_config
+from longspan.run.progress import LINE_SECONDS
 from longspan.train.plans import home_of
+
+LINES = 10  # of one evaluation, where there is no terminal and it is short
+
+
+class EvalDisplay:
+    """Shows lines and how far evaluations are; silent where `stream` is None.
+
+    >>> with EvalDisplay(sys.stderr) as display:
+    ...     display.progress("wiki, cp 4", 16, 40)
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+        self._bar: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._tenths: dict[str, int] = {}  # of each evaluation, that were shown
+        self._written = time.monotonic()  # when the last line was
+
+    def __enter__(self) -> "EvalDisplay":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def log(self, text: str) -> None:
+        """Show a line."""
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        elif self._stream is not None:
+            print(text, file=self._stream, flush=True)
+            self._written = time.monotonic()
+
+    def progress(self, title: str, done: int, count: int) -> None:
+        """So many micro-batches of an evaluation are done, of so many."""
+        if self._stream is None:
+            return
+        if self._stream.isatty():
+            self._advance(title, done, count)
+            return
+        tenths = LINES * done // max(count, 1)
+        if tenths > self._tenths.get(title, 0) or time.monotonic() - self._written >= LINE_SECONDS:
+            self._tenths[title] = tenths
+            self.log(f"{title}: {done:,} of {counted(count, 'micro-batch', 'es')}")
+
+    def _advance(self, title: str, done: int, count: int) -> None:
+        if self._bar is None:
+            columns = TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn()
+            self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(file=self._stream))
+            self._bar.start()
+        if title not in self._tasks:
+            self._tasks[title] = self._bar.add_task(title, total=count)
+        self._bar.update(self._tasks[title], completed=done)
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     flags = parse_eval(argv)
     processes = processes_of(flags.world, flags.device)
-    with processes.noted_in_errors():
+    with processes.note_errors():
         request = request_of(argv, flags, processes.ranks)
         check_request(request, processes.ranks)
     if not under_torchrun():
@@ -39,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _report(flags: EvalFlags, results: Sequence[SubjectResult], ranks: int) -> None:
-    """Write the files that were asked for, and print the results."""
+    """Write the files that flags name, and print the results."""
     record = record_of(results, ranks)
     if flags.documents:
         write_documents(results, Path(flags.documents))
@@ -47,7 +107,7 @@ def _report(flags: EvalFlags, results: Sequence[SubjectResult], ranks: int) -> N
         write_picture(results, Path(flags.plot))
     if flags.out:
         write_folder(results, record, Path(flags.out))
-    print(as_json(record) if flags.json else tables_of(results, ranks))
+    print(as_json(record) if flags.json else result_tables(results, ranks))
 
 
 def check_request(request: EvalRequest, ranks: int) -> Layout:
@@ -60,7 +120,6 @@ def check_request(request: EvalRequest, ranks: int) -> Layout:
 
 def eval_rank(rank: int, request: EvalRequest, ranks: int, backend: str) -> tuple[SubjectResult, ...]:
     """What one rank does."""
-    from longspan.cli.evaluation.display import EvalDisplay
     from longspan.comm import World
     from longspan.evaluation.saved.evaluate_saved import evaluate_saved
 

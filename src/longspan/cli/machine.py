@@ -1,11 +1,124 @@
-"""What this machine is, for `doctor` and for the records of `bench`. No host names."""
+"""This machine: its GPUs, the environment that they need, and facts for `doctor` and records of benches.
 
+GPUs are counted by CUDA's driver, so that a launcher need not import torch; CUDA_VISIBLE_DEVICES counts, no context is
+made and no memory of a GPU is taken. The environment is set before the ranks start, or under torchrun before this rank
+uses its GPU; what the user has set stays. There are no host names in the facts.
+"""
+
+import ctypes
 import os
 import platform
+import runpy
+import sys
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from longspan.errors import ConfigError
 from longspan.launch.launch import usable_cores
+
+_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """How many GPUs torch can use, and the compute capability of the first."""
+
+    count: int
+    capability: tuple[int, int]
+
+
+NONE = Gpus(0, (0, 0))
+
+
+def find_gpus() -> Gpus:
+    """The GPUs that torch can use; torch itself counts them if its build is not for CUDA on Linux."""
+    if sys.platform == "linux" and not _has_build("hip"):
+        return _driver_gpus() if _has_build("cuda") else NONE
+    import torch
+
+    if not torch.cuda.is_available():
+        return NONE
+    return Gpus(torch.cuda.device_count(), torch.cuda.get_device_capability())
+
+
+@cache
+def _driver_gpus() -> Gpus:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # no driver is installed
+        return NONE
+    count, capability = ctypes.c_int(), (ctypes.c_int(), ctypes.c_int())
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        return NONE
+    for number, attribute in zip(capability, _CAPABILITY, strict=True):
+        driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, 0)  # the first device is number 0
+    return Gpus(count.value, (capability[0].value, capability[1].value))
+
+
+@cache
+def _torch_build() -> dict[str, Any]:
+    """The facts of torch's build, read without importing torch."""
+    spec = find_spec("torch")
+    assert spec is not None and spec.origin is not None, "torch is not installed"
+    return runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+
+
+def _has_build(driver: str) -> bool:
+    return _torch_build().get(driver) is not None
+
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch 2.9 and later read the first before the second
+
+
+def set_gpu_environment(compile_cache: str = "") -> None:
+    """Have kernels kept in a folder across runs ("": the user's cache) and segments of memory grow; nothing on CPUs.
+
+    Growing segments hold micro-batches of different sizes without gaps, for which the allocator would otherwise free
+    and ask again. Raises ConfigError if the folder cannot be written.
+    """
+    gpus = find_gpus()
+    if not gpus.count:
+        return
+    if not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
+    folder = _writable(cache_folder(compile_cache))
+    major, minor = gpus.capability
+    folders = {
+        "TRITON_CACHE_DIR": folder / "triton",
+        "TORCHINDUCTOR_CACHE_DIR": folder / "inductor",
+        # FlashAttention-4 (4.0.0b36) does not tell GPUs apart in the names of all its kernels.
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": folder / f"flash_attention-sm{major}{minor}",
+    }
+    for name, path in folders.items():
+        os.environ.setdefault(name, str(path))
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+
+
+def cache_folder(compile_cache: str = "") -> Path:
+    """The folder of compiled kernels: `compile_cache`, or longspan/kernels in the user's cache (XDG_CACHE_HOME)."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return Path(compile_cache).expanduser().absolute() if compile_cache else cache / "longspan" / "kernels"
+
+
+def _writable(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError as error:
+        raise ConfigError(f"{_cannot(folder)}: {error.strerror}; {_INSTEAD}") from error
+    if not writable:
+        raise ConfigError(f"{_cannot(folder)}: it is not writable for this user; {_INSTEAD}")
+    return folder
+
+
+_INSTEAD = "name another folder with run.compile_cache, or set XDG_CACHE_HOME"
+
+
+def _cannot(folder: Path) -> str:
+    return f"compiled kernels cannot be kept in {folder}"
 
 
 def machine() -> dict[str, Any]:

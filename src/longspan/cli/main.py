@@ -1,6 +1,6 @@
 """`longspan VERB …`: finds the verb, and turns an error that a caller can act on into one line and exit code 2.
 
-A verb is a module of this folder with `main(argv) -> int`, imported when it is asked for, so that `longspan plan` needs
+A verb is a module of this folder with `main(argv) -> int`, imported when it is called, so that `longspan plan` needs
 no torch.
 """
 
@@ -19,12 +19,13 @@ VERBS = {
     "train": "train a model on text; checkpoints, metrics and a report in the run's folder",
     "eval": "evaluate a checkpoint at any context-parallel degree",
     "export": "write a checkpoint as a Hugging Face folder",
-    "plan": "what a step of these documents would do: a table or JSON",
-    "simulate": "what planners and degrees would cost on a cluster, without one",
+    "plan": "what a step of these documents would do, or (--compare) what planners and degrees would cost",
+    "simulate": "the former name of plan --compare",
     "bench": "measure communication patterns on this machine",
     "report": "write the HTML report of a run or a plan",
     "doctor": "check versions, kernels, process groups and exactness on this machine",
 }
+_ALIASES = {"simulate": ["plan", "--compare"]}
 _MODULES = {"bench": "longspan.bench.benches"}  # of verbs that are not in this folder
 EXIT_ERROR = 2
 
@@ -63,7 +64,7 @@ def usage() -> str:
 
 
 def error_line(error: LongspanError) -> str:
-    """One line (and one for each note) that says what is wrong; under torchrun it begins with the rank."""
+    """The error in one line (and one for each note); under torchrun it begins with the rank."""
     rank = os.environ.get("RANK")
     label = "error:" if rank is None else f"error (rank {rank}):"
     if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
@@ -79,7 +80,7 @@ def _run(words: list[str]) -> int:
     if words[0] in ("-V", "--version"):
         print(f"longspan {__version__}")
         return 0
-    verb, *arguments = words
+    verb, *arguments = [*_ALIASES.get(words[0], words[:1]), *words[1:]]
     if verb not in VERBS:
         from longspan.config.file import nearest
 

@@ -1,39 +1,48 @@
-"""`longspan plan`: document lengths to a plan: a table, JSON, a page, a trace, a picture. Imports no torch."""
+"""`longspan plan`: document lengths to a plan: a table, JSON, a page, a trace, a picture. Imports no torch.
+
+With `--compare` it prices planners and degrees instead (`compare.py`).
+"""
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from longspan.cli.flags import Switch, check_least, parse_flags
-from longspan.cli.planning.images import ImageFlags, image_notes, with_images
-from longspan.cli.planning.lengths import SourceFlags, read_lengths
-from longspan.cli.planning.pictures import check_pictures, kind_of_picture, write_file
-from longspan.cli.planning.pricing import (
+from longspan.cli.compare import CompareFlags, check_flags_of_comparison, compare
+from longspan.cli.flags import check_least, parse_flags
+from longspan.cli.lengths import read_lengths
+from longspan.cli.planning import (
     UNPRICED,
-    ClosingFlags,
-    PricingFlags,
+    check_pictures,
     check_weights,
-    notes_on,
+    kind_of_picture,
     plan_options,
-    planned,
     read_price,
+    type_notes,
     with_weights,
+    write_file,
 )
-from longspan.errors import ConfigError, counted
+from longspan.errors import ConfigError, PlanError, counted
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
+from longspan.plan.cost.spans import with_spans
+from longspan.plan.items.encoder_load import EncoderLoad
+from longspan.plan.items.encoder_shape import EncoderShape
 from longspan.plan.planners.fixed import smallest_degree
+from longspan.plan.simulate.type_and_partition import plan_with_partition
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanFlags(ImageFlags, PricingFlags, ClosingFlags, SourceFlags):
-    """Plan one step of some documents: which slots work together on which of them, micro-batch by micro-batch."""
+class PlanFlags(CompareFlags):
+    """Plan one step of some documents: which slots work together on which of them, micro-batch by micro-batch.
 
-    slots: int
-    """Slots of the home: ranks / (tensor-parallel degree x pipeline stages)."""
+    With --compare, price plans on a machine that you describe instead: planners next to each other, saved plans, or
+    degrees of an evaluation. Times follow the cost model; the wire between stages, optimizer steps and the weights'
+    memory are not in them.
+    """
+
     planner: Literal["auto", "fixed", "padded", "dynamic"] = "auto"
     """fixed: packed, one degree; padded: one document a row, padded; dynamic: a degree for each document; auto: fixed
     where --cp is given, else dynamic."""
@@ -43,21 +52,18 @@ class PlanFlags(ImageFlags, PricingFlags, ClosingFlags, SourceFlags):
     """Smallest degree that a dynamic plan may choose."""
     max_cp: int = 0
     """Largest degree that a dynamic plan may choose; 0: no limit."""
-    mode: Literal["lockstep", "free"] = "lockstep"
-    """lockstep: all slots end a micro-batch together (FSDP, EP, pipelines); free: only members of a group wait."""
     partition: Literal["auto", "zigzag", "contiguous"] = "auto"
     """How a group's rows are dealt out: zigzag: equal causal work; contiguous: one run a slot, fewer copies under a2a,
     and slower than predicted under the other types; auto: of hybrids the faster, otherwise zigzag."""
-    node_size: int = 8
-    """Slots of one host; groups inside a host talk over its fast links."""
     micro_batch_multiple: int = 1
     """Round the number of micro-batches up to a multiple of this (pipelines with several chunks a stage)."""
     row_multiple: int = 1
     """Rows of a slot are laid out in multiples of this (sequence parallelism)."""
-    json: Switch = False
-    """Print the plan as JSON, and nothing else, on standard output."""
-    plot: tuple[str, ...] = ()
-    """Draw the plan to these files: .html (a page to explore), .svg, or .png (needs the viz extra)."""
+    images: str = ""
+    """With --model of a vision-language model: images of each document, such as 16x256: 16 images of 256 rows each,
+    which are among its tokens. Their encoding is priced, dealt to all slots."""
+    max_image_rows: int = 0
+    """With --images: rows of images that a slot encodes at once; 0: all."""
     trace: str = ""
     """Write the plan as Chrome trace (chrome://tracing, ui.perfetto.dev) to this file."""
 
@@ -65,36 +71,35 @@ class PlanFlags(ImageFlags, PricingFlags, ClosingFlags, SourceFlags):
 def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     flags = parse_flags(PlanFlags, argv, "longspan plan")
-    check_weights(flags, free=flags.mode == "free")
+    check_flags_of_comparison(flags)
+    check_weights(flags, free=flags.mode == "free" or bool(flags.plans))
+    return compare(flags) if flags.compare else _plan_step(flags)
+
+
+def _plan_step(flags: PlanFlags) -> int:
     check_pictures(flags.plot, ("html", "svg", "png"), "a plan")
     check_least(flags, slots=1, max_tokens_per_slot=0, cp=0, max_cp=0, max_image_rows=0)
     lengths, source = read_lengths(flags, flags.slots)
     began = time.perf_counter()
     cost = with_weights(read_price(flags), flags, slots=flags.slots, node_size=flags.node_size)
-    cost = with_images(flags, flags.model, lengths, cost)
-    plan, why = make_plan(flags, lengths, cost)
+    plan, reason = make_plan(flags, lengths, _with_images(flags, lengths, cost))
     seconds = time.perf_counter() - began
-    of_images = [*image_notes(flags, flags.model, plan)]
-    wrote = _write_files(flags, plan, source)
-    if flags.json:
-        print(plan.to_json())
-    else:
-        print(plan.table())
-    lines = [
+    notes = [
         f"{counted(len(lengths), 'document')} from {source}, planned in {seconds:.3f} s",
-        *(f"wrote {path}" for path in wrote),
         *([UNPRICED] if flags.mode == "free" and not cost.closing_seconds else []),
-        *([why] if why else []),
-        *notes_on(flags),
-        *of_images,
+        *([reason] if reason else []),
+        *type_notes(flags),
+        *_image_notes(flags, plan),
     ]
-    print("\n".join(lines), file=sys.stderr if flags.json else sys.stdout)
+    notes[1:1] = [f"wrote {path}" for path in _write_files(flags, plan, source)]
+    print(plan.to_json() if flags.json else plan.table())
+    print("\n".join(notes), file=sys.stderr if flags.json else sys.stdout)
     return 0
 
 
 def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> tuple[Plan, str]:
-    """The plan that the flags ask for, and why a hybrid's rows are dealt out so. Raises LongspanError's children where
-    it is impossible.
+    """The plan that the flags describe, and why a hybrid's rows are dealt out so. Raises LongspanErrors if it is
+    impossible.
     """
     home = Layout(flags.slots)
     options = plan_options(
@@ -108,10 +113,10 @@ def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> tuple[Pla
     kind = flags.planner if flags.planner != "auto" else "fixed" if flags.cp else "dynamic"
     if kind == "dynamic" and flags.cp:
         raise ConfigError("--cp is the degree of fixed and padded plans; use --min-cp and --max-cp, or --planner fixed")
-    return planned(partial(_planned, flags, kind, lengths, home), options, flags.partition)
+    return plan_with_partition(partial(_plan_with_options, flags, kind, lengths, home), options, flags.partition)
 
 
-def _planned(flags: PlanFlags, kind: str, lengths: Sequence[int], home: Layout, options: PlanOptions) -> Plan:
+def _plan_with_options(flags: PlanFlags, kind: str, lengths: Sequence[int], home: Layout, options: PlanOptions) -> Plan:
     if kind == "dynamic":
         return plan_dynamic(lengths, home, min_cp=flags.min_cp, max_cp=flags.max_cp or None, options=options)
     planner = plan_padded if kind == "padded" else plan_fixed
@@ -130,7 +135,7 @@ def _write_files(flags: PlanFlags, plan: Plan, source: str) -> list[str]:
 
 
 def _draw(plan: Plan, path: str, title: str) -> None:
-    """Write the picture of a plan as the kind of file that its name says."""
+    """Write the picture of a plan as the kind of file that its name ends in."""
     from longspan.report import plan_document, plan_page, write_png
 
     kind = kind_of_picture(path)
@@ -138,3 +143,54 @@ def _draw(plan: Plan, path: str, title: str) -> None:
         write_png(plan, path)
     else:
         write_file(path, plan_page(plan, title=title) if kind == "html" else plan_document(plan, title=title))
+
+
+def _with_images(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> Cost:
+    """The cost of these documents if tokens of an image see each other. Raises ConfigError as `_image_notes` does."""
+    if not flags.images or not flags.model:
+        return cost
+    count, rows = _parse_images(flags.images)
+    return with_spans(cost, flags.model, [rows] * (count * len(lengths)), sum(lengths))
+
+
+def _image_notes(flags: PlanFlags, plan: Plan) -> Iterator[str]:
+    """Lines below a plan. Raises ConfigError for images that do not fit, PlanError for a tower without a price."""
+    if flags.images and not flags.model:
+        raise ConfigError(f"--images {flags.images} needs the model whose tower encodes them; give its --model FOLDER")
+    if not flags.images:
+        if flags.model and _has_tower(flags.model):
+            yield "the model has a tower for images, which is not in these seconds; --images COUNTxROWS adds it"
+        return
+    count, rows = _parse_images(flags.images)
+    shape = EncoderShape.of(flags.model)
+    if short := [n for n in plan.lengths if n < count * rows]:
+        raise ConfigError(
+            f"--images {flags.images} takes {count * rows:,} tokens of each document, and {len(short)} of "
+            f"{len(plan.lengths)} are shorter (the shortest {min(short):,}); give fewer or smaller images"
+        )
+    images = [[rows] * count] * len(plan.lengths)
+    load = EncoderLoad.of(plan, images, shape.cost(), max_rows=flags.max_image_rows or None)
+    share = load.seconds / (load.seconds + plan.predicted_seconds)
+    yield (
+        f"encoder: {count * len(images):,} images of {rows:,} rows dealt to {plan.slots} slots take {load.seconds:.3g} "
+        f"s beside the plan's {plan.predicted_seconds:.3g} s on H200s, {share:.0%} of the step; the busiest slot has "
+        f"{load.balance:.2f} of the mean"
+    )
+    yield (
+        f"every slot encoding all images of its documents would take {load.replicated_seconds:.3g} s, "
+        f"{load.replicated_seconds / load.seconds:.1f} times as long"
+    )
+
+
+def _parse_images(text: str) -> tuple[int, int]:
+    count, _, rows = text.lower().partition("x")
+    if not count.isdecimal() or not rows.isdecimal() or not int(count) * int(rows):
+        raise ConfigError(f"--images {text!r} is not COUNTxROWS, such as 16x256")
+    return int(count), int(rows)
+
+
+def _has_tower(model: str) -> bool:
+    try:
+        return bool(EncoderShape.of(model))
+    except PlanError:
+        return False

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TextIO
 
-from longspan.cli.gpu_environment import set_gpu_environment
-from longspan.cli.gpus import find_gpus
+from longspan.cli.machine import find_gpus, set_gpu_environment
 from longspan.comm import run_local
 from longspan.errors import ConfigError, LongspanError, counted
 from longspan.launch.launch import usable_cores
@@ -20,14 +19,14 @@ Device = Literal["auto", "cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Processes:
-    """How many processes a verb has, what their world talks through, and what the user should know about that."""
+    """How many processes a verb has, the backend of their world, and a note about them for the user."""
 
     ranks: int
     backend: Literal["gloo", "nccl"]
     note: str = ""
 
     @contextmanager
-    def noted_in_errors(self) -> Iterator[None]:
+    def note_errors(self) -> Iterator[None]:
         """Say in an error, as of a home that does not fit, how many processes GPUs make without a flag."""
         try:
             yield
@@ -63,11 +62,11 @@ def processes_of(
             f"{counted(here, 'process', 'es')} on this machine need a GPU each, and it has {counted(gpus, 'GPU')}; "
             f"start at most {gpus}, or give {for_cpus} for processes on CPUs"
         )
-    return Processes(ranks, "nccl", _on_gpus(here, gpus)) if gpus else Processes(ranks, "gloo", _crowded(here))
+    return Processes(ranks, "nccl", _gpu_note(here, gpus)) if gpus else Processes(ranks, "gloo", _core_note(here))
 
 
-def _on_gpus(ranks: int, gpus: int) -> str:
-    """What is started, or under torchrun what is left idle."""
+def _gpu_note(ranks: int, gpus: int) -> str:
+    """What is started, or under torchrun how many GPUs stay idle."""
     if under_torchrun():
         all_of_them = f"torchrun --nproc-per-node {gpus} uses all"
         return f"{ranks} of {gpus} GPUs used, {gpus - ranks} idle: {all_of_them}" if ranks < gpus else ""
@@ -77,7 +76,7 @@ def _on_gpus(ranks: int, gpus: int) -> str:
     return "1 process on 1 GPU" if gpus == 1 else f"{gpus} processes, one on each GPU; --world N starts N of them"
 
 
-def _crowded(ranks: int) -> str:
+def _core_note(ranks: int) -> str:
     cores = usable_cores()
     if ranks <= cores:
         return ""
@@ -105,7 +104,7 @@ def reports_here() -> bool:
 
 
 def say(note: str, stream: TextIO) -> None:
-    """Print a note, where there is one, once."""
+    """Print a note that is not empty, once for all ranks."""
     if note and reports_here():
         print(note, file=stream, flush=True)
 

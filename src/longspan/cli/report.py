@@ -21,7 +21,7 @@ class ReportFlags:
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR|PLAN.json")]
     """A run's folder, or a plan as `longspan plan --json` prints it."""
     out: str = ""
-    """Where to write the page of a plan; empty: beside it, as .html."""
+    """Where to write the page of a plan; empty: next to the plan, as .html."""
     json: Switch = False
     """Print {"report": PATH} on standard output."""
 

@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     flags, config = parse_train(argv)
     processes = processes_of(flags.world, flags.device)
     ranks = processes.ranks
-    with processes.noted_in_errors():
+    with processes.note_errors():
         check_config(config, ranks)
     if not under_torchrun():
         check_files(config)

@@ -26,7 +26,7 @@ class Case:
     different degrees, a slot in two groups, idle slots and a dummy; "dynamic", as `plan_dynamic` makes it.
     `partition`: how rows of a group are dealt out.
     `sizes` are those of a2a+p2p. `router_losses` adds the balance and z losses of routers. With an `encoder` documents
-    have images, and the tower and projector a home of their own on all ranks, whose tp it is; 0: text alone.
+    have images, and the tower and projector a home of their own on all ranks, whose tp it is; 0: only text.
     """
 
     dtype: DTypeName = "float64"
@@ -139,10 +139,10 @@ def _whole(ranks: int) -> list[Case]:
         Case(cp=min(2, widest), recompute="full"),
         Case(cp=widest, cp_comm_type="all_gather", recompute="selective"),
     ]
-    return [*cases, *(case for case in _of_other_homes(ranks) if ranks % (case.tp * case.pp * case.ep) == 0)]
+    return [*cases, *(case for case in _cases_of_other_homes(ranks) if ranks % (case.tp * case.pp * case.ep) == 0)]
 
 
-def _of_other_homes(ranks: int) -> list[Case]:
+def _cases_of_other_homes(ranks: int) -> list[Case]:
     cp = 2 if ranks >= 4 else 1
     return [
         Case(tp=2, cp=cp),
@@ -166,7 +166,7 @@ def every_type(cp: int) -> list[Case]:
 
 @dataclass(frozen=True)
 class Packed:
-    """Documents as plans know them: how long they are, and how many tokens they predict."""
+    """What plans need of documents: their lengths, and how many tokens they predict."""
 
     lengths: tuple[int, ...]
     targets: int
@@ -185,7 +185,7 @@ def plan_of(
     if case.cp > home.slots:
         raise LayoutError(f"cp {case.cp} needs as many slots, and the home has {home.slots}; use more ranks")
     if case.plan == "several":
-        return _several(case, home, documents)
+        return _several_plan(case, home, documents)
     lengths, targets = documents.lengths, documents.targets
     options = PlanOptions(
         cp_comm_type=case.cp_comm_type,
@@ -199,21 +199,21 @@ def plan_of(
         cap = -(-max(lengths) // home.slots) + 8
         return plan_dynamic(lengths, home, options=options, targets=targets, max_tokens_per_slot=cap)
     if home.slots % case.cp:
-        return _in_blocks(case, home, documents)
+        return _block_plan(case, home, documents)
     return plan_fixed(lengths, home, case.cp, options=options, targets=targets)
 
 
-def _in_blocks(case: Case, home: Layout, of: Packed) -> Plan:
+def _block_plan(case: Case, home: Layout, of: Packed) -> Plan:
     """One micro-batch of a degree that does not divide the slots."""
     blocks = [tuple(range(first, min(first + case.cp, home.slots))) for first in range(0, home.slots, case.cp)]
     documents: list[list[int]] = [[] for _ in blocks]
     for document in range(len(of.lengths)):
         documents[document % len(blocks)].append(document)
     groups = [_group(case, block, of_block, of) for block, of_block in zip(blocks, documents, strict=True)]
-    return _checked(case, home, of, MicroBatch(tuple(groups)))
+    return _check_plan(case, home, of, MicroBatch(tuple(groups)))
 
 
-def _several(case: Case, home: Layout, of: Packed) -> Plan:
+def _several_plan(case: Case, home: Layout, of: Packed) -> Plan:
     """Slot 0 has documents of its own and shares one; the others idle in the first micro-batch, none works in the last.
 
     Where the home has fewer slots, its last stands for those that it lacks.
@@ -223,7 +223,7 @@ def _several(case: Case, home: Layout, of: Packed) -> Plan:
     wide, single, last = _group(case, everyone[: case.cp], [2, 3], of), _group(case, (0,), [4], of), (home.slots - 1,)
     second = MicroBatch((wide, single, _group(case, last, [5], of)))
     third = MicroBatch((_group(case, everyone, rest, of),))
-    return _checked(case, home, of, first, second, third, MicroBatch())
+    return _check_plan(case, home, of, first, second, third, MicroBatch())
 
 
 def _group(case: Case, slots: tuple[int, ...], documents: list[int], of: Packed) -> Group:
@@ -231,7 +231,7 @@ def _group(case: Case, slots: tuple[int, ...], documents: list[int], of: Packed)
     return Group(slots, tuple(documents), lengths, case.cp_comm_type, partition=case.partition)
 
 
-def _checked(case: Case, home: Layout, of: Packed, *batches: MicroBatch) -> Plan:
+def _check_plan(case: Case, home: Layout, of: Packed, *batches: MicroBatch) -> Plan:
     return Plan(home.slots, of.lengths, batches, targets=of.targets, row_multiple=_row_multiple(case)).check()
 
 

@@ -24,8 +24,8 @@ NO_LABEL = -100
 def image_documents(config: PreTrainedConfig) -> tuple[TrialDocument, ...]:
     """Documents of LENGTHS tokens of text and IMAGES images, for a small configuration, and one with videos.
 
-    There is none with videos where `without_videos` says why. Raises ModelError where `prepare(encoder=…)` refuses the
-    model.
+    There is none with videos if `without_videos` gives a reason. Raises ModelError if `prepare(encoder=…)` refuses
+    the model.
     """
     model = tiny_model(config, torch.float32, images=True)
     check_vision(model)
@@ -50,7 +50,7 @@ def item_documents(config: PreTrainedConfig, documents: Sequence[TrialDocument])
     if any(of_videos):
         items += items_at_placeholders(ids, video_tokens(config).placeholder, of_videos)
     images = [image for kind in (0, 1) for document in documents for image in _apart(document, document.images)[kind]]
-    tokens = [_labelled(document) if document.prefix else document.ids for document in documents]
+    tokens = [_with_labels(document) if document.prefix else document.ids for document in documents]
     return ItemDocuments(tokens, items, images, lambda number: documents[number].positions)
 
 
@@ -60,7 +60,7 @@ def _apart(document: TrialDocument, values: Sequence[Any]) -> tuple[list[Any], l
     return [x for i, x in enumerate(values) if i not in groups], [values[i] for i in sorted(groups)]
 
 
-def labels_of(document: np.ndarray | TrialDocument) -> np.ndarray:
+def document_labels(document: np.ndarray | TrialDocument) -> np.ndarray:
     """What each token but the last predicts; placeholders and a prefix are not predicted."""
     if isinstance(document, TrialDocument):
         hidden = document.at_images | (np.arange(len(document.ids)) < document.prefix)
@@ -68,5 +68,5 @@ def labels_of(document: np.ndarray | TrialDocument) -> np.ndarray:
     return document[1:]
 
 
-def _labelled(document: TrialDocument) -> Document:
+def _with_labels(document: TrialDocument) -> Document:
     return Document(document.ids, loss_mask=np.arange(len(document.ids)) >= document.prefix)

@@ -1,9 +1,12 @@
-"""What a proof says of each case, and of the ranks that it ran on."""
+"""The outcomes of a proof, case by case, with the worlds that it ran in: as values, text and JSON."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from longspan.doctor.cases import Case
+from longspan.errors import counted
+from longspan.report.plain_text import text_table
 
 Status = Literal["exact", "refused", "wrong", "crashed", "not built"]
 
@@ -30,7 +33,7 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        """Whether it is exact, or refused for sizes that the case alone has."""
+        """Whether it is exact, or refused for sizes that only this case has."""
         return self.status == "exact" or (self.status == "refused" and not self.case.basic)
 
     def row(self) -> dict[str, Any]:
@@ -53,7 +56,7 @@ class WorldFacts:
 class Proof:
     """Outcomes in the order of their cases, and the worlds in which they ran.
 
-    `text_suffices`: the model's class is that of text alone too, so that images which are refused are a remark.
+    `text_suffices`: the model's class is also that of text, so that refused images are only a remark.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -67,3 +70,43 @@ class Proof:
 
     def _is_remark(self, outcome: Outcome) -> bool:
         return self.text_suffices and outcome.case.encoder > 0 and outcome.status == "refused"
+
+
+def proof_text(proof: Proof, heading: Sequence[str], seconds: float) -> str:
+    """The heading, a line for each case, and a verdict."""
+    rows = [(_mark(outcome), outcome.case.name, outcome.status, outcome_text(outcome)) for outcome in proof.outcomes]
+    table = text_table(("", "case", "result", "found"), rows, left=4)
+    return "\n".join([*heading, "", table, "", verdict(proof, seconds)])
+
+
+def verdict(proof: Proof, seconds: float) -> str:
+    """How many cases are exact and what the others are, in a line."""
+    numbers = {
+        status: sum(o.status == status for o in proof.outcomes)
+        for status in ("exact", "refused", "wrong", "crashed", "not built")
+    }
+    parts = [f"{number} {status}" for status, number in numbers.items() if number]
+    word = "proven" if proof.good else "NOT proven"
+    return f"{word} on this machine: of {counted(len(proof.outcomes), 'case')} {', '.join(parts)} ({seconds:.0f} s)"
+
+
+def outcome_text(outcome: Outcome) -> str:
+    """The errors of a case and the tolerance, or the reason why there are none."""
+    if outcome.loss_error is None:
+        return " ".join(outcome.message.split())
+    text = f"loss {outcome.loss_error:.1e}"
+    if outcome.gradient_error is not None:
+        worst = f" ({outcome.parameter})" if outcome.status == "wrong" else ""
+        text += f", gradients {outcome.gradient_error:.1e}{worst}"
+    return f"{text} from the stock model, allowed {outcome.tolerance:.1e}"
+
+
+def proof_json(proof: Proof, model: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The proof as a JSON object: the model, `good`, a row for each case, and the worlds."""
+    worlds = [{"ranks": w.ranks, "device": w.device, "backend": w.backend} for w in proof.worlds]
+    rows = [outcome.row() for outcome in proof.outcomes]
+    return {"good": proof.good, "seconds": seconds, "model": model, "cases": rows, "worlds": worlds}
+
+
+def _mark(outcome: Outcome) -> str:
+    return "✓" if outcome.status == "exact" else "·" if outcome.good else "✗"

@@ -12,25 +12,125 @@ import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from longspan.comm import run_local
 from longspan.doctor.cases import LENGTHS, Case
-from longspan.doctor.expected import Stock, error_text
 from longspan.doctor.images import image_documents
 from longspan.doctor.outcomes import Outcome, Proof, WorldFacts
 from longspan.doctor.ranks import Expected, Task, preparation, run_cases
 from longspan.doctor.stock import (
+    NO_ROUTER,
+    ROUTER,
+    Answer,
     documents_for,
+    gradient_errors,
+    loss_error,
+    precision,
+    stock_answer,
+    with_every_expert,
 )
 from longspan.errors import CommError, LongspanError
 from longspan.layout import Layout
 from longspan.model.seams.hint import DOCTOR
 from longspan.model.vision.trial_documents import TrialDocument
+from longspan.plan.cost.model_shape import read_experts
+
+EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}
+ROUNDING = 2  # so many times the stock model's own error: in bfloat16, and in float32 where that is above EXACT
+MOST_ROUNDING = 1e-3  # in float32: an error of its own beyond half of this is none of rounding
+MOST_BESIDE_ROUTERS = 1e-4  # where it may be a row that another expert got
+
+
+def error_text(error: BaseException) -> str:
+    """The message of an error, with its type unless it is this package's."""
+    return str(error) if isinstance(error, LongspanError) else f"{type(error).__name__}: {error}"
+
+
+class Stock:
+    """Answers of the stock model by dtype, with or without losses of routers and images; a text if it cannot run."""
+
+    def __init__(
+        self, config: PreTrainedConfig, documents: Sequence[Any], images: Sequence[TrialDocument] = ()
+    ) -> None:
+        self.config, self.documents, self.images = config, documents, images
+
+    def answers(self, cases: Sequence[Case]) -> dict[tuple[str, bool, bool], Expected | str]:
+        """For every dtype of the cases; with losses of routers where a case wants them and the model has them."""
+        keys = dict.fromkeys((case.dtype, False, case.encoder > 0) for case in cases)
+        keys |= dict.fromkeys(case.answer for case in cases if case.router_losses)
+        answers: dict[tuple[str, bool, bool], Expected | str] = {}
+        for name, with_routers, with_images in keys:
+            stock = Stock(self.config, self.images) if with_images else self
+            try:
+                answers[name, with_routers, with_images] = stock._expect(getattr(torch, name), with_routers)
+            except Exception as error:
+                answers[name, with_routers, with_images] = error_text(error)
+        return answers
+
+    def _expect(self, dtype: torch.dtype, with_routers: bool) -> Expected:
+        if dtype == torch.float64:
+            return self._exact(with_routers)
+        if dtype == torch.float32:
+            answer = self._answer(dtype, dtype, with_routers)
+            return Expected(answer, self._float32_bound(answer, with_routers), whole=False)
+        stock = self._every_expert_stock
+        answer, half = (stock._answer(dtype, compute, with_routers) for compute in (torch.float32, dtype))
+        return Expected(answer, ROUNDING * _worst(half, answer), whole=False, every_expert=stock is not self)
+
+    @cached_property
+    def _every_expert_stock(self) -> "Stock":
+        """Of the model whose rows get every expert; this one where it has none to choose, or cannot run so."""
+        every = with_every_expert(self.config)
+        if every is self.config:
+            return self
+        stock = Stock(every, self.documents)
+        try:
+            stock._answer(torch.bfloat16, torch.bfloat16, False)
+        except Exception:  # of the model's own code
+            return self
+        return stock
+
+    def _float32_bound(self, answer: Answer, with_routers: bool) -> float:
+        """EXACT, or what two computations in float32 may differ by: gradients that cancel out have few digits left."""
+        least = EXACT[torch.float32]
+        for whole in (True, False):  # scans and norms in float64 too, where the model's code can
+            try:
+                with precision(torch.float64, whole=whole):
+                    exact = self._answer(torch.float32, torch.float64, with_routers)
+            except (RuntimeError, TypeError):  # two types in one product, say
+                continue
+            between = ROUNDING * _worst(answer, exact)
+            routed = read_experts(self.config.get_text_config()).of_layer > 1
+            return max(least, between) if between <= (MOST_BESIDE_ROUTERS if routed else MOST_ROUNDING) else least
+        return least
+
+    def _exact(self, with_routers: bool) -> Expected:
+        """In float64 all through, where the model's code can."""
+        try:
+            with precision(torch.float64, whole=True):
+                answer = self._answer(torch.float64, torch.float64, with_routers)
+            return Expected(answer, EXACT[torch.float64], whole=True)
+        except (RuntimeError, TypeError):  # two types in one product, say
+            answer = self._answer(torch.float64, torch.float64, with_routers, attention="sdpa")
+            return Expected(answer, EXACT[torch.float64], whole=False)
+
+    def _answer(
+        self, weights: torch.dtype, compute: torch.dtype, with_routers: bool, attention: str = "eager"
+    ) -> Answer:
+        router = ROUTER if with_routers else NO_ROUTER
+        return stock_answer(self.config, self.documents, weights, compute, router=router, attention=attention)
+
+
+def _worst(answer: Answer, exact: Answer) -> float:
+    return max(loss_error(answer.loss, exact.loss), *gradient_errors(answer.gradients, exact).values())
+
 
 SECONDS_PER_CASE = 20.0
 
@@ -56,13 +156,13 @@ class Ranks:
 def prove(config: PreTrainedConfig, cases: Sequence[Case], ranks: int, *, backend: str = "gloo") -> tuple[Outcome, ...]:
     """The outcome of every case for a model of this configuration with random weights, over local processes.
 
-    The model is made as the configuration says: give a small one (`shrunken`). Raises nothing of the model's.
+    The model is made from the configuration: give a small one (`shrunken`). Raises nothing of the model's.
     """
     return run_proof(config, cases, Ranks(ranks, backend)).outcomes
 
 
 def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> Proof:
-    """The same on these ranks, with what they say of their worlds."""
+    """The same on these ranks, with the facts of their worlds."""
     outcomes: dict[int, Outcome] = {}
     worlds: list[WorldFacts] = []
     try:
@@ -70,7 +170,7 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> 
     except Exception as error:
         return Proof(tuple(Outcome(case, "not built", message=error_text(error)) for case in cases))
     images, refusal = _images(config, cases)
-    expected = Stock(config, documents, images).expected(cases)
+    expected = Stock(config, documents, images).answers(cases)
     for number, case in enumerate(cases):
         if case.encoder and refusal is not None:
             outcomes[number] = replace(refusal, case=case)
@@ -79,7 +179,7 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> 
         elif case.router_losses and isinstance(failure := expected[case.answer], str):
             outcomes[number] = Outcome(case, "refused", message=failure)
     answers = {key: answer for key, answer in expected.items() if isinstance(answer, Expected)}
-    for home, numbered in _by_home(cases, ranks.count, outcomes).items():
+    for home, numbered in _group_by_home(cases, ranks.count, outcomes).items():
         task = Task(config, home, tuple(numbered), answers, documents, ranks.backend, ranks.timeout, images=images)
         task = replace(task, show=ranks.show, architecture=MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
         outcomes |= _run_home(task, ranks, worlds)
@@ -99,7 +199,9 @@ def _images(config: PreTrainedConfig, cases: Sequence[Case]) -> tuple[tuple[Tria
         return (), Outcome(first, "not built", message=error_text(error))
 
 
-def _by_home(cases: Sequence[Case], ranks: int, outcomes: dict[int, Outcome]) -> dict[Layout, list[tuple[int, Case]]]:
+def _group_by_home(
+    cases: Sequence[Case], ranks: int, outcomes: dict[int, Outcome]
+) -> dict[Layout, list[tuple[int, Case]]]:
     """The cases that have no outcome yet by their home, those of one preparation together; adds the refused ones."""
     homes: dict[Layout, list[tuple[int, Case]]] = {}
     for number, case in enumerate(cases):
@@ -127,7 +229,7 @@ def _run_home(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[int, O
             left = [(number, case) for number, case in left if number not in outcomes]
             if left and failure is not None:
                 number, case = left.pop(0)
-                outcomes[number] = _of_failure(case, failure)
+                outcomes[number] = _failure_outcome(case, failure)
             if ranks.launch is not None:  # not ours to start again
                 after = "ranks had ended in the case before"
                 outcomes |= {number: Outcome(case, "crashed", message=after) for number, case in left}
@@ -142,7 +244,7 @@ def _run_world(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> tuple[dict
     try:
         world, outcomes = launch(run_cases, task, count, seconds)
     except Exception as error:
-        return _recorded(task), error
+        return _read_record(task), error
     worlds.append(world)
     return outcomes, None
 
@@ -151,7 +253,7 @@ def _start(fn: Callable[[int, Task], InWorld], task: Task, count: int, seconds: 
     return run_local(fn, count, (task,), timeout=seconds, grace=5.0)[0]
 
 
-def _recorded(task: Task) -> dict[int, Outcome]:
+def _read_record(task: Task) -> dict[int, Outcome]:
     """The outcomes before the error that ended the ranks."""
     record = Path(task.record)
     cases, outcomes = dict(task.cases), dict[int, Outcome]()
@@ -163,6 +265,6 @@ def _recorded(task: Task) -> dict[int, Outcome]:
     return outcomes
 
 
-def _of_failure(case: Case, error: BaseException) -> Outcome:
+def _failure_outcome(case: Case, error: BaseException) -> Outcome:
     refused = isinstance(error, LongspanError) and not isinstance(error, CommError)
     return Outcome(case, "refused" if refused else "crashed", message=error_text(error))

@@ -1,4 +1,4 @@
-"""What each rank does in a proof: one world of a home, in it every case of that home, beside the stock model.
+"""What each rank does in a proof: one world of a home, in it every case of that home, compared with the stock model.
 
 An outcome is written to a file as soon as it is known, so that none is lost where a later case ends the ranks.
 """
@@ -18,7 +18,6 @@ from transformers import PreTrainedConfig
 from longspan.attention import choose_type
 from longspan.comm import World
 from longspan.doctor.cases import TEXTS, Case, Packed, plan_of
-from longspan.doctor.every_expert import with_every_expert
 from longspan.doctor.images import item_documents
 from longspan.doctor.outcomes import Outcome, WorldFacts
 from longspan.doctor.stock import (
@@ -30,6 +29,7 @@ from longspan.doctor.stock import (
     loss_error,
     missing_errors,
     precision,
+    with_every_expert,
 )
 from longspan.doctor.which_model import register
 from longspan.errors import CommError, LongspanError, ModelError
@@ -39,10 +39,10 @@ from longspan.model import EncoderHome, prepare
 from longspan.model.execution import execution_of
 from longspan.model.experts.moe import router_statistics
 from longspan.model.multimodal.multimodal_model import language_model_of
-from longspan.model.prepared import PrepareOptions
+from longspan.model.prepare_model import PrepareOptions
 from longspan.model.seams.hint import DOCTOR
 from longspan.model.small.shrink import tiny_model
-from longspan.model.vision.join import names_by_stock_name
+from longspan.model.vision.join import own_names
 from longspan.model.vision.trial_documents import TrialDocument
 from longspan.plan import Plan
 from longspan.plan.hierarchy import Levels, hierarchical_groups, levels_of
@@ -52,7 +52,7 @@ from longspan.train.step_check import check_step
 
 @dataclass(frozen=True)
 class Expected:
-    """What the stock model says in one dtype, how far a case may be from it, and the mode both are computed in.
+    """The stock model's answer in one dtype, the tolerance of a case, and the mode in which both are computed.
 
     `every_expert`: of the model whose rows get every expert.
     """
@@ -76,7 +76,7 @@ class Task:
     timeout: float
     record: str = ""  # a file, to which the first rank adds a line for each outcome
     show: bool = False
-    architecture: type | None = None  # of a configuration that transformers does not know
+    architecture: type | None = None  # of a configuration without a class in transformers
     images: tuple[TrialDocument, ...] = ()  # documents of the cases with an encoder
 
 
@@ -127,20 +127,23 @@ class CaseRun:
         self._began = time.perf_counter()
         try:
             with precision(self.dtype, whole=self.whole):
-                self.model = self._prepared(first)
+                self.model = self._prepare(first)
         except LongspanError as error:
             if isinstance(error, CommError):
                 raise
             self.refusal = str(error).partition(DOCTOR)[0]  # this is what it names
 
-    def _prepared(self, first: Case) -> nn.Module:
-        options = PrepareOptions(activation_checkpointing=first.recompute, sequence_parallel=first.sequence_parallel)
+    def _prepare(self, first: Case) -> nn.Module:
+        options: PrepareOptions = {
+            "activation_checkpointing": first.recompute,
+            "sequence_parallel": first.sequence_parallel,
+        }
         model = tiny_model(self.config, self.dtype, images=first.encoder > 0)
         if not first.encoder:
-            return prepare(model, self.world, options=options)
+            return prepare(model, self.world, **options)
         home = Layout(len(self.task.home.ranks), tp=first.encoder)
         settings = EncoderHome(home=home, recompute=first.recompute != "none", activation_checkpointing=first.recompute)
-        return prepare(model, self.world, encoder=settings, options=options)
+        return prepare(model, self.world, encoder=settings, **options)
 
     def outcome(self, case: Case) -> Outcome:
         """Of one case; raises what its step raises, for then other ranks may wait."""
@@ -165,7 +168,7 @@ class CaseRun:
             parameter,
             expected.tolerance,
             seconds=self._began - began,
-            levels=tuple(str(_as_ranks(levels_of(group), self.world)) for group in hierarchical_groups(plan)),
+            levels=tuple(str(_rank_levels(levels_of(group), self.world)) for group in hierarchical_groups(plan)),
             why=self._why(case, plan),
         )
 
@@ -190,9 +193,7 @@ class CaseRun:
         self.world.prepare(plan)
         result = run_step(self.model, plan, self.documents, self.world, router=router)
         gradients = gradients_of(self.model)
-        here = gradient_errors(
-            {original: gradients[name] for original, name in names_by_stock_name(gradients).items()}, stock
-        )
+        here = gradient_errors({original: gradients[name] for original, name in own_names(gradients).items()}, stock)
         self.model.zero_grad()
         of_ranks = self.world.control.gather_objects(here, "errors of gradients")
         errors = {name: max(of.get(name, 0.0) for of in of_ranks) for name in {n for of in of_ranks for n in of}}
@@ -214,7 +215,7 @@ class CaseRun:
         return choose_type(plan.micro_batches[0].groups[0], call, node_size=self.world.node_size).reasons
 
 
-def _as_ranks(levels: Levels, world: World) -> Levels:
+def _rank_levels(levels: Levels, world: World) -> Levels:
     """The ranks that have these slots in this rank's stage and tensor-parallel position."""
     a2a, p2p = (tuple(tuple(world.plane[s] for s in slots) for slots in level) for level in (levels.a2a, levels.p2p))
     return Levels(a2a, p2p)

@@ -1,13 +1,14 @@
-"""What the stock model says about documents that it sees one by one, in one process: loss, routers, every gradient.
+"""The stock model's answer to documents one by one, in one process: loss, routers, every gradient.
 
-Its attention is transformers' eager one, which alone has every model's soft caps and sinks. In float64 the casts to
+Its attention is transformers' eager one, the only one with every model's soft caps and sinks. In float64 the casts to
 float32 inside models are left out, on both sides of a comparison (`float64.py`).
 """
 
+import copy
 import inspect
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from longspan.doctor.float64 import whole_float64
-from longspan.doctor.images import NO_LABEL, labels_of
+from longspan.doctor.images import NO_LABEL, document_labels
 from longspan.errors import ModelError
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.small.shrink import tiny_model
+from longspan.model.small.small_values import EXPERT_GROUPS, PICKED
 from longspan.model.vision.trial_documents import (
     TOKEN_KINDS,
     TrialDocument,
@@ -31,6 +33,57 @@ from longspan.model.vision.trial_documents import (
     token_kinds,
 )
 from longspan.plan.cost.model_shape import read_experts
+
+
+def with_every_expert(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of a configuration in which every row gets every expert; the same object where there is none to choose.
+
+    >>> with_every_expert(MixtralConfig()).num_experts_per_tok
+    8
+    """
+    count = read_experts(config.get_text_config()).of_layer
+    changed = copy.deepcopy(config)
+    text = changed.get_text_config()
+    picked = [name for name in PICKED if isinstance(getattr(text, name, None), int)]
+    if count < 2 or not picked:
+        return config
+    for name in picked:
+        setattr(text, name, count)
+    groups = [getattr(text, name) for name in EXPERT_GROUPS if isinstance(getattr(text, name, None), int)]
+    if groups and isinstance(getattr(text, "topk_group", None), int):
+        text.topk_group = groups[0]
+    return changed
+
+
+class _Float64(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            return args[0].double()
+        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def whole_float64() -> Iterator[None]:
+    """Inside, whatever a model would cast to float32 is float64.
+
+    torch leaves modes out of a backward pass, which may recompute layers: there the mode is entered again.
+    """
+    engine: Any = torch.autograd
+    run = engine._engine_run_backward
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        with _Float64():
+            return run(*args, **kwargs)
+
+    engine._engine_run_backward = run_backward
+    try:
+        with _Float64():
+            yield
+    finally:
+        engine._engine_run_backward = run
+
 
 ROUTER = RouterCoefficients(balance=0.5, z=0.1)
 NO_ROUTER = RouterCoefficients(balance=0.0)
@@ -78,7 +131,7 @@ def stock_answer(
     """
     images = any(isinstance(document, TrialDocument) for document in documents)
     model: Any = stock_model(config, weights, attention, images=images).to(compute or weights)  # pyright: ignore[reportArgumentType]
-    of_documents = [torch.from_numpy(labels_of(document)) for document in documents]
+    of_documents = [torch.from_numpy(document_labels(document)) for document in documents]
     targets, losses, rows = sum(int((labels != NO_LABEL).sum()) for labels in of_documents), [], []
     made = _states(model)
     for document, labels in zip(documents, of_documents, strict=True):
@@ -113,7 +166,7 @@ _State = tuple[nn.Module, dict[str, Any], dict[str, Tensor | None]]
 
 
 def _states(model: nn.Module) -> list[_State]:
-    """What modules keep beside their parameters: numbers, texts and buffers."""
+    """What modules hold except parameters: numbers, texts and buffers."""
     plain = bool | int | float | str | None
     return [
         (module, {n: x for n, x in vars(module).items() if isinstance(x, plain)}, dict(module._buffers))
@@ -133,8 +186,8 @@ def _run(model: PreTrainedModel, document: np.ndarray | TrialDocument, *, with_r
         return model(**stock_arguments(model, document))
     ids = torch.from_numpy(document)[None]
     wrapper = model.config.get_text_config() is not model.config  # GPT-2 would embed the kinds as tokens
-    known = inspect.signature(model.forward).parameters if wrapper else ()
-    more: dict[str, Any] = {name: token_kinds(model, len(document)) for name in TOKEN_KINDS if name in known}
+    arguments = inspect.signature(model.forward).parameters if wrapper else ()
+    more: dict[str, Any] = {name: token_kinds(model, len(document)) for name in TOKEN_KINDS if name in arguments}
     if with_routers:
         more["output_router_logits"] = True
     return model(input_ids=ids, use_cache=False, **more)
@@ -180,7 +233,7 @@ def gradient_errors(gradients: dict[str, Tensor], stock: Answer) -> dict[str, fl
     """The relative error of each of these gradients; infinite for one that is not finite.
 
     A gradient smaller than a thousandth of all together is compared with that thousandth: of keys' biases without
-    rotary positions, say, it is zero but for rounding.
+    rotary positions, say, it is zero up to rounding.
     """
     least = SMALL_SHARE * stock.norm or 1e-30
     errors: dict[str, float] = {}
@@ -192,9 +245,9 @@ def gradient_errors(gradients: dict[str, Tensor], stock: Answer) -> dict[str, fl
     return errors
 
 
-def missing_errors(held: set[str], stock: Answer) -> dict[str, float]:
+def missing_errors(names: set[str], stock: Answer) -> dict[str, float]:
     """The errors of gradients that no rank has."""
-    none = {name: torch.zeros_like(exact) for name, exact in stock.gradients.items() if name not in held}
+    none = {name: torch.zeros_like(exact) for name, exact in stock.gradients.items() if name not in names}
     return gradient_errors(none, stock)
 
 

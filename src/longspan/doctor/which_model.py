@@ -18,7 +18,7 @@ from longspan.errors import ConfigError
 from longspan.model.hf_folder import read_configuration
 
 
-def configuration_of(name: str) -> PreTrainedConfig:
+def find_configuration(name: str) -> PreTrainedConfig:
     """The configuration of a local folder (or its config.json), or the default one of a class or a model_type.
 
     >>> configuration_of("Qwen3ForCausalLM").model_type, configuration_of("qwen3").model_type
@@ -30,22 +30,22 @@ def configuration_of(name: str) -> PreTrainedConfig:
     """
     path = Path(name)
     if path.exists() or "/" in name:
-        return _with_model(read_configuration(path), name)
+        return _check_model(read_configuration(path), name)
     if name in CONFIG_MAPPING:
-        return _with_model(CONFIG_MAPPING[name](), name)
-    named: Any = _dotted(name) if "." in name else getattr(transformers, name, None)
+        return _check_model(CONFIG_MAPPING[name](), name)
+    named: Any = _import_dotted(name) if "." in name else getattr(transformers, name, None)
     if isinstance(named, type) and issubclass(named, PreTrainedConfig):
-        return _with_model(named(), name)
+        return _check_model(named(), name)
     if not isinstance(named, type) or getattr(named, "config_class", None) is None:
         raise ConfigError(f"there is no folder, class of transformers or model_type {name!r}; {_near(name)}")
-    return _of_class(named, name)
+    return _class_configuration(named, name)
 
 
-def _of_class(architecture: Any, name: str) -> PreTrainedConfig:
+def _class_configuration(architecture: Any, name: str) -> PreTrainedConfig:
     config: PreTrainedConfig = architecture.config_class()
     if "." in name:
         register(config, architecture)
-    made = _classes(_with_model(config, name))
+    made = _classes(_check_model(config, name))
     if architecture in made:
         return config
     raise ConfigError(
@@ -66,12 +66,12 @@ def reads_images(config: PreTrainedConfig) -> bool:
 
 
 def register(config: PreTrainedConfig, architecture: type | None) -> None:
-    """Let transformers make this class for its configuration, of a class that it does not know."""
+    """Let transformers make this class for its configuration, of a class without one in transformers."""
     if architecture is not None and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         AutoModelForCausalLM.register(type(config), architecture)  # pyright: ignore[reportArgumentType]
 
 
-def _dotted(name: str) -> object:
+def _import_dotted(name: str) -> object:
     module, _, attribute = name.rpartition(".")
     try:
         return getattr(import_module(module), attribute, None)
@@ -79,7 +79,7 @@ def _dotted(name: str) -> object:
         raise ConfigError(f"{name}: {module} cannot be imported: {error}") from error
 
 
-def _with_model(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
+def _check_model(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
     if not _classes(config):
         raise ConfigError(
             f"{name}: transformers has no causal language model for {type(config).__name__}, nor one from images and "
@@ -91,7 +91,7 @@ def _with_model(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
 def _near(name: str) -> str:
     """Model types and classes with names like this one."""
     types = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
-    known = {word.lower(): word for word in sorted({*types, *map(str, types.values())})}
-    near = get_close_matches(name.rpartition(".")[2].lower(), list(known), n=4, cutoff=0.5)
-    names = f"did you mean {', '.join(known[word] for word in near)}? " if near else ""
+    by_word = {word.lower(): word for word in sorted({*types, *map(str, types.values())})}
+    near = get_close_matches(name.rpartition(".")[2].lower(), list(by_word), n=4, cutoff=0.5)
+    names = f"did you mean {', '.join(by_word[word] for word in near)}? " if near else ""
     return f"{names}Give a folder with a config.json, a class such as Qwen3ForCausalLM, or a model_type such as qwen3"

@@ -1,6 +1,6 @@
 """A degree "auto" of an evaluation: chosen by its cost once the documents are known, with the reason in one line.
 
-The choice is that of `longspan simulate --which-eval-degree` (`plan/simulate/which_degree.py`): forward passes of these
+The choice is that of `plan --compare --which-eval-degree` (`plan/simulate/evaluation.py`): forward passes of these
 documents at every degree and, where the type is "auto" too, under every communication type, through the pipeline's
 stages, within the limit of rows.
 """
@@ -17,7 +17,7 @@ from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, PlanError, counted
 from longspan.layout import Layout
 from longspan.plan import Cost
-from longspan.plan.simulate.which_degree import which_degree
+from longspan.plan.simulate.evaluation import which_degree
 from longspan.train.plans import PlanChoice
 
 

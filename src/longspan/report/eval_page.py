@@ -1,19 +1,17 @@
 """The page of `longspan eval --out`: its figures as a table, the loss by length and by position, and differences.
 
-It is made of results.json alone, but for pictures that come with it.
+It is made of results.json and of pictures that come with it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from longspan.errors import counted
-from longspan.report.charts.chart import chart_figure
-from longspan.report.evaluations.buckets import bucket_charts
-from longspan.report.markup import section, tag, text
-from longspan.report.page import page
-from longspan.report.value_text import seconds_text
+from longspan.report.chart import chart_figure
+from longspan.report.evaluation_sections import HELD_OUT, bucket_charts
+from longspan.report.markup import page, section, tag, text
+from longspan.report.plain_text import seconds_text
 
-HELD_OUT = "held out"  # how tables call the documents of a run
 _COLUMNS = ("eval_loss", "eval_perplexity")  # before metrics
 _COUNTS = ("eval_documents", "eval_tokens", "eval_targets")
 
@@ -58,8 +56,10 @@ def _model(model: Mapping[str, Any]) -> list[str]:
 def _evaluations(models: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Names and rows of the table: one for each set and degree of each model."""
     rows = [(model, row) for model in models for row in model["evaluations"]]
-    known = {"eval_name", "eval_activation_bytes", *_COLUMNS, *_COUNTS}
-    metrics = list(dict.fromkeys(key for _, row in rows for key in row if key.startswith("eval_") and key not in known))
+    columns = {"eval_name", "eval_activation_bytes", *_COLUMNS, *_COUNTS}
+    metrics = list(
+        dict.fromkeys(key for _, row in rows for key in row if key.startswith("eval_") and key not in columns)
+    )
     metrics = [key for key in metrics if all(isinstance(row.get(key, 0.0), int | float | None) for _, row in rows)]
     keys = (*_COLUMNS, *metrics, *_COUNTS)
     names = ["weights", "set", "type", "cp", *(key.removeprefix("eval_").replace("_", " ") for key in keys), "seconds"]
@@ -78,7 +78,7 @@ def _evaluations(models: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[l
 
 
 def _difference(difference: Mapping[str, Any], names: Sequence[str]) -> str:
-    """The second model beside the first on one set, in all and by document length."""
+    """Both models on one set, in all and by document length."""
     unit, error = difference["unit"].replace("_", " "), difference["standard_error"]
     first, other = names
     words = (
@@ -94,7 +94,7 @@ def _difference(difference: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def _charts(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The loss by position and by document length, where there are several of them: a curve for each model and set."""
+    """The loss by position and by document length: a curve for each model and set."""
     by_position, by_length = dict[str, Any](), dict[str, Any]()
     for model in models:
         for row in model["evaluations"]:

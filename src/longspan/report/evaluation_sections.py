@@ -1,19 +1,53 @@
 """The parts of a run's report about its evaluations: each degree, each set, and loss by position and by length."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from longspan.report.charts.chart import Chart, Series, chart_figure
-from longspan.report.evaluations.buckets import COLORS, bucket_charts
-from longspan.report.evaluations.rows import EvalRow, last_rows
+from longspan.report.chart import COLORS, Chart, Series, chart_figure
 from longspan.report.markup import section, tag, text
-from longspan.report.run_folder import RunFolder
-from longspan.report.value_text import bytes_text, number_text
+from longspan.report.plain_text import bytes_text, number_text
+from longspan.report.run_folder import EvalRow, RunFolder, last_rows
+
+WIDTH, HEIGHT = 560, 260
+Buckets = Sequence[Sequence[Any]]  # (first, last, mean loss, targets, documents) of each; a loss may be None
+_CHARTS = (
+    ("Loss by position", "position in the document, from"),
+    ("Loss by document length", "tokens of the document, from"),
+)
+
+
+def bucket_charts(by_position: Mapping[str, Buckets], by_length: Mapping[str, Buckets]) -> Iterator[Chart]:
+    """A chart of each, with a curve for every name; none if all documents are in one bucket."""
+    for (title, x_label), curves in zip(_CHARTS, (by_position, by_length), strict=True):
+        firsts = sorted({bucket[0] for buckets in curves.values() for bucket in buckets})
+        if len(firsts) > 1:
+            shown = enumerate(list(curves.items())[:COLORS])
+            series = tuple(_series(name, buckets, firsts, color) for color, (name, buckets) in shown)
+            names = tuple(map(_start_text, firsts))
+            yield Chart(
+                title, series, "nats per predicted token", x_label, WIDTH, HEIGHT, x_names=names, y_format="loss"
+            )
+
+
+def _series(name: str, buckets: Buckets, firsts: Sequence[int], color: int) -> Series:
+    losses = {bucket[0]: bucket[2] for bucket in buckets if bucket[2] is not None}
+    x = np.array([firsts.index(first) for first in losses], float)
+    return Series(name, x, np.array(list(losses.values()), float), color, "marks")
+
+
+def _start_text(first: int) -> str:
+    """Where a bucket begins: powers of two in thousands of 1,024."""
+    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
+        if first >= size and first % size == 0:
+            return f"{first // size}{unit}"
+    return f"{first:,}"
+
 
 WIDTHS = {"wide": 1120, "narrow": 480}  # of a chart; the page shows the one that suits its own width
 SAME = 1e-6  # relative difference up to which two degrees are called equal
-HELD_OUT = "held out"
+HELD_OUT = "held out"  # the name of a run's held-out documents in tables
 _LABELS = {"token_accuracy": "accuracy", "bits_per_byte": "bits per byte"}
 
 
@@ -22,7 +56,7 @@ def evaluation_sections(run: RunFolder) -> Iterator[str]:
     degrees = run.final or last_rows(run.held_out)
     if degrees:
         yield degrees_table(degrees)
-    sets = rows_of_sets(run)
+    sets = evaluations_by_set(run)
     if any(sets):
         yield section("Evaluation sets", *both_widths(lambda width: _sets_chart(sets, width)), _sets_table(sets))
     charts = list(_bucket_charts(sets))
@@ -35,8 +69,8 @@ def evaluation_sections(run: RunFolder) -> Iterator[str]:
         yield section("Loss by position and by length", tag("p", note, class_="note"), figures)
 
 
-def rows_of_sets(run: RunFolder) -> dict[str, list[EvalRow]]:
-    """The evaluations of every set by its name, one for each step: of several degrees that recorded last."""
+def evaluations_by_set(run: RunFolder) -> dict[str, list[EvalRow]]:
+    """The evaluations of every set by its name, one for each step: of several degrees the last one."""
     sets = dict[str, dict[int, EvalRow]]()
     for row in sorted(run.evaluations, key=lambda row: (bool(row.name), row.step)):
         sets.setdefault(row.name, {})[row.step] = row
@@ -98,7 +132,7 @@ def _bucket_charts(sets: dict[str, list[EvalRow]]) -> Iterator[Chart]:
 
 
 def degrees_table(rows: Sequence[EvalRow]) -> str:
-    """The same weights on the same documents at several degrees, beside each other."""
+    """The same weights on the same documents at several degrees, as a table."""
     base, memory = rows[0], any(row.activation_bytes for row in rows)
     names = ("cp", "loss", "perplexity", "tokens", *(["added memory of a GPU"] * memory), "relative difference", "")
     head = tag("thead", tag("tr", *(tag("th", name, class_=_column_class(name)) for name in names)))
@@ -124,3 +158,34 @@ def _degree_row(row: EvalRow, base: EvalRow, *, memory: bool) -> str:
 def _column_class(name: str) -> str | None:
     """The class of columns that narrow pages leave out."""
     return "minor" if name in ("perplexity", "tokens") else None
+
+
+def samples_section(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The section of samples with images: for each set a table of what was shown, expected and predicted."""
+    names = dict.fromkeys(str(row["name"]) for row in rows)
+    tables = (_samples_table(name, [row for row in rows if row["name"] == name]) for name in names)
+    note = "Each token of an answer is predicted with the true ones before it."
+    return section("Samples", tag("p", text(note), class_="note"), *tables)
+
+
+def _samples_table(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    right = sum(row["answer"] == row["predicted"] for row in rows)
+    caption = tag("p", text(f"{name or 'held-out documents'}: {right} of {len(rows)} answers are right"), class_="note")
+    head = tag("tr", *(tag("th", text(word)) for word in ("images", "text", "answer", "predicted")))
+    return caption + tag("div", tag("table", head, *map(_sample_row, rows), class_="samples"), class_="scroll")
+
+
+def _sample_row(row: Mapping[str, Any]) -> str:
+    right = row["answer"] == row["predicted"]
+    cells = [tag("td", *_images(row["images"])), tag("td", text(row["text"])), tag("td", text(row["answer"]))]
+    return tag("tr", *cells, tag("td", text(row["predicted"]), class_="good" if right else "bad"))
+
+
+def _images(pictures: Sequence[str]) -> Iterator[str]:
+    for i, picture in enumerate(pictures, 1):
+        source = f"data:image/png;base64,{picture}"
+        yield f'<img src="{source}" alt="image {i}" class="sample">' if _is_base64(picture) else ""
+
+
+def _is_base64(picture: object) -> bool:
+    return isinstance(picture, str) and picture.replace("+", "").replace("/", "").rstrip("=").isalnum()

@@ -1,5 +1,6 @@
 """HTML and SVG elements as strings, escaped in one place."""
 
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 
@@ -31,7 +32,7 @@ def text(value: object) -> str:
 
 
 def style_sheet() -> str:
-    """The style of pages, for a drawing that stands alone."""
+    """The style of pages, for a drawing outside a page."""
     return files("longspan.report").joinpath("page.css").read_text(encoding="utf-8")
 
 
@@ -48,3 +49,34 @@ def key(*shapes: str) -> str:
 def label(words: str, x: float, y: float, anchor: str, css_class: str = "label") -> str:
     """Words in a drawing, at a point."""
     return tag("text", text(words), class_=css_class, x=float(x), y=float(y), text_anchor=anchor)
+
+
+_MANY = (tag("rect", class_="many-base", x=0, y=0, width=3, height=3), tag("path", class_="many-line", d="M0 0.5H3"))
+_IDLE = tag("path", class_="hatch", d="M0 0V6")
+_ACROSS = {"patternUnits": "userSpaceOnUse", "patternTransform": "rotate(45)"}
+PATTERNS = tag(
+    "svg",
+    tag("pattern", *_MANY, id="many", width=3, height=3, patternUnits="userSpaceOnUse"),
+    tag("pattern", _IDLE, id="idle", width=6, height=6, **_ACROSS),
+    class_="defs",
+    width=0,
+    height=0,
+    aria_hidden="true",
+)
+
+
+# The policy makes the browser refuse any request: what the page shows is in the page.
+_META = (
+    '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    '<meta http-equiv="Content-Security-Policy" '
+    "content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'\">"
+)
+_TIP = tag("div", id="tip", role="status", aria_live="polite", hidden=True)
+
+
+def page(title: str, body: Sequence[str]) -> str:
+    """The page of these parts, with its style and script."""
+    script = files("longspan.report").joinpath("page.js").read_text(encoding="utf-8")
+    head = tag("title", text(title)) + tag("style", f"\n{style_sheet()}")
+    body = [PATTERNS, tag("main", *(f"\n{part}" for part in body)), _TIP, tag("script", f"\n{script}")]
+    return f'<!doctype html>\n<html lang="en"><head>{_META}{head}</head>\n<body>{"".join(body)}</body></html>\n'

@@ -1,16 +1,56 @@
-"""The page of a run's folder, and the page of a plan."""
+"""The page of a run's folder, and the page of a plan.
 
+Plans of a run on CPUs, whose cost is of no machine, are shown at the speed of the run's own steps.
+"""
+
+import re
+from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from longspan.errors import RunFolderError
 from longspan.files import naming_file, os_error_text
 from longspan.plan import Cost, Plan
-from longspan.report.markup import tag, text
-from longspan.report.page import page
-from longspan.report.plan_pictures.section import plan_section
-from longspan.report.priced import measured_seconds, priced_plans
+from longspan.plan.cost.cost import FORWARD_ALONE
+from longspan.report.markup import page, tag, text
+from longspan.report.plan_section import plan_section
 from longspan.report.run_folder import RunFolder
 from longspan.report.run_page import run_sections
+
+OWN_STEPS = "this run, scaled to its median step"
+
+
+def plans_at_run_speed(run: RunFolder) -> tuple[tuple[str, Plan], ...]:
+    """The saved plans by name; those of no machine are scaled to the run's steps if any was measured."""
+    factor = _factor(run)
+    return tuple((name, _scale_plan(plan, factor)) for name, plan in run.plans)
+
+
+def step_seconds(run: RunFolder, name: str) -> float | None:
+    """The seconds of a saved plan's step; None for an evaluation, and for a step without a record."""
+    number = re.fullmatch(r"step ([\d,]+)", name)
+    took = run.train["seconds"][run.step == int(number.group(1).replace(",", ""))] if number else np.zeros(0)
+    return float(took[0]) if len(took) and took[0] > 0 else None
+
+
+def _factor(run: RunFolder) -> float | None:
+    """How many times as long as predicted a step took, by the median step and the median of the saved plans."""
+    predicted = [plan.predicted_seconds for name, plan in run.plans if name.startswith("step ")]
+    took = run.train["seconds"][run.train["seconds"] > 0]
+    return float(np.median(took) / np.median(predicted)) if len(took) and any(predicted) else None
+
+
+def _scale_plan(plan: Plan, factor: float | None) -> Plan:
+    if plan.cost.source or factor is None:
+        return plan
+    source = f"{OWN_STEPS}; {FORWARD_ALONE}" if plan.cost.passes == "forward" else OWN_STEPS
+    return replace(
+        plan,
+        cost=plan.cost.scaled(factor, source),
+        predicted_seconds=plan.predicted_seconds * factor,
+        lower_bound_seconds=plan.lower_bound_seconds * factor,
+    )
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -23,8 +63,8 @@ def write_report(run_dir: str | Path) -> Path:
     run = RunFolder.read(run_dir)
     body = [*run_sections(run)]
     if run.plans:
-        took = {name: measured_seconds(run, name) for name, _ in run.plans}
-        body.insert(-1 if run.config_text else len(body), plan_section(priced_plans(run), took=took))
+        took = {name: step_seconds(run, name) for name, _ in run.plans}
+        body.insert(-1 if run.config_text else len(body), plan_section(plans_at_run_speed(run), took=took))
     path = run.path / "report.html"
     try:
         with naming_file(path):

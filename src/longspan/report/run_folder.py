@@ -1,27 +1,130 @@
 """What a run left in its folder, as values. Tolerant of a run that was interrupted; refuses a folder that is no run.
 
-A run writes `metrics.jsonl` (one object a step, and evaluation rows with `eval_loss`), the resolved `config.toml` or
-`config.json`, `run.json` (what is running), `plans/*.json` and, at its end, `summary.json`. Only the metrics are needed
-here.
+A run writes `metrics.jsonl` (one object a step, and evaluation rows with `eval_loss`), the resolved `config.toml`,
+`run.json` (what is running), `plans/*.json` and, at its end, `summary.json`. Only the metrics are needed here.
 """
 
 import json
+import math
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from longspan.errors import ConfigError, PlanError, counted
 from longspan.evaluation.passkey.grid import PasskeyGrid
 from longspan.plan import Plan
-from longspan.report.evaluations.passkey_section import passkey_grids
-from longspan.report.evaluations.rows import EvalRow, number
-from longspan.report.evaluations.samples_section import samples_of
-from longspan.run.facts import RunFacts
-from longspan.run.metrics_log import rows_and_damage
+from longspan.report.passkey import passkey_grids
+from longspan.run.records.facts import RunFacts
+from longspan.run.records.metrics_log import rows_and_damage
+
+SAMPLE_KEYS = ("name", "text", "answer", "predicted", "images")
+EVALUATION_KEYS = ("step", "cp", "planner", "eval_tokens", "eval_documents", "by_position", "by_length")
+_NO_METRIC = {"eval_loss", "eval_tokens", "eval_targets", "eval_documents", "eval_perplexity", "eval_activation_bytes"}
+
+
+class BucketRow(NamedTuple):
+    """The mean loss of `targets` tokens, at positions or in documents of lengths `first` to `last`."""
+
+    first: int
+    last: int
+    loss: float
+    targets: int
+    documents: int
+
+
+@dataclass(frozen=True)
+class EvalRow:
+    """One evaluation: of the weights after `step`, of the set `name` ("": held-out documents), at one degree.
+
+    `metrics` are all except loss and perplexity, by name; `activation_bytes` is what it added to a GPU's memory.
+    """
+
+    step: int
+    cp: int
+    loss: float
+    tokens: int
+    documents: int
+    planner: str
+    name: str = ""
+    activation_bytes: int = 0
+    metrics: tuple[tuple[str, float], ...] = ()
+    by_position: tuple[BucketRow, ...] = ()
+    by_length: tuple[BucketRow, ...] = ()
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> "EvalRow | None":
+        """The evaluation of a row of metrics.jsonl; None for a row of training, and for a loss that is not finite.
+
+        Raises ConfigError for a row that lacks keys or has no number in their place.
+        """
+        loss = number(row.get("eval_loss"))
+        if math.isnan(loss):
+            return None
+        lack = [key for key in EVALUATION_KEYS if key not in row]
+        counts = [number(row.get(key)) for key in ("step", "cp", "eval_tokens", "eval_documents")]
+        if lack or any(map(math.isnan, counts)):
+            reason = (
+                f"it has no {', '.join(lack)}: it is of a version before 0.1" if lack else "its counts are no numbers"
+            )
+            raise ConfigError(f"an evaluation of metrics.jsonl is left out: {reason}")
+        step, cp, tokens, documents = map(int, counts)
+        values = {key.removeprefix("eval_"): number(row[key]) for key in row if key.startswith("eval_")}
+        metrics = {name: value for name, value in values.items() if f"eval_{name}" not in _NO_METRIC and value == value}
+        return cls(
+            step=step,
+            cp=cp,
+            loss=loss,
+            tokens=tokens,
+            documents=documents,
+            planner=str(row["planner"]),
+            name=str(row.get("eval_name", "")),
+            activation_bytes=int(row.get("eval_activation_bytes", 0)),
+            metrics=tuple(metrics.items()),
+            by_position=_buckets(row["by_position"]),
+            by_length=_buckets(row["by_length"]),
+        )
+
+    @property
+    def degree(self) -> str:
+        """Its degree in words; "dynamic" if a plan chose one for each document, whose largest is `cp`."""
+        return "dynamic" if self.planner == "dynamic" else str(self.cp)
+
+    @property
+    def place(self) -> tuple[int, str, bool, int]:
+        """What is evaluated where: the last row of a place counts. The largest degrees of dynamic plans vary."""
+        dynamic = self.planner == "dynamic"
+        return self.step, self.name, dynamic, 0 if dynamic else self.cp
+
+    @property
+    def perplexity(self) -> str:
+        """exp(loss) in words."""
+        return f"{math.exp(self.loss):,.3f}" if self.loss < 50 else "over 1e21"
+
+
+def last_rows(rows: Sequence[EvalRow]) -> tuple[EvalRow, ...]:
+    """The evaluations after the last step of any."""
+    last = max((row.step for row in rows), default=0)
+    return tuple(row for row in rows if row.step == last)
+
+
+def number(value: object) -> float:
+    """A number of a record; NaN for anything else."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+
+
+def _buckets(rows: object) -> tuple[BucketRow, ...]:
+    """The buckets that can be read, of those that have targets."""
+    buckets = list[BucketRow]()
+    for row in rows if isinstance(rows, list) else []:
+        if isinstance(row, list) and len(row) == 5 and not any(math.isnan(value) for value in map(number, row)):
+            first, last, loss, targets, documents = row
+            buckets.append(BucketRow(int(first), int(last), float(loss), int(targets), int(documents)))
+    return tuple(buckets)
+
 
 TRAIN_COLUMNS = (
     "loss",
@@ -84,7 +187,7 @@ class RunFolder:
         path = Path(path)
         rows, notes = _metric_rows(path)
         train = {int(row["step"]): row for row in rows if "loss" in row}  # a resumed run repeats steps: the last counts
-        evaluations = {row.place: row for row in map(EvalRow.from_row, rows) if row}
+        evaluations = {row.place: row for row in _evaluation_rows(rows, notes)}
         plans, plan_notes = _plans(path / "plans")
         summary = _json_object(path / "summary.json", notes)
         config_text, config = _config(path, notes)
@@ -94,9 +197,9 @@ class RunFolder:
             step=np.array(steps, np.int64),
             train={name: np.array([number(train[s].get(name)) for s in steps]) for name in _columns(train.values())},
             evaluations=tuple(evaluations[key] for key in sorted(evaluations)),
-            final=tuple(_final_rows(summary, steps[-1] if steps else 0)),
+            final=tuple(_evaluation_rows(summary.get("eval_at_degrees", ()), notes)),
             passkey=passkey_grids(rows),
-            samples=samples_of(path / "samples.jsonl", notes),
+            samples=_samples(path / "samples.jsonl", notes),
             config_text=config_text,
             config=config,
             plans=plans,
@@ -131,6 +234,14 @@ def _metric_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     return rows, [f"{counted(damaged, 'line')} of metrics.jsonl could not be read and left out"] if damaged else []
 
 
+def _samples(file: Path, notes: list[str]) -> tuple[dict[str, Any], ...]:
+    """The rows of samples.jsonl; none if there is no such file."""
+    rows, damaged = rows_and_damage(file) if file.is_file() else ([], 0)
+    if damaged:
+        notes.append(f"{counted(damaged, 'line')} of {file.name} could not be read and left out")
+    return tuple(row for row in rows if all(key in row for key in SAMPLE_KEYS))
+
+
 def _json_object(path: Path, notes: list[str]) -> dict[str, Any]:
     if not path.is_file():
         return {}
@@ -148,26 +259,28 @@ def _columns(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return [*TRAIN_COLUMNS, *sorted({name for row in rows for name in row if name.startswith(MTP_LOSS)})]
 
 
-def _final_rows(summary: dict[str, Any], last_step: int) -> Iterator[EvalRow]:
-    table = summary.get("eval_at_degrees")
-    for row in table if isinstance(table, list) else []:
-        evaluation = EvalRow.from_row({"step": last_step} | row) if isinstance(row, dict) else None
-        if evaluation:
-            yield evaluation
+def _evaluation_rows(rows: object, notes: list[str]) -> Iterator[EvalRow]:
+    """The evaluations among rows of a record. A row that cannot be read is noted once."""
+    for row in rows if isinstance(rows, list) else []:
+        try:
+            evaluation = EvalRow.from_row(row) if isinstance(row, dict) else None
+        except ConfigError as error:
+            notes[:] = dict.fromkeys([*notes, str(error)])
+        else:
+            yield from [evaluation] if evaluation else []
 
 
 def _config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
-    """The configuration as it was written, and as values where it can be read."""
-    for name, parse in (("config.toml", tomllib.loads), ("config.json", json.loads)):
-        if (path / name).is_file():
-            text = (path / name).read_text(encoding="utf-8", errors="replace")
-            try:
-                values = parse(text)
-            except ValueError as error:
-                notes.append(f"{name} could not be read: {error}")
-                values = None
-            return text, values if isinstance(values, dict) else {}
-    return "", {}
+    """The configuration as it was written, and its values if it can be read."""
+    file = path / "config.toml"
+    if not file.is_file():
+        return "", {}
+    words = file.read_text(encoding="utf-8", errors="replace")
+    try:
+        return words, tomllib.loads(words)
+    except ValueError as error:
+        notes.append(f"{file.name} could not be read: {error}")
+        return words, {}
 
 
 def _plans(folder: Path) -> tuple[tuple[tuple[str, Plan], ...], list[str]]:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from longspan import Layout, World, plan_fixed, prepare, run_step
 from longspan.corpus.image_documents import ImageDocuments, show_images
 from longspan.corpus.images.processor import load_processor
-from longspan.doctor.float64 import whole_float64
+from longspan.doctor.stock import whole_float64
 from longspan.errors import DataError
 from longspan.model.layers import base_of
 from longspan.model.small.shrink import tiny_model

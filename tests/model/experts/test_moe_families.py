@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longspan.comm import World
-from longspan.doctor.float64 import whole_float64
+from longspan.doctor.stock import whole_float64
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from longspan import Layout, MtpLoss, World, plan_dynamic, plan_fixed, prepare, run_step
-from longspan.doctor.float64 import whole_float64
+from longspan.doctor.stock import whole_float64
 from longspan.errors import ModelError
 from longspan.model import add_mtp
 from longspan.testing import run_ranks

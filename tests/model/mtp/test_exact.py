@@ -22,7 +22,7 @@ from longspan import (
     prepare,
     run_step,
 )
-from longspan.doctor.float64 import whole_float64
+from longspan.doctor.stock import whole_float64
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.testing import run_ranks
 from tests.model.mtp.as_called import dense_as_called

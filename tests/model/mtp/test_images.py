@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from longspan import Group, Layout, MicroBatch, MtpLoss, World, add_mtp, plan_fixed, prepare, run_step
 from longspan.bridge.splice import tokens_ahead
 from longspan.comm import SequenceShard
-from longspan.doctor.float64 import whole_float64
+from longspan.doctor.stock import whole_float64
 from longspan.errors import ModelError
 from longspan.model.seams.mixers import find_mixers
 from longspan.model.vision.image_tokens import image_tokens

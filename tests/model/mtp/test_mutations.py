@@ -5,7 +5,7 @@ import math
 import pytest
 
 from longspan import Layout, MtpLoss, World, plan_fixed, prepare, run_step
-from longspan.doctor.float64 import whole_float64
+from longspan.doctor.stock import whole_float64
 from longspan.errors import ModelError
 from longspan.testing import run_ranks
 from tests.model.mtp.as_called import dense_as_called

@@ -6,7 +6,7 @@ from functools import cache, partial
 import pytest
 
 from longspan.comm import World
-from longspan.doctor.float64 import whole_float64
+from longspan.doctor.stock import whole_float64
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare

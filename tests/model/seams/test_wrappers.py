@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 from longspan.comm import World, bind
-from longspan.doctor.float64 import whole_float64
+from longspan.doctor.stock import whole_float64
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare, save_model

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from longspan import Layout, MultimodalModel, Plan, World, plan_dynamic, plan_fixed, prepare, run_step
-from longspan.doctor.float64 import whole_float64
+from longspan.doctor.stock import whole_float64
 from longspan.model.vision import join
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.testing import backend

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longspan import Layout, World, plan_fixed, prepare, run_step, save_model
-from longspan.doctor.float64 import whole_float64
+from longspan.doctor.stock import whole_float64
 from longspan.model.vision import join
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.model.vision.take_apart import freeze_images

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspan.doctor.float64 import whole_float64
+from longspan.doctor.stock import whole_float64
 from longspan.errors import ModelError
 from longspan.model.vision import image_encoder
 from longspan.model.vision.image_tokens import image_tokens

@@ -1,5 +1,6 @@
 """Optimizers of any class are tried on sharded parameters before a run begins."""
 
+import re
 from typing import Any
 
 import pytest
@@ -79,8 +80,7 @@ def test_a_class_is_tried_on_every_way_of_sharding(home: Layout) -> None:
     for said in run_ranks(_tried, len(home.ranks), home):
         assert said.keys() == REFUSED.keys(), said
         for name, message in REFUSED.items():
-            with pytest.raises(ConfigError, match=message):
-                raise ConfigError(said[name])
+            assert re.search(message, said[name]), (name, said[name])
 
 
 NAMES = [

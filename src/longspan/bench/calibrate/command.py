@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from longspan.bench.benches import BenchFlags
 from longspan.bench.calibrate.fit import Calibration, Sample, calibrate
-from longspan.bench.calibrate.ranks import Settings, calibrate_ranks
-from longspan.bench.flags import BenchFlags
+from longspan.bench.calibrate.ranks import CalibrationSettings, calibrate_ranks
 from longspan.cli.flags import Switch, parse_flags
 from longspan.cli.machine import machine, machine_text
 from longspan.cli.processes import ranks_on_this_host, reports_here, run_on_ranks, under_torchrun
 from longspan.errors import ConfigError, counted
 from longspan.plan import Cost
-from longspan.report.text_table import text_table
-from longspan.run.result import versions
+from longspan.report.plain_text import text_table
+from longspan.run.versions import versions
 
 CPU_RANKS = 2
 GPU_DEFAULTS = {"tokens": "2048,4096,8192,16384", "lengths": "2048,8192,16384,32768", "document": 256}
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def make_settings(flags: CalibrateFlags, ranks: int, backend: str) -> Settings:
+def make_settings(flags: CalibrateFlags, ranks: int, backend: str) -> CalibrationSettings:
     """The settings that the ranks receive. Raises ConfigError for sizes from which no constants can be fitted."""
     defaults: dict[str, Any] = GPU_DEFAULTS if backend == "nccl" else CPU_DEFAULTS
     flags.check_runs()
@@ -85,7 +85,7 @@ def make_settings(flags: CalibrateFlags, ranks: int, backend: str) -> Settings:
         raise ConfigError(f"--across_gbps {flags.across_gbps} --document {flags.document}: at least 0")
     if not Path(flags.out).absolute().parent.is_dir():
         raise ConfigError(f"--out {flags.out}: there is no folder {Path(flags.out).absolute().parent}")
-    return Settings(
+    return CalibrationSettings(
         dtype=flags.dtype or ("bfloat16" if backend == "nccl" else "float32"),
         document=flags.document or defaults["document"],
         ranks=ranks,
@@ -116,14 +116,14 @@ def write_cost(calibration: Calibration, path: Path) -> None:
 
 
 def make_record(
-    calibration: Calibration, samples: Sequence[Sample], settings: Settings, command: Sequence[str]
+    calibration: Calibration, samples: Sequence[Sample], settings: CalibrationSettings, command: Sequence[str]
 ) -> dict[str, Any]:
     """The constants, the measurements and the machine, as a JSON object."""
     rows = [
         {
-            "what": sample.what,
+            "what": sample.name,
             "measured_seconds": sample.seconds,
-            "predicted_seconds": calibration.predicted(sample),
+            "predicted_seconds": calibration.predict(sample),
             "relative_error": calibration.relative_error(sample),
             "fitted": sample.fitted,
         }

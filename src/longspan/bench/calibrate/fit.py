@@ -1,4 +1,4 @@
-"""From measured seconds to the constants of a Cost: non-negative least squares of relative errors, numpy alone.
+"""From measured seconds to the constants of a Cost: non-negative least squares of relative errors, with numpy.
 
 Samples are scaled to all layers of the model before they come here. What is measured is `bench_calibrate_ranks`.
 """
@@ -24,7 +24,7 @@ class Sample:
     `wire_bytes` of a ring that carries blocks without attention. `fitted` samples decide the constants, others do not.
     """
 
-    what: str
+    name: str
     seconds: float = 0.0
     steps: int = 0
     micro_batches: int = 0
@@ -40,7 +40,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A cost and what else the measurements contain: seconds of a step, an attention call and a bare ring step."""
+    """A cost and the rest of what was measured: seconds of a step, an attention call and a bare ring step."""
 
     cost: Cost
     step_seconds: float
@@ -48,7 +48,7 @@ class Calibration:
     wire_step_seconds: float
     ring_measured: bool
 
-    def predicted(self, sample: Sample) -> float:
+    def predict(self, sample: Sample) -> float:
         """Seconds that a sample should have taken."""
         cost = self.cost
         ring = sample.ring_bytes / cost.inside_bytes_per_second
@@ -65,7 +65,7 @@ class Calibration:
 
     def relative_error(self, sample: Sample) -> float:
         """(predicted − measured) / measured."""
-        return self.predicted(sample) / sample.seconds - 1
+        return self.predict(sample) / sample.seconds - 1
 
 
 def calibrate(
@@ -87,8 +87,8 @@ def calibrate(
     wire_step, byte = _fit_wire(fitted)
     inside = 1 / byte if byte > 0 else Cost.inside_bytes_per_second
     rings = [sample for sample in fitted if sample.ring_steps]
-    known = [sample.calls * call + max(sample.squares * square, sample.ring_bytes / inside) for sample in rings]
-    unexplained = np.array([sample.seconds for sample in rings]) - known
+    explained = [sample.calls * call + max(sample.squares * square, sample.ring_bytes / inside) for sample in rings]
+    unexplained = np.array([sample.seconds for sample in rings]) - explained
     ring_step = (
         least_squares(_column(rings, "ring_steps"), unexplained, _column(rings, "seconds")[:, 0])[0] if rings else None
     )
@@ -106,9 +106,9 @@ def calibrate(
 
 
 def _fit_compute(samples: Sequence[Sample]) -> list[float]:
-    alone = [sample for sample in samples if not sample.ring_steps and not sample.wire_steps]
-    columns = [_column(alone, name) for name in ("steps", "micro_batches", "tokens", "squares", "calls")]
-    seconds = _column(alone, "seconds")[:, 0]
+    single = [sample for sample in samples if not sample.ring_steps and not sample.wire_steps]
+    columns = [_column(single, name) for name in ("steps", "micro_batches", "tokens", "squares", "calls")]
+    seconds = _column(single, "seconds")[:, 0]
     return least_squares(np.hstack(columns), seconds, seconds)
 
 

@@ -23,7 +23,7 @@ _PRESET_VOCABULARY = 2048  # of a preset, which has no tokenizer to take it from
 
 
 @dataclass(frozen=True)
-class Settings:
+class CalibrationSettings:
     """What to measure."""
 
     preset: str
@@ -87,7 +87,7 @@ class Trial(NamedTuple):
     times: int = 1
 
 
-def calibrate_ranks(rank: int, settings: Settings) -> tuple[list[Sample], float, float]:
+def calibrate_ranks(rank: int, settings: CalibrationSettings) -> tuple[list[Sample], float, float]:
     """Open a world and measure everything: the samples, and the model's bytes per row on a ring and in all-to-alls."""
     backend = None if settings.backend == "nccl" else "gloo"
     with World(Layout(settings.ranks), backend=backend, timeout=settings.timeout_seconds) as world:
@@ -98,13 +98,13 @@ def calibrate_ranks(rank: int, settings: Settings) -> tuple[list[Sample], float,
 class _Bench:
     """A model under a home, and what is timed on it."""
 
-    def __init__(self, settings: Settings, world: World) -> None:
+    def __init__(self, settings: CalibrationSettings, world: World) -> None:
         self.settings, self.world = settings, world
         vocabulary = None if settings.model else _PRESET_VOCABULARY
         path, preset = (settings.model, None) if settings.model else (None, settings.preset)
         model = load_model(path, preset, dtype=settings.dtype, vocab_size=vocabulary)
         self.shape = Shape.of(model, getattr(torch, settings.dtype))
-        self.vocabulary = vocabulary_size(model) or 1  # without an embedding to ask, token id 0 alone
+        self.vocabulary = vocabulary_size(model) or 1  # without an embedding, only token id 0
         self.model: nn.Module = prepare(model, world)
 
     def samples(self) -> list[Sample]:
@@ -112,7 +112,7 @@ class _Bench:
         trials, rounds = list(self._trials()), self.settings.warmup + self.settings.repeats
         times: list[list[float]] = []
         for i in range(rounds):
-            times.append([self._timed(trial.run) for trial in trials])
+            times.append([self._measure(trial.run) for trial in trials])
             if self.world.rank == 0 and sys.stderr.isatty():
                 print(f"round {i + 1} of {rounds}", file=sys.stderr)
         of_ranks = self.world.control.gather_objects(times[self.settings.warmup :])  # (ranks, rounds, trials)
@@ -146,7 +146,7 @@ class _Bench:
         assert len(plan.micro_batches) == count, (len(plan.micro_batches), count)
         rows = per_slot * length * count
         sample = Sample(
-            what=f"step: {count} x {per_slot * length:,} tokens a slot, documents of {length:,}",
+            name=f"step: {count} x {per_slot * length:,} tokens a slot, documents of {length:,}",
             steps=1,
             micro_batches=count,
             tokens=rows,
@@ -159,7 +159,7 @@ class _Bench:
         plan = plan_fixed([length] * (self.world.home.slots // degree), self.world.home, degree)
         turn = (degree - 1) / degree
         sample = Sample(
-            what=f"step: a document of {length:,} for {degree} slots",
+            name=f"step: a document of {length:,} for {degree} slots",
             steps=1,
             micro_batches=1,
             tokens=length / degree,
@@ -183,7 +183,7 @@ class _Bench:
         shard = bind(plan.micro_batches[0], self.world)
         layers, turn = self.shape.full_layers, (degree - 1) / degree
         sample = Sample(
-            what=f"attention: a document of {length:,} for {degree} slots"
+            name=f"attention: a document of {length:,} for {degree} slots"
             if degree > 1
             else f"attention: {length:,} rows",
             squares=length**2 / degree,
@@ -209,7 +209,7 @@ class _Bench:
                 pass
 
         sample = Sample(
-            what=f"wire: blocks of {rows:,} rows around {channel.degree} slots",
+            name=f"wire: blocks of {rows:,} rows around {channel.degree} slots",
             wire_steps=channel.degree - 1,
             wire_bytes=(channel.degree - 1) * rows * self.shape.block_bytes,
         )
@@ -222,7 +222,7 @@ class _Bench:
         size = (rows, heads, self.shape.head_size)
         return torch.randn(size, device=self.world.device).to(self.shape.dtype).requires_grad_()
 
-    def _timed(self, run: Callable[[], object]) -> float:
+    def _measure(self, run: Callable[[], object]) -> float:
         """Seconds on this rank; all ranks begin together."""
         self.world.control.barrier()
         self._finish()

@@ -1,1 +1,1 @@
-"""`longspan bench step`: whole training steps under several planners, beside what their plans predict."""
+"""`longspan bench step`: whole training steps under several planners, next to their predictions."""

@@ -1,14 +1,125 @@
-"""`longspan bench step`: whole training steps of a model under several planners, beside what their plans predict."""
+"""`longspan bench step`: whole training steps under several planners next to their predictions; the record in words."""
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from longspan.bench.record import show_record
+from longspan.bench.record import show_record, where_it_ran
 from longspan.bench.step.flags import parse_step
 from longspan.bench.step.ranks import step_ranks
-from longspan.bench.step.record import record_markdown, record_text
 from longspan.bench.step.settings import make_settings
+from longspan.bench.timing import ORDER
 from longspan.cli.processes import run_on_ranks
+from longspan.report.plain_text import bytes_text, markdown_table, text_table
+
+_NAMES = (
+    "step",
+    "loss",
+    "seconds",
+    "tokens/s/device",
+    "predicted",
+    "ratio",
+    "packing",
+    "TFLOP/s",
+    "MFU",
+    "peak memory",
+)
+_NORMS = {
+    "auto": ", norms fused on GPUs",
+    "on": ", fused norms",
+    "off": ", the model's own norms",
+}
+_PARTS = ("part of a profiled step, ms", *ORDER, "idle", "step")
+
+
+def record_text(record: dict[str, Any]) -> str:
+    """A record for a terminal."""
+    parts = f"\n\n{text_table(_PARTS, rows)}" if (rows := _part_rows(record)) else ""
+    return f"{_title(record)}\n\n{text_table(_NAMES, _rows(record))}{parts}{_missing(record)}"
+
+
+def record_markdown(record: dict[str, Any]) -> str:
+    """A record for people who read bench/records."""
+    parts = f"{markdown_table(_PARTS, rows)}\n\n{_kernels(record)}" if (rows := _part_rows(record)) else ""
+    return (
+        f"# {_title(record)}\n\n"
+        f"{where_it_ran(record)}\n\n"
+        f"{markdown_table(_NAMES, _rows(record))}\n\n{parts}"
+        "Whole steps with forward, backward and optimizer, at learning rate 0: the loss is that of the same weights. "
+        f"Seconds are the median of {record['repeats']} steps after {record['warmup']}, of the slowest rank. "
+        f"Predicted under {record['cost_source']}. Model FLOPs are 6 a weight and token and causal attention, without "
+        f"recomputation; padding does not count.\n{_missing(record)}\n"
+    )
+
+
+def _title(record: dict[str, Any]) -> str:
+    shape = record["shape"]
+    experts = f", {shape['experts']} experts" if shape["experts"] else ""
+    offloaded = " offloaded" if record["offload"] else ""
+    rows = f"{record['partition']} rows, " if record["partition"] != "zigzag" else ""
+    kernels = _NORMS[record["fused_norms"]] + (", compiled norms and MLPs" if record.get("compiled") else "")
+    some = f" of {record['recompute_layers']} layers" if record["recompute_layers"] else ""
+    return (
+        f"Steps of {record['shape_name']} ({shape['layers']} layers, hidden {shape['hidden']}{experts}) over "
+        f"{record['ranks']} ranks ({record['backend']}): {_documents_text(record)}; "
+        f"{record['mode']}, {record['cp_comm_type']}, "
+        f"{rows}at most {record['max_tokens_per_slot'] or 'any'} rows a slot, "
+        f"recomputation {record['recompute']}{some}{offloaded}{kernels}, "
+        f"{record['parameters']}{' computed in ' + record['compute'] if record['compute'] else ''}"
+    )
+
+
+def _documents_text(record: dict[str, Any]) -> str:
+    if record["sequences"]:
+        return "one sequence at a time"
+    return (
+        f"{record['documents']:,} documents, {record['tokens']:,} tokens, longest {record['longest']:,} "
+        f"({record['source']})"
+    )
+
+
+def _rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
+    return [_row(row) for row in record["rows"] if "missing" not in row]
+
+
+def _row(row: dict[str, Any]) -> tuple[str, ...]:
+    planned = "predicted_seconds" in row
+    return (
+        row["name"],
+        f"{row['loss']:.6f}",
+        f"{row['seconds']:.3f}",
+        f"{row['tokens_per_second_per_device']:,.0f}",
+        f"{row['predicted_seconds']:.3f}" if planned else "",
+        f"{row['prediction_ratio']:.2f}" if planned else "",
+        f"{row['packing']:.2f}" if planned else "",
+        f"{row['model_tflops_per_device']:.3g}",
+        f"{100 * row['mfu']:.1f} %" if "mfu" in row else "",
+        bytes_text(row["peak_bytes"]) if row["peak_bytes"] else "",
+    )
+
+
+def _part_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
+    rows = [row for row in record["rows"] if "parts" in row]
+    return [(row["name"], *(f"{1e3 * row['parts'][part]:.1f}" for part in _PARTS[1:])) for row in rows]
+
+
+def _kernels(record: dict[str, Any]) -> str:
+    """The kernels that take most of the first rank's profiled steps, by row."""
+    tables = [
+        f"Longest kernels of {row['name']}:\n\n"
+        + markdown_table(
+            ("kernel", "part", "calls", "ms"),
+            [(f"`{k['name']}`", k["part"], str(k["calls"]), f"{1e3 * k['seconds']:.1f}") for k in row["kernels"]],
+        )
+        for row in record["rows"]
+        if "kernels" in row
+    ]
+    return "".join(f"{table}\n\n" for table in tables)
+
+
+def _missing(record: dict[str, Any]) -> str:
+    return "".join(f"\n- {row['name']}: not available: {row['missing']}" for row in record["rows"] if "missing" in row)
+
 
 CPU_RANKS = 2
 

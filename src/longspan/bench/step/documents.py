@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longspan.bench.step.flags import StepFlags
-from longspan.cli.planning.lengths import read_lengths
+from longspan.cli.lengths import read_lengths
 from longspan.config.defaults import resolved
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
@@ -13,7 +13,7 @@ CPU_LENGTHS = (96, 40, 24, 16, 16)
 
 
 @dataclass(frozen=True)
-class Documents:
+class StepDocuments:
     """Lengths of documents, where they came from, and whether they were listed as numbers."""
 
     lengths: tuple[int, ...]
@@ -21,7 +21,7 @@ class Documents:
     listed: bool = False
 
 
-def documents_of(flags: StepFlags, config: RunConfig, slots: int, *, gpu: bool) -> Documents:
+def read_documents(flags: StepFlags, config: RunConfig, slots: int, *, gpu: bool) -> StepDocuments:
     """The documents that flags name, or those of a run's first step. Raises ConfigError where there are none."""
     words = (flags.sequences or flags.lengths).split(",")
     has_source = flags.data or flags.distribution or flags.same
@@ -30,17 +30,17 @@ def documents_of(flags: StepFlags, config: RunConfig, slots: int, *, gpu: bool) 
     if flags.sequences and (has_source or flags.lengths):
         raise ConfigError("--sequences are timed one after another; leave --lengths and other documents out")
     if (flags.lengths or flags.sequences) and not has_source and all(word.strip().isdecimal() for word in words):
-        return Documents(tuple(int(word) for word in words), "given", listed=True)
+        return StepDocuments(tuple(int(word) for word in words), "given", listed=True)
     if flags.lengths or has_source:
-        return Documents(*read_lengths(flags, slots))
+        return StepDocuments(*read_lengths(flags, slots))
     if flags.config:
         return _of_first_step(config)
     if not gpu:
-        return Documents(CPU_LENGTHS, "given")
+        return StepDocuments(CPU_LENGTHS, "given")
     raise ConfigError("give documents: --lengths 65536, --lengths FILE.json, --distribution lognorm, --data or --same")
 
 
-def _of_first_step(config: RunConfig) -> Documents:
+def _of_first_step(config: RunConfig) -> StepDocuments:
     """The documents of a run's first step, whose lengths its corpus tells."""
     from longspan.data.documents import Corpus
     from longspan.train.plans.order import step_order_of
@@ -52,4 +52,4 @@ def _of_first_step(config: RunConfig) -> Documents:
             "--data or --same), or train the run first"
         )
     lengths = step_order_of(config, Corpus(folder / "corpus")).lengths_of_step(0)
-    return Documents(tuple(lengths), f"step 1 of {folder}")
+    return StepDocuments(tuple(lengths), f"step 1 of {folder}")

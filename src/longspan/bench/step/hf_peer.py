@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM
 
-from longspan.bench.step.settings import Settings
+from longspan.bench.step.settings import StepSettings
 from longspan.comm import World
 from longspan.model.layers import decoder_layers
 from longspan.train import build_optimizer
@@ -24,7 +24,7 @@ PEER = "Hugging Face + FSDP2 + torch context_parallel (cuDNN), full recomputatio
 
 
 @contextmanager
-def peer_step(settings: Settings, world: World) -> Iterator[tuple[Callable[[], None], list[float]]]:
+def peer_step(settings: StepSettings, world: World) -> Iterator[tuple[Callable[[], None], list[float]]]:
     """A step, and the losses of those that ran. Raises ValueError for what the stack does not offer."""
     _check(settings, world)
     from torch.distributed.tensor.experimental import context_parallel
@@ -56,7 +56,7 @@ def peer_step(settings: Settings, world: World) -> Iterator[tuple[Callable[[], N
     yield step, losses
 
 
-def _check(settings: Settings, world: World) -> None:
+def _check(settings: StepSettings, world: World) -> None:
     """Raise ValueError for what the stack does not offer."""
     if world.device.type != "cuda":
         raise ValueError("its attention kernels run on CUDA only")
@@ -66,7 +66,7 @@ def _check(settings: Settings, world: World) -> None:
         raise ValueError(f"{settings.lengths[0]} rows do not divide by 2 x {settings.ranks} ranks")
 
 
-def _inputs(settings: Settings, world: World) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _inputs(settings: StepSettings, world: World) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Ids, labels and positions (1, S) of the whole sequence, on every rank."""
     length = settings.lengths[0]
     positions = torch.arange(length, device=world.device)
@@ -76,7 +76,7 @@ def _inputs(settings: Settings, world: World) -> tuple[torch.Tensor, torch.Tenso
     return ids[None].clone(), labels[None].clone(), positions[None].clone()
 
 
-def _sharded(settings: Settings, world: World, mesh: Any) -> Any:
+def _sharded(settings: StepSettings, world: World, mesh: Any) -> Any:
     """The model with random weights, made whole on the device, then sharded."""
     torch.manual_seed(0)
     with torch.device(world.device):

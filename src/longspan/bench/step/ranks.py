@@ -13,7 +13,7 @@ import torch
 
 from longspan.bench.record import missing_because, write_unfinished
 from longspan.bench.step.hf_peer import PEER, peer_step
-from longspan.bench.step.settings import Settings
+from longspan.bench.step.settings import StepSettings
 from longspan.bench.timing import profile_of, seconds_of
 from longspan.cli.machine import machine
 from longspan.comm import World
@@ -27,7 +27,7 @@ from longspan.train.memory.rows_that_fit import with_rows_that_fit
 from longspan.train.training import Training, loaded_model, optimizer_of, prepared_model
 
 
-def step_ranks(rank: int, settings: Settings) -> dict[str, Any]:
+def step_ranks(rank: int, settings: StepSettings) -> dict[str, Any]:
     """Open a world, time every planner and the peer; the record, equal on every rank."""
     backend = None if settings.backend == "nccl" else "gloo"
     with World(settings.home, backend=backend, timeout=settings.flags.timeout_seconds) as world:
@@ -40,32 +40,35 @@ def step_ranks(rank: int, settings: Settings) -> dict[str, Any]:
     return record
 
 
-def _empty_record(settings: Settings, world: World) -> dict[str, Any]:
+def _empty_record(settings: StepSettings, world: World) -> dict[str, Any]:
     about = {"backend": world.backend, "machine": machine(), "versions": versions()}
     return {"bench": "step", **settings.to_json(), "cost": settings.cost.to_json(), **about, "rows": []}
 
 
-def _cases(settings: Settings, world: World) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+def _cases(settings: StepSettings, world: World) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """Every planner over one model, then the peer, once that model is gone."""
     if settings.planners:
         training = _training(settings, world)
         for batch in settings.batches():
             for planner in settings.planners:
-                yield f"longspan {planner}{_of(batch, settings)}", partial(_planned, batch, planner, training)
+                yield (
+                    f"longspan {planner}{_rows_note(batch, settings)}",
+                    partial(_measure_planner, batch, planner, training),
+                )
         del training
         gc.collect()
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
     if settings.flags.peers:
         for batch in settings.batches():
-            yield f"{PEER}{_of(batch, settings)}", partial(_peer, batch, world)
+            yield f"{PEER}{_rows_note(batch, settings)}", partial(_peer, batch, world)
 
 
-def _of(batch: Settings, settings: Settings) -> str:
+def _rows_note(batch: StepSettings, settings: StepSettings) -> str:
     return f", {batch.lengths[0]:,} rows" if settings.sequences else ""
 
 
-def _training(settings: Settings, world: World) -> Training:
+def _training(settings: StepSettings, world: World) -> Training:
     """The model and optimizer of a run, by the functions that set up a run."""
     config = settings.config
     loaded = loaded_model(config, config.data.vocab_size, settings.configuration)
@@ -76,7 +79,7 @@ def _training(settings: Settings, world: World) -> Training:
     return Training(config, world, model, optimizer, settings.cost)
 
 
-def _planned(settings: Settings, planner: str, training: Training) -> dict[str, Any]:
+def _measure_planner(settings: StepSettings, planner: str, training: Training) -> dict[str, Any]:
     """Steps of a run of this planner, by the function that takes a run's steps."""
     context = replace(training.config.context, planner=planner)
     training, started = replace(training, config=replace(training.config, context=context)), time.perf_counter()
@@ -88,7 +91,7 @@ def _planned(settings: Settings, planner: str, training: Training) -> dict[str, 
     def step() -> None:
         losses.append(training.take_step(plan, documents, len(losses)).loss)
 
-    timings = measured(settings, step, training.world)
+    timings = measure_steps(settings, step, training.world)
     return timings | {
         "loss": losses[0],
         "predicted_seconds": plan.predicted_seconds,
@@ -102,15 +105,15 @@ def _planned(settings: Settings, planner: str, training: Training) -> dict[str, 
     }
 
 
-def _peer(settings: Settings, world: World) -> dict[str, Any]:
+def _peer(settings: StepSettings, world: World) -> dict[str, Any]:
     try:
         with peer_step(settings, world) as (step, losses):
-            return measured(settings, step, world) | {"loss": losses[0]}
-    except Exception as error:  # whatever it cannot do is for the record to say
+            return measure_steps(settings, step, world) | {"loss": losses[0]}
+    except Exception as error:  # whatever it cannot do is recorded
         return missing_because(error)
 
 
-def measured(settings: Settings, step: Callable[[], None], world: World) -> dict[str, Any]:
+def measure_steps(settings: StepSettings, step: Callable[[], None], world: World) -> dict[str, Any]:
     """Seconds of whole steps (the median, of the slowest rank), what follows from them, peak memory, and parts."""
     cuda = world.device.type == "cuda"
     for _ in range(settings.flags.warmup):
@@ -131,18 +134,18 @@ def measured(settings: Settings, step: Callable[[], None], world: World) -> dict
     if settings.peak_tflops:
         row["mfu"] = row["model_tflops_per_device"] / settings.peak_tflops
     if settings.flags.profile:
-        row |= _profiled(step, world)
+        row |= _profile_step(step, world)
     return row
 
 
-def _profiled(step: Callable[[], None], world: World) -> dict[str, Any]:
+def _profile_step(step: Callable[[], None], world: World) -> dict[str, Any]:
     """Seconds by part and by kernel of one more step, on the first rank."""
     parts, kernels, seconds = profile_of(step, world)
     return world.control.broadcast_object({"parts": parts | {"step": seconds}, "kernels": kernels})
 
 
-def _keep(record: dict[str, Any], settings: Settings, rank: int) -> None:
-    """Rows that are finished stay where a bench is interrupted, and are told as they come."""
+def _keep(record: dict[str, Any], settings: StepSettings, rank: int) -> None:
+    """Write and print a finished row, so that rows survive an interruption."""
     if rank:
         return
     write_unfinished(record, settings.out)

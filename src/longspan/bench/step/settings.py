@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspan.bench.layers import with_layers
-from longspan.bench.step.documents import Documents, documents_of
+from longspan.bench.step.documents import StepDocuments, read_documents
 from longspan.bench.step.flags import PLANNERS, StepFlags
 from longspan.config.bounds import AUTO, NOT_GIVEN
 from longspan.config.defaults import resolved
@@ -34,7 +34,7 @@ _RECORDED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class StepSettings:
     """What to measure: a run's configuration with learning rate 0, and all that a record says beside results."""
 
     flags: StepFlags
@@ -71,7 +71,7 @@ class Settings:
         """Where the first rank keeps what it has so far; "": nowhere."""
         return str(Path(self.flags.out).resolve()) if self.flags.out else ""
 
-    def batches(self) -> "list[Settings]":
+    def batches(self) -> "list[StepSettings]":
         """These settings, or as many as there are sequences, each of one alone."""
         return [replace(self, lengths=(n,), sequences=()) for n in self.sequences] or [self]
 
@@ -112,11 +112,13 @@ class Settings:
         }
 
 
-def make_settings(flags: StepFlags, config: RunConfig, ranks: int, backend: str, command: Sequence[str]) -> Settings:
+def make_settings(
+    flags: StepFlags, config: RunConfig, ranks: int, backend: str, command: Sequence[str]
+) -> StepSettings:
     """What the ranks are told. Raises ConfigError or PlanError for what cannot be, before a process starts."""
     gpu = backend != "gloo"
     planners, home = _planners(flags, config), home_of(config.parallel, ranks)
-    documents = documents_of(flags, config, home.slots, gpu=gpu)
+    documents = read_documents(flags, config, home.slots, gpu=gpu)
     config = config if flags.config else _with_model(config, gpu=gpu)
     configuration = _configuration(flags, config, max(documents.lengths))
     if not flags.config:
@@ -125,7 +127,7 @@ def make_settings(flags: StepFlags, config: RunConfig, ranks: int, backend: str,
     _check_cap(flags, config)
     cost, heads = cost_of_run(config, configuration, _silent, gpu=gpu), query_heads(configuration)
     config, _ = partition_chosen(config, [documents.lengths], home, cost=cost, heads=heads)
-    settings = Settings(
+    settings = StepSettings(
         flags=flags,
         config=config,
         planners=planners,
@@ -185,7 +187,7 @@ def _with_limits(
     flags: StepFlags,
     config: RunConfig,
     configuration: "PreTrainedConfig",
-    documents: Documents,
+    documents: StepDocuments,
     home: Layout,
     *,
     gpu: bool,

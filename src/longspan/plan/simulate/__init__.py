@@ -1,1 +1,1 @@
-"""What planners and degrees would cost on a cluster."""
+"""What planners and degrees would cost on a machine: simulation of plans, types, partitions, evaluations."""

@@ -30,14 +30,14 @@ QWEN3_8B = {
 class RowBytes:
     """Bytes of one row; the defaults are Qwen3-8B in bfloat16, each layer recomputed in the backward pass.
 
-    `kept`: what the backward pass needs of a row in all layers together. `on_each_stage`: what every stage keeps of it
-    besides. `between_stages`: what a pipeline sends on.
+    `activations`: bytes that the backward pass needs of a row in all layers together. `on_each_stage`: bytes that every
+    stage holds as well. `between_stages`: bytes that a pipeline sends on.
 
     >>> RowBytes.of({"model_type": "zamba2", "hidden_size": 4096, "num_hidden_layers": 36}).between_stages
     16384
     """
 
-    kept: float = 36 * 4096 * 2
+    activations: float = 36 * 4096 * 2
     between_stages: float = 4096 * 2
     on_each_stage: float = 0.0
 
@@ -53,9 +53,9 @@ class RowBytes:
     ) -> "RowBytes":
         """Of a model's configuration: an object or dict like transformers', a config.json or its folder.
 
-        `checkpointing` is what `train.activation_checkpointing` says, and heads are `exchanged` under a2a. Layers of
-        Zamba 2 read the embedding too, which stages hand on and keep. Each of `depths` of multi-token prediction keeps
-        what its layer starts from, and the two rows that this is projected from, before and after they are joined.
+        `checkpointing` has the values of `train.activation_checkpointing`, and heads are `exchanged` under a2a. Layers
+        of Zamba 2 read the embedding too, which stages hand on and keep. Each of `depths` of multi-token prediction
+        keeps the input of its layer and the two rows that this is projected from, before and after they are joined.
         Raises PlanError without hidden_size, and under "none" for layers whose rows are not counted.
         """
         read = ConfigReader.of(config)
@@ -64,7 +64,7 @@ class RowBytes:
         with_embedding = has_shared_blocks(read)
         layers = len(layer_kinds(read)) + depths
         return cls(
-            kept=layers * row
+            activations=layers * row
             + 4 * depths * row
             + _bytes_beside_inputs(read, checkpointing, exchanged, depths, bytes_per_value),
             between_stages=(1 + with_embedding) * row,
@@ -75,7 +75,7 @@ class RowBytes:
 def _bytes_beside_inputs(
     read: ConfigReader, checkpointing: Checkpointing, exchanged: bool, depths: int, bytes_per_value: int
 ) -> float:
-    """Bytes that all layers keep of a row beside what they start from."""
+    """Bytes that all layers keep of a row in addition to their inputs."""
     kinds = layer_kinds(read)
     kinds += kinds[-1:] * depths
     if checkpointing == "full" or not kinds:
@@ -92,7 +92,7 @@ def _bytes_beside_inputs(
             'use "selective" or "full", or let train.max_tokens_per_slot = "auto" measure them'
         )
     # Behind what the layer starts from: two norms' outputs, the input of the second, and of a gated MLP both products,
-    # the activation, and their product. Norms are taken to keep their inputs alone, as fused ones do.
+    # the activation, and their product. Norms are taken to keep only their inputs, as fused ones do.
     hidden, fed = read.count("hidden_size"), feed_forward_weights(read, "dense")
     products, width = fed.all // fed.last, fed.last // hidden
     normed = (query + key) * bytes_per_value * read.family.startswith(NORMED_HEADS)

@@ -17,10 +17,9 @@ from longspan.plan.hierarchy import levels_at
 from longspan.plan.micro_batch import PartitionKind
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.planners.options import PlanKeywords
-from longspan.plan.simulate.evaluation_plan import plan_evaluation, widest_degree
-from longspan.plan.simulate.simulate import shared_by
-from longspan.plan.simulate.which_partition import priced_as
-from longspan.plan.simulate.which_type import options_at_degree
+from longspan.plan.simulate.evaluation import plan_evaluation, widest_degree
+from longspan.plan.simulate.simulate import slot_cost
+from longspan.plan.simulate.type_and_partition import group_cost, options_at_degree
 from longspan.train.plans.cost import cost_of
 from longspan.train.plans.home import row_multiple_of
 
@@ -86,7 +85,7 @@ class PlanChoice:
             partition=_partition(context.partition),
             heads=heads,
         )
-        options = replace(options, cost=priced_as(options.cost, options))
+        options = replace(options, cost=group_cost(options.cost, options))
         degrees = context.min_dynamic_context_parallel_size, context.max_dynamic_context_parallel_size
         degree = context.context_parallel_size
         return cls(context.planner, degree, *degrees, options, "context.", weights, weight_bytes)
@@ -194,7 +193,7 @@ class PlanChoice:
 
     def _cost(self, home: Layout) -> Cost:
         """The cost of a slot, whose tensor-parallel ranks share it; in free mode with the closing of a step."""
-        cost = shared_by(self.options.cost, home.tp)
+        cost = slot_cost(self.options.cost, home.tp)
         if self.options.mode == "lockstep" or not self.weights:
             return cost
         gathered, reduced = self.weight_bytes, max(4, self.weight_bytes)

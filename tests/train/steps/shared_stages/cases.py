@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from longspan.comm import World
-from longspan.doctor.float64 import whole_float64
+from longspan.doctor.stock import whole_float64
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.pipeline.pipeline import PipelineModel

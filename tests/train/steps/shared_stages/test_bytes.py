@@ -11,7 +11,7 @@ import torch.distributed as dist
 from longspan.comm import World
 from longspan.comm.groups.channel import Channel
 from longspan.config.sections import ParallelConfig, RunConfig
-from longspan.doctor.float64 import whole_float64
+from longspan.doctor.stock import whole_float64
 from longspan.layout import Layout
 from longspan.model.layers import layers_of_stages
 from longspan.model.local_tensors import local_tensor

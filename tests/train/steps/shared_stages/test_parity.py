@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from longspan.comm import World
-from longspan.doctor.float64 import whole_float64
+from longspan.doctor.stock import whole_float64
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step

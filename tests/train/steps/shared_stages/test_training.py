@@ -9,7 +9,7 @@ import torch
 
 from longspan.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from longspan.comm import World
-from longspan.doctor.float64 import whole_float64
+from longspan.doctor.stock import whole_float64
 from longspan.layout import Layout
 from longspan.model import load_model, prepare, save_model
 from longspan.model.pipeline.pipeline import PipelineModel

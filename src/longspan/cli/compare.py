@@ -1,0 +1,201 @@
+"""`longspan plan --compare`: what planners, saved plans and degrees of an evaluation would cost on a cluster.
+
+Flags and their checks, saved plans, and the order of the steps; `comparison_tables.py` has what is printed and drawn,
+`plan/simulate` makes the plans. Imports no torch.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from longspan.cli.comparison_tables import (
+    comparison_json,
+    comparison_picture,
+    comparison_table,
+    degrees_json,
+    degrees_picture,
+    degrees_table,
+    title_of_saved_plans,
+)
+from longspan.cli.flags import Switch, check_least
+from longspan.cli.lengths import read_lengths
+from longspan.cli.planning import (
+    PlanningFlags,
+    check_pictures,
+    kind_of_picture,
+    plan_options,
+    read_price,
+    type_notes,
+    with_weights,
+    write_file,
+)
+from longspan.errors import ConfigError, counted
+from longspan.layout import Layout
+from longspan.plan import Cost, Plan
+from longspan.plan.planners.options import PlanOptions
+from longspan.plan.simulate.compare import NamedSimulation, PlannerComparison
+from longspan.plan.simulate.evaluation import which_degree
+from longspan.plan.simulate.row_bytes import QWEN3_8B, Checkpointing, RowBytes
+from longspan.plan.simulate.simulate import simulate, slot_cost
+from longspan.plan.simulate.type_and_partition import type_of
+from longspan.report.markup import page, tag
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareFlags(PlanningFlags):
+    """Flags that only a comparison has."""
+
+    compare: Switch = False
+    """Instead of making one plan, price planners and degrees next to each other (a table or JSON)."""
+    world: int = 0
+    """With --compare: ranks of the machine; slots = world / (tp x pp). Give this or --slots."""
+    tp: int = 1
+    """With --compare: tensor-parallel degree."""
+    pp: int = 1
+    """With --compare: pipeline stages."""
+    vpp: int = 1
+    """With --compare: model chunks of each stage (interleaved schedule)."""
+    activation_checkpointing: Checkpointing = "full"
+    """With --compare: what of the layers rows are counted by in the column "kept", in the words of
+    train.activation_checkpointing; seconds are without recomputation."""
+    evaluation: Switch = False
+    """With --compare: forward passes only."""
+    which_eval_degree: Switch = False
+    """With --compare: price an evaluation of the documents at each degree, filled up and planned, next to a dynamic
+    plan."""
+    accumulation: int = 0
+    """With --which-eval-degree: micro-batches that keep the pipeline full; 0: the stages."""
+    plans: tuple[str, ...] = ()
+    """With --compare: simulate these saved plans instead, or those in a run's folder."""
+
+
+def check_flags_of_comparison(flags: CompareFlags) -> None:
+    """Raise ConfigError for a flag of one plan with --compare, and for a flag of comparisons without it."""
+    of_both = {field.name for field in fields(PlanningFlags)} | {"compare"}
+    of_comparisons = {field.name for field in fields(CompareFlags)} - of_both
+    for field in fields(flags):
+        if field.name in of_both or getattr(flags, field.name) == field.default:
+            continue
+        name = f"--{field.name.replace('_', '-')}"
+        if flags.compare and field.name not in of_comparisons:
+            raise ConfigError(f"{name} is of one plan, and --compare prices several; leave one of the two out")
+        if not flags.compare and field.name in of_comparisons:
+            raise ConfigError(f"{name} is of comparisons; add --compare, or leave it out")
+
+
+def compare(flags: CompareFlags) -> int:
+    """Print a comparison and write its pictures; returns the exit code."""
+    check_least(flags, world=0, slots=0, tp=1, pp=1, vpp=1, max_tokens_per_slot=0, node_size=1, accumulation=0)
+    check_pictures(flags.plot, ("svg", "html"), "a comparison")
+    if flags.plans:
+        rows = list(_simulate_saved_plans(flags))
+        _show_rows(flags, title_of_saved_plans(rows), rows)
+        return 0
+    home = home_of(flags)
+    lengths, source = read_lengths(flags, home.slots)
+    documents, tokens = counted(len(lengths), "document"), counted(sum(lengths), "token")
+    title = (
+        f"{documents} ({tokens}, longest {max(lengths):,}) from {source}\n"
+        f"{counted(len(home.ranks), 'rank')} = {counted(home.slots, 'slot')} x tp {home.tp} x pp {home.pp}"
+    )
+    if flags.which_eval_degree:
+        _show_degrees(flags, title, lengths, home)
+        return 0
+    comparison = PlannerComparison(
+        lengths=lengths,
+        home=home,
+        options=_comparison_options(flags, home),
+        vpp=flags.vpp,
+        evaluation=flags.evaluation,
+        row_bytes=partial(_row_bytes, flags),
+    )
+    _show_rows(flags, title, list(comparison.simulations()), type_notes(flags, flags.cp_comm_type or "auto"))
+    return 0
+
+
+def home_of(flags: CompareFlags) -> Layout:
+    """The home that the flags describe. Raises ConfigError or LayoutError if they do not fit."""
+    if bool(flags.world) == bool(flags.slots):
+        raise ConfigError(f"give --world or --slots, one of them; got --world {flags.world} --slots {flags.slots}")
+    world = flags.world or flags.slots * flags.tp * flags.pp
+    return Layout(world, tp=flags.tp, pp=flags.pp)
+
+
+def _slot_price(flags: CompareFlags) -> tuple[Cost, int]:
+    """The cost of a slot, and the slots of a host."""
+    price = read_price(flags, training=not (flags.evaluation or flags.which_eval_degree))
+    return slot_cost(price, flags.tp), max(1, flags.node_size // flags.tp)
+
+
+def _comparison_options(flags: CompareFlags, home: Layout) -> PlanOptions:
+    cost, node_size = _slot_price(flags)
+    return plan_options(
+        flags,
+        cp_comm_type=flags.cp_comm_type or "auto",
+        cost=with_weights(cost, flags, slots=home.slots, node_size=node_size, tp=flags.tp),
+        node_size=node_size,
+        mode=flags.mode,
+        micro_batch_multiple=flags.pp if flags.vpp > 1 else 1,
+    )
+
+
+def _simulate_saved_plans(flags: CompareFlags) -> Iterator[NamedSimulation]:
+    cost, _ = _slot_price(flags)
+    for file in _plan_files(flags.plans):
+        plan = Plan.from_json(file.read_bytes())
+        price = cost if flags.cost or flags.model else plan.cost
+        price = with_weights(price, flags, slots=plan.slots, node_size=plan.node_size, tp=flags.tp)
+        passes: dict[str, Any] = {"backward": plan.cost.passes != "forward" and not flags.evaluation}
+        passes |= {"pp": flags.pp, "vpp": flags.vpp, "row_bytes": _row_bytes(flags, plan)}
+        yield file.stem, simulate(plan, cost=price, **passes)
+
+
+def _plan_files(names: Sequence[str]) -> Iterator[Path]:
+    """The files that these names are or hold. Raises ConfigError for a name of no plan."""
+    for name in names:
+        path = Path(name)
+        folder = path / "plans" if (path / "plans").is_dir() else path
+        files = sorted(folder.glob("*.json")) if folder.is_dir() else [path]
+        if not files or not all(file.is_file() for file in files):
+            raise ConfigError(f"{name} is neither a plan's JSON file nor a folder with plans")
+        yield from files
+
+
+def _row_bytes(flags: CompareFlags, plan: Plan) -> RowBytes:
+    """Of the model that is named, in bfloat16, or of Qwen3-8B; depths run only in training steps."""
+    depths = 0 if flags.evaluation else flags.mtp_depths
+    exchanged, checkpointing = "a2a" in type_of(plan), flags.activation_checkpointing
+    return RowBytes.of(flags.model or QWEN3_8B, depths=depths, checkpointing=checkpointing, exchanged=exchanged)
+
+
+def _show_rows(flags: CompareFlags, title: str, rows: Sequence[NamedSimulation], notes: Sequence[str] = ()) -> None:
+    if flags.json:
+        print(comparison_json(title, rows))
+    else:
+        print("\n".join([comparison_table(title, rows, flags.activation_checkpointing), *notes]))
+    _draw(flags, title, comparison_picture(title, rows) if flags.plot else "")
+
+
+def _show_degrees(flags: CompareFlags, title: str, lengths: Sequence[int], home: Layout) -> None:
+    options = _comparison_options(flags, home)
+    if options.cost.states:
+        options = replace(options, partition="contiguous", cost=options.cost.dealt("contiguous"))
+    comparison = which_degree(lengths, home, options=options, accumulation=flags.accumulation or None, vpp=flags.vpp)
+    if flags.json:
+        print(degrees_json(title, comparison))
+    else:
+        table = degrees_table(title, comparison, flags.accumulation or flags.pp)
+        print("\n".join([table, *type_notes(flags, flags.cp_comm_type or "auto")]))
+    _draw(flags, title, degrees_picture(title, comparison) if flags.plot else "")
+
+
+def _draw(flags: CompareFlags, title: str, picture: str) -> None:
+    """Write a picture to the files that the flags name, as it is or in a page."""
+    for path in flags.plot:
+        heading = title.splitlines()[0]
+        figure = tag("figure", picture, class_="chart")
+        write_file(path, page(heading, [figure]) if kind_of_picture(path) == "html" else picture)
+        print(f"wrote {path}", file=sys.stderr if flags.json else sys.stdout)

@@ -1,0 +1,285 @@
+"""What `longspan plan --compare` shows of planners, saved plans and degrees of an evaluation: text, JSON, a picture."""
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from longspan.cli.planning import UNPRICED
+from longspan.errors import counted
+from longspan.plan import Plan, slot_rows
+from longspan.plan.simulate.compare import NamedSimulation
+from longspan.plan.simulate.evaluation import DegreeComparison
+from longspan.plan.simulate.row_bytes import Checkpointing
+from longspan.plan.simulate.simulate import Simulation
+from longspan.plan.simulate.type_and_partition import type_of
+from longspan.report.chart import Chart, Series
+from longspan.report.chart_documents import NamedBar, bar_document, chart_document
+from longspan.report.plain_text import bytes_text, number_text, seconds_text, text_table
+
+_COMPARISON_NOTE = """\
+type: how groups share attention, of each plan the fastest (--cp-comm-type chooses one for all). x bound: over what no
+plan of that type can beat on these slots and stages. bubble: share of a stage's time that the pipeline leaves empty;
+idle: share that slots wait for slower ones. peak rows and kept: what the fullest slot's first stage holds for its
+backward passes, as rows of the whole model and as bytes of activations in bfloat16,
+{activations}.
+Weights, gradients, optimizer states, logits and second forward passes are not counted. sent: bytes of the step on all
+links."""
+_ACTIVATIONS = {
+    "full": "of layers recomputed in full their inputs alone; --activation-checkpointing none, which training has by "
+    "itself,\nkeeps several times as much",
+    "selective": "of layers recomputed selectively their inputs and outputs of attention",
+    "none": "of layers without recomputation all that their backward passes read",
+}
+LEAST_DIFFERENCE = 5e-4  # of two plans, that is worth a number
+NO_MACHINE = "no machine"
+UNTIMED = (
+    "relative: the plans are of a run on CPUs, whose speed nothing told; the numbers only compare plans.\n"
+    "--cost FILE, of longspan bench calibrate, or --model FOLDER, on H200s, makes seconds of them"
+)
+_CLOSING_NOTE = """\
+closing: share of a free step that gathers sharded parameters before it and sums their gradients after it."""
+SAME = 5e-3  # relative difference up to which a dynamic plan is no line of its own
+_NOTE = """\
+filled: one document a group and micro-batch, documents repeated to fill the last pass. planned: each document once,
+under the fastest type of each degree (--cp-comm-type chooses one); micro-batches, rows (the most that a slot holds at
+once) and bubble are the planned evaluation's. Memory of activations goes with the rows."""
+
+
+def title_of_saved_plans(rows: Sequence[NamedSimulation]) -> str:
+    """How many saved plans there are, their seconds together, and what they were priced for."""
+    simulations = _simulations(rows)
+    total = sum(simulation.seconds for _, simulation in simulations)
+    together = f", {seconds_text(total)} together" if _have_seconds(rows) else ""
+    sources = ", ".join(dict.fromkeys(simulation.cost.source or NO_MACHINE for _, simulation in simulations))
+    return f"{counted(len(rows), 'saved plan')}{together}, priced for {sources}"
+
+
+def comparison_table(title: str, rows: Sequence[NamedSimulation], checkpointing: Checkpointing) -> str:
+    """Simulations as text: a line for each, the plans that are not possible, and notes."""
+    simulations, timed = _simulations(rows), _have_seconds(rows)
+    free = [simulation for _, simulation in simulations if simulation.plan.mode == "free"]
+    names = ["plan", "type", "seconds" if timed else "relative", "x bound", "micro-batches", "bubble", "idle"]
+    names += ["peak rows", f"kept, {checkpointing}", "sent inside", "sent across", *(["closing"] if free else [])]
+    lines = [(name, type_of(s.plan), *_columns(s), *([_closing(s)] if free else [])) for name, s in simulations]
+    failed = [f"{name}: not possible: {reason}" for name, reason in rows if isinstance(reason, str)]
+    notes = [_COMPARISON_NOTE.format(activations=_ACTIVATIONS[checkpointing]), *([_CLOSING_NOTE] if free else [])]
+    if not all(simulation.closing_seconds for simulation in free):
+        notes.append(UNPRICED)
+    if not timed:
+        notes.append(UNTIMED)
+    return "\n".join([title, "", text_table(names, lines, left=2), *failed, *comparison_with_fixed(rows), "", *notes])
+
+
+def comparison_with_fixed(rows: Sequence[NamedSimulation]) -> list[str]:
+    """The dynamic plan and the fastest plan of one degree, in a line; none if either is missing."""
+    of_kind = {
+        kind: [row for row in _simulations(rows) if row[1].plan.planner == kind] for kind in ("fixed", "dynamic")
+    }
+    if not of_kind["fixed"] or len(of_kind["dynamic"]) != 1:
+        return []
+    name, best = min(of_kind["fixed"], key=lambda row: row[1].seconds)
+    difference = of_kind["dynamic"][0][1].seconds / best.seconds - 1
+    less = f"{abs(difference):.1%} {'less' if difference < 0 else 'more'} time than"
+    words = "as much time as" if abs(difference) < LEAST_DIFFERENCE else less
+    kind = f" under {type_of(best.plan)}" if type_of(best.plan) else ""
+    return [f"the dynamic plan takes {words} the fastest plan of one degree ({name}{kind})"]
+
+
+def comparison_picture(title: str, rows: Sequence[NamedSimulation]) -> str:
+    """A bar for the seconds of each plan, with its type, and a line at the least bound. An SVG document."""
+    simulations, timed = _simulations(rows), _have_seconds(rows)
+    bars = [
+        NamedBar(name, s.seconds, _bar_words(s, timed), int(s.plan.planner == "dynamic")) for name, s in simulations
+    ]
+    bound = min((s.lower_bound_seconds for _, s in simulations), default=0.0)
+    line = (bound, f"lower bound{f', {seconds_text(bound)}' if timed else ''}")
+    unit = "predicted seconds" if timed else "predicted time, of no machine"
+    heading = "\n".join(
+        [f"Predicted time of a step: {title.splitlines()[0]}", *title.splitlines()[1:], *comparison_with_fixed(rows)]
+    )
+    return bar_document(heading, bars, unit, line)
+
+
+def _bar_words(simulation: Simulation, timed: bool) -> str:
+    """What stands behind the bar of a plan."""
+    bound = f"{simulation.seconds / simulation.lower_bound_seconds:.3f} x bound"
+    return " · ".join(
+        filter(None, [seconds_text(simulation.seconds) if timed else "", type_of(simulation.plan), bound])
+    )
+
+
+def comparison_json(title: str, rows: Sequence[NamedSimulation]) -> str:
+    """The same as a JSON object."""
+    plans = [{"name": name} | ({"error": s} if isinstance(s, str) else _plan_object(s)) for name, s in rows]
+    return json.dumps({"title": title, "plans": plans}, indent=1)
+
+
+def _simulations(rows: Sequence[NamedSimulation]) -> list[tuple[str, Simulation]]:
+    return [(name, simulation) for name, simulation in rows if isinstance(simulation, Simulation)]
+
+
+def _have_seconds(rows: Sequence[NamedSimulation]) -> bool:
+    return all(simulation.cost.source for _, simulation in _simulations(rows))
+
+
+def _columns(simulation: Simulation) -> tuple[str, ...]:
+    return (
+        f"{simulation.seconds:.4g}",
+        f"{simulation.seconds / simulation.lower_bound_seconds:.3f}",
+        f"{len(simulation.plan.micro_batches)}",
+        f"{100 * simulation.bubble:.1f}%",
+        f"{100 * simulation.idle:.1f}%",
+        number_text(round(float(simulation.peak_rows.max(initial=0)))),
+        bytes_text(float(simulation.activation_bytes.max(initial=0))),
+        bytes_text(simulation.inside_bytes),
+        bytes_text(simulation.across_bytes),
+    )
+
+
+def _closing(simulation: Simulation) -> str:
+    if simulation.plan.mode == "lockstep":
+        return "none"
+    share = simulation.closing_seconds / simulation.seconds
+    return f"{100 * share:.1f}%" if simulation.closing_seconds else "not priced"
+
+
+def _plan_object(simulation: Simulation) -> dict[str, Any]:
+    return {
+        "planner": simulation.plan.planner,
+        "cp_comm_type": type_of(simulation.plan),
+        "seconds": simulation.seconds,
+        "predicted_seconds": simulation.plan.predicted_seconds,
+        "lower_bound_seconds": simulation.lower_bound_seconds,
+        "micro_batches": len(simulation.plan.micro_batches),
+        "bubble": simulation.bubble,
+        "idle": simulation.idle,
+        "closing_seconds": simulation.closing_seconds,
+        "peak_rows": float(simulation.peak_rows.max(initial=0)),
+        "activation_bytes": float(simulation.activation_bytes.max(initial=0)),
+        "ring_inside_bytes": simulation.inside_bytes,
+        "ring_across_bytes": simulation.across_bytes,
+        "stage_bytes": simulation.stage_bytes,
+    }
+
+
+def degrees_table(title: str, comparison: DegreeComparison, accumulation: int) -> str:
+    """The degrees of an evaluation as text, what was left out, and which is fastest."""
+    names = ["cp", "type", "groups", "passes", "document-steps", "wasted", "filled", "planned"]
+    names += ["micro-batches", "rows", "bubble"]
+    rows = [
+        (
+            f"{c.cp}",
+            c.cp_comm_type if c.cp > 1 else "",
+            f"{c.groups:,}",
+            f"{c.passes:,}",
+            f"{c.filled_steps:,}",
+            f"{c.wasted_steps:,}",
+            seconds_text(c.filled_seconds),
+            *_plan_cells(c.planned),
+        )
+        for c in comparison.choices
+    ]
+    if dynamic := comparison.dynamic:
+        rows.append(("dynamic", "", "", "", f"{len(dynamic.plan.lengths):,}", "0", "", *_plan_cells(dynamic)))
+    lines = [title, "", text_table(names, rows), "", _fastest(comparison, accumulation)]
+    return "\n".join([*lines, *comparison.left_out, "", _NOTE])
+
+
+def _plan_cells(simulation: Simulation) -> tuple[str, ...]:
+    return (
+        seconds_text(simulation.seconds),
+        f"{len(simulation.plan.micro_batches):,}",
+        f"{rows_of_slot(simulation.plan):,}",
+        f"{100 * simulation.bubble:.0f}%",
+    )
+
+
+def _fastest(comparison: DegreeComparison, accumulation: int) -> str:
+    first, best = comparison.choices[0], comparison.best
+    count = len(best.planned.plan.lengths)
+    faster = first.filled_seconds / best.planned.seconds
+    return (
+        f"cp {first.cp}, filled up to {counted(accumulation, 'micro-batch', 'es')} a pass to keep the pipeline full: "
+        f"{first.filled_steps:,} document-steps for {counted(count, 'document')}, "
+        f"{seconds_text(first.filled_seconds)}.\n"
+        f"cp {best.cp}, planned: each document once, {count:,} document-steps in "
+        f"{counted(len(best.planned.plan.micro_batches), 'micro-batch', 'es')}, {seconds_text(best.planned.seconds)} "
+        f"({faster:.1f} times faster).\n{comparison.reason()}"
+    )
+
+
+def degrees_json(title: str, comparison: DegreeComparison) -> str:
+    """The same as a JSON object."""
+    rows = [
+        {
+            "cp": c.cp,
+            "cp_comm_type": c.cp_comm_type,
+            "groups": c.groups,
+            "passes": c.passes,
+            "filled_document_steps": c.filled_steps,
+            "wasted_document_steps": c.wasted_steps,
+            "filled_seconds": c.filled_seconds,
+            **_evaluation_object(c.planned),
+        }
+        for c in comparison.choices
+    ]
+    dynamic = {"dynamic": _evaluation_object(comparison.dynamic)} if comparison.dynamic else {}
+    answer = {"title": title, "degrees": rows, "best_cp": comparison.best.cp, "reason": comparison.reason()}
+    return json.dumps(answer | {"left_out": list(comparison.left_out)} | dynamic, indent=1)
+
+
+def _evaluation_object(simulation: Simulation) -> dict[str, float | int | None]:
+    return {
+        "planned_document_steps": len(simulation.plan.lengths),
+        "planned_seconds": simulation.seconds,
+        "planned_lower_bound_seconds": simulation.lower_bound_seconds,
+        "planned_micro_batches": len(simulation.plan.micro_batches),
+        "planned_max_tokens_per_slot": simulation.plan.max_tokens_per_slot,
+        "planned_rows_of_slot": rows_of_slot(simulation.plan),
+        "bubble": simulation.bubble,
+    }
+
+
+def rows_of_slot(plan: Plan) -> int:
+    """The most rows that a slot holds in a micro-batch."""
+    return int(slot_rows(plan.micro_batches, plan.slots, plan.row_multiple).max())
+
+
+def degrees_picture(title: str, comparison: DegreeComparison) -> str:
+    """Seconds over the degrees, filled and planned, with words at the best one, and lines at the first one filled and
+    at the dynamic plan, where that takes another time than the best. An SVG document.
+    """
+    choices, best = comparison.choices, comparison.best
+    places = np.arange(len(choices), dtype=np.float64)
+    filled = Series("filled up, documents repeated", places, _array([c.filled_seconds for c in choices]), 0)
+    planned = Series("planned, each once", places, _array([c.planned.seconds for c in choices]), 1, "marks")
+    first, dynamic = choices[0], comparison.dynamic
+    lines = [(first.filled_seconds, f"cp {first.cp}, filled up: {seconds_text(first.filled_seconds)}")]
+    same = dynamic is not None and abs(dynamic.seconds / best.planned.seconds - 1) < SAME
+    if dynamic and not same:
+        lines.append((dynamic.seconds, f"dynamic plan: {seconds_text(dynamic.seconds)}"))
+    kind = f", {best.cp_comm_type}" if best.cp > 1 else ""
+    faster = f"{first.filled_seconds / best.planned.seconds:.1f} times faster than cp {first.cp} filled up"
+    also = ", as the dynamic plan" if same else ""
+    words = f"cp {best.cp}{kind}: {seconds_text(best.planned.seconds)}{also}; {faster}"
+    doubled = all(b.cp == 2 * a.cp for a, b in pairwise(choices))
+    chart = Chart(
+        title=f"Predicted time of an evaluation over its degree\n{title}",
+        series=(filled, planned),
+        y_label="predicted seconds, logarithmic axis",
+        x_label=f"context-parallel degree, {'logarithmic axis' if doubled else 'one after another'}",
+        width=760,
+        height=340,
+        references=tuple(lines),
+        notes=((float(choices.index(best)), best.planned.seconds, words),),
+        x_names=tuple(f"{c.cp}" for c in choices),
+        log=True,
+    )
+    return chart_document(chart)
+
+
+def _array(values: Sequence[float]) -> np.ndarray:
+    return np.array(values, dtype=np.float64)

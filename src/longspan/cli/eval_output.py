@@ -1,0 +1,179 @@
+"""The results of `longspan eval` as tables for a terminal."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longspan.errors import ConfigError, counted
+from longspan.evaluation.result import comparison_table
+from longspan.evaluation.saved.comparison import Difference, differences
+from longspan.evaluation.saved.record import HOME, comm_types, document_rows, grids_of
+from longspan.evaluation.saved.request import SetResult, SubjectResult
+from longspan.files import as_json, json_values, os_error_text
+from longspan.report.eval_page import eval_page
+from longspan.report.passkey import passkey_pictures
+from longspan.report.plain_text import text_table
+
+if TYPE_CHECKING:
+    from longspan.evaluation.metrics import Bucket
+
+
+PICTURE = "passkey.svg"
+
+
+def check_writable(file: str, out: str, plot: str = "") -> None:
+    """Raise ConfigError where results could not be written: before hours of evaluation, not after."""
+    if file and Path(file).is_dir():
+        raise ConfigError(f"--documents {file} is a folder; give a file in it, such as {Path(file, 'documents.jsonl')}")
+    if out and Path(out).exists() and not Path(out).is_dir():
+        raise ConfigError(f"--out {out} is a file; give a folder")
+    if plot and Path(plot).is_dir():
+        raise ConfigError(f"--plot {plot} is a folder; give a file in it, such as {Path(plot, PICTURE)}")
+    parents = {flag: Path(name).parent for flag, name in (("--documents", file), ("--plot", plot)) if name}
+    for flag, folder in {**parents, **({"--out": Path(out)} if out else {})}.items():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{flag}: {os_error_text(error)}") from error
+        if not os.access(folder, os.W_OK):
+            raise ConfigError(f"{flag}: {folder} cannot be written to; give another folder")
+
+
+def write_documents(results: Sequence[SubjectResult], file: Path) -> None:
+    """The loss of every document, one JSON object a line."""
+    rows = document_rows(results)
+    _write(file, "".join(json.dumps(json_values(row), ensure_ascii=False) + "\n" for row in rows))
+
+
+def write_folder(results: Sequence[SubjectResult], record: dict[str, Any], folder: Path) -> None:
+    """results.json (what --json prints), documents.jsonl, report.html and, of passkey retrieval, its picture."""
+    _write(folder / "results.json", as_json(record, indent=1) + "\n")
+    write_documents(results, folder / "documents.jsonl")
+    if grids := grids_of(results):
+        write_picture(results, folder / PICTURE)
+    _write(folder / "report.html", eval_page(json_values(record), [passkey_pictures(grids)] if grids else []))
+
+
+def write_picture(results: Sequence[SubjectResult], file: Path) -> None:
+    """What passkey retrieval shows, as an SVG."""
+    _write(file, passkey_pictures(grids_of(results)))
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {os_error_text(error)}") from error
+
+
+HELD_OUT = "held out"  # how tables call the documents of a run
+
+
+def result_tables(results: Sequence[SubjectResult], ranks: int) -> str:
+    """Everything that was found, tables with a blank line between them."""
+    return "\n\n".join(_tables(results, ranks))
+
+
+def _tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]:
+    first = results[0]
+    pairs = [(difference, other) for other in results[1:] for difference in differences(first, other)]
+    if pairs:
+        yield "\n".join(_difference_line(difference, first, other) for difference, other in pairs)
+    for result in results:
+        yield f"{_title(result)} on {counted(ranks, 'rank')}\n{_evaluations(result)}"
+        yield from (f"passkey at cp {grid.cp}, {grid.table()}" for _, grid in grids_of([result]))
+    for name in dict.fromkeys(of_set.evaluation.name for of_set in first.sets):
+        at_degrees = [of_set.evaluation for of_set in first.sets if of_set.evaluation.name == name]
+        if len(at_degrees) > 1:
+            yield f"{name or HELD_OUT}: {comparison_table(at_degrees)}"
+        if len(results) == 1:
+            yield from _bucket_tables(at_degrees[0].name, at_degrees[0].by_length, at_degrees[0].by_position)
+    for difference, other in pairs:
+        yield from _difference(difference, first, other)
+
+
+def _title(result: SubjectResult) -> str:
+    step, parallel = result.sets[0].evaluation.step, result.config.parallel
+    words = [result.weights.title] + ([f"step {step}"] if result.weights.run_dir is not None else [])
+    words += [f"{key} {degree}" for key in HOME if (degree := getattr(parallel, key)) > 1]
+    return ", ".join(words)
+
+
+def _evaluations(result: SubjectResult) -> str:
+    """A row for each set and degree, and a column for each metric."""
+    metrics = list(dict.fromkeys(name for of_set in result.sets for name in of_set.evaluation.metrics))
+    names = ["set", "type", "cp", "loss", "perplexity", *(name.replace("_", " ") for name in metrics)]
+    return text_table(
+        [*names, "documents", "tokens", "targets", "seconds"],
+        [_row(of_set, metrics) for of_set in result.sets],
+        left=2,
+    )
+
+
+def _row(result: SetResult, metrics: Sequence[str]) -> list[str]:
+    evaluation = result.evaluation
+    values = [evaluation.metrics[name].value if name in evaluation.metrics else None for name in metrics]
+    return [
+        evaluation.name or HELD_OUT,
+        ", ".join(comm_types(result)) or "-",
+        str(evaluation.cp),
+        f"{evaluation.loss:.9f}",
+        f"{evaluation.perplexity:,.4f}" if evaluation.loss < 50 else "over 1e21",
+        *("-" if value is None else f"{value:.5f}" for value in values),
+        f"{evaluation.documents:,}",
+        f"{evaluation.tokens:,}",
+        f"{evaluation.targets:,}",
+        f"{evaluation.seconds:.2f}",
+    ]
+
+
+def _bucket_tables(name: str, lengths: "Sequence[Bucket]", positions: "Sequence[Bucket]") -> Iterator[str]:
+    """The loss by length and by position, where there are several of them."""
+    for title, buckets in (("document length", lengths), ("position", positions)):
+        if len(buckets) > 1:
+            rows = [
+                [_range(b.first, b.last), f"{b.loss.value or 0:.6f}", f"{b.documents:,}", f"{int(b.loss.count):,}"]
+                for b in buckets
+            ]
+            yield f"{name or HELD_OUT}, loss by {title}\n" + text_table(
+                ("tokens" if title != "position" else "position", "loss", "documents", "targets"), rows
+            )
+
+
+def _range(first: int, last: int) -> str:
+    return f"{first:,} to {last:,}"
+
+
+def _difference_line(difference: Difference, first: SubjectResult, other: SubjectResult) -> str:
+    """The difference of two models on one set, in one line."""
+    return (
+        f"{difference.name or HELD_OUT}: {difference.unit.replace('_', ' ')} of {first.weights.title} "
+        f"{difference.first:.6f}, of {other.weights.title} {difference.other:.6f}, "
+        f"difference {difference.difference:+.6f}{_error(difference.standard_error)}"
+    )
+
+
+def _difference(difference: Difference, first: SubjectResult, other: SubjectResult) -> Iterator[str]:
+    unit = difference.unit.replace("_", " ")
+    lines = [
+        f"{difference.name or HELD_OUT}: {unit} of {other.weights.title} beside {first.weights.title}",
+        f"difference {difference.difference:+.6f}{_error(difference.standard_error)}; of documents, each counted once, "
+        f"{difference.document_difference:+.6f}{_error(difference.document_standard_error)}",
+        f"{difference.lower:,} of {counted(difference.documents, 'document')} have a lower value",
+    ]
+    if difference.unit == "bits_per_byte":
+        lines.append("the tokenizers differ: losses per token and perplexities cannot be compared, bits per byte can")
+    rows = [("all", difference.first, difference.other, difference.documents)]
+    if len(difference.by_length) > 1:
+        rows += [(_range(start, last), a, b, documents) for start, last, a, b, documents in difference.by_length]
+    table = text_table(
+        ("tokens", first.weights.title, other.weights.title, "difference", "documents"),
+        [(name, f"{a:.6f}", f"{b:.6f}", f"{b - a:+.6f}", f"{documents:,}") for name, a, b, documents in rows],
+    )
+    yield "\n".join([*lines, table])
+
+
+def _error(error: float | None) -> str:
+    return "" if error is None else f" ± {error:.6f}"

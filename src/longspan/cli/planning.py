@@ -1,0 +1,184 @@
+"""What `longspan plan` and its comparisons share: flags, the price of a plan, planners' options, files of pictures.
+
+The price is that of `--cost`, `--model`, `--tflops` and `--weights`. In free mode over sharded parameters a step
+gathers them before its first micro-batch and sums gradients after its last one, in a micro-batch that all slots enter.
+Its seconds depend on the number of parameters (`--weights`). Document lengths are read in `lengths.py`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from longspan.cli.flags import Switch
+from longspan.cli.lengths import SourceFlags
+from longspan.errors import ConfigError
+from longspan.layout import Layout
+from longspan.plan import Cost, PlanOptions
+from longspan.plan.cost.cost import DEFAULT_COST
+from longspan.plan.cost.model_cost import cost_on_h200, read_cost
+from longspan.plan.cost.model_shape import read_query_heads
+from longspan.plan.simulate.row_bytes import QWEN3_8B
+
+DEFAULT_HEADS = 32  # of Qwen3-8B, which the default cost is of
+
+NO_HEADS = (
+    "a2a: the model's query heads are not known, and a degree that does not divide them cannot be trained;\n"
+    "--model FOLDER or --heads N keeps to degrees that do"
+)
+NOT_COMPARED = (
+    "a2a and a2a+p2p are not compared, for the model's query heads are not known; --model FOLDER or --heads N adds them"
+)
+UNPRICED = (
+    "free mode: gathering sharded parameters and summing their gradients, once a step, is not in these seconds;\n"
+    "--weights N adds it for a model of N parameters (8.19e9 for Qwen3-8B)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanningFlags(SourceFlags):
+    """Documents, slots and a price: flags that one plan and a comparison both have."""
+
+    slots: int = 0
+    """Slots of the home: ranks / (tensor-parallel degree x pipeline stages)."""
+    node_size: int = 8
+    """Slots of one host, with --compare its ranks; groups inside a host talk over its fast links."""
+    mode: Literal["lockstep", "free"] = "lockstep"
+    """lockstep: all slots end a micro-batch together (FSDP, EP, pipelines); free: only members of a group wait."""
+    cost: str = ""
+    """JSON file with the constants of a machine and model; empty: that of --model, else Qwen3-8B on GPUs of 400
+    TFLOP/s."""
+    model: str = ""
+    """Folder or config.json of a transformers model: without --cost its sizes price the plan, on H200s; its query heads
+    limit the degrees of a2a."""
+    tflops: float = 0.0
+    """What a device sustains, in 1e12 FLOP/s: prices the sizes of --model, or of Qwen3-8B, on such devices, whose links
+    carry 350 GB/s inside a host and 40 elsewhere; 0: those of --cost and --model."""
+    heads: int = 0
+    """Query heads of the model, where there is no --model; 0: the 32 of Qwen3-8B, and not known with --cost."""
+    mtp_depths: int = 0
+    """With --model: depths of multi-token prediction behind it, which run in training steps; evaluations leave them
+    out."""
+    cp_comm_type: Literal["", "p2p", "all_gather", "a2a", "a2a+p2p", "auto"] = ""
+    """How the slots of a group share attention; empty: p2p, for hybrids the fastest, with --compare the fastest of each
+    row of the table; auto: chosen for each group, with --compare as if empty."""
+    hierarchical_context_parallel_sizes: tuple[int, ...] = ()
+    """With a2a+p2p: the a2a and the p2p size."""
+    max_tokens_per_slot: int = 8192
+    """Rows that a slot holds in one micro-batch, at most; 0: no limit, as if memory had none."""
+    weights: float = 0.0
+    """With free mode: parameters that are sharded over the slots (8.19e9 for Qwen3-8B); their gathering before a step
+    and the sum of their gradients after it are added to its seconds. 0: those of the cost file, else none."""
+    dp_replicate: int = 1
+    """With --weights: copies of them (HSDP), each sharded over slots / copies."""
+    json: Switch = False
+    """Print the result as JSON, and nothing else, on standard output."""
+    plot: tuple[str, ...] = ()
+    """Draw the result to these files: .html (a plan's is a page to explore), .svg, or a plan as .png (viz extra)."""
+
+
+def read_price(flags: PlanningFlags, *, training: bool = True) -> Cost:
+    """The cost of one device; if not `training` (an evaluation), without depths of multi-token prediction.
+
+    Raises ConfigError for a file without a cost and for depths without a model, PlanError for a model without a price.
+    """
+    depths = flags.mtp_depths
+    if depths < 0 or (depths and (flags.cost or not flags.model)):
+        model = f"--cost {flags.cost}, which was measured with what it has" if flags.cost else "no --model"
+        raise ConfigError(
+            f"--mtp-depths {depths} with {model if depths > 0 else 'depths below 0'}; give --model FOLDER, whose last "
+            "layer depths are like, and a number from 0"
+        )
+    if flags.tflops:
+        return _price_at(flags, depths if training else 0)
+    if flags.model and not flags.cost:
+        return cost_on_h200(flags.model, depths=depths if training else 0)
+    return read_cost(flags.cost, "--cost")
+
+
+def _price_at(flags: PlanningFlags, depths: int) -> Cost:
+    """The cost of a model on devices of so many TFLOP/s."""
+    if flags.cost or not 0 < flags.tflops < math.inf:
+        reason = f"--cost {flags.cost}, which has its own speed" if flags.cost else "a speed must be above 0"
+        raise ConfigError(f"--tflops {flags.tflops:g}: {reason}; give one of --tflops and --cost, such as --tflops 400")
+    cost = Cost.for_model(flags.model or QWEN3_8B, tflops=flags.tflops, depths=depths)
+    return replace(cost, source=f"{'the model' if flags.model else 'Qwen3-8B'} on GPUs of {flags.tflops:g} TFLOP/s")
+
+
+def read_heads(flags: PlanningFlags) -> int | None:
+    """The query heads of the model that is planned for; None if it has none, or if no flag gives them."""
+    if flags.heads < 0:
+        raise ConfigError(f"--heads is {flags.heads}; give the model's number of query heads, such as 32")
+    if flags.heads and flags.model:
+        raise ConfigError(f"--heads {flags.heads} and --model {flags.model}, which says its own; give one of them")
+    if flags.model:
+        return read_query_heads(flags.model)
+    return flags.heads or (None if flags.cost else DEFAULT_HEADS)
+
+
+def plan_options(flags: PlanningFlags, **options: Any) -> PlanOptions:
+    """The planners' options: those of these flags, and those that a verb adds or sets itself."""
+    hybrid = (options.get("cost") or DEFAULT_COST).states is not None
+    of_flags: dict[str, Any] = {
+        "max_tokens_per_slot": flags.max_tokens_per_slot or None,
+        "cp_comm_type": flags.cp_comm_type or ("auto" if hybrid else "p2p"),
+        "hierarchical_context_parallel_sizes": flags.hierarchical_context_parallel_sizes or None,
+        "heads": read_heads(flags),
+    }
+    return PlanOptions(**of_flags | options)
+
+
+def type_notes(flags: PlanningFlags, types: str | None = None) -> Sequence[str]:
+    """Lines below a plan about its communication type; `types` are those of the plans if not those of the flags."""
+    if flags.model or read_heads(flags) is not None:
+        return []
+    types = flags.cp_comm_type if types is None else types
+    return [NO_HEADS] if "a2a" in types else [NOT_COMPARED] if types == "auto" else []
+
+
+def check_weights(flags: PlanningFlags, *, free: bool) -> None:
+    """Raise ConfigError for an impossible number, and in lockstep, where layers are gathered one by one."""
+    if not 0 <= flags.weights < math.inf:
+        raise ConfigError(f"--weights is {flags.weights:g}; give a model's number of parameters, such as 8.19e9")
+    if flags.weights and not free:
+        raise ConfigError(
+            f"--weights {flags.weights:g} prices the closing micro-batch of free mode, and --mode is lockstep; add "
+            "--mode free, or leave --weights out"
+        )
+    if flags.dp_replicate != 1 and not flags.weights:
+        raise ConfigError(
+            f"--dp-replicate {flags.dp_replicate} is how the weights of --weights are copied, and there are none; add "
+            "--weights, or leave it out"
+        )
+
+
+def with_weights(cost: Cost, flags: PlanningFlags, *, slots: int, node_size: int, tp: int = 1) -> Cost:
+    """The cost with the closing micro-batch of these weights, which `tp` ranks of a slot share."""
+    if not flags.weights:
+        return cost
+    home = Layout(slots, dp_replicate=flags.dp_replicate)
+    return cost.with_closing(flags.weights / tp, home, node_size=node_size)
+
+
+def check_pictures(paths: Sequence[str], kinds: Sequence[str], subject: str) -> None:
+    """Raise ConfigError for a file whose ending is none of these kinds, and for a missing folder."""
+    for path in paths:
+        if kind_of_picture(path) not in kinds:
+            endings = f"{', '.join(f'.{kind}' for kind in kinds[:-1])} or .{kinds[-1]}"
+            raise ConfigError(f"--plot {path}: {subject} is drawn as {endings}; give a name that ends so")
+        if not Path(path).absolute().parent.is_dir():
+            raise ConfigError(f"cannot write {path}: there is no folder {Path(path).parent}")
+
+
+def kind_of_picture(path: str) -> str:
+    """The ending of a file's name, in small letters and without its dot."""
+    return Path(path).suffix.lower().removeprefix(".")
+
+
+def write_file(path: str, content: str) -> None:
+    """Write a file that a flag names. Raises ConfigError if the disk refuses."""
+    try:
+        Path(path).write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

@@ -1,1 +1,0 @@
-"""What `longspan plan` and `longspan simulate` plan for: document lengths, images, a model and a machine."""

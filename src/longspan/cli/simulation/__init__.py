@@ -1,1 +1,0 @@
-"""Tables of `longspan simulate`: plans beside each other, and evaluation degrees."""

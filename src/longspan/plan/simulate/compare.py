@@ -1,0 +1,86 @@
+"""Planners on the same documents: padded, fixed at several degrees, and dynamic, each simulated at its fastest type.
+
+Degrees of an evaluation are compared in `evaluation.py`, which also prices documents that are repeated.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from longspan.errors import LongspanError
+from longspan.layout import Layout
+from longspan.plan.check import check_comm_types, heads_allow
+from longspan.plan.dynamic import plan_dynamic
+from longspan.plan.plan import Plan
+from longspan.plan.planners.fixed import plan_fixed
+from longspan.plan.planners.options import PlanOptions
+from longspan.plan.planners.padded import plan_padded
+from longspan.plan.simulate.evaluation import plan_evaluation, widest_degree
+from longspan.plan.simulate.row_bytes import RowBytes
+from longspan.plan.simulate.simulate import Simulation, simulate
+from longspan.plan.simulate.type_and_partition import options_of_types, plan_with_partition
+
+MOST_DEGREES = 5  # of fixed plans in a comparison
+NamedSimulation = tuple[str, Simulation | str]  # a plan's name; its simulation, or why there is no such plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerComparison:
+    """What every planner plans for: documents, a home, options, and how a plan is simulated.
+
+    >>> comparison = PlannerComparison(lengths=lengths, home=Layout(32), options=PlanOptions(cp_comm_type="auto"))
+    >>> [name for name, _ in comparison.simulations()]  # doctest: +SKIP
+    ['padded, cp 16', 'fixed, cp 16', 'fixed, cp 32', 'dynamic']
+
+    An `evaluation` runs forward passes only. `row_bytes` gives the bytes that a row of a plan takes.
+    """
+
+    lengths: Sequence[int]
+    home: Layout
+    options: PlanOptions
+    vpp: int = 1
+    evaluation: bool = False
+    row_bytes: Callable[[Plan], RowBytes] = lambda plan: RowBytes()
+
+    def simulations(self) -> Iterator[NamedSimulation]:
+        """Every plan with its name, those of one degree in order, the dynamic plan last."""
+        lengths, home = self.lengths, self.home
+        degrees = self.degrees()
+        padded = partial(plan_padded, lengths, home, degrees[0])
+        yield f"padded, cp {degrees[0]}", self._fastest_simulation(padded, degrees[0])
+        for cp in degrees:
+            yield f"fixed, cp {cp}", self._fastest_simulation(partial(plan_fixed, lengths, home, cp), cp)
+        yield "dynamic", self._fastest_simulation(partial(plan_dynamic, lengths, home), None)
+
+    def degrees(self) -> list[int]:
+        """The lowest powers of two that divide the slots, hold the longest document and suit the query heads.
+
+        All slots if there is no such degree.
+        """
+        slots, cap, heads = self.home.slots, self.options.max_tokens_per_slot, self.options.heads
+        types = check_comm_types(self.options.cp_comm_type)
+        powers = [1 << i for i in range(slots.bit_length()) if slots % (1 << i) == 0]
+        allowed = [cp for cp in powers if heads_allow(cp, heads, types, self.home.tp)]
+        return [cp for cp in allowed if not cap or max(self.lengths) <= cap * cp][:MOST_DEGREES] or [slots]
+
+    def _fastest_simulation(self, planner: Callable[..., Plan], cp: int | None) -> Simulation | str:
+        """The fastest over communication types, at a degree or (None) of dynamic degrees; or why there is no plan."""
+        hybrid = self.options.cost.states is not None  # whose types are compared with their partitions
+        simulations, refusals = list[Simulation](), list[str]()
+        for options in [self.options] if hybrid else options_of_types(self.options, self.home, cp):
+            try:
+                simulations.append(self._simulation(planner, options, cp))
+            except LongspanError as error:  # the other rows are worth printing all the same
+                refusals.append(str(error))
+        return min(simulations, key=lambda simulation: simulation.seconds) if simulations else refusals[0]
+
+    def _simulation(self, planner: Callable[..., Plan], options: PlanOptions, cp: int | None) -> Simulation:
+        def make(options: PlanOptions) -> Plan:
+            return planner(options=options)
+
+        def make_evaluation(options: PlanOptions) -> Plan:
+            widest = cp or widest_degree(self.home, options)
+            return plan_evaluation(make, self.lengths, self.home, options, widest)
+
+        plan, _ = plan_with_partition(make_evaluation if self.evaluation else make, options)
+        return simulate(plan, pp=self.home.pp, vpp=self.vpp, row_bytes=self.row_bytes(plan))

@@ -1,0 +1,268 @@
+"""Plans of evaluations: fitted to the pipeline's stages, and compared over context-parallel degrees and types.
+
+The limit of rows is an upper one: on a pipeline, fewer rows in more micro-batches fill the stages better, and launch
+more. `plan_evaluation` compares plans at a few limits by their time through the stages.
+
+`which_degree` prices two ways at each degree. *Filled*: one document a group and micro-batch, and as many micro-batches
+as keep the pipeline full, repeating documents if there are too few; what evaluation loops do today. *Planned*:
+`plan_fixed`, each document once, packed so that the pipeline is used best, under the fastest communication type.
+`plan_dynamic` is priced as well, a degree for each document. All are forward passes only (`Cost.forward_only`).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from longspan.errors import PlanError, counted
+from longspan.layout import Layout, check_lengths
+from longspan.plan.check import check_comm_types, heads_allow
+from longspan.plan.dynamic import plan_dynamic
+from longspan.plan.micro_batch import Group, MicroBatch
+from longspan.plan.plan import Plan
+from longspan.plan.planners.fixed import plan_fixed
+from longspan.plan.planners.options import PlanOptions
+from longspan.plan.simulate.simulate import Simulation, run_pipeline, simulate
+from longspan.plan.simulate.type_and_partition import options_of_types, type_text, with_price_of_type
+from longspan.plan.timeline import timeline
+
+MOST_ROUNDS = 8  # micro-batches for each stage, beyond which a fuller pipeline gains less than a ninth
+
+
+def plan_evaluation(
+    make: Callable[[PlanOptions], Plan], lengths: Sequence[int], home: Layout, options: PlanOptions, widest: int
+) -> Plan:
+    """The plan of `make` that is fastest through the home's stages, of those at the limit of rows and at lower ones.
+
+    >>> options = PlanOptions(max_tokens_per_slot=8192)
+    >>> make = lambda options: plan_fixed([8192] * 8, Layout(8, pp=4), 2, options=options)
+    >>> len(plan_evaluation(make, [8192] * 8, Layout(8, pp=4), options, widest=2).micro_batches)  # doctest: +SKIP
+    8
+
+    `widest` is the highest degree that a group of `make` may have. The limit is halved as long as that does not make
+    the plan slower. Raises what `make` raises at the limit itself.
+    """
+    options = evaluation_options(options)
+    best = make(options)
+    if home.pp == 1 or not lengths:
+        return best
+    seconds = simulate(best, pp=home.pp).seconds
+    for rows in _lower_limits(lengths, home, options, widest):
+        plan = make(replace(options, max_tokens_per_slot=rows))
+        if (taken := simulate(plan, pp=home.pp).seconds) > seconds:
+            break
+        best, seconds = plan, taken
+    return best
+
+
+def evaluation_options(options: PlanOptions) -> PlanOptions:
+    """The options priced for forward passes under their own communication type."""
+    return with_price_of_type(replace(options, cost=options.cost.forward_only()))
+
+
+def widest_degree(home: Layout, options: PlanOptions, most: int = 0) -> int:
+    """The highest degree that a group of a dynamic plan may have, at most `most` (0: all slots)."""
+    types = check_comm_types(options.cp_comm_type)
+    degrees = range(min(most or home.slots, home.slots), 1, -1)
+    return next((degree for degree in degrees if heads_allow(degree, options.heads, types, home.tp)), 1)
+
+
+def _lower_limits(lengths: Sequence[int], home: Layout, options: PlanOptions, widest: int) -> Iterator[int]:
+    """Limits of rows below the own one, half as many each time, down to those that just hold the longest document."""
+    multiple, share = options.row_multiple, sum(lengths) / home.slots
+    least = -(-max(lengths) // (widest * multiple)) * multiple
+    most = min(options.max_tokens_per_slot or sum(lengths), math.ceil(2 * share))
+    doubled = [least << doubling for doubling in range(32) if least << doubling < most]
+    yield from (rows for rows in reversed(doubled) if rows * home.pp * MOST_ROUNDS >= share)
+
+
+NAMED = 4  # degrees after the best, in a line of reasons
+
+
+@dataclass(frozen=True)
+class DegreeChoice:
+    """One degree: `groups` of `cp` slots. A document-step is one document through the model once.
+
+    `filled_steps` − documents are wasted. `planned` has each document once, under the type and at the cap that were
+    found best; `options` are those of its plan.
+    """
+
+    cp: int
+    groups: int
+    passes: int
+    filled_steps: int
+    filled_seconds: float
+    planned: Simulation
+    options: PlanOptions
+
+    @property
+    def wasted_steps(self) -> int:
+        """Document-steps whose result is thrown away."""
+        return self.filled_steps - len(self.planned.plan.lengths)
+
+    @property
+    def cp_comm_type(self) -> str:
+        """The communication type, with its sizes where it has two levels."""
+        return type_text(self.options.cp_comm_type, [self.options.hierarchical_context_parallel_sizes])
+
+
+@dataclass(frozen=True)
+class DegreeComparison:
+    """Every degree at which an evaluation is possible, the dynamic plan, and what was left out and why."""
+
+    choices: tuple[DegreeChoice, ...]
+    dynamic: Simulation | None
+    left_out: tuple[str, ...]
+
+    @property
+    def best(self) -> DegreeChoice:
+        """The degree whose planned evaluation is fastest; the lowest of several."""
+        return min(self.choices, key=lambda choice: choice.planned.seconds)
+
+    def reason(self, name: str = "") -> str:
+        """Why the best degree is the best, of the evaluation set of this name, in one line of numbers.
+
+        >>> print(which_degree([8192] * 1024, Layout(8192, tp=2, pp=4)).reason())  # doctest: +SKIP
+        evaluation at cp 4, p2p: 1,024 documents in 0.173 s predicted; cp 1 0.366 s, cp 2 0.234 s, cp 8 0.211 s; ...
+        """
+        best = self.best
+        by_time = sorted(self.choices, key=lambda choice: choice.planned.seconds)
+        others = [choice for choice in self.choices if choice in by_time[1 : 1 + NAMED]]
+        more = len(by_time) - 1 - len(others)
+        kind = f", {best.cp_comm_type}" if best.cp > 1 else ""
+        documents = counted(len(best.planned.plan.lengths), "document")
+        slower = ", ".join(f"cp {choice.cp} {self._time(choice.planned)}" for choice in others)
+        slower += f", {more} more slower" if more else ""
+        dynamic = [f"dynamic plan {self._time(self.dynamic)}"] if self.dynamic else []
+        head = f"evaluation{f' of {name}' if name else ''} at cp {best.cp}{kind}: {documents}"
+        if self.best.planned.cost.source:
+            head += f" in {self._time(best.planned)} predicted"
+        return "; ".join([head, *filter(None, [slower]), *dynamic, *self.left_out])
+
+    def _time(self, simulation: Simulation) -> str:
+        """Seconds; or how many times those of the best, under a cost that is of no machine."""
+        if simulation.cost.source:
+            return f"{simulation.seconds:.3g} s"
+        return f"{simulation.seconds / self.best.planned.seconds:.2f} x as long"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Evaluation:
+    """The documents and machine of one comparison; `options` are priced for forward passes."""
+
+    lengths: tuple[int, ...]
+    home: Layout
+    options: PlanOptions
+    accumulation: int
+    vpp: int
+
+    @property
+    def cap(self) -> int:
+        """Rows that a slot may hold; without a limit, the longest document, in whole row multiples."""
+        return self.options.max_tokens_per_slot or self.least_cap(1)
+
+    def least_cap(self, cp: int) -> int:
+        """Rows of a slot below which the longest document does not fit a group."""
+        return -(-max(self.lengths) // (cp * self.options.row_multiple)) * self.options.row_multiple
+
+    def simulation(self, plan: Plan) -> Simulation:
+        return simulate(plan, pp=self.home.pp, vpp=self.vpp, backward=False)
+
+
+def which_degree(
+    lengths: Sequence[int],
+    home: Layout,
+    *,
+    options: PlanOptions | None = None,
+    degrees: Sequence[int] | None = None,
+    accumulation: int | None = None,
+    vpp: int = 1,
+) -> DegreeComparison:
+    """Price an evaluation of these documents at each degree, and by a dynamic plan.
+
+    >>> which_degree([8192] * 1024, Layout(8192, tp=2, pp=4)).best.cp
+    4
+
+    `options` are those of the plans, with the cost of a slot. Their `cp_comm_type` "auto" takes at each degree the
+    fastest type: p2p, all_gather and, where the query `heads` are known, a2a and a2a+p2p with a first level inside a
+    node. Degrees (default: all that divide the slots) at which the longest document does not fit, or that the
+    heads do not allow, are left out. `accumulation` micro-batches keep the pipeline full (default: the stages).
+    `max_tokens_per_slot` None takes the longest document. Raises PlanError where no degree is possible.
+    """
+    options = options or PlanOptions()
+    evaluation = _Evaluation(
+        lengths=check_lengths(lengths),
+        home=home,
+        options=replace(options, cost=options.cost.forward_only()),
+        accumulation=accumulation or home.pp,
+        vpp=vpp,
+    )
+    tried = list(degrees or (d for d in range(1, home.slots + 1) if home.slots % d == 0))
+    refused = {cp: reason for cp in tried if (reason := _refusal(evaluation, cp))}
+    if len(refused) == len(tried):
+        least = evaluation.least_cap(home.slots)
+        raise PlanError(
+            f"no degree of {tuple(tried)} is possible for an evaluation whose longest document has "
+            f"{max(evaluation.lengths)} rows, at max_tokens_per_slot {evaluation.cap}: {'; '.join(refused.values())}; "
+            f"raise max_tokens_per_slot to {least} or more, or use another cp_comm_type"
+        )
+    choices = tuple(_choice(evaluation, cp) for cp in tried if cp not in refused)
+    comparison = DegreeComparison(choices, None, tuple(refused.values()))
+    dynamic, why_not = _dynamic_plan(evaluation, comparison.best.options)
+    return replace(comparison, dynamic=dynamic, left_out=(*comparison.left_out, *why_not))
+
+
+def _refusal(evaluation: _Evaluation, cp: int) -> str:
+    """Why an evaluation cannot run at a degree; "" where it can."""
+    options, longest = evaluation.options, max(evaluation.lengths)
+    if longest > cp * (evaluation.cap // options.row_multiple * options.row_multiple):
+        return f"cp {cp} holds {counted(cp * evaluation.cap, 'row')}, the longest document has {longest:,}"
+    if not heads_allow(cp, options.heads, check_comm_types(options.cp_comm_type), evaluation.home.tp):
+        return f"cp {cp} does not divide {(options.heads or 0) // evaluation.home.tp} query heads"
+    return ""
+
+
+def _choice(evaluation: _Evaluation, cp: int) -> DegreeChoice:
+    planned, options = _fastest_plan(evaluation, cp)
+    slots, accumulation = evaluation.home.slots, evaluation.accumulation
+    batches = _full_passes(evaluation.lengths, slots, cp, accumulation)
+    seconds = timeline(batches, slots, planned.cost, node_size=options.node_size).busy.max(axis=1).tolist()
+    filled = run_pipeline(seconds, None, evaluation.home.pp).seconds
+    steps = sum(len(batch.groups) for batch in batches)
+    return DegreeChoice(cp, slots // cp, len(batches) // accumulation, steps, filled, planned, options)
+
+
+def _full_passes(lengths: tuple[int, ...], slots: int, cp: int, accumulation: int) -> list[MicroBatch]:
+    """Whole passes of `accumulation` micro-batches, a document for every group; after the last, from the first on."""
+    groups = slots // cp
+    passes = -(-len(lengths) // (groups * accumulation))
+    batches: list[MicroBatch] = []
+    for start in range(0, passes * accumulation * groups, groups):
+        documents = [d % len(lengths) for d in range(start, start + groups)]
+        made = (Group(tuple(range(g * cp, (g + 1) * cp)), (d,), (lengths[d],)) for g, d in enumerate(documents))
+        batches.append(MicroBatch(tuple(made)))
+    return batches
+
+
+def _fastest_plan(evaluation: _Evaluation, cp: int) -> tuple[Simulation, PlanOptions]:
+    """The plan under the fastest type, and its options. The limit of rows that suits the pipeline suits every type."""
+    lengths, home = evaluation.lengths, evaluation.home
+    first, *others = options_of_types(evaluation.options, home, cp)
+    plan = plan_evaluation(lambda options: plan_fixed(lengths, home, cp, options=options), lengths, home, first, cp)
+    planned = [(evaluation.simulation(plan), first)]
+    for options in others:
+        limited = replace(evaluation_options(options), max_tokens_per_slot=plan.max_tokens_per_slot)
+        planned.append((evaluation.simulation(plan_fixed(lengths, home, cp, options=limited)), options))
+    return min(planned, key=lambda one: one[0].seconds)
+
+
+def _dynamic_plan(evaluation: _Evaluation, options: PlanOptions) -> tuple[Simulation | None, tuple[str, ...]]:
+    """The dynamic plan under these options; or none, and why."""
+    lengths, home = evaluation.lengths, evaluation.home
+    try:
+        widest = widest_degree(home, options)
+        plan = plan_evaluation(
+            lambda options: plan_dynamic(lengths, home, options=options), lengths, home, options, widest
+        )
+    except PlanError as error:
+        return None, (f"no dynamic plan: {error}",)
+    return evaluation.simulation(plan), ()

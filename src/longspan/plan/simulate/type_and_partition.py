@@ -1,0 +1,199 @@
+"""Communication types and partitions under which a plan can be made, each with its own price.
+
+Plans are compared at their best: which type is fastest is decided by plans of the same documents. Types of hybrids are
+compared together with partitions. Zigzag rows make a causal ring even, but give every document two runs on every slot,
+so that bytes of states grow with documents; contiguous rows are one run a slot, and want an all-to-all of heads, which
+is even however rows are dealt out. Models without state-space layers are not compared by partition.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Literal
+
+from longspan.errors import LongspanError, PlanError
+from longspan.layout import Layout
+from longspan.plan.check import check_comm_types, heads_allow
+from longspan.plan.cost.cost import Cost
+from longspan.plan.hierarchy import levels_at
+from longspan.plan.micro_batch import PARTITIONS, PartitionKind
+from longspan.plan.plan import Plan
+from longspan.plan.planners.options import PlanOptions
+
+
+def options_of_types(options: PlanOptions, home: Layout, cp: int | None = None) -> list[PlanOptions]:
+    """The options under each type that comes into question at a degree, rings first; None: in a dynamic plan.
+
+    >>> [o.cp_comm_type for o in options_of_types(PlanOptions(cp_comm_type="auto", heads=8), Layout(8), 4)]
+    ['p2p', 'all_gather', 'a2a', 'a2a+p2p']
+
+    A type of `options` other than "auto" is the only one. Under "auto" these are p2p, all_gather and, where the query
+    heads are known and allow it, a2a and a2a+p2p with every first level inside a node; contiguous rows are even only
+    under a2a, and take the others where the heads do not allow it.
+    """
+    if options.cp_comm_type != "auto":
+        return [options if cp is None else options_at_degree(options, cp)]
+    if cp == 1:
+        return [_with_type(options, "p2p")]
+    rings = [_with_type(options, "p2p"), _with_type(options, "all_gather")]
+    exchanged = options.heads is not None and (cp is None or heads_allow(cp, options.heads, ("a2a",), home.tp))
+    if exchanged and options.partition == "contiguous":
+        return [_with_type(options, "a2a")]
+    levels = (_with_type(options, "a2a+p2p", sizes) for sizes in _levels(options, home, cp))
+    return [*rings, *([_with_type(options, "a2a")] if exchanged else []), *levels]
+
+
+def options_at_degree(options: PlanOptions, cp: int) -> PlanOptions:
+    """The options with the levels of a2a+p2p, where a layer has them, fitted to a degree."""
+    sizes = options.hierarchical_context_parallel_sizes
+    if sizes is None or "a2a+p2p" not in check_comm_types(options.cp_comm_type):
+        return options
+    levels = levels_at(sizes if isinstance(sizes, int) else tuple(sizes), cp)
+    return replace(options, hierarchical_context_parallel_sizes=levels)
+
+
+def with_price_of_type(options: PlanOptions) -> PlanOptions:
+    """The options with the cost of groups of their own communication type; "auto" is priced as a ring."""
+    sizes = options.hierarchical_context_parallel_sizes
+    inner = 1 if sizes is None else sizes if isinstance(sizes, int) else sizes[0]
+    return replace(options, cost=options.cost.under(options.cp_comm_type, inner))
+
+
+def type_text(types: str | Sequence[str], sizes: Iterable[int | Sequence[int] | None] = ()) -> str:
+    """A type, or those of a list, with its levels (a2a, p2p) where it has two; of several levels the widest a2a.
+
+    >>> type_text("a2a+p2p", [(4, 2)]), type_text("a2a+p2p", [(2, 2), (4, 3)]), type_text(["p2p", "a2a", "p2p"])
+    ('a2a+p2p (4, 2)', 'a2a+p2p, a2a of 4 at most', 'p2p/a2a')
+    """
+    name = types if isinstance(types, str) else "/".join(dict.fromkeys(types))
+    levels = sorted({tuple(s) for s in sizes if s is not None and not isinstance(s, int)})
+    if "a2a+p2p" not in name or not levels:
+        return name
+    return f"{name} {levels[0]}" if len(levels) == 1 else f"{name}, a2a of {levels[-1][0]} at most"
+
+
+def type_of(plan: Plan) -> str:
+    """The communication types of a plan's groups of several slots, in words; "" if no group has several slots."""
+    groups = [g for g in chain.from_iterable(batch.groups for batch in plan.micro_batches) if g.degree > 1]
+    kinds = (g.cp_comm_type if isinstance(g.cp_comm_type, str) else "/".join(g.cp_comm_type) for g in groups)
+    names = list(dict.fromkeys(chain.from_iterable(kind.split("/") for kind in kinds)))
+    return type_text(names, (g.hierarchical_context_parallel_sizes for g in groups)) if names else ""
+
+
+def _with_type(options: PlanOptions, kind: str, sizes: int | tuple[int, int] | None = None) -> PlanOptions:
+    return replace(options, cp_comm_type=kind, hierarchical_context_parallel_sizes=sizes)
+
+
+def _levels(options: PlanOptions, home: Layout, cp: int | None) -> Iterator[int | tuple[int, int]]:
+    """First levels of two that the heads allow, inside a node; of a dynamic plan only the first. None if the heads
+    are not known."""
+    if options.heads is None or options.partition == "contiguous":
+        return
+    heads, widest = options.heads // home.tp, home.slots if cp is None else cp
+    for inner in range(2, widest):
+        if widest % inner == 0 and options.node_size % inner == 0 and heads % inner == 0:
+            yield inner if cp is None else (inner, cp // inner)
+
+
+TYPES = ("a2a", "p2p")  # all_gather takes more memory the longer the documents are, which is not weighed
+CLOSE = 1.02  # of the fastest: of ways so close the first is taken, contiguous before zigzag and a2a before p2p
+
+
+@dataclass(frozen=True)
+class PricedWay:
+    """One way: the options of its plans, and the seconds that these are predicted to take."""
+
+    options: PlanOptions
+    seconds: float
+
+    def __str__(self) -> str:
+        return way_text(self.options)
+
+
+@dataclass(frozen=True)
+class PartitionChoice:
+    """Every way that was possible, the chosen one first, then by time; and the words for what was not."""
+
+    ways: tuple[PricedWay, ...]
+    left_out: tuple[str, ...]
+
+    @property
+    def options(self) -> PlanOptions:
+        """Those of the chosen way."""
+        return self.ways[0].options
+
+    @property
+    def reason(self) -> str:
+        """Why it was chosen, in one line: the seconds of each way, or ratios under a cost that is of no machine.
+
+        >>> print(choice.reason)  # doctest: +SKIP
+        contiguous under a2a: 1.2 s predicted; zigzag under p2p 1.9 s; contiguous under p2p 2.1 s
+        """
+        best, *others = self.ways
+        has_seconds = bool(best.options.cost.source)
+
+        def time(way: PricedWay) -> str:
+            return f"{way.seconds:.3g} s" if has_seconds else f"{way.seconds / best.seconds:.3f} x as long"
+
+        first = f"{best}: {time(best)} predicted" if has_seconds else f"{best}, by cost"
+        return "; ".join([first, *(f"{way} {time(way)}" for way in others), *self.left_out])
+
+
+def which_partition(
+    seconds_of: Callable[[PlanOptions], float],
+    options: PlanOptions,
+    partition: Literal["auto"] | PartitionKind = "auto",
+) -> PartitionChoice:
+    """Price a hybrid's plans under each partition and type that comes into question.
+
+    `seconds_of` plans under some options, whose cost is that of the way, and gives the predicted seconds; what
+    it refuses with a LongspanError is left out. A `partition` and a type of `options` other than "auto" are kept.
+    Raises PlanError where nothing is possible.
+    """
+    ways, refused = list[PricedWay](), dict[str, str]()
+    for way in _ways(options, partition):
+        try:
+            ways.append(PricedWay(way, seconds_of(way)))
+        except LongspanError as error:
+            refused[way_text(way)] = str(error)
+    if not ways:
+        raise PlanError(f"no way to deal out rows is possible: {'; '.join(refused.values())}")
+    least = min(way.seconds for way in ways)
+    chosen = next(way for way in ways if way.seconds <= CLOSE * least)
+    others = sorted((way for way in ways if way is not chosen), key=lambda way: way.seconds)
+    return PartitionChoice((chosen, *others), tuple(f"{name} is not possible" for name in refused))
+
+
+def plan_with_partition(
+    make: Callable[[PlanOptions], Plan], options: PlanOptions, partition: Literal["auto"] | PartitionKind = "auto"
+) -> tuple[Plan, str]:
+    """The plan of these options, priced under their type; of a hybrid also why its rows are dealt out so, else "".
+
+    A `partition` "auto" is zigzag unless the model is a hybrid.
+    """
+    if options.cost.states is None:
+        return make(with_price_of_type(replace(options, partition="zigzag" if partition == "auto" else partition))), ""
+    choice = which_partition(lambda way: make(way).predicted_seconds, options, partition)
+    return make(choice.options), f"rows {choice.reason}"
+
+
+def group_cost(cost: Cost, options: PlanOptions) -> Cost:
+    """A hybrid's cost for groups of these options; the cost of another model as it is."""
+    if cost.states is None:
+        return cost
+    return with_price_of_type(replace(options, cost=cost)).cost.dealt(options.partition)
+
+
+def way_text(options: PlanOptions) -> str:
+    """A way in words."""
+    types: str | Sequence[str] = options.cp_comm_type
+    kind = types if isinstance(types, str) else "/".join(dict.fromkeys(types))
+    return f"{options.partition} under {kind}"
+
+
+def _ways(options: PlanOptions, partition: str) -> Iterator[PlanOptions]:
+    types = TYPES if options.cp_comm_type == "auto" else (options.cp_comm_type,)
+    for kind in reversed(PARTITIONS) if partition == "auto" else (partition,):
+        for cp_comm_type in types:
+            way = replace(options, partition=kind, cp_comm_type=cp_comm_type)
+            yield replace(way, cost=group_cost(options.cost, way))

@@ -1,0 +1,225 @@
+"""A plan as bars: which slots are busy with which document, from when to when.
+
+Two judgements of the same plan: `seconds` places bars in time under a Cost; `rows` shows how full each slot's cap is.
+Inside a micro-batch a slot's wide groups come first, whatever the order in which it runs them, so that a long document
+that spans slots is one block. Drawing is left to `gantt.py` and `png.py`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from longspan.plan import Cost, Group, MicroBatch, Plan
+from longspan.plan.timeline import GroupTable, slot_rows
+
+Unit = Literal["seconds", "rows"]
+
+# Paul Tol's light scheme and, last, a shade darker: told apart with any colour vision, dark labels readable on all. The
+# same as in page.css.
+FILLS = (
+    *("#77aadd", "#ee8866", "#44bb99", "#eedd88", "#ffaabb", "#99ddff", "#bbcc33", "#c9a6d9"),
+    *("#5f93c8", "#d8714e", "#35a384", "#d6c46a", "#ea8ea2", "#7cc6ec", "#a3b322", "#b28cc5"),
+)
+HUES = 8
+MOST_COLORED = 2400  # bars, the largest ones, whose neighbours have other colours
+NEAR = 0.02  # of the whole time: bars of the same slots so close are neighbours
+
+
+class Bar(NamedTuple):
+    """One document of one group on `slots` neighbouring slots from `slot` on."""
+
+    micro_batch: int
+    group: int
+    document: int
+    slot: int
+    slots: int
+    start: float
+    stop: float
+
+
+class Summary(NamedTuple):
+    """Documents too small to draw one by one, of neighbouring slots: their mean busy time ends at `stop`."""
+
+    micro_batch: int
+    slot: int
+    slots: int
+    documents: int
+    tokens: int
+    start: float
+    stop: float
+    least: float
+    most: float
+
+
+class Panel(NamedTuple):
+    """The stretch of the x axis that belongs to a micro-batch; `work` is where its fixed launch time ends."""
+
+    start: float
+    work: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class PlanBars:
+    """Every bar of a plan, and the micro-batches' panels (one for all micro-batches in free mode)."""
+
+    plan: Plan
+    unit: Unit
+    panels: tuple[Panel, ...]
+    bars: tuple[Bar, ...]
+
+    @property
+    def end(self) -> float:
+        """Where the x axis ends."""
+        return max((panel.stop for panel in self.panels), default=0.0)
+
+    @cached_property
+    def color_of(self) -> dict[int, int]:
+        """A colour of FILLS for each document, the same in time and in rows; see `_document_colors`."""
+        bars = self.bars if self.unit == "seconds" else plan_bars(self.plan).bars
+        large = sorted(bars, key=lambda bar: -(bar.stop - bar.start) * bar.slots)[:MOST_COLORED]
+        return dict.fromkeys(range(len(self.plan.lengths)), 0) | _document_colors(large)
+
+    def select_bars(self, x_scale: float, y_scale: float, limit: int = 2400) -> tuple[list[Bar], list[Summary]]:
+        """At most `limit` bars worth drawing at these scales (pixels a unit, pixels a slot); the others summed up."""
+        areas = [(b.stop - b.start) * x_scale * b.slots * y_scale for b in self.bars]
+        fit = [i for i, b in enumerate(self.bars) if (b.stop - b.start) * x_scale >= 1.2 and b.slots * y_scale >= 3]
+        drawn = set(sorted(fit, key=lambda i: -areas[i])[:limit])
+        small = [b for i, b in enumerate(self.bars) if i not in drawn]
+        merge = max(1, round(3 / y_scale))
+        return [self.bars[i] for i in sorted(drawn)], list(_summaries(small, self.plan, merge, x_scale))
+
+
+def plan_bars(plan: Plan, cost: Cost | None = None, unit: Unit = "seconds") -> PlanBars:
+    """Lay a plan out as bars, in seconds under its own cost or another, or in rows of each slot's cap.
+
+    >>> picture = plan_bars(plan, unit="rows")
+    """
+    make = _lay_out_rows if unit == "rows" else _lay_out_seconds
+    panels, bars = make(plan, plan.cost if cost is None else cost)
+    return PlanBars(plan, unit, tuple(panels), tuple(bars))
+
+
+def _document_colors(bars: Sequence[Bar]) -> dict[int, int]:
+    """A colour for each document of these bars, the largest first: of hues that no neighbour has, the one with the
+    least area so far. So large documents all differ, and small ones repeat the colours of small ones.
+    """
+    neighbours, areas = _neighbours(bars), np.zeros(len(FILLS))
+    colors: dict[int, int] = {}
+    for place, bar in enumerate(bars):
+        if bar.document in colors:
+            continue
+        used = {colors[bars[other].document] for other in neighbours[place] if bars[other].document in colors}
+        hues = {color % HUES for color in used}
+        colors[bar.document] = min(
+            range(len(FILLS)), key=lambda color: (color in used, color % HUES in hues, areas[color], color)
+        )
+        areas[colors[bar.document]] += (bar.stop - bar.start) * bar.slots
+    return colors
+
+
+def _neighbours(bars: Sequence[Bar]) -> list[list[int]]:
+    """The bars that touch each bar, next to it or above it, or nearly."""
+    slot, slots, start, stop = (np.array([bar[i] for bar in bars]) for i in (3, 4, 5, 6))
+    gap = NEAR * float(stop.max(initial=0.0))
+    shared = (slot[:, None] < (slot + slots)[None]) & (slot[None] < (slot + slots)[:, None])
+    touching = (slot[:, None] <= (slot + slots)[None]) & (slot[None] <= (slot + slots)[:, None])
+    together = (start[:, None] < stop[None]) & (start[None] < stop[:, None])
+    close = (start[:, None] <= stop[None] + gap) & (start[None] <= stop[:, None] + gap)
+    both = (shared & close) | (touching & together)
+    return [np.flatnonzero(row).tolist() for row in both]
+
+
+def group_times(plan: Plan, cost: Cost) -> list[np.ndarray]:
+    """Seconds that each group takes of each of its slots, per micro-batch, without the micro-batch's launches."""
+    table = GroupTable.of(plan.micro_batches)
+    seconds = table.seconds(cost, plan.node_size)
+    return np.split(seconds, np.cumsum([len(m.groups) for m in plan.micro_batches])[:-1]) if plan.micro_batches else []
+
+
+def _lay_out_seconds(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
+    when, widths = plan.timeline(cost), group_times(plan, cost)
+    bars: list[Bar] = []
+    for index, micro_batch in enumerate(plan.micro_batches):
+        begin = when.start[index] + cost.micro_batch_seconds
+        bars += _stack(index, micro_batch, begin, widths[index], cost)
+    if plan.mode == "free" or not plan.micro_batches:
+        return [Panel(0.0, 0.0, when.step_seconds)], bars
+    starts, ends = when.start.min(axis=1).tolist(), when.end.max(axis=1).tolist()
+    return [Panel(a, a + cost.micro_batch_seconds, b) for a, b in zip(starts, ends, strict=True)], bars
+
+
+def _lay_out_rows(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
+    most = int(slot_rows(plan.micro_batches, plan.slots).max(initial=1))
+    cap = float(plan.max_tokens_per_slot or most)
+    panels, bars = [], []
+    for index, micro_batch in enumerate(plan.micro_batches):
+        start = index * 1.06 * cap
+        widths = np.array([group.rows_per_slot for group in micro_batch.groups], float)
+        bars += _stack(index, micro_batch, np.full(plan.slots, start), widths, None)
+        panels.append(Panel(start, start, start + cap))
+    return panels, bars
+
+
+def _stack(
+    index: int, micro_batch: MicroBatch, begin: np.ndarray, widths: np.ndarray, cost: Cost | None
+) -> Iterator[Bar]:
+    """Bars of one micro-batch: every slot's groups one after another from `begin`, the widest first."""
+    clock = begin.copy()  # (slots,)
+    order = sorted(range(len(micro_batch.groups)), key=lambda g: (-micro_batch.groups[g].degree, g))
+    for g in order:
+        group = micro_batch.groups[g]
+        slots = np.sort(np.asarray(group.slots, np.int64))
+        shares = _shares(group, cost)
+        breaks = np.flatnonzero((np.diff(slots) != 1) | (np.abs(np.diff(clock[slots])) > 1e-9)) + 1
+        width = float(widths[g])
+        for run in np.split(slots, breaks):
+            start = float(clock[run[0]])
+            for document, share in shares:
+                stop = start + share * width
+                yield Bar(index, g, document, int(run[0]), len(run), start, stop)
+                start = stop
+        clock[slots] += width
+
+
+def _shares(group: Group, cost: Cost | None) -> list[tuple[int, float]]:
+    """What part of a group's bar each document takes, longest first: by work, or by rows without a cost."""
+    rows = np.asarray(group.laid_out, float)
+    work = rows if cost is None else cost.linear_seconds * rows + cost.attention_seconds * rows * rows
+    total = float(work.sum()) or 1.0
+    pairs = zip(group.documents, (work / total).tolist(), strict=True)
+    return sorted(pairs, key=lambda pair: -pair[1])
+
+
+def _summaries(small: Sequence[Bar], plan: Plan, merge: int, x_scale: float) -> Iterator[Summary]:
+    """Bars that are too small, over up to `merge` neighbouring slots of a micro-batch that begin together."""
+    by_micro_batch: dict[int, list[Bar]] = {}
+    for bar in small:
+        by_micro_batch.setdefault(bar.micro_batch, []).append(bar)
+    for index, bars in by_micro_batch.items():
+        first, last = np.full(plan.slots, np.inf), np.full(plan.slots, -np.inf)
+        documents, tokens = np.zeros(plan.slots, np.int64), np.zeros(plan.slots, np.int64)
+        for bar in bars:
+            here = slice(bar.slot, bar.slot + bar.slots)
+            first[here] = np.minimum(first[here], bar.start)
+            last[here] = np.maximum(last[here], bar.stop)
+            documents[bar.slot] += 1
+            tokens[bar.slot] += plan.lengths[bar.document]
+        for run in _runs(first, merge, x_scale):
+            start = float(first[run].min())
+            size, ends = (int(documents[run].sum()), int(tokens[run].sum())), last[run]
+            stops = float(ends.mean()), float(ends.min()), float(ends.max())
+            yield Summary(index, int(run[0]), len(run), *size, start, *stops)
+
+
+def _runs(first: np.ndarray, merge: int, x_scale: float) -> Iterator[np.ndarray]:
+    busy = np.flatnonzero(np.isfinite(first))
+    if not len(busy):
+        return
+    begin = np.round(first[busy] * x_scale / 4)
+    for run in np.split(busy, np.flatnonzero((np.diff(busy) != 1) | (np.diff(begin) != 0)) + 1):
+        for start in range(0, len(run), merge):
+            yield run[start : start + merge]

@@ -1,0 +1,252 @@
+"""One line chart as SVG, with the numbers that `page.js` needs for its crosshair.
+
+The drawing is complete without a script: axes, units, curves, marks, labels and a legend. It covers curves over one x
+axis, linear or logarithmic in y; nothing else.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from longspan.report.markup import key, label, tag, text
+from longspan.report.plain_text import bytes_text, number_text
+from longspan.report.series import byte_ticks, log_ticks, thin, ticks
+
+Format = Literal["number", "loss", "percent", "bytes"]
+COLORS = 6  # of page.css, and curves of a chart at most
+MAX_POINTS = 900  # of one curve, in the drawing and under the crosshair
+FLAT = 1e-9  # a relative difference that is rounding
+MARK_SIZE = 5.0
+WORDS, CHARACTER = 10, 6.8  # height of a label, and width of one of its letters
+NAME_ROOM = 0.03  # of the x axis, outside the first and the last of named places
+
+
+@dataclass(frozen=True)
+class Series:
+    """A curve: `faint` is raw data behind a smoothed `line`; `marks` are few points that are joined."""
+
+    name: str
+    x: np.ndarray
+    y: np.ndarray
+    color: int = 0
+    kind: Literal["line", "faint", "marks"] = "line"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What to draw, in data units. `references` are horizontal lines with a label; `zero` puts 0 on the y axis.
+
+    `x_names` name x 0, 1, 2 and so on, in place of numbers; `notes` are words below a point (x, y).
+    """
+
+    title: str
+    series: tuple[Series, ...]
+    y_label: str
+    x_label: str = "step"
+    width: int = 370
+    height: int = 190
+    references: tuple[tuple[float, str], ...] = ()
+    notes: tuple[tuple[float, float, str], ...] = ()
+    x_names: tuple[str, ...] = ()
+    y_format: Format = "number"
+    log: bool = False
+    zero: bool = False
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """Where data lands in the drawing."""
+
+    left: float
+    right: float
+    top: float
+    bottom: float
+    x: tuple[float, float]
+    y: tuple[float, float]
+    log: bool
+
+    def across(self, x: np.ndarray | float) -> np.ndarray:
+        low, high = self.x
+        return self.left + (np.asarray(x, float) - low) / (high - low) * (self.right - self.left)
+
+    def up(self, y: np.ndarray | float) -> np.ndarray:
+        (low, high), y = self.y, np.asarray(y, float)
+        share = np.log(y / low) / math.log(high / low) if self.log else (y - low) / (high - low)
+        return self.bottom - np.clip(share, 0, 1) * (self.bottom - self.top)
+
+
+def chart_figure(chart: Chart, *, css_class: str = "") -> str:
+    """An HTML figure: title, legend, SVG, and the crosshair's data. Says so where there is nothing to draw."""
+    drawn = [series for series in (_thin_series(s, chart.log) for s in chart.series) if len(series.x)]
+    title = tag("b", text(chart.title)) + tag("span", text(chart.y_label), class_="unit")
+    nothing = tag("p", "nothing recorded", class_="none")
+    content = _legend(chart.series) + _drawing(chart, drawn) if drawn else nothing
+    return tag("figure", tag("figcaption", title), content, class_=f"chart {css_class}".strip())
+
+
+def chart_svg(chart: Chart) -> str:
+    """Axes, curves and references as SVG elements in a frame of the chart's size."""
+    drawn = [series for series in (_thin_series(s, chart.log) for s in chart.series) if len(series.x)]
+    return "".join(_elements(chart, drawn, _frame(chart, drawn)))
+
+
+def _elements(chart: Chart, drawn: Sequence[Series], frame: _Frame) -> Iterator[str]:
+    yield _axes(chart, frame)
+    yield from _curves(drawn, frame)
+    yield _references(chart, frame)
+    yield from _notes(chart, frame)
+
+
+def _drawing(chart: Chart, drawn: Sequence[Series]) -> str:
+    frame = _frame(chart, drawn)
+    return tag(
+        "svg",
+        *_elements(chart, drawn, frame),
+        viewBox=f"0 0 {chart.width} {chart.height}",
+        tabindex=0,
+        role="img",
+        aria_label=f"{chart.title}: {chart.y_label} over {chart.x_label}. Arrow keys read the values.",
+        data_chart=json.dumps(_hover_data(chart, drawn, frame), separators=(",", ":")),
+    )
+
+
+def _thin_series(series: Series, log: bool) -> Series:
+    x, y = np.asarray(series.x, float), np.asarray(series.y, float)
+    if log:
+        y = np.where(y > 0, y, math.nan)
+    return Series(series.name, *thin(x, y, MAX_POINTS), series.color, series.kind)
+
+
+def _frame(chart: Chart, drawn: Sequence[Series]) -> _Frame:
+    x = np.concatenate([s.x for s in drawn])
+    y = np.concatenate([*(s.y for s in drawn), np.array([value for value, _ in chart.references])])
+    low, high = float(y.min()), float(y.max())
+    if high - low < FLAT * abs(high):
+        low = high
+    if chart.log:
+        low, high = low / (2.2 if chart.notes else 1.15), high * 1.15
+    else:
+        low = min(low, 0.0) if chart.zero else low
+        room = (high - low) * 0.06 or abs(high) * 0.05 or 1.0
+        low, high = low - (0 if chart.zero and low == 0 else room), high + room
+    x_low, x_high = float(x.min()), float(x.max())
+    if x_low == x_high or chart.x_names:
+        room = 0.5 if x_low == x_high else NAME_ROOM * (x_high - x_low)
+        x_low, x_high = x_low - room, x_high + room
+    return _Frame(52, chart.width - 14, 10, chart.height - 36, (x_low, x_high), (low, high), chart.log)
+
+
+def _axes(chart: Chart, frame: _Frame) -> str:
+    parts, marks = list[str](), _y_ticks(chart, frame)
+    digits = _digits(marks)
+    for value in marks:
+        y = float(frame.up(value))
+        parts.append(tag("path", class_="grid", d=f"M{frame.left} {y:.1f}H{frame.right}"))
+        parts.append(label(_tick(value, chart.y_format, digits), frame.left - 7, y + 3.5, "end", "tick"))
+    for value, name in _x_ticks(chart, frame):
+        x = float(frame.across(value))
+        parts.append(tag("path", class_="grid short", d=f"M{x:.1f} {frame.bottom}v4"))
+        parts.append(label(name, x, frame.bottom + 17, "middle", "tick"))
+    parts.append(tag("path", class_="axis", d=f"M{frame.left} {frame.bottom}H{frame.right}"))
+    parts.append(label(chart.x_label, frame.right, frame.bottom + 31, "end"))
+    return "".join(parts)
+
+
+def _y_ticks(chart: Chart, frame: _Frame) -> list[float]:
+    spaced = byte_ticks if chart.y_format == "bytes" else ticks
+    return log_ticks(*frame.y) if frame.log else spaced(*frame.y, chart.height // 40)
+
+
+def _x_ticks(chart: Chart, frame: _Frame) -> list[tuple[float, str]]:
+    if chart.x_names:
+        return list(enumerate(chart.x_names))
+    values = [value for value in ticks(*frame.x, max(3, chart.width // 110)) if value == int(value)]
+    return [(value, number_text(value, _digits(values))) for value in values]
+
+
+def _tick(value: float, y_format: Format, digits: int) -> str:
+    if y_format == "percent":
+        return f"{100 * value:g}%"
+    return bytes_text(value) if y_format == "bytes" else number_text(value, digits)
+
+
+def _digits(marks: Sequence[float]) -> int:
+    """Digits by which every tick is written as it is, three at least."""
+    if len(marks) < 2:
+        return 4
+    close = 1e-3 * (marks[1] - marks[0])
+    exact = (n for n in range(3, 16) if all(abs(float(f"{mark:.{n}g}") - mark) <= close for mark in marks))
+    return next(exact, 16)
+
+
+def _references(chart: Chart, frame: _Frame) -> str:
+    """Lines over the whole width, and their words above or below, where no grid line goes through them."""
+    parts, grid = list[str](), [float(frame.up(value)) for value in _y_ticks(chart, frame)]
+    for value, words in chart.references:
+        y = float(frame.up(value))
+        crossed = any(y - WORDS - 6 <= line <= y - 4 for line in grid)
+        below = y < frame.top + 18 or (crossed and not any(y + 3 <= line <= y + WORDS + 6 for line in grid))
+        parts.append(tag("path", class_="reference", d=f"M{frame.left} {y:.1f}H{frame.right}"))
+        parts.append(label(words, frame.right - 2, y + (14 if below else -6), "end", "label halo"))
+    return "".join(parts)
+
+
+def _notes(chart: Chart, frame: _Frame) -> Iterator[str]:
+    """Words below points, that stay inside the drawing."""
+    for x, y, words in chart.notes:
+        width = CHARACTER * len(words)
+        start = max(frame.left + 4, min(float(frame.across(x)) - width / 2, frame.right - width))
+        yield label(words, start, float(frame.up(y)) + 22, "start", "label halo strong")
+
+
+def _curves(drawn: Sequence[Series], frame: _Frame) -> Iterator[str]:
+    """The curves, and over them all marks, each where its value is."""
+    marks = list[str]()
+    for series in drawn:
+        points = list(zip(frame.across(series.x).tolist(), frame.up(series.y).tolist(), strict=True))
+        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+        yield tag("path", class_=f"curve {series.kind} c{series.color}", d=path)
+        if series.kind != "marks" and len(points) > 1:
+            continue
+        marks += [mark(series.color, x, y, MARK_SIZE) for x, y in points]
+    yield from marks
+
+
+def mark(color: int, x: float, y: float, size: float = 4.0) -> str:
+    """The mark of a colour: its shape tells it apart without the colour."""
+    css, step = f"mark c{color}", 1.25 * size
+    match color % 4:
+        case 0:
+            return tag("circle", class_=css, cx=x, cy=y, r=size)
+        case 1:
+            return tag("rect", class_=css, x=x - size, y=y - size, width=2 * size, height=2 * size)
+        case 2:  # a triangle, and last a diamond
+            path = f"l{step:.1f} {2 * size:.1f}h{-2 * step:.1f}z"
+        case _:
+            path = f"l{step:.1f} {step:.1f}l{-step:.1f} {step:.1f}l{-step:.1f} {-step:.1f}z"
+    return tag("path", class_=css, d=f"M{x:.1f} {y - step:.1f}{path}")
+
+
+def _legend(series: Sequence[Series]) -> str:
+    if len(series) < 2:
+        return ""
+    items = []
+    for s in series:
+        line = tag("path", class_=f"curve {s.kind} c{s.color}", d="M1 6H21")
+        items.append(tag("li", key(line, mark(s.color, 11.0, 6.0) if s.kind == "marks" else ""), text(s.name)))
+    return tag("ul", *items, class_="legend")
+
+
+def _hover_data(chart: Chart, drawn: Sequence[Series], frame: _Frame) -> dict[str, object]:
+    curves = [{"name": s.name, "color": s.color, "x": _short(s.x), "y": _short(s.y)} for s in drawn]
+    axes = {"box": [frame.left, frame.right, frame.top, frame.bottom], "x": frame.x, "y": frame.y, "log": frame.log}
+    return axes | {"xLabel": chart.x_label, "xNames": chart.x_names, "format": chart.y_format, "series": curves}
+
+
+def _short(values: np.ndarray) -> list[float]:
+    """Seven significant digits: what a reader can use, in a third of the characters."""
+    return [int(v) if v == int(v) else float(f"{v:.7g}") for v in values.tolist()]

@@ -1,0 +1,111 @@
+"""A chart as an SVG document of its own, for pages that are not ours: title, legend, curves and colours in one file."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from longspan.report.chart import Chart, Series, chart_svg, mark
+from longspan.report.markup import label, tag, text
+
+HEAD = 42  # above the drawing, with the lines of the title: unit and legend
+LINE = 17
+# The light colours of page.css; a document shows the same on a dark page, on its own white ground.
+STYLE = """
+text{font:12px system-ui,sans-serif;fill:#5d6670}.title,.strong{font-weight:600;fill:#1d2126}.tick{font-size:11px}
+.grid{stroke:#ecece8;fill:none}.grid.short,.axis{stroke:#9aa4af;fill:none}
+.reference{stroke:#5d6670;stroke-dasharray:4 3;fill:none}.halo{paint-order:stroke;stroke:#fff;stroke-width:4px}
+.curve{fill:none;stroke-width:1.8;stroke-linejoin:round}.curve.faint{opacity:.38}.mark{stroke:#fff;stroke-width:1.2}
+.curve.c0{stroke:#2f6fb3}.curve.c1{stroke:#d1495b}.curve.c2{stroke:#228833}.curve.c3{stroke:#aa3377}
+.mark.c0{fill:#2f6fb3}.mark.c1{fill:#d1495b}.mark.c2{fill:#228833}.mark.c3{fill:#aa3377}
+"""
+
+
+def chart_document(chart: Chart) -> str:
+    """The chart as the text of an .svg file.
+
+    >>> Path("degrees.svg").write_text(chart_document(chart))
+    """
+    titles = chart.title.splitlines()
+    head = HEAD + LINE * len(titles)
+    width, height, x, legend = chart.width, chart.height + head, 52.0, list[str]()
+    for series in chart.series:
+        legend.append(_key(series, x, head - 14.0) + label(series.name, x + 14, head - 10.0, "start"))
+        x += 34 + 6.6 * len(series.name)
+    return (
+        tag(
+            "svg",
+            tag("title", text(f"{'; '.join(titles)}: {chart.y_label} over {chart.x_label}")),
+            tag("style", STYLE),
+            tag("rect", width=width, height=height, fill="#fff"),
+            *(label(line, 12, 18 + LINE * i, "start", "" if i else "title") for i, line in enumerate(titles)),
+            *legend,
+            label(chart.y_label, width - 14.0, head - 10.0, "end"),
+            tag("svg", chart_svg(chart), y=head, width=width, height=chart.height),
+            xmlns="http://www.w3.org/2000/svg",
+            viewBox=f"0 0 {width} {height}",
+            role="img",
+        )
+        + "\n"
+    )
+
+
+def _key(series: Series, x: float, y: float) -> str:
+    """What a curve is drawn by, before its name in the legend."""
+    if series.kind == "marks":
+        return mark(series.color, x + 4, y, 4.0)
+    return tag("path", class_=f"curve {series.kind} c{series.color}", d=f"M{x - 4:.1f} {y:.1f}h14")
+
+
+WIDTH, ROW, BAR, LEFT, RIGHT = 820, 30.0, 18.0, 130.0, 330.0
+CUT = 2.5  # of the median: longer bars are cut
+
+
+@dataclass(frozen=True)
+class NamedBar:
+    """A bar: its name, its value, the words behind it, and the place of its colour."""
+
+    name: str
+    value: float
+    words: str
+    color: int = 0
+
+
+def bar_document(title: str, bars: Sequence[NamedBar], unit: str, reference: tuple[float, str] | None = None) -> str:
+    """Bars from 0 as the text of an .svg file; the reference is a line at a value, with its words.
+
+    >>> Path("planners.svg").write_text(bar_document("Planners", [NamedBar("dynamic", 7.0, "7.0 s")], "seconds"))
+    """
+    titles = title.splitlines()
+    top = 34.0 + LINE * len(titles)
+    bottom = top + ROW * len(bars)
+    values = sorted(bar.value for bar in bars)
+    cut = CUT * values[(len(values) - 1) // 2]
+    scale = (WIDTH - LEFT - RIGHT) / max(value for value in values if value <= cut)
+    return tag(
+        "svg",
+        tag("title", text("; ".join(titles))),
+        tag("style", STYLE),
+        tag("rect", width=WIDTH, height=round(bottom + 34), fill="#fff"),
+        *(label(line, 12, 20 + LINE * i, "start", "" if i else "title") for i, line in enumerate(titles)),
+        *(part for i, bar in enumerate(bars) for part in _row(bar, top + ROW * i, scale, cut)),
+        *_reference(reference, scale, top, bottom),
+        label(unit, LEFT, bottom + 20, "start"),
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {WIDTH} {bottom + 34:.0f}",
+        role="img",
+    )
+
+
+def _row(bar: NamedBar, y: float, scale: float, cut: float) -> Iterator[str]:
+    width = min(bar.value * scale, WIDTH - LEFT - RIGHT + 30.0)
+    yield label(bar.name, LEFT - 8, y + BAR / 2 + 4, "end", "strong")
+    yield tag("rect", class_=f"mark c{bar.color}", x=LEFT, y=y, width=width, height=BAR)
+    if bar.value > cut:
+        yield tag("path", d=f"M{LEFT + width - 20:.1f} {y + BAR + 2:.1f}l8 {-BAR - 4}h6l-8 {BAR + 4}z", fill="#fff")
+    yield label(bar.words, LEFT + width + 8, y + BAR / 2 + 4, "start")
+
+
+def _reference(reference: tuple[float, str] | None, scale: float, top: float, bottom: float) -> Iterator[str]:
+    if reference:
+        x = LEFT + reference[0] * scale
+        yield tag("path", class_="reference", d=f"M{x:.1f} {top - 6}V{bottom}")
+        yield label(reference[1], x, bottom + 20, "middle", "halo")

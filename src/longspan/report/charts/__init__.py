@@ -1,1 +1,0 @@
-"""Line charts as SVG, in a page or as documents of their own."""

@@ -1,0 +1,217 @@
+"""The picture of a plan as SVG for the HTML pages, and as a Chrome trace.
+
+`gantt_svg` needs the page's style sheet (`page.css`); `page.js` adds hover and keyboard to it.
+"""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from longspan.errors import counted
+from longspan.plan import Cost, Group, Plan
+from longspan.report.bars import Bar, Panel, PlanBars, Summary, Unit, group_times, plan_bars
+from longspan.report.markup import label, tag
+from longspan.report.plain_text import number_text, ranges_text, seconds_text
+from longspan.report.series import ticks
+
+WIDTH = 1120
+_LEFT, _TOP, _BOTTOM, _RIGHT = 54, 26, 40, 12
+
+
+def row_height(slots: int) -> float:
+    """Pixels a slot: tall rows for few slots, and never a picture taller than a screen."""
+    return min(30.0, max(14.0, 240 / slots)) if slots <= 24 else min(14.0, 620 / slots)
+
+
+def gantt_svg(plan: Plan, cost: Cost | None = None, *, unit: Unit = "seconds", limit: int = 2400) -> str:
+    """An SVG of slots × time (or × rows of each micro-batch's cap), coloured by document, at most `limit` bars.
+
+    >>> svg = gantt_svg(plan, unit="rows")
+    """
+    picture = plan_bars(plan, cost, unit)
+    height = row_height(plan.slots)
+    x_scale = (WIDTH - _LEFT - _RIGHT) / (picture.end or 1.0)
+    bars, summaries = picture.select_bars(x_scale, height, limit)
+    cost = plan.cost if cost is None else cost
+    canvas = _Canvas(picture, x_scale, height, cost)
+    axis = "time" if unit == "seconds" else "rows"
+    return tag(
+        "svg",
+        canvas.panels(),
+        *(canvas.summary(part) for part in summaries),
+        *(canvas.bar(bar) for bar in bars),
+        canvas.axes(),
+        class_="gantt",
+        viewBox=f"0 0 {WIDTH} {canvas.bottom + _BOTTOM:.0f}",
+        tabindex=0,
+        role="img",
+        aria_label=f"{counted(plan.slots, 'slot')} over {axis}. Arrow keys read the documents.",
+        data_plan=json.dumps(_hover_data(plan, bars, cost), separators=(",", ":")),
+    )
+
+
+def write_times(cost: Cost, step_seconds: float) -> Callable[[float], str]:
+    """How times under a cost are written: as durations, or as shares of the step where it is of no machine."""
+    if cost.source:
+        return seconds_text
+    return lambda seconds: f"{100 * seconds / (step_seconds or 1.0):.0f}% of the step"
+
+
+# Once a page: the patterns of a slot that has nothing to do, and of many short documents.
+
+
+class _Canvas:
+    """Turns bars into SVG elements at one scale."""
+
+    def __init__(self, picture: PlanBars, x_scale: float, height: float, cost: Cost) -> None:
+        self.write_time = write_times(cost, picture.end)
+        self.timed = bool(cost.source)
+        self.picture, self.plan, self.x_scale, self.height = picture, picture.plan, x_scale, height
+        self.bottom = _TOP + height * picture.plan.slots
+
+    def x(self, value: float) -> float:
+        return _LEFT + value * self.x_scale
+
+    def panels(self) -> str:
+        parts = []
+        for panel in self.picture.panels:
+            left, width = self.x(panel.start), (panel.stop - panel.start) * self.x_scale
+            box = {"x": left, "y": _TOP, "height": self.bottom - _TOP}
+            parts.append(tag("rect", class_="panel", width=width, **box))
+            parts.append(tag("rect", fill="url(#idle)", width=width, **box))
+            if panel.work > panel.start:
+                parts.append(tag("rect", class_="launch", width=(panel.work - panel.start) * self.x_scale, **box))
+        return "".join(parts)
+
+    def bar(self, bar: Bar) -> str:
+        x, width = self.x(bar.start), (bar.stop - bar.start) * self.x_scale
+        y, tall = _TOP + bar.slot * self.height, bar.slots * self.height
+        inset = 0.5 if self.height >= 5 else 0.0
+        rect = tag(
+            "rect",
+            class_=f"b k{self.picture.color_of[bar.document]}",
+            data_d=bar.document,
+            x=x,
+            y=y + inset,
+            width=max(width - 0.6, 0.6),
+            height=max(tall - 2 * inset, 0.8),
+        )
+        return rect + self._bar_label(bar, x + width / 2, y + tall / 2 + 3.8, width, tall)
+
+    def _bar_label(self, bar: Bar, x: float, y: float, width: float, tall: float) -> str:
+        length = self.plan.lengths[bar.document]
+        names = (f"document {bar.document} · {length:,}", f"{bar.document} · {number_text(length)}", f"{bar.document}")
+        name = next((n for n in names if width >= 6.4 * len(n) + 6), "")
+        return tag("text", name, class_="name", x=x, y=y) if name and tall >= 12 else ""
+
+    def summary(self, part: Summary) -> str:
+        slots = ranges_text(range(part.slot, part.slot + part.slots))
+        info = [counted(part.documents, "short document"), counted(part.tokens, "token")]
+        info.append(f"micro-batch {part.micro_batch}, slots {slots}")
+        if part.slots > 1 and self.picture.unit == "seconds":
+            info.append(f"busy until {self.write_time(part.least)} to {self.write_time(part.most)}")
+        return tag(
+            "rect",
+            class_="many",
+            data_info="|".join(info),
+            x=self.x(part.start),
+            y=_TOP + part.slot * self.height,
+            width=max((part.stop - part.start) * self.x_scale, 0.6),
+            height=max(part.slots * self.height, 0.8),
+        )
+
+    def axes(self) -> str:
+        return self._slot_axis() + self._value_axis() + self._panel_names()
+
+    def _slot_axis(self) -> str:
+        slots, parts = self.plan.slots, [label("slot", _LEFT - 8, _TOP - 9, "end")]
+        every = 1 << math.ceil(math.log2(max(1.0, 13 / self.height)))
+        for slot in range(0, slots, every):
+            y = _TOP + slot * self.height + (self.height / 2 + 3.5 if every == 1 else 9)
+            parts.append(label(str(slot), _LEFT - 8, y, "end", "tick"))
+        nodes = range(self.plan.node_size, slots, self.plan.node_size)
+        if nodes and self.plan.node_size * self.height >= 6:
+            lines = "".join(f"M{_LEFT} {_TOP + n * self.height:.1f}H{WIDTH - _RIGHT}" for n in nodes)
+            parts.append(tag("path", class_="node", d=lines))
+        return "".join(parts)
+
+    def _value_axis(self) -> str:
+        parts = []
+        seconds = self.picture.unit == "seconds"
+        for start, value in self._tick_values():
+            x = self.x(start + value)
+            parts.append(tag("path", class_="grid short", d=f"M{x:.1f} {self.bottom:.1f}v4"))
+            parts.append(label(self._tick(value), x, self.bottom + 16, "middle", "tick"))
+        timed = "predicted seconds" if self.timed else "share of the step, as predicted"
+        words = timed if seconds else "rows of a slot, to the cap of each micro-batch"
+        return "".join(parts) + label(words, WIDTH - _RIGHT, self.bottom + 32, "end")
+
+    def _tick(self, value: float) -> str:
+        if self.picture.unit == "rows":
+            return number_text(value)
+        return f"{value:g}" if self.timed else self.write_time(value)
+
+    def _tick_values(self) -> list[tuple[float, float]]:
+        if self.picture.unit == "seconds":
+            return [(0.0, value) for value in ticks(0, self.picture.end, 9)]
+        panels = self.picture.panels
+        cap = panels[0].stop - panels[0].start if panels else 1.0
+        width = cap * self.x_scale
+        values = (0.0, cap) if width >= 90 else (cap,) if width >= 44 else ()
+        return [(panel.start, value) for panel in panels for value in values]
+
+    def _panel_names(self) -> str:
+        parts, last = [], -100.0
+        for index, panel in enumerate(self.picture.panels):
+            middle, edge = self.x((panel.start + panel.stop) / 2), self.x(panel.stop)
+            parts.append(tag("path", class_="barrier", d=f"M{edge:.1f} {_TOP - 5}V{self.bottom + 4:.1f}"))
+            name = self._panel_name(index, panel)
+            if middle - last >= 6.2 * len(name) + 8 and self.plan.mode == "lockstep":
+                parts.append(label(name, middle, _TOP - 9, "middle"))
+                last = middle
+        return "".join(parts)
+
+    def _panel_name(self, index: int, panel: Panel) -> str:
+        return f"micro-batch {index}" if (panel.stop - panel.start) * self.x_scale >= 90 else str(index)
+
+
+def _hover_data(plan: Plan, bars: Sequence[Bar], cost: Cost) -> dict[str, object]:
+    """Data of the tooltip: for each drawn document its group, and for each such group its slots and rows."""
+    times, write_time = group_times(plan, cost), write_times(cost, plan.timeline(cost).step_seconds)
+    places = dict.fromkeys((bar.micro_batch, bar.group) for bar in bars)
+    groups = {place: number for number, place in enumerate(places)}
+    documents = {bar.document: [plan.lengths[bar.document], groups[bar.micro_batch, bar.group]] for bar in bars}
+    described = [_group_facts(plan.micro_batches[m].groups[g], m, write_time(float(times[m][g]))) for m, g in groups]
+    return {"documents": documents, "groups": described}
+
+
+def _group_facts(group: Group, micro_batch: int, seconds: str) -> list[object]:
+    comm = group.cp_comm_type if isinstance(group.cp_comm_type, str) else "/".join(dict.fromkeys(group.cp_comm_type))
+    padded = f", each padded to {group.pad_to:,}" if group.pad_to else ""
+    rows = group.rows_per_slot
+    return [micro_batch, ranges_text(group.slots), group.degree, comm, len(group.documents), rows, seconds, padded]
+
+
+def chrome_trace(plan: Plan, cost: Cost | None = None) -> str:
+    """The plan as Chrome-trace JSON (chrome://tracing, Perfetto): one thread a slot, one event a document."""
+    process, thread = {"ph": "M", "name": "process_name", "pid": 0}, {"ph": "M", "name": "thread_name", "pid": 0}
+    events: list[dict[str, Any]] = [process | {"args": {"name": f"longspan plan of {counted(plan.slots, 'slot')}"}}]
+    events += [thread | {"tid": slot, "args": {"name": f"slot {slot}"}} for slot in range(plan.slots)]
+    for bar in plan_bars(plan, cost).bars:
+        group = plan.micro_batches[bar.micro_batch].groups[bar.group]
+        names: dict[str, Any] = {
+            "ph": "X",
+            "name": f"document {bar.document}",
+            "cat": f"micro-batch {bar.micro_batch}",
+            "pid": 0,
+        }
+        times = {"ts": round(1e6 * bar.start, 3), "dur": round(1e6 * (bar.stop - bar.start), 3)}
+        facts: dict[str, Any] = {
+            "tokens": plan.lengths[bar.document],
+            "degree": group.degree,
+            "micro_batch": bar.micro_batch,
+        }
+        event = names | times | {"args": facts | {"cp_comm_type": group.cp_comm_type}}
+        events += [event | {"tid": slot} for slot in range(bar.slot, bar.slot + bar.slots)]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

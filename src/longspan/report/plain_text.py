@@ -1,0 +1,75 @@
+"""How values are written for people: numbers, bytes, durations, ranges of integers."""
+
+import math
+from collections.abc import Sequence
+
+
+def text_table(names: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """Rows under their names; the first `left` columns start at the left, the others end at the right.
+
+    >>> print(text_table(("cp", "seconds"), (("1", "0.5"), ("16", "12.0"))))
+    cp  seconds
+    1       0.5
+    16     12.0
+    """
+    widths = [max(len(row[i]) for row in (names, *rows)) for i in range(len(names))]
+    return "\n".join(
+        "  ".join(_pad(cell, widths[i], i < left) for i, cell in enumerate(row)).rstrip() for row in (names, *rows)
+    )
+
+
+def _pad(cell: str, width: int, left: bool) -> str:
+    return cell.ljust(width) if left else cell.rjust(width)
+
+
+def markdown_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The same as a Markdown table."""
+    lines = [names, ["---"] * len(names), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def number_text(value: float, digits: int = 3) -> str:
+    """A number for people: 1234567 → '1.23M', 0.25 → '0.25', 1e-7 → '1e-07', 1024 → '1,024'."""
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if size and (size < 1e-3 or size >= 1e15):
+        return f"{value:.{digits}g}"
+    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e4)):
+        if size >= scale:
+            return f"{value / (1e3 if unit == 'K' else scale):.{digits}g}{unit}"
+    if value == int(value) or (size >= 100 and digits <= 3):
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
+
+
+def bytes_text(value: float) -> str:
+    """Bytes in binary units: 3 * 2**30 → '3 GiB'."""
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(value) >= scale:
+            return f"{value / scale:.4g} {unit}"
+    return f"{value:.0f} B"
+
+
+def seconds_text(value: float) -> str:
+    """A duration: '1 h 02 min', '3 min 05 s', '12.3 s', '45 ms', '80 µs'."""
+    if value >= 3600:
+        return f"{int(value // 3600)} h {int(value % 3600 // 60):02d} min"
+    if value >= 120:
+        return f"{int(value // 60)} min {int(value % 60):02d} s"
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value:.2g} s"
+
+
+def ranges_text(numbers: Sequence[int]) -> str:
+    """Integers as ranges: (0, 1, 2, 5) → '0–2, 5'; long lists are cut after six ranges."""
+    ranges: list[list[int]] = []
+    for n in sorted(numbers):
+        if ranges and ranges[-1][1] == n - 1:
+            ranges[-1][1] = n
+        else:
+            ranges.append([n, n])
+    text = [str(a) if a == b else f"{a}–{b}" for a, b in ranges[:6]]
+    return ", ".join(text) + (f", … ({len(numbers)} in all)" if len(ranges) > 6 else "")

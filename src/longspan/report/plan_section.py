@@ -1,0 +1,128 @@
+"""The section of a page that shows plans: one at a time, in time or in rows, with what they are made of."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from longspan.errors import counted
+from longspan.plan import Cost, Plan
+from longspan.report.gantt import WIDTH, gantt_svg
+from longspan.report.markup import PATTERNS, key, label, style_sheet, tag, text
+from longspan.report.plain_text import number_text, seconds_text
+
+HEAD, FOOT = 68, 44  # above and below the drawing of a document: title and facts, and legend
+
+
+def plan_section(
+    plans: Sequence[tuple[str, Plan]], cost: Cost | None = None, took: Mapping[str, float | None] | None = None
+) -> str:
+    """Pictures of plans with a selector between them, in time and in rows; `took` is what a plan by name took.
+
+    The step that shows first is a usual one.
+    """
+    first = _usual_step(plans)
+    options = (tag("option", text(name), value=i, selected=i == first) for i, (name, _) in enumerate(plans))
+    choice = tag("label", "plan ", tag("select", *options, id="plan-choice")) if len(plans) > 1 else ""
+    buttons = (
+        tag("button", "time", type="button", data_unit="seconds", aria_pressed="true"),
+        tag("button", "rows", type="button", data_unit="rows", aria_pressed="false"),
+    )
+    units = tag("span", *buttons, class_="switch", role="group", aria_label="unit")
+    cards = (_plan_card(i, plan, cost, (took or {}).get(name), i == first) for i, (name, plan) in enumerate(plans))
+    title, controls = tag("h2", "Plan of a step"), tag("div", choice, units, class_="controls")
+    return tag("section", title, controls, *cards, _legend(), id="plans")
+
+
+def plan_document(plan: Plan, cost: Cost | None = None, *, title: str = "plan") -> str:
+    """The picture of one plan in time as the text of an .svg file, with its title and its legend.
+
+    >>> Path("plan.svg").write_text(plan_document(plan))
+    """
+    picture, facts = gantt_svg(plan, cost), [f"{name} {value}" for name, value in _plan_facts(plan, None)]
+    height = float(picture.split('viewBox="0 0 ', 1)[1].split('"', 1)[0].split()[1])
+    lines = " · ".join(facts[:5]), " · ".join(facts[5:])
+    entries = (
+        tag("g", _with_size(drawing, 22, 12), label(words, 28, 10, "start"), transform=f"translate({x} {y})")
+        for (drawing, words), (x, y) in zip(_keys(), _places(HEAD + height), strict=True)
+    )
+    return tag(
+        "svg",
+        tag("style", style_sheet()),
+        PATTERNS,
+        tag("rect", fill="var(--card)", width=WIDTH, height=round(HEAD + height + FOOT)),
+        tag("text", text(title), x=12, y=22, style="font-size: 15px; font-weight: 600; fill: var(--ink)"),
+        *(label(line, 12, 42 + 16 * i, "start") for i, line in enumerate(lines)),
+        tag("g", _with_size(picture, WIDTH, height), transform=f"translate(0 {HEAD})"),
+        *entries,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {WIDTH} {round(HEAD + height + FOOT)}",
+    )
+
+
+def _with_size(svg: str, width: float, height: float) -> str:
+    """A drawing with a size of its own, which it needs inside another drawing."""
+    return svg.replace("<svg", f'<svg width="{width:g}" height="{height:g}"', 1)
+
+
+def _places(top: float) -> Iterator[tuple[int, int]]:
+    """Where entries of a document's legend stand: two in a row."""
+    yield from ((54 + 540 * column, round(top) + 4 + 18 * row) for row in range(2) for column in range(2))
+
+
+def _legend() -> str:
+    note = (
+        "Times are predicted by the plan's cost model, not measured. Within a micro-batch the documents of the widest "
+        "groups come first here, whatever a slot's own order."
+    )
+    entries = (tag("li", drawing, words) for drawing, words in _keys())
+    return tag("ul", *entries, class_="legend") + tag("p", note, class_="note")
+
+
+def _keys() -> tuple[tuple[str, str], ...]:
+    """The drawing and the words of each entry of the legend."""
+    box = {"width": 22, "height": 12}
+    return (
+        (
+            key(tag("rect", class_="b k0", **box)),
+            "a document: one block over the slots that share it, in another colour than its neighbours",
+        ),
+        (key(tag("rect", class_="many", **box)), "busy with documents too short to draw apart"),
+        (key(tag("rect", class_="launch", **box)), "fixed time of a micro-batch"),
+        (key(tag("rect", class_="panel", **box), tag("rect", fill="url(#idle)", **box)), "nothing to do"),
+    )
+
+
+def _usual_step(plans: Sequence[tuple[str, Plan]]) -> int:
+    """The place of the plan whose step is the median by ratio to the bound, the better of two; steps before others."""
+    steps = [place for place, (name, _) in enumerate(plans) if not name.startswith("evaluation")] or range(len(plans))
+    by_ratio = sorted(steps, key=lambda place: (math.isnan(ratio := plans[place][1].ratio), ratio))
+    return by_ratio[(len(by_ratio) - 1) // 2]
+
+
+def _plan_card(index: int, plan: Plan, cost: Cost | None, took: float | None, first: bool) -> str:
+    facts = (tag("div", tag("dt", text(name)), tag("dd", text(value))) for name, value in _plan_facts(plan, took))
+    pictures = {unit: gantt_svg(plan, cost, unit=unit) for unit in ("seconds", "rows")}
+    # Only the picture that shows is part of the document; the others wait in templates.
+    shown = pictures.pop("seconds") if first else ""
+    waiting = (tag("template", svg, data_unit=unit) for unit, svg in pictures.items())
+    content = tag("dl", *facts, class_="facts"), tag("div", shown, class_="picture scroll"), *waiting
+    return tag("div", *content, class_="plan", data_plan_index=index, hidden=not first)
+
+
+def _plan_facts(plan: Plan, took: float | None) -> Iterator[tuple[str, str]]:
+    degrees = sorted({group.degree for m in plan.micro_batches for group in m.groups})
+    yield "planner", f"{plan.planner}, {plan.mode}"
+    yield "documents", f"{len(plan.lengths):,}, longest {max(plan.lengths, default=0):,}"
+    yield "tokens", f"{plan.tokens:,}"
+    yield "micro-batches", f"{len(plan.micro_batches)} on {counted(plan.slots, 'slot')}"
+    if degrees:
+        yield "degrees", ", ".join(map(str, degrees)) if len(degrees) <= 6 else f"{degrees[0]} to {degrees[-1]}"
+    yield "rows used", f"{100 * plan.efficiency:.0f}% of the fullest slot's"
+    if plan.cost.source:
+        yield "predicted", seconds_text(plan.predicted_seconds)
+    if took is not None:
+        yield "measured", seconds_text(took)
+    yield "priced for", plan.cost.source or "no machine: times only compare"
+    if plan.mode == "free" and plan.cost.closing_seconds:
+        yield "of these, closing", f"{seconds_text(plan.cost.closing_seconds)}: parameters gathered, gradients summed"
+    if plan.lower_bound_seconds:
+        yield "over the lower bound", f"× {number_text(plan.ratio, 4)}"

@@ -1,0 +1,338 @@
+"""`longspan plan --compare`: planners next to each other, saved plans, and degrees of an evaluation."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from longspan.cli.main import main
+from longspan.layout import Layout
+from longspan.plan import Cost, plan_fixed
+from longspan.plan.cost.model_cost import cost_on_h200
+from longspan.plan.simulate.distributions import sample_lengths
+from longspan.plan.simulate.simulate import simulate
+from tests.report.runs import write_run
+
+COMPARE = ("plan", "--compare")
+
+
+@pytest.mark.whole
+def test_the_case_of_8192_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        *COMPARE,
+        "--world",
+        "8192",
+        "--tp",
+        "2",
+        "--pp",
+        "4",
+        "--same",
+        "1024x8192",
+        "--which-eval-degree",
+    ]
+    assert main([*words, "--cp-comm-type", "p2p"]) == 0
+    out = capsys.readouterr().out
+    assert "8,192 ranks = 1,024 slots x tp 2 x pp 4" in out
+    assert "cp 1, filled up to 4 micro-batches a pass to keep the pipeline full: 4,096 document-steps for 1,024" in out
+    assert "cp 4, planned: each document once, 1,024 document-steps in 4 micro-batches" in out
+
+
+def test_the_picture_of_degrees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "degrees.svg"
+    words = [
+        *COMPARE,
+        "--slots",
+        "8",
+        "--pp",
+        "2",
+        "--same",
+        "8x64",
+        "--which-eval-degree",
+        "--plot",
+        str(file),
+    ]
+    assert main(words) == 0
+    assert f"wrote {file}" in capsys.readouterr().out
+    root = ElementTree.fromstring(file.read_text())
+    texts = ["".join(element.itertext()) for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"1", "2", "4", "8", "filled up, documents repeated", "planned, each once"} <= set(texts)
+    assert "predicted seconds, logarithmic axis" in texts and "context-parallel degree, logarithmic axis" in texts
+    assert any(text.endswith("times faster than cp 1 filled up") for text in texts)
+    assert sum("dynamic plan" in text for text in texts) == 1 and not any("--same" in text for text in texts)
+    marks = [element for element in root.iter() if element.get("class", "").startswith("mark")]
+    assert len(marks) == 1 + 4  # of the legend, and of each degree
+    assert any(text.startswith("cp 1, filled up: ") for text in texts)
+    assert main([*words[:-1], str(tmp_path / "no" / "folder.svg")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+    assert main([*words[:-1], str(tmp_path / "degrees.png")]) == 2
+    assert "degrees.png: a comparison is drawn as .svg or .html" in capsys.readouterr().err
+
+
+def test_the_picture_of_planners(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [tmp_path / "planners.svg", tmp_path / "planners.html"]
+    words = [
+        *COMPARE,
+        "--distribution",
+        "expo",
+        "--longest",
+        "30000",
+        "--slots",
+        "8",
+        "--plot",
+        *map(str, files),
+    ]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    root = ElementTree.fromstring(files[0].read_text())
+    texts = ["".join(element.itertext()) for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    names = ["padded, cp 4", "fixed, cp 4", "fixed, cp 8", "dynamic"]
+    assert [text for text in texts if text in names] == names and any("lower bound, " in text for text in texts)
+    bars = [float(e.get("width", "0")) for e in root.iter() if e.get("class", "").startswith("mark")]
+    assert bars[0] == max(bars) and bars[3] <= bars[2]  # the padded one is cut
+    assert any("the fastest plan of one degree" in text for text in texts)
+    assert files[1].read_text().startswith("<!doctype html>") and all(f"wrote {file}" in out for file in files)
+
+
+def test_degrees_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMPARE, "--slots", "8", "--pp", "2", "--same", "8x64", "--which-eval-degree", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [row["cp"] for row in answer["degrees"]] == [1, 2, 4, 8]
+    assert [row["filled_document_steps"] for row in answer["degrees"]] == [16, 8, 8, 8]
+    assert answer["best_cp"] in (1, 2, 4, 8)
+    best = min(answer["degrees"], key=lambda row: row["planned_seconds"])
+    assert best["cp"] == answer["best_cp"] and f"evaluation at cp {best['cp']}" in answer["reason"]
+    for row in (*answer["degrees"], answer["dynamic"]):
+        assert row["planned_lower_bound_seconds"] <= row["planned_seconds"] and row["planned_document_steps"] == 8
+
+
+@pytest.mark.parametrize("words", [[], ["--pp", "2", "--vpp", "2"], ["--tp", "2", "--evaluation"], ["--mode", "free"]])
+def test_planners_beside_each_other(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    base = [*COMPARE, "--slots", "8", "--distribution", "expo", "--longest", "30000", *words]
+    assert main(base) == 0
+    assert "fixed, cp 4" in capsys.readouterr().out
+    assert main([*base, "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["plans"]}
+    assert rows.keys() == {"padded, cp 4", "fixed, cp 4", "fixed, cp 8", "dynamic"}
+    assert all(row["seconds"] >= row["lower_bound_seconds"] * 0.999999 for row in rows.values())
+    assert rows["padded, cp 4"]["seconds"] > rows["fixed, cp 4"]["seconds"]
+
+
+def test_fixed_plans_are_compared_under_their_fastest_type(capsys: pytest.CaptureFixture[str]) -> None:
+    """As rings, fixed plans would seem to take half as long again as the dynamic one."""
+    words = [*COMPARE, "--distribution", "lognorm", "--seed", "1", "--slots", "32", "--json"]
+    assert main(words) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["plans"]}
+    lengths = sample_lengths("lognorm", 32 * 32768, seed=1, longest=131072).tolist()
+    for cp in (16, 32):
+        seconds = {}
+        for kind, inner in (("p2p", 1), ("all_gather", 1), ("a2a", 1), *(("a2a+p2p", inner) for inner in (2, 4, 8))):
+            cost, sizes = Cost().under(kind, inner), (inner, cp // inner) if inner > 1 else None
+            plan = plan_fixed(
+                lengths,
+                Layout(32),
+                cp,
+                max_tokens_per_slot=8192,
+                cost=cost,
+                cp_comm_type=kind,
+                hierarchical_context_parallel_sizes=sizes,
+            )
+            seconds[f"{kind} {sizes}" if sizes else kind] = plan.predicted_seconds
+        row = rows[f"fixed, cp {cp}"]
+        assert row["seconds"] == pytest.approx(min(seconds.values()), rel=1e-12)
+        assert row["seconds"] < 0.8 * seconds["p2p"]
+        assert row["cp_comm_type"] == min(seconds, key=lambda name: seconds[name])
+    assert rows["dynamic"]["seconds"] < rows["fixed, cp 32"]["seconds"] < 1.01 * rows["dynamic"]["seconds"]
+    assert main(words[:-1]) == 0
+    out = capsys.readouterr().out
+    assert "0.7% less time than the fastest plan of one degree (fixed, cp 32 under a2a+p2p (8, 4))" in out
+
+
+def test_a2a_is_not_compared_where_heads_are_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cost.json").write_text("{}")
+    words = [*COMPARE, "--slots", "16", "--same", "2x40000", "--cost", str(tmp_path / "cost.json")]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "a2a and a2a+p2p are not compared" in out and "a2a+p2p (" not in out
+    assert main([*words, "--heads", "32"]) == 0
+    assert "are not compared" not in (out := capsys.readouterr().out) and "a2a+p2p (" in out
+
+
+def test_kept_activations_follow_checkpointing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*COMPARE, "--slots", "4", "--same", "8x8192", "--cp-comm-type", "p2p"]
+    sizes = {}
+    for kind in ("full", "selective", "none"):
+        assert main([*words, "--activation-checkpointing", kind, "--json"]) == 0
+        sizes[kind] = json.loads(capsys.readouterr().out)["plans"][1]["activation_bytes"]
+        assert main([*words, "--activation-checkpointing", kind]) == 0
+        assert f"kept, {kind}" in capsys.readouterr().out
+    assert sizes["full"] == 8192 * 36 * 4096 * 2 and sizes["selective"] == sizes["full"] + 8192 * 36 * (
+        4096 * 2 + 4 * 32
+    )
+    assert 15 < sizes["none"] / sizes["full"] < 25
+    assert main(words) == 0
+    assert "--activation-checkpointing none, which training has by itself" in capsys.readouterr().out
+    mixture = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    mixture |= {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 32, "vocab_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps(mixture))
+    assert main([*words, "--model", str(tmp_path), "--activation-checkpointing", "none"]) == 0
+    assert "experts and shared blocks are not counted" in capsys.readouterr().out
+
+
+def test_saved_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_run(tmp_path / "first")
+    assert main([*COMPARE, "--plans", str(path), str(path / "plans" / "step-000060.json"), "--pp", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "4 saved plans" in out and out.count("step-000060") == 2
+    assert main([*COMPARE, "--plans", str(path), "--json"]) == 0
+    plan = plan_fixed([900, 300, 250, 20, 700], Layout(4), cp=2, max_tokens_per_slot=512)
+    evaluation, first, last = json.loads(capsys.readouterr().out)["plans"]
+    assert first["seconds"] == last["seconds"] == pytest.approx(simulate(plan).seconds)
+    assert evaluation["name"] == "evaluation-cp4"
+    assert evaluation["seconds"] == pytest.approx(simulate(plan, backward=False).seconds)
+
+
+def test_the_closing_of_free_mode_has_a_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = [
+        *COMPARE,
+        "--slots",
+        "8",
+        "--tp",
+        "2",
+        "--distribution",
+        "expo",
+        "--longest",
+        "30000",
+        "--mode",
+        "free",
+    ]
+    seconds = {}
+    for words in ([], ["--weights", "8e9"], ["--weights", "8e9", "--evaluation"]):
+        assert main([*base, *words, "--json"]) == 0
+        seconds[len(words)] = json.loads(capsys.readouterr().out)["plans"][-1]
+        assert seconds[len(words)]["seconds"] >= seconds[len(words)]["lower_bound_seconds"]
+    closing = (
+        Cost().with_closing(4e9, Layout(8), node_size=4).closing_seconds
+    )  # half the parameters on each of two ranks
+    assert [seconds[n]["closing_seconds"] for n in (0, 2, 3)] == pytest.approx([0, closing, closing / 3], rel=1e-12)
+    assert seconds[2]["seconds"] == pytest.approx(seconds[0]["seconds"] + closing, rel=1e-12)
+    assert seconds[2]["idle"] == pytest.approx(seconds[0]["idle"], abs=1e-12)
+    assert main([*base, "--weights", "8e9"]) == 0
+    out = capsys.readouterr().out
+    assert f"{100 * closing / seconds[2]['seconds']:.1f}%" in out and "closing: share of a free step" in out
+    assert main(base) == 0
+    out = capsys.readouterr().out
+    assert "not priced" in out and "--weights N adds it" in out
+    (tmp_path / "plan.json").write_text(
+        plan_fixed([900, 300, 250], Layout(4), 1, mode="free", cost=Cost(closing_seconds=2.0)).to_json()
+    )
+    assert main([*COMPARE, "--plans", str(tmp_path / "plan.json"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["closing_seconds"] == 2.0
+
+
+def test_a_planner_that_cannot_is_named_beside_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMPARE, "--slots", "6", "--same", "3x40000", "--max-tokens-per-slot", "9000"]) == 0
+    assert "fixed, cp 6" in capsys.readouterr().out
+    assert main([*COMPARE, "--slots", "4", "--same", "3x40000", "--max-tokens-per-slot", "9000"]) == 0
+    assert "fixed, cp 4: not possible: document 0 has 40000 rows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--same", "2x5"], "give --world or --slots, one of them"),
+        (["--same", "2x5", "--world", "8", "--slots", "8"], "give --world or --slots, one of them"),
+        (["--same", "2x5", "--world", "9", "--tp", "2"], "9 ranks are not divisible by tp 2 x pp 1"),
+        (["--slots", "4"], "give one of --lengths"),
+        (["--slots", "4", "--same", "2x5", "--weights", "8e9"], "--mode is lockstep; add --mode free"),
+        (["--slots", "4", "--same", "2x5", "--mtp-depths", "1"], "--mtp-depths 1 with no --model; give --model FOLDER"),
+        (["--slots", "4", "--same", "2x5", "--cp", "2"], "--cp is of one plan, and --compare prices several"),
+        (["--slots", "4", "--same", "2x5", "--images", "1x1"], "--images is of one plan"),
+        (["--plans", "nowhere"], "nowhere is neither a plan's JSON file nor a folder with plans"),
+        (["--slots", "4", "--same", "1x90", "--which-eval-degree", "--max-tokens-per-slot", "9"], "to 23 or more"),
+    ],
+)
+def test_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMPARE, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_degrees_that_the_query_heads_do_not_allow_are_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    base = [
+        *COMPARE,
+        "--slots",
+        "16",
+        "--tp",
+        "2",
+        "--same",
+        "8x64",
+        "--cp-comm-type",
+        "a2a",
+        "--heads",
+        "8",
+        "--json",
+    ]
+    assert main(base) == 0
+    names = [row["name"] for row in json.loads(capsys.readouterr().out)["plans"]]
+    assert names == ["padded, cp 1", "fixed, cp 1", "fixed, cp 2", "fixed, cp 4", "dynamic"]
+    assert main([*base, "--which-eval-degree"]) == 0
+    assert [row["cp"] for row in json.loads(capsys.readouterr().out)["degrees"]] == [1, 2, 4]
+    assert main([word if word != "a2a" else "auto" for word in base] + ["--which-eval-degree"]) == 0
+    rows = json.loads(capsys.readouterr().out)["degrees"]
+    assert [row["cp"] for row in rows] == [1, 2, 4, 8, 16] and "a2a" not in {row["cp_comm_type"] for row in rows[3:]}
+
+
+def test_saved_plans_say_what_they_are_priced_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, plan = tmp_path / "plan.json", plan_fixed([900, 300], Layout(4), cp=2)
+    path.write_text(plan.to_json())
+    assert main([*COMPARE, "--plans", str(path)]) == 0
+    assert "1 saved plan, " in (out := capsys.readouterr().out) and "priced for Qwen3-8B on GPUs of 400 TFLOP/s" in out
+    path.write_text(dataclasses.replace(plan, cost=dataclasses.replace(plan.cost, source="")).to_json())
+    assert main([*COMPARE, "--plans", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("1 saved plan, priced for no machine") and "relative" in out and "seconds  x bound" not in out
+    model = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(model | {"vocab_size": 1000}))
+    assert main([*COMPARE, "--plans", str(path), "--model", str(tmp_path)]) == 0
+    assert "priced for the model on H200s" in capsys.readouterr().out
+
+
+def test_depths_of_multi_token_prediction_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As layers behind the model's, in steps; an evaluation runs without them."""
+    sizes = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"vocab_size": 1000}))
+
+    def simulated(*words: str) -> dict[str, float]:
+        case = [*COMPARE, "--slots", "2", "--same", "4x4096", "--model", str(tmp_path), "--json", *words]
+        assert main(case) == 0
+        return {name: row for name, row in json.loads(capsys.readouterr().out)["plans"][1].items() if name != "name"}
+
+    bare, one = simulated(), simulated("--mtp-depths", "1")
+    assert one["activation_bytes"] / bare["activation_bytes"] == pytest.approx(13 / 8)
+    for depths, found in enumerate((bare, one)):
+        plan = plan_fixed(
+            (4096,) * 4, Layout(2), 1, max_tokens_per_slot=8192, cost=cost_on_h200(tmp_path, depths=depths)
+        )
+        assert found["seconds"] == pytest.approx(simulate(plan).seconds)
+    assert simulated("--evaluation", "--mtp-depths", "1") == simulated("--evaluation")
+
+
+def test_the_former_verb_is_an_alias(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--slots", "4", "--same", "8x900", "--json"]
+    answers = list[str]()
+    for verb in (["plan", "--compare"], ["simulate"]):
+        assert main([*verb, *words]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] and len(json.loads(answers[0])["plans"]) == 5
+
+
+def test_a_comparison_needs_no_torch() -> None:
+    code = (
+        "import sys; from longspan.cli.main import main\n"
+        "assert main(['plan', '--compare', '--slots', '4', '--same', '4x900']) == 0\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
