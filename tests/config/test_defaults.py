@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from longspan.config.bounds import NOT_GIVEN
 from longspan.config.defaults import resolved, settings_line, with_steps
 from longspan.config.file import load_config, to_toml
+from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
 from longspan.run.config_check import check_config
@@ -82,7 +82,7 @@ def test_evaluation_follows_training(case: str) -> None:
 def test_the_demo_evaluates_as_it_does() -> None:
     config = load_config(None, {"context.planner": "dynamic", "context.cp_comm_type": "a2a"})
     assert [value_of(config, f"context.eval_{key}") for key in EVAL] == ["fixed", 4, "p2p", "zigzag", 2048]
-    assert load_config(None, {"context.eval_context_parallel_size": 0}).context.eval_context_parallel_size == 2
+    assert load_config(None, {"context.eval_context_parallel_size": 0}).context.evaluation.context_parallel_size == 2
 
 
 @pytest.mark.parametrize("model", [{"model.path": "f"}, {"model.config": "f"}, {"model.preset": "qwen3-8b"}], ids=str)

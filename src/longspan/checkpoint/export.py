@@ -4,8 +4,11 @@ Weights are stored by the names and shapes of the whole model, whatever home sav
 kept in the run's folder (`run/set_up/kept_files.py`).
 """
 
+import re
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -18,13 +21,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.checkpoint.export_adapter import (
+    ExportedDepths,
+    MtpNames,
     merged_groups,
     refuse_merge,
     saved_adapter,
     write_saved_adapter,
 )
-from longspan.checkpoint.export_depths import ExportedDepths, MtpNames
-from longspan.checkpoint.export_folder import check_target, made_beside
 from longspan.checkpoint.files import (
     check_contents,
     check_sizes,
@@ -34,14 +37,43 @@ from longspan.checkpoint.files import (
 )
 from longspan.comm.all_ranks import LogLine
 from longspan.config.file import load_config
+from longspan.corpus.images.stock_processor import FILES
 from longspan.corpus.tokenizer_files import KeptFiles
 from longspan.errors import CheckpointError, ModelError
 from longspan.model.hf_folder import read_configuration
 from longspan.model.load import torch_dtype
+from longspan.model.lora.save import CONFIGURATION
 from longspan.model.save import stock_configuration, write_beside_weights
 from longspan.model.vision.join import own_names
 from longspan.model.weights.empty import empty_model, named_images_class
+from longspan.model.weights.saved_folder import OF_MODEL, partial_folder, put_in_place
 from longspan.model.weights.write import FILE_BYTES, WeightWriter, Written, unit_of
+
+_REPLACED = "|".join([OF_MODEL, r"pytorch_model.*\.(bin|json)", r"generation_config\.json", *map(re.escape, FILES)])
+
+
+@contextmanager
+def made_beside(folder: Path) -> Iterator[Path]:
+    """A new folder, whose files get their places in `folder` once it is whole; after an error nothing is left of it."""
+    partial = partial_folder(folder)
+    try:
+        yield partial
+        put_in_place(partial, folder, _REPLACED)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_target(folder: Path, *, overwrite: bool) -> None:
+    """Raise ModelError for a folder that cannot be written to: no folder, or one that holds something."""
+    if folder.exists() and not folder.is_dir():
+        raise ModelError(f"{folder} is a file; name a folder to write the model to")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    if not overwrite:
+        raise ModelError(f"{folder} is not empty; name another folder, or replace the model in it with --overwrite")
+    if not any((folder / name).is_file() for name in ("config.json", CONFIGURATION)):
+        raise ModelError(f"{folder} is not empty and holds no model (no config.json), so nothing in it is replaced")
+
 
 _SAID_EVERY = 5 * 10**9  # bytes
 

@@ -1,21 +1,26 @@
 """A checkpoint of an adapter as a folder that stock peft loads, or merged into its base model, a layer at a time."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from longspan.comm.all_ranks import LogLine
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer_files import KeptFiles
-from longspan.errors import CheckpointError, ConfigError
+from longspan.errors import CheckpointError, ConfigError, counted
 from longspan.model.adapters import Adapter, adapter_in, belongs_to_adapter, peft_modules
+from longspan.model.add_depths import add_mtp
 from longspan.model.lora.save import WEIGHTS, write_adapter
 from longspan.model.lora.trained_modules import entries_of, trained_modules
+from longspan.model.mtp.depths import mtp_blocks
+from longspan.model.mtp.names import PREFIX, published_names
 from longspan.model.parts import is_tied
 from longspan.model.presets import PRESETS
 from longspan.model.vision.join import own_names
@@ -25,6 +30,47 @@ from longspan.model.weights.held import HeldPart
 from longspan.model.weights.write import Written, unit_of
 from longspan.train.mtp.depths import depth_weights, with_depths
 from longspan.train.training import adapted, loaded_model
+
+Value = TypeVar("Value")
+MtpNames = Literal["published", "own", "none"]
+"""published: as models of the family are published, own where there is no such name; own: mtp.layers.0 and so on."""
+
+
+@dataclass(frozen=True)
+class ExportedDepths:
+    """What becomes of the depths of a run's model in its files: `rename` is from our names to theirs."""
+
+    rename: Callable[[str], str]
+    left_out: bool = False
+
+    @classmethod
+    def of(cls, run: RunConfig, empty: PreTrainedModel, names: MtpNames, log: LogLine) -> "ExportedDepths":
+        """Give the stock model the depths that are written, and say what becomes of them; nothing of a run without."""
+        depths, text = run.mtp.depths, empty.config.get_text_config()
+        own = cls(lambda name: name, left_out=names == "none")
+        if not depths:
+            return own
+        what = f"{counted(depths, 'depth')} of multi-token prediction"
+        if own.left_out:
+            log(f"{what}: left out")
+            return own
+        blocks: list[Any] = [*mtp_blocks(add_mtp(empty, depths)).values()]
+        blocks = blocks[: len(blocks) // depths]
+        published = published_names(text.model_type, text.num_hidden_layers, depths, len(blocks))
+        rename = published if names == "published" else None
+        if rename is None:
+            log(f"{what}: under {PREFIX}.layers.0.… and so on, which longspan reads and stock transformers leaves out")
+            return own
+        config: Any = text
+        config.num_nextn_predict_layers = depths
+        if len(blocks) > 1:
+            config.mtp_layers_block_type = [block.block_type for block in blocks]
+        log(f"{what}: under the names of published {text.model_type} models, {rename(f'{PREFIX}.layers.0.eh_proj.…')}")
+        return cls(rename)
+
+    def kept(self, weights: Mapping[str, Value]) -> dict[str, Value]:
+        """Of values by the names of a checkpoint's weights those that are written."""
+        return {name: x for name, x in weights.items() if not (self.left_out and name.startswith(f"{PREFIX}."))}
 
 
 class SavedAdapter(NamedTuple):

@@ -9,7 +9,7 @@ from longspan.cli.evaluation.flags import EvalFlags, parse_eval, request_of
 from longspan.cli.evaluation.tables import tables_of
 from longspan.cli.processes import processes_of, reports_here, run_on_ranks, say, under_torchrun
 from longspan.corpus.files import find_root
-from longspan.evaluation.saved.fit import checkable
+from longspan.evaluation.saved.fit import fit_evaluations
 from longspan.evaluation.saved.record import record_of
 from longspan.evaluation.saved.request import EvalRequest, SubjectResult
 from longspan.files import as_json
@@ -54,7 +54,7 @@ def check_request(request: EvalRequest, ranks: int) -> Layout:
     """The home of the evaluation, if every value is possible on so many ranks. Raises ConfigError or LayoutError."""
     home = home_of(request.subjects[0].config.parallel, ranks)
     for subject in request.subjects:
-        check_config(checkable(subject.config, request.sets, home, request.given), ranks, training=False)
+        check_config(fit_evaluations(subject.config, request.sets, home, request.flag_keys), ranks, training=False)
     return home
 
 

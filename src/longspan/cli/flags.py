@@ -14,11 +14,13 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 import tyro
 from tyro.conf import Fixed, FlagConversionOff, FlagCreatePairsOff, Positional, Suppress
+from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from longspan.cli.processes import Device
 from longspan.config.defaults import resolved
-from longspan.config.eval_set import EvalConfig
 from longspan.config.file import kind_text, nearest, present_word, read_file
+from longspan.config.keys import keys_of, texts_of, value_at, with_values
+from longspan.config.plan_section import ContextConfig, EvalConfig
 from longspan.config.sections import (
     DataConfig,
     EncoderSection,
@@ -35,6 +37,24 @@ _NUMBERS = {int: "an integer", float: "a number"}
 _EXAMPLES = {int: "2 4", float: "0.9 0.95", str: "first second"}  # of lists
 
 
+_sections = ConstructorRegistry()
+
+
+@_sections.struct_rule
+def _flags_of_section(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """How tyro makes a section that has another one inside: by flags for the keys of both, as files name them."""
+    kind: Any = info.type
+    if kind is not ContextConfig:
+        return None
+    section = info.default if isinstance(info.default, ContextConfig) else ContextConfig()
+    texts = texts_of(kind)
+    flags = (
+        StructFieldSpec(key.name, key.kind, value_at(section, key.name), helptext=texts[key.name])
+        for key in keys_of(kind)
+    )
+    return StructConstructorSpec(lambda **values: with_values(section, values), tuple(flags))
+
+
 def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, default: Flags | None = None) -> Flags:
     """The flags of a verb from its words. Raises ConfigError for a flag that does not exist, with the nearest one.
 
@@ -46,7 +66,7 @@ def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, default: Flag
     known: dict[str, Any] = {} if default is None else {"default": default}
     refusal = StringIO()
     try:
-        with redirect_stderr(refusal):
+        with redirect_stderr(refusal), _sections:
             return tyro.cli(kind, prog=prog, args=words, use_underscores=True, **known)
     except SystemExit as end:
         if not end.code:
@@ -75,7 +95,7 @@ def flag_types(kind: type) -> dict[str, Any]:
     types: dict[str, Any] = {}
     for name, hint in get_type_hints(kind).items():
         if is_dataclass(hint):
-            types |= {f"--{name}.{key}": t for key, t in get_type_hints(hint).items() if not _is_tables(t)}
+            types |= {f"--{name}.{key.name}": key.kind for key in keys_of(hint) if not _is_tables(key.kind)}
         elif not _is_marked(kind, name, "Positional", "Fixed"):
             types[f"--{name}"] = hint
     return types

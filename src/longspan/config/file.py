@@ -4,22 +4,19 @@ import difflib
 import json
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 from longspan.config.defaults import resolved
-from longspan.config.eval_set import EvalConfig
+from longspan.config.keys import keys_of, with_values
+from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, SourceConfig, section_kinds
 from longspan.errors import ConfigError
 
 TABLES = "data.sources"  # which is no value, but tables of an array
 KeyHint = Callable[[str, str, Iterable[str]], str]  # of a section, an unknown key of it, and those that it has
-
-# Keys that were removed and may stand in the config.toml of an older run, each with the one value that is accepted.
-_REMOVED = {"data.read": ("rows", "every slot reads the rows that it computes")}
-_PRESET_BESIDE_A_FOLDER = "qwen3-tiny"  # older runs wrote it down beside a model.path, which won over it
 
 
 def load_config(path: str | Path | None = None, overrides: Mapping[str, object] | None = None) -> RunConfig:
@@ -50,14 +47,12 @@ def read_file(path: str | Path) -> RunConfig:
     config = RunConfig()
     for section, values in tables.items():
         config = _with_section(config, section, values, source=str(path))
-    if config.model.path and config.model.preset == _PRESET_BESIDE_A_FOLDER:
-        config = replace(config, model=replace(config.model, preset=""))
     return config
 
 
 def config_keys() -> tuple[str, ...]:
     """Every "section.key", in order."""
-    every = (f"{section}.{key.name}" for section, kind in section_kinds().items() for key in fields(kind))
+    every = (f"{section}.{key.name}" for section, kind in section_kinds().items() for key in keys_of(kind))
     return tuple(key for key in every if key != TABLES)
 
 
@@ -71,7 +66,7 @@ def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
 
 def to_toml(config: RunConfig) -> str:
     """The configuration as TOML; `load_config` of it gives an equal one back."""
-    values = asdict(config)
+    values = config.tables()
     sources = values["data"].pop("sources")
     tables = [(f"[{name}]", values[name]) for name in section_kinds()]
     tables += [("[[data.sources]]", source) for source in sources]
@@ -131,22 +126,13 @@ def _array(tables: object, name: str, source: str, what: str, keys: str) -> Sequ
 
 def _with_keys(known: Any, label: str, values: Mapping[str, object], source: str, hint: KeyHint) -> Any:
     """A section or table with other values of keys; `label` names it in messages, `hint` answers an unknown key."""
-    types = get_type_hints(type(known))
+    types = {key.name: key.kind for key in keys_of(type(known))}
     changes: dict[str, Any] = {}
     for key, value in values.items():
-        if f"{label}.{key}" in _REMOVED:
-            _check_removed(f"{label}.{key}", value, source)
-            continue
         if key not in types:
             raise ConfigError(f"unknown key {label}.{key} in {source}: {hint(label, str(key), types)}")
         changes[key] = _converted(f"{label}.{key}", value, types[key], source)
-    return replace(known, **changes)
-
-
-def _check_removed(key: str, value: object, source: str) -> None:
-    only, what = _REMOVED[key]
-    if value != only:
-        raise ConfigError(f"{key} is {value!r} in {source}; there is no such key any more: {what}. Leave it out")
+    return with_values(known, changes)
 
 
 def _key_hint(section: str, key: str, siblings: Iterable[str]) -> str:

@@ -11,9 +11,8 @@ from functools import partial
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, on_first_rank
-from longspan.config.eval_inheritance import held_out_set
-from longspan.config.eval_set import PLAN_KEYS, EvalConfig
-from longspan.config.sections import RunConfig
+from longspan.config.plan_section import EvalConfig
+from longspan.config.sections import RunConfig, with_evaluations
 from longspan.errors import ConfigError, PlanError, counted
 from longspan.layout import Layout
 from longspan.plan import Cost
@@ -21,7 +20,7 @@ from longspan.plan.simulate.which_degree import which_degree
 from longspan.train.plans import PlanChoice
 
 
-def chosen(
+def choose_degree(
     choice: PlanChoice, lengths: Sequence[int], home: Layout, *, name: str = "", vpp: int = 1
 ) -> tuple[PlanChoice, str]:
     """The choice with the fastest degree for these documents, and why; as it is and "" where it has a degree.
@@ -49,7 +48,7 @@ def chosen(
     return replace(choice, degree=best.cp, options=options), comparison.reason(name)
 
 
-def chosen_on_ranks(
+def choose_degree_on_ranks(
     choice: PlanChoice, lengths: Sequence[int], world: World, log: LogLine, *, name: str = "", vpp: int = 1
 ) -> tuple[PlanChoice, str]:
     """The same, as the first rank chooses, on every rank, and logged; all ranks call it together.
@@ -58,14 +57,14 @@ def chosen_on_ranks(
     """
     if choice.degree:
         return choice, ""
-    work = partial(chosen, choice, [int(n) for n in lengths], world.home, name=name, vpp=vpp)
+    work = partial(choose_degree, choice, [int(n) for n in lengths], world.home, name=name, vpp=vpp)
     choice, reason = on_first_rank(world, work, ConfigError)
     if reason:
         log(reason)
     return choice, reason
 
 
-def with_degrees(
+def choose_degrees(
     config: RunConfig,
     lengths: Mapping[str, Sequence[int]],
     world: World,
@@ -78,16 +77,14 @@ def with_degrees(
 
     `lengths` are those of the documents of each evaluation set, of the held-out documents under "".
     """
-    entries, reasons = dict[str, EvalConfig](), list[str]()
-    for entry in (held_out_set(config), *config.eval):
+    entries, reasons = list[EvalConfig](), list[str]()
+    for entry in config.evaluations:
         choice = PlanChoice.evaluation(config, entry, cost=cost, heads=heads)
         of_set = lengths.get(entry.name, ())
-        choice, reason = chosen_on_ranks(choice, of_set, world, log, name=entry.name, vpp=config.parallel.vpp)
-        entries[entry.name] = _with_choice(entry, choice) if reason else entry
+        choice, reason = choose_degree_on_ranks(choice, of_set, world, log, name=entry.name, vpp=config.parallel.vpp)
+        entries.append(_with_choice(entry, choice) if reason else entry)
         reasons += [reason] if reason else []
-    held_out = entries.pop("")
-    context = replace(config.context, **{f"eval_{key}": getattr(held_out, key) for key in PLAN_KEYS})
-    return replace(config, context=context, eval=tuple(entries.values())), tuple(reasons)
+    return with_evaluations(config, entries), tuple(reasons)
 
 
 def _with_choice(entry: EvalConfig, choice: PlanChoice) -> EvalConfig:

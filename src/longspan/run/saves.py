@@ -7,7 +7,6 @@ nothing, as no rank could tell whether the others would come; the last checkpoin
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 
 from longspan.checkpoint.checkpoint import save_checkpoint
 from longspan.comm.all_ranks import is_first_rank
@@ -41,7 +40,7 @@ class Saves:
     def save(self, *, keep_all: bool = False) -> None:
         """Write a checkpoint of the weights as they are; all ranks call it together."""
         run = self._run
-        state = {"config": asdict(run.config), "ranks": len(run.world.home.ranks), "order": run.order.version}
+        state = {"config": run.config.tables(), "ranks": len(run.world.home.ranks), "order": run.order.version}
         keep = 0 if keep_all else run.config.run.keep_checkpoints
         save_checkpoint(run.checkpoints, run.model, run.optimizer, run.world, step=self.done, state=state, keep=keep)
         self._saved, self._since = self.done, time.monotonic()

@@ -1,16 +1,15 @@
 """What the ranks of `longspan bench step` are told: a run's configuration, its documents, and what to time."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspan.bench.layers import with_layers
 from longspan.bench.step.documents import Documents, documents_of
 from longspan.bench.step.flags import PLANNERS, StepFlags
-from longspan.config.bounds import AUTO, NOT_GIVEN
-from longspan.config.defaults import resolved
-from longspan.config.precision import compute_dtype
+from longspan.config.defaults import compute_dtype, resolved
+from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
 from longspan.layout import Layout
@@ -20,7 +19,7 @@ from longspan.plan.cost.model_shape import read_experts
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.run.config_check import check_config
 from longspan.train.plans import PlanChoice, cost_of_run, home_of, query_heads
-from longspan.train.plans.partition import partition_chosen
+from longspan.train.plans.partition import choose_partition
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -104,7 +103,7 @@ class Settings:
             **{key: getattr(getattr(config, section), key) for section, keys in _RECORDED.items() for key in keys},
             **{name: getattr(self.flags, name) for name in ("warmup", "repeats", "profile")},
             "peak_tflops": self.peak_tflops,
-            "configuration": asdict(config),
+            "configuration": config.tables(),
             "documents": len(self.lengths),
             "tokens": sum(self.lengths),
             "longest": max(self.lengths),
@@ -124,7 +123,7 @@ def make_settings(flags: StepFlags, config: RunConfig, ranks: int, backend: str,
     config = _checked(resolved(config), max(documents.lengths), ranks, planners)
     _check_cap(flags, config)
     cost, heads = cost_of_run(config, configuration, _silent, gpu=gpu), query_heads(configuration)
-    config, _ = partition_chosen(config, [documents.lengths], home, cost=cost, heads=heads)
+    config, _ = choose_partition(config, [documents.lengths], home, cost=cost, heads=heads)
     settings = Settings(
         flags=flags,
         config=config,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, on_every_rank
-from longspan.config.bounds import NOT_GIVEN
-from longspan.config.passkey_settings import PASSKEY
+from longspan.config.data_sections import PASSKEY
+from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import DataConfig, RunConfig
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.documents import Documents

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from longspan.config.passkey_settings import PASSKEY
+from longspan.config.data_sections import PASSKEY
 from longspan.errors import counted
 from longspan.evaluation.passkey.grid import PasskeyGrid
 from longspan.report.markup import label, tag, text

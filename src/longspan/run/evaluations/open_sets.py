@@ -8,8 +8,7 @@ from transformers import PreTrainedConfig
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, on_every_rank, on_first_rank
-from longspan.config.eval_inheritance import held_out_set
-from longspan.config.sections import RunConfig
+from longspan.config.sections import RunConfig, held_out_set
 from longspan.corpus.token_bytes import token_bytes
 from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.documents import Corpus, Documents
@@ -18,7 +17,7 @@ from longspan.evaluation.metrics import check_metrics
 from longspan.evaluation.sets import MADE, EvaluationSet, check_paths, files_in_both, open_set
 from longspan.evaluation.user_metrics import load_metrics
 from longspan.layout import Layout
-from longspan.run.checks.plans import check_longest_of_set
+from longspan.run.check_plans import check_longest_of_set
 from longspan.train.long_documents import check_known
 
 

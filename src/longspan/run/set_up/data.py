@@ -15,7 +15,7 @@ from longspan.data.pack_order import PackOrder
 from longspan.data.step_order import StepOrder
 from longspan.errors import DataError
 from longspan.evaluation.sets import EvaluationSet
-from longspan.run.checks.plans import check_longest
+from longspan.run.check_plans import check_longest
 from longspan.run.evaluations.open_sets import check_lengths, check_sources, open_sets, with_rows
 from longspan.run.set_up.resume import order_version
 from longspan.train.plans import query_heads

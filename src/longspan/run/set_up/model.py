@@ -12,7 +12,7 @@ from longspan.config.sections import LoraSection, RunConfig
 from longspan.corpus.run_corpus import check_tokenizer
 from longspan.errors import ModelError, RunFolderError
 from longspan.model.weights.empty import empty_model, images_class
-from longspan.run.checks.encoder import check_images
+from longspan.run.check_model import check_images
 from longspan.run.set_up.data import RunData
 from longspan.run.set_up.kept_files import keep_model_files
 from longspan.train.long_documents import configuration_for

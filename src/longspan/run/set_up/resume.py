@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from longspan.checkpoint.checkpoint import find_checkpoint
 from longspan.checkpoint.files import read_state, remove_unfinished
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, on_first_rank
-from longspan.config.bounds import AUTO
+from longspan.config.keys import AUTO
 from longspan.config.sections import ModelConfig, RunConfig, TrainConfig
 from longspan.data.order.source import FIRST_ORDER, ORDER
 from longspan.errors import CheckpointError, ConfigError
@@ -108,7 +108,7 @@ def _as_tuple(value: Any) -> Any:
 
 def _before_and_now(config: RunConfig, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The configuration of a checkpoint, and one of now, as JSON keeps them."""
-    return _with_preset(state.get("config", {})), _with_preset(json.loads(json.dumps(asdict(config))))
+    return _with_preset(state.get("config", {})), _with_preset(json.loads(json.dumps(config.tables())))
 
 
 def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 from longspan.checkpoint.checkpoint import load_checkpoint
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, on_every_rank, on_first_rank
+from longspan.config.defaults import warn_of_lost_updates
 from longspan.config.file import to_toml
-from longspan.config.precision import warn_of_lost_updates
 from longspan.config.sections import RunConfig
 from longspan.data.documents import Corpus
 from longspan.errors import ModelError, RunFolderError
-from longspan.evaluation.auto_degree import with_degrees
+from longspan.evaluation.auto_degree import choose_degrees
 from longspan.files import write_atomically
 from longspan.model.hf_folder import weight_files
 from longspan.model.multimodal.multimodal_model import language_model_of
@@ -29,7 +29,7 @@ from longspan.run.training_run import TrainingRun
 from longspan.train.memory.rows_that_fit import with_rows_that_fit
 from longspan.train.plans import cost_of_run, query_heads
 from longspan.train.plans.order import source_lines, with_steps_of_epochs
-from longspan.train.plans.partition import with_partition
+from longspan.train.plans.partition import choose_partition_on_ranks
 from longspan.train.training import AnyModel, configuration_of, optimizer_of
 
 
@@ -74,12 +74,12 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
 def _with_plans(run: TrainingRun, data: RunData, log: LogLine) -> TrainingRun:
     """The run with its evaluation sets, and with values in place of "auto": a partition, rows of a slot, degrees."""
     world, cost, heads = run.world, run.cost, query_heads(data.model)
-    config, why_partition = with_partition(run.config, run.order, world, log, cost=cost, heads=heads)
+    config, why_partition = choose_partition_on_ranks(run.config, run.order, world, log, cost=cost, heads=heads)
     image_rows = data.image_rows(config.train.tokens_per_step)
     config = with_rows_that_fit(config, run.model, run.optimizer, world, log, image_rows=image_rows)
     data.check_fit(config, world)
     lengths = {s.name: s.documents.lengths for s in data.sets}
-    config, why = with_degrees(config, lengths, world, log, cost=cost, heads=heads)
+    config, why = choose_degrees(config, lengths, world, log, cost=cost, heads=heads)
     sets = with_rows(data.sets, config)
     return replace(run, config=config, sets=sets, why_degrees=why, why_partition=why_partition)
 

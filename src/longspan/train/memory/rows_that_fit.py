@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, on_every_rank, on_first_rank
-from longspan.config.bounds import AUTO
+from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
 from longspan.files import write_atomically
@@ -99,7 +99,7 @@ def with_rows_of_run(config: RunConfig) -> RunConfig:
 
     Evaluation keeps less than training, so they fit on other ranks too. Raises ConfigError where there are none.
     """
-    if config.context.eval_max_tokens_per_slot != AUTO:
+    if config.context.evaluation.max_tokens_per_slot != AUTO:
         return config
     file = Path(config.run.dir) / FILE
     try:
@@ -114,8 +114,8 @@ def with_rows_of_run(config: RunConfig) -> RunConfig:
 
 def _with_rows(config: RunConfig, rows: int) -> RunConfig:
     """The configuration with so many rows where evaluation, of the held-out documents or of a set, takes "auto"."""
-    if config.context.eval_max_tokens_per_slot == AUTO:
-        config = replace(config, context=replace(config.context, eval_max_tokens_per_slot=rows))
+    if config.context.evaluation.max_tokens_per_slot == AUTO:
+        config = replace(config, context=config.context.with_evaluation(max_tokens_per_slot=rows))
     sets = (replace(s, max_tokens_per_slot=rows) if s.max_tokens_per_slot == AUTO else s for s in config.eval)
     return replace(config, eval=tuple(sets))
 

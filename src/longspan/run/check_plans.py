@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from longspan.config.bounds import AUTO
-from longspan.config.eval_set import EvalConfig
 from longspan.config.file import nearest
+from longspan.config.keys import AUTO
+from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, counted
 from longspan.layout import Layout
@@ -85,8 +85,7 @@ def _kernels(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Every key of an attention kernel, and what it says."""
     context = config.context
     yield "context.attention_kernel", context.attention_kernel
-    yield "context.eval_attention_kernel", context.eval_attention_kernel
-    for entry in config.eval:
+    for entry in config.evaluations:
         yield f"{entry.prefix}attention_kernel", entry.attention_kernel
 
 
