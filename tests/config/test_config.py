@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longspan.attention import PATTERNS, TYPES
-from longspan.config.defaults import compute_dtype, resolved
+from longspan.config.defaults import compute_dtype, resolve_defaults
 from longspan.config.file import config_keys, load_config, read_file, to_toml
 from longspan.config.sections import ModelConfig, RunConfig
 from longspan.data.step_order import StepOrder
@@ -54,7 +54,7 @@ def test_the_pinned_defaults() -> None:
 
 
 def test_the_first_example_says_what_the_demo_has_without_it() -> None:
-    assert load_config(EXAMPLES / "first.toml") == load_config() == resolved(RunConfig())
+    assert load_config(EXAMPLES / "first.toml") == load_config() == resolve_defaults(RunConfig())
     given = read_file(EXAMPLES / "first.toml")
     of_any_model = replace(given.encoder, train="all")
     assert replace(given, model=replace(given.model, path="folder"), encoder=of_any_model) == load_config(

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from longspan.config.defaults import resolved, settings_line, with_steps
+from longspan.config.defaults import resolve_defaults, settings_line, with_steps
 from longspan.config.file import load_config, to_toml
 from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import RunConfig
@@ -37,7 +37,7 @@ def test_a_model_of_ones_own_is_not_cut_and_fills_memory() -> None:
 @pytest.mark.parametrize("given", [{}, OWN], ids=["demo", "own"])
 def test_every_value_is_known_afterwards_and_stays(given: dict[str, Any]) -> None:
     config = load_config(None, given)
-    assert resolved(config) == config and f" = {NOT_GIVEN}\n" not in to_toml(config)
+    assert resolve_defaults(config) == config and f" = {NOT_GIVEN}\n" not in to_toml(config)
     assert check_config(config, 4).slots == 4
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from longspan.config.defaults import resolved
+from longspan.config.defaults import resolve_defaults
 from longspan.config.file import load_config, to_toml
 from longspan.config.keys import keys_of
 from longspan.config.plan_section import EvalConfig, PlanSection
@@ -78,7 +78,7 @@ def test_toml_there_and_back_and_nothing_is_left_open(tmp_path: Path) -> None:
     ]
     config = load_config(None, {"eval": tables})
     (tmp_path / "a.toml").write_text(to_toml(config))
-    assert load_config(tmp_path / "a.toml") == config == resolved(config)
+    assert load_config(tmp_path / "a.toml") == config == resolve_defaults(config)
     (tmp_path / "b.toml").write_text('[[eval]]\nname = "books"\npath = "books"\n[train]\neval_every = 3\n')
     assert load_config(tmp_path / "b.toml").eval[0].every == 3
 

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.config.defaults import resolved
+from longspan.config.defaults import resolve_defaults
 from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.plan_section import ContextConfig, EvalConfig, PlanSection, inherit
 from longspan.config.sections import ModelConfig, RunConfig, held_out_set
@@ -79,8 +79,8 @@ def test_a_configuration_is_resolved_by_the_rule(
 ) -> None:
     context = replace(training, evaluation=PlanSection(**of_all))
     config = RunConfig(model=OWN, context=context, eval=(EvalConfig(name="books", path="x", **of_set),))
-    complete = resolved(config)
-    assert resolved(complete) == complete
+    complete = resolve_defaults(config)
+    assert resolve_defaults(complete) == complete
     assert complete.context.evaluation == inherit(PlanSection(**of_all), context, context)
     (entry,) = complete.eval
     planned = inherit(PlanSection(**of_set), complete.context.evaluation, complete.context)

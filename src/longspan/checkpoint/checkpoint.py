@@ -5,9 +5,13 @@ last, `manifest.json`: size and SHA-256 of every file, taken by its writer while
 `step-000100.partial`, synced and renamed, so an interrupted save never damages an older one. Weights and optimizer
 state are stored by name and global shape, as they are in the whole model: any number of ranks may load them, in any
 number of pipeline stages. Of a model with an adapter a checkpoint holds the adapter, and what is trained of an encoder.
-The data position is the step alone (`step_order.py`), and dropout's masks are drawn from the run's seed and the step,
+The data position is only the step (`step_order.py`), and dropout's masks are drawn from the run's seed and the step,
 so neither needs a state of its own. What stands in a folder is judged by `files.py`; before a checkpoint is loaded, its
 files are hashed once, each by one of the ranks.
+
+An optimizer has after loading the moments that it had when it was saved: a parameter that never had a gradient has
+none. torch (2.11 to 2.13) makes moments by a step with zero gradients if an optimizer has none, to have something to
+load into, and if there are gradients it silently makes and loads none.
 """
 
 import shutil
@@ -50,10 +54,118 @@ SOME_BY_NAME = replace(BY_NAME, strict=False)  # weights that are not named stay
 STATE, SETTINGS = "state.", "param_groups."
 
 
+def save_checkpoint(
+    root: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    world: World,
+    *,
+    step: int,
+    state: Mapping[str, Any] | None = None,
+    keep: int = 0,
+) -> Path:
+    """Write a prepared model and its optimizer as checkpoint `step` under `root`; all ranks call it together.
+
+    >>> save_checkpoint("runs/mine", model, optimizer, world, step=100, state={"epoch": 2}, keep=3)
+    PosixPath('runs/mine/step-000100')
+
+    `root` is on storage that all machines share. `state` is whatever else a resumed run wants to see, as JSON. The
+    newest `keep` good checkpoints stay (0: all). Returns the checkpoint's folder. Raises CheckpointError on every rank
+    if any could not write, and CommError with the rank that is lost; an older checkpoint is never damaged.
+    """
+    root = Path(root)
+    path = checkpoint_path(root, step)
+    folder = path.with_name(path.name + PARTIAL)
+    on_first_rank(world, lambda: create_partial(folder), CheckpointError)
+    try:
+        digests = _write(folder, tensors_to_save(model, optimizer), world)
+        on_first_rank(world, lambda: publish(folder, path, {"step": step, **(state or {})}, digests), CheckpointError)
+    except (CheckpointError, CommError) as error:
+        if is_first_rank(world) or world.watch.has_died(world.home.ranks[0]):
+            shutil.rmtree(folder, ignore_errors=True)  # what it takes may be what the disk lacks
+        if isinstance(error, CommError):
+            raise
+        raise CheckpointError(f"checkpoint {path} could not be written: {error}") from error
+    on_first_rank(world, lambda: prune(root, keep), CheckpointError)
+    return path
+
+
+def find_checkpoint(root: str | Path, world: World, log: LogLine = print, *, note: bool = False) -> Path | None:
+    """The newest good checkpoint under `root`, None if there is none; the same on every rank.
+
+    >>> checkpoint = find_checkpoint("runs/mine", world)
+    >>> done = load_checkpoint(checkpoint, model, optimizer, world)["step"] if checkpoint else 0
+
+    All ranks call it together; each reads a part of the files and compares their hashes with what was written. What is
+    unfinished or damaged is skipped and logged on the first rank; with `note`, damage is written down in the
+    checkpoint too, for `save_checkpoint` to keep others. Raises CheckpointError where nothing good is left.
+    """
+    root = Path(root)
+    paths = on_first_rank(world, lambda: complete_checkpoints(root, log), CheckpointError)
+    newest, damage = newest_good(
+        paths, partial(check_checkpoint, world=world), log if is_first_rank(world) else _silent
+    )
+    if note:
+        on_first_rank(world, lambda: note_damage(damage, newest), CheckpointError)
+    return newest
+
+
+def check_checkpoint(path: Path, world: World) -> None:
+    """Raise CheckpointError on every rank unless every file of a checkpoint is as it was written.
+
+    All ranks call it together: each reads a part of the files.
+    """
+    files = on_first_rank(world, lambda: check_sizes(path), CheckpointError)
+    mine = files_by_rank(files, len(world.home.ranks))[world.home.ranks.index(world.rank)]
+    on_every_rank(world, lambda: check_contents(path, mine), CheckpointError)
+
+
+def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer | None, world: World) -> dict[str, Any]:
+    """Load a checkpoint into a prepared model and an optimizer (None: only the model); returns its step and state.
+
+    >>> load_checkpoint("runs/mine/step-000100", model, optimizer, world)
+    {'step': 100, 'epoch': 2}
+
+    All ranks call it together. The home may be another one than that which saved it: any number of ranks, in any
+    division, of each module of a MultimodalModel. Moments and step counts come from the checkpoint; a parameter that
+    never had a gradient keeps none. Gradients are dropped. The optimizer keeps its own hyperparameters (lr, weight
+    decay, betas, eps): a resumed run follows its own configuration, and sets the learning rate of each step. Files are
+    not compared with their hashes here (`find_checkpoint` does). Raises CheckpointError where the folder is missing,
+    belongs to another model, or lacks moments of parameters that were frozen, and CommError where a rank is lost.
+    """
+    path = Path(path)
+    state, stored = on_first_rank(world, lambda: (read_state(path), _names_in(path)), CheckpointError)
+    tensors = tensors_to_fill(model, optimizer)
+    weights = {name for names in world.control.gather_objects(list(tensors["model"])) for name in names}
+    _check_names(path, _under("model.", stored), weights)
+    if optimizer is not None:
+        moments = StoredMoments.of(_under("optimizer.", stored))
+        leave_without_moments(path, moments, model, optimizer, tensors, world)
+    hyperparameters = {name: tensors["optimizer"].pop(name) for name in _hyperparameters(tensors)}
+    try:
+        with world.watch.during(f"reading of checkpoint {path.name}", world.home.ranks):
+            dcp.load(tensors, storage_reader=PatientReader(path, world), process_group=world.control.group)
+    except CommError:
+        raise
+    except (Exception, CheckpointException) as error:  # other shapes and unreadable files alike
+        raise CheckpointError(f"checkpoint {path} does not fit this model: {_reason(error)}") from error
+    optimizers = [optimizer] if optimizer is not None and optimizer.state else []
+    moments = tensors["optimizer"] | hyperparameters if optimizers else {}
+    options = BY_NAME if adapter_of(model) is None else SOME_BY_NAME
+    set_state_dict(model, optimizers, model_state_dict=tensors["model"], optim_state_dict=moments, options=options)
+    return state
+
+
+def holds_encoders(path: Path) -> bool:
+    """Whether a checkpoint is of a model with encoders. Raises CheckpointError where it cannot be read."""
+    weights = _under("model.", _names_in(path))
+    return are_of_both(weights) or any(name.startswith("encoders.") for name in weights)
+
+
 def tensors_to_save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Weights and moments by name; those of an optimizer that has not taken a step are left out.
 
-    Of a model with an adapter the adapter's alone, here and in `tensors_to_fill`: its base model is not trained.
+    Of a model with an adapter only the adapter's, here and in `tensors_to_fill`: its base model is not trained.
     """
     fresh = not optimizer.state
     weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
@@ -74,7 +186,7 @@ def tensors_to_fill(model: nn.Module, optimizer: Optimizer | None) -> dict[str, 
 
 
 class StoredMoments(NamedTuple):
-    """Of what the optimizer of a checkpoint has moments, and with which settings it held each parameter.
+    """The parameters that have moments in a checkpoint, and the settings of each parameter of its optimizer.
 
     `moments` are all beginnings of their names, up to a dot: the parameters' names are among them.
     """
@@ -128,108 +240,6 @@ def leave_without_moments(
         del moments[name]
 
 
-def save_checkpoint(
-    root: str | Path,
-    model: nn.Module,
-    optimizer: Optimizer,
-    world: World,
-    *,
-    step: int,
-    state: Mapping[str, Any] | None = None,
-    keep: int = 0,
-) -> Path:
-    """Write a prepared model and its optimizer as checkpoint `step` under `root`; all ranks call it together.
-
-    >>> save_checkpoint("runs/mine", model, optimizer, world, step=100, state={"epoch": 2}, keep=3)
-    PosixPath('runs/mine/step-000100')
-
-    `root` is on storage that all machines share. `state` is whatever else a resumed run wants to see, as JSON. The
-    newest `keep` good checkpoints stay (0: all). Returns the checkpoint's folder. Raises CheckpointError on every rank
-    where any could not write, CommError that says which where a rank is lost; an older checkpoint is never damaged.
-    """
-    root = Path(root)
-    path = checkpoint_path(root, step)
-    folder = path.with_name(path.name + PARTIAL)
-    on_first_rank(world, lambda: create_partial(folder), CheckpointError)
-    try:
-        digests = _write(folder, tensors_to_save(model, optimizer), world)
-        on_first_rank(world, lambda: publish(folder, path, {"step": step, **(state or {})}, digests), CheckpointError)
-    except (CheckpointError, CommError) as error:
-        if is_first_rank(world) or world.watch.has_died(world.home.ranks[0]):
-            shutil.rmtree(folder, ignore_errors=True)  # what it takes may be what the disk lacks
-        if isinstance(error, CommError):
-            raise
-        raise CheckpointError(f"checkpoint {path} could not be written: {error}") from error
-    on_first_rank(world, lambda: prune(root, keep), CheckpointError)
-    return path
-
-
-def find_checkpoint(root: str | Path, world: World, log: LogLine = print, *, note: bool = False) -> Path | None:
-    """The newest good checkpoint under `root`, None where there is none; the same on every rank.
-
-    >>> checkpoint = find_checkpoint("runs/mine", world)
-    >>> done = load_checkpoint(checkpoint, model, optimizer, world)["step"] if checkpoint else 0
-
-    All ranks call it together; each reads a part of the files and compares their hashes with what was written. What is
-    unfinished or damaged is skipped and logged on the first rank; with `note`, damage is written down in the
-    checkpoint too, for `save_checkpoint` to keep others. Raises CheckpointError where nothing good is left.
-    """
-    root = Path(root)
-    paths = on_first_rank(world, lambda: complete_checkpoints(root, log), CheckpointError)
-    newest, damage = newest_good(
-        paths, partial(check_checkpoint, world=world), log if is_first_rank(world) else _silent
-    )
-    if note:
-        on_first_rank(world, lambda: note_damage(damage, newest), CheckpointError)
-    return newest
-
-
-def check_checkpoint(path: Path, world: World) -> None:
-    """Raise CheckpointError on every rank unless every file of a checkpoint is as it was written.
-
-    All ranks call it together: each reads a part of the files.
-    """
-    files = on_first_rank(world, lambda: check_sizes(path), CheckpointError)
-    mine = files_by_rank(files, len(world.home.ranks))[world.home.ranks.index(world.rank)]
-    on_every_rank(world, lambda: check_contents(path, mine), CheckpointError)
-
-
-def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer | None, world: World) -> dict[str, Any]:
-    """Load a checkpoint into a prepared model and an optimizer (None: the model alone); returns its step and state.
-
-    >>> load_checkpoint("runs/mine/step-000100", model, optimizer, world)
-    {'step': 100, 'epoch': 2}
-
-    All ranks call it together. The home may be another one than that which saved it: any number of ranks, in any
-    division, of each module of a MultimodalModel. Moments and step counts come from the checkpoint; a parameter that
-    never had a gradient keeps none. Gradients are dropped. The optimizer keeps its own hyperparameters (lr, weight
-    decay, betas, eps): a resumed run follows its own configuration, and sets the learning rate of each step. Files are
-    not compared with their hashes here (`find_checkpoint` does). Raises CheckpointError where the folder is missing,
-    belongs to another model, or lacks moments of parameters that were frozen, and CommError where a rank is lost.
-    """
-    path = Path(path)
-    state, stored = on_first_rank(world, lambda: (read_state(path), _stored_names(path)), CheckpointError)
-    tensors = tensors_to_fill(model, optimizer)
-    weights = {name for names in world.control.gather_objects(list(tensors["model"])) for name in names}
-    _check_names(path, _under("model.", stored), weights)
-    if optimizer is not None:
-        moments = StoredMoments.of(_under("optimizer.", stored))
-        leave_without_moments(path, moments, model, optimizer, tensors, world)
-    hyperparameters = {name: tensors["optimizer"].pop(name) for name in _hyperparameters(tensors)}
-    try:
-        with world.watch.during(f"reading of checkpoint {path.name}", world.home.ranks):
-            dcp.load(tensors, storage_reader=PatientReader(path, world), process_group=world.control.group)
-    except CommError:
-        raise
-    except (Exception, CheckpointException) as error:  # other shapes and unreadable files alike
-        raise CheckpointError(f"checkpoint {path} does not fit this model: {_reason(error)}") from error
-    optimizers = [optimizer] if optimizer is not None and optimizer.state else []
-    moments = tensors["optimizer"] | hyperparameters if optimizers else {}
-    options = BY_NAME if adapter_of(model) is None else SOME_BY_NAME
-    set_state_dict(model, optimizers, model_state_dict=tensors["model"], optim_state_dict=moments, options=options)
-    return state
-
-
 def _write(folder: Path, tensors: dict[str, Any], world: World) -> list[dict[str, Digest]]:
     """Write the files of all ranks; returns the size and hash of each rank's."""
     writer = HashingWriter(folder, world)
@@ -243,13 +253,7 @@ def _write(folder: Path, tensors: dict[str, Any], world: World) -> list[dict[str
     return world.control.gather_objects(writer.digests)
 
 
-def holds_encoders(path: Path) -> bool:
-    """Whether a checkpoint is of a model with encoders. Raises CheckpointError where it cannot be read."""
-    weights = _under("model.", _stored_names(path))
-    return are_of_both(weights) or any(name.startswith("encoders.") for name in weights)
-
-
-def _stored_names(path: Path) -> list[str]:
+def _names_in(path: Path) -> list[str]:
     """All that a checkpoint holds: weights under "model.", moments and settings under "optimizer."."""
     try:
         return list(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
@@ -282,7 +286,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _hyperparameters(tensors: Mapping[str, Any]) -> list[str]:
-    """Names of the optimizer's settings, such as its learning rate, beside its moments."""
+    """Names of the optimizer's settings, such as its learning rate; its moments are not among them."""
     return [name for name in tensors.get("optimizer", {}) if name.startswith(SETTINGS)]
 
 

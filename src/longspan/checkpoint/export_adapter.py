@@ -1,4 +1,8 @@
-"""A checkpoint of an adapter as a folder that stock peft loads, or merged into its base model, a layer at a time."""
+"""What an export does with an adapter (a folder that stock peft loads, or merged into its base model) and with depths.
+
+The base model is read a layer at a time. Depths of multi-token prediction are written under published names, under
+ours, or left out.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -38,45 +42,45 @@ MtpNames = Literal["published", "own", "none"]
 
 @dataclass(frozen=True)
 class ExportedDepths:
-    """What becomes of the depths of a run's model in its files: `rename` is from our names to theirs."""
+    """How the depths of a run's model are written to its files: `rename` is from our names to theirs."""
 
     rename: Callable[[str], str]
     left_out: bool = False
 
     @classmethod
     def of(cls, run: RunConfig, empty: PreTrainedModel, names: MtpNames, log: LogLine) -> "ExportedDepths":
-        """Give the stock model the depths that are written, and say what becomes of them; nothing of a run without."""
+        """Give the stock model the depths that are written, and log their names; without depths nothing is logged."""
         depths, text = run.mtp.depths, empty.config.get_text_config()
-        own = cls(lambda name: name, left_out=names == "none")
+        ours = cls(lambda name: name, left_out=names == "none")
         if not depths:
-            return own
-        what = f"{counted(depths, 'depth')} of multi-token prediction"
-        if own.left_out:
-            log(f"{what}: left out")
-            return own
+            return ours
+        title = f"{counted(depths, 'depth')} of multi-token prediction"
+        if ours.left_out:
+            log(f"{title}: left out")
+            return ours
         blocks: list[Any] = [*mtp_blocks(add_mtp(empty, depths)).values()]
         blocks = blocks[: len(blocks) // depths]
         published = published_names(text.model_type, text.num_hidden_layers, depths, len(blocks))
         rename = published if names == "published" else None
         if rename is None:
-            log(f"{what}: under {PREFIX}.layers.0.… and so on, which longspan reads and stock transformers leaves out")
-            return own
+            log(f"{title}: under {PREFIX}.layers.0.… and so on, which longspan reads and stock transformers leaves out")
+            return ours
         config: Any = text
         config.num_nextn_predict_layers = depths
         if len(blocks) > 1:
             config.mtp_layers_block_type = [block.block_type for block in blocks]
-        log(f"{what}: under the names of published {text.model_type} models, {rename(f'{PREFIX}.layers.0.eh_proj.…')}")
+        log(f"{title}: under the names of published {text.model_type} models, {rename(f'{PREFIX}.layers.0.eh_proj.…')}")
         return cls(rename)
 
-    def kept(self, weights: Mapping[str, Value]) -> dict[str, Value]:
-        """Of values by the names of a checkpoint's weights those that are written."""
+    def select(self, weights: Mapping[str, Value]) -> dict[str, Value]:
+        """The values, by the names of a checkpoint's weights, that are written."""
         return {name: x for name, x in weights.items() if not (self.left_out and name.startswith(f"{PREFIX}."))}
 
 
 class SavedAdapter(NamedTuple):
     """The adapter of a run, its whole tensors by name, and what the output of each adapted linear is scaled by.
 
-    Tensors of `modules`, a tower or a projector, that were trained beside it are among them.
+    The tensors of `modules`, a tower or a projector that was trained with it, are among them.
     """
 
     adapter: Adapter
@@ -85,9 +89,9 @@ class SavedAdapter(NamedTuple):
     modules: tuple[str, ...] = ()
 
 
-def saved_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mapping[str, Tensor]) -> SavedAdapter:
+def read_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mapping[str, Tensor]) -> SavedAdapter:
     """A run's adapter, of these tensors. Raises CheckpointError for tensors that [lora] does not describe."""
-    tensors = {own: stored[name] for own, name in own_names(stored).items()}
+    tensors = {name: stored[there] for name, there in own_names(stored).items()}
     stock = empty_model(configuration, torch.float32, named_images_class(configuration))
     empty = with_depths(run, stock, read=False)
     modules = trained_modules(empty, {name for name in tensors if not belongs_to_adapter(name)})
@@ -95,12 +99,12 @@ def saved_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mappi
     adapter = adapter_in(model)
     assert adapter is not None
     layers: dict[str, Any] = {**peft_modules(model)}
-    wanted = {name for name, _ in model.named_parameters() if ".lora_" in name}
-    wanted |= entries_of(modules, dict(model.named_parameters())).keys()
-    if wanted != tensors.keys():
+    names = {name for name, _ in model.named_parameters() if ".lora_" in name}
+    names |= entries_of(modules, dict(model.named_parameters())).keys()
+    if names != tensors.keys():
         raise CheckpointError(
             f"the checkpoint has {len(tensors)} tensors, the adapter of [lora] in {run.run.dir}/config.toml "
-            f"{len(wanted)}; different are {', '.join(sorted(wanted ^ tensors.keys())[:4])}"
+            f"{len(names)}; different are {', '.join(sorted(names ^ tensors.keys())[:4])}"
         )
     scalings = {name: layer.scaling[adapter.name] for name, layer in layers.items()}
     return SavedAdapter(adapter, tensors, scalings, modules)
@@ -113,12 +117,12 @@ def write_saved_adapter(saved: SavedAdapter, folder: Path, run_dir: Path, dtype:
     return Written(len(tensors), sum(x.numel() for x in tensors.values()), (folder / WEIGHTS).stat().st_size, 1)
 
 
-def merged_groups(
+def merge_by_layer(
     saved: SavedAdapter, run: RunConfig, configuration: PreTrainedConfig, run_dir: Path
 ) -> Iterator[dict[str, Tensor]]:
     """The weights of the base model with the adapter added, those of a layer together, in float32 or float64.
 
-    Raises CheckpointError where the base model cannot be had again here, and for an adapter of a tied head alone.
+    Raises CheckpointError if the base model cannot be made again here, and for an adapter of a tied head.
     """
     _check_base(run, configuration, run_dir)
     images = named_images_class(configuration) is not None
@@ -126,11 +130,11 @@ def merged_groups(
     _check_tied(saved, model)
     wide = torch.float64 if run.model.dtype == "float64" else torch.float32
     for _, group in groupby(_weights(model), lambda entry: unit_of(entry[0])):
-        yield {name: merged(saved, name, tensor, wide) for name, tensor in group}
+        yield {name: merge_weight(saved, name, tensor, wide) for name, tensor in group}
 
 
-def merged(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight of the base model with what the adapter adds to it: W + s B A; one that was trained beside it."""
+def merge_weight(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight of the base model plus what the adapter adds to it, W + s B A; as it is if it was trained whole."""
     if name in saved.tensors:
         return saved.tensors[name]
     linear, adapter = name.removesuffix(".weight"), saved.adapter.name
@@ -168,7 +172,7 @@ def _check_base(run: RunConfig, configuration: PreTrainedConfig, run_dir: Path) 
 
 
 def _check_tied(saved: SavedAdapter, model: PreTrainedModel) -> None:
-    """Raise CheckpointError where one of two modules that share a weight is adapted, which no merged weight can be."""
+    """Raise CheckpointError if one of two modules that share a weight is adapted, which no merged weight can be."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     adapted_ends = [name for name, module in model.named_modules() if module in ends and name in saved.scalings]
     if adapted_ends and is_tied(model):
@@ -180,5 +184,5 @@ def _check_tied(saved: SavedAdapter, model: PreTrainedModel) -> None:
 
 
 def refuse_merge(run_dir: Path) -> None:
-    """Raise ConfigError where a run trained all weights."""
+    """Raise ConfigError for --merge of a run that trained all weights."""
     raise ConfigError(f"--merge is given, and {run_dir} trained all weights (lora.rank is 0); leave it out")

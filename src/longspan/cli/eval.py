@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from longspan.cli.evaluation.files import check_writable, write_documents, write_folder, write_picture
-from longspan.cli.evaluation.flags import EvalFlags, parse_eval, request_of
+from longspan.cli.evaluation.flags import EvalFlags, make_request, parse_eval
 from longspan.cli.evaluation.tables import tables_of
 from longspan.cli.processes import processes_of, reports_here, run_on_ranks, say, under_torchrun
 from longspan.corpus.files import find_root
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     flags = parse_eval(argv)
     processes = processes_of(flags.world, flags.device)
     with processes.noted_in_errors():
-        request = request_of(argv, flags, processes.ranks)
+        request = make_request(argv, flags, processes.ranks)
         check_request(request, processes.ranks)
     if not under_torchrun():
         for _, path in request.paths:

@@ -1,4 +1,4 @@
-"""The section [data] of a configuration, and its tables [[data.sources]]. Imports no torch."""
+"""The section [data] with its tables [[data.sources]], and the settings of passkey retrieval. Imports no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class SourceConfig:
     path: str = ""
     """As data.path."""
     weight: PositiveFloat = 1.0
-    """How often its documents are trained on beside those of the other sources."""
+    """How often its documents are trained on, relative to those of the other sources."""
 
 
 @dataclass(frozen=True)

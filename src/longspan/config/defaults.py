@@ -1,7 +1,7 @@
-"""What keys mean that were not given: the demo's values with a tiny preset, otherwise those of one's own model.
+"""The values of keys that are not given: the demo's with a tiny preset, otherwise those of a model of one's own.
 
-`load_config` and the flags of `longspan train` end here, so that whatever reads a RunConfig finds every value in it, as
-does a reader of a run's config.toml. Which values are possible is `config_check.py`'s business. Imports no torch.
+`load_config` and the flags of `longspan train` end here, so that every value is in a RunConfig, and in a run's
+config.toml. `run/config_check.py` checks which values are possible. torch is imported only for a dtype.
 """
 
 from collections.abc import Callable, Mapping
@@ -64,8 +64,8 @@ def is_demo(model: ModelConfig) -> bool:
     return model.preset_name.endswith(TINY)
 
 
-def resolved(config: RunConfig) -> RunConfig:
-    """The configuration with a value for every key that was not given, but for a `train.lr` that has to be.
+def resolve_defaults(config: RunConfig) -> RunConfig:
+    """The configuration with a value for every key that is not given; a model of one's own needs a `train.lr`.
 
     >>> resolved(RunConfig()).train.lr
     0.006
@@ -92,12 +92,12 @@ def resolved(config: RunConfig) -> RunConfig:
 
 
 def encoder_default(config: RunConfig) -> Literal["all", "none"]:
-    """What of an encoder is trained where nothing is said: nothing beside adapters, which alone are trained."""
+    """The default of encoder.train: with adapters only these are trained."""
     return "none" if config.lora.rank else "all"
 
 
 def is_hybrid(model: ModelConfig) -> bool:
-    """Whether a model has state-space layers, as its preset or its config.json says; not where none can be read."""
+    """Whether a model has state-space layers by its preset or config.json; false if none can be read."""
     try:
         return has_mixers(Path(model.source) if model.source else PRESETS[model.preset_name].values)
     except (LongspanError, KeyError):
@@ -105,7 +105,7 @@ def is_hybrid(model: ModelConfig) -> bool:
 
 
 def _with_partition(config: RunConfig) -> RunConfig:
-    """Hybrids are dealt out as their cost says, and so are their evaluations; of other models "auto" means zigzag."""
+    """The configuration with partitions: "auto" is chosen by cost for hybrids, also in evaluation, otherwise zigzag."""
     if not is_hybrid(config.model):
         context = _zigzag(replace(config.context, evaluation=_zigzag(config.context.evaluation)))
         return replace(config, context=context, eval=tuple(map(_zigzag, config.eval)))
@@ -125,13 +125,13 @@ def _zigzag(section: AnyPlan) -> AnyPlan:
 
 
 def with_steps(config: RunConfig, steps: int) -> RunConfig:
-    """The configuration with so many steps, and the warm-up that follows from them where none was given."""
+    """The configuration with so many steps, and the warm-up that follows from them if none is given."""
     config = replace(config, train=replace(config.train, steps=steps))
     return _with_defaults(config, {"train.warmup_steps": min(MOST_WARMUP, steps // 20)})
 
 
 def _with_defaults(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:
-    """The configuration with these values of "section.key" where none was given."""
+    """The configuration with these values of "section.key" where none is given."""
     for name, value in defaults.items():
         section, _, key = name.partition(".")
         values = getattr(config, section)
@@ -148,7 +148,7 @@ def _complete(entry: EvalConfig, config: RunConfig) -> EvalConfig:
 
 
 def settings_line(config: RunConfig) -> str:
-    """The values that decide most about a run, given or not, in one line; of evaluation, what is not as in training."""
+    """The values that decide most about a run, in one line; of evaluation those that are not as in training."""
     shown = _SHOWN
     if config.train.epochs:  # from which steps and warm-up follow, once the corpus is known
         rest = tuple(key for key in _SHOWN["train"] if key not in ("steps", "warmup_steps"))
@@ -175,7 +175,7 @@ def _text(value: object) -> str:
 
 
 def warn_of_lost_updates(config: RunConfig, log: Callable[[str], None]) -> None:
-    """Say what a run in pure bfloat16 loses."""
+    """Log what a run in pure bfloat16 loses."""
     if config.model.dtype == "bfloat16" and not config.train.stochastic_rounding and not config.lora.rank:
         log(
             'caution: model.dtype is "bfloat16": updates below 1/512 of a weight are rounded away, and so the model '
@@ -185,7 +185,7 @@ def warn_of_lost_updates(config: RunConfig, log: Callable[[str], None]) -> None:
 
 
 def compute_dtype(model: ModelConfig, device: str) -> "torch.dtype":
-    """What a run computes in on a kind of device: of "auto", bfloat16 on GPUs over float32, else as `model.dtype`.
+    """The dtype of a run's arithmetic on a kind of device: "auto" is bfloat16 on GPUs over float32, else `model.dtype`.
 
     >>> compute_dtype(ModelConfig(), "cuda")
     torch.bfloat16

@@ -33,12 +33,12 @@ class ModelConfig:
 
     @property
     def source(self) -> str:
-        """The folder, or config.json, that names the model; empty where a preset does."""
+        """The folder, or config.json, that names the model; empty if a preset does."""
         return self.path or self.config
 
     @property
     def preset_name(self) -> str:
-        """The preset whose weights are drawn; empty where a folder or a configuration is named."""
+        """The preset whose weights are drawn; empty if a folder or a configuration is named."""
         return "" if self.source else self.preset or "qwen3-tiny"
 
 
@@ -69,7 +69,7 @@ class LoraSection:
     """LoRA: adapters are trained and saved, and the model's own weights stay as they are (docs/fine-tuning.md)."""
 
     rank: NonNegativeInt = 0
-    """Rank of the adapters, which alone are trained and saved; 0: none, and all weights are trained."""
+    """Rank of the adapters, which only are trained and saved; 0: none, and all weights are trained."""
     alpha: NonNegativeFloat = 0.0
     """An adapter's output is multiplied by alpha / rank; 0: twice the rank."""
     dropout: NonNegativeFloat = 0.0
@@ -88,12 +88,12 @@ class MtpSection:
     depths: NonNegativeInt = 0
     """Tokens beyond the next one that each position predicts too, each by a layer of its own; 0: none."""
     loss_weight: NonNegativeFloat = 0.3
-    """Weight of the mean of their losses beside the loss of the next token, in the gradient."""
+    """Weight of the mean of their losses in the gradient; the loss of the next token has weight 1."""
     weights: str = AUTO
     """A folder whose weights of these layers are read, random, or auto: those of model.path where it has any, else
     random."""
     train_whole: bool = False
-    """Beside adapters (lora.rank): train all weights of these layers, which then have no adapters of their own."""
+    """With adapters (lora.rank): train all weights of these layers, which then have no adapters of their own."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class EncoderSection(EncoderLayout):
     """The tower and projector of a model from images and text to text, where data has images (docs/multimodal.md)."""
 
     train: Literal["", "all", "projector", "none"] = ""
-    """What of it is trained: all (tower and projector), projector, or none. Default: all; beside adapters (lora.rank):
+    """What of it is trained: all (tower and projector), projector, or none. Default: all; with adapters (lora.rank):
     none."""
     lr: NonNegativeFloat = 0.0
     """Its peak learning rate, scheduled as train.lr; 0: train.lr."""

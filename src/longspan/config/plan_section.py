@@ -34,7 +34,7 @@ class PlanSection:
         AtLeast(0),
         Texts(
             "Slots that share a document in evaluation; this key alone changes the degree. 0: as in training; auto: "
-            "the degree at which the cost says that evaluation is fastest. Default: 0; tiny presets: 4.",
+            "the degree at which evaluation is fastest by the cost. Default: 0; tiny presets: 4.",
             "As context.eval_context_parallel_size. Default: the same.",
         ),
     ] = NOT_GIVEN
@@ -69,7 +69,7 @@ class PlanSection:
         ),
     ] = ""
     """How rows of a document are split: zigzag (equal causal work), contiguous (one run a slot, faster under a2a), or
-    auto: of hybrids what the cost says (docs/hybrid.md), otherwise zigzag. Default: auto; tiny presets: the same."""
+    auto: of hybrids what the cost chooses (docs/hybrid.md), otherwise zigzag. Default: auto; tiny presets: the same."""
     hierarchical_context_parallel_sizes: Annotated[
         int | tuple[int, ...],
         Texts(
@@ -106,7 +106,7 @@ class ContextConfig(PlanSection):
     max_dynamic_context_parallel_size: NonNegativeInt = 0
     """Largest degree that the dynamic planner may choose; 0: no limit."""
     mixer_kernels: tuple[str, ...] = ()
-    """Kernels of state-space layers that are used only where named: mamba_ssm, causal_conv1d, or torch alone
+    """Kernels of state-space layers that are used only where named: mamba_ssm, causal_conv1d, or only torch
     (docs/hybrid.md)."""
     node_size: PositiveInt = 8
     """Slots of one host: what the plan's cost model takes as near."""
@@ -128,8 +128,7 @@ class EvalConfig(PlanSection):
     """A named evaluation set: documents that are never trained on, when they are evaluated, and under which plans.
 
     The file may have any number of these tables, each with a name; flags do not reach them. The keys from planner to
-    attention_kernel are those of [context] that begin with eval_, without that prefix: what is not given is as they
-    say.
+    attention_kernel are those of [context] that begin with eval_, without that prefix, and their defaults are these.
     """
 
     name: str = ""

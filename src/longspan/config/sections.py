@@ -60,7 +60,7 @@ class TrainConfig:
     eval_every: NonNegativeInt = 100
     """Steps between evaluations; 0: only after the last step."""
     epochs: NonNegativeFloat = 0.0
-    """How often every training document is trained on, in place of steps; 0: as steps says."""
+    """How often every training document is trained on, in place of steps; 0: steps counts."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """From the warm-up to the last step: cosine, linear, constant, or wsd (constant, then decay_steps along a line)."""
     decay_steps: NonNegativeInt = 0
@@ -98,21 +98,21 @@ class TrainConfig:
     compiled: bool = False
     """Compile norms and MLPs with torch.compile: some 2 % faster on GPUs, after a longer warm-up."""
     router_balance_loss: Annotated[float, AtLeast(-1)] = -1.0
-    """Weight of the load-balancing loss of experts' routers; -1: what the model's configuration says, 0: none."""
+    """Weight of the load-balancing loss of experts' routers; -1: that of the model's configuration, 0: none."""
     router_z_loss: NonNegativeFloat = 0.0
     """Weight of the z-loss of experts' routers: the mean square of the logsumexp of their logits."""
     seed: NonNegativeInt = 0
     """Of weights, document order and held-out documents."""
     eval_seconds: NonNegativeFloat = 0.0
-    """An evaluation that takes longer is broken off, which is said, and training goes on; 0: no limit."""
+    """An evaluation that takes longer is broken off with a line of output, and training goes on; 0: no limit."""
     eval_metrics: tuple[str, ...] = ()
-    """Metrics of your own beside the loss and those built in: functions by their dotted names (docs/evaluation.md)."""
+    """Metrics of your own, with the loss and those built in: functions by their dotted names (docs/evaluation.md)."""
     eval_document_losses: bool = False
     """Write the loss of each document of an evaluation to RUN/evaluations, as JSON lines."""
     save_every: NonNegativeInt = 0
     """Steps between checkpoints; 0: only those of save_minutes, after the last step and when the run ends early."""
     save_minutes: NonNegativeFloat = 30.0
-    """Minutes between checkpoints, beside save_every; 0: never by the clock."""
+    """Minutes between checkpoints, as well as save_every; 0: never by the clock."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class RunSection:
     """Where the output is no terminal, a line of progress every so many steps; one comes every 30 seconds in any
     case."""
     timeout_seconds: PositiveFloat = 600.0
-    """How long a rank waits for the others before it says which one is missing."""
+    """How long a rank waits for the others before it names the one that is missing."""
     stopped_status: NonNegativeInt = 0
     """Exit status of longspan train when a signal stopped it before its last step, such as 75 for a scheduler that then
     starts it again; the launcher torchrun ends with 1 where any process ends with another status than 0."""

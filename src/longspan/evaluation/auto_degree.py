@@ -1,7 +1,7 @@
 """A degree "auto" of an evaluation: chosen by its cost once the documents are known, with the reason in one line.
 
 The choice is that of `longspan simulate --which-eval-degree` (`plan/simulate/which_degree.py`): forward passes of these
-documents at every degree and, where the type is "auto" too, under every communication type, through the pipeline's
+documents at every degree and, if the type is "auto" too, under every communication type, through the pipeline's
 stages, within the limit of rows.
 """
 
@@ -23,14 +23,14 @@ from longspan.train.plans import PlanChoice
 def choose_degree(
     choice: PlanChoice, lengths: Sequence[int], home: Layout, *, name: str = "", vpp: int = 1
 ) -> tuple[PlanChoice, str]:
-    """The choice with the fastest degree for these documents, and why; as it is and "" where it has a degree.
+    """The choice with the fastest degree for these documents, and why; as it is and "" if it has a degree.
 
     >>> choice, reason = chosen(PlanChoice.evaluation(config), lengths, home)  # doctest: +SKIP
     >>> print(reason)  # doctest: +SKIP
     evaluation at cp 4, a2a: 32 documents in 0.21 s predicted; cp 1 0.53 s, cp 2 0.31 s; dynamic plan 0.2 s
 
     A communication type "auto" becomes the fastest one. `name` is that of the evaluation set, `vpp` the model chunks of
-    a stage. Raises ConfigError where no degree is possible.
+    a stage. Raises ConfigError if no degree is possible.
     """
     if choice.degree or not len(lengths):
         return choice, ""

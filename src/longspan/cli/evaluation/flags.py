@@ -10,7 +10,7 @@ from tyro.conf import FlagConversionOff, Positional, UseAppendAction
 from longspan.cli.flags import Switch, check_least, parse_flags
 from longspan.cli.processes import Device
 from longspan.config.data_sections import PASSKEY, PasskeySettings
-from longspan.config.defaults import resolved
+from longspan.config.defaults import resolve_defaults
 from longspan.config.file import load_config
 from longspan.config.keys import NOT_GIVEN
 from longspan.config.model_sections import EncoderLayout
@@ -65,7 +65,7 @@ class EvalFlags:
     tokenizer: str = ""
     """A folder with tokenizer.json; empty: that of the run, or of the model's folder."""
     without_adapter: Switch = False
-    """Of a run that trains an adapter ([lora]): evaluate its base model alone."""
+    """Of a run that trains an adapter ([lora]): evaluate only its base model."""
     compare: str = ""
     """Another run, checkpoint or Hugging Face folder, to be evaluated on the same documents in the same layout; base:
     the run's model without the adapter that it trains."""
@@ -104,11 +104,11 @@ def parse_eval(argv: Sequence[str], config: RunConfig | None = None) -> EvalFlag
     return parse_flags(EvalFlags, argv, PROG, EvalFlags(target=tyro.MISSING, **sections))
 
 
-def request_of(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalRequest:
-    """What the flags ask for on so many ranks. Raises ConfigError or CheckpointError for what cannot be."""
+def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalRequest:
+    """The request that the flags make on so many ranks. Raises ConfigError or CheckpointError for an impossible one."""
     _check_values(flags)
     _check_passkey(flags)
-    flag_keys = given_keys(argv)
+    flag_keys = read_flag_keys(argv)
     _check_keys(flag_keys)
     first = _subject(argv, saved_weights(flags.target), flags, base=flags.without_adapter)
     config, changes = fit_home(first.config, ranks, flag_keys)
@@ -120,7 +120,7 @@ def request_of(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalRequest
         weights = saved_weights(flags.target if base else flags.compare)
         base |= flags.without_adapter and weights.run_dir is not None  # a folder is a whole model
         other = _subject(argv, weights, flags, base=base)
-        subjects.append(replace(other, config=_evaluated_as(config, other.config)))
+        subjects.append(replace(other, config=_with_layout_of(config, other.config)))
     return EvalRequest(
         subjects=tuple(subjects),
         sets=flags.set,
@@ -157,7 +157,7 @@ def _check_values(flags: EvalFlags) -> None:
         raise ConfigError("--degrees and --compare are given; compare degrees, or weights, in one call")
 
 
-def _evaluated_as(config: RunConfig, other: RunConfig) -> RunConfig:
+def _with_layout_of(config: RunConfig, other: RunConfig) -> RunConfig:
     """The configuration of the weights that are compared with, evaluated in the home and on the sets of `config`."""
     return replace(
         other,
@@ -182,7 +182,7 @@ def _check_passkey(flags: EvalFlags) -> None:
         raise ConfigError(f"--data and --passkey.lengths both make a set {PASSKEY!r}; name the texts: --data NAME=PATH")
 
 
-def given_keys(argv: Sequence[str]) -> frozenset[str]:
+def read_flag_keys(argv: Sequence[str]) -> frozenset[str]:
     """The keys "section.key" that words of the command line set."""
     words = (word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--"))
     return frozenset(word for word in words if "." in word)
@@ -205,18 +205,18 @@ def _subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, *, ba
     """
     config = None if weights.run_dir is None else load_config(weights.run_dir / "config.toml")
     if base and (config is None or not config.lora.rank):
-        asked = "--without-adapter" if flags.without_adapter else f"--compare {BASE}"
+        flag = "--without-adapter" if flags.without_adapter else f"--compare {BASE}"
         why = "is no run" if config is None else "trains no adapter (lora.rank is 0)"
-        raise ConfigError(f"{asked} is given, and {weights.path} {why}; leave it out, or name a run with [lora]")
+        raise ConfigError(f"{flag} is given, and {weights.path} {why}; leave it out, or name a run with [lora]")
     if config is None:
-        model = ModelConfig(path=str(weights.path), **_given_values(flags.model))
+        model = ModelConfig(path=str(weights.path), **_set_values(flags.model))
         config = RunConfig(model, DataConfig(max_document_tokens=0), flags.parallel, flags.context)
         config = replace(config, encoder=replace(config.encoder, **asdict(flags.encoder)))
-        return Subject(weights, resolved(config))
+        return Subject(weights, resolve_defaults(config))
     flags = parse_eval(argv, config)
     config = replace(
         config,
-        model=replace(config.model, **_given_values(flags.model)),
+        model=replace(config.model, **_set_values(flags.model)),
         parallel=flags.parallel,
         context=flags.context,
         encoder=replace(config.encoder, **asdict(flags.encoder)),
@@ -226,7 +226,7 @@ def _subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, *, ba
     return Subject(replace(weights, base=base), config)
 
 
-def _given_values(model: SavedModel) -> dict[str, Any]:
+def _set_values(model: SavedModel) -> dict[str, Any]:
     return {f.name: value for f in fields(SavedModel) if (value := getattr(model, f.name)) not in ("", 0.0)}
 
 

@@ -24,7 +24,7 @@ from longspan.evaluation.evaluate import evaluate
 from longspan.evaluation.metrics import Metric
 from longspan.evaluation.options import EvaluationOptions
 from longspan.evaluation.passkey.documents import PasskeyDocuments
-from longspan.evaluation.saved.chosen_sets import chosen_sets, tokenizer_digest
+from longspan.evaluation.saved.choose_sets import choose_sets, tokenizer_digest
 from longspan.evaluation.saved.fit import Change, changes_line, find_set, fit_set
 from longspan.evaluation.saved.request import EvalRequest, SetResult, SubjectResult
 from longspan.evaluation.saved.sets import NamedDocuments
@@ -48,7 +48,7 @@ def evaluate_saved(request: EvalRequest, world: World, log: LogLine, progress: P
     deadline = time.monotonic() + (request.seconds or math.inf)
     metrics = on_every_rank(world, partial(_metrics, request), ConfigError)
     checked = [check_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
-    sets = chosen_sets(request, checked, world, log)
+    sets = choose_sets(request, checked, world, log)
     pairs = zip(checked, sets, strict=True)
     fits = [on_every_rank(world, partial(_fit, request, *pair, world, log), ConfigError) for pair in pairs]
     if line := changes_line(fits[0].changes, len(world.home.ranks)):

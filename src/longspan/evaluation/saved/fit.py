@@ -1,6 +1,6 @@
-"""A run's layout on other ranks than it was trained on: the nearest degrees that fit, and what was changed.
+"""A run's layout on other ranks than it was trained on: the nearest degrees that fit, and the keys that change.
 
-What the user gives by flag is never changed: `check_config` refuses it where it does not fit. No torch here.
+What the user gives by flag is never changed: `check_config` refuses it if it does not fit. No torch here.
 """
 
 import math
@@ -17,7 +17,7 @@ from longspan.plan.check import heads_allow
 from longspan.plan.hierarchy import levels_at
 from longspan.train.plans import PlanChoice, row_multiple_of
 
-ROWS = 8192  # of a slot in a micro-batch, where neither a flag nor a run says how many
+ROWS = 8192  # of a slot in a micro-batch, if neither a flag nor a run has a number
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Change:
 
 
 class _Changing:
-    """A section with values that change; those that are `flag_keys` stay. `prefix` begins the names of its keys."""
+    """A section whose values change, except those of `flag_keys`; `prefix` begins the names of its keys."""
 
     def __init__(self, section: Any, prefix: str, flag_keys: Collection[str]) -> None:
         self.section, self.flag_keys, self._prefix = section, flag_keys, prefix
@@ -48,14 +48,14 @@ class _Changing:
 
 
 def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple[RunConfig, tuple[Change, ...]]:
-    """The configuration for so many ranks: a degree that is not `flag_keys` ("parallel.tp") becomes one that fits.
+    """The configuration for so many ranks: a degree that no flag set ("parallel.tp") becomes one that fits.
 
     >>> fitted_home(replace(RunConfig(), parallel=ParallelConfig(tp=4, pp=2)), 6, given=())[0].parallel.tp
     2
 
     tp x pp is the largest product of divisors of the run's degrees that divides the ranks.
     """
-    home = _Changing(config.parallel, "parallel.", _keys_of("parallel.", flag_keys))
+    home = _Changing(config.parallel, "parallel.", _keys_under("parallel.", flag_keys))
     tp, pp = _stages_and_shards(config.parallel, ranks, flag_keys)
     home.change("tp", tp, f"{counted(ranks, 'rank')}")
     home.change("pp", pp, f"{counted(ranks, 'rank')}")
@@ -65,12 +65,12 @@ def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple
     if home.section.tp == 1:
         home.change("sequence_parallel", False, "tp 1")
     slots, rest = divmod(ranks, home.section.tp * home.section.pp)
-    context = _Changing(config.context, "context.", _keys_of("context.", flag_keys))
+    context = _Changing(config.context, "context.", _keys_under("context.", flag_keys))
     if not rest:
         _fit_slots(home, slots)
         least = config.context.min_dynamic_context_parallel_size
         context.change("min_dynamic_context_parallel_size", min(least, slots), counted(slots, "slot"))
-    encoder = _Changing(config.encoder, "encoder.", _keys_of("encoder.", flag_keys))
+    encoder = _Changing(config.encoder, "encoder.", _keys_under("encoder.", flag_keys))
     degrees = [tp for tp in _divisors(config.encoder.tp) if ranks % tp == 0]  # its heads are dealt out evenly to these
     encoder.change("tp", degrees[-1], f"{counted(ranks, 'rank')}")
     config = replace(config, parallel=home.section, context=context.section, encoder=encoder.section)
@@ -104,7 +104,7 @@ def fit_set(
     The degree is the largest that divides the slots, that a2a can deal the query heads to, and that is no larger than
     the run's. A max_tokens_per_slot of "auto" is ROWS, which is no change.
     """
-    fit = _Changing(entry, entry.prefix, _keys_of("context.eval_", flag_keys))
+    fit = _Changing(entry, entry.prefix, _keys_under("context.eval_", flag_keys))
     types, slots = PlanChoice.evaluation(config, entry).comm_types, counted(home.slots, "slot")
     degrees = [fits for fits in _divisors(home.slots) if heads_allow(fits, heads, types, home.tp)]
     degree = min(config.context.max_dynamic_context_parallel_size or home.slots, home.slots)
@@ -127,9 +127,9 @@ def fit_set(
 
 
 def find_set(config: RunConfig, name: str, flag_keys: Collection[str]) -> EvalConfig:
-    """How a set is planned before it is fitted: a set [[eval]] of the run by its name, "" as `context.eval_*` says.
+    """The plan of a set before it is fitted: a set [[eval]] of the run by its name, "" for the held-out documents.
 
-    Raises ConfigError for a name that the run has not.
+    Raises ConfigError for a name that the run does not have.
     """
     for entry in config.evaluations:
         if entry.name == name:
@@ -140,7 +140,7 @@ def find_set(config: RunConfig, name: str, flag_keys: Collection[str]) -> EvalCo
 
 def _with_flags(entry: EvalConfig, context: ContextConfig, flag_keys: Collection[str]) -> EvalConfig:
     """A set under the keys `context.eval_*` that flags gave; as in a table, a degree makes plans of that degree."""
-    values, keys = context.evaluation.plan_keys, _keys_of("context.eval_", flag_keys)
+    values, keys = context.evaluation.plan_keys, _keys_under("context.eval_", flag_keys)
     flags = {key: value for key, value in values.items() if key in keys}
     if flags.get("context_parallel_size") == 0:
         flags["context_parallel_size"] = context.context_parallel_size
@@ -159,12 +159,12 @@ def fit_evaluations(config: RunConfig, names: Collection[str], home: Layout, fla
 
 
 def changes_line(changes: Sequence[Change], ranks: int) -> str:
-    """What differs from the run's own layout, in one line; empty where nothing does."""
+    """The changes to the run's layout in one line; empty if there are none."""
     return f"on {counted(ranks, 'rank')}: {'; '.join(map(str, changes))}" if changes else ""
 
 
-def _keys_of(prefix: str, flag_keys: Collection[str]) -> set[str]:
-    """The given keys that begin so, without the prefix."""
+def _keys_under(prefix: str, flag_keys: Collection[str]) -> set[str]:
+    """The keys with a prefix, without it."""
     return {key.removeprefix(prefix) for key in flag_keys if key.startswith(prefix)}
 
 

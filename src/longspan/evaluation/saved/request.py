@@ -1,4 +1,4 @@
-"""What `longspan eval` was asked for, and what it found: values that travel to ranks and back."""
+"""A call of `longspan eval` and its results: values that travel to ranks and back."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

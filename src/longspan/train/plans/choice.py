@@ -36,12 +36,12 @@ def row_multiple_of(parallel: ParallelConfig) -> int:
 
 
 def home_of(parallel: ParallelConfig, ranks: int) -> Layout:
-    """The home of a run on so many ranks. Raises LayoutError where the degrees do not divide them."""
+    """The home of a run on so many ranks. Raises LayoutError if the degrees do not divide them."""
     return Layout(ranks, pp=parallel.pp, tp=parallel.tp, ep=parallel.ep, dp_replicate=parallel.dp_replicate)
 
 
 def query_heads(model_config: Any) -> int | None:
-    """The number of query heads of a transformers configuration, of each layer that attends; None where none does."""
+    """The number of query heads of a transformers configuration, of each layer that attends; None if none does."""
     return getattr(model_config.get_text_config(), "num_attention_heads", None)
 
 
@@ -50,13 +50,13 @@ def cost_of(context: ContextConfig) -> Cost:
     return _cost_in(context.cost)
 
 
-def cost_of_run(config: RunConfig, model_config: Any, say: Callable[[str], None], *, gpu: bool) -> Cost:
+def cost_of_run(config: RunConfig, model_config: Any, log: Callable[[str], None], *, gpu: bool) -> Cost:
     """What a run's plans are priced by: the file of `context.cost`; without one, its model on H200s or on CPUs.
 
     >>> cost = cost_of_run(config, model.config, print, gpu=world.device.type == "cuda")  # doctest: +SKIP
 
     What is recomputed counts. The cost on CPUs is of no machine (`Cost.source` is ""): plans are compared by it, and no
-    time is told. A model that its configuration does not price is planned for as a Qwen3-8B, which is said.
+    time is shown. A model that its configuration does not price is planned for as a Qwen3-8B, with a line in the log.
     """
     context, train = config.context, config.train
     if context.cost:
@@ -69,7 +69,7 @@ def cost_of_run(config: RunConfig, model_config: Any, say: Callable[[str], None]
         kind = train.activation_checkpointing
         return with_recomputation(cost, model_config, kind, layers, frozen=frozen, depths=depths)
     except PlanError as error:
-        say(f"plans are priced as for a Qwen3-8B: {error}; name a file in context.cost")
+        log(f"plans are priced as for a Qwen3-8B: {error}; name a file in context.cost")
         return cost_of(context) if gpu else replace(cost_of(context), source="")
 
 
@@ -81,7 +81,7 @@ def _cost_in(file: str) -> Cost:
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """Which planner, at which degree, with which options: one of the two halves of [context].
+    """Which planner, at which degree, with which options: for training or for an evaluation.
 
     >>> training, evaluation = PlanChoice.training(config), PlanChoice.evaluation(config)
     >>> plan = evaluation.plan(lengths, home)
@@ -92,7 +92,7 @@ class PlanChoice:
     min_degree: int  # of dynamic plans
     max_degree: int  # of dynamic plans; 0: no limit
     options: PlanOptions  # its cost is that of one device
-    prefix: str  # of the keys of this half, for messages
+    prefix: str  # of its keys, for messages
     weights: int = 0  # parameters of a slot's rank, sharded over slots, whose gathering a free step pays for
     weight_bytes: int = 2  # of each; sums of gradients are in float32 at least
 
@@ -131,7 +131,7 @@ class PlanChoice:
         options = _section_options(config.context, config, cost or cost_of(config.context), heads)
         options = replace(options, mode=config.context.mode)
         options = replace(options, cost=priced_as(options.cost, options))
-        return cls._planned_by(config.context, config, options, "context.", weights, weight_bytes)
+        return cls._from_section(config.context, config, options, "context.", weights, weight_bytes)
 
     @classmethod
     def evaluation(
@@ -144,18 +144,18 @@ class PlanChoice:
     ) -> "PlanChoice":
         """How evaluations are planned: those of a named set, or else of the documents that are held out.
 
-        They are priced for forward passes alone. Where a degree "auto" is not chosen yet (`auto_degree.py`), plans
-        have the smallest that holds their documents.
+        They are priced for forward passes only. Plans of a degree "auto" that is not chosen yet (`auto_degree.py`) have
+        the smallest that holds their documents.
         """
         entry = entry or held_out_set(config)
         cost = (cost or cost_of(config.context)).forward_only()
         section = replace(entry, partition=entry.partition or config.context.partition)
         options = _section_options(section, config, cost, heads)
         options = replace(options, cost=cost.dealt(options.partition))
-        return cls._planned_by(entry, config, options, entry.prefix)
+        return cls._from_section(entry, config, options, entry.prefix)
 
     @classmethod
-    def _planned_by(
+    def _from_section(
         cls,
         section: PlanSection,
         config: RunConfig,
@@ -208,7 +208,7 @@ class PlanChoice:
         self, lengths: Sequence[int], home: Layout, warm: Plan | None = None, *, targets: int | None = None
     ) -> Plan:
         """The plan of these documents; the dynamic planner may begin from `warm`. `targets` is how many tokens they
-        predict (None: what the options say, or every token but a document's first).
+        predict (None: those of the options, or every token except a document's first).
 
         Micro-batches are a multiple of the pipeline stages, as interleaved schedules need them. Those of an evaluation
         may hold fewer rows than the limit allows, so that they fill the pipeline. Raises PlanError where the documents
@@ -288,7 +288,7 @@ def _section_options(section: PlanSection, config: RunConfig, cost: Cost, heads:
 
 @dataclass(frozen=True)
 class StepPlanner:
-    """The plan of any training step, from the step alone. Pickles, so that another process may plan."""
+    """The plan of any training step, from its number. It can be pickled, so that another process may plan."""
 
     choice: PlanChoice
     order: StepOrder | PackOrder

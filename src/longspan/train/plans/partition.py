@@ -1,6 +1,6 @@
 """A partition "auto" of a hybrid's training: chosen by its cost on the first steps' documents, with the reason.
 
-Evaluations that say "auto" too are dealt out as training is, and share attention as it does where their degree allows.
+Evaluations with "auto" have training's partition, and its communication type if their degree allows it.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ STEPS = 4  # whose documents are planned for
 def choose_partition_on_ranks(
     config: RunConfig, order: StepOrder | PackOrder, world: World, log: LogLine, *, cost: Cost, heads: int | None
 ) -> tuple[RunConfig, str]:
-    """The configuration with a partition and a type in place of "auto", and why; "" where nothing was to be chosen.
+    """The configuration with a partition and a type in place of "auto", and why; "" if there is nothing to choose.
 
     The first rank chooses, so that hosts which round times differently do not disagree; all ranks call it together.
     """
@@ -69,17 +69,17 @@ def _fastest(choice: PlanChoice, lengths: Sequence[Sequence[int]], home: Layout)
     """The partition and type under which these steps are predicted to be fastest."""
     widest = choice.degree if choice.planner != "dynamic" else min(choice.max_degree or home.slots, home.slots)
 
-    def seconds_of(options: PlanOptions) -> float:
+    def predict_seconds(options: PlanOptions) -> float:
         way = replace(choice, options=options)
         if not way.allows(widest, home):  # documents of any length must fit
             raise ConfigError(f"{options.cp_comm_type} cannot share {options.heads} heads among {widest} slots")
         return sum(way.plan(documents, home).predicted_seconds for documents in lengths)
 
-    return which_partition(seconds_of, choice.options)
+    return which_partition(predict_seconds, choice.options)
 
 
 def _with_evaluations(config: RunConfig, home: Layout | None, heads: int | None) -> RunConfig:
-    """The configuration whose evaluations have training's partition in place of "auto", and its type where it can."""
+    """The configuration whose evaluations have training's partition in place of "auto", and its type if it can."""
 
     def as_training(entry: EvalConfig) -> EvalConfig:
         if entry.partition != AUTO:
