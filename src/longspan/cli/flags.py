@@ -37,10 +37,10 @@ _NUMBERS = {int: "an integer", float: "a number"}
 _EXAMPLES = {int: "2 4", float: "0.9 0.95", str: "first second"}  # of lists
 
 
-_sections = ConstructorRegistry()
+_SECTIONS = ConstructorRegistry()
 
 
-@_sections.struct_rule
+@_SECTIONS.struct_rule
 def _flags_of_section(info: StructTypeInfo) -> StructConstructorSpec | None:
     """How tyro makes a section that has another one inside: by flags for the keys of both, as files name them."""
     kind: Any = info.type
@@ -66,7 +66,7 @@ def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, default: Flag
     defaults: dict[str, Any] = {} if default is None else {"default": default}
     refusal = StringIO()
     try:
-        with redirect_stderr(refusal), _sections:
+        with redirect_stderr(refusal), _SECTIONS:
             return tyro.cli(kind, prog=prog, args=words, use_underscores=True, **defaults)
     except SystemExit as end:
         if not end.code:

@@ -135,13 +135,13 @@ def texts_of(kind: type[Any]) -> Mapping[str, str]:
         texts |= _texts_in(base)
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if is_dataclass(hint):
-            texts |= {prefix_of(name) + key: marks.evaluation for key, marks in _marked_texts(hint)}
+            texts |= {prefix_of(name) + key: marks.evaluation for key, marks in _key_texts(hint)}
     if FIRST[0] in texts:  # a table with a name
-        texts |= {key: marks.table for key, marks in _marked_texts(kind)}
+        texts |= {key: marks.table for key, marks in _key_texts(kind)}
     return texts
 
 
-def _marked_texts(kind: Any) -> Iterator[tuple[str, Texts]]:
+def _key_texts(kind: Any) -> Iterator[tuple[str, Texts]]:
     for name, hint in get_type_hints(kind, include_extras=True).items():
         yield from ((name, mark) for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Texts))
 

@@ -171,9 +171,8 @@ class EvalConfig(PlanSection):
 def inherit(section: AnyPlan, parent: PlanSection, training: ContextConfig) -> AnyPlan:
     """A section of evaluation with a value for every key: its own, or its parent's.
 
-    The parent of an evaluation set is evaluation as a whole, whose parent is `training`. 0 as the degree and "auto" as
-    the limit of rows are those of training. Levels that are not given are fitted to a degree or a planner that differs
-    from the parent's.
+    The parent of an evaluation set is evaluation as a whole, whose parent is `training`. A degree 0 and a limit of rows
+    "auto" are those of training. Levels that are not given are fitted to the degree.
 
     >>> config = ContextConfig(context_parallel_size=4, cp_comm_type="a2a", max_tokens_per_slot=64)
     >>> evaluation = inherit(PlanSection(context_parallel_size=8), config, config)
@@ -181,22 +180,13 @@ def inherit(section: AnyPlan, parent: PlanSection, training: ContextConfig) -> A
     ('a2a', (2, 4))
     """
     filled = take_keys(section, parent)
-    degree, sizes = filled.context_parallel_size, section.hierarchical_context_parallel_sizes
-    if degree == 0:
-        filled = replace(filled, context_parallel_size=(degree := training.context_parallel_size))
+    if filled.context_parallel_size == 0:
+        filled = replace(filled, context_parallel_size=training.context_parallel_size)
     if filled.max_tokens_per_slot == AUTO:
         filled = replace(filled, max_tokens_per_slot=training.max_tokens_per_slot)
-    planner = filled.planner
-    if isinstance(
-        parent, ContextConfig
-    ):  # levels follow the planner that evaluation has by its degree, and "auto" as training's
-        planner = _inherited_planner(section.context_parallel_size, parent)
-        degree = training.context_parallel_size if isinstance(degree, str) else degree
-    alike = (planner, degree) == (parent.planner, parent.context_parallel_size)
-    if sizes != NOT_GIVEN or filled.planner == "dynamic" or alike or isinstance(degree, str):
+    if section.hierarchical_context_parallel_sizes != NOT_GIVEN or filled.planner == "dynamic":
         return filled
-    levels = levels_at(filled.hierarchical_context_parallel_sizes, degree)
-    return replace(filled, hierarchical_context_parallel_sizes=levels)
+    return replace(filled, hierarchical_context_parallel_sizes=_levels(section, filled, parent))
 
 
 def take_keys(section: AnyPlan, parent: PlanSection) -> AnyPlan:
@@ -206,7 +196,7 @@ def take_keys(section: AnyPlan, parent: PlanSection) -> AnyPlan:
     with its communication type. Evaluation takes training's attention kernel from the prepared model, and packs
     documents at a degree "auto" also if training pads them.
     """
-    values = parent.plan_keys | {"planner": _inherited_planner(section.context_parallel_size, parent)}
+    values = parent.plan_keys | {"planner": _default_planner(section.context_parallel_size, parent)}
     if section.context_parallel_size == AUTO:
         values["cp_comm_type"] = AUTO
     if isinstance(parent, ContextConfig):
@@ -214,7 +204,21 @@ def take_keys(section: AnyPlan, parent: PlanSection) -> AnyPlan:
     return replace(section, **{key: x for key, x in values.items() if getattr(section, key) in (NOT_GIVEN, "")})
 
 
-def _inherited_planner(degree: int | str, parent: PlanSection) -> str:
+def _levels(section: PlanSection, filled: PlanSection, parent: PlanSection) -> int | tuple[int, ...]:
+    """The parent's levels, fitted to a planner or degree that differs from the parent's.
+
+    Evaluation as a whole counts with the planner that its degree gives, and at training's degree if its own is "auto".
+    """
+    planner, degree = filled.planner, filled.context_parallel_size
+    if isinstance(parent, ContextConfig):
+        planner = _default_planner(section.context_parallel_size, parent)
+        degree = parent.context_parallel_size if isinstance(degree, str) else degree
+    if isinstance(degree, str) or (planner, degree) == (parent.planner, parent.context_parallel_size):
+        return parent.hierarchical_context_parallel_sizes
+    return levels_at(parent.hierarchical_context_parallel_sizes, degree)
+
+
+def _default_planner(degree: int | str, parent: PlanSection) -> str:
     """The planner of a section whose planner is not given."""
     if degree in (NOT_GIVEN, 0):
         return parent.planner

@@ -64,7 +64,7 @@ def check_precision(config: RunConfig) -> None:
 
 
 def check_preset(config: RunConfig) -> None:
-    """Raise ConfigError for degrees that a preset's sizes do not allow; a folder's model is checked once it is loaded."""
+    """Raise ConfigError for degrees that a preset's sizes do not allow; other models are checked when loaded."""
     if not (name := config.model.preset_name):
         return
     parallel, values = config.parallel, PRESETS[name].values

@@ -18,7 +18,7 @@ from longspan.data.documents import Documents
 from longspan.errors import ConfigError, DataError
 from longspan.evaluation.passkey.documents import passkey_documents
 from longspan.evaluation.saved.request import EvalRequest, Subject
-from longspan.evaluation.saved.sets import NamedDocuments, held_out_documents, text_sets
+from longspan.evaluation.saved.sets import NamedDocuments, held_out_documents, set_of_run, text_sets
 from longspan.evaluation.saved.weights import CheckedWeights
 
 Sets = tuple[NamedDocuments, ...]

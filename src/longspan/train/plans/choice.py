@@ -233,7 +233,7 @@ class PlanChoice:
         """The planners' options on a home: the cost of its slots, and micro-batches for its stages."""
         return replace(self.options, cost=self._cost(home), micro_batch_multiple=home.pp)
 
-    def check(self, longest: int, home: Layout, what: str) -> None:
+    def check(self, longest: int, home: Layout, title: str) -> None:
         """Plan one document of `longest` tokens, or raise ConfigError with the keys that do not fit."""
         try:
             self.plan((longest,), home)
@@ -242,7 +242,7 @@ class PlanChoice:
             fixed = self.planner != "dynamic"
             degree = f"{self.degree_key} {self.degree or AUTO}"
             keys = f"{degree} and {rows} do not suit" if fixed else f"{rows} does not suit"
-            raise ConfigError(f"{keys} {what} on {counted(len(home.ranks), 'rank')}: {error}") from error
+            raise ConfigError(f"{keys} {title} on {counted(len(home.ranks), 'rank')}: {error}") from error
 
     def _cost(self, home: Layout) -> Cost:
         """The cost of a slot, whose tensor-parallel ranks share it; in free mode with the closing of a step."""
