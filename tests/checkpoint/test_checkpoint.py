@@ -87,8 +87,16 @@ DAMAGE = [
     ("manifest.json", cut, r"manifest.json is damaged"),
     ("manifest.json", lambda path: path.write_text('{"format": 1, "files": {}}'), r"manifest.json names no files"),
     ("manifest.json", lambda path: path.write_text('{"format": 1, "files": {"a": 3}}'), r"manifest.json is damaged"),
-    ("manifest.json", lambda path: with_format(path, None), r"was written before longspan 0.1 \(manifest.json names"),
-    ("manifest.json", lambda path: with_format(path, 2), r"has format 2, and this version of longspan reads format 1"),
+    (
+        "manifest.json",
+        lambda path: with_format(path, None),
+        r"it was written before longspan 0.1 \(manifest.json names",
+    ),
+    (
+        "manifest.json",
+        lambda path: with_format(path, 2),
+        r"it has format 2, and this version of longspan reads format 1",
+    ),
 ]
 
 
@@ -108,7 +116,7 @@ def test_a_checkpoint_of_another_format_is_not_read(tmp_path: Path, version: int
     path = file_checkpoint(tmp_path, 5)
     assert read_state(path) == {"step": 5}
     with_format(path / "manifest.json", version)
-    with pytest.raises(CheckpointError, match=rf"step-000005 .*{message}"):
+    with pytest.raises(CheckpointError, match=rf"step-000005: it .*{message}"):
         read_state(path)
 
 

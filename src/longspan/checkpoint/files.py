@@ -162,13 +162,13 @@ def check_format(path: Path) -> None:
     version = _json(path / MANIFEST, path).get("format")
     if version is None:
         raise CheckpointError(
-            f"checkpoint {path} was written before longspan 0.1 ({MANIFEST} names no format); export it with the "
+            f"checkpoint {path}: it was written before longspan 0.1 ({MANIFEST} names no format); export it with the "
             "version that wrote it (longspan export), and train on from that folder as model.path"
         )
     if version != FORMAT:
         raise CheckpointError(
-            f"checkpoint {path} has format {version!r}, and this version of longspan reads format {FORMAT}; use the "
-            "version that wrote it, or a newer one"
+            f"checkpoint {path}: it has format {version!r}, and this version of longspan reads format {FORMAT}; use "
+            "the version that wrote it, or a newer one"
         )
 
 
