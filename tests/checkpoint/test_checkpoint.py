@@ -1,5 +1,6 @@
 """Checkpoints: complete or not there, the newest good one found, loaded on any number of ranks."""
 
+import json
 import os
 import re
 import signal
@@ -71,6 +72,12 @@ def flip(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
+def with_format(manifest: Path, version: int | None) -> None:
+    """A manifest as another version of longspan writes it; those of before 0.1 named no format."""
+    values = json.loads(manifest.read_text()) | {"format": version}
+    manifest.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
+
+
 DAMAGE = [
     ("__0_0.distcp", Path.unlink, r"__0_0.distcp is missing"),
     ("__0_0.distcp", cut, r"__0_0.distcp has 99 bytes, 100 were written"),
@@ -78,8 +85,18 @@ DAMAGE = [
     ("state.json", flip, r"state.json has other contents"),
     ("manifest.json", Path.unlink, r"manifest.json cannot be read"),
     ("manifest.json", cut, r"manifest.json is damaged"),
-    ("manifest.json", lambda path: path.write_text('{"files": {}}'), r"manifest.json names no files"),
-    ("manifest.json", lambda path: path.write_text('{"files": {"a": 3}}'), r"manifest.json is damaged"),
+    ("manifest.json", lambda path: path.write_text('{"format": 1, "files": {}}'), r"manifest.json names no files"),
+    ("manifest.json", lambda path: path.write_text('{"format": 1, "files": {"a": 3}}'), r"manifest.json is damaged"),
+    (
+        "manifest.json",
+        lambda path: with_format(path, None),
+        r"it was written before longspan 0.1 \(manifest.json names",
+    ),
+    (
+        "manifest.json",
+        lambda path: with_format(path, 2),
+        r"it has format 2, and this version of longspan reads format 1",
+    ),
 ]
 
 
@@ -92,6 +109,15 @@ def test_damage_is_named_and_skipped(tmp_path: Path, name: str, damage: Any, mes
         check_files(bad)
     assert latest_checkpoint(tmp_path, said.append) == good
     assert len(said) == 1 and "step-000010" in said[0]
+
+
+@pytest.mark.parametrize(("version", "message"), [(None, r"written before longspan 0.1 .*export it"), (2, "format 2")])
+def test_a_checkpoint_of_another_format_is_not_read(tmp_path: Path, version: int | None, message: str) -> None:
+    path = file_checkpoint(tmp_path, 5)
+    assert read_state(path) == {"step": 5}
+    with_format(path / "manifest.json", version)
+    with pytest.raises(CheckpointError, match=rf"step-000005: it .*{message}"):
+        read_state(path)
 
 
 def test_unfinished_ones_are_skipped_and_damaged_ones_alone_are_an_error(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_damaged_and_strange_checkpoints_are_named(
     assert f"{file.name} has other contents than were written" in capfd.readouterr().err
     (run / "config.json").unlink()
     assert main(["export", str(run), str(tmp_path / "out")]) == 2
-    assert "a run of an older version gets one when it is opened" in capfd.readouterr().err
+    assert "was begun before longspan 0.1; name the folder of a run" in capfd.readouterr().err
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
 
 

@@ -1,6 +1,6 @@
 """Configuration: what is read, what is refused and how, before any process exists."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from longspan.attention import PATTERNS, TYPES
-from longspan.config.defaults import resolved
+from longspan.config.defaults import compute_dtype, resolve_defaults
 from longspan.config.file import config_keys, load_config, read_file, to_toml
-from longspan.config.precision import compute_dtype
 from longspan.config.sections import ModelConfig, RunConfig
 from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, LayoutError
 from longspan.layout import Layout
 from longspan.plan import Cost
 from longspan.plan.check import COMM_TYPES
-from longspan.run.checks.plans import check_longest
+from longspan.run.check_plans import check_longest
 from longspan.run.config_check import check_config
 from longspan.train.memory.row_probe import probe_plan
 from longspan.train.plans import PlanChoice, degrees_to_compare, plans_of_steps
@@ -43,7 +42,7 @@ def test_the_pinned_defaults() -> None:
     )
     assert (config.context.max_tokens_per_slot, config.context.node_size) == (1024, 8)
     assert config.context.hierarchical_context_parallel_sizes == (2, 2)
-    assert (config.context.eval_context_parallel_size, config.context.eval_max_tokens_per_slot) == (4, 2048)
+    assert (config.context.evaluation.context_parallel_size, config.context.evaluation.max_tokens_per_slot) == (4, 2048)
     assert (config.train.steps, config.train.tokens_per_step, config.train.lr, config.train.seed) == (
         300,
         4096,
@@ -55,7 +54,7 @@ def test_the_pinned_defaults() -> None:
 
 
 def test_the_first_example_says_what_the_demo_has_without_it() -> None:
-    assert load_config(EXAMPLES / "first.toml") == load_config() == resolved(RunConfig())
+    assert load_config(EXAMPLES / "first.toml") == load_config() == resolve_defaults(RunConfig())
     given = read_file(EXAMPLES / "first.toml")
     of_any_model = replace(given.encoder, train="all")
     assert replace(given, model=replace(given.model, path="folder"), encoder=of_any_model) == load_config(
@@ -94,7 +93,7 @@ def test_true_and_false_of_what_became_a_choice(tmp_path: Path) -> None:
 
 
 def test_keys_are_those_of_the_dataclasses() -> None:
-    keys = {f"{section}.{key}" for section, keys in asdict(RunConfig()).items() for key in keys}
+    keys = {f"{section}.{key}" for section, keys in RunConfig().tables().items() for key in keys}
     assert set(config_keys()) == keys - {"data.sources"}  # tables
 
 
@@ -118,7 +117,6 @@ READ = [
     ("[context]\npartition = 'striped'", r"context.partition is 'striped' .* 'zigzag', 'contiguous'"),
     ("[context]\neval_planner = 'dynamc'", r"context.eval_planner is 'dynamc' .* 'dynamic' \(did you mean 'dynamic'"),
     ("[parallel]\nsequence_parallel = 1", r"true or false"),
-    ("[data]\nread = 'documents'", r"data.read is 'documents' in .*no such key any more: every slot reads the rows"),
     ("[train\nsteps = 1", r"is not TOML: .*line 1"),
 ]
 
@@ -129,9 +127,12 @@ def test_files_that_are_refused(tmp_path: Path, text: str, message: str) -> None
         load_config(written(tmp_path, text))
 
 
-def test_the_file_of_an_older_run_is_read(tmp_path: Path) -> None:
-    assert load_config(written(tmp_path, '[data]\nread = "rows"\n[train]\nsteps = 3')).train.steps == 3
-    assert "read" not in to_toml(load_config())
+def test_files_of_before_the_first_release_are_refused_by_the_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key data.read in .*config.toml: "):
+        load_config(written(tmp_path, '[data]\nread = "rows"\n[train]\nsteps = 3'))
+    both = '[model]\npath = "x"\npreset = "qwen3-tiny"\n[train]\nlr = 1e-5\n'
+    with pytest.raises(ConfigError, match=r"model.path = 'x' and model.preset = 'qwen3-tiny' name more than one model"):
+        check_config(load_config(written(tmp_path, both)), 2)
 
 
 def test_a_missing_file_and_an_unknown_override(tmp_path: Path) -> None:
@@ -320,10 +321,3 @@ def test_dynamic_steps_have_degrees_that_the_query_heads_allow() -> None:
     with plans_of_steps(PlanChoice.training(config, cost=Cost(), heads=8), order, Layout(6), ahead=2) as plans:
         groups = [group for batch in plans.plan(0).micro_batches for group in batch.groups]
     assert {group.degree for group in groups} <= {1, 2, 4}
-
-
-def test_a_folder_wins_over_the_preset_that_older_runs_wrote_down(tmp_path: Path) -> None:
-    (file := tmp_path / "config.toml").write_text('[model]\npath = "x"\npreset = "qwen3-tiny"\n[train]\nlr = 1e-5\n')
-    assert load_config(file) == load_config(None, {"model.path": "x", "train.lr": 1e-5})
-    with pytest.raises(ConfigError, match="name more than one model"):
-        check_config(load_config(file, {"model.preset": "qwen3-tiny"}), 2)

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from longspan.config.bounds import NOT_GIVEN
-from longspan.config.defaults import resolved, settings_line, with_steps
+from longspan.config.defaults import resolve_defaults, settings_line, with_steps
 from longspan.config.file import load_config, to_toml
+from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
 from longspan.run.config_check import check_config
@@ -37,7 +37,7 @@ def test_a_model_of_ones_own_is_not_cut_and_fills_memory() -> None:
 @pytest.mark.parametrize("given", [{}, OWN], ids=["demo", "own"])
 def test_every_value_is_known_afterwards_and_stays(given: dict[str, Any]) -> None:
     config = load_config(None, given)
-    assert resolved(config) == config and f" = {NOT_GIVEN}\n" not in to_toml(config)
+    assert resolve_defaults(config) == config and f" = {NOT_GIVEN}\n" not in to_toml(config)
     assert check_config(config, 4).slots == 4
 
 
@@ -82,7 +82,7 @@ def test_evaluation_follows_training(case: str) -> None:
 def test_the_demo_evaluates_as_it_does() -> None:
     config = load_config(None, {"context.planner": "dynamic", "context.cp_comm_type": "a2a"})
     assert [value_of(config, f"context.eval_{key}") for key in EVAL] == ["fixed", 4, "p2p", "zigzag", 2048]
-    assert load_config(None, {"context.eval_context_parallel_size": 0}).context.eval_context_parallel_size == 2
+    assert load_config(None, {"context.eval_context_parallel_size": 0}).context.evaluation.context_parallel_size == 2
 
 
 @pytest.mark.parametrize("model", [{"model.path": "f"}, {"model.config": "f"}, {"model.preset": "qwen3-8b"}], ids=str)

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from longspan.config.defaults import resolved
-from longspan.config.eval_set import PLAN_KEYS, EvalConfig
+from longspan.config.defaults import resolve_defaults
 from longspan.config.file import load_config, to_toml
+from longspan.config.keys import keys_of
+from longspan.config.plan_section import EvalConfig, PlanSection
 from longspan.config.sections import ContextConfig
 from longspan.errors import ConfigError
 from longspan.run.config_check import check_config
@@ -24,8 +25,10 @@ def entry(table: dict[str, Any], **keys: Any) -> EvalConfig:
 
 
 def test_a_set_has_the_keys_of_evaluation_without_their_prefix() -> None:
-    of_context = {key.name.removeprefix("eval_") for key in fields(ContextConfig) if key.name.startswith("eval_")}
-    assert set(PLAN_KEYS) == of_context and of_context <= {key.name for key in fields(EvalConfig)}
+    plan = [key.name for key in fields(PlanSection)]
+    of_context = [key.name for key in keys_of(ContextConfig)]
+    assert [key for key in of_context if key.startswith("eval_")] == [f"eval_{key}" for key in plan]
+    assert of_context[: len(plan)] == plan and set(plan) <= {key.name for key in keys_of(EvalConfig)}
 
 
 def test_what_is_not_given_is_as_for_the_held_out_documents() -> None:
@@ -75,7 +78,7 @@ def test_toml_there_and_back_and_nothing_is_left_open(tmp_path: Path) -> None:
     ]
     config = load_config(None, {"eval": tables})
     (tmp_path / "a.toml").write_text(to_toml(config))
-    assert load_config(tmp_path / "a.toml") == config == resolved(config)
+    assert load_config(tmp_path / "a.toml") == config == resolve_defaults(config)
     (tmp_path / "b.toml").write_text('[[eval]]\nname = "books"\npath = "books"\n[train]\neval_every = 3\n')
     assert load_config(tmp_path / "b.toml").eval[0].every == 3
 

@@ -1,12 +1,12 @@
 """The page of the configuration is the one that its dataclasses give."""
 
-from dataclasses import fields
 from pathlib import Path
 
 from longspan.config.defaults import _DEMO
-from longspan.config.eval_set import EvalConfig
 from longspan.config.file import config_keys
-from longspan.config.reference import reference
+from longspan.config.keys import keys_of
+from longspan.config.plan_section import EvalConfig
+from longspan.config.reference import OFTEN, reference
 from longspan.config.sections import SourceConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -19,15 +19,22 @@ def test_the_page_is_made_from_the_sections() -> None:
 
 def test_every_key_has_a_row_with_its_default_and_its_text() -> None:
     rows = [line for line in reference().splitlines() if line.startswith("| `")]
-    keys = [key.partition(".")[2] for key in config_keys()]
-    keys += [key.name for kind in (SourceConfig, EvalConfig) for key in fields(kind)]
-    assert [row.split("`")[1] for row in rows] == keys
+    rest = [key.partition(".")[2] for key in config_keys() if key not in OFTEN]
+    rest += [key.name for kind in (SourceConfig, EvalConfig) for key in keys_of(kind)]
+    assert [row.split("`")[1] for row in rows] == [*OFTEN, *rest]
     assert (
         "| `min_lr_ratio` | a number, at least 0 | `0.1` | Learning rate of the last step, as a share of lr. |" in rows
     )
 
 
+def test_the_page_begins_with_the_keys_that_most_runs_set() -> None:
+    assert len(OFTEN) == 15 and set(OFTEN) <= set(config_keys())
+    often, rarely = reference().split("## Rarely")
+    assert all(f"`{key}`" in often for key in OFTEN) and "`model.preset`" not in often
+    assert "### [model]" in rarely and "### [[eval]]" in rarely
+
+
 def test_a_default_that_depends_on_other_keys_is_in_its_text() -> None:
-    sections, _ = reference().split("## [[eval]]")
-    depends = {row.split("`")[1] for row in sections.splitlines() if "| *see text* |" in row}
+    sections, _ = reference().split("### [[eval]]")
+    depends = {row.split("`")[1].rpartition(".")[2] for row in sections.splitlines() if "| *see text* |" in row}
     assert depends == {name.partition(".")[2] for name in _DEMO} - {"preset"} | {"path", "train"}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from longspan import Document, Layout, World, plan_dynamic, plan_fixed, prepare, run_step
-from longspan.config.defaults import resolved
+from longspan.config.defaults import resolve_defaults
 from longspan.config.sections import DataConfig, RunConfig
 from longspan.data.document import LabelledPack, Piece
 from longspan.data.documents import Corpus
@@ -162,11 +162,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("values", "message"), WRONG.values(), ids=WRONG)
 def test_keys_that_do_not_fit_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_config(resolved(RunConfig(data=DataConfig(**values))), 4)
+        check_config(resolve_defaults(RunConfig(data=DataConfig(**values))), 4)
 
 
 def test_packs_cut_texts_where_nothing_else_is_said() -> None:
-    config = resolved(RunConfig(data=DataConfig(pack_to=512)))
+    config = resolve_defaults(RunConfig(data=DataConfig(pack_to=512)))
     assert config.data.max_document_tokens == 0
     check_config(config, 4)
     too_long = replace(config, context=replace(config.context, max_tokens_per_slot=128))

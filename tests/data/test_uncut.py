@@ -184,9 +184,11 @@ def test_a_run_of_packs_with_images(attention: str, tmp_path: Path) -> None:
     keys = {"data.pack_to": 64, "data.pack_attention": attention, "train.steps": 3}
     config = runs.config_of(tmp_path, **keys)
     run_ranks(train_rank, 2, config, 2, timeout=200)
-    context = replace(config.context, context_parallel_size=1, max_tokens_per_slot=192, eval_max_tokens_per_slot=192)
+    context = replace(config.context, context_parallel_size=1, max_tokens_per_slot=192).with_evaluation(
+        max_tokens_per_slot=192
+    )
     alone = replace(config, context=context, run=replace(config.run, dir=str(tmp_path / "alone")))
-    alone = replace(alone, context=replace(context, eval_context_parallel_size=1))
+    alone = replace(alone, context=context.with_evaluation(context_parallel_size=1))
     run_ranks(train_rank, 1, alone, 1, timeout=200)
     wanted, found = runs.losses_of(alone), runs.losses_of(config)
     assert all(farthest(found[key], wanted[key]) <= 1e-6 for key in runs.COLUMNS)

@@ -9,7 +9,7 @@ import pytest
 
 from longspan.config.file import load_config
 from longspan.errors import ConfigError
-from longspan.evaluation.auto_degree import chosen
+from longspan.evaluation.auto_degree import choose_degree
 from longspan.layout import Layout
 from longspan.plan import Cost
 from longspan.plan.simulate.evaluation import which_degree
@@ -28,21 +28,21 @@ def test_the_choice_is_that_of_which_degree() -> None:
     choice = PlanChoice.evaluation(config, cost=Cost(), heads=16)
     assert (choice.degree, choice.options.cp_comm_type) == (0, "auto")
     comparison = which_degree(lengths, home, options=choice.options_on(home))
-    found, reason = chosen(choice, lengths, home)
+    found, reason = choose_degree(choice, lengths, home)
     assert found.degree == comparison.best.cp >= 4 and reason == comparison.reason()
     assert found.options.cp_comm_type == comparison.best.options.cp_comm_type != "auto"
     plan = found.plan(lengths, home)
     assert plan.predicted_seconds <= comparison.best.planned.plan.predicted_seconds * (1 + 1e-9)
     assert {group.degree for batch in plan.micro_batches for group in batch.groups} == {found.degree}
-    assert chosen(found, lengths, home) == (found, "") and chosen(choice, [], home) == (choice, "")
+    assert choose_degree(found, lengths, home) == (found, "") and choose_degree(choice, [], home) == (choice, "")
     with pytest.raises(ConfigError, match=r'eval_context_parallel_size is "auto" on 16 ranks: no degree of \(1, 2, 4'):
-        chosen(choice, [10**6], home)
+        choose_degree(choice, [10**6], home)
 
 
 def test_a_degree_that_is_not_chosen_yet_holds_the_documents() -> None:
     """Until then plans, of a check or a warm-up, have the smallest degree that fits, with levels fitted to it."""
     config = load_config(None, {DEGREE: "auto", "context.eval_max_tokens_per_slot": 100})
-    config = replace(config, context=replace(config.context, eval_cp_comm_type="a2a+p2p"))
+    config = replace(config, context=config.context.with_evaluation(cp_comm_type="a2a+p2p"))
     choice, home = PlanChoice.evaluation(config), Layout(8)
     (group,) = choice.plan([390], home).micro_batches[0].groups
     assert (group.degree, group.hierarchical_context_parallel_sizes) == (4, (2, 2))
@@ -73,10 +73,10 @@ def test_refused(keys: dict[str, object], message: str) -> None:
 def test_what_auto_makes_of_the_other_keys() -> None:
     own = {"model.config": "somewhere", "context.planner": "dynamic", "context.cp_comm_type": "a2a", DEGREE: "auto"}
     context = load_config(None, own).context
-    assert (context.eval_planner, context.eval_cp_comm_type) == ("fixed", "auto")
+    assert (context.evaluation.planner, context.evaluation.cp_comm_type) == ("fixed", "auto")
     context = load_config(None, own | {"context.eval_cp_comm_type": "p2p"}).context
-    assert (context.eval_context_parallel_size, context.eval_cp_comm_type) == ("auto", "p2p")
-    assert load_config(None, {DEGREE: "auto"}).context.eval_cp_comm_type == "auto"
+    assert (context.evaluation.context_parallel_size, context.evaluation.cp_comm_type) == ("auto", "p2p")
+    assert load_config(None, {DEGREE: "auto"}).context.evaluation.cp_comm_type == "auto"
 
 
 def test_a_run_evaluates_each_set_at_the_degree_that_was_chosen_and_says_why(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from longspan.plan import Cost
 from longspan.plan.cost.model_cost import cost_on_cpus
 from longspan.run.config_check import check_config
 from longspan.train.plans import PlanChoice
-from longspan.train.plans.partition import partition_chosen, with_usual_partition
+from longspan.train.plans.partition import choose_partition, with_usual_partition
 
 COST, HOME = cost_on_cpus(preset_config("qwen3-next-tiny", vocab_size=2048)), Layout(4)
 LENGTHS = [[300] * 12, [900, 400, 20, 7]]
@@ -23,7 +23,7 @@ def chosen(cost: Cost = COST, heads: int = 8, **given: Any) -> tuple[ContextConf
     keys = {f"context.{key}": value for key, value in given.items()}
     config = load_config(None, {"model.preset": "qwen3-next-tiny"} | keys)
     assert check_config(config, 4) == HOME
-    config, reason = partition_chosen(config, LENGTHS, HOME, cost=cost, heads=heads)
+    config, reason = choose_partition(config, LENGTHS, HOME, cost=cost, heads=heads)
     return config.context, reason
 
 
@@ -31,7 +31,7 @@ def chosen(cost: Cost = COST, heads: int = 8, **given: Any) -> tuple[ContextConf
 def test_a_hybrid_has_contiguous_rows_and_exchanges_heads(planner: str) -> None:
     context, reason = chosen(planner=planner, context_parallel_size=4)
     assert (context.partition, context.cp_comm_type) == ("contiguous", "a2a")
-    assert (context.eval_partition, context.eval_cp_comm_type) == ("contiguous", "a2a")
+    assert (context.evaluation.partition, context.evaluation.cp_comm_type) == ("contiguous", "a2a")
     assert reason.startswith("contiguous under a2a, by cost; ") and "zigzag under p2p" in reason
 
 
@@ -54,11 +54,11 @@ def test_what_the_user_says_is_kept(given: dict[str, Any], expected: tuple[Any, 
 
 def test_evaluations_follow_unless_they_say_otherwise() -> None:
     context, _ = chosen(eval_context_parallel_size=4, eval_partition="zigzag", eval_cp_comm_type="all_gather")
-    assert (context.eval_partition, context.eval_cp_comm_type) == ("zigzag", "all_gather")
+    assert (context.evaluation.partition, context.evaluation.cp_comm_type) == ("zigzag", "all_gather")
     wide, _ = chosen(heads=2, context_parallel_size=2, eval_context_parallel_size=4)  # 2 heads, 4 slots
-    assert (wide.cp_comm_type, wide.eval_partition, wide.eval_cp_comm_type) == ("a2a", "contiguous", "auto")
+    assert (wide.cp_comm_type, wide.evaluation.partition, wide.evaluation.cp_comm_type) == ("a2a", "contiguous", "auto")
     of_set = load_config(None, {"model.preset": "bamba-tiny"})
-    assert with_usual_partition(of_set).context.eval_partition == "contiguous"
+    assert with_usual_partition(of_set).context.evaluation.partition == "contiguous"
 
 
 def test_a_cost_without_states_leaves_contiguous_rows() -> None:
@@ -80,6 +80,6 @@ def test_other_models_stay_as_they_are() -> None:
         for given in ({}, {"context.partition": "auto"}, {"context.eval_partition": "auto"}):
             context = load_config(None, {"model.preset": preset} | given).context
             assert (context.partition, context.cp_comm_type) == ("zigzag", "p2p")
-            assert (context.eval_partition, context.eval_cp_comm_type) == ("zigzag", "p2p")
+            assert (context.evaluation.partition, context.evaluation.cp_comm_type) == ("zigzag", "p2p")
     assert not is_hybrid(ModelConfig(path="no/such/folder")) and is_hybrid(ModelConfig(preset="bamba-tiny"))
     assert 'partition = "auto"' in to_toml(load_config(None, {"model.preset": "bamba-tiny"}))

@@ -5,21 +5,26 @@ last, `manifest.json`: size and SHA-256 of every file, taken by its writer while
 `step-000100.partial`, synced and renamed, so an interrupted save never damages an older one. Weights and optimizer
 state are stored by name and global shape, as they are in the whole model: any number of ranks may load them, in any
 number of pipeline stages. Of a model with an adapter a checkpoint holds the adapter, and what is trained of an encoder.
-The data position is the step alone (`step_order.py`), and dropout's masks are drawn from the run's seed and the step,
+The data position is only the step (`step_order.py`), and dropout's masks are drawn from the run's seed and the step,
 so neither needs a state of its own. What stands in a folder is judged by `files.py`; before a checkpoint is loaded, its
 files are hashed once, each by one of the ranks.
+
+An optimizer has after loading the moments that it had when it was saved: a parameter that never had a gradient has
+none. torch (2.11 to 2.13) makes moments by a step with zero gradients if an optimizer has none, to have something to
+load into, and if there are gradients it silently makes and loads none.
 """
 
 import shutil
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
 from longspan.checkpoint.files import (
@@ -37,21 +42,16 @@ from longspan.checkpoint.files import (
     publish,
     read_state,
 )
-from longspan.checkpoint.moments import (
-    BY_NAME,
-    SETTINGS,
-    SOME_BY_NAME,
-    StoredMoments,
-    leave_without_moments,
-    tensors_to_fill,
-    tensors_to_save,
-)
 from longspan.checkpoint.storage import HashingWriter, PatientReader
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
-from longspan.errors import CheckpointError, CommError
-from longspan.model.lora.adapters import adapter_of
+from longspan.comm.all_ranks import LogLine, is_first_rank, on_every_rank, on_first_rank
+from longspan.errors import CheckpointError, CommError, counted
+from longspan.model.adapters import adapter_entries, adapter_of
 from longspan.model.vision.join import are_of_both
+
+BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # no list of parameters, which differs between stages
+SOME_BY_NAME = replace(BY_NAME, strict=False)  # weights that are not named stay as they are
+STATE, SETTINGS = "state.", "param_groups."
 
 
 def save_checkpoint(
@@ -71,29 +71,27 @@ def save_checkpoint(
 
     `root` is on storage that all machines share. `state` is whatever else a resumed run wants to see, as JSON. The
     newest `keep` good checkpoints stay (0: all). Returns the checkpoint's folder. Raises CheckpointError on every rank
-    where any could not write, CommError that says which where a rank is lost; an older checkpoint is never damaged.
+    if any could not write, and CommError with the rank that is lost; an older checkpoint is never damaged.
     """
     root = Path(root)
     path = checkpoint_path(root, step)
     folder = path.with_name(path.name + PARTIAL)
-    run_on_first_rank(world, lambda: create_partial(folder), CheckpointError)
+    on_first_rank(world, lambda: create_partial(folder), CheckpointError)
     try:
         digests = _write(folder, tensors_to_save(model, optimizer), world)
-        run_on_first_rank(
-            world, lambda: publish(folder, path, {"step": step, **(state or {})}, digests), CheckpointError
-        )
+        on_first_rank(world, lambda: publish(folder, path, {"step": step, **(state or {})}, digests), CheckpointError)
     except (CheckpointError, CommError) as error:
         if is_first_rank(world) or world.watch.has_died(world.home.ranks[0]):
             shutil.rmtree(folder, ignore_errors=True)  # what it takes may be what the disk lacks
         if isinstance(error, CommError):
             raise
         raise CheckpointError(f"checkpoint {path} could not be written: {error}") from error
-    run_on_first_rank(world, lambda: prune(root, keep), CheckpointError)
+    on_first_rank(world, lambda: prune(root, keep), CheckpointError)
     return path
 
 
 def find_checkpoint(root: str | Path, world: World, log: LogLine = print, *, note: bool = False) -> Path | None:
-    """The newest good checkpoint under `root`, None where there is none; the same on every rank.
+    """The newest good checkpoint under `root`, None if there is none; the same on every rank.
 
     >>> checkpoint = find_checkpoint("runs/mine", world)
     >>> done = load_checkpoint(checkpoint, model, optimizer, world)["step"] if checkpoint else 0
@@ -103,12 +101,12 @@ def find_checkpoint(root: str | Path, world: World, log: LogLine = print, *, not
     checkpoint too, for `save_checkpoint` to keep others. Raises CheckpointError where nothing good is left.
     """
     root = Path(root)
-    paths = run_on_first_rank(world, lambda: complete_checkpoints(root, log), CheckpointError)
+    paths = on_first_rank(world, lambda: complete_checkpoints(root, log), CheckpointError)
     newest, damage = newest_good(
         paths, partial(check_checkpoint, world=world), log if is_first_rank(world) else _silent
     )
     if note:
-        run_on_first_rank(world, lambda: note_damage(damage, newest), CheckpointError)
+        on_first_rank(world, lambda: note_damage(damage, newest), CheckpointError)
     return newest
 
 
@@ -117,13 +115,13 @@ def check_checkpoint(path: Path, world: World) -> None:
 
     All ranks call it together: each reads a part of the files.
     """
-    files = run_on_first_rank(world, lambda: check_sizes(path), CheckpointError)
+    files = on_first_rank(world, lambda: check_sizes(path), CheckpointError)
     mine = files_by_rank(files, len(world.home.ranks))[world.home.ranks.index(world.rank)]
-    run_on_every_rank(world, lambda: check_contents(path, mine), CheckpointError)
+    on_every_rank(world, lambda: check_contents(path, mine), CheckpointError)
 
 
 def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer | None, world: World) -> dict[str, Any]:
-    """Load a checkpoint into a prepared model and an optimizer (None: the model alone); returns its step and state.
+    """Load a checkpoint into a prepared model and an optimizer (None: only the model); returns its step and state.
 
     >>> load_checkpoint("runs/mine/step-000100", model, optimizer, world)
     {'step': 100, 'epoch': 2}
@@ -136,7 +134,7 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer | N
     belongs to another model, or lacks moments of parameters that were frozen, and CommError where a rank is lost.
     """
     path = Path(path)
-    state, stored = run_on_first_rank(world, lambda: (read_state(path), _stored_names(path)), CheckpointError)
+    state, stored = on_first_rank(world, lambda: (read_state(path), _names_in(path)), CheckpointError)
     tensors = tensors_to_fill(model, optimizer)
     weights = {name for names in world.control.gather_objects(list(tensors["model"])) for name in names}
     _check_names(path, _under("model.", stored), weights)
@@ -158,6 +156,90 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer | N
     return state
 
 
+def holds_encoders(path: Path) -> bool:
+    """Whether a checkpoint is of a model with encoders. Raises CheckpointError where it cannot be read."""
+    weights = _under("model.", _names_in(path))
+    return are_of_both(weights) or any(name.startswith("encoders.") for name in weights)
+
+
+def tensors_to_save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Weights and moments by name; those of an optimizer that has not taken a step are left out.
+
+    Of a model with an adapter only the adapter's, here and in `tensors_to_fill`: its base model is not trained.
+    """
+    fresh = not optimizer.state
+    weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
+    if fresh:
+        optimizer.state.clear()
+        moments = {name: value for name, value in moments.items() if not name.startswith(STATE)}
+    return {"model": adapter_entries(model, weights), "optimizer": moments}
+
+
+def tensors_to_fill(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+    """Weights, and moments for every parameter, which a checkpoint is loaded into; gradients are dropped."""
+    if optimizer is None:
+        return {"model": adapter_entries(model, get_state_dict(model, [], options=BY_NAME)[0])}
+    optimizer.zero_grad(set_to_none=True)
+    optimizer.state.clear()
+    weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
+    return {"model": adapter_entries(model, weights), "optimizer": moments}
+
+
+class StoredMoments(NamedTuple):
+    """The parameters that have moments in a checkpoint, and the settings of each parameter of its optimizer.
+
+    `moments` are all beginnings of their names, up to a dot: the parameters' names are among them.
+    """
+
+    moments: frozenset[str]
+    settings: Mapping[str, frozenset[str]]
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> "StoredMoments":
+        """From the names under "optimizer." in a checkpoint."""
+        moments, settings = set[str](), dict[str, set[str]]()
+        for name in names:
+            if name.startswith(STATE):
+                parts = name.removeprefix(STATE).split(".")
+                moments.update(".".join(parts[:count]) for count in range(1, len(parts)))
+            elif name.startswith(SETTINGS):
+                parameter, _, key = name.removeprefix(SETTINGS).rpartition(".")
+                settings.setdefault(parameter, set()).add(key)
+        return cls(frozenset(moments), {name: frozenset(keys) for name, keys in settings.items()})
+
+
+def leave_without_moments(
+    path: Path, stored: StoredMoments, model: nn.Module, optimizer: Optimizer, tensors: dict[str, Any], world: World
+) -> None:
+    """Leave parameters without moments, as they are in the checkpoint, which had no gradient before it was saved.
+
+    All ranks call it together. Raises CheckpointError, on every rank, for parameters that its optimizer did not have,
+    and where it was of another class.
+    """
+    here = StoredMoments.of(tensors["optimizer"])
+    updated = {name: p for name, p in model.named_parameters() if name in here.moments}
+    without = [name for name in updated if name not in stored.moments]
+    lacking = [name for name in without if name not in stored.settings]
+    others = [n for n in without if n not in lacking and not stored.moments and stored.settings[n] != here.settings[n]]
+    reports = world.control.gather_objects((lacking, others), "moments of a checkpoint")
+    if lacking := sorted({name for names, _ in reports for name in names}):
+        raise CheckpointError(
+            f"checkpoint {path} has no moments of {counted(len(lacking), 'parameter')} that this optimizer updates "
+            f"({', '.join(lacking[:2])}), which were frozen, or in no optimizer, when it was saved; freeze them here, "
+            "or load the weights alone, load_checkpoint(path, model, None, world), and begin with a new optimizer"
+        )
+    if any(names for _, names in reports):
+        raise CheckpointError(
+            f"checkpoint {path} has no moments for {type(optimizer).__name__}: it was saved with another optimizer; "
+            "use that one, or load the weights alone, load_checkpoint(path, model, None, world)"
+        )
+    for name in without:
+        del optimizer.state[updated[name]]
+    moments = tensors["optimizer"]
+    for name in [n for n in moments if n.startswith(tuple(f"{STATE}{parameter}." for parameter in without))]:
+        del moments[name]
+
+
 def _write(folder: Path, tensors: dict[str, Any], world: World) -> list[dict[str, Digest]]:
     """Write the files of all ranks; returns the size and hash of each rank's."""
     writer = HashingWriter(folder, world)
@@ -171,13 +253,7 @@ def _write(folder: Path, tensors: dict[str, Any], world: World) -> list[dict[str
     return world.control.gather_objects(writer.digests)
 
 
-def holds_encoders(path: Path) -> bool:
-    """Whether a checkpoint is of a model with encoders. Raises CheckpointError where it cannot be read."""
-    weights = _under("model.", _stored_names(path))
-    return are_of_both(weights) or any(name.startswith("encoders.") for name in weights)
-
-
-def _stored_names(path: Path) -> list[str]:
+def _names_in(path: Path) -> list[str]:
     """All that a checkpoint holds: weights under "model.", moments and settings under "optimizer."."""
     try:
         return list(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
@@ -210,7 +286,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _hyperparameters(tensors: Mapping[str, Any]) -> list[str]:
-    """Names of the optimizer's settings, such as its learning rate, beside its moments."""
+    """Names of the optimizer's settings, such as its learning rate; its moments are not among them."""
     return [name for name in tensors.get("optimizer", {}) if name.startswith(SETTINGS)]
 
 

@@ -1,11 +1,14 @@
 """A checkpoint as a Hugging Face folder, in one process on the CPU: a decoder layer at a time, never the whole model.
 
-Weights are stored by the names and shapes of the whole model, whatever home saved them. What else a folder holds is
-kept in the run's folder (`run/set_up.py`).
+Weights are stored by the names and shapes of the whole model, whatever home saved them. The other files of the folder
+are kept in the run's folder (`run/set_up/kept_files.py`).
 """
 
+import re
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -18,13 +21,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.checkpoint.export_adapter import (
-    merged_groups,
+    ExportedDepths,
+    MtpNames,
+    merge_by_layer,
+    read_adapter,
     refuse_merge,
-    saved_adapter,
     write_saved_adapter,
 )
-from longspan.checkpoint.export_depths import ExportedDepths, MtpNames
-from longspan.checkpoint.export_folder import check_target, made_beside
 from longspan.checkpoint.files import (
     check_contents,
     check_sizes,
@@ -34,16 +37,20 @@ from longspan.checkpoint.files import (
 )
 from longspan.comm.all_ranks import LogLine
 from longspan.config.file import load_config
+from longspan.corpus.images.stock_processor import FILES
 from longspan.corpus.tokenizer_files import KeptFiles
 from longspan.errors import CheckpointError, ModelError
 from longspan.model.hf_folder import read_configuration
 from longspan.model.load import torch_dtype
-from longspan.model.save import stock_configuration, write_configuration
-from longspan.model.vision.join import names_by_stock_name
-from longspan.model.weights.fill import empty_model, images_class_by_name
-from longspan.model.weights.write import FILE_BYTES, WeightTotals, WeightWriter, unit_of
+from longspan.model.lora.save import CONFIGURATION
+from longspan.model.save import stock_configuration, write_beside_weights
+from longspan.model.vision.join import own_names
+from longspan.model.weights.empty import empty_model, named_images_class
+from longspan.model.weights.saved_folder import OF_MODEL, partial_folder, put_in_place
+from longspan.model.weights.write import FILE_BYTES, WeightWriter, Written, unit_of
 
-_SAID_EVERY = 5 * 10**9  # bytes
+_REPLACED = "|".join([OF_MODEL, r"pytorch_model.*\.(bin|json)", r"generation_config\.json", *map(re.escape, FILES)])
+_LOGGED_EVERY = 5 * 10**9  # bytes
 
 
 @dataclass(frozen=True)
@@ -80,64 +87,75 @@ def export_checkpoint(
     Of a run that trains an adapter ([lora]) that is a folder that stock peft loads, or with `merge` one of the base
     model with the adapter added to its weights.
 
-    `mtp`: whether depths of multi-token prediction are written, and under which names (`export_depths.py`).
+    `mtp`: whether depths of multi-token prediction are written, and under which names (`MtpNames`).
 
     `dtype` is that of the files: "auto", that of the run's model/ folder, or a name. Raises CheckpointError for a
     checkpoint that is missing, damaged or of another model, and ModelError for a folder that is not empty, unless it
-    is a model's and `overwrite` says so: then its weights, configuration and tokenizer are replaced.
+    is a model's and `overwrite` is true: then its weights, configuration and tokenizer are replaced.
     """
     check_target(folder, overwrite=overwrite)
     config, run = _configuration(run_dir), load_config(run_dir / "config.toml")
     if merge and not run.lora.rank:
         refuse_merge(run_dir)
-    checkpoint = _checked(run_dir / "checkpoints", checkpoint, log)
+    checkpoint = _good_checkpoint(run_dir / "checkpoints", checkpoint, log)
     kind = torch_dtype(config.dtype or "float32") if dtype == "auto" else torch_dtype(dtype)
-    empty = empty_model(config, kind, images_class_by_name(config))
-    alone = bool(run.lora.rank) and not merge  # an adapter, whose names are those of the model that it was trained in
-    depths = ExportedDepths.of(run, empty, "own" if alone and mtp == "published" else mtp, log)
+    empty = empty_model(config, kind, named_images_class(config))
+    as_adapter = bool(run.lora.rank) and not merge  # its names are those of the model that it was trained in
+    depths = ExportedDepths.of(run, empty, "own" if as_adapter and mtp == "published" else mtp, log)
     try:
-        with made_beside(folder) as partial:
-            saved = saved_adapter(run, config, _tensors(checkpoint)) if run.lora.rank else None
-            if saved is not None and alone:
-                saved = saved._replace(tensors=depths.kept(saved.tensors))
+        with staging_folder(folder) as partial:
+            saved = read_adapter(run, config, _tensors(checkpoint)) if run.lora.rank else None
+            if saved is not None and as_adapter:
+                saved = saved._replace(tensors=depths.select(saved.tensors))
                 kind = torch.float64 if run.model.dtype == "float64" else torch.float32
                 kind = kind if dtype == "auto" else torch_dtype(dtype)
                 written = write_saved_adapter(saved, partial, run_dir, kind)
             else:
                 kind, groups = empty.dtype, _groups(checkpoint, empty, depths)
                 if saved is not None:
-                    groups = map(depths.kept, merged_groups(saved, run, config, run_dir))
-                written = _write(partial, empty, _saying(groups, log), run_dir, depths)
+                    groups = map(depths.select, merge_by_layer(saved, run, config, run_dir))
+                written = _write(partial, empty, _log_progress(groups, log), run_dir, depths)
     except ModelError as error:
         raise CheckpointError(f"checkpoint {checkpoint} does not fit the run's model: {error}") from error
     step, name = int(read_state(checkpoint)["step"]), str(kind).removeprefix("torch.")
     return Exported(str(folder), str(checkpoint), step, name, **written._asdict())
 
 
+def check_target(folder: Path, *, overwrite: bool) -> None:
+    """Raise ModelError for a folder that cannot be written to: no folder, or one that holds something."""
+    if folder.exists() and not folder.is_dir():
+        raise ModelError(f"{folder} is a file; name a folder to write the model to")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    if not overwrite:
+        raise ModelError(f"{folder} is not empty; name another folder, or replace the model in it with --overwrite")
+    if not any((folder / name).is_file() for name in ("config.json", CONFIGURATION)):
+        raise ModelError(f"{folder} is not empty and holds no model (no config.json), so nothing in it is replaced")
+
+
+@contextmanager
+def staging_folder(folder: Path) -> Iterator[Path]:
+    """Yield a new folder, whose files are put into `folder` at the end; after an error nothing is left of it."""
+    partial = partial_folder(folder)
+    try:
+        yield partial
+        put_in_place(partial, folder, _REPLACED)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 def _configuration(run_dir: Path) -> PreTrainedConfig:
-    """The stock configuration of a run's model. Raises CheckpointError where the run has kept none."""
+    """The stock configuration of a run's model. Raises CheckpointError if the run has none."""
     if not (run_dir / "config.json").is_file():
         raise CheckpointError(
-            f"{run_dir} has no config.json, which says what its model is; a run of an older version gets one when it "
-            f"is opened: longspan train {run_dir}/config.toml"
+            f"{run_dir} has no config.json, which describes its model: the run did not begin, or was begun before "
+            "longspan 0.1; name the folder of a run that has written a checkpoint"
         )
     return stock_configuration(read_configuration(run_dir))
 
 
-def _write(
-    partial: Path, empty: PreTrainedModel, groups: Iterator[dict[str, Tensor]], run_dir: Path, depths: ExportedDepths
-) -> WeightTotals:
-    """Write the weights of a whole model, and what belongs beside them."""
-    writer = WeightWriter(partial, empty, file_bytes=FILE_BYTES, rename=depths.rename)
-    for group in groups:
-        writer.write(group)
-    written = writer.finish()
-    write_configuration(empty, partial, KeptFiles(run_dir))
-    return written
-
-
-def _checked(root: Path, checkpoint: Path | None, log: LogLine) -> Path:
-    """The checkpoint, or the newest good one, every file of which is as it was written."""
+def _good_checkpoint(root: Path, checkpoint: Path | None, log: LogLine) -> Path:
+    """The checkpoint, or the newest good one. Raises CheckpointError for a file that is not as it was written."""
 
     def check(path: Path) -> None:
         check_contents(path, check_sizes(path))
@@ -151,23 +169,35 @@ def _checked(root: Path, checkpoint: Path | None, log: LogLine) -> Path:
     return newest
 
 
+def _write(
+    partial: Path, empty: PreTrainedModel, groups: Iterator[dict[str, Tensor]], run_dir: Path, depths: ExportedDepths
+) -> Written:
+    """Write the weights of a whole model, and the other files of its folder."""
+    writer = WeightWriter(partial, empty, file_bytes=FILE_BYTES, rename=depths.rename)
+    for group in groups:
+        writer.write(group)
+    written = writer.finish()
+    write_beside_weights(empty, partial, KeptFiles(run_dir))
+    return written
+
+
 def _groups(checkpoint: Path, empty: PreTrainedModel, depths: ExportedDepths) -> Iterator[dict[str, Tensor]]:
     """The weights of a checkpoint that are exported, those of a layer together, as they were stored."""
-    stored = depths.kept(_stored(checkpoint))
-    kept = names_by_stock_name(stored)  # a vision-language model's are stored by the names of its two modules
-    stored, wanted = {own: stored[name] for own, name in kept.items()}, dict(empty.state_dict())
-    if more := sorted(stored.keys() - wanted.keys()):
+    stored = depths.select(_weights_in(checkpoint))
+    stored_names = own_names(stored)  # a vision-language model's are stored by the names of its two modules
+    stored, weights = {name: stored[there] for name, there in stored_names.items()}, dict(empty.state_dict())
+    if more := sorted(stored.keys() - weights.keys()):
         raise ModelError(f"it has {len(more)} weights that the model has not: {', '.join(more[:4])}")
-    place = {unit: i for i, unit in enumerate(dict.fromkeys(map(unit_of, wanted)))}
+    place = {unit: i for i, unit in enumerate(dict.fromkeys(map(unit_of, weights)))}
     for _, group in groupby(sorted(stored, key=lambda name: (place[unit_of(name)], name)), unit_of):
-        names = {kept[name]: name for name in group}
+        names = {stored_names[name]: name for name in group}
         tensors = _read(checkpoint, {there: stored[name] for there, name in names.items()})
         yield {name: tensors[there] for there, name in names.items()}
 
 
 def _tensors(checkpoint: Path) -> dict[str, Tensor]:
     """All tensors under "model." in a checkpoint: those of an adapter are few."""
-    return _read(checkpoint, _stored(checkpoint))
+    return _read(checkpoint, _weights_in(checkpoint))
 
 
 def _read(checkpoint: Path, stored: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
@@ -180,7 +210,7 @@ def _read(checkpoint: Path, stored: Mapping[str, TensorStorageMetadata]) -> dict
     return tensors
 
 
-def _stored(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
+def _weights_in(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
     """The weights that a checkpoint holds, by their names in the model."""
     try:
         stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
@@ -193,12 +223,12 @@ def _stored(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
     }
 
 
-def _saying(groups: Iterator[dict[str, Tensor]], log: Callable[[str], None]) -> Iterator[dict[str, Tensor]]:
+def _log_progress(groups: Iterator[dict[str, Tensor]], log: Callable[[str], None]) -> Iterator[dict[str, Tensor]]:
     """The groups, with a line of progress every few gigabytes."""
-    read = said = 0
+    read = logged = 0
     for group in groups:
         yield group
         read += sum(tensor.nbytes for tensor in group.values())
-        if read - said >= _SAID_EVERY:
-            said = read
+        if read - logged >= _LOGGED_EVERY:
+            logged = read
             log(f"exported {read / 1e9:,.0f} GB of the checkpoint")

@@ -1,34 +1,86 @@
-"""A checkpoint of an adapter as a folder that stock peft loads, or merged into its base model, a layer at a time."""
+"""What an export does with an adapter (a folder that stock peft loads, or merged into its base model) and with depths.
+
+The base model is read a layer at a time. Depths of multi-token prediction are written under published names, under
+ours, or left out.
+"""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from longspan.comm.all_ranks import LogLine
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer_files import KeptFiles
-from longspan.errors import CheckpointError, ConfigError
-from longspan.model.local_tensors import LocalPart
-from longspan.model.lora.adapters import Adapter, adapter_in, belongs_to_adapter, peft_modules
-from longspan.model.lora.save import WEIGHTS, largest_trained_modules, select_entries, write_adapter
+from longspan.errors import CheckpointError, ConfigError, counted
+from longspan.model.adapters import Adapter, adapter_in, belongs_to_adapter, peft_modules
+from longspan.model.add_depths import add_mtp
+from longspan.model.lora.save import WEIGHTS, write_adapter
+from longspan.model.lora.trained_modules import entries_of, trained_modules
+from longspan.model.mtp.depths import mtp_blocks
+from longspan.model.mtp.names import PREFIX, published_names
 from longspan.model.parts import is_tied
 from longspan.model.presets import PRESETS
-from longspan.model.vision.join import names_by_stock_name
-from longspan.model.weights.fill import empty_model, images_class_by_name, pop_deferred_weights
-from longspan.model.weights.write import WeightTotals, unit_of
+from longspan.model.vision.join import own_names
+from longspan.model.weights.empty import empty_model, named_images_class
+from longspan.model.weights.fill import take_weights_to_come
+from longspan.model.weights.held import HeldPart
+from longspan.model.weights.write import Written, unit_of
 from longspan.train.mtp.depths import depth_weights, with_depths
 from longspan.train.training import adapted, loaded_model
+
+Value = TypeVar("Value")
+MtpNames = Literal["published", "own", "none"]
+"""published: as models of the family are published, own where there is no such name; own: mtp.layers.0 and so on."""
+
+
+@dataclass(frozen=True)
+class ExportedDepths:
+    """How the depths of a run's model are written to its files: `rename` is from our names to theirs."""
+
+    rename: Callable[[str], str]
+    left_out: bool = False
+
+    @classmethod
+    def of(cls, run: RunConfig, empty: PreTrainedModel, names: MtpNames, log: LogLine) -> "ExportedDepths":
+        """Give the stock model the depths that are written, and log their names; without depths nothing is logged."""
+        depths, text = run.mtp.depths, empty.config.get_text_config()
+        ours = cls(lambda name: name, left_out=names == "none")
+        if not depths:
+            return ours
+        title = f"{counted(depths, 'depth')} of multi-token prediction"
+        if ours.left_out:
+            log(f"{title}: left out")
+            return ours
+        blocks: list[Any] = [*mtp_blocks(add_mtp(empty, depths)).values()]
+        blocks = blocks[: len(blocks) // depths]
+        published = published_names(text.model_type, text.num_hidden_layers, depths, len(blocks))
+        rename = published if names == "published" else None
+        if rename is None:
+            log(f"{title}: under {PREFIX}.layers.0.… and so on, which longspan reads and stock transformers leaves out")
+            return ours
+        config: Any = text
+        config.num_nextn_predict_layers = depths
+        if len(blocks) > 1:
+            config.mtp_layers_block_type = [block.block_type for block in blocks]
+        log(f"{title}: under the names of published {text.model_type} models, {rename(f'{PREFIX}.layers.0.eh_proj.…')}")
+        return cls(rename)
+
+    def select(self, weights: Mapping[str, Value]) -> dict[str, Value]:
+        """The values, by the names of a checkpoint's weights, that are written."""
+        return {name: x for name, x in weights.items() if not (self.left_out and name.startswith(f"{PREFIX}."))}
 
 
 class SavedAdapter(NamedTuple):
     """The adapter of a run, its whole tensors by name, and what the output of each adapted linear is scaled by.
 
-    Tensors of `modules`, a tower or a projector, that were trained beside it are among them.
+    The tensors of `modules`, a tower or a projector that was trained with it, are among them.
     """
 
     adapter: Adapter
@@ -37,52 +89,52 @@ class SavedAdapter(NamedTuple):
     modules: tuple[str, ...] = ()
 
 
-def saved_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mapping[str, Tensor]) -> SavedAdapter:
+def read_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mapping[str, Tensor]) -> SavedAdapter:
     """A run's adapter, of these tensors. Raises CheckpointError for tensors that [lora] does not describe."""
-    tensors = {own: stored[name] for own, name in names_by_stock_name(stored).items()}
-    stock = empty_model(configuration, torch.float32, images_class_by_name(configuration))
+    tensors = {name: stored[there] for name, there in own_names(stored).items()}
+    stock = empty_model(configuration, torch.float32, named_images_class(configuration))
     empty = with_depths(run, stock, read=False)
-    modules = largest_trained_modules(empty, {name for name in tensors if not belongs_to_adapter(name)})
+    modules = trained_modules(empty, {name for name in tensors if not belongs_to_adapter(name)})
     model = adapted(run, empty).get_base_model()
     adapter = adapter_in(model)
     assert adapter is not None
     layers: dict[str, Any] = {**peft_modules(model)}
-    wanted = {name for name, _ in model.named_parameters() if ".lora_" in name}
-    wanted |= select_entries(modules, dict(model.named_parameters())).keys()
-    if wanted != tensors.keys():
+    names = {name for name, _ in model.named_parameters() if ".lora_" in name}
+    names |= entries_of(modules, dict(model.named_parameters())).keys()
+    if names != tensors.keys():
         raise CheckpointError(
             f"the checkpoint has {len(tensors)} tensors, the adapter of [lora] in {run.run.dir}/config.toml "
-            f"{len(wanted)}; different are {', '.join(sorted(wanted ^ tensors.keys())[:4])}"
+            f"{len(names)}; different are {', '.join(sorted(names ^ tensors.keys())[:4])}"
         )
     scalings = {name: layer.scaling[adapter.name] for name, layer in layers.items()}
     return SavedAdapter(adapter, tensors, scalings, modules)
 
 
-def write_saved_adapter(saved: SavedAdapter, folder: Path, run_dir: Path, dtype: torch.dtype | None) -> WeightTotals:
+def write_saved_adapter(saved: SavedAdapter, folder: Path, run_dir: Path, dtype: torch.dtype | None) -> Written:
     """Write an adapter to a folder, with the tokenizer that the run keeps."""
     tensors = {name: tensor.to(dtype=dtype) for name, tensor in saved.tensors.items()}
     write_adapter(folder, saved.adapter, tensors, KeptFiles(run_dir), saved.modules)
-    return WeightTotals(len(tensors), sum(x.numel() for x in tensors.values()), (folder / WEIGHTS).stat().st_size, 1)
+    return Written(len(tensors), sum(x.numel() for x in tensors.values()), (folder / WEIGHTS).stat().st_size, 1)
 
 
-def merged_groups(
+def merge_by_layer(
     saved: SavedAdapter, run: RunConfig, configuration: PreTrainedConfig, run_dir: Path
 ) -> Iterator[dict[str, Tensor]]:
     """The weights of the base model with the adapter added, those of a layer together, in float32 or float64.
 
-    Raises CheckpointError where the base model cannot be had again here, and for an adapter of a tied head alone.
+    Raises CheckpointError if the base model cannot be made again here, and for an adapter of a tied head.
     """
     _check_base(run, configuration, run_dir)
-    images = images_class_by_name(configuration) is not None
+    images = named_images_class(configuration) is not None
     model = loaded_model(run, configuration.get_text_config().vocab_size, configuration, images=images)
     _check_tied(saved, model)
     wide = torch.float64 if run.model.dtype == "float64" else torch.float32
     for _, group in groupby(_weights(model), lambda entry: unit_of(entry[0])):
-        yield {name: merged(saved, name, tensor, wide) for name, tensor in group}
+        yield {name: merge_weight(saved, name, tensor, wide) for name, tensor in group}
 
 
-def merged(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight of the base model with what the adapter adds to it: W + s B A; one that was trained beside it."""
+def merge_weight(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight of the base model plus what the adapter adds to it, W + s B A; as it is if it was trained whole."""
     if name in saved.tensors:
         return saved.tensors[name]
     linear, adapter = name.removesuffix(".weight"), saved.adapter.name
@@ -94,11 +146,11 @@ def merged(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dtype) -
 
 def _weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """The whole weights of a model, those that are yet to come one at a time."""
-    weights = pop_deferred_weights(model)
+    weights = take_weights_to_come(model)
     if weights is None:
         yield from model.state_dict().items()
         return
-    whole = {name: LocalPart.of(tensor) for name, tensor in model.state_dict().items()}
+    whole = {name: HeldPart.of(tensor) for name, tensor in model.state_dict().items()}
     yield from weights.source.read(whole, torch.device("cpu"))
 
 
@@ -120,7 +172,7 @@ def _check_base(run: RunConfig, configuration: PreTrainedConfig, run_dir: Path) 
 
 
 def _check_tied(saved: SavedAdapter, model: PreTrainedModel) -> None:
-    """Raise CheckpointError where one of two modules that share a weight is adapted, which no merged weight can be."""
+    """Raise CheckpointError if one of two modules that share a weight is adapted, which no merged weight can be."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     adapted_ends = [name for name, module in model.named_modules() if module in ends and name in saved.scalings]
     if adapted_ends and is_tied(model):
@@ -132,5 +184,5 @@ def _check_tied(saved: SavedAdapter, model: PreTrainedModel) -> None:
 
 
 def refuse_merge(run_dir: Path) -> None:
-    """Raise ConfigError where a run trained all weights."""
+    """Raise ConfigError for --merge of a run that trained all weights."""
     raise ConfigError(f"--merge is given, and {run_dir} trained all weights (lora.rank is 0); leave it out")

@@ -1,6 +1,6 @@
 """The files of a checkpoint: where they are, whether they are complete, and which checkpoint is the newest good one.
 
-No torch and no ranks here: a folder is judged by its manifest alone.
+No torch and no ranks here: a folder is judged only by its manifest.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ from typing import Any
 from longspan.errors import CheckpointError
 from longspan.files import write_durably
 
+FORMAT = 1  # of what is written here; since longspan 0.1
 PARTIAL = ".partial"
 MANIFEST, STATE, DAMAGED = "manifest.json", "state.json", "damaged.txt"
 Digest = tuple[int, str]  # bytes, SHA-256
@@ -45,7 +46,7 @@ def publish(partial: Path, path: Path, state: Mapping[str, Any], digests: Sequen
     write_durably(partial / STATE, json.dumps(state, indent=1))
     files = {name: digest for part in digests for name, digest in part.items()}
     files[STATE] = _digest(partial / STATE)
-    write_durably(partial / MANIFEST, json.dumps({"files": files}, indent=1))
+    write_durably(partial / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=1))
     _sync_folder(partial)
     shutil.rmtree(path, ignore_errors=True)  # a damaged one of the same step
     partial.rename(path)
@@ -82,9 +83,9 @@ def complete_checkpoints(root: Path, log: LogLine = lambda _: None) -> list[Path
 
 
 def newest_good(paths: Sequence[Path], check: Check, log: LogLine) -> tuple[Path | None, dict[Path, str]]:
-    """The first of `paths` that passes `check` (None of none), and what is wrong with those before it.
+    """The first of `paths` that passes `check` (None if there are none), and what is wrong with those before it.
 
-    Raises CheckpointError where there are some and none passes.
+    Raises CheckpointError if there are some and none passes.
     """
     damage: dict[Path, str] = {}
     for path in paths:
@@ -116,7 +117,7 @@ def note_damage(damage: Mapping[Path, str], good: Path | None) -> None:
 
 
 def check_sizes(path: Path) -> dict[str, Digest]:
-    """The files of a checkpoint, all of which are there in their sizes. Raises CheckpointError for the first not so."""
+    """The files of a checkpoint, by its manifest. Raises CheckpointError for one that is missing or of another size."""
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
     files = _manifest(path)
@@ -149,10 +150,26 @@ def files_by_rank(files: Mapping[str, Digest], ranks: int) -> list[dict[str, Dig
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The state that was saved with a checkpoint. Raises CheckpointError where it is missing or damaged."""
+    """The state of a checkpoint. Raises CheckpointError if it is missing or damaged, or of another format."""
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
+    check_format(path)
     return _json(path / STATE, path)
+
+
+def check_format(path: Path) -> None:
+    """Raise CheckpointError for a checkpoint that another version of longspan wrote in another format."""
+    version = _json(path / MANIFEST, path).get("format")
+    if version is None:
+        raise CheckpointError(
+            f"checkpoint {path}: it was written before longspan 0.1 ({MANIFEST} names no format); export it with the "
+            "version that wrote it (longspan export), and train on from that folder as model.path"
+        )
+    if version != FORMAT:
+        raise CheckpointError(
+            f"checkpoint {path}: it has format {version!r}, and this version of longspan reads format {FORMAT}; use "
+            "the version that wrote it, or a newer one"
+        )
 
 
 def _steps(root: Path) -> list[Path]:
@@ -170,6 +187,8 @@ def _looks_good(path: Path) -> bool:
 
 
 def _manifest(path: Path) -> dict[str, Digest]:
+    """The files that the manifest of a checkpoint names. Raises CheckpointError for one that is damaged or too old."""
+    check_format(path)
     files = _json(path / MANIFEST, path).get("files")
     if not isinstance(files, dict) or not files:
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} names no files")

@@ -14,11 +14,13 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 import tyro
 from tyro.conf import Fixed, FlagConversionOff, FlagCreatePairsOff, Positional, Suppress
+from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from longspan.cli.processes import Device
-from longspan.config.defaults import resolved
-from longspan.config.eval_set import EvalConfig
-from longspan.config.file import kind_text, nearest, present_word, read_file
+from longspan.config.defaults import resolve_defaults
+from longspan.config.file import choice_word, kind_text, nearest, read_file
+from longspan.config.keys import keys_of, texts_of, value_at, with_values
+from longspan.config.plan_section import ContextConfig, EvalConfig
 from longspan.config.sections import (
     DataConfig,
     EncoderSection,
@@ -35,19 +37,37 @@ _NUMBERS = {int: "an integer", float: "a number"}
 _EXAMPLES = {int: "2 4", float: "0.9 0.95", str: "first second"}  # of lists
 
 
+_SECTIONS = ConstructorRegistry()
+
+
+@_SECTIONS.struct_rule
+def _flags_of_section(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """How tyro makes a section that has another one inside: by flags for the keys of both, as files name them."""
+    kind: Any = info.type
+    if kind is not ContextConfig:
+        return None
+    section = info.default if isinstance(info.default, ContextConfig) else ContextConfig()
+    texts = texts_of(kind)
+    flags = (
+        StructFieldSpec(key.name, key.kind, value_at(section, key.name), helptext=texts[key.name])
+        for key in keys_of(kind)
+    )
+    return StructConstructorSpec(lambda **values: with_values(section, values), tuple(flags))
+
+
 def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, default: Flags | None = None) -> Flags:
     """The flags of a verb from its words. Raises ConfigError for a flag that does not exist, with the nearest one.
 
     >>> parse_flags(ReportFlags, ["runs/first", "--json"], "longspan report")
 
-    The same for whatever else is missing or none. `--help` prints and leaves; it is tyro's.
+    Other wrong words raise it too, with tyro's text. `--help` prints and exits.
     """
-    words = _checked_words(argv, flag_types(kind), prog)
-    known: dict[str, Any] = {} if default is None else {"default": default}
+    words = _check_words(argv, flag_types(kind), prog)
+    defaults: dict[str, Any] = {} if default is None else {"default": default}
     refusal = StringIO()
     try:
-        with redirect_stderr(refusal):
-            return tyro.cli(kind, prog=prog, args=words, use_underscores=True, **known)
+        with redirect_stderr(refusal), _SECTIONS:
+            return tyro.cli(kind, prog=prog, args=words, use_underscores=True, **defaults)
     except SystemExit as end:
         if not end.code:
             raise
@@ -55,7 +75,7 @@ def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, default: Flag
 
 
 def _text_of_box(text: str) -> str:
-    """What tyro says below the title of an error and above the next rule, in a box or, without UTF-8, between rules."""
+    """The text of tyro below the title of an error, up to the next rule: in a box or, without UTF-8, between rules."""
     lines = [line.strip("│ ") for line in text.splitlines() if line.strip()]
     is_rule = [line.startswith("╭") or not line.strip("─╰╯-") for line in lines]
     below = lines[is_rule.index(True) + 1 :] if True in is_rule else lines
@@ -75,13 +95,13 @@ def flag_types(kind: type) -> dict[str, Any]:
     types: dict[str, Any] = {}
     for name, hint in get_type_hints(kind).items():
         if is_dataclass(hint):
-            types |= {f"--{name}.{key}": t for key, t in get_type_hints(hint).items() if not _is_tables(t)}
+            types |= {f"--{name}.{key.name}": key.kind for key in keys_of(hint) if not _is_tables(key.kind)}
         elif not _is_marked(kind, name, "Positional", "Fixed"):
             types[f"--{name}"] = hint
     return types
 
 
-def _checked_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[str]:
+def _check_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[str]:
     """The words with true and false as Python writes them. Raises ConfigError for a flag that does not exist."""
     words: list[str] = []
     for place, (word, following) in enumerate(zip(argv, [*argv, "--"][1:], strict=True), 1):
@@ -93,7 +113,7 @@ def _checked_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> lis
         _check_name(flag, types, prog)
         kind = types.get(flag)
         if kind is bool and not equals and following not in _BOOLEANS:
-            words += [flag, "True"] if "." in flag else [flag]  # `--parallel.sequence_parallel` alone; `--json`
+            words += [flag, "True"] if "." in flag else [flag]  # as --parallel.sequence_parallel; --json
         elif _list_of(kind) is not None:
             behind = [value] if equals else list(takewhile(lambda other: not other.startswith("--"), argv[place:]))
             _check_list(flag, behind, kind)
@@ -111,7 +131,7 @@ def _check_value(flag: str, value: str | None, kind: Any) -> None:
     """Raise ConfigError where a word is missing, or no value of a flag that takes one."""
     if kind is None:  # --help
         return
-    if get_origin(kind) is Literal and present_word(value, kind) not in get_args(kind):
+    if get_origin(kind) is Literal and choice_word(value, kind) not in get_args(kind):
         advice = f"use one of {', '.join(map(str, filter(None, get_args(kind))))}"
     elif kind in _NUMBERS and not _is_number(value or "", kind):
         advice = f"it must be {_NUMBERS[kind]}"
@@ -125,7 +145,7 @@ def _check_value(flag: str, value: str | None, kind: Any) -> None:
 
 
 def _list_of(kind: Any) -> Any:
-    """The list that a flag takes, alone or among other kinds of values; None for other flags."""
+    """The list that a flag takes, also as one of several kinds of values; None for other flags."""
     options = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     return next((option for option in options if get_origin(option) is tuple), None)
 
@@ -148,16 +168,16 @@ def _is_number(word: str, kind: type[int] | type[float]) -> bool:
     return True
 
 
-def _check_name(flag: str, known: dict[str, Any], prog: str) -> None:
-    if flag in known or flag == "--help":
+def _check_name(flag: str, types: dict[str, Any], prog: str) -> None:
+    if flag in types or flag == "--help":
         return
-    owners = [name for name in known if name.endswith("." + flag[2:])]
-    hint = f"did you mean {owners[0]!r}?" if owners else nearest(flag, known, prefix="--")
+    owners = [name for name in types if name.endswith("." + flag[2:])]
+    hint = f"did you mean {owners[0]!r}?" if owners else nearest(flag, types, prefix="--")
     raise ConfigError(f"{prog} has no flag {flag}: {hint}")
 
 
 def _as_python(value: str, kind: Any) -> str:
-    return value.capitalize() if kind is bool and value in ("true", "false") else str(present_word(value, kind))
+    return value.capitalize() if kind is bool and value in ("true", "false") else str(choice_word(value, kind))
 
 
 def _is_tables(hint: Any) -> bool:
@@ -210,4 +230,4 @@ def parse_train(argv: Sequence[str]) -> tuple[TrainFlags, RunConfig]:
         file = read_file(flags.config)
         sections = {f.name: getattr(file, f.name) for f in fields(RunConfig)}
         flags = parse_flags(TrainFlags, argv, "longspan train", replace(TrainFlags(), **sections))
-    return flags, resolved(RunConfig(**{f.name: getattr(flags, f.name) for f in fields(RunConfig)}))
+    return flags, resolve_defaults(RunConfig(**{f.name: getattr(flags, f.name) for f in fields(RunConfig)}))

@@ -1,21 +1,24 @@
-"""What keys mean that were not given: the demo's values with a tiny preset, otherwise those of one's own model.
+"""The values of keys that are not given: the demo's with a tiny preset, otherwise those of a model of one's own.
 
-`load_config` and the flags of `longspan train` end here, so that whatever reads a RunConfig finds every value in it, as
-does a reader of a run's config.toml. Which values are possible is `config_check.py`'s business. Imports no torch.
+`load_config` and the flags of `longspan train` end here, so that every value is in a RunConfig, and in a run's
+config.toml. `run/config_check.py` checks which values are possible. torch is imported only for a dtype.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from longspan.config.bounds import AUTO, NOT_GIVEN
-from longspan.config.eval_inheritance import set_with_defaults
-from longspan.config.sections import ContextConfig, ModelConfig, RunConfig
+from longspan.config.keys import AUTO, NOT_GIVEN, value_at, with_values
+from longspan.config.plan_section import AnyPlan, EvalConfig, inherit
+from longspan.config.sections import ModelConfig, RunConfig, held_out_set
 from longspan.errors import LongspanError
 from longspan.model.presets import PRESETS
 from longspan.plan.cost.model_shape import has_mixers
-from longspan.plan.hierarchy import levels_at
+
+if TYPE_CHECKING:
+    import torch
+
 
 STDLIB = "stdlib"  # as data.path
 TINY = "-tiny"  # how the names of the demo's presets end
@@ -61,15 +64,15 @@ def is_demo(model: ModelConfig) -> bool:
     return model.preset_name.endswith(TINY)
 
 
-def resolved(config: RunConfig) -> RunConfig:
-    """The configuration with a value for every key that was not given, but for a `train.lr` that has to be.
+def resolve_defaults(config: RunConfig) -> RunConfig:
+    """The configuration with a value for every key that is not given; a model of one's own needs a `train.lr`.
 
     >>> resolved(RunConfig()).train.lr
     0.006
     >>> resolved(resolved(config)) == resolved(config)
     True
     """
-    if config.context.eval_context_parallel_size == AUTO:
+    if config.context.evaluation.context_parallel_size == AUTO:
         config = _with_defaults(config, {"context.eval_cp_comm_type": AUTO})
     if config.lora.rank:
         config = _with_defaults(config, {"train.lr": LORA_LR})
@@ -80,25 +83,21 @@ def resolved(config: RunConfig) -> RunConfig:
         config = _with_defaults(config, {"data.path": STDLIB})
     config = _with_partition(config)
     config = _with_defaults(config, _DEMO if is_demo(config.model) else _OWN_MODEL)
-    if not is_demo(config.model):
-        config = _with_defaults(config, _as_in_training(config.context))
-        config = config if config.train.epochs else with_steps(config, config.train.steps)
+    if not is_demo(config.model) and not config.train.epochs:
+        config = with_steps(config, config.train.steps)
     context = config.context
-    if context.eval_context_parallel_size == 0:
-        context = replace(context, eval_context_parallel_size=context.context_parallel_size)
-    if context.eval_max_tokens_per_slot == AUTO:
-        context = replace(context, eval_max_tokens_per_slot=context.max_tokens_per_slot)
+    context = replace(context, evaluation=inherit(context.evaluation, context, context))
     config = replace(config, context=context)
-    return replace(config, eval=tuple(set_with_defaults(entry, config) for entry in config.eval))
+    return replace(config, eval=tuple(_complete(entry, config) for entry in config.eval))
 
 
 def encoder_default(config: RunConfig) -> Literal["all", "none"]:
-    """What of an encoder is trained where nothing is said: nothing beside adapters, which alone are trained."""
+    """The default of encoder.train: with adapters only these are trained."""
     return "none" if config.lora.rank else "all"
 
 
 def is_hybrid(model: ModelConfig) -> bool:
-    """Whether a model has state-space layers, as its preset or its config.json says; not where none can be read."""
+    """Whether a model has state-space layers by its preset or config.json; false if none can be read."""
     try:
         return has_mixers(Path(model.source) if model.source else PRESETS[model.preset_name].values)
     except (LongspanError, KeyError):
@@ -106,13 +105,10 @@ def is_hybrid(model: ModelConfig) -> bool:
 
 
 def _with_partition(config: RunConfig) -> RunConfig:
-    """Hybrids are dealt out as their cost says, and so are their evaluations; of other models "auto" means zigzag."""
-    context = config.context
+    """The configuration with partitions: "auto" is chosen by cost for hybrids, also in evaluation, otherwise zigzag."""
     if not is_hybrid(config.model):
-        words = ("partition", "eval_partition")
-        zigzag = {word: "zigzag" for word in words if getattr(context, word) == AUTO}
-        entries = tuple(replace(s, partition="zigzag") if s.partition == AUTO else s for s in config.eval)
-        return replace(config, context=replace(context, **zigzag), eval=entries)
+        context = _zigzag(replace(config.context, evaluation=_zigzag(config.context.evaluation)))
+        return replace(config, context=context, eval=tuple(map(_zigzag, config.eval)))
     config = _with_defaults(config, {"context.partition": AUTO})
     if config.context.partition != "zigzag":
         config = _with_defaults(config, {"context.cp_comm_type": AUTO})
@@ -123,49 +119,36 @@ def _with_partition(config: RunConfig) -> RunConfig:
     )
 
 
+def _zigzag(section: AnyPlan) -> AnyPlan:
+    """A plan section with the partition zigzag in place of "auto"."""
+    return replace(section, partition="zigzag") if section.partition == AUTO else section
+
+
 def with_steps(config: RunConfig, steps: int) -> RunConfig:
-    """The configuration with so many steps, and the warm-up that follows from them where none was given."""
+    """The configuration with so many steps, and the warm-up that follows from them if none is given."""
     config = replace(config, train=replace(config.train, steps=steps))
     return _with_defaults(config, {"train.warmup_steps": min(MOST_WARMUP, steps // 20)})
 
 
 def _with_defaults(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:
-    """The configuration with these values of "section.key" where none was given."""
+    """The configuration with these values of "section.key" where none is given."""
     for name, value in defaults.items():
         section, _, key = name.partition(".")
         values = getattr(config, section)
-        if getattr(values, key) in (NOT_GIVEN, ""):
-            config = replace(config, **{section: replace(values, **{key: value})})
+        if value_at(values, key) in (NOT_GIVEN, ""):
+            config = replace(config, **{section: with_values(values, {key: value})})
     return config
 
 
-def _as_in_training(context: ContextConfig) -> dict[str, Any]:
-    """What makes evaluation plan as training does, of every key of it.
-
-    A degree that was given alone, or "auto", makes plans of one degree, also where training plans are dynamic. Levels
-    of plans at another degree keep what divides it.
-    """
-    planner, degree, sizes = context.planner, context.context_parallel_size, context.hierarchical_context_parallel_sizes
-    eval_degree = context.eval_context_parallel_size
-    if isinstance(eval_degree, str):
-        planner = "fixed"
-    elif eval_degree > 0:
-        planner, degree = "padded" if planner == "padded" else "fixed", eval_degree
-    levels_fit = (planner, degree) == (context.planner, context.context_parallel_size)
-    if (context.eval_planner or planner) != "dynamic" and not levels_fit:
-        sizes = levels_at(sizes, degree)
-    return {
-        "context.eval_planner": planner,
-        "context.eval_context_parallel_size": degree,
-        "context.eval_cp_comm_type": context.cp_comm_type,
-        "context.eval_partition": context.partition,
-        "context.eval_max_tokens_per_slot": context.max_tokens_per_slot,
-        "context.eval_hierarchical_context_parallel_sizes": sizes,
-    }
+def _complete(entry: EvalConfig, config: RunConfig) -> EvalConfig:
+    """An evaluation set with a value for every key, of a configuration that has one for every other."""
+    entry, parent = inherit(entry, config.context.evaluation, config.context), held_out_set(config)
+    keys = ("max_document_tokens", "every", "metrics", "max_seconds")
+    return replace(entry, **{key: getattr(parent, key) for key in keys if getattr(entry, key) in (NOT_GIVEN, ())})
 
 
 def settings_line(config: RunConfig) -> str:
-    """The values that decide most about a run, given or not, in one line; of evaluation, what is not as in training."""
+    """The values that decide most about a run, in one line; of evaluation those that are not as in training."""
     shown = _SHOWN
     if config.train.epochs:  # from which steps and warm-up follow, once the corpus is known
         rest = tuple(key for key in _SHOWN["train"] if key not in ("steps", "warmup_steps"))
@@ -179,14 +162,37 @@ def settings_line(config: RunConfig) -> str:
     if config.mtp.depths:
         words.append(f"[mtp] depths = {config.mtp.depths}, loss_weight = {config.mtp.loss_weight:g}")
     context = config.context
-    keys = {key: f"eval_{key}" for key in _SHOWN["context"]}
     other = [
-        f"{key} = {_text(getattr(context, key))}"
-        for trained, key in keys.items()
-        if getattr(context, trained) != getattr(context, key)
+        f"eval_{key} = {_text(getattr(context.evaluation, key))}"
+        for key in _SHOWN["context"]
+        if getattr(context, key) != getattr(context.evaluation, key)
     ]
     return "; ".join([*words, ", ".join(other) or "evaluation as in training"])
 
 
 def _text(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def warn_of_lost_updates(config: RunConfig, log: Callable[[str], None]) -> None:
+    """Log what a run in pure bfloat16 loses."""
+    if config.model.dtype == "bfloat16" and not config.train.stochastic_rounding and not config.lora.rank:
+        log(
+            'caution: model.dtype is "bfloat16": updates below 1/512 of a weight are rounded away, and so the model '
+            'learns less (docs/precision.md); use model.dtype = "float32" with model.compute_dtype = "bfloat16", or '
+            "train.stochastic_rounding = true"
+        )
+
+
+def compute_dtype(model: ModelConfig, device: str) -> "torch.dtype":
+    """The dtype of a run's arithmetic on a kind of device: "auto" is bfloat16 on GPUs over float32, else `model.dtype`.
+
+    >>> compute_dtype(ModelConfig(), "cuda")
+    torch.bfloat16
+    """
+    import torch
+
+    name = model.compute_dtype
+    if name == AUTO:
+        name = "bfloat16" if device == "cuda" and model.dtype == "float32" else model.dtype
+    return getattr(torch, name)

@@ -4,22 +4,19 @@ import difflib
 import json
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
-from longspan.config.defaults import resolved
-from longspan.config.eval_set import EvalConfig
+from longspan.config.defaults import resolve_defaults
+from longspan.config.keys import keys_of, with_values
+from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, SourceConfig, section_kinds
 from longspan.errors import ConfigError
 
-TABLES = "data.sources"  # which is no value, but tables of an array
+TABLES = "data.sources"  # tables of an array, not a value
 KeyHint = Callable[[str, str, Iterable[str]], str]  # of a section, an unknown key of it, and those that it has
-
-# Keys that were removed and may stand in the config.toml of an older run, each with the one value that is accepted.
-_REMOVED = {"data.read": ("rows", "every slot reads the rows that it computes")}
-_PRESET_BESIDE_A_FOLDER = "qwen3-tiny"  # older runs wrote it down beside a model.path, which won over it
 
 
 def load_config(path: str | Path | None = None, overrides: Mapping[str, object] | None = None) -> RunConfig:
@@ -35,11 +32,11 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, object] 
     for key, value in (overrides or {}).items():
         section, _, name = key.partition(".")
         config = _with_section(config, section, {name: value} if name else value, source="the overrides")
-    return resolved(config)
+    return resolve_defaults(config)
 
 
 def read_file(path: str | Path) -> RunConfig:
-    """What a file gives, and nothing for what it does not. Raises ConfigError as `load_config` does."""
+    """The keys that a file gives, without defaults. Raises ConfigError as `load_config` does."""
     path = Path(path)
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -50,33 +47,31 @@ def read_file(path: str | Path) -> RunConfig:
     config = RunConfig()
     for section, values in tables.items():
         config = _with_section(config, section, values, source=str(path))
-    if config.model.path and config.model.preset == _PRESET_BESIDE_A_FOLDER:
-        config = replace(config, model=replace(config.model, preset=""))
     return config
 
 
 def config_keys() -> tuple[str, ...]:
     """Every "section.key", in order."""
-    every = (f"{section}.{key.name}" for section, kind in section_kinds().items() for key in fields(kind))
+    every = (f"{section}.{key.name}" for section, kind in section_kinds().items() for key in keys_of(kind))
     return tuple(key for key in every if key != TABLES)
 
 
-def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+def nearest(name: str, names: Iterable[str], *, prefix: str = "") -> str:
     """A hint for a mistyped name: the nearest known one, or all of them. A `prefix` that all share is not compared."""
-    known = tuple(known)
-    bare = [other.removeprefix(prefix) for other in known]
+    names = tuple(names)
+    bare = [other.removeprefix(prefix) for other in names]
     close = difflib.get_close_matches(name.removeprefix(prefix), bare, n=1, cutoff=0.5)
-    return f"did you mean {prefix + close[0]!r}?" if close else f"known: {', '.join(known)}"
+    return f"did you mean {prefix + close[0]!r}?" if close else f"known: {', '.join(names)}"
 
 
 def to_toml(config: RunConfig) -> str:
     """The configuration as TOML; `load_config` of it gives an equal one back."""
-    values = asdict(config)
+    values = config.tables()
     sources = values["data"].pop("sources")
     tables = [(f"[{name}]", values[name]) for name in section_kinds()]
     tables += [("[[data.sources]]", source) for source in sources]
     tables += [("[[eval]]", entry) for entry in values["eval"]]
-    # JSON of strings, numbers, true and false, and lists of them is TOML too, but for DEL, which JSON leaves bare.
+    # JSON of strings, numbers, true and false, and lists of them is TOML too, except DEL, which JSON leaves bare.
     texts = (
         "\n".join([title, *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items())]) + "\n"
         for title, keys in tables
@@ -94,11 +89,11 @@ def _with_section(config: RunConfig, section: str, values: object, *, source: st
         return replace(config, eval=_eval_sets(values, source))
     if not isinstance(values, Mapping):
         raise ConfigError(f"{section} is {values!r} in {source}; it is a section: write [{section}] and its keys below")
-    known, sources = getattr(config, section), None
+    sources = None
     if section == "data" and "sources" in values:
         values = dict(values)
         sources = _data_sources(values.pop("sources"), source)
-    section_now = _with_keys(known, section, values, source, _key_hint)
+    section_now = _with_keys(getattr(config, section), section, values, source, _key_hint)
     return replace(config, **{section: section_now if sources is None else replace(section_now, sources=sources)})
 
 
@@ -120,37 +115,28 @@ def _eval_sets(tables: object, source: str) -> tuple[EvalConfig, ...]:
     )
 
 
-def _array(tables: object, name: str, source: str, what: str, keys: str) -> Sequence[Mapping[str, Any]]:
+def _array(tables: object, name: str, source: str, title: str, keys: str) -> Sequence[Mapping[str, Any]]:
     """The tables of an array. Raises ConfigError, with what they are and which keys they have, for anything else."""
     if not isinstance(tables, list | tuple) or not all(isinstance(table, Mapping) for table in tables):
         raise ConfigError(
-            f"{name} is {tables!r} in {source}; {what} are tables of an array: write [[{name}]], and below it {keys}"
+            f"{name} is {tables!r} in {source}; {title} are tables of an array: write [[{name}]], and below it {keys}"
         )
     return tables
 
 
-def _with_keys(known: Any, label: str, values: Mapping[str, object], source: str, hint: KeyHint) -> Any:
+def _with_keys(section: Any, label: str, values: Mapping[str, object], source: str, hint: KeyHint) -> Any:
     """A section or table with other values of keys; `label` names it in messages, `hint` answers an unknown key."""
-    types = get_type_hints(type(known))
+    types = {key.name: key.kind for key in keys_of(type(section))}
     changes: dict[str, Any] = {}
     for key, value in values.items():
-        if f"{label}.{key}" in _REMOVED:
-            _check_removed(f"{label}.{key}", value, source)
-            continue
         if key not in types:
             raise ConfigError(f"unknown key {label}.{key} in {source}: {hint(label, str(key), types)}")
-        changes[key] = _converted(f"{label}.{key}", value, types[key], source)
-    return replace(known, **changes)
-
-
-def _check_removed(key: str, value: object, source: str) -> None:
-    only, what = _REMOVED[key]
-    if value != only:
-        raise ConfigError(f"{key} is {value!r} in {source}; there is no such key any more: {what}. Leave it out")
+        changes[key] = _convert(f"{label}.{key}", value, types[key], source)
+    return with_values(section, changes)
 
 
 def _key_hint(section: str, key: str, siblings: Iterable[str]) -> str:
-    elsewhere = [known for known in config_keys() if known.endswith(f".{key}")]
+    elsewhere = [other for other in config_keys() if other.endswith(f".{key}")]
     return f"did you mean {elsewhere[0]!r}?" if elsewhere else nearest(key, siblings).replace("'", f"'{section}.", 1)
 
 
@@ -158,9 +144,9 @@ def _eval_key_hint(_: str, key: str, siblings: Iterable[str]) -> str:
     return nearest(key.removeprefix("eval_"), siblings)
 
 
-def _converted(key: str, value: object, kind: Any, source: str) -> object:
+def _convert(key: str, value: object, kind: Any, source: str) -> object:
     """The value as `kind` holds it: a list becomes a tuple, an integer may stand for a float."""
-    value = present_word(value, kind)
+    value = choice_word(value, kind)
     if value in ([], ()) and get_origin(kind) is tuple and get_args(kind)[-1] is ...:  # in a choice of kinds it is none
         return ()
     for option in get_args(kind) if isinstance(kind, UnionType) else (kind,):
@@ -173,8 +159,8 @@ def _converted(key: str, value: object, kind: Any, source: str) -> object:
     raise ConfigError(f"{key} is {value!r} in {source}; it must be {kind_text(kind)}{hint}")
 
 
-def present_word(value: object, kind: Any) -> object:
-    """A value as it is written now: true and false of what became a choice are "full" and "none"."""
+def choice_word(value: object, kind: Any) -> object:
+    """The word of a choice that true and false stand for: "full" and "none"."""
     word = {True: "full", "true": "full", False: "none", "false": "none"}.get(value) if _is_word(value) else None
     return word if get_origin(kind) is Literal and word in get_args(kind) else value
 
@@ -200,7 +186,7 @@ def _fitting(value: object, option: Any) -> object | None:
 
 
 def kind_text(kind: Any) -> str:
-    """What a value of a key must be, in words, from the type of the key."""
+    """The type of a key in words."""
     words = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
     if isinstance(kind, UnionType):
         return " or ".join(kind_text(option) for option in get_args(kind))

@@ -1,26 +1,44 @@
-"""The page docs/configuration.md, made from the configuration's dataclasses: every key with its type, default and text.
+"""The page docs/configuration.md, made from the sections of the configuration: every key with type, default and text.
 
 python -m longspan.config.reference docs/configuration.md
 """
 
-import ast
 import inspect
 import json
 import sys
-from dataclasses import fields
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
-from longspan.config.bounds import AtLeast, bounds_of
-from longspan.config.eval_set import EvalConfig
 from longspan.config.file import TABLES, kind_text
+from longspan.config.keys import AtLeast, Key, keys_of, texts_of
+from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import SourceConfig, section_kinds
+
+# The keys that most runs set, in the order in which one meets them.
+OFTEN = (
+    "model.path",
+    "data.path",
+    "train.tokens_per_step",
+    "train.steps",
+    "train.lr",
+    "train.warmup_steps",
+    "context.planner",
+    "context.context_parallel_size",
+    "context.max_tokens_per_slot",
+    "context.cp_comm_type",
+    "parallel.tp",
+    "train.activation_checkpointing",
+    "train.eval_every",
+    "context.eval_context_parallel_size",
+    "run.dir",
+)
 
 _HEAD = """\
 # Configuration
 
 A run of `longspan train` is configured by a TOML file, by flags, or by both; a flag wins over the file. Every key of
-this page is a key of its section in the file, and, but for those of [[data.sources]] and [[eval]], a flag:
+this page is a key of its section in the file, and, except those of [[data.sources]] and [[eval]], a flag:
 
 ```toml
 [train]
@@ -37,45 +55,48 @@ process is started ([limits.md](limits.md#training) lists what is refused).
 
 `longspan train --help` shows the same texts. This page is made from them:
 `python -m longspan.config.reference docs/configuration.md`.
+
+## Keys that most runs set
+
+Long-context training of a model of your own needs these fifteen. The part before the dot is the section.
 """
+_RARELY = """\
+## Rarely
+
+The other keys, by section. Their defaults suit most runs.
+"""
+_COLUMNS = ("| key | type | default | meaning |", "|---|---|---|---|")
 
 
 def reference() -> str:
-    """The whole page, in Markdown: a table for each section."""
-    sections = (_section(f"[{name}]", kind) for name, kind in section_kinds().items())
-    arrays = (_section(f"[[{TABLES}]]", SourceConfig), _section("[[eval]]", EvalConfig))
-    return "\n".join([_HEAD, *sections, *arrays])
+    """The whole page, in Markdown: a table of the keys that most runs set, and one of the others of each section."""
+    kinds = section_kinds()
+    often = [_row(name, kinds[name.partition(".")[0]], name.partition(".")[2]) for name in OFTEN]
+    sections = (_section(f"[{name}]", kind, _others(name, kind)) for name, kind in kinds.items())
+    arrays = ((TABLES, SourceConfig), ("eval", EvalConfig))
+    tables = (_section(f"[[{name}]]", kind, keys_of(kind)) for name, kind in arrays)
+    return "\n".join([_HEAD, *_COLUMNS, *often, "", _RARELY, *sections, *tables])
 
 
-def _section(title: str, kind: Any) -> str:
-    hints, texts, bounds = get_type_hints(kind), _texts_of(kind), bounds_of(kind)
-    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for field in fields(kind):
-        if f"{title[1:-1]}.{field.name}" == TABLES:
-            continue
-        bound = bounds.get(field.name)
-        limit = "" if bound is None else f", {'at least' if isinstance(bound, AtLeast) else 'above'} {bound.value}"
-        default = f"`{json.dumps(field.default, ensure_ascii=False)}`"
-        if "Default: " in (text := texts[field.name]):  # it depends on the model
-            default = "*see text*"
-        cells = f"`{field.name}`", kind_text(hints[field.name]) + limit, default, text
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join([f"## {title}", "", inspect.getdoc(kind) or "", "", *rows, ""])
+def _others(section: str, kind: type) -> Iterable[Key]:
+    return (key for key in keys_of(kind) if f"{section}.{key.name}" not in (*OFTEN, TABLES))
 
 
-def _texts_of(kind: type) -> dict[str, str]:
-    """The text under each key of a section, from the source."""
-    (section,) = (
-        node
-        for node in ast.parse(Path(inspect.getfile(kind)).read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef) and node.name == kind.__name__
+def _section(title: str, kind: Any, keys: Iterable[Key]) -> str:
+    rows = [_row(key.name, kind, key.name) for key in keys]
+    return "\n".join([f"### {title}", "", inspect.getdoc(kind) or "", "", *_COLUMNS, *rows, ""])
+
+
+def _row(title: str, kind: type, name: str) -> str:
+    """The row of a key of a section: its title, type with bound, default and text."""
+    (key,) = (key for key in keys_of(kind) if key.name == name)
+    limit = (
+        "" if key.bound is None else f", {'at least' if isinstance(key.bound, AtLeast) else 'above'} {key.bound.value}"
     )
-    texts: dict[str, str] = {}
-    for key, text in zip(section.body, section.body[1:], strict=False):
-        if isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name):
-            assert isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant), f"{key.target.id} has no text"
-            texts[key.target.id] = " ".join(str(text.value.value).split())
-    return texts
+    text = texts_of(kind)[name]
+    default = "*see text*" if "Default: " in text else f"`{json.dumps(key.default, ensure_ascii=False)}`"
+    cells = f"`{title}`", kind_text(key.kind) + limit, default, text
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A degree "auto" of an evaluation: chosen by its cost once the documents are known, with the reason in one line.
 
-The choice is that of `plan --compare --which-eval-degree` (`plan/simulate/evaluation.py`): forward passes of these
-documents at every degree and, where the type is "auto" too, under every communication type, through the pipeline's
+The choice is that of `longspan simulate --which-eval-degree` (`plan/simulate/which_degree.py`): forward passes of these
+documents at every degree and, if the type is "auto" too, under every communication type, through the pipeline's
 stages, within the limit of rows.
 """
 
@@ -10,28 +10,27 @@ from dataclasses import replace
 from functools import partial
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, run_on_first_rank
-from longspan.config.eval_inheritance import held_out_set
-from longspan.config.eval_set import PLAN_KEYS, EvalConfig
-from longspan.config.sections import RunConfig
+from longspan.comm.all_ranks import LogLine, on_first_rank
+from longspan.config.plan_section import EvalConfig
+from longspan.config.sections import RunConfig, with_evaluations
 from longspan.errors import ConfigError, PlanError, counted
 from longspan.layout import Layout
 from longspan.plan import Cost
-from longspan.plan.simulate.evaluation import which_degree
+from longspan.plan.simulate.which_degree import which_degree
 from longspan.train.plans import PlanChoice
 
 
-def chosen(
+def choose_degree(
     choice: PlanChoice, lengths: Sequence[int], home: Layout, *, name: str = "", vpp: int = 1
 ) -> tuple[PlanChoice, str]:
-    """The choice with the fastest degree for these documents, and why; as it is and "" where it has a degree.
+    """The choice with the fastest degree for these documents, and why; as it is and "" if it has a degree.
 
     >>> choice, reason = chosen(PlanChoice.evaluation(config), lengths, home)  # doctest: +SKIP
     >>> print(reason)  # doctest: +SKIP
     evaluation at cp 4, a2a: 32 documents in 0.21 s predicted; cp 1 0.53 s, cp 2 0.31 s; dynamic plan 0.2 s
 
     A communication type "auto" becomes the fastest one. `name` is that of the evaluation set, `vpp` the model chunks of
-    a stage. Raises ConfigError where no degree is possible.
+    a stage. Raises ConfigError if no degree is possible.
     """
     if choice.degree or not len(lengths):
         return choice, ""
@@ -49,7 +48,7 @@ def chosen(
     return replace(choice, degree=best.cp, options=options), comparison.reason(name)
 
 
-def chosen_on_ranks(
+def choose_degree_on_ranks(
     choice: PlanChoice, lengths: Sequence[int], world: World, log: LogLine, *, name: str = "", vpp: int = 1
 ) -> tuple[PlanChoice, str]:
     """The same, as the first rank chooses, on every rank, and logged; all ranks call it together.
@@ -58,14 +57,14 @@ def chosen_on_ranks(
     """
     if choice.degree:
         return choice, ""
-    work = partial(chosen, choice, [int(n) for n in lengths], world.home, name=name, vpp=vpp)
-    choice, reason = run_on_first_rank(world, work, ConfigError)
+    work = partial(choose_degree, choice, [int(n) for n in lengths], world.home, name=name, vpp=vpp)
+    choice, reason = on_first_rank(world, work, ConfigError)
     if reason:
         log(reason)
     return choice, reason
 
 
-def with_degrees(
+def choose_degrees(
     config: RunConfig,
     lengths: Mapping[str, Sequence[int]],
     world: World,
@@ -78,16 +77,14 @@ def with_degrees(
 
     `lengths` are those of the documents of each evaluation set, of the held-out documents under "".
     """
-    entries, reasons = dict[str, EvalConfig](), list[str]()
-    for entry in (held_out_set(config), *config.eval):
+    entries, reasons = list[EvalConfig](), list[str]()
+    for entry in config.evaluations:
         choice = PlanChoice.evaluation(config, entry, cost=cost, heads=heads)
         of_set = lengths.get(entry.name, ())
-        choice, reason = chosen_on_ranks(choice, of_set, world, log, name=entry.name, vpp=config.parallel.vpp)
-        entries[entry.name] = _with_choice(entry, choice) if reason else entry
+        choice, reason = choose_degree_on_ranks(choice, of_set, world, log, name=entry.name, vpp=config.parallel.vpp)
+        entries.append(_with_choice(entry, choice) if reason else entry)
         reasons += [reason] if reason else []
-    held_out = entries.pop("")
-    context = replace(config.context, **{f"eval_{key}": getattr(held_out, key) for key in PLAN_KEYS})
-    return replace(config, context=context, eval=tuple(entries.values())), tuple(reasons)
+    return with_evaluations(config, entries), tuple(reasons)
 
 
 def _with_choice(entry: EvalConfig, choice: PlanChoice) -> EvalConfig:

@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, on_every_rank, on_first_rank
-from longspan.config.eval_set import EvalConfig
-from longspan.config.passkey_settings import PASSKEY
+from longspan.config.data_sections import PASSKEY
+from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig
 from longspan.corpus.build import ensure_corpus
 from longspan.corpus.corpus_settings import CorpusSettings

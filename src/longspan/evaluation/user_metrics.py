@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import cast
 
-from longspan.config.dotted_name import object_named
+from longspan.config.keys import object_named
 from longspan.errors import ConfigError
 from longspan.evaluation.metrics import Metric
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from longspan.config.passkey_settings import PASSKEY
+from longspan.config.data_sections import PASSKEY
 from longspan.errors import counted
 from longspan.evaluation.passkey.grid import PasskeyGrid
 from longspan.report.chart import COLORS, Chart, Series, chart_figure

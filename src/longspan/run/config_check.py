@@ -4,21 +4,27 @@ What needs the data or the model (a document that is too long, a list of types a
 the run once it has them, still before the first collective of a step.
 """
 
-from longspan.config.precision import check_precision
 from longspan.config.sections import RunConfig
 from longspan.layout import Layout
-from longspan.run.checks.data import check_data
-from longspan.run.checks.encoder import check_encoder
-from longspan.run.checks.eval_sets import check_eval_sets
-from longspan.run.checks.lora import check_lora
-from longspan.run.checks.model import check_model, check_preset
-from longspan.run.checks.mtp import check_mtp_section
-from longspan.run.checks.numbers import check_numbers
-from longspan.run.checks.optimizer import check_optimizer
-from longspan.run.checks.packs import check_packs
-from longspan.run.checks.parallel import check_memory, check_mode, check_parallel, check_pipeline
-from longspan.run.checks.plans import check_plans
-from longspan.run.loggers import check_loggers
+from longspan.run.check_data import check_data, check_eval_sets, check_packs
+from longspan.run.check_model import (
+    check_encoder,
+    check_lora,
+    check_model,
+    check_mtp_section,
+    check_precision,
+    check_preset,
+)
+from longspan.run.check_plans import check_plans
+from longspan.run.check_training import (
+    check_memory,
+    check_mode,
+    check_numbers,
+    check_optimizer,
+    check_parallel,
+    check_pipeline,
+)
+from longspan.run.loggers.logger import check_loggers
 from longspan.train.plans import home_of
 
 

@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from longspan.config.dotted_name import object_named
 from longspan.config.file import nearest
+from longspan.config.keys import object_named
 from longspan.errors import ConfigError
 
 

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import World
-from longspan.config.eval_set import EvalConfig
-from longspan.config.precision import compute_dtype
+from longspan.config.defaults import compute_dtype
+from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, counted
 from longspan.model import PRESETS, load_model, prepare, preset_config

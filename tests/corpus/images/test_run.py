@@ -120,8 +120,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[R
 
 def test_losses_are_those_of_one_rank(trained: tuple[RunConfig, Any], tmp_path: Path) -> None:
     config, _ = trained
-    context = replace(config.context, context_parallel_size=1, eval_context_parallel_size=1)
-    context = replace(context, max_tokens_per_slot=192, eval_max_tokens_per_slot=192)
+    context = replace(config.context, context_parallel_size=1).with_evaluation(context_parallel_size=1)
+    context = replace(context, max_tokens_per_slot=192).with_evaluation(max_tokens_per_slot=192)
     alone = replace(config, context=context, run=replace(config.run, dir=str(tmp_path / "run")))
     run_ranks(train_rank, 1, alone, 1, timeout=200)
     wanted, found = losses_of(alone), losses_of(config)
@@ -180,8 +180,8 @@ def test_a_run_with_videos_at_any_degree(tmp_path: Path) -> None:
         text = "<video>" * bool("videos" in shown) + "<image>" * bool("images" in shown) + "so?" * (1 + i % 4)
         rows.append({"messages": [{"role": "user", "content": text}, answer]} | shown)
     write_rows(tmp_path / "data" / "rows.jsonl", rows)
-    context = replace(config.context, context_parallel_size=1, eval_context_parallel_size=1)
-    context = replace(context, max_tokens_per_slot=192, eval_max_tokens_per_slot=192)
+    context = replace(config.context, context_parallel_size=1).with_evaluation(context_parallel_size=1)
+    context = replace(context, max_tokens_per_slot=192).with_evaluation(max_tokens_per_slot=192)
     alone = replace(config, context=context, run=replace(config.run, dir=str(tmp_path / "alone")))
     run_ranks(train_rank, 2, config, 2, timeout=200)
     run_ranks(train_rank, 1, alone, 1, timeout=200)

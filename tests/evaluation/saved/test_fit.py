@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from longspan.config.eval_inheritance import held_out_set
 from longspan.config.file import load_config
-from longspan.config.sections import EncoderSection, ParallelConfig, RunConfig
-from longspan.evaluation.saved.fit import changes_line, checkable, entry_of, fitted_home, fitted_set, with_flags
+from longspan.config.sections import EncoderSection, ParallelConfig, RunConfig, held_out_set
+from longspan.evaluation.saved.fit import changes_line, find_set, fit_evaluations, fit_home, fit_set
 from longspan.layout import Layout
 from longspan.run.config_check import check_config
 from longspan.train.plans import home_of
@@ -32,33 +31,33 @@ HOMES: list[tuple[dict[str, Any], int, set[str], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("before", "ranks", "given", "after"), HOMES)
+@pytest.mark.parametrize(("before", "ranks", "flag_keys", "after"), HOMES)
 def test_a_home_has_the_nearest_degrees_that_fit(
-    before: dict[str, Any], ranks: int, given: set[str], after: dict[str, Any]
+    before: dict[str, Any], ranks: int, flag_keys: set[str], after: dict[str, Any]
 ) -> None:
     large = load_config(None, BASE | {"model.preset": "qwen3-30b-a3b"})  # 48 layers, 128 experts
     config = replace(large, parallel=ParallelConfig(**before))
-    fitted, changes = fitted_home(config, ranks, given)
+    fitted, changes = fit_home(config, ranks, flag_keys)
     assert fitted.parallel == ParallelConfig(**after)
     assert {change.key for change in changes} == {
         f"parallel.{key}" for key in before if before[key] != getattr(fitted.parallel, key)
     }
-    if not given:
-        check_config(checkable(fitted, (), home_of(fitted.parallel, ranks), given), ranks, training=False)
+    if not flag_keys:
+        check_config(fit_evaluations(fitted, (), home_of(fitted.parallel, ranks), flag_keys), ranks, training=False)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "given", "tp"), [(1, set(), 1), (6, set(), 2), (8, set(), 4), (6, {"encoder.tp"}, 4)]
+    ("ranks", "flag_keys", "tp"), [(1, set(), 1), (6, set(), 2), (8, set(), 4), (6, {"encoder.tp"}, 4)]
 )
-def test_an_encoder_has_the_nearest_degree_that_fits(ranks: int, given: set[str], tp: int) -> None:
+def test_an_encoder_has_the_nearest_degree_that_fits(ranks: int, flag_keys: set[str], tp: int) -> None:
     config = replace(load_config(None, BASE), encoder=EncoderSection(tp=4))
-    fitted, changes = fitted_home(config, ranks, given)
+    fitted, changes = fit_home(config, ranks, flag_keys)
     assert fitted.encoder.tp == tp and [c.key for c in changes if "encoder" in c.key] == ["encoder.tp"] * (tp != 4)
 
 
-def entry_at(config: RunConfig, slots: int, *given: str, heads: int = 8, longest: int = 100) -> tuple[Any, str]:
+def entry_at(config: RunConfig, slots: int, *flag_keys: str, heads: int = 8, longest: int = 100) -> tuple[Any, str]:
     """The set that is held out as it is planned on so many slots, and the line that says what was changed."""
-    entry, changes = fitted_set(config, held_out_set(config), Layout(ranks=slots), heads, longest, given)
+    entry, changes = fit_set(config, held_out_set(config), Layout(ranks=slots), heads, longest, flag_keys)
     return entry, changes_line(changes, slots)
 
 
@@ -86,16 +85,25 @@ def test_what_a_flag_gave_stays() -> None:
     entry, line = entry_at(config, 6, "context.eval_context_parallel_size", "context.eval_max_tokens_per_slot")
     assert entry == held_out_set(config) and not line
     dynamic = load_config(None, BASE | {"context.eval_planner": "dynamic"})
-    flagged = with_flags(held_out_set(dynamic), dynamic.context, {"context.eval_context_parallel_size"})
+    flagged = find_set(dynamic, "", {"context.eval_context_parallel_size"})
     assert (flagged.planner, flagged.context_parallel_size) == ("fixed", 8)
+
+
+def test_a_degree_of_0_is_that_of_training() -> None:
+    config = load_config(None, BASE | {"context.context_parallel_size": 2})
+    flagged = replace(config, context=config.context.with_evaluation(context_parallel_size=0))
+    assert find_set(flagged, "", {"context.eval_context_parallel_size"}).context_parallel_size == 2
 
 
 def test_a_degree_that_is_chosen_brings_its_type_unless_one_is_given() -> None:
     config = load_config(None, BASE | {"context.eval_cp_comm_type": "a2a"})
-    context, degree = replace(config.context, eval_context_parallel_size="auto"), "context.eval_context_parallel_size"
-    chosen = with_flags(held_out_set(config), context, {degree})
-    assert (chosen.context_parallel_size, chosen.cp_comm_type) == ("auto", "auto")
-    assert with_flags(held_out_set(config), context, {degree, "context.eval_cp_comm_type"}).cp_comm_type == "a2a"
+    config, degree = (
+        replace(config, context=config.context.with_evaluation(context_parallel_size="auto")),
+        "context.eval_context_parallel_size",
+    )
+    entry = find_set(config, "", {degree})
+    assert (entry.context_parallel_size, entry.cp_comm_type) == ("auto", "auto")
+    assert find_set(config, "", {degree, "context.eval_cp_comm_type"}).cp_comm_type == "a2a"
 
 
 def test_rows_of_a_dynamic_plan_are_those_of_the_widest_group() -> None:
@@ -103,12 +111,12 @@ def test_rows_of_a_dynamic_plan_are_those_of_the_widest_group() -> None:
     config = load_config(None, BASE | keys)
     assert entry_at(config, 4, longest=1001)[0].max_tokens_per_slot == 501
     tall = replace(config, parallel=ParallelConfig(tp=2, sequence_parallel=True))
-    assert fitted_set(tall, held_out_set(tall), Layout(8, tp=2), 8, 1001, ())[0].max_tokens_per_slot == 502
+    assert fit_set(tall, held_out_set(tall), Layout(8, tp=2), 8, 1001, ())[0].max_tokens_per_slot == 502
 
 
 def test_rows_that_nobody_named_hold_the_longest_document() -> None:
     config = load_config(None, BASE | {"context.eval_max_tokens_per_slot": "auto"})
-    config = replace(config, context=replace(config.context, eval_max_tokens_per_slot="auto"))
+    config = replace(config, context=config.context.with_evaluation(max_tokens_per_slot="auto"))
     assert entry_at(config, 1, longest=100)[0].max_tokens_per_slot == 8192
     assert entry_at(config, 1, longest=10000) == (
         replace(held_out_set(config), context_parallel_size=1, max_tokens_per_slot=10000),
@@ -119,7 +127,7 @@ def test_rows_that_nobody_named_hold_the_longest_document() -> None:
 def test_a_named_set_is_planned_by_its_own_keys() -> None:
     sets = [{"name": "long", "path": "x", "context_parallel_size": 4}]
     config = load_config(None, BASE | {"eval": sets})
-    entry = entry_of(config, "long", set())
+    entry = find_set(config, "long", set())
     assert entry.context_parallel_size == 4
-    fitted, changes = fitted_set(config, entry, Layout(ranks=2), 8, 10, ())
+    fitted, changes = fit_set(config, entry, Layout(ranks=2), 8, 10, ())
     assert fitted.context_parallel_size == 2 and changes[0].key == "eval.long.context_parallel_size"

@@ -116,4 +116,6 @@ def test_pure_bfloat16_says_what_it_loses_and_rounds_by_chance_on_request(tmp_pa
 
 
 def _on_one(config: RunConfig) -> RunConfig:
-    return replace(config, context=replace(config.context, context_parallel_size=1, eval_context_parallel_size=1))
+    return replace(
+        config, context=replace(config.context, context_parallel_size=1).with_evaluation(context_parallel_size=1)
+    )

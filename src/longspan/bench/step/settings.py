@@ -1,16 +1,15 @@
-"""What the ranks of `longspan bench step` are told: a run's configuration, its documents, and what to time."""
+"""The settings of `longspan bench step` that the ranks receive: a run's configuration, its documents, what to time."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspan.bench.layers import with_layers
-from longspan.bench.step.documents import StepDocuments, read_documents
+from longspan.bench.step.documents import Documents, documents_of
 from longspan.bench.step.flags import PLANNERS, StepFlags
-from longspan.config.bounds import AUTO, NOT_GIVEN
-from longspan.config.defaults import resolved
-from longspan.config.precision import compute_dtype
+from longspan.config.defaults import compute_dtype, resolve_defaults
+from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
 from longspan.layout import Layout
@@ -20,12 +19,12 @@ from longspan.plan.cost.model_shape import read_experts
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.run.config_check import check_config
 from longspan.train.plans import PlanChoice, cost_of_run, home_of, query_heads
-from longspan.train.plans.partition import partition_chosen
+from longspan.train.plans.partition import choose_partition
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# What a record says of the configuration, by the names that records have had from the first.
+# The keys of the configuration in a record.
 _RECORDED = {
     "parallel": ("tp", "pp", "ep", "dp_replicate"),
     "context": ("cp_comm_type", "partition", "mode", "node_size"),
@@ -34,8 +33,8 @@ _RECORDED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepSettings:
-    """What to measure: a run's configuration with learning rate 0, and all that a record says beside results."""
+class Settings:
+    """What to measure: a run's configuration with learning rate 0, and all that a record has besides results."""
 
     flags: StepFlags
     config: RunConfig
@@ -45,7 +44,7 @@ class StepSettings:
     command: str
     configuration: "PreTrainedConfig"
     lengths: tuple[int, ...]
-    sequences: tuple[int, ...]  # each alone, in turn, in place of the lengths together
+    sequences: tuple[int, ...]  # one at a time, in place of the lengths together
     source: str
     cost: Cost
     peak_tflops: float  # of a device; 0: unknown
@@ -71,8 +70,8 @@ class StepSettings:
         """Where the first rank keeps what it has so far; "": nowhere."""
         return str(Path(self.flags.out).resolve()) if self.flags.out else ""
 
-    def batches(self) -> "list[StepSettings]":
-        """These settings, or as many as there are sequences, each of one alone."""
+    def batches(self) -> "list[Settings]":
+        """These settings, or those of each sequence in turn."""
         return [replace(self, lengths=(n,), sequences=()) for n in self.sequences] or [self]
 
     def with_planner(self, planner: str) -> RunConfig:
@@ -85,7 +84,7 @@ class StepSettings:
         return choice.plan(self.lengths, self.home)
 
     def to_json(self) -> dict[str, Any]:
-        """What a record says of them."""
+        """The settings as a record has them."""
         config, text = self.config, self.configuration.get_text_config()
         experts = read_experts(text).of_layer
         context, train = config.context, config.train
@@ -104,7 +103,7 @@ class StepSettings:
             **{key: getattr(getattr(config, section), key) for section, keys in _RECORDED.items() for key in keys},
             **{name: getattr(self.flags, name) for name in ("warmup", "repeats", "profile")},
             "peak_tflops": self.peak_tflops,
-            "configuration": asdict(config),
+            "configuration": config.tables(),
             "documents": len(self.lengths),
             "tokens": sum(self.lengths),
             "longest": max(self.lengths),
@@ -112,22 +111,20 @@ class StepSettings:
         }
 
 
-def make_settings(
-    flags: StepFlags, config: RunConfig, ranks: int, backend: str, command: Sequence[str]
-) -> StepSettings:
-    """What the ranks are told. Raises ConfigError or PlanError for what cannot be, before a process starts."""
+def make_settings(flags: StepFlags, config: RunConfig, ranks: int, backend: str, command: Sequence[str]) -> Settings:
+    """The settings of the flags. Raises ConfigError or PlanError for impossible ones, before a process starts."""
     gpu = backend != "gloo"
     planners, home = _planners(flags, config), home_of(config.parallel, ranks)
-    documents = read_documents(flags, config, home.slots, gpu=gpu)
-    config = config if flags.config else _with_model(config, gpu=gpu)
+    documents = documents_of(flags, config, home.slots, gpu=gpu)
+    config = config if flags.config else _with_default_model(config, gpu=gpu)
     configuration = _configuration(flags, config, max(documents.lengths))
     if not flags.config:
         config = _with_limits(flags, config, configuration, documents, home, gpu=gpu)
-    config = _checked(resolved(config), max(documents.lengths), ranks, planners)
+    config = _check_as_run(resolve_defaults(config), max(documents.lengths), ranks, planners)
     _check_cap(flags, config)
     cost, heads = cost_of_run(config, configuration, _silent, gpu=gpu), query_heads(configuration)
-    config, _ = partition_chosen(config, [documents.lengths], home, cost=cost, heads=heads)
-    settings = StepSettings(
+    config, _ = choose_partition(config, [documents.lengths], home, cost=cost, heads=heads)
+    settings = Settings(
         flags=flags,
         config=config,
         planners=planners,
@@ -139,7 +136,7 @@ def make_settings(
         sequences=documents.lengths if flags.sequences else (),
         source=documents.source,
         cost=cost,
-        peak_tflops=flags.peak_tflops or (_known_peak(config) if gpu else 0.0),
+        peak_tflops=flags.peak_tflops or (_vendor_peak(config) if gpu else 0.0),
     )
     for batch in settings.batches():
         for planner in planners:
@@ -149,20 +146,20 @@ def make_settings(
 
 def _planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
     """The planners to compare. Raises ConfigError for others, and where nothing is left to time."""
-    known = ", ".join(PLANNERS)
+    names = ", ".join(PLANNERS)
     default = config.context.planner if flags.config else ",".join(PLANNERS)
     planners = tuple(planner for planner in (flags.planners or default).split(",") if planner != "none")
     if any(planner not in PLANNERS for planner in planners):
-        raise ConfigError(f"--planners {flags.planners!r}: this release has {known}, or none")
+        raise ConfigError(f"--planners {flags.planners!r}: this release has {names}, or none")
     if not (planners or flags.peers):
-        raise ConfigError(f"--planners is none and there is no --peers: nothing to time; name some of {known}")
+        raise ConfigError(f"--planners is none and there is no --peers: nothing to time; name some of {names}")
     flags.check_runs()
     if flags.layers < 0:
         raise ConfigError(f"--layers is {flags.layers}; it must be at least 0")
     return planners
 
 
-def _with_model(config: RunConfig, *, gpu: bool) -> RunConfig:
+def _with_default_model(config: RunConfig, *, gpu: bool) -> RunConfig:
     """The configuration with a model of a published size on GPUs, where none is named."""
     model = config.model
     if not gpu or model.source or model.preset:
@@ -187,7 +184,7 @@ def _with_limits(
     flags: StepFlags,
     config: RunConfig,
     configuration: "PreTrainedConfig",
-    documents: StepDocuments,
+    documents: Documents,
     home: Layout,
     *,
     gpu: bool,
@@ -208,7 +205,7 @@ def _with_limits(
     return replace(config, context=replace(context, max_tokens_per_slot=cap, context_parallel_size=degree))
 
 
-def _checked(config: RunConfig, longest: int, ranks: int, planners: Sequence[str]) -> RunConfig:
+def _check_as_run(config: RunConfig, longest: int, ranks: int, planners: Sequence[str]) -> RunConfig:
     """The configuration as a run would have it, with learning rate 0. Raises ConfigError for what no run could be."""
     data = replace(config.data, max_document_tokens=longest, eval_documents=0)
     train = replace(config.train, lr=config.train.lr if config.train.lr != NOT_GIVEN else 1.0)
@@ -228,7 +225,7 @@ def _check_cap(flags: StepFlags, config: RunConfig) -> None:
     )
 
 
-def _known_peak(config: RunConfig) -> float:
+def _vendor_peak(config: RunConfig) -> float:
     import torch
 
     kind = str(compute_dtype(config.model, "cuda")).removeprefix("torch.")

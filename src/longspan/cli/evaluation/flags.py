@@ -1,7 +1,7 @@
 """Flags of `longspan eval`, and the request that they make."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -9,21 +9,15 @@ from tyro.conf import FlagConversionOff, Positional, UseAppendAction
 
 from longspan.cli.flags import Switch, check_least, parse_flags
 from longspan.cli.processes import Device
-from longspan.config.bounds import NOT_GIVEN
-from longspan.config.defaults import resolved
+from longspan.config.data_sections import PASSKEY, PasskeySettings
+from longspan.config.defaults import resolve_defaults
 from longspan.config.file import load_config
-from longspan.config.passkey_settings import PASSKEY, PasskeySettings
-from longspan.config.sections import (
-    ContextConfig,
-    DataConfig,
-    EncoderSection,
-    LoraSection,
-    ModelConfig,
-    ParallelConfig,
-    RunConfig,
-)
+from longspan.config.keys import NOT_GIVEN
+from longspan.config.model_sections import EncoderLayout
+from longspan.config.plan_section import PlanSection
+from longspan.config.sections import ContextConfig, DataConfig, LoraSection, ModelConfig, ParallelConfig, RunConfig
 from longspan.errors import ConfigError
-from longspan.evaluation.saved.fit import entry_of, fitted_home
+from longspan.evaluation.saved.fit import find_set, fit_home
 from longspan.evaluation.saved.request import EvalRequest, Subject
 from longspan.evaluation.saved.targets import SavedWeights, named_paths, saved_weights
 
@@ -49,16 +43,6 @@ class SavedModel:
 
 
 @dataclass(frozen=True)
-class EncoderLayout:
-    """How the tower and projector of a vision-language model encode the images of documents."""
-
-    tp: int = NOT_GIVEN
-    """Tensor-parallel degree of their home. Default (-1): as in the run, or the nearest that fits; of a folder: 1."""
-    max_rows: int = NOT_GIVEN
-    """Rows of images that a slot encodes at once; 0: all. Default (-1): as in the run; of a folder: all."""
-
-
-@dataclass(frozen=True)
 class EvalFlags:
     """Evaluate a run, a checkpoint or a Hugging Face folder: loss and metrics of its documents at any degree.
 
@@ -81,7 +65,7 @@ class EvalFlags:
     tokenizer: str = ""
     """A folder with tokenizer.json; empty: that of the run, or of the model's folder."""
     without_adapter: Switch = False
-    """Of a run that trains an adapter ([lora]): evaluate its base model alone."""
+    """Of a run that trains an adapter ([lora]): evaluate only its base model."""
     compare: str = ""
     """Another run, checkpoint or Hugging Face folder, to be evaluated on the same documents in the same layout; base:
     the run's model without the adapter that it trains."""
@@ -112,28 +96,31 @@ class EvalFlags:
 
 
 def parse_eval(argv: Sequence[str], config: RunConfig | None = None) -> EvalFlags:
-    """The flags of `eval`; where they are not given, [parallel] and [context] are those of a run's configuration."""
-    sections = {} if config is None else {"parallel": config.parallel, "context": config.context}
+    """The flags of `eval`; what they do not give of the layout is as in a run's configuration."""
+    sections: dict[str, Any] = {}
+    if config is not None:
+        encoder = EncoderLayout(config.encoder.tp, config.encoder.max_rows)
+        sections = {"parallel": config.parallel, "context": config.context, "encoder": encoder}
     return parse_flags(EvalFlags, argv, PROG, EvalFlags(target=tyro.MISSING, **sections))
 
 
-def request_of(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalRequest:
-    """What the flags ask for on so many ranks. Raises ConfigError or CheckpointError for what cannot be."""
+def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalRequest:
+    """The request that the flags make on so many ranks. Raises ConfigError or CheckpointError for an impossible one."""
     _check_values(flags)
     _check_passkey(flags)
-    given = given_keys(argv)
-    _check_keys(given)
+    flag_keys = read_flag_keys(argv)
+    _check_keys(flag_keys)
     first = _subject(argv, saved_weights(flags.target), flags, base=flags.without_adapter)
-    config, changes = fitted_home(first.config, ranks, given)
+    config, changes = fit_home(first.config, ranks, flag_keys)
     for name in flags.set:
-        entry_of(config, name, given)
+        find_set(config, name, flag_keys)
     subjects = [replace(first, config=config)]
     if flags.compare:
         base = flags.compare == BASE
         weights = saved_weights(flags.target if base else flags.compare)
         base |= flags.without_adapter and weights.run_dir is not None  # a folder is a whole model
         other = _subject(argv, weights, flags, base=base)
-        subjects.append(replace(other, config=_evaluated_as(config, other.config)))
+        subjects.append(replace(other, config=_with_layout_of(config, other.config)))
     return EvalRequest(
         subjects=tuple(subjects),
         sets=flags.set,
@@ -145,7 +132,7 @@ def request_of(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalRequest
         metrics=flags.metrics,
         seconds=flags.seconds,
         passkey=flags.passkey,
-        given=given,
+        flag_keys=flag_keys,
         home_changes=changes,
     )
 
@@ -153,7 +140,7 @@ def request_of(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalRequest
 def _check_values(flags: EvalFlags) -> None:
     """Raise ConfigError for values that are out of bounds, and for flags that exclude each other."""
     check_least(flags, max_documents=0, max_document_tokens=NOT_GIVEN)
-    if flags.encoder.tp == 0 or min(flags.encoder.tp, flags.encoder.max_rows) < NOT_GIVEN:
+    if flags.encoder.tp < 1 or flags.encoder.max_rows < 0:
         raise ConfigError(
             f"--encoder.tp is {flags.encoder.tp} and --encoder.max-rows {flags.encoder.max_rows}; give a degree of at "
             "least 1, and rows of at least 0"
@@ -170,7 +157,7 @@ def _check_values(flags: EvalFlags) -> None:
         raise ConfigError("--degrees and --compare are given; compare degrees, or weights, in one call")
 
 
-def _evaluated_as(config: RunConfig, other: RunConfig) -> RunConfig:
+def _with_layout_of(config: RunConfig, other: RunConfig) -> RunConfig:
     """The configuration of the weights that are compared with, evaluated in the home and on the sets of `config`."""
     return replace(
         other,
@@ -195,17 +182,17 @@ def _check_passkey(flags: EvalFlags) -> None:
         raise ConfigError(f"--data and --passkey.lengths both make a set {PASSKEY!r}; name the texts: --data NAME=PATH")
 
 
-def given_keys(argv: Sequence[str]) -> frozenset[str]:
+def read_flag_keys(argv: Sequence[str]) -> frozenset[str]:
     """The keys "section.key" that words of the command line set."""
     words = (word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--"))
     return frozenset(word for word in words if "." in word)
 
 
-def _check_keys(given: frozenset[str]) -> None:
+def _check_keys(flag_keys: frozenset[str]) -> None:
     """Raise ConfigError for keys of training, which would have no effect."""
-    evaluated = {f.name for f in fields(ContextConfig) if f.name.startswith("eval_")}
-    for key in sorted(key.removeprefix("context.") for key in given if key.startswith("context.")):
-        if f"eval_{key}" in evaluated:
+    of_training = {f.name for f in fields(PlanSection)}
+    for key in sorted(key.removeprefix("context.") for key in flag_keys if key.startswith("context.")):
+        if key in of_training:
             raise ConfigError(f"--context.{key} is a key of training; evaluation reads --context.eval_{key}")
         if key in ("mode", "plan_ahead"):
             raise ConfigError(f"--context.{key} is a key of training, and evaluation does not read it; leave it out")
@@ -218,33 +205,28 @@ def _subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, *, ba
     """
     config = None if weights.run_dir is None else load_config(weights.run_dir / "config.toml")
     if base and (config is None or not config.lora.rank):
-        asked = "--without-adapter" if flags.without_adapter else f"--compare {BASE}"
+        flag = "--without-adapter" if flags.without_adapter else f"--compare {BASE}"
         why = "is no run" if config is None else "trains no adapter (lora.rank is 0)"
-        raise ConfigError(f"{asked} is given, and {weights.path} {why}; leave it out, or name a run with [lora]")
+        raise ConfigError(f"{flag} is given, and {weights.path} {why}; leave it out, or name a run with [lora]")
     if config is None:
-        model = ModelConfig(path=str(weights.path), **_given_values(flags.model))
+        model = ModelConfig(path=str(weights.path), **_set_values(flags.model))
         config = RunConfig(model, DataConfig(max_document_tokens=0), flags.parallel, flags.context)
-        config = replace(config, encoder=_encoder(config.encoder, flags.encoder))
-        return Subject(weights, resolved(config))
+        config = replace(config, encoder=replace(config.encoder, **asdict(flags.encoder)))
+        return Subject(weights, resolve_defaults(config))
     flags = parse_eval(argv, config)
     config = replace(
         config,
-        model=replace(config.model, **_given_values(flags.model)),
+        model=replace(config.model, **_set_values(flags.model)),
         parallel=flags.parallel,
         context=flags.context,
-        encoder=_encoder(config.encoder, flags.encoder),
+        encoder=replace(config.encoder, **asdict(flags.encoder)),
         run=replace(config.run, dir=str(weights.run_dir)),
     )
     config = replace(config, lora=LoraSection()) if base else config
     return Subject(replace(weights, base=base), config)
 
 
-def _encoder(encoder: EncoderSection, given: EncoderLayout) -> EncoderSection:
-    values = {f.name: value for f in fields(given) if (value := getattr(given, f.name)) != NOT_GIVEN}
-    return replace(encoder, **values)
-
-
-def _given_values(model: SavedModel) -> dict[str, Any]:
+def _set_values(model: SavedModel) -> dict[str, Any]:
     return {f.name: value for f in fields(SavedModel) if (value := getattr(model, f.name)) not in ("", 0.0)}
 
 

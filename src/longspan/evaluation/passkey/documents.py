@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.config.passkey_settings import DEPTHS, check_passkey
+from longspan.config.data_sections import DEPTHS, check_passkey
 from longspan.errors import DataError
 from longspan.evaluation.metrics import DocumentMetric, Mean, TargetRows
 from longspan.evaluation.passkey.grid import PasskeyGrid

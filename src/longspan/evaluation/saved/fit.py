@@ -1,6 +1,6 @@
-"""A run's layout on other ranks than it was trained on: the nearest degrees that fit, and what was changed.
+"""A run's layout on other ranks than it was trained on: the nearest degrees that fit, and the keys that change.
 
-What the user gives by flag is never changed: `check_config` refuses it where it does not fit. No torch here.
+What the user gives by flag is never changed: `check_config` refuses it if it does not fit. No torch here.
 """
 
 import math
@@ -8,17 +8,16 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longspan.config.bounds import AUTO
-from longspan.config.eval_inheritance import held_out_set
-from longspan.config.eval_set import PLAN_KEYS, EvalConfig
-from longspan.config.sections import ContextConfig, ParallelConfig, RunConfig
+from longspan.config.keys import AUTO
+from longspan.config.plan_section import ContextConfig, EvalConfig, PlanSection, take_keys
+from longspan.config.sections import ParallelConfig, RunConfig, with_evaluations
 from longspan.errors import ConfigError, counted
 from longspan.layout import Layout
 from longspan.plan.check import heads_allow
 from longspan.plan.hierarchy import levels_at
 from longspan.train.plans import PlanChoice, row_multiple_of
 
-ROWS = 8192  # of a slot in a micro-batch, where neither a flag nor a run says how many
+ROWS = 8192  # of a slot in a micro-batch, if neither a flag nor a run has a number
 
 
 @dataclass(frozen=True)
@@ -35,29 +34,29 @@ class Change:
 
 
 class _Changing:
-    """A section with values that change; those that are `given` stay. `prefix` begins the names of its keys."""
+    """A section whose values change, except those of `flag_keys`; `prefix` begins the names of its keys."""
 
-    def __init__(self, section: Any, prefix: str, given: Collection[str]) -> None:
-        self.section, self.given, self._prefix = section, given, prefix
+    def __init__(self, section: Any, prefix: str, flag_keys: Collection[str]) -> None:
+        self.section, self.flag_keys, self._prefix = section, flag_keys, prefix
         self.changes: list[Change] = []
 
     def change(self, key: str, now: Any, why: str) -> None:
         before = getattr(self.section, key)
-        if now != before and key not in self.given:
+        if now != before and key not in self.flag_keys:
             self.section = replace(self.section, **{key: now})
             self.changes.append(Change(self._prefix + key, before, now, why))
 
 
-def fitted_home(config: RunConfig, ranks: int, given: Collection[str]) -> tuple[RunConfig, tuple[Change, ...]]:
-    """The configuration for so many ranks: a degree that is not `given` ("parallel.tp") becomes one that fits.
+def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple[RunConfig, tuple[Change, ...]]:
+    """The configuration for so many ranks: a degree that no flag set ("parallel.tp") becomes one that fits.
 
     >>> fitted_home(replace(RunConfig(), parallel=ParallelConfig(tp=4, pp=2)), 6, given=())[0].parallel.tp
     2
 
     tp x pp is the largest product of divisors of the run's degrees that divides the ranks.
     """
-    home = _Changing(config.parallel, "parallel.", _keys_of("parallel.", given))
-    tp, pp = _stages_and_shards(config.parallel, ranks, given)
+    home = _Changing(config.parallel, "parallel.", _keys_under("parallel.", flag_keys))
+    tp, pp = _stages_and_shards(config.parallel, ranks, flag_keys)
     home.change("tp", tp, f"{counted(ranks, 'rank')}")
     home.change("pp", pp, f"{counted(ranks, 'rank')}")
     if home.section.pp == 1:
@@ -66,12 +65,12 @@ def fitted_home(config: RunConfig, ranks: int, given: Collection[str]) -> tuple[
     if home.section.tp == 1:
         home.change("sequence_parallel", False, "tp 1")
     slots, rest = divmod(ranks, home.section.tp * home.section.pp)
-    context = _Changing(config.context, "context.", _keys_of("context.", given))
+    context = _Changing(config.context, "context.", _keys_under("context.", flag_keys))
     if not rest:
         _fit_slots(home, slots)
         least = config.context.min_dynamic_context_parallel_size
         context.change("min_dynamic_context_parallel_size", min(least, slots), counted(slots, "slot"))
-    encoder = _Changing(config.encoder, "encoder.", _keys_of("encoder.", given))
+    encoder = _Changing(config.encoder, "encoder.", _keys_under("encoder.", flag_keys))
     degrees = [tp for tp in _divisors(config.encoder.tp) if ranks % tp == 0]  # its heads are dealt out evenly to these
     encoder.change("tp", degrees[-1], f"{counted(ranks, 'rank')}")
     config = replace(config, parallel=home.section, context=context.section, encoder=encoder.section)
@@ -88,43 +87,33 @@ def _fit_slots(home: _Changing, slots: int) -> None:
         home.change("ep", _nearest(parallel.ep, shared), f"{counted(width, 'slot')} of each copy of the weights")
 
 
-def _stages_and_shards(parallel: ParallelConfig, ranks: int, given: Collection[str]) -> tuple[int, int]:
+def _stages_and_shards(parallel: ParallelConfig, ranks: int, flag_keys: Collection[str]) -> tuple[int, int]:
     def degrees(key: str) -> list[int]:
         degree = getattr(parallel, key)
-        return [degree] if f"parallel.{key}" in given else _divisors(degree)
+        return [degree] if f"parallel.{key}" in flag_keys else _divisors(degree)
 
     pairs = [(tp, pp) for tp in degrees("tp") for pp in degrees("pp") if ranks % (tp * pp) == 0]
     return max(pairs, key=lambda pair: (pair[0] * pair[1], pair[0]), default=(parallel.tp, parallel.pp))
 
 
-def with_flags(entry: EvalConfig, context: ContextConfig, given: Collection[str]) -> EvalConfig:
-    """An evaluation set under the keys `context.eval_*` that are given; a degree alone makes plans of that degree."""
-    keys = _keys_of("context.eval_", given) & set(PLAN_KEYS)
-    if "context_parallel_size" in keys and "planner" not in keys and entry.planner == "dynamic":
-        entry = replace(entry, planner="fixed")
-    entry = replace(entry, **{key: getattr(context, f"eval_{key}") for key in keys})
-    chosen = "context_parallel_size" in keys and entry.context_parallel_size == AUTO and "cp_comm_type" not in keys
-    return replace(entry, cp_comm_type=AUTO) if chosen else entry
-
-
-def fitted_set(
-    config: RunConfig, entry: EvalConfig, home: Layout, heads: int | None, longest: int, given: Collection[str]
+def fit_set(
+    config: RunConfig, entry: EvalConfig, home: Layout, heads: int | None, longest: int, flag_keys: Collection[str]
 ) -> tuple[EvalConfig, tuple[Change, ...]]:
     """How a set is planned on this home: nearest degree, sizes of its levels, a cap that holds `longest` tokens.
 
     The degree is the largest that divides the slots, that a2a can deal the query heads to, and that is no larger than
     the run's. A max_tokens_per_slot of "auto" is ROWS, which is no change.
     """
-    fit = _Changing(entry, entry.prefix, _keys_of("context.eval_", given))
+    fit = _Changing(entry, entry.prefix, _keys_under("context.eval_", flag_keys))
     types, slots = PlanChoice.evaluation(config, entry).comm_types, counted(home.slots, "slot")
     degrees = [fits for fits in _divisors(home.slots) if heads_allow(fits, heads, types, home.tp)]
     degree = min(config.context.max_dynamic_context_parallel_size or home.slots, home.slots)
     if isinstance(entry.context_parallel_size, str):  # "auto", chosen once the cost is known
         degree = degrees[-1]
     elif entry.planner != "dynamic":
-        wanted, sizes = entry.context_parallel_size, entry.hierarchical_context_parallel_sizes
-        why = "" if home.slots % wanted else f", {heads} query heads under a2a"
-        degree = wanted if "context_parallel_size" in fit.given else _nearest(wanted, degrees)
+        before, sizes = entry.context_parallel_size, entry.hierarchical_context_parallel_sizes
+        why = "" if home.slots % before else f", {heads} query heads under a2a"
+        degree = before if "context_parallel_size" in fit.flag_keys else _nearest(before, degrees)
         fit.change("context_parallel_size", degree, f"{slots}{why}")
         if "a2a+p2p" in types and not isinstance(sizes, int) and math.prod(sizes) != degree:
             fit.change("hierarchical_context_parallel_sizes", levels_at(sizes, degree), f"cp {degree}")
@@ -137,41 +126,46 @@ def fitted_set(
     return fit.section, tuple(fit.changes)
 
 
-def entry_of(config: RunConfig, name: str, given: Collection[str]) -> EvalConfig:
-    """How a set is planned before it is fitted: a set [[eval]] of the run by its name, "" as `context.eval_*` says.
+def find_set(config: RunConfig, name: str, flag_keys: Collection[str]) -> EvalConfig:
+    """The plan of a set before it is fitted: a set [[eval]] of the run by its name, "" for the held-out documents.
 
-    Raises ConfigError for a name that the run has not.
+    Raises ConfigError for a name that the run does not have.
     """
-    if not name:
-        return with_flags(held_out_set(config), config.context, given)
-    for entry in config.eval:
+    for entry in config.evaluations:
         if entry.name == name:
-            return with_flags(entry, config.context, given)
+            return _with_flags(entry, config.context, flag_keys)
     names = ", ".join(entry.name for entry in config.eval) or "none"
     raise ConfigError(f"--set is {name!r}, and the run's evaluation sets [[eval]] are: {names}")
 
 
-def checkable(config: RunConfig, names: Collection[str], home: Layout, given: Collection[str]) -> RunConfig:
-    """The configuration with these sets as they will be planned at least, for `check_config`.
+def _with_flags(entry: EvalConfig, context: ContextConfig, flag_keys: Collection[str]) -> EvalConfig:
+    """A set under the keys `context.eval_*` that flags gave; as in a table, a degree makes plans of that degree."""
+    values, keys = context.evaluation.plan_keys, _keys_under("context.eval_", flag_keys)
+    flags = {key: value for key, value in values.items() if key in keys}
+    if flags.get("context_parallel_size") == 0:
+        flags["context_parallel_size"] = context.context_parallel_size
+    return replace(entry, **take_keys(PlanSection(**flags), entry).plan_keys | flags)
 
-    Heads and documents are not known yet: they may ask for a lower degree, or more rows.
+
+def fit_evaluations(config: RunConfig, names: Collection[str], home: Layout, flag_keys: Collection[str]) -> RunConfig:
+    """The configuration of these sets on this home, for `check_config`, before heads and documents are read.
+
+    These may ask for a lower degree, or more rows.
     """
-    held_out, *entries = (
-        fitted_set(config, entry_of(config, name, given), home, None, 1, given)[0] for name in ("", *names)
-    )
-    context = replace(config.context, **{f"eval_{key}": getattr(held_out, key) for key in PLAN_KEYS})
-    entries = tuple(replace(entry, max_document_tokens=0) for entry in entries)
-    return replace(config, context=context, eval=entries, data=replace(config.data, max_document_tokens=0))
+    sets = (find_set(config, name, flag_keys) for name in ("", *names))
+    fitting = (fit_set(config, entry, home, None, 1, flag_keys)[0] for entry in sets)
+    config = with_evaluations(config, (replace(entry, max_document_tokens=0) for entry in fitting))
+    return replace(config, data=replace(config.data, max_document_tokens=0))
 
 
 def changes_line(changes: Sequence[Change], ranks: int) -> str:
-    """What differs from the run's own layout, in one line; empty where nothing does."""
+    """The changes to the run's layout in one line; empty if there are none."""
     return f"on {counted(ranks, 'rank')}: {'; '.join(map(str, changes))}" if changes else ""
 
 
-def _keys_of(prefix: str, given: Collection[str]) -> set[str]:
-    """The given keys that begin so, without the prefix."""
-    return {key.removeprefix(prefix) for key in given if key.startswith(prefix)}
+def _keys_under(prefix: str, flag_keys: Collection[str]) -> set[str]:
+    """The keys with a prefix, without it."""
+    return {key.removeprefix(prefix) for key in flag_keys if key.startswith(prefix)}
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,10 +1,10 @@
-"""What `longspan eval` was asked for, and what it found: values that travel to ranks and back."""
+"""A call of `longspan eval` and its results: values that travel to ranks and back."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from longspan.config.bounds import NOT_GIVEN
-from longspan.config.passkey_settings import PasskeySettings
+from longspan.config.data_sections import PasskeySettings
+from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import RunConfig
 from longspan.evaluation.result import Evaluation
 from longspan.evaluation.saved.fit import Change
@@ -28,8 +28,8 @@ class Subject:
 class EvalRequest:
     """One call of `longspan eval`: the `subjects`, one or two that are compared, and the documents.
 
-    `given` are the keys that flags set ("parallel.tp"); `home_changes` what the first subject's [parallel] had to leave
-    to fit the ranks.
+    `flag_keys` are the keys that flags set ("parallel.tp"); `home_changes` are the keys of the first subject that were
+    changed to fit the ranks.
     """
 
     subjects: tuple[Subject, ...]
@@ -42,7 +42,7 @@ class EvalRequest:
     metrics: tuple[str, ...] = ()
     seconds: float = 0.0
     passkey: PasskeySettings = field(default_factory=PasskeySettings)
-    given: frozenset[str] = frozenset()
+    flag_keys: frozenset[str] = frozenset()
     home_changes: tuple[Change, ...] = ()
 
 

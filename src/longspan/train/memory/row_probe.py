@@ -146,7 +146,7 @@ def remembered(
 
 def memory_keys(config: RunConfig) -> dict[str, Any]:
     """The keys of a configuration on which the rows depend, with their values as JSON keeps them."""
-    values = asdict(config)
+    values = config.tables()
     names = {"model": values["model"], "parallel": values["parallel"], "lora": values["lora"], "mtp": values["mtp"]}
     names |= _DEPENDS_ON
     if config.encoder != EncoderSection():

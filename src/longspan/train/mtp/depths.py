@@ -5,9 +5,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from longspan.config.bounds import AUTO
+from longspan.config.keys import AUTO
+from longspan.config.model_sections import RANDOM
 from longspan.config.sections import RunConfig
-from longspan.config.sections.mtp import RANDOM
 from longspan.errors import ModelError, counted
 from longspan.model.mtp.add_depths import add_mtp
 from longspan.model.mtp.names import count_depths

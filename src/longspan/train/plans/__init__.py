@@ -3,10 +3,18 @@
 Planning itself is `longspan.plan`'s business. Nothing here needs torch or a process group.
 """
 
-from longspan.train.plans.choice import PlanChoice, degrees_to_compare
-from longspan.train.plans.cost import cost_of, cost_of_run
-from longspan.train.plans.home import home_of, query_heads, row_multiple_of
-from longspan.train.plans.of_steps import StepPlanner, planner_of_steps, plans_of_steps
+from longspan.train.plans.choice import (
+    PlanChoice,
+    StepPlanner,
+    cost_of,
+    cost_of_run,
+    degrees_to_compare,
+    home_of,
+    planner_of_steps,
+    plans_of_steps,
+    query_heads,
+    row_multiple_of,
+)
 
 __all__ = [
     "PlanChoice",

@@ -1,32 +1,87 @@
-"""Which planner makes a run's plans, with which options: `PlanChoice`, from the configuration."""
+"""The plans of steps and evaluations from the configuration: planner, degree and options (`PlanChoice`), and the cost.
 
-from collections.abc import Sequence
+Planning itself is in `longspan.plan`, and which documents a step takes in `order.py`. No torch and no process group.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Unpack
 
-from longspan.config.bounds import AUTO
-from longspan.config.eval_inheritance import held_out_set
-from longspan.config.eval_set import EvalConfig
-from longspan.config.sections import RunConfig
-from longspan.errors import ConfigError, LongspanError, counted
+from longspan.config.keys import AUTO
+from longspan.config.plan_section import EvalConfig, PlanSection
+from longspan.config.sections import ContextConfig, ParallelConfig, RunConfig, held_out_set
+from longspan.data.pack_order import PackOrder
+from longspan.data.step_order import StepOrder
+from longspan.errors import ConfigError, LongspanError, PlanError, counted
 from longspan.layout import Layout
-from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
+from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, WarmStart, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import heads_allow
+from longspan.plan.cost.cost_file import read_cost
+from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200, with_recomputation
 from longspan.plan.hierarchy import levels_at
-from longspan.plan.micro_batch import PartitionKind
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.planners.options import PlanKeywords
-from longspan.plan.simulate.evaluation import plan_evaluation, widest_degree
-from longspan.plan.simulate.simulate import slot_cost
-from longspan.plan.simulate.type_and_partition import group_cost, options_at_degree
-from longspan.train.plans.cost import cost_of
-from longspan.train.plans.home import row_multiple_of
+from longspan.plan.simulate.evaluation_plan import plan_evaluation, widest_degree
+from longspan.plan.simulate.simulate import shared_by
+from longspan.plan.simulate.which_partition import priced_as
+from longspan.plan.simulate.which_type import options_at_degree
+
+WARM_STEPS = 64  # dynamic plans of so many steps begin from the plan of the first of them
+
+
+def row_multiple_of(parallel: ParallelConfig) -> int:
+    """What the rows of a slot are a multiple of: under sequence parallelism its tp ranks take equal parts of them."""
+    return parallel.tp if parallel.sequence_parallel else 1
+
+
+def home_of(parallel: ParallelConfig, ranks: int) -> Layout:
+    """The home of a run on so many ranks. Raises LayoutError if the degrees do not divide them."""
+    return Layout(ranks, pp=parallel.pp, tp=parallel.tp, ep=parallel.ep, dp_replicate=parallel.dp_replicate)
+
+
+def query_heads(model_config: Any) -> int | None:
+    """The number of query heads of a transformers configuration, of each layer that attends; None if none does."""
+    return getattr(model_config.get_text_config(), "num_attention_heads", None)
+
+
+def cost_of(context: ContextConfig) -> Cost:
+    """The cost in the file that `context.cost` names, or the default. Raises ConfigError for a file that holds none."""
+    return _cost_in(context.cost)
+
+
+def cost_of_run(config: RunConfig, model_config: Any, log: Callable[[str], None], *, gpu: bool) -> Cost:
+    """What a run's plans are priced by: the file of `context.cost`; without one, its model on H200s or on CPUs.
+
+    >>> cost = cost_of_run(config, model.config, print, gpu=world.device.type == "cuda")  # doctest: +SKIP
+
+    What is recomputed counts. The cost on CPUs is of no machine (`Cost.source` is ""): plans are compared by it, and no
+    time is shown. A model that its configuration does not price is planned for as a Qwen3-8B, with a line in the log.
+    """
+    context, train = config.context, config.train
+    if context.cost:
+        return cost_of(context)
+    try:
+        on_device = cost_on_h200 if gpu else cost_on_cpus
+        cost = on_device(model_config, depths=config.mtp.depths)
+        layers = train.recompute_layers * config.parallel.pp  # of each stage
+        frozen, depths = config.lora.rank > 0, config.mtp.depths
+        kind = train.activation_checkpointing
+        return with_recomputation(cost, model_config, kind, layers, frozen=frozen, depths=depths)
+    except PlanError as error:
+        log(f"plans are priced as for a Qwen3-8B: {error}; name a file in context.cost")
+        return cost_of(context) if gpu else replace(cost_of(context), source="")
+
+
+@cache
+def _cost_in(file: str) -> Cost:
+    """Read once: a run keeps its cost, whatever becomes of the file before the next evaluation."""
+    return read_cost(file, "context.cost")
 
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """Which planner, at which degree, with which options: one of the two halves of [context].
+    """Which planner, at which degree, with which options: for training or for an evaluation.
 
     >>> training, evaluation = PlanChoice.training(config), PlanChoice.evaluation(config)
     >>> plan = evaluation.plan(lengths, home)
@@ -37,7 +92,7 @@ class PlanChoice:
     min_degree: int  # of dynamic plans
     max_degree: int  # of dynamic plans; 0: no limit
     options: PlanOptions  # its cost is that of one device
-    prefix: str  # of the keys of this half, for messages
+    prefix: str  # of its keys, for messages
     weights: int = 0  # parameters of a slot's rank, sharded over slots, whose gathering a free step pays for
     weight_bytes: int = 2  # of each; sums of gradients are in float32 at least
 
@@ -48,7 +103,7 @@ class PlanChoice:
         >>> PlanChoice.fixed(4, max_tokens_per_slot=2048, cp_comm_type="a2a").degree
         4
         """
-        return cls("fixed", degree, 1, 0, _options(options), "")
+        return cls("fixed", degree, 1, 0, _hashable_options(options), "")
 
     @classmethod
     def dynamic(cls, min_degree: int = 1, max_degree: int = 0, **options: Unpack[PlanKeywords]) -> "PlanChoice":
@@ -56,7 +111,7 @@ class PlanChoice:
 
         `options` are those of `plan_dynamic`.
         """
-        return cls("dynamic", 1, min_degree, max_degree, _options(options), "")
+        return cls("dynamic", 1, min_degree, max_degree, _hashable_options(options), "")
 
     @classmethod
     def training(
@@ -73,22 +128,10 @@ class PlanChoice:
         `heads` are the model's query heads, where they are known; `weights` those of its parameters that are on a
         slot's rank and sharded over slots, of `weight_bytes` each.
         """
-        context = config.context
-        options = PlanOptions(
-            max_tokens_per_slot=_limit(context.max_tokens_per_slot),
-            cp_comm_type=context.cp_comm_type or "p2p",
-            hierarchical_context_parallel_sizes=context.hierarchical_context_parallel_sizes,
-            cost=cost or cost_of(context),
-            node_size=context.node_size,
-            mode=context.mode,
-            row_multiple=row_multiple_of(config.parallel),
-            partition=_partition(context.partition),
-            heads=heads,
-        )
-        options = replace(options, cost=group_cost(options.cost, options))
-        degrees = context.min_dynamic_context_parallel_size, context.max_dynamic_context_parallel_size
-        degree = context.context_parallel_size
-        return cls(context.planner, degree, *degrees, options, "context.", weights, weight_bytes)
+        options = _section_options(config.context, config, cost or cost_of(config.context), heads)
+        options = replace(options, mode=config.context.mode)
+        options = replace(options, cost=priced_as(options.cost, options))
+        return cls._from_section(config.context, config, options, "context.", weights, weight_bytes)
 
     @classmethod
     def evaluation(
@@ -101,23 +144,31 @@ class PlanChoice:
     ) -> "PlanChoice":
         """How evaluations are planned: those of a named set, or else of the documents that are held out.
 
-        They are priced for forward passes alone. Where a degree "auto" is not chosen yet (`auto_degree.py`), plans
-        have the smallest that holds their documents.
+        They are priced for forward passes only. Plans of a degree "auto" that is not chosen yet (`auto_degree.py`) have
+        the smallest that holds their documents.
         """
-        context, entry = config.context, entry or held_out_set(config)
-        options = PlanOptions(
-            max_tokens_per_slot=_limit(entry.max_tokens_per_slot),
-            cp_comm_type=entry.cp_comm_type or "p2p",
-            hierarchical_context_parallel_sizes=entry.hierarchical_context_parallel_sizes,
-            partition=(partition := _partition(entry.partition or context.partition)),
-            cost=(cost or cost_of(context)).forward_only().for_partition(partition),
-            node_size=context.node_size,
-            row_multiple=row_multiple_of(config.parallel),
-            heads=heads,
-        )
+        entry = entry or held_out_set(config)
+        cost = (cost or cost_of(config.context)).forward_only()
+        section = replace(entry, partition=entry.partition or config.context.partition)
+        options = _section_options(section, config, cost, heads)
+        options = replace(options, cost=cost.dealt(options.partition))
+        return cls._from_section(entry, config, options, entry.prefix)
+
+    @classmethod
+    def _from_section(
+        cls,
+        section: PlanSection,
+        config: RunConfig,
+        options: PlanOptions,
+        prefix: str,
+        weights: int = 0,
+        weight_bytes: int = 2,
+    ) -> "PlanChoice":
+        """The planner and degree of a plan section, with these options; 0 for a degree "auto"."""
+        context, degree = config.context, section.context_parallel_size
+        degree = 0 if isinstance(degree, str) else degree
         degrees = context.min_dynamic_context_parallel_size, context.max_dynamic_context_parallel_size
-        degree = 0 if isinstance(entry.context_parallel_size, str) else entry.context_parallel_size
-        return cls(entry.planner, degree, *degrees, options, entry.prefix)
+        return cls(section.planner, degree, *degrees, options, prefix, weights, weight_bytes)
 
     @property
     def degree_key(self) -> str:
@@ -153,9 +204,11 @@ class PlanChoice:
         options = replace(options, max_tokens_per_slot=cap, hierarchical_context_parallel_sizes=sizes)
         return replace(self, planner="fixed", degree=degree, options=options)
 
-    def plan(self, lengths: Sequence[int], home: Layout, *, targets: int | None = None) -> Plan:
-        """The plan of these documents. `targets` is how many tokens they predict (None: what the options say, or every
-        token but a document's first).
+    def plan(
+        self, lengths: Sequence[int], home: Layout, warm: Plan | None = None, *, targets: int | None = None
+    ) -> Plan:
+        """The plan of these documents; the dynamic planner may begin from `warm`. `targets` is how many tokens they
+        predict (None: those of the options, or every token except a document's first).
 
         Micro-batches are a multiple of the pipeline stages, as interleaved schedules need them. Those of an evaluation
         may hold fewer rows than the limit allows, so that they fill the pipeline. Raises PlanError where the documents
@@ -166,7 +219,7 @@ class PlanChoice:
             options = replace(options, targets=targets)
         if self.planner == "dynamic":
             max_cp, widest = self.max_degree or None, widest_degree(home, options, self.max_degree)
-            make = partial(plan_dynamic, lengths, home, min_cp=self.min_degree, max_cp=max_cp)
+            make = partial(plan_dynamic, lengths, home, min_cp=self.min_degree, max_cp=max_cp, warm=warm)
         else:
             widest = self.degree or smallest_degree(lengths, home, options)
             if not self.degree:
@@ -180,7 +233,7 @@ class PlanChoice:
         """The planners' options on a home: the cost of its slots, and micro-batches for its stages."""
         return replace(self.options, cost=self._cost(home), micro_batch_multiple=home.pp)
 
-    def check(self, longest: int, home: Layout, what: str) -> None:
+    def check(self, longest: int, home: Layout, title: str) -> None:
         """Plan one document of `longest` tokens, or raise ConfigError with the keys that do not fit."""
         try:
             self.plan((longest,), home)
@@ -189,11 +242,11 @@ class PlanChoice:
             fixed = self.planner != "dynamic"
             degree = f"{self.degree_key} {self.degree or AUTO}"
             keys = f"{degree} and {rows} do not suit" if fixed else f"{rows} does not suit"
-            raise ConfigError(f"{keys} {what} on {counted(len(home.ranks), 'rank')}: {error}") from error
+            raise ConfigError(f"{keys} {title} on {counted(len(home.ranks), 'rank')}: {error}") from error
 
     def _cost(self, home: Layout) -> Cost:
         """The cost of a slot, whose tensor-parallel ranks share it; in free mode with the closing of a step."""
-        cost = slot_cost(self.options.cost, home.tp)
+        cost = shared_by(self.options.cost, home.tp)
         if self.options.mode == "lockstep" or not self.weights:
             return cost
         gathered, reduced = self.weight_bytes, max(4, self.weight_bytes)
@@ -208,17 +261,58 @@ def degrees_to_compare(home: Layout, choice: PlanChoice | None = None) -> tuple[
     return tuple(degree for degree in divisors if choice is None or choice.allows(degree, home))
 
 
-def _options(keywords: PlanKeywords) -> PlanOptions:
+def _hashable_options(keywords: PlanKeywords) -> PlanOptions:
     """Options that can be hashed, as plans of an evaluation are remembered by them: lists become tuples."""
     values: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in keywords.items()}
     return PlanOptions(**values)
 
 
-def _partition(kind: str) -> PartitionKind:
-    """How rows are dealt out; zigzag where it is not chosen yet ("auto"), for slots have as many rows either way."""
-    return "contiguous" if kind == "contiguous" else "zigzag"
+def _section_options(section: PlanSection, config: RunConfig, cost: Cost, heads: int | None) -> PlanOptions:
+    """The planners' options that a plan section gives.
+
+    Rows are dealt out in zigzag if their partition is not chosen yet ("auto"), as slots have as many rows either way.
+    A limit of rows "auto" is none yet.
+    """
+    cap = section.max_tokens_per_slot
+    return PlanOptions(
+        max_tokens_per_slot=None if isinstance(cap, str) else cap or None,
+        cp_comm_type=section.cp_comm_type or "p2p",
+        hierarchical_context_parallel_sizes=section.hierarchical_context_parallel_sizes,
+        cost=cost,
+        node_size=config.context.node_size,
+        row_multiple=row_multiple_of(config.parallel),
+        partition="contiguous" if section.partition == "contiguous" else "zigzag",
+        heads=heads,
+    )
 
 
-def _limit(rows: int | str) -> int | None:
-    """The rows of a slot that a key allows; None where there is no limit, or none is known yet ("auto")."""
-    return None if isinstance(rows, str) else rows or None
+@dataclass(frozen=True)
+class StepPlanner:
+    """The plan of any training step, from its number. It can be pickled, so that another process may plan."""
+
+    choice: PlanChoice
+    order: StepOrder | PackOrder
+    home: Layout
+
+    def __call__(self, step: int, warm: Plan | None = None) -> Plan:
+        """The plan of a step, counted from 0; its documents are numbered as the order's `select` gives them."""
+        lengths, targets = self.order.lengths_of_step(step), self.order.targets_of_step(step)
+        return self.choice.plan(lengths, self.home, warm, targets=targets)
+
+
+def planner_of_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout) -> Callable[[int], Plan]:
+    """What plans any training step of a run.
+
+    Dynamic plans start from what was found for the first of each WARM_STEPS steps.
+    """
+    planner = StepPlanner(choice, order, home)
+    return WarmStart(planner, every=WARM_STEPS) if choice.planner == "dynamic" else planner
+
+
+def plans_of_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout, *, ahead: int) -> PlanAhead:
+    """The plans of a run's training steps; a context manager.
+
+    Dynamic plans are made `ahead` steps early in another process; those of the other planners take a millisecond and
+    are made when their step begins.
+    """
+    return PlanAhead(planner_of_steps(choice, order, home), ahead=ahead if choice.planner == "dynamic" else 0)

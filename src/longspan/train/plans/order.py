@@ -1,4 +1,4 @@
-"""Which documents a run's steps take, in which order and how often, and the lines that say so."""
+"""The documents that a run's steps take, their order and how often, and the lines of output about them."""
 
 from collections.abc import Iterator
 
@@ -14,8 +14,8 @@ from longspan.data.uncut import UncutSpans
 from longspan.errors import ConfigError, counted
 from longspan.train.optim.schedule import Schedule
 
-FEW_STEPS = 50  # a run of epochs with fewer is told how it would have more
-HELD_OUT, ONE_IN = 32, 10  # documents that are held out where nothing is said: one in so many, at most so many
+FEW_STEPS = 50  # a run of epochs with fewer gets advice on how to have more
+HELD_OUT, ONE_IN = 32, 10  # documents held out by default: one in so many, at most so many
 
 
 def with_steps_of_epochs(config: RunConfig, order: StepOrder | PackOrder, log: LogLine) -> RunConfig:
@@ -37,7 +37,7 @@ def with_steps_of_epochs(config: RunConfig, order: StepOrder | PackOrder, log: L
 
 
 def _few_steps_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
-    """What makes more steps of the same documents, of which a step takes one at the least."""
+    """Advice that makes more steps of the same documents; a step takes at least one document."""
     tokens, taken = int(config.train.epochs * order.stream.tokens), config.train.tokens_per_step
     least = int(order.lengths.max()) if isinstance(order, StepOrder) else config.data.pack_to
     fewer = max(tokens // FEW_STEPS, least)
@@ -47,14 +47,14 @@ def _few_steps_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
     return line + f"--train.tokens_per_step {fewer} makes at least {tokens // fewer} of the same documents"
 
 
-def held_out_count(asked: int | str, documents: int) -> int:
-    """How many of so many documents are held out: as asked for, or one in ten (at least one, of several), at most 32.
+def count_held_out(setting: int | str, documents: int) -> int:
+    """How many of so many documents are held out: the setting, or one in ten (at least one, of several), at most 32.
 
     >>> [held_out_count("auto", documents) for documents in (1, 7, 153, 5000)]
     [0, 1, 15, 32]
     """
-    if isinstance(asked, int):
-        return asked
+    if isinstance(setting, int):
+        return setting
     return min(HELD_OUT, max(1, documents // ONE_IN), documents - 1)
 
 
@@ -65,7 +65,7 @@ def step_order_of(config: RunConfig, corpus: Corpus, *, version: int = ORDER) ->
         corpus.lengths,
         tokens_per_step=tokens,
         seed=config.train.seed,
-        eval_documents=held_out_count(data.eval_documents, len(corpus)),
+        eval_documents=count_held_out(data.eval_documents, len(corpus)),
         targets=corpus.targets,
         mixture=Mixture(corpus.source_of, tuple(s.weight for s in data.sources)) if data.sources else None,
         version=version,
@@ -119,7 +119,7 @@ def source_lines(config: RunConfig, order: StepOrder | PackOrder) -> Iterator[st
     taken = config.train.tokens_per_step * config.train.steps
     sources = order.stream.sources if config.data.sources else ()
     for table, source in zip(config.data.sources, sources, strict=True):
-        share = source.weight / sum(each.weight for each in sources)
+        share = source.weight / sum(other.weight for other in sources)
         yield (
             f"source {table.path}: weight {source.weight:g}, {share:.3g} of the tokens of steps; it has "
             f"{counted(source.documents, 'document')} of {counted(source.tokens, 'token')} to train on, read about "

@@ -1,7 +1,7 @@
 """Which documents are evaluated: those of --data, those of passkey retrieval, or those that the weights' run holds out.
 
-Two subjects read the same tokens where their tokenizers are the same. Where they are not, both read the same texts,
-whole, and only bits per byte can be compared; of made documents the keys that are retrieved.
+Two subjects with the same tokenizer read the same tokens. Otherwise both read the same whole texts, and only bits per
+byte can be compared; of passkey documents the keys that are retrieved.
 """
 
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, run_on_every_rank
-from longspan.config.bounds import NOT_GIVEN
-from longspan.config.passkey_settings import PASSKEY
+from longspan.comm.all_ranks import LogLine, on_every_rank
+from longspan.config.data_sections import PASSKEY
+from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import DataConfig, RunConfig
 from longspan.corpus.tokenizer import TextTokenizer
-from longspan.data.documents import CorpusDocuments
+from longspan.data.documents import Documents
 from longspan.errors import ConfigError, DataError
 from longspan.evaluation.passkey.documents import passkey_documents
 from longspan.evaluation.saved.request import EvalRequest, Subject
@@ -24,16 +24,16 @@ from longspan.evaluation.saved.weights import CheckedWeights
 Sets = tuple[NamedDocuments, ...]
 
 
-def chosen_sets(request: EvalRequest, checked: Sequence[CheckedWeights], world: World, log: LogLine) -> list[Sets]:
+def choose_sets(request: EvalRequest, checked: Sequence[CheckedWeights], world: World, log: LogLine) -> list[Sets]:
     """The sets of each subject, in the same order and of the same documents; entered by all ranks.
 
     Raises DataError or ConfigError, on every rank, for documents that are missing, or cannot be compared.
     """
     tokenizers = [weights.tokenizer for weights in checked]
     if all(tokenizer_digest(tokenizer) == tokenizer_digest(tokenizers[0]) for tokenizer in tokenizers):
-        sets = _limited(request, _sets(request, checked[0], world, log))
-        made = _made(request, checked[0], world)
-        return [(*sets, *made) for _ in checked]
+        sets = _limit(request, _sets(request, checked[0], world, log))
+        passkey = _passkey_sets(request, checked[0], world)
+        return [(*sets, *passkey) for _ in checked]
     if not request.paths and not request.passkey.lengths:
         raise ConfigError(
             f"the tokenizers of {checked[0].subject.folder} and {checked[1].subject.folder} differ, and the documents "
@@ -43,7 +43,7 @@ def chosen_sets(request: EvalRequest, checked: Sequence[CheckedWeights], world: 
     for first, other in zip(*of_subjects, strict=True):
         _check_same_texts(first, other)
     pairs = zip(of_subjects, checked, strict=True)
-    return [(*_limited(request, sets), *_made(request, weights, world)) for sets, weights in pairs]
+    return [(*_limit(request, sets), *_passkey_sets(request, weights, world)) for sets, weights in pairs]
 
 
 def tokenizer_digest(tokenizer: TextTokenizer) -> str:
@@ -54,30 +54,30 @@ def tokenizer_digest(tokenizer: TextTokenizer) -> str:
 def _sets(request: EvalRequest, weights: CheckedWeights, world: World, log: LogLine) -> Sets:
     subject = weights.subject
     if request.paths:
-        data = _settings(request)
+        data = _data_settings(request)
         return text_sets(dict(request.paths), weights.tokenizer, data, world, log)
     if request.passkey.lengths and not request.sets:
         return ()
-    return run_on_every_rank(world, lambda: _of_run(_run_of(subject), subject.config, request.sets), DataError)
+    return on_every_rank(world, lambda: _sets_of_run(_run_folder(subject), subject.config, request.sets), DataError)
 
 
-def _of_run(run_dir: Path, config: RunConfig, names: Sequence[str]) -> Sets:
+def _sets_of_run(run_dir: Path, config: RunConfig, names: Sequence[str]) -> Sets:
     """The sets of a run by their names, or without names the documents that it holds out."""
     if not names:
         return (held_out_documents(run_dir, config),)
     return tuple(set_of_run(run_dir, config, name) for name in names)
 
 
-def _made(request: EvalRequest, weights: CheckedWeights, world: World) -> Sets:
-    """The documents of passkey retrieval, where they are asked for."""
+def _passkey_sets(request: EvalRequest, weights: CheckedWeights, world: World) -> Sets:
+    """The documents of passkey retrieval, if the request has any."""
     passkey = request.passkey
     if not passkey.lengths:
         return ()
     make = partial(passkey_documents, weights.tokenizer, passkey.lengths, passkey.depths, passkey.samples, passkey.seed)
-    return (NamedDocuments(PASSKEY, run_on_every_rank(world, make, DataError)),)
+    return (NamedDocuments(PASSKEY, on_every_rank(world, make, DataError)),)
 
 
-def _run_of(subject: Subject) -> Path:
+def _run_folder(subject: Subject) -> Path:
     if subject.weights.run_dir is None:
         raise ConfigError(
             f"{subject.weights.path} is a Hugging Face folder, which holds out no documents; give --data PATH (a file "
@@ -86,8 +86,8 @@ def _run_of(subject: Subject) -> Path:
     return subject.weights.run_dir
 
 
-def _settings(request: EvalRequest) -> DataConfig:
-    """How texts become documents: as in the first subject's run, but for what flags say."""
+def _data_settings(request: EvalRequest) -> DataConfig:
+    """How texts become documents: as in the first subject's run, except for keys that flags set."""
     data = request.subjects[0].config.data
     longest = request.max_document_tokens
     return DataConfig(
@@ -96,13 +96,13 @@ def _settings(request: EvalRequest) -> DataConfig:
     )
 
 
-def _limited(request: EvalRequest, sets: Sets) -> Sets:
+def _limit(request: EvalRequest, sets: Sets) -> Sets:
     return tuple(of_name.at_most(request.max_documents) for of_name in sets)
 
 
 def _check_same_texts(first: NamedDocuments, other: NamedDocuments) -> None:
     """Raise DataError unless document d is the same whole text in both, read by two tokenizers."""
-    corpora = [of_name.documents.corpus for of_name in (first, other) if isinstance(of_name.documents, CorpusDocuments)]
+    corpora = [of_name.documents.corpus for of_name in (first, other) if isinstance(of_name.documents, Documents)]
     if any(corpus.manifest.left_out.cut_texts for corpus in corpora):
         raise DataError(
             f"texts of --data {first.name} are cut into documents, by two tokenizers at different places; give "

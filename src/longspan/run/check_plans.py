@@ -1,18 +1,22 @@
-"""Whether [context] and the evaluation sets make plans that fit the home, and hold the longest document."""
+"""Whether [context] and the evaluation sets make plans that fit the home and hold the longest document."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from longspan.config.bounds import AUTO
-from longspan.config.eval_set import EvalConfig
 from longspan.config.file import nearest
+from longspan.config.keys import AUTO
+from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, counted
 from longspan.layout import Layout
 from longspan.model import PRESETS
 from longspan.plan.check import COMM_TYPES
 from longspan.train.plans import PlanChoice
+
+# As in longspan.attention.KERNELS and longspan.ssm.kernels.asked, which bring torch: keys are checked without it.
+ATTENTION_KERNELS = ("fa4", "cudnn", "torch_flash", "triton_flash", "cpu_flash", "reference")
+MIXER_KERNELS = ("torch", "mamba_ssm", "causal_conv1d")
 
 
 def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
@@ -41,7 +45,7 @@ def check_longest(config: RunConfig, home: Layout, longest: int, name: str, head
     `heads` are the query heads of a model from a folder, which its communication type may not deal out to a group.
     """
     for choice, limit in _choices(replace(config, eval=()), training=True, heads=heads):
-        packs = limit.key == "data.pack_to" and longest > limit.value  # of which held-out documents are none
+        packs = limit.key == "data.pack_to" and longest > limit.value  # held-out documents are not packed
         tokens, of = (limit.value, "packs") if packs else (longest, name)
         _check_fits(choice, limit.key, home, tokens, f"the longest document ({tokens} tokens, of {of})")
 
@@ -49,14 +53,9 @@ def check_longest(config: RunConfig, home: Layout, longest: int, name: str, head
 def check_longest_of_set(
     config: RunConfig, entry: EvalConfig, home: Layout, longest: int, name: str, heads: int | None = None
 ) -> None:
-    """The same for the longest document of a named evaluation set."""
-    choice, what = PlanChoice.evaluation(config, entry, heads=heads), f"the longest document of set {entry.name!r}"
-    _check_fits(choice, f"{entry.prefix}max_document_tokens", home, longest, f"{what} ({longest} tokens, of {name})")
-
-
-# As in longspan.attention.KERNELS and longspan.ssm.kernels.packages, which bring torch: keys are checked without it.
-ATTENTION_KERNELS = ("fa4", "cudnn", "torch_flash", "triton_flash", "cpu_flash", "reference")
-MIXER_KERNELS = ("torch", "mamba_ssm", "causal_conv1d")
+    """Raise ConfigError if the longest document of a named evaluation set fits no slot group."""
+    choice, title = PlanChoice.evaluation(config, entry, heads=heads), f"the longest document of set {entry.name!r}"
+    _check_fits(choice, f"{entry.prefix}max_document_tokens", home, longest, f"{title} ({longest} tokens, of {name})")
 
 
 class _Limit(NamedTuple):
@@ -82,11 +81,10 @@ def _choices(config: RunConfig, *, training: bool, heads: int | None = None) -> 
 
 
 def _kernels(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Every key of an attention kernel, and what it says."""
+    """Every key of an attention kernel, and its value."""
     context = config.context
     yield "context.attention_kernel", context.attention_kernel
-    yield "context.eval_attention_kernel", context.eval_attention_kernel
-    for entry in config.eval:
+    for entry in config.evaluations:
         yield f"{entry.prefix}attention_kernel", entry.attention_kernel
 
 
@@ -102,7 +100,7 @@ def _check_mixer_kernels(names: tuple[str, ...]) -> None:
                 f"context.mixer_kernels: {name!r} is no kernel of state-space layers; use {', '.join(MIXER_KERNELS)}"
             )
     if "torch" in names and len(set(names)) > 1:
-        raise ConfigError(f"context.mixer_kernels are {', '.join(names)}; give torch alone, or without it")
+        raise ConfigError(f"context.mixer_kernels are {', '.join(names)}; give only torch, or the others")
 
 
 def _check_degree(choice: PlanChoice, home: Layout) -> None:
@@ -117,9 +115,9 @@ def _check_degree(choice: PlanChoice, home: Layout) -> None:
     )
 
 
-def _check_fits(choice: PlanChoice, cut_by: str, home: Layout, longest: int, what: str) -> None:
+def _check_fits(choice: PlanChoice, cut_by: str, home: Layout, longest: int, title: str) -> None:
     try:
-        choice.check(longest, home, what)
+        choice.check(longest, home, title)
     except ConfigError as error:
         if not choice.options.max_tokens_per_slot:
             raise

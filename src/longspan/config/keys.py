@@ -1,0 +1,178 @@
+"""What a key of the configuration is: its type, bounds and default, and how the keys of a section are read and set.
+
+No key stands here, nothing is decided, and torch is not imported.
+"""
+
+import ast
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+from longspan.errors import ConfigError
+
+Section = TypeVar("Section", bound=Any)
+AUTO = "auto"  # a value that the run chooses
+NOT_GIVEN = -1  # of a number whose default depends on other keys; of a word it is ""
+FIRST = ("name", "path")  # keys that begin a table
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """The smallest value that a key may have; `check_config` refuses smaller ones."""
+
+    value: int
+
+
+@dataclass(frozen=True)
+class Above:
+    """A number that a key must exceed."""
+
+    value: int
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The texts of a key of every plan section where it is a key of evaluation, and of a table [[eval]]."""
+
+    evaluation: str
+    table: str
+
+
+Bound = AtLeast | Above
+PositiveInt = Annotated[int, AtLeast(1)]
+NonNegativeInt = Annotated[int, AtLeast(0)]
+PositiveFloat = Annotated[float, Above(0)]
+NonNegativeFloat = Annotated[float, AtLeast(0)]
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of a section or table as files and flags name it: the type of its value, its bound and its default."""
+
+    name: str
+    kind: Any
+    bound: Bound | None
+    default: Any
+
+
+@cache
+def keys_of(kind: type[Any]) -> tuple[Key, ...]:
+    """The keys of a section or table, in order; those of a section inside it have the prefix that it is declared with.
+
+    >>> [key.name for key in keys_of(ContextConfig)][-1]
+    'eval_attention_kernel'
+    """
+    kinds, marked = get_type_hints(kind), get_type_hints(kind, include_extras=True)
+    keys: list[Key] = []
+    for field in fields(kind):
+        marks = getattr(marked[field.name], "__metadata__", ())
+        if is_dataclass(kinds[field.name]):
+            inner, prefix = kinds[field.name], prefix_of(field.name)
+            keys += [replace(key, name=prefix + key.name) for key in keys_of(inner)]
+            continue
+        bound = next((mark for mark in marks if isinstance(mark, AtLeast | Above)), None)
+        keys.append(Key(field.name, kinds[field.name], bound, field.default))
+    return tuple(sorted(keys, key=lambda key: FIRST.index(key.name) if key.name in FIRST else len(FIRST)))
+
+
+def prefix_of(name: str) -> str:
+    """How the keys of a section inside another one begin: those of `evaluation` with eval_."""
+    return {"evaluation": "eval_"}[name]
+
+
+def value_at(section: Any, key: str) -> Any:
+    """The value of a key of a section, as files name the key.
+
+    >>> value_at(RunConfig().context, "eval_planner")
+    ''
+    """
+    inner, name = _place(section, key)
+    return getattr(getattr(section, inner), name) if inner else getattr(section, name)
+
+
+def with_values(section: Section, values: Mapping[str, Any]) -> Section:
+    """A section with other values of keys, as files name the keys."""
+    changes: dict[str, Any] = {}
+    for key, value in values.items():
+        inner, name = _place(section, key)
+        if inner:
+            changes[inner] = replace(changes.get(inner, getattr(section, inner)), **{name: value})
+        else:
+            changes[name] = value
+    return replace(section, **changes)
+
+
+def values_of(section: Any) -> dict[str, Any]:
+    """The values of all keys of a section or table, as files name the keys; tables as dictionaries."""
+    return {key.name: _plain(value_at(section, key.name)) for key in keys_of(type(section))}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(values_of(item) if is_dataclass(item) else item for item in value)
+    return value
+
+
+def _place(section: Any, key: str) -> tuple[str, str]:
+    """The section inside this one that has a key ("": none), and the key's name there."""
+    names = [field.name for field in fields(section)]
+    if key not in names:
+        for name in names:
+            if is_dataclass(getattr(section, name)) and key.startswith(prefix := prefix_of(name)):
+                return name, key.removeprefix(prefix)
+    return "", key
+
+
+@cache
+def texts_of(kind: type[Any]) -> Mapping[str, str]:
+    """The text of every key of a section or table: what stands under it in the source, or in its `Texts`."""
+    texts = dict[str, str]()
+    for base in reversed(kind.__mro__[:-1]):
+        texts |= _texts_in(base)
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        if is_dataclass(hint):
+            texts |= {prefix_of(name) + key: marks.evaluation for key, marks in _key_texts(hint)}
+    if FIRST[0] in texts:  # a table with a name
+        texts |= {key: marks.table for key, marks in _key_texts(kind)}
+    return texts
+
+
+def _key_texts(kind: Any) -> Iterator[tuple[str, Texts]]:
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        yield from ((name, mark) for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Texts))
+
+
+def _texts_in(kind: type) -> dict[str, str]:
+    """The texts under the keys that one class declares."""
+    (section,) = (
+        node
+        for node in ast.parse(Path(inspect.getfile(kind)).read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name == kind.__name__
+    )
+    texts: dict[str, str] = {}
+    for key, text in zip(section.body, section.body[1:], strict=False):
+        match key, text:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(words))):
+                texts[name] = " ".join(words.split())
+            case _:
+                pass
+    return texts
+
+
+def object_named(name: str, opening: str) -> Any:
+    """The object with a dotted name, such as a class of the user's own; None if its module has no such object.
+
+    Raises ConfigError, whose text begins with `opening`, if the module cannot be imported.
+    """
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(import_module(module), attribute, None)
+    except Exception as error:  # whatever the module raises when it is imported
+        raise ConfigError(
+            f"{opening}, and {module} cannot be imported: {type(error).__name__}: {error}; install it, or put its "
+            "folder on PYTHONPATH"
+        ) from error

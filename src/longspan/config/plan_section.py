@@ -1,0 +1,226 @@
+"""How documents are planned: the section [context], and the tables [[eval]] of evaluation sets. Imports no torch.
+
+A `PlanSection` stands in three places: its keys are those of training in [context] (`context.planner`), those of
+evaluation with the prefix eval_ (`context.eval_planner`), and those of one evaluation set in its table. What is not
+given in a table is as evaluation has it, and what is not given for evaluation is as in training: `inherit` is the rule.
+The plans themselves are made in `train/plans`.
+"""
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, Literal, TypeVar
+
+from longspan.config.data_sections import DEPTHS, PasskeySettings
+from longspan.config.keys import AUTO, NOT_GIVEN, AtLeast, NonNegativeFloat, NonNegativeInt, PositiveInt, Texts
+from longspan.plan.hierarchy import levels_at
+
+AnyPlan = TypeVar("AnyPlan", bound="PlanSection")
+
+
+@dataclass(frozen=True)
+class PlanSection:
+    """How documents are planned: by which planner, at which degree, under which limit of rows."""
+
+    planner: Annotated[
+        Literal["", "fixed", "padded", "dynamic"],
+        Texts(
+            "Planner of evaluation. Default: as in training, or fixed where eval_context_parallel_size is given; tiny "
+            "presets: fixed.",
+            "As context.eval_planner. Default: the same, or fixed where context_parallel_size is given.",
+        ),
+    ] = ""
+    """fixed: packed documents at one degree; padded: one document a row; dynamic: a degree for each document."""
+    context_parallel_size: Annotated[
+        int | str,
+        AtLeast(0),
+        Texts(
+            "Slots that share a document in evaluation; this key alone changes the degree. 0: as in training; auto: "
+            "the degree at which evaluation is fastest by the cost. Default: 0; tiny presets: 4.",
+            "As context.eval_context_parallel_size. Default: the same.",
+        ),
+    ] = NOT_GIVEN
+    """Slots that share a document in training (fixed and padded). Default: 1; tiny presets: 2."""
+    max_tokens_per_slot: Annotated[
+        int | str,
+        AtLeast(0),
+        Texts(
+            "As max_tokens_per_slot, in evaluation; auto: what training has. Default: as in training; tiny presets: "
+            "2048.",
+            "As context.eval_max_tokens_per_slot. Default: the same.",
+        ),
+    ] = NOT_GIVEN
+    """Rows of one micro-batch on one slot, at most; 0: no limit; auto: as many as its memory holds, measured first.
+    Default: auto; tiny presets: 1024."""
+    cp_comm_type: Annotated[
+        str | tuple[str, ...],
+        Texts(
+            "As cp_comm_type, in evaluation. Default: as in training; the fastest, where eval_context_parallel_size is "
+            "auto; tiny presets: p2p, of hybrids as in training.",
+            "As context.eval_cp_comm_type. Default: the same, or auto where context_parallel_size is.",
+        ),
+    ] = ""
+    """How they share it: p2p, all_gather, a2a, a2a+p2p or auto (docs/attention.md); one, or one for each layer.
+    Default: p2p; of hybrids what partition is chosen with; tiny presets: the same."""
+    partition: Annotated[
+        Literal["", "auto", "zigzag", "contiguous"],
+        Texts(
+            "As partition, in evaluation; auto: what training has. Default: as in training; tiny presets: zigzag, of "
+            "hybrids auto.",
+            "As context.eval_partition. Default: the same.",
+        ),
+    ] = ""
+    """How rows of a document are split: zigzag (equal causal work), contiguous (one run a slot, faster under a2a), or
+    auto: of hybrids what the cost chooses (docs/hybrid.md), otherwise zigzag. Default: auto; tiny presets: the same."""
+    hierarchical_context_parallel_sizes: Annotated[
+        int | tuple[int, ...],
+        Texts(
+            "As hierarchical_context_parallel_sizes, in evaluation. Default: as in training, fitted to the degree; "
+            "tiny presets: 2 2.",
+            "As context.eval_hierarchical_context_parallel_sizes. Default: the same, fitted to the degree.",
+        ),
+    ] = NOT_GIVEN
+    """Sizes (a2a, p2p) of a2a+p2p; read with that type only."""
+    attention_kernel: Annotated[
+        str,
+        Texts(
+            "Attention kernel in evaluation; empty: as in training.",
+            "As context.eval_attention_kernel. Default: the same.",
+        ),
+    ] = ""
+    """Attention kernel (longspan doctor --kernels); empty: the first that can."""
+
+    @property
+    def plan_keys(self) -> dict[str, Any]:
+        """The values of the keys that every plan section has, by key."""
+        return {key.name: getattr(self, key.name) for key in fields(PlanSection)}
+
+
+@dataclass(frozen=True)
+class ContextConfig(PlanSection):
+    """Who shares which documents, in training and in evaluation."""
+
+    planner: Literal["fixed", "padded", "dynamic"] = "fixed"
+    context_parallel_size: PositiveInt = NOT_GIVEN
+    hierarchical_context_parallel_sizes: int | tuple[int, ...] = (2, 2)
+    min_dynamic_context_parallel_size: PositiveInt = 1
+    """Smallest degree that the dynamic planner may choose."""
+    max_dynamic_context_parallel_size: NonNegativeInt = 0
+    """Largest degree that the dynamic planner may choose; 0: no limit."""
+    mixer_kernels: tuple[str, ...] = ()
+    """Kernels of state-space layers that are used only where named: mamba_ssm, causal_conv1d, or only torch
+    (docs/hybrid.md)."""
+    node_size: PositiveInt = 8
+    """Slots of one host: what the plan's cost model takes as near."""
+    cost: str = ""
+    """File of longspan bench calibrate: what steps cost here; empty: on GPUs the model on H200s (docs/planning.md)."""
+    mode: Literal["lockstep", "free"] = "lockstep"
+    """In training, who waits: lockstep: all slots for the slowest of a micro-batch; free: those that share a group."""
+    plan_ahead: NonNegativeInt = 2
+    """Coming steps whose dynamic plans another process makes meanwhile; 0: each when its step begins."""
+    evaluation: PlanSection = field(default_factory=PlanSection)
+
+    def with_evaluation(self, **keys: Any) -> "ContextConfig":
+        """The section with other values of keys of evaluation, named without their prefix."""
+        return replace(self, evaluation=replace(self.evaluation, **keys))
+
+
+@dataclass(frozen=True)
+class EvalConfig(PlanSection):
+    """A named evaluation set: documents that are never trained on, when they are evaluated, and under which plans.
+
+    The file may have any number of these tables, each with a name; flags do not reach them. The keys from planner to
+    attention_kernel are those of [context] that begin with eval_, without that prefix, and their defaults are these.
+    """
+
+    name: str = ""
+    """Letters, digits, - and _ and dots: in lines, in metrics.jsonl, and the folder RUN/evaluation/NAME."""
+    path: str = ""
+    """A folder or file of .txt .md .py .jsonl, or stdlib, as data.path; tokenized with the run's tokenizer. Or passkey:
+    made documents, which hide a number and ask for it (docs/evaluation.md)."""
+    passkey_lengths: tuple[int, ...] = ()
+    """With path = "passkey": tokens of the documents in which a number is hidden, such as [1024, 4096, 16384]."""
+    passkey_depths: tuple[float, ...] = DEPTHS
+    """Where in a document it stands, from 0 (its beginning) to 1 (its end)."""
+    passkey_samples: PositiveInt = 4
+    """Documents of each length and depth."""
+    documents: NonNegativeInt = 0
+    """At most this many of its documents, chosen by train.seed; 0: all."""
+    max_document_tokens: NonNegativeInt = NOT_GIVEN
+    """As data.max_document_tokens, of this set. Default: the same."""
+    every: NonNegativeInt = NOT_GIVEN
+    """Steps between evaluations; 0: only after the last step. Default: train.eval_every."""
+    metrics: tuple[str, ...] = ()
+    """Metrics of your own, as train.eval_metrics. Default: the same."""
+    max_seconds: NonNegativeFloat = NOT_GIVEN
+    """As train.eval_seconds, of this set; 0: no limit. Default: the same."""
+
+    def passkey(self, seed: int) -> PasskeySettings:
+        """What its documents are made of, where its path is passkey."""
+        return PasskeySettings(self.passkey_lengths, self.passkey_depths, self.passkey_samples, seed)
+
+    @property
+    def prefix(self) -> str:
+        """How messages begin the names of its keys."""
+        return f"eval.{self.name}." if self.name else "context.eval_"
+
+    @property
+    def metrics_key(self) -> str:
+        """The key of its metrics, for messages."""
+        return f"{self.prefix}metrics" if self.name else "train.eval_metrics"
+
+
+def inherit(section: AnyPlan, parent: PlanSection, training: ContextConfig) -> AnyPlan:
+    """A section of evaluation with a value for every key: its own, or its parent's.
+
+    The parent of an evaluation set is evaluation as a whole, whose parent is `training`. A degree 0 and a limit of rows
+    "auto" are those of training. Levels that are not given are fitted to the degree.
+
+    >>> config = ContextConfig(context_parallel_size=4, cp_comm_type="a2a", max_tokens_per_slot=64)
+    >>> evaluation = inherit(PlanSection(context_parallel_size=8), config, config)
+    >>> evaluation.cp_comm_type, evaluation.hierarchical_context_parallel_sizes
+    ('a2a', (2, 4))
+    """
+    filled = take_keys(section, parent)
+    if filled.context_parallel_size == 0:
+        filled = replace(filled, context_parallel_size=training.context_parallel_size)
+    if filled.max_tokens_per_slot == AUTO:
+        filled = replace(filled, max_tokens_per_slot=training.max_tokens_per_slot)
+    if section.hierarchical_context_parallel_sizes != NOT_GIVEN or filled.planner == "dynamic":
+        return filled
+    return replace(filled, hierarchical_context_parallel_sizes=_levels(section, filled, parent))
+
+
+def take_keys(section: AnyPlan, parent: PlanSection) -> AnyPlan:
+    """A section with its parent's values of the keys that are not given, levels as they are.
+
+    A degree that is given makes plans of that degree also if the parent's are dynamic, and a degree "auto" is chosen
+    with its communication type. Evaluation takes training's attention kernel from the prepared model, and packs
+    documents at a degree "auto" also if training pads them.
+    """
+    values = parent.plan_keys | {"planner": _default_planner(section.context_parallel_size, parent)}
+    if section.context_parallel_size == AUTO:
+        values["cp_comm_type"] = AUTO
+    if isinstance(parent, ContextConfig):
+        del values["attention_kernel"]
+    return replace(section, **{key: x for key, x in values.items() if getattr(section, key) in (NOT_GIVEN, "")})
+
+
+def _levels(section: PlanSection, filled: PlanSection, parent: PlanSection) -> int | tuple[int, ...]:
+    """The parent's levels, fitted to a planner or degree that differs from the parent's.
+
+    Evaluation as a whole counts with the planner that its degree gives, and at training's degree if its own is "auto".
+    """
+    planner, degree = filled.planner, filled.context_parallel_size
+    if isinstance(parent, ContextConfig):
+        planner = _default_planner(section.context_parallel_size, parent)
+        degree = parent.context_parallel_size if isinstance(degree, str) else degree
+    if isinstance(degree, str) or (planner, degree) == (parent.planner, parent.context_parallel_size):
+        return parent.hierarchical_context_parallel_sizes
+    return levels_at(parent.hierarchical_context_parallel_sizes, degree)
+
+
+def _default_planner(degree: int | str, parent: PlanSection) -> str:
+    """The planner of a section whose planner is not given."""
+    if degree in (NOT_GIVEN, 0):
+        return parent.planner
+    packs = parent.planner == "dynamic" or (isinstance(degree, str) and isinstance(parent, ContextConfig))
+    return "fixed" if packs else parent.planner

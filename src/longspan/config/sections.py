@@ -1,0 +1,193 @@
+"""The configuration of a run: all of its sections, frozen values that decide nothing. Imports no torch.
+
+A RunConfig comes from a TOML file and flags (`file.py`, `cli/flags.py`). What keys mean that are not given is in
+`defaults.py`; `run/config_check.py` checks the values against the number of ranks before any process group exists. The
+text under each key is also its `--help`. Here are the sections [train] and [run]; the others are in `model_sections`,
+`data_sections` and `plan_section`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, is_dataclass, replace
+from typing import Annotated, Any, Literal, get_type_hints
+
+from longspan.config.data_sections import DataConfig, SourceConfig
+from longspan.config.keys import (
+    NOT_GIVEN,
+    AtLeast,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    values_of,
+)
+from longspan.config.model_sections import EncoderSection, LoraSection, ModelConfig, MtpSection, ParallelConfig
+from longspan.config.plan_section import ContextConfig, EvalConfig
+
+__all__ = [
+    "ContextConfig",
+    "DataConfig",
+    "EncoderSection",
+    "LoraSection",
+    "ModelConfig",
+    "MtpSection",
+    "ParallelConfig",
+    "RunConfig",
+    "RunSection",
+    "SourceConfig",
+    "TrainConfig",
+    "held_out_set",
+    "section_kinds",
+    "with_evaluations",
+]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Steps, optimizer, and when to evaluate and save."""
+
+    steps: PositiveInt = 300
+    """Optimizer steps of the whole run."""
+    tokens_per_step: Annotated[int, AtLeast(2)] = NOT_GIVEN
+    """Whole documents are taken up to this many tokens, at least one document a step. Default: 65536; tiny presets:
+    4096."""
+    lr: PositiveFloat = NOT_GIVEN
+    """Peak learning rate, reached after the warm-up. Default: none, it must be given; tiny presets: 6e-3; of adapters
+    (lora.rank): 2e-4."""
+    warmup_steps: NonNegativeInt = NOT_GIVEN
+    """Steps of linear warm-up. Default: a twentieth of the steps, at most 100; tiny presets: 100."""
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """Recompute layers in the backward pass: none, full, or selective (all but attention); true is full."""
+    eval_every: NonNegativeInt = 100
+    """Steps between evaluations; 0: only after the last step."""
+    epochs: NonNegativeFloat = 0.0
+    """How often every training document is trained on, in place of steps; 0: steps counts."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """From the warm-up to the last step: cosine, linear, constant, or wsd (constant, then decay_steps along a line)."""
+    decay_steps: NonNegativeInt = 0
+    """Steps of wsd's decay, the last ones; 0: a tenth of all steps."""
+    min_lr_ratio: NonNegativeFloat = 0.1
+    """Learning rate of the last step, as a share of lr."""
+    optimizer: str = "adamw"
+    """adamw (fused), sgd, or the dotted name of a class, such as torch.optim.NAdam."""
+    optimizer_arguments: tuple[str, ...] = ()
+    """Further arguments of the optimizer's class, such as "momentum=0.9"; values as in JSON."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of adamw's two moments at each step."""
+    eps: NonNegativeFloat = 1e-8
+    """What adamw adds to the root of its second moment."""
+    stochastic_rounding: bool = False
+    """Round updates of bfloat16 parameters (model.dtype) and their moments by chance, so that they are right in the
+    mean."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Weight decay of matrices (adamw: decoupled)."""
+    max_grad_norm: NonNegativeFloat = 1.0
+    """Gradients are scaled down to this norm; 0: never."""
+    recompute_layers: NonNegativeInt = 0
+    """Recompute this many of a stage's layers, the first ones, and keep the others' activations; 0: each."""
+    memory_fraction: float = 0.8
+    """Of a GPU's free memory, what max_tokens_per_slot = "auto" may fill."""
+    memory_bytes: NonNegativeInt = 0
+    """The same in bytes, on any device; 0: memory_fraction of a GPU, 1 GiB on a CPU."""
+    offload_activations: bool = False
+    """Keep what checkpointed layers start from in the host's memory meanwhile."""
+    loss_chunk_rows: NonNegativeInt = 0
+    """Rows whose logits are formed at a time; 0: as many as 2 GiB hold on a GPU, 64 MiB on a CPU."""
+    fused_norms: Literal["auto", "on", "off"] = "auto"
+    """Run each RMS norm as one kernel forward and one backward, rounded once: auto (on GPUs, where a norm allows
+    it), on, or off."""
+    compiled: bool = False
+    """Compile norms and MLPs with torch.compile: some 2 % faster on GPUs, after a longer warm-up."""
+    router_balance_loss: Annotated[float, AtLeast(-1)] = -1.0
+    """Weight of the load-balancing loss of experts' routers; -1: that of the model's configuration, 0: none."""
+    router_z_loss: NonNegativeFloat = 0.0
+    """Weight of the z-loss of experts' routers: the mean square of the logsumexp of their logits."""
+    seed: NonNegativeInt = 0
+    """Of weights, document order and held-out documents."""
+    eval_seconds: NonNegativeFloat = 0.0
+    """An evaluation that takes longer is broken off with a line of output, and training goes on; 0: no limit."""
+    eval_metrics: tuple[str, ...] = ()
+    """Metrics of your own, with the loss and those built in: functions by their dotted names (docs/evaluation.md)."""
+    eval_document_losses: bool = False
+    """Write the loss of each document of an evaluation to RUN/evaluations, as JSON lines."""
+    save_every: NonNegativeInt = 0
+    """Steps between checkpoints; 0: only those of save_minutes, after the last step and when the run ends early."""
+    save_minutes: NonNegativeFloat = 30.0
+    """Minutes between checkpoints, as well as save_every; 0: never by the clock."""
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """The run's folder and how it behaves."""
+
+    dir: str = "runs/first"
+    """Folder of the run: config, corpus, metrics, plans, checkpoints, report."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """auto: go on from the newest good checkpoint; never: refuse a folder that holds one; must: refuse one without."""
+    keep_checkpoints: NonNegativeInt = 2
+    """Newest good checkpoints that are kept; 0: all."""
+    compile_cache: str = ""
+    """Folder where kernels compiled for GPUs are kept for later runs; empty: longspan/kernels in the user's cache."""
+    loggers: tuple[str, ...] = ()
+    """Where rows of metrics go too: tensorboard, wandb (extras), or a class of your own by its dotted name."""
+    log_every: PositiveInt = 10
+    """Where the output is no terminal, a line of progress every so many steps; one comes every 30 seconds in any
+    case."""
+    timeout_seconds: PositiveFloat = 600.0
+    """How long a rank waits for the others before it names the one that is missing."""
+    stopped_status: NonNegativeInt = 0
+    """Exit status of longspan train when a signal stopped it before its last step, such as 75 for a scheduler that then
+    starts it again; the launcher torchrun ends with 1 where any process ends with another status than 0."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The whole configuration of a run.
+
+    >>> from dataclasses import replace
+    >>> config = replace(RunConfig(), train=TrainConfig(steps=10))
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    lora: LoraSection = field(default_factory=LoraSection)
+    mtp: MtpSection = field(default_factory=MtpSection)
+    encoder: EncoderSection = field(default_factory=EncoderSection)
+    run: RunSection = field(default_factory=RunSection)
+    eval: tuple[EvalConfig, ...] = ()
+
+    @property
+    def evaluations(self) -> tuple[EvalConfig, ...]:
+        """The documents that are held out, as the set without a name, and the sets [[eval]]."""
+        return (held_out_set(self), *self.eval)
+
+    def tables(self) -> dict[str, Any]:
+        """The values of all keys by section, as TOML and JSON keep them; of `eval` a list of tables."""
+        sections = {name: values_of(getattr(self, name)) for name in section_kinds()}
+        return sections | {"eval": tuple(values_of(entry) for entry in self.eval)}
+
+
+def section_kinds() -> dict[str, type[Any]]:
+    """The dataclass of every section; the tables [[eval]] are none."""
+    kinds: dict[str, Any] = get_type_hints(RunConfig)
+    return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and is_dataclass(kind)}
+
+
+def held_out_set(config: RunConfig) -> EvalConfig:
+    """The documents that `data.eval_documents` holds out, as the evaluation set without a name."""
+    train = config.train
+    return EvalConfig(
+        max_document_tokens=config.data.max_document_tokens,
+        every=train.eval_every,
+        metrics=train.eval_metrics,
+        max_seconds=train.eval_seconds,
+        **config.context.evaluation.plan_keys,
+    )
+
+
+def with_evaluations(config: RunConfig, entries: Iterable[EvalConfig]) -> RunConfig:
+    """The configuration with other plans of evaluation: the first entry's are those of the held-out documents."""
+    held_out, *sets = entries
+    return replace(config, context=config.context.with_evaluation(**held_out.plan_keys), eval=tuple(sets))

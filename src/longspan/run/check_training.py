@@ -1,0 +1,150 @@
+"""Whether numbers are within their bounds, and whether [parallel], recomputation and the optimizer fit together."""
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+from longspan.config.keys import AUTO, NOT_GIVEN, Above, AtLeast, keys_of, value_at
+from longspan.config.plan_section import EvalConfig
+from longspan.config.sections import RunConfig, TrainConfig, section_kinds
+from longspan.errors import ConfigError
+from longspan.layout import Layout
+from longspan.train.optim.schedule import Schedule
+
+_OF_ADAMW = ("betas", "eps")
+
+
+def check_numbers(config: RunConfig, *, training: bool) -> None:
+    """Raise ConfigError for a number outside its bounds, and for a word that stands for none."""
+    for section, kind in section_kinds().items():
+        leave_out = _optional_keys(config, section, training=training)
+        _check_bounds(getattr(config, section), kind, f"{section}.", leave_out)
+    for entry in config.eval:
+        _check_bounds(entry, EvalConfig, entry.prefix)
+    if not 0 < config.train.memory_fraction <= 1:
+        raise ConfigError(f"train.memory_fraction is {config.train.memory_fraction}; it must be above 0, at most 1")
+    if config.train.min_lr_ratio > 1:
+        raise ConfigError(f"train.min_lr_ratio is {config.train.min_lr_ratio}; it must be between 0 and 1")
+    if -1 < config.train.router_balance_loss < 0:
+        raise ConfigError(
+            f"train.router_balance_loss is {config.train.router_balance_loss}; it must be at least 0, or -1 for what "
+            "the model's configuration says"
+        )
+    if config.run.stopped_status > 255:
+        raise ConfigError(f"run.stopped_status is {config.run.stopped_status}; a process ends with 0 to 255")
+    if not config.run.dir:
+        raise ConfigError('run.dir is empty; name a folder, as in dir = "runs/first"')
+
+
+def _optional_keys(config: RunConfig, section: str, *, training: bool) -> Collection[str]:
+    """Keys whose value is not needed, or is known later."""
+    if section != "train":
+        return ()
+    of_epochs = config.train.epochs and config.train.warmup_steps == NOT_GIVEN  # it follows from the corpus
+    return ("warmup_steps",) * bool(of_epochs) + ("lr",) * (not training)
+
+
+def _check_bounds(values: Any, kind: type[Any], prefix: str, leave_out: Collection[str] = ()) -> None:
+    for key, bound in ((key.name, key.bound) for key in keys_of(kind) if key.bound is not None):
+        value = value_at(values, key)
+        if key == "max_document_tokens" and value == 1:
+            raise ConfigError(f"{prefix}{key} is 1; a document of one token predicts nothing: use 2 or more")
+        if isinstance(value, str):
+            if value != AUTO:
+                number = {"eval_documents": "a number of documents"}.get(key, "a number of rows")
+                number = "a degree" if key.endswith("parallel_size") else number
+                raise ConfigError(f'{prefix}{key} is {value!r}; give {number}, or "{AUTO}"')
+            continue
+        if key in leave_out:
+            continue
+        if isinstance(bound, AtLeast) and not bound.value <= value < math.inf:
+            raise ConfigError(f"{prefix}{key} is {value}; it must be at least {bound.value}")
+        if isinstance(bound, Above) and not bound.value < value < math.inf:
+            raise ConfigError(f"{prefix}{key} is {value}; it must be above {bound.value}")
+
+
+def check_parallel(config: RunConfig, home: Layout) -> None:
+    """Raise ConfigError where sequence or expert parallelism does not fit the home."""
+    if config.parallel.sequence_parallel and home.tp == 1:
+        raise ConfigError(
+            "parallel.sequence_parallel is true: it splits rows over tensor-parallel ranks, and parallel.tp is 1; "
+            "use false, or a higher tp"
+        )
+    width = home.slots // home.dp_replicate
+    if width % home.ep:
+        raise ConfigError(
+            f"parallel.ep {home.ep} does not divide the {width} slots of each of parallel.dp_replicate "
+            f"{home.dp_replicate} copies; use an ep that divides {width}, or fewer copies"
+        )
+
+
+def check_pipeline(config: RunConfig) -> None:
+    """Raise ConfigError for virtual stages or a schedule that the pipeline does not have."""
+    pp, vpp, schedule = config.parallel.pp, config.parallel.vpp, config.parallel.pipeline_schedule
+    if pp == 1 and vpp > 1:
+        raise ConfigError(f"parallel.vpp is {vpp} and parallel.pp is 1: virtual stages need a pipeline; use pp = 2")
+    if pp == 1 and schedule != "1f1b":
+        raise ConfigError(
+            f'parallel.pipeline_schedule is "{schedule}" and parallel.pp is 1: there is no pipeline to schedule; use '
+            "pp = 2, or leave it out"
+        )
+    if schedule == "zbv" and vpp != 2:
+        raise ConfigError(
+            f'parallel.pipeline_schedule is "zbv", which folds two stages onto each rank, and parallel.vpp is {vpp}; '
+            'use vpp = 2 and pp = 2 or more, or "zero_bubble"'
+        )
+
+
+def check_mode(config: RunConfig) -> None:
+    """Raise ConfigError for free mode where stages or exchanges of experts join slots in every layer."""
+    for key in ("pp", "ep"):
+        if config.context.mode == "free" and (degree := getattr(config.parallel, key)) > 1:
+            raise ConfigError(
+                f'context.mode is "free" and parallel.{key} is {degree}, under which all slots wait for each other in '
+                f'every micro-batch; use context.mode = "lockstep", or parallel.{key} = 1'
+            )
+
+
+def check_memory(config: RunConfig) -> None:
+    """Raise ConfigError for keys of recomputation where nothing is recomputed."""
+    if config.train.recompute_layers and config.train.activation_checkpointing == "none":
+        raise ConfigError(
+            f"train.recompute_layers is {config.train.recompute_layers}: that many layers are recomputed, and "
+            'train.activation_checkpointing is "none"; use "full" or "selective", or 0 layers'
+        )
+    if config.train.offload_activations and config.train.activation_checkpointing == "none":
+        raise ConfigError(
+            "train.offload_activations is true: it moves what checkpointed layers keep, and "
+            'train.activation_checkpointing is "none"; use "full" or "selective"'
+        )
+
+
+def check_optimizer(config: RunConfig) -> None:
+    """Raise ConfigError for an optimizer that cannot train here, for its arguments, and for steps of the schedule."""
+    train = config.train
+    if not train.epochs:  # otherwise the number of steps follows from the corpus
+        Schedule.of(train)
+    if not all(0 <= beta < 1 for beta in train.betas):
+        raise ConfigError(f"train.betas is {list(train.betas)}; both must be at least 0 and below 1")
+    for key in _OF_ADAMW:
+        if train.optimizer != "adamw" and getattr(train, key) != getattr(TrainConfig(), key):
+            raise ConfigError(
+                f"train.{key} is {getattr(train, key)}, a key of adamw, and train.optimizer is {train.optimizer!r}; "
+                f'give "{key}=…" in train.optimizer_arguments'
+            )
+    if train.stochastic_rounding and config.model.dtype != "bfloat16":
+        raise ConfigError(
+            f'train.stochastic_rounding rounds updates of parameters in bfloat16, and model.dtype is "'
+            f'{config.model.dtype}"; leave it out, or use model.dtype = "bfloat16"'
+        )
+    if train.optimizer != "adamw" or train.optimizer_arguments:
+        _try(train)
+
+
+def _try(train: TrainConfig) -> None:
+    """Raise ConfigError for an optimizer that refuses its arguments over a matrix, which every model has."""
+    from torch import nn  # which --help does without
+
+    from longspan.train.optim.optimizer import OptimizerChoice, groups_of
+
+    OptimizerChoice.of(train).over(groups_of(nn.Linear(2, 2, bias=False), train.optimizer, train.weight_decay))
