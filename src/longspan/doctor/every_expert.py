@@ -9,7 +9,7 @@ import copy
 
 from transformers import PreTrainedConfig
 
-from longspan.model.small.small_values import EXPERT_GROUPS, PICKED
+from longspan.model.exactness.small_values import EXPERT_GROUPS, PICKED
 from longspan.plan.cost.model_shape import read_experts
 
 

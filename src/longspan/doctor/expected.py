@@ -20,7 +20,7 @@ from longspan.doctor.stock import (
     stock_answer,
 )
 from longspan.errors import LongspanError
-from longspan.model.vision.trial_documents import TrialDocument
+from longspan.model.exactness.trial_documents import TrialDocument
 from longspan.plan.cost.model_shape import read_experts
 
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}

@@ -8,11 +8,12 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from longspan.attention import KERNELS, AttentionCall, Mask, choose
 from longspan.attention.kernels.table import Kernel
 from longspan.errors import AttentionError
+from longspan.model.exactness.meta_record import record_model
+from longspan.model.exactness.small_copies import reads_images_alone
 from longspan.model.experts.moe import use_experts
 from longspan.model.seams.attention_calls import IMPLEMENTATION
+from longspan.model.seams.attention_record import RecordedCall
 from longspan.model.seams.layer_numbers import number_layers
-from longspan.model.seams.probe import RecordedCall, probe_model
-from longspan.model.small.shrink import reads_images_alone
 
 GPU = torch.device("cuda")
 
@@ -36,7 +37,7 @@ def kernel_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
 
     Raises what the model's own code raises where it cannot be made or run so, ModelError where it is refused.
     """
-    calls = probe_model(_without_memory(config))
+    calls = record_model(_without_memory(config)).calls
     kinds: dict[tuple[int, int, int | None, float | None], list[RecordedCall]] = {}
     for call in calls:
         kinds.setdefault((call.head_size, call.value_size, call.window, call.softcap), []).append(call)

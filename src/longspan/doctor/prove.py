@@ -29,8 +29,8 @@ from longspan.doctor.stock import (
 )
 from longspan.errors import CommError, LongspanError
 from longspan.layout import Layout
-from longspan.model.seams.hint import DOCTOR
-from longspan.model.vision.trial_documents import TrialDocument
+from longspan.model.exactness.trial_documents import TrialDocument
+from longspan.model.seams.refusals import DOCTOR
 
 SECONDS_PER_CASE = 20.0
 

@@ -13,13 +13,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.adapters import adapter_in
+from longspan.model.exactness.depth_layer import layer_to_copy
 from longspan.model.layers import base_of, decoder_layers, norm_after_layers
 from longspan.model.mtp.depths import PREFIX, MtpBlocks, MtpDepth, MtpDepths, depths_of
 from longspan.model.mtp.layer_inputs import CopiedLayer
 from longspan.model.mtp.weights import draw_depths, read_depths
 from longspan.model.seams.call_rules import is_prepared
-from longspan.model.seams.depth_layer import layer_to_copy
-from longspan.model.seams.set_forwards import set_on_instances
+from longspan.model.seams.refusals import set_on_instances
 from longspan.model.weights.empty import empty_model, stored_buffers
 from longspan.plan.cost.layer_kinds import types_of_depth
 

@@ -1,6 +1,6 @@
 """What a prepared model computes with, for what a run says of itself: types of tensors, and the kernels of attention.
 
-It is decided in `placement/` and `seams/probe.py`; nothing here changes it.
+It is decided in `placement/` and `exactness/meta_record.py`; nothing here changes it.
 """
 
 from collections.abc import Sequence

@@ -1,35 +1,37 @@
 """A language model under a home: `model(input_ids, position_ids=, shard=)` then runs any plan.
 
-What a call may hold is said in `seams/attention_calls.py`, what becomes of the layers in `placement/placement.py`, and
-what a model may not do in `seams/refusals.py` and `seams/probe.py`.
+Whether a model may run is decided in `exactness/check_model.py`; the arguments of its calls are checked in
+`seams/attention_calls.py`, and its layers are sharded, split and recomputed by `placement/placement.py`.
 """
 
-from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from longspan.attention import AttentionCall
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.adapters import Adapter, adapter_in, model_inside
+from longspan.model.adapters import model_inside
+from longspan.model.exactness.check_model import check_model
 from longspan.model.execution import Execution
 from longspan.model.experts.moe import expert_modules, use_experts
-from longspan.model.lora.disabled import without_adapter
 from longspan.model.lora.peft_model import redirect
-from longspan.model.lora.refusals import check_adapter, check_equal_adapters
-from longspan.model.mtp.refusals import refuse_mtp
-from longspan.model.mtp.trained_whole import copied_depths_taken
 from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.placement.placement import Placement
 from longspan.model.placement.recompute import Recomputation
 from longspan.model.placement.sharding import Sharding
-from longspan.model.row_trial.class_trial import refuse_class, try_class
 from longspan.model.seams.attention_calls import IMPLEMENTATION, check_call
-from longspan.model.seams.call_rules import CallRules, is_prepared, position_table
-from longspan.model.seams.first_pass import FirstPass
+from longspan.model.seams.attention_record import FirstPass
+from longspan.model.seams.call_rules import (
+    CallRules,
+    attend_causally,
+    has_prefix,
+    is_prepared,
+    position_table,
+)
 from longspan.model.seams.forwards.fused_norms import fuse_norms
 from longspan.model.seams.forwards.llama4 import scale_queries_by_position
 from longspan.model.seams.forwards.long_norms import split_long_norms
@@ -39,10 +41,7 @@ from longspan.model.seams.layer_arguments import keep_layer_arguments
 from longspan.model.seams.layer_numbers import number_layers
 from longspan.model.seams.mixer_calls import check_kernels, shard_mixers
 from longspan.model.seams.mixers import mixers_of
-from longspan.model.seams.prefix import attend_causally, has_prefix
-from longspan.model.seams.probe import check_kernel, probe_model
-from longspan.model.seams.randomness import draws_in_evaluation, random_draws
-from longspan.model.seams.refusals import guard, refuse_unsupported
+from longspan.model.seams.refusals import guard
 from longspan.model.weights.fill import take_weights_to_come
 
 
@@ -77,28 +76,28 @@ def prepare_language_model(
         Recomputation.of(activation_checkpointing, layers=recompute_layers, offload=offload_activations),
         sequence_parallel=sequence_parallel,
     )
+    if fused_norms not in ("auto", "on", "off"):
+        raise ModelError(f"fused_norms is {fused_norms!r}; use 'auto', 'on' or 'off'")
     peft_model, model = model, model_inside(model)
-    with copied_depths_taken(model):
-        adapter = _check(model, placement, pipeline_settings, fused_norms)
+
+    def connect(model: PreTrainedModel) -> None:
+        check_kernels(model, mixer_kernels, placement.dtype_of(model), world.device)
+        _replace_norms(model, world.device.type, fused_norms)
+        _connect(model, mixer_kernels)
+
+    stages = pipeline_settings.stages
+    evidence = check_model(model, placement, connect, stages=stages, kernel=attention_kernel, probe=probe)
     assert isinstance(model, PreTrainedModel)  # others were refused
-    check_kernels(model, mixer_kernels, placement.dtype_of(model), world.device)
-    if fused_norms == "on" or (fused_norms == "auto" and world.device.type == "cuda"):
-        fuse_norms(model, required=fused_norms == "on")
-    if world.device.type == "cuda":
-        split_long_norms(model)
-    class_draws = try_class(model).draws
-    execution = _connect(model, placement, attention_kernel, mixer_kernels, probe=probe)
+    model.config.use_cache = False
+    execution = _execution(model, placement, evidence.calls, attention_kernel, mixer_kernels)
     # The first pass would show it on the last stage alone, and the others wait.
     tried = add_row_loss(model, probe=probe or world.home.pp > 1, required=probe)
-    with without_adapter(model) if adapter else nullcontext():  # each rank drops an adapter's inputs for its own rows
-        draws = random_draws(model) or class_draws
-        in_evaluation = draws_in_evaluation(model) if draws else ()
     rules = CallRules(
         type(model).__name__,
         attention_kernel,
         position_table(model),
-        draws,
-        in_evaluation,
+        evidence.draws,
+        evidence.draws_in_evaluation,
         placement.row_multiple,
         prefix=has_prefix(model.config),
         prefix_window=getattr(model.config.get_text_config(), "sliding_window", None),
@@ -116,37 +115,21 @@ def prepare_language_model(
     if weights is not None:
         weights.fill(models, world)
     _keep(prepared, rules, execution)
-    if adapter is not None:
-        prepared.adapter = adapter  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    if evidence.adapter is not None:
+        prepared.adapter = evidence.adapter  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         redirect(peft_model, prepared)
     return prepared
 
 
-def _check(
-    model: nn.Module, placement: Placement, pipeline_settings: PipelineSettings, fused_norms: str
-) -> Adapter | None:
-    """Refuse what would not be exact, before anything is changed; returns the model's adapter."""
-    if fused_norms not in ("auto", "on", "off"):
-        raise ModelError(f"fused_norms is {fused_norms!r}; use 'auto', 'on' or 'off'")
-    if is_prepared(model):
-        raise ModelError(f"this {type(model).__name__} was prepared already; prepare a model once")
-    refuse_unsupported(model)
-    assert isinstance(model, PreTrainedModel)
-    refuse_class(model)
-    adapter = adapter_in(model)
-    refuse_mtp(model, placement.world)
-    if adapter is not None:
-        check_adapter(model, adapter, placement.world)
-    placement.check(model, pipeline_settings.stages)
-    if adapter is not None:
-        check_equal_adapters(model, placement.world)
-    return adapter
+def _replace_norms(model: PreTrainedModel, device: str, fused_norms: str) -> None:
+    if fused_norms == "on" or (fused_norms == "auto" and device == "cuda"):
+        fuse_norms(model, required=fused_norms == "on")
+    if device == "cuda":
+        split_long_norms(model)
 
 
-def _connect(
-    model: PreTrainedModel, placement: Placement, kernel: str | None, mixer_kernels: tuple[str, ...], *, probe: bool
-) -> Execution:
-    """Have the model's attention, experts and head call this package; a forward pass on the meta device shows it."""
+def _connect(model: PreTrainedModel, mixer_kernels: tuple[str, ...]) -> None:
+    """Have the model's attention, mixers and experts call this package."""
     model.set_attn_implementation(_of_text(model))
     number_layers(model)
     attend_causally(model)
@@ -155,13 +138,17 @@ def _connect(
     shard_mixers(model, mixer_kernels)
     keep_layer_arguments(model)
     use_experts(model)
-    calls = probe_model(model) if probe else ()
-    dtype = placement.dtype_of(model)
-    checked = check_kernel(model, kernel, calls, device=placement.world.device, dtype=dtype)
-    model.config.use_cache = False
-    mixers = len(mixers_of(model))
-    reduced = placement.reduce_dtype_of(model)
-    return Execution(model.dtype, dtype, reduced, checked, kernel, mixers, mixer_kernels)
+
+
+def _execution(
+    model: PreTrainedModel,
+    placement: Placement,
+    calls: tuple[AttentionCall, ...],
+    kernel: str | None,
+    mixer_kernels: tuple[str, ...],
+) -> Execution:
+    dtype, reduced = placement.dtype_of(model), placement.reduce_dtype_of(model)
+    return Execution(model.dtype, dtype, reduced, calls, kernel, len(mixers_of(model)), mixer_kernels)
 
 
 def _of_text(model: PreTrainedModel) -> str | dict[str, str]:

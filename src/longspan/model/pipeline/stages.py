@@ -24,9 +24,9 @@ from longspan.model.pipeline.copies import (
     shared_parameters,
 )
 from longspan.model.pipeline.embedding_argument import KEYWORD, Taken, embedding_argument, take_or_give_embedding
+from longspan.model.seams.attention_record import Probe
 from longspan.model.seams.meta_pass import run_on_meta
-from longspan.model.seams.probe import Probe
-from longspan.model.seams.set_forwards import set_on_instances
+from longspan.model.seams.refusals import set_on_instances
 
 MakeOutput = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 

@@ -15,13 +15,11 @@ from longspan.attention import attend
 from longspan.comm import SequenceShard, world_of
 from longspan.errors import ModelError
 from longspan.model.layers import reads_other_modalities
-from longspan.model.seams.call_rules import call_rules, refuse_positions
-from longspan.model.seams.first_pass import recorded_calls
+from longspan.model.seams.attention_record import Probe, RecordedCall, recorded_calls, unknown_tensors
+from longspan.model.seams.call_rules import call_rules, refuse_positions, refuse_randomness
 from longspan.model.seams.forwards.llama4 import chunk_of, scaled_by_position
 from longspan.model.seams.layer_arguments import kernel_of_layer, shard_of_layer
-from longspan.model.seams.probe import Probe, RecordedCall, unknown_tensors
-from longspan.model.seams.randomness import refuse_randomness
-from longspan.model.seams.rows_alone import RowsAlone, attend_alone
+from longspan.model.seams.separate_rows import RowsAlone, attend_alone
 
 IMPLEMENTATION = "longspan"
 _BOUNDS = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # of packed rows

@@ -1,7 +1,11 @@
 """What the calls and steps of a prepared model are checked against: a value that `prepare` leaves on the model.
 
-Among it is how many positions a model knows, where it looks them up in a table: learnt, as GPT-2's, or made once, as
-CTRL's. Rotary models have no table and are not limited here, whatever `max_position_embeddings` says of their training.
+It contains how many positions a model has, if it reads them from a table: learnt, as GPT-2's, or made once, as CTRL's.
+Rotary models have no table and are not limited here, whatever `max_position_embeddings` says of their training. It
+contains what a model draws at random outside attention: each rank would draw for the rows that it happens to hold, and
+loss and gradients would depend on the layout. (Attention's dropout is exact: its masks are hashed from global
+positions.) And whether prompts are prefixes, whose rows see each other (PaliGemma); in a step the prefix of a document
+is what stands before its first target (`train/reading/spans.py`), as the models' own processor makes its labels.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,12 +13,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
+from longspan.model.adapters import adapter_of
 from longspan.model.layers import decoder_layers, text_name
 from longspan.plan import MicroBatch
+
+_WITH_PREFIX = ("paligemma",)
+_SAMPLE = ("exponential_", "multinomial", "gumbel_softmax")  # one of several, as a router may choose experts
+_NOT_HERE = ("att", "summary", "classifier", "layerdrop")  # keys of dropout in attention, or in heads of other tasks
 
 
 class PositionTable(NamedTuple):
@@ -118,3 +127,78 @@ def is_prepared(model: nn.Module) -> bool:
 def call_rules(model: nn.Module) -> CallRules:
     """The rules of a prepared model; those of another one refuse nothing."""
     return getattr(model, "call_rules", None) or CallRules(type(model).__name__)
+
+
+def has_prefix(config: PreTrainedConfig) -> bool:
+    """Whether a model of this configuration has one."""
+    return config.model_type in _WITH_PREFIX
+
+
+def attend_causally(model: nn.Module) -> None:
+    """Have the layers of a model with a prefix ask for causal attention: the shard's spans say what is seen beside it.
+
+    They ask for none, as their model's own mask says all.
+    """
+    config: Any = model.config
+    if not has_prefix(config):
+        return
+    for module in model.modules():
+        if getattr(module, "config", None) is config.get_text_config() and hasattr(module, "is_causal"):
+            module.is_causal = True  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+
+
+def refuse_randomness(model: nn.Module, *, training: bool = True) -> None:
+    """Raise ModelError where training this prepared model, or evaluating it, would draw numbers by the layout."""
+    rules = call_rules(model)
+    always = rules.draws_in_evaluation
+    if draws := ", ".join(rules.random_draws if training else always):
+        config = getattr(model, "config", None)
+        when, rest = (" and in evaluation", "") if always else ("", ", and evaluation draws nothing")
+        remedy = _remedy(config, draws, always=bool(always))
+        raise ModelError(
+            f"{rules.architecture} draws at random outside attention in training{when}: {draws}. Each rank would draw "
+            f"for its own rows, so that the loss would depend on the layout; {remedy}. Attention "
+            f"dropout may stay{rest}"
+        )
+
+
+def _remedy(config: Any, draws: str, *, always: bool) -> str:
+    samples = any(f"{function} " in draws for function in _SAMPLE)
+    if samples or not (keys := _keys(config)):
+        alone = "" if always else ": it can be evaluated alone"
+        return f"it does so by its code, and no key of its configuration is known to end that{alone}"
+    return f"before the model is built, set {keys} to 0.0 in its configuration (config.json)"
+
+
+def _keys(config: Any) -> str:
+    """The keys of a configuration that say how much is dropped, or made noisy, outside attention, with their values."""
+    values = {} if config is None else config.get_text_config().to_dict()
+    words = ("drop", "jitter", "noise")
+    keys = [key for key in values if any(w in key for w in words) and not any(w in key for w in _NOT_HERE)]
+    keys += [key for key in values if "layerdrop" in key and key not in keys]
+    return ", ".join(f"{key} ({values[key]:g})" for key in keys if _positive(values[key]))
+
+
+def refuse_dropout_in_two_passes(model: nn.Module, what: str) -> None:
+    """Raise ModelError where training this prepared model drops attention weights, or inputs of its adapter.
+
+    `what` takes two forward passes that are equal.
+    """
+    config, adapter = getattr(model, "config", None), adapter_of(model)
+    values = {} if config is None else config.get_text_config().to_dict()
+    if adapter is not None:
+        values["lora_dropout"] = adapter.dropout
+    if keys := [f"{key} ({value:g})" for key, value in values.items() if _drops(key) and _positive(value)]:
+        raise ModelError(
+            f"{what}: their loss takes two forward passes, which dropout would make differ; set {', '.join(keys)} to "
+            "0.0 in the configuration before the model is built, or plan so that one micro-batch in lockstep holds "
+            "all documents of a set"
+        )
+
+
+def _drops(key: str) -> bool:
+    return key == "lora_dropout" or ("att" in key and "drop" in key)
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

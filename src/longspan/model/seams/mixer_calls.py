@@ -21,10 +21,10 @@ from transformers.activations import ACT2FN
 
 from longspan.comm import SequenceShard
 from longspan.errors import LayoutError, ModelError
+from longspan.model.seams.attention_record import Probe
 from longspan.model.seams.layer_arguments import shard_of_layer
 from longspan.model.seams.mixers import mixers_of, with_functions
-from longspan.model.seams.probe import Probe
-from longspan.model.seams.rows_alone import RowsAlone, convolve_alone, scan_alone
+from longspan.model.seams.separate_rows import RowsAlone, convolve_alone, scan_alone
 from longspan.ssm import causal_conv, kernel_of, linear_scan, unit
 from longspan.ssm.kernels import check_asked
 from longspan.ssm.kernels.call import state_dtype

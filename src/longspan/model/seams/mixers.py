@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from longspan.model.seams.set_forwards import inside_wrappers
+from longspan.model.seams.refusals import inside_wrappers
 
 ROWS_ALONE = ("mlp", "moe")  # types of layers in which rows do not meet, as Nemotron-H names them
 _SCANS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan")

@@ -34,7 +34,6 @@ from longspan.model.tensor_parallel.family_plans import (
     ROWWISE,
     SPLIT_INPUT,
 )
-from longspan.model.tensor_parallel.feature_trial import refuse_mixed_features
 from longspan.model.tensor_parallel.fused_rows import columnwise_packed
 from longspan.model.tensor_parallel.mixers import check_mixer, split_mixer
 from longspan.model.tensor_parallel.plan import (
@@ -53,6 +52,7 @@ from longspan.model.tensor_parallel.residual_rows import (
     split_residuals,
 )
 from longspan.model.tensor_parallel.shared_parameters import places_of_shared, share_again
+from longspan.model.tensor_parallel.split_trial import refuse_mixed_features
 from longspan.model.tensor_parallel.styles import (
     ROWS,
     Transform,

@@ -20,7 +20,7 @@ from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.multimodal.prepare_encoder import prepare_encoder
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.vision.image_cost import image_cost
-from longspan.model.vision.take_apart import VisionParts
+from longspan.model.vision.split import VisionParts
 from longspan.model.vision.tower_attention import pack_attention
 from longspan.model.weights.fill import WeightsToCome
 from longspan.plan.cost.cost import Cost

@@ -18,7 +18,7 @@ from longspan.evaluation.auto_degree import with_degrees
 from longspan.files import write_atomically
 from longspan.model.hf_folder import weight_files
 from longspan.model.multimodal.multimodal_model import language_model_of
-from longspan.model.seams.randomness import refuse_randomness
+from longspan.model.seams.call_rules import refuse_randomness
 from longspan.plan import Cost
 from longspan.plan.cost.spans import with_spans
 from longspan.run.evaluations.open_sets import with_rows

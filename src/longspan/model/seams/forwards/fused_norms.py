@@ -18,7 +18,7 @@ from torch.nn.functional import rms_norm
 from longspan.errors import ModelError
 from longspan.model.seams.forwards.long_norms import in_pieces
 from longspan.model.seams.forwards.norm_formula import NormFormula
-from longspan.model.seams.set_forwards import is_set_on_instance
+from longspan.model.seams.refusals import is_set_on_instance
 
 _EPS = ("variance_epsilon", "eps")
 _CLOSE = 1e-5  # relative, in float32
