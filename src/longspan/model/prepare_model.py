@@ -14,8 +14,8 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model.adapters import Adapter, adapter_in, base_module, is_adapted, is_copied, model_inside, peft_modules
-from longspan.model.exactness.adapter_rules import reasons_of_configuration, reasons_of_layers
-from longspan.model.exactness.row_trial import try_rows_of_calls
+from longspan.model.exactness.adapter_rules import configuration_reasons, layer_reasons
+from longspan.model.exactness.row_trial import try_rows_at_first_call
 from longspan.model.lora.peft_model import redirect
 from longspan.model.multimodal.checks import check_encoder_home
 from longspan.model.multimodal.multimodal_model import MultimodalModel
@@ -33,7 +33,7 @@ def check_encoder_adapter(encoder: nn.Module, adapter: Adapter, tp: int) -> None
     """
     if not peft_modules(encoder):
         return
-    if reasons := [*reasons_of_configuration(adapter), *reasons_of_layers(encoder), *_of_encoder(encoder, adapter, tp)]:
+    if reasons := [*configuration_reasons(adapter), *layer_reasons(encoder), *_of_encoder(encoder, adapter, tp)]:
         raise ModelError(
             f"the adapter {adapter.name!r} of a tower or projector cannot be trained: {'; '.join(reasons)}"
         )
@@ -152,7 +152,7 @@ def prepare(
     """
     if encoder is None:
         prepared = prepare_language_model(model, world, **options)
-        try_rows_of_calls(prepared)
+        try_rows_at_first_call(prepared)
         return prepared
     same: dict[str, Any] = {name: value for name, value in options.items() if name in _OF_BOTH}
     settings, inside = EncoderHome.of(encoder, **same), model_inside(model)
@@ -162,7 +162,7 @@ def prepare(
         if adapter is not None:
             check_encoder_adapter(parts.encoder, adapter, settings.layout.tp)
         language_model: Any = prepare_language_model(model, world, **options)
-        try_rows_of_calls(language_model)
+        try_rows_at_first_call(language_model)
         language_model.adapter = adapter  # also where it is in the encoder alone
         prepared = joined(parts, language_model, world, settings, weights)
     redirect(model, prepared)

@@ -4,7 +4,7 @@
     parts.encoder                       # ImageEncoder: the tower and the projector, under the model's own names
     parts.language_model                # the same model object, without them
 
-What is taken is what stands beside the text model in the base model. No weight is copied or renamed.
+The encoder takes every module of the base model except the text model. No weight is copied or renamed.
 """
 
 from collections.abc import Iterator
@@ -49,10 +49,10 @@ def check_vision(model: nn.Module) -> None:
 
 def _check_placeholder(model: PreTrainedModel) -> None:
     embedding: Any = model.get_input_embeddings()
-    placeholder, known = image_tokens(model.config).placeholder, embedding.weight.shape[0]
-    if placeholder >= known:
+    placeholder, rows = image_tokens(model.config).placeholder, embedding.weight.shape[0]
+    if placeholder >= rows:
         raise ModelError(
-            f"{type(model).__name__}: placeholders of images are token id {placeholder}, and its embedding has {known} "
+            f"{type(model).__name__}: placeholders of images are token id {placeholder}, and its embedding has {rows} "
             "rows; set image_token_id in config.json to an id of the vocabulary, as the tokenizer of its folder has it"
         )
 

@@ -15,7 +15,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.exactness import class_trial
+from longspan.model.exactness import class_trial, small_copies
 from longspan.model.exactness.class_trial import refuse_class, try_class
 from longspan.model.exactness.small_copies import shrunken
 from longspan.model.experts import gate
@@ -38,9 +38,9 @@ def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    class_trial._trials.clear()
+    small_copies._results.clear()
     yield
-    class_trial._trials.clear()
+    small_copies._results.clear()
 
 
 TRUE_SIZES = ("qwen3_moe", "deepseek_v3", "minimax_m2", "afmoe")
@@ -62,7 +62,7 @@ def test_every_exact_family_passes(family: str) -> None:
 
 
 def test_models_without_experts_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(class_trial, "_trial", None)
+    monkeypatch.setattr(class_trial, "_try_small_copy", None)
     refuse_class(tiny("qwen3"))
 
 

@@ -7,7 +7,7 @@ import pytest
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from longspan.errors import ModelError
-from longspan.model.exactness import image_trial, trial_documents
+from longspan.model.exactness import image_trial, small_copies, trial_documents
 from longspan.model.exactness.image_trial import image_reasons, video_tokens
 from tests.model.vision.models import config_of
 
@@ -30,7 +30,7 @@ def test_images_that_enter_as_rows_and_positions_alone(name: str) -> None:
 
 def test_images_that_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     assert image_reasons(config_of("paligemma")) == ()
-    monkeypatch.setattr(image_trial, "_trials", {})
+    monkeypatch.setattr(small_copies, "_results", {})
     monkeypatch.setattr(image_trial, "SEEN_BY_IMAGES", ())
     (reason,) = image_reasons(config_of("gemma3"))
     assert reason.startswith("it does more with images than put their rows in the places of their placeholders: logits")
@@ -57,7 +57,7 @@ MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_what_is_done_otherwise_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, attribute, change = MUTANTS[name]
-    monkeypatch.setattr(image_trial, "_trials", {})
+    monkeypatch.setattr(small_copies, "_results", {})
     monkeypatch.setattr(module, attribute, change(getattr(module, attribute)))
     (reason,) = image_reasons(config_of("qwen3-vl"))
     assert "logits differ by" in reason

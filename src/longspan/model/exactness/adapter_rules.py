@@ -1,4 +1,4 @@
-"""What an adapter may not be under a home, by peft's layers and configuration; refused before anything is changed."""
+"""Rules for adapters under a home, by peft's layers and configuration; checked before anything is changed."""
 
 import zlib
 from collections.abc import Iterator
@@ -29,14 +29,14 @@ _UNTESTED = {  # keys of LoraConfig, and what they may be
 def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> None:
     """Raise ModelError, with every reason, for an adapter that is not shown to be exact under this home.
 
-    It is the same on every rank, before the first collective. Whether tensor parallelism can split its layers is said
-    in `tensor_parallel/adapted.py`.
+    The result is the same on every rank, before the first collective. Whether tensor parallelism can split its layers
+    is checked in `tensor_parallel/adapted.py`.
     """
     _refuse_adapted_embedding(model, world)
-    reasons = [*reasons_of_configuration(adapter), *reasons_of_layers(model)]
-    reasons += [*_of_values(model), *_of_parameters(model)]
+    reasons = [*configuration_reasons(adapter), *layer_reasons(model)]
+    reasons += [*_value_reasons(model), *_parameter_reasons(model)]
     if world.home.pp > 1:
-        reasons += _in_stages(model)
+        reasons += _stage_reasons(model)
     if reasons:
         raise ModelError(
             f"the adapter {adapter.name!r} of {type(model).__name__} cannot be trained: {'; '.join(reasons)}"
@@ -54,7 +54,7 @@ def _refuse_adapted_embedding(model: PreTrainedModel, world: World) -> None:
 
 
 def check_equal_adapters(model: PreTrainedModel, world: World) -> None:
-    """Raise ModelError, on every rank, where ranks would begin with different adapters; all ranks call it together."""
+    """Raise ModelError, on every rank, if ranks would begin with different adapters; all ranks call it together."""
     trained = dict(adapter_parameters(model)) | {n: p for n, p in model.named_parameters() if p.requires_grad}
     digests = {name: zlib.crc32(_bytes(p)) for name, p in trained.items() if not p.is_meta}
     of_ranks = world.control.gather_objects(digests, "digests of adapters")
@@ -72,7 +72,7 @@ def _bytes(x: Tensor) -> Any:
     return x.detach().cpu().contiguous().view(torch.uint8).numpy()
 
 
-def reasons_of_configuration(adapter: Adapter) -> Iterator[str]:
+def configuration_reasons(adapter: Adapter) -> Iterator[str]:
     """Why an adapter of this configuration cannot be trained, wherever it is."""
     config = adapter.config
     kind = str(getattr(config.peft_type, "value", config.peft_type))
@@ -82,14 +82,14 @@ def reasons_of_configuration(adapter: Adapter) -> Iterator[str]:
             "model = peft_model.merge_and_unload()"
         )
         return
-    for key, what in _UNTESTED.items():
+    for key, feature in _UNTESTED.items():
         if value := getattr(config, key, None):
-            yield f"{key} is {value!r}: {what} are not supported; leave it out"
+            yield f"{key} is {value!r}: {feature} are not supported; leave it out"
     if getattr(config, "bias", "none") != "none":
         yield f"bias is {config.bias!r}, and biases of the base model stay frozen; use bias='none'"
 
 
-def reasons_of_layers(model: nn.Module) -> Iterator[str]:
+def layer_reasons(model: nn.Module) -> Iterator[str]:
     """Why the layers that peft has put into a module cannot be trained."""
     for name, module in peft_modules(model).items():
         layer: Any = module
@@ -111,7 +111,7 @@ def reasons_of_layers(model: nn.Module) -> Iterator[str]:
             return
 
 
-def _of_values(model: nn.Module) -> Iterator[str]:
+def _value_reasons(model: nn.Module) -> Iterator[str]:
     if is_drawn_when_prepared(model):
         return
     if "weights_to_come" in vars(model):
@@ -126,7 +126,7 @@ def _of_values(model: nn.Module) -> Iterator[str]:
         )
 
 
-def _of_parameters(model: nn.Module) -> Iterator[str]:
+def _parameter_reasons(model: nn.Module) -> Iterator[str]:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         yield (
@@ -134,8 +134,8 @@ def _of_parameters(model: nn.Module) -> Iterator[str]:
             "is_trainable=True"
         )
     yield from depth_reasons(model)
-    beside = {name for name in trained if not belongs_to_adapter(name)}
-    if others := sorted(beside.difference(of_whole_depths(beside))):
+    of_base = {name for name in trained if not belongs_to_adapter(name)}
+    if others := sorted(of_base.difference(of_whole_depths(of_base))):
         yield f"{len(others)} parameters of the base model require gradients ({', '.join(others[:2])}); freeze them"
     if len(dtypes := {str(p.dtype).removeprefix("torch.") for p in trained.values()}) > 1:
         yield (
@@ -144,7 +144,7 @@ def _of_parameters(model: nn.Module) -> Iterator[str]:
         )
 
 
-def _in_stages(model: PreTrainedModel) -> Iterator[str]:
+def _stage_reasons(model: PreTrainedModel) -> Iterator[str]:
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     if is_tied(model) and any(is_adapted(end) or is_copied(end) for end in ends if end is not None):
         yield (

@@ -1,13 +1,13 @@
 """A trial of a class: a small model of it runs on the host, in training, on rows whole and in pieces.
 
-Over a sharded sequence a rank has some of the rows, in an order of its own. What a model computes outside attention is
-then exact if a row's output, and what it adds to gradients, are its own: not so with experts of a limited capacity,
-experts that choose rows, sums over a batch, or numbers drawn at random. In place of attention stands a function of each
-row alone, and so in place of mixers' scans; both are judged in `seams/`. Experts that `experts_forward` takes over are
+Over a sharded sequence a rank has some of the rows, in an order of its own. The rest of a model is then exact if a
+row's output, and its contribution to gradients, do not depend on other rows. They do with experts of a limited
+capacity, experts that choose rows, sums over a batch, or numbers drawn at random. Attention and the scans of mixers are
+replaced by a function of each row by itself (`seams/separate_rows.py`). Experts that `use_experts` replaces are
 compared with their class's own forward.
 
 Tried are classes with experts, and those that are not transformers' own. Every model of any class is tried once more,
-as it is, before its first step (`model_trial.py`), which takes a few passes less.
+as it is, before its first step (`row_trial.py`), in a few passes without gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,16 +21,16 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.exactness.small_copies import in_one_line, on_the_host, shrunken
+from longspan.model.exactness.small_copies import gradients_by_name, one_line, relative_error, shrunken, try_once
 from longspan.model.experts.moe import expert_modules, mix_all_rows
 from longspan.model.layers import decoder_layers
 from longspan.model.seams.forwards.llama4 import scale_queries_by_position
 from longspan.model.seams.mixer_calls import ROWS_ALONE, redirect
 from longspan.model.seams.mixers import mixers_of
-from longspan.model.seams.separate_rows import attend_alone
+from longspan.model.seams.separate_rows import attend_separately
 from longspan.plan.cost.model_shape import read_experts
 
-_STAND_IN = "longspan_row_alone"
+_STAND_IN = "longspan_separate_rows"
 _ROWS, _EXPERTS = 48, 8
 _PIECES = (slice(0, 1), slice(1, 30), slice(30, _ROWS))
 _TOLERANCE = 1e-4  # relative; many routers and norms compute in float32, whatever the model's type
@@ -38,25 +38,23 @@ _TOLERANCE = 1e-4  # relative; many routers and norms compute in float32, whatev
 
 @dataclass(frozen=True)
 class ClassTrial:
-    """Why a model's rows are not computed each by itself, and what it draws at random in training; nothing of most."""
+    """Reasons why rows are not computed each by itself, and random draws in training; most classes have neither."""
 
     reasons: tuple[str, ...] = ()
     draws: tuple[str, ...] = ()
 
 
 def try_class(model: PreTrainedModel) -> ClassTrial:
-    """The trial of a model's class, where it is tried: once for each configuration; the model itself is left alone.
+    """Try a small model of a model's class, once for each configuration. The model itself is not touched.
 
-    That a small model cannot be made or run is a reason where there are experts; others are tried by their first step.
+    Classes of transformers without experts are not tried here, only before their first step. That a small model cannot
+    be made or run is a reason only if it has experts.
     """
     base, experts = _decoder(model), has_experts(model)
     if not experts and type(base).__module__.startswith("transformers."):
         return ClassTrial()
-    key = type(base), base.config.to_json_string()
-    if key not in _trials:
-        with on_the_host():
-            _trials[key] = _trial(type(base), base.config, required=experts)
-    return _trials[key]
+    key = "class", type(base), base.config.to_json_string()
+    return try_once(key, lambda: _try_small_copy(type(base), base.config, required=experts))
 
 
 def has_experts(model: nn.Module) -> bool:
@@ -70,16 +68,13 @@ def refuse_class(model: PreTrainedModel) -> None:
         raise ModelError(f"{type(model).__name__} cannot run exactly over a sharded sequence: {'; '.join(reasons)}")
 
 
-_trials: dict[tuple[type[PreTrainedModel], str], ClassTrial] = {}
-
-
 def _decoder(model: PreTrainedModel) -> PreTrainedModel:
     """The innermost transformers model that holds the decoder layers."""
     layer = next(iter(decoder_layers(model)))
     return [m for n, m in model.named_modules() if isinstance(m, PreTrainedModel) and layer.startswith(n)][-1]
 
 
-def _trial(kind: type[PreTrainedModel], config: PreTrainedConfig, *, required: bool) -> ClassTrial:
+def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, required: bool) -> ClassTrial:
     try:
         model = _small_model(kind, config)
         draws = _draws(model)
@@ -87,7 +82,7 @@ def _trial(kind: type[PreTrainedModel], config: PreTrainedConfig, *, required: b
     except Exception as error:  # whatever a constructor or a forward raises
         if not required:
             return ClassTrial()
-        shown = f"a small {kind.__name__} that shows how they route cannot be run on the host ({in_one_line(error)})"
+        shown = f"a small {kind.__name__} that shows how they route cannot be run on the host ({one_line(error)})"
         return ClassTrial((f"it has experts, and {shown}",))
 
 
@@ -104,7 +99,7 @@ def _small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTr
     return model.train()
 
 
-def _row_alone(
+def _attend_separately(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -113,41 +108,40 @@ def _row_alone(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function, of each row alone."""
-    return attend_alone(query, key, value, scaling), None
+    """transformers' attention function, without attention: each row by itself."""
+    return attend_separately(query, key, value, scaling), None
 
 
-AttentionInterface.register(_STAND_IN, _row_alone)
+AttentionInterface.register(_STAND_IN, _attend_separately)
 
 
 class _Pass(NamedTuple):
-    """What the small model made of some rows, by module and parameter."""
+    """The results of one pass over some rows, by module and parameter."""
 
     rows: Tensor  # (R, D)
     gradients: dict[str, Tensor | None]
-    of_modules: dict[str, list[Tensor]]  # (R, …) each, in the order in which modules were done
+    outputs: dict[str, list[Tensor]]  # of modules, (R, …) each, in the order in which they were called
 
 
 def _run(model: PreTrainedModel, order: Tensor) -> _Pass:
     """One pass, forward and back, of the rows of these numbers; each has its own token and its own gradient."""
-    of_modules: dict[str, list[Tensor]] = {}
+    outputs: dict[str, list[Tensor]] = {}
     torch.manual_seed(0)
     upstream = torch.randn(_ROWS, model.config.get_text_config().hidden_size, dtype=torch.float64)
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             hook = module.register_forward_hook(
-                lambda _, __, out, name=name: of_modules.setdefault(name, []).extend(_of_rows(out, len(order)))
+                lambda _, __, out, name=name: outputs.setdefault(name, []).extend(_row_tensors(out, len(order)))
             )
             hooks.callback(hook.remove)
         places = torch.full((1, len(order)), 3)
         out = model(input_ids=order[None], position_ids=places, use_cache=False)[0][0]
-    wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    gradients = torch.autograd.grad((out * upstream[order]).sum(), list(wanted.values()), allow_unused=True)
-    by_parameter: dict[str, Tensor | None] = dict(zip(wanted, gradients, strict=True))
-    return _Pass(out.detach(), by_parameter, of_modules)
+    gradients = gradients_by_name((out * upstream[order]).sum(), model.named_parameters())
+    return _Pass(out.detach(), gradients, outputs)
 
 
-def _of_rows(out: Any, rows: int) -> Iterator[Tensor]:
+def _row_tensors(out: Any, rows: int) -> Iterator[Tensor]:
+    """The tensors of so many rows, (R, …) or (1, R, …), among the outputs of a module, each as (R, ·)."""
     for leaf in tree_leaves(out if isinstance(out, tuple | list) else [out]):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             leaf = leaf.detach()
@@ -177,7 +171,7 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
     now = dict(model.named_buffers())
     if changed := [name for name, buffer in buffers.items() if not torch.equal(now[name], buffer)]:
         yield f"its forward pass in training changes {changed[0]} by the rows that it is given {size}"
-    if (error := _error(torch.cat([part.rows for part in parts]), whole.rows[order])) > _TOLERANCE:
+    if (error := relative_error(torch.cat([part.rows for part in parts]), whole.rows[order])) > _TOLERANCE:
         yield (
             f"rows influence each other outside attention, first in {_first_difference(whole, parts, order)}: outputs "
             f"differ by {error:.1e} {size}"
@@ -188,10 +182,10 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _first_difference(whole: _Pass, parts: Sequence[_Pass], order: Tensor) -> str:
-    for name, outs in whole.of_modules.items():
+    for name, outs in whole.outputs.items():
         for i, out in enumerate(outs):
-            pieces = [part.of_modules[name][i] for part in parts if i < len(part.of_modules.get(name, ()))]
-            if name and len(pieces) == len(parts) and _error(torch.cat(pieces), out[order]) > _TOLERANCE:
+            pieces = [part.outputs[name][i] for part in parts if i < len(part.outputs.get(name, ()))]
+            if name and len(pieces) == len(parts) and relative_error(torch.cat(pieces), out[order]) > _TOLERANCE:
                 return name
     return "an unknown place"
 
@@ -199,14 +193,14 @@ def _first_difference(whole: _Pass, parts: Sequence[_Pass], order: Tensor) -> st
 def _gradient_reasons(whole: _Pass, parts: Sequence[_Pass], size: str) -> Iterator[str]:
     for name, gradient in whole.gradients.items():
         pieces = [part.gradients[name] for part in parts]
-        known = [piece for piece in pieces if piece is not None]
-        if gradient is not None and len(known) < len(pieces):
+        present = [piece for piece in pieces if piece is not None]
+        if gradient is not None and len(present) < len(pieces):
             yield (
                 f"{name} has no gradient, not even zeros, where no row of a rank visits it, and ranks would add "
                 f"different parameters {size}"
             )
             return
-        if gradient is not None and (error := _error(torch.stack(known).sum(0), gradient)) > _TOLERANCE:
+        if gradient is not None and (error := relative_error(torch.stack(present).sum(0), gradient)) > _TOLERANCE:
             yield f"the gradient of {name} is not the sum over rows: it differs by {error:.1e} {size}"
             return
 
@@ -219,13 +213,7 @@ def _expert_reasons(model: PreTrainedModel) -> Iterator[str]:
         chosen = torch.rand(_ROWS, count).topk(min(2, count)).indices
         weights = torch.rand(chosen.shape, dtype=torch.float64)
         with torch.no_grad():
-            error = _error(mix_all_rows(experts, x, chosen, weights), experts(x, chosen, weights))
+            error = relative_error(mix_all_rows(experts, x, chosen, weights), experts(x, chosen, weights))
         if error > _TOLERANCE:
             yield f"{name} ({type(experts).__name__}) computes something of its own: ours differs by {error:.1e}"
             return
-
-
-def _error(result: Tensor, exact: Tensor) -> float:
-    """The largest difference relative to the largest value; infinite where there is none to compare."""
-    error = (result - exact).abs().max() / exact.abs().max().clamp(min=1e-30)
-    return float("inf") if error.isnan() else error.item()

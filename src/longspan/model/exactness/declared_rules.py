@@ -60,7 +60,7 @@ def _architecture(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _text_class(model: PreTrainedModel) -> str:
-    """The class of the language model alone, by transformers' list of those."""
+    """The class of only the language model, from transformers' list."""
     classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     config = type(model.config.get_text_config())
     return classes[config].__name__ if config in classes else "the causal language model"
@@ -72,7 +72,7 @@ def _outputs(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _forwards(model: PreTrainedModel) -> Iterator[str]:
-    """Forwards in whose place others are set: the causal model's, mixers', rotary modules' of frequencies by length."""
+    """Forwards that longspan replaces: the causal model's, those of mixers and of rotary modules by length."""
     mixers = mixers_of(model)
     replaced = {"the model itself": model, **mixers}
     replaced |= {name: module for name, module in model.named_modules() if kinds_by_length(module)}
@@ -93,7 +93,7 @@ def _forwards(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _temperature(model: PreTrainedModel) -> Iterator[str]:
-    """Llama 4's is done by positions here; another module's formula is not known."""
+    """Queries scaled by a row's number; Llama 4's formula is computed by positions, others cannot be."""
     modules = model.named_modules()
     if names := [name for name, module in modules if has_temperature(module) and not is_llama4_temperature(module)]:
         yield (
@@ -103,7 +103,7 @@ def _temperature(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _rope(model: PreTrainedModel) -> Iterator[str]:
-    """Frequencies by the longest position of a call are chosen document by document where a module says its type."""
+    """Frequencies by the longest position of a call; chosen by document if a module has a `rope_type`."""
     if any(hasattr(module, "rope_type") for module in model.modules()):
         return
     config = model.config
@@ -122,13 +122,13 @@ def _layer_types(model: PreTrainedModel) -> Iterator[str]:
         layers = [i for i, layer_type in enumerate(types) if layer_type == kind and i not in mixing]
         if not layers:
             continue
-        known = f"supported are {', '.join(_LAYER_TYPES)}"
-        yield f"layers {shorten(layers)} are of type {kind!r}, {known}{_KNOWN_MIXERS if kind in _MIXING else ''}"
+        supported = f"supported are {', '.join(_LAYER_TYPES)}{_KNOWN_MIXERS if kind in _MIXING else ''}"
+        yield f"layers {shorten(layers)} are of type {kind!r}, {supported}"
 
 
 def _convolutions(model: PreTrainedModel) -> Iterator[str]:
-    known = tuple(f"{name}." for name in mixers_of(model))
+    mixers = tuple(f"{name}." for name in mixers_of(model))
     convolutions = (name for name, module in model.named_modules() if isinstance(module, nn.Conv1d))
-    if names := [name for name in convolutions if not name.startswith(known)]:
+    if names := [name for name in convolutions if not name.startswith(mixers)]:
         owners = sorted({type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in names})
         yield f"{shorten(names)} (Conv1d of {', '.join(owners)}) mixes neighbouring rows outside attention"

@@ -1,4 +1,4 @@
-"""Which decoder layer depths of multi-token prediction copy, and what it is called with: tried on the meta device.
+"""Which decoder layer depths of multi-token prediction copy, and its arguments: tried on the meta device.
 
 It is the last layer that runs without those before it: the last layers of some Gemma 4 attend to keys and values of
 earlier ones, and have none of their own.
@@ -18,20 +18,20 @@ from longspan.model.seams.meta_pass import run_on_meta
 
 
 def layer_to_copy(model: PreTrainedModel) -> CopiedLayer:
-    """The layer of a stock model that its depths copy; the last one where its forward does not run on the meta device.
+    """The layer of a stock model that its depths copy; the last one if its forward does not run on the meta device.
 
     Raises ModelError for a model whose layers take hidden states of another shape than rows of the hidden size.
     """
     last = len(decoder_layers(model)) - 1
-    if (noted := _noted(model)) is None:
+    if (noted := _note_layers(model)) is None:
         return CopiedLayer(last)
     _refuse_streams(model, noted[last])
     index, outputs = _last_alone(model, last, noted[last].outputs), noted[last].outputs
     return CopiedLayer(index, index != last or made_of_parameters(noted[index].note.call), outputs)
 
 
-def _noted(model: PreTrainedModel) -> list[NotedLayer] | None:
-    """What stands for each layer in a forward pass with gradients, and was called there; None without such a pass."""
+def _note_layers(model: PreTrainedModel) -> list[NotedLayer] | None:
+    """Stand-ins for the layers, after a forward pass with gradients that called each; None if none succeeds."""
     for outputs in (0, 1, 2):
         embedded = _rows(model)
         bare, layers = without_layers(model, embedded, outputs)

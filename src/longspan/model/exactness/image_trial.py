@@ -4,22 +4,28 @@ A model in parts is exact if images enter its text model as rows in the places o
 rows after layers, DeepStack) and as positions, and in no other way, and if the rows of an image depend on no other
 image. So the unchanged model, given ids and pixels, is compared with its text model, given rows of each image encoded
 by itself: logits and every gradient. Masks in which images see each other, attention across to images, experts of
-their own for them and the like show as a difference. Whether the text model is exact over ranks is judged in `seams/`.
+their own for them and the like show as a difference. The text model is tried as any other (`check_model.py`).
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.exactness.small_copies import in_one_line, on_the_host, shrunken, tiny_model
+from longspan.model.exactness.small_copies import (
+    gradients_by_name,
+    one_line,
+    relative_error,
+    shrunken,
+    tiny_model,
+    try_once,
+)
 from longspan.model.exactness.trial_documents import (
     TOKEN_KINDS,
     TrialDocument,
@@ -39,8 +45,7 @@ _FLOOR = 0.01  # of the largest gradient: below, a gradient may be rounding alon
 _Documents = Callable[[PreTrainedModel], list[TrialDocument]]
 
 
-@dataclass(frozen=True)
-class _Pass:
+class _Pass(NamedTuple):
     """Logits by document, and every gradient, of one way to run the small model."""
 
     logits: list[Tensor]
@@ -48,56 +53,50 @@ class _Pass:
 
 
 def image_reasons(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Why images of a model of this configuration do not enter as rows and positions alone; nothing where they do.
+    """Why images do not enter a model of this configuration as rows and positions only; empty if they do.
 
-    Once for each configuration. A small model that cannot be made or run is a reason too.
+    A small copy is tried once for each configuration. If it cannot be made or run, that is a reason too.
     """
-    return _tried(config, "images", lambda model: trial_documents(model, _SIZES))
+    return _try_small_copy(config, "images", lambda model: trial_documents(model, _SIZES))
 
 
 def video_reasons(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Why groups of frames of videos do not enter so; a model whose images do not is not asked."""
-    return _tried(config, "videos", lambda model: [video_document(model)])
+    """Why groups of frames of videos do not enter so; for models whose images do."""
+    return _try_small_copy(config, "videos", lambda model: [video_document(model)])
 
 
-def _tried(config: PreTrainedConfig, what: str, make: _Documents) -> tuple[str, ...]:
-    key = what + type(config).__name__ + config.to_json_string()
-    if key not in _trials:
-        with on_the_host():
-            _trials[key] = tuple(_reasons(config, make))
-    return _trials[key]
+def _try_small_copy(config: PreTrainedConfig, modality: str, make_documents: _Documents) -> tuple[str, ...]:
+    key = modality, type(config), config.to_json_string()
+    return try_once(key, lambda: tuple(_reasons(config, make_documents)))
 
 
-_trials: dict[str, tuple[str, ...]] = {}
-
-
-def _reasons(config: PreTrainedConfig, make: _Documents) -> Iterator[str]:
+def _reasons(config: PreTrainedConfig, make_documents: _Documents) -> Iterator[str]:
     try:
         model = tiny_model(shrunken(config, images=True), torch.float64, images=True).train()
-        documents = make(model)
-        whole = _whole(model, documents)
-        parts = _in_parts(_parts(model), documents)
+        documents = make_documents(model)
+        whole = _run_whole(model, documents)
+        parts = _run_parts(_split_as_prepared(model), documents)
     except ModelError as error:
         yield str(error)
         return
     except Exception as error:
-        yield f"a small model that shows what it does with images cannot be run on the host ({in_one_line(error)})"
+        yield f"a small model that shows what it does with images cannot be run on the host ({one_line(error)})"
         return
     yield from _differences(whole, parts)
 
 
-def _parts(model: PreTrainedModel) -> VisionParts:
+def _split_as_prepared(model: PreTrainedModel) -> VisionParts:
     """As `prepare` makes them."""
     parts = split(model)
     pack_attention(parts.encoder)
     return parts
 
 
-def _whole(model: PreTrainedModel, documents: list[TrialDocument]) -> _Pass:
+def _run_whole(model: PreTrainedModel, documents: list[TrialDocument]) -> _Pass:
     return _pass(dict(model.named_parameters()), documents, lambda d: model(**stock_arguments(model, d)).logits[0])
 
 
-def _in_parts(parts: VisionParts, documents: list[TrialDocument]) -> _Pass:
+def _run_parts(parts: VisionParts, documents: list[TrialDocument]) -> _Pass:
     named = dict(parts.language_model.named_parameters()) | dict(parts.encoder.named_parameters())
     return _pass(named, documents, partial(_logits_in_parts, parts))
 
@@ -106,13 +105,11 @@ def _pass(named: dict[str, nn.Parameter], documents: list[TrialDocument], run: C
     logits = [run(document) for document in documents]
     draw = torch.Generator().manual_seed(0)
     weighed = [(x * torch.randn(x.shape, generator=draw, dtype=x.dtype)).sum() for x in logits]
-    wanted = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-    gradients = torch.autograd.grad(torch.stack(weighed).sum(), list(wanted.values()), allow_unused=True)
-    return _Pass([x.detach() for x in logits], dict(zip(wanted, gradients, strict=True)))
+    return _Pass([x.detach() for x in logits], gradients_by_name(torch.stack(weighed).sum(), named.items()))
 
 
 def _logits_in_parts(parts: VisionParts, document: TrialDocument) -> Tensor:
-    """Logits (T, V) of the text model alone, of ids, positions and the rows of each image encoded by itself."""
+    """Logits (T, V) of the text model from ids, positions and the rows of each image, encoded one at a time."""
     model, ids = parts.language_model, torch.from_numpy(document.ids)[None]
     places = torch.from_numpy(document.at_images.nonzero()[0])
     made = [parts.encoder([image]) for image in document.images]
@@ -122,10 +119,10 @@ def _logits_in_parts(parts: VisionParts, document: TrialDocument) -> Tensor:
     positions = torch.arange(ids.shape[1])[None]
     if document.positions is not None:
         positions = torch.from_numpy(document.positions)[:, None]
-    known = signature(model.forward).parameters
-    # Its own mask stands for that of a shard, which knows spans of images and prefixes.
+    parameters = signature(model.forward).parameters
+    # Its own mask stands for that of a shard, which has spans of images and prefixes.
     kind = document.kinds(model, images=model.config.model_type in SEEN_BY_IMAGES)
-    kinds = dict.fromkeys((name for name in TOKEN_KINDS if name in known), kind)
+    kinds = dict.fromkeys((name for name in TOKEN_KINDS if name in parameters), kind)
     with ExitStack() as hooks:
         if rows:
             _add_rows(model, places, rows, hooks)
@@ -137,10 +134,10 @@ def _add_rows(model: PreTrainedModel, places: Tensor, rows: tuple[Tensor, ...], 
     embedding = model.get_input_embeddings()
     hooks.callback(embedding.register_forward_hook(lambda _, __, out: out.index_copy(1, places, first[None])).remove)
     for layer, part in zip(decoder_layers(model).values(), deeper, strict=False):
-        hooks.callback(layer.register_forward_hook(partial(_added, places, part)).remove)
+        hooks.callback(layer.register_forward_hook(partial(_add_to_rows, places, part)).remove)
 
 
-def _added(places: Tensor, part: Tensor, _: Any, __: Any, out: Any) -> Any:
+def _add_to_rows(places: Tensor, part: Tensor, _: Any, __: Any, out: Any) -> Any:
     if isinstance(out, tuple):
         return (out[0].index_add(1, places, part[None]), *out[1:])
     return out.index_add(1, places, part[None])
@@ -148,7 +145,7 @@ def _added(places: Tensor, part: Tensor, _: Any, __: Any, out: Any) -> Any:
 
 def _differences(whole: _Pass, parts: _Pass) -> Iterator[str]:
     size = "(found with a small model of its class, whole and in parts)"
-    errors = [_error(a, b, b.abs().max()) for a, b in zip(parts.logits, whole.logits, strict=True)]
+    errors = [relative_error(a, b) for a, b in zip(parts.logits, whole.logits, strict=True)]
     if max(errors) > _TOLERANCE:
         yield (
             "it does more with images than put their rows in the places of their placeholders: logits differ by "
@@ -157,16 +154,11 @@ def _differences(whole: _Pass, parts: _Pass) -> Iterator[str]:
         return
     largest = max(float(g.abs().max()) for g in whole.gradients.values() if g is not None)
     for name, exact in whole.gradients.items():
-        made = parts.gradients.get(name)
-        exact, made = (torch.zeros(1) if g is None else g for g in (exact, made))
-        if (error := _error(made, exact, exact.abs().max().clamp(min=_FLOOR * largest))) > _TOLERANCE:
+        gradient = parts.gradients.get(name)
+        exact, gradient = (torch.zeros(1) if g is None else g for g in (exact, gradient))
+        if (error := relative_error(gradient, exact, least=_FLOOR * largest)) > _TOLERANCE:
             yield f"the gradient of {name} is another where rows of images are made apart: by {error:.1e} {size}"
             return
-
-
-def _error(made: Tensor, exact: Tensor, scale: Any) -> float:
-    error = float((made - exact).abs().max() / scale)
-    return float("inf") if error != error else error
 
 
 def video_tokens(config: PreTrainedConfig) -> VideoTokens:

@@ -61,7 +61,7 @@ def record_model(model: PreTrainedModel, class_draws: tuple[str, ...] = (), *, p
     if not draws:
         return MetaRecord(calls, (), ())
     evaluation = evaluation or _run(model, training=False, judged=False)
-    return MetaRecord(calls, draws, _in_words(evaluation.draws))
+    return MetaRecord(calls, draws, _words(evaluation.draws))
 
 
 class _Pass(NamedTuple):
@@ -123,10 +123,10 @@ def _layerdrop(model: PreTrainedModel) -> dict[str, float]:
 
 def _training_draws(model: PreTrainedModel, training: _Pass) -> tuple[str, ...]:
     """The draws of a pass; with those of dropout modules, if it did not come to its end."""
-    return _in_words(training.draws if training.complete else training.draws | Counter(_module_draws(model)))
+    return _words(training.draws if training.complete else training.draws | Counter(_module_draws(model)))
 
 
-def _in_words(calls: Mapping[str, int]) -> tuple[str, ...]:
+def _words(calls: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(f"{name} ({counted(number, 'call')})" for name, number in sorted(calls.items()))
 
 

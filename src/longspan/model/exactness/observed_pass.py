@@ -1,7 +1,11 @@
-"""What modules make of the rows of a pass, compared with what they made of the same rows in a pass before.
+"""One pass of the trial of rows: which rows it has, and what modules make of them, compared with the pass before.
 
-A layer's rows that are compared go on as they were in the pass before, so that differences do not grow from layer to
-layer: each layer is judged by what it does itself, in the precision that it computes in.
+Every slot has a few documents of its own, which the shard describes as in any step. A row is known by its number, and
+every second one, at random, is compared. The rows next to it, how many rows there are, its place among them and the
+length of the longest document must not matter to it.
+
+The compared rows leave each layer as they did in the pass before, so that differences do not grow from layer to layer:
+each layer is judged by its own effect, in the precision that it computes in.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from longspan.comm import World, bind, to_device
 from longspan.layout.segments import Rows
 from longspan.model.seams.call_rules import PositionTable
-from longspan.model.seams.separate_rows import RowsAlone
+from longspan.model.seams.separate_rows import SeparateRows
 from longspan.plan import Group, MicroBatch
 
 _LENGTHS = (19, 1, 9, 3, 13, 5, 11, 2, 8)  # 71 rows, and 29 of the documents `_FEWER`: no width of a model is so many
@@ -29,19 +33,19 @@ COUNT = sum(_LENGTHS)  # of the numbers of rows, for each part
 
 @dataclass(frozen=True, eq=False)
 class TrialRows:
-    """The rows of one pass: `numbers` (T,) of rows in their order, and the `shard` in which they see themselves alone.
+    """The rows of one pass: `numbers` (T,) of rows in their order, and the `shard` in which they do not meet.
 
-    With `others`, rows that are not compared have other tokens than without. `parts` is how many equal parts of the
-    rows tensor-parallel ranks hold under sequence parallelism, `part` the one that is here.
+    With `others`, rows that are not compared have other tokens than without. Under sequence parallelism
+    tensor-parallel ranks hold `parts` equal parts of the rows, this rank the one with the number `part`.
     """
 
     numbers: Rows
-    shard: RowsAlone
+    shard: SeparateRows
     others: bool
     parts: int
     part: int
 
-    def numbers_of(self, rows: int) -> Rows | None:
+    def row_numbers(self, rows: int) -> Rows | None:
         """The numbers of a tensor's rows, which are all or this rank's part of them; None for another size."""
         if rows == len(self.numbers):
             return self.numbers
@@ -58,8 +62,8 @@ def is_compared(numbers: Rows) -> Rows:
     return np.random.default_rng(_SEED).random(numbers.max(initial=0) + 1)[numbers] < 0.5
 
 
-def rows_beside_others(world: World, parts: int, table: PositionTable | None) -> tuple[TrialRows, TrialRows, TrialRows]:
-    """The rows of a pass; the same ones beside others; and some of them, in another order, beside others."""
+def make_trial_rows(world: World, parts: int, table: PositionTable | None) -> tuple[TrialRows, TrialRows, TrialRows]:
+    """The rows of a pass; the same ones next to others; and some of them, in another order, next to others."""
     longest = max(_LENGTHS) if table is None else table.positions
     lengths = [min(length, longest) for length in _LENGTHS]
     return (
@@ -77,12 +81,12 @@ def _rows(world: World, parts: int, lengths: Sequence[int], documents: Sequence[
     groups = tuple(
         Group((slot,), tuple(range(slot * len(rows), (slot + 1) * len(rows))), rows) for slot in range(world.home.slots)
     )
-    shard = RowsAlone.of(bind(MicroBatch(groups), world).with_spans({}))
+    shard = SeparateRows.of(bind(MicroBatch(groups), world).with_spans({}))
     return TrialRows(numbers, shard, others, parts, world.coordinates.tp if parts > 1 else 0)
 
 
 class Precision(NamedTuple):
-    """What a model computes in, and whether it has experts: how many rows an expert gets depends on other rows."""
+    """The type that a model computes in, and whether it has experts, whose numbers of rows depend on other rows."""
 
     dtype: torch.dtype
     tf32: bool
@@ -90,15 +94,15 @@ class Precision(NamedTuple):
 
     @property
     def half(self) -> bool:
-        """Whether products are rounded by so much that passes of other shapes show little."""
+        """Whether products are rounded so much that passes of other shapes show little."""
         return self.tf32 or torch.finfo(self.dtype).bits <= 16
 
     def exact(self, *, same_shapes: bool) -> bool:
         """Whether rows must be the same bit by bit, as every product has the same shapes."""
         return same_shapes and not self.experts
 
-    def allowed(self, *, same_shapes: bool) -> float:
-        """By how much of what a module makes of a row it may differ; norms and routers may be in float32."""
+    def tolerance(self, *, same_shapes: bool) -> float:
+        """How far a row may differ, relative to what a module adds to it; norms and routers may be in float32."""
         if not self.half:
             return 1e-4
         return 0.01 if self.exact(same_shapes=same_shapes) else 0.1 if self.experts and not same_shapes else 0.05
@@ -109,13 +113,13 @@ class Precision(NamedTuple):
             return 0.0
         return (2 if self.half else 16) * max(torch.finfo(x.dtype).eps, torch.finfo(self.dtype).eps)
 
-    def of_rows(self, errors: Tensor, *, same_shapes: bool) -> Tensor:
-        """The error of a tensor by those of its rows: a router may choose other experts for some by rounding."""
+    def combine(self, errors: Tensor, *, same_shapes: bool) -> Tensor:
+        """The error of a tensor from those of its rows; rounding may let a router choose other experts for some."""
         return errors.median() if self.half and self.experts and not same_shapes else errors.max()
 
 
 class Key(NamedTuple):
-    """A tensor that went into a module or came out, by the module's name, the number of the call and its place."""
+    """An input or output tensor of a module, by the module's name, the number of the call and its place."""
 
     module: str
     call: int
@@ -124,9 +128,9 @@ class Key(NamedTuple):
 
 
 class ObservedPass:
-    """What went into modules and came out in one pass over some rows, and how far that is from the pass `before`.
+    """Inputs and outputs of modules in one pass over some rows, and how far they are from those of the pass `before`.
 
-    `errors` are in the order of the pass, as shares of what is allowed: above 1 rows are not what they were.
+    `errors` are in the order of the pass, as shares of the tolerance: above 1 rows have changed.
     """
 
     def __init__(self, rows: TrialRows, precision: Precision, before: "ObservedPass | None" = None) -> None:
@@ -136,7 +140,7 @@ class ObservedPass:
 
     @contextmanager
     def observing(self, modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Inside, calls of these modules are noted and compared; those of `layers` go on with the rows of before."""
+        """Note and compare calls of these modules; those of `layers` return the rows of the pass before."""
         with ExitStack() as stack:
             for name, module in {**modules, **layers}.items():
                 before = module.register_forward_pre_hook(partial(self._enter, name), prepend=True, with_kwargs=True)
@@ -157,22 +161,22 @@ class ObservedPass:
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         call = self._calls[name] = self._calls.get(name, -1) + 1
-        for leaf, x in enumerate(_of_rows(self.rows, (args, kwargs))):
+        for leaf, x in enumerate(_row_tensors(self.rows, (args, kwargs))):
             self._compare(Key(name, call, out=False, leaf=leaf), x, None)
 
     def _leave(self, name: str, is_layer: bool, module: nn.Module, args: Any, out: Any) -> Any:
         call = self._calls[name]
         entered = self.tensors.get(Key(name, call, out=False, leaf=0)) if is_layer else None
         self._note(name, call, out, entered)
-        return self._with_rows_of_before(name, call, out) if is_layer and self.before is not None else None
+        return self._restore_rows(name, call, out) if is_layer and self.before is not None else None
 
     def _note(self, name: str, call: int, out: Any, entered: Tensor | None) -> None:
-        for leaf, x in enumerate(_of_rows(self.rows, out)):
+        for leaf, x in enumerate(_row_tensors(self.rows, out)):
             added_to = entered if entered is not None and entered.shape == x.shape else None
             self._compare(Key(name, call, out=True, leaf=leaf), x, added_to)
 
     def _compare(self, key: Key, x: Tensor, added_to: Tensor | None) -> None:
-        """Keep a tensor, and its error beside that of the pass before; `added_to` is what a layer adds to."""
+        """Keep a tensor, and its error relative to the pass before; a layer adds to `added_to`."""
         x = self.tensors[key] = x.detach().clone() if self.before is None else x.detach()
         if self.before is None or (earlier := self.before.tensors.get(key)) is None:
             return
@@ -182,11 +186,11 @@ class ObservedPass:
             self.errors[key] = self._error(x[here], earlier[there], entered)
 
     def _pairs(self, x: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Where the rows that are compared lie in a tensor, and where in that of the pass before; None for none."""
+        """The places of compared rows in a tensor, and in that of the pass before; None if there are none."""
         sizes = len(x), len(earlier)
         if sizes not in self._places:
             assert self.before is not None
-            here, there = self.rows.numbers_of(sizes[0]), self.before.rows.numbers_of(sizes[1])
+            here, there = self.rows.row_numbers(sizes[0]), self.before.rows.row_numbers(sizes[1])
             assert here is not None and there is not None
             both = np.intersect1d(here[is_compared(here)], there)
             places = (to_device(_places(numbers, both), x.device) for numbers in (here, there))
@@ -194,53 +198,53 @@ class ObservedPass:
         return self._places[sizes] if x.shape[1:] == earlier.shape[1:] else None
 
     def _error(self, x: Tensor, earlier: Tensor, entered: Tensor | None) -> Tensor:
-        """The error of these rows (R, …) as a share of what is allowed."""
+        """The error of these rows (R, …) as a share of the tolerance."""
         assert self.before is not None
         same = len(self.rows.numbers) == len(self.before.rows.numbers)
-        rounding, allowed = self.precision.rounding(x, same_shapes=same), self.precision.allowed(same_shapes=same)
+        rounding, tolerance = self.precision.rounding(x, same_shapes=same), self.precision.tolerance(same_shapes=same)
         a, b = (tensor.flatten(1).to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in (x, earlier))
         added = b if entered is None else b - entered.flatten(1)
         over = ((a - b).abs() - rounding * b.abs()).clamp(min=0).norm(dim=1)
         size = added.norm(dim=1).clamp(min=1e-3 * torch.finfo(x.dtype).eps * b.norm(dim=1).max()).clamp(min=1e-30)
-        errors = (over / size).nan_to_num(nan=0.0) / allowed
-        return self.precision.of_rows(errors, same_shapes=same).double()
+        errors = (over / size).nan_to_num(nan=0.0) / tolerance
+        return self.precision.combine(errors, same_shapes=same).double()
 
-    def _with_rows_of_before(self, name: str, call: int, out: Any) -> Any:
-        """What a layer returned, in which the rows that are compared are those of the pass before."""
+    def _restore_rows(self, name: str, call: int, out: Any) -> Any:
+        """The output of a layer, with the compared rows of the pass before."""
         assert self.before is not None
         leaves, structure = tree_flatten(out)
         changed, leaf = list[Any](), 0
         for value in leaves:
-            if _rows_in(self.rows, value) is not None:
-                changed.append(self._with_rows(value, Key(name, call, out=True, leaf=leaf)))
+            if _as_rows(self.rows, value) is not None:
+                changed.append(self._restore_tensor(value, Key(name, call, out=True, leaf=leaf)))
                 leaf += 1
             else:
                 changed.append(value)
         return tree_unflatten(changed, structure)
 
-    def _with_rows(self, value: Tensor, key: Key) -> Tensor:
+    def _restore_tensor(self, value: Tensor, key: Key) -> Tensor:
         assert self.before is not None
-        x, earlier = _rows_in(self.rows, value), self.before.tensors.get(key)
+        x, earlier = _as_rows(self.rows, value), self.before.tensors.get(key)
         if x is None or earlier is None or (pairs := self._pairs(x, earlier)) is None:
             return value
         here, there = pairs
         return x.index_copy(0, here, earlier[there].to(x.dtype)).view_as(value)
 
 
-def _of_rows(rows: TrialRows, values: Any) -> Iterator[Tensor]:
+def _row_tensors(rows: TrialRows, values: Any) -> Iterator[Tensor]:
     """The tensors of rows (R, …) among some values."""
     for leaf in tree_leaves(values):
-        if (x := _rows_in(rows, leaf)) is not None:
+        if (x := _as_rows(rows, leaf)) is not None:
             yield x
 
 
-def _rows_in(rows: TrialRows, value: Any) -> Tensor | None:
+def _as_rows(rows: TrialRows, value: Any) -> Tensor | None:
     """A tensor of numbers of rows, (R, …) or (1, R, …), as (R, …)."""
     if not (isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1):
         return None
-    if rows.numbers_of(value.shape[0]) is not None:
+    if rows.row_numbers(value.shape[0]) is not None:
         return value
-    return value[0] if value.ndim > 2 and value.shape[0] == 1 and rows.numbers_of(value.shape[1]) is not None else None
+    return value[0] if value.ndim > 2 and value.shape[0] == 1 and rows.row_numbers(value.shape[1]) is not None else None
 
 
 def _places(numbers: Rows, chosen: Rows) -> Rows:

@@ -1,14 +1,15 @@
 """The trial of a prepared model before its first step: whether it computes each row by itself outside attention.
 
-Over a sharded sequence a rank has some of the rows, in an order of its own, and packed documents stand beside each
-other. So what a row becomes must not depend on others but through attention and mixers, which know the shard. The model
-that was given, with its patches, hooks, weights, type and home, runs a few rows (`trial_rows.py`), the same ones beside
-others and in another number and order, without gradients and without attention (`seams/rows_alone.py`), and what each
-layer makes of them is compared (`observed_pass.py`). All ranks do so together, as parameters and experts may be spread
-over them; stages of a pipeline by themselves, from made-up hidden states. It is done once in training mode and once in
+Over a sharded sequence a rank has some of the rows, in an order of its own, and packed documents stand next to each
+other. So the result of a row must not depend on others, except through attention and mixers, which know the shard. The
+model itself, with its patches, hooks, weights, type and home, runs a few rows, then the same rows next to others, then
+some of them in another order, without gradients and without attention (`seams/separate_rows.py`). What each layer does
+to them is compared (`observed_pass.py`). All ranks do so together, as parameters and experts may be spread over them;
+stages of a pipeline do so by themselves, from random hidden states. It happens once in training mode and once in
 evaluation mode, before the first step that runs so, and leaves nothing behind.
 
-Not covered: what a model does to long documents alone, gradients (of classes: `class_trial.py`), encoders, dropout.
+Not covered: effects that only long documents show, gradients (of classes: `class_trial.py`), encoders, dropout.
+(Only an adapter may drop out in training: each rank draws for its own rows.)
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from longspan.comm import SequenceShard, World, raise_first_error, world_of
 from longspan.errors import ModelError
 from longspan.model.exactness.class_trial import has_experts
-from longspan.model.exactness.observed_pass import COUNT, Key, ObservedPass, Precision, TrialRows, rows_beside_others
+from longspan.model.exactness.observed_pass import COUNT, Key, ObservedPass, Precision, TrialRows, make_trial_rows
 from longspan.model.execution import execution_of
 from longspan.model.layers import decoder_layers
 from longspan.model.mtp.depths import depths_of
@@ -32,18 +33,18 @@ from longspan.model.placement.sharding import reshard
 from longspan.model.seams.call_rules import call_rules, is_prepared
 from longspan.model.seams.meta_pass import attributes_restored
 from longspan.model.seams.refusals import doctor_hint
-from longspan.model.seams.separate_rows import RowsAlone
+from longspan.model.seams.separate_rows import SeparateRows
 
 
 def try_rows(model: nn.Module, world: World, *, backward: bool) -> None:
-    """Before a prepared model's first step in a mode: raise ModelError, on every rank, where rows influence each other.
+    """Raise ModelError on every rank, before a model's first step in a mode, if rows influence each other.
 
-    Entered by all ranks together. A step without `backward` runs in evaluation mode.
+    All ranks enter it together. A step without `backward` runs in evaluation mode.
     """
     if not is_prepared(model) or backward in _modes_tried(model):
         return
     trial = _Trial(model, world)
-    with _left_as_it_was(model), world.watch.naming("trial of rows outside attention", world.home.ranks):
+    with _restoring_modes(model), world.watch.naming("trial of rows outside attention", world.home.ranks):
         if not (backward and model.training):
             model.train(backward)
         differences = trial.differences(every_module=False)
@@ -54,34 +55,31 @@ def try_rows(model: nn.Module, world: World, *, backward: bool) -> None:
     _modes_tried(model).add(backward)
 
 
-def try_rows_of_calls(model: nn.Module) -> None:
-    """Try a prepared model before its first call in a mode, where no step has: in loops of one's own."""
-    model.register_forward_pre_hook(_before_call, prepend=True, with_kwargs=True)
+def try_rows_at_first_call(model: nn.Module) -> None:
+    """Try a prepared model before its first call in a mode, unless a step did so: for loops of one's own."""
+    model.register_forward_pre_hook(_try_before_call, prepend=True, with_kwargs=True)
 
 
-def _before_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Ranks that the call needs are in it, and see the same: nothing more is sent than by passes of the model."""
+def _try_before_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Try the rows on the ranks of the call, which see the same: passes of the model send all that is needed."""
     shard = kwargs.get("shard")
-    if model.training in _modes_tried(model) or isinstance(shard, RowsAlone) or not isinstance(shard, SequenceShard):
+    if model.training in _modes_tried(model) or isinstance(shard, SeparateRows) or not isinstance(shard, SequenceShard):
         return
     trial = _Trial(model, world_of(shard.world_key))
-    with _left_as_it_was(model):
+    with _restoring_modes(model):
         if differences := trial.differences(every_module=False):
             raise trial.refusal(differences)
     _modes_tried(model).add(model.training)
 
 
 def _modes_tried(model: nn.Module) -> set[bool]:
-    """In which modes, training or not, a prepared model has passed."""
+    """The modes, training or not, in which a prepared model has passed the trial."""
     return vars(model).setdefault("modes_of_row_trial", set[bool]())
 
 
 @contextmanager
-def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Modes of modules and what FSDP2 has gathered are afterwards as before; nothing is compiled, or dropped, inside.
-
-    Dropout is an adapter's, which each rank draws for its own rows: other models that drop out in training are refused.
-    """
+def _restoring_modes(model: nn.Module) -> Iterator[None]:
+    """Restore modes of modules, and free what FSDP2 gathers; nothing is compiled inside."""
     compiled = any(module._compiled_call_impl is not None for module in model.modules())
     with modes_restored(model), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
         try:
@@ -91,12 +89,12 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 class _Difference(NamedTuple):
-    """Of a module, or a value in words: by how much of what it adds to rows they differ, and in which passes."""
+    """A module, or a value in words; by how much of what it adds to rows two passes differ, and which passes."""
 
     name: str
     error: float
-    allowed: float
-    beside: str
+    tolerance: float
+    comparison: str
 
 
 class _Trial:
@@ -106,7 +104,7 @@ class _Trial:
         self.model, self.world = model, world
         self.stages: tuple[Any, ...] = model.stages if isinstance(model, PipelineModel) else (model,)
         rules = call_rules(model)
-        self.first, *self.others = rows_beside_others(world, rules.row_multiple, rules.position_table)
+        self.first, *self.others = make_trial_rows(world, rules.row_multiple, rules.position_table)
         dtype = execution_of(model).compute_dtype
         if torch.is_autocast_enabled(world.device.type):
             dtype = torch.get_autocast_dtype(world.device.type)
@@ -117,21 +115,21 @@ class _Trial:
         self.values = _Values(model, world, self.first.parts)
 
     def differences(self, *, every_module: bool) -> list[_Difference]:
-        """What is not the same in all passes, with the culprit first; of layers alone, or of `every_module`."""
+        """What differs between passes, with the culprit first; among layers, or among `every_module`."""
         return [
             difference for stage in self.stages for difference in self._differences(stage, every_module=every_module)
         ]
 
     def refusal(self, differences: Sequence[_Difference]) -> ModelError:
         """Why this rank's part of the model is refused, by the first difference."""
-        name, error, allowed, beside = differences[0]
-        architecture = call_rules(self.model).architecture
+        name, error, tolerance, comparison = differences[0]
         mode = "training" if self.model.training else "evaluation"
+        architecture = call_rules(self.model).architecture
         return ModelError(
             f"{architecture} cannot run exactly over a sharded sequence: rows influence each other outside attention, "
-            f"first in {name}: in {mode} mode {len(self.first.numbers)} rows, without attention, and {beside} differ "
-            f"by {error:.1e} of what it makes of them, where {allowed:.0e} is allowed. Have every module, patch and "
-            "hook there make a row of that row alone, or leave it out"
+            f"first in {name}: in {mode} mode {len(self.first.numbers)} rows, without attention, and {comparison} "
+            f"beside others differ by {error:.1e} of what it makes of them, where {tolerance:.0e} is allowed. Have "
+            "every module, patch and hook there make a row of that row alone, or leave it out"
             f"{doctor_hint(self.model)}"
         )
 
@@ -140,12 +138,13 @@ class _Trial:
         first = self._run(stage, self.first, None, every_module=every_module)
         for rows in self.others:
             same = len(rows.numbers) == len(self.first.numbers)
-            beside = "the same beside others" if same else f"{len(rows.numbers)} of them in another order beside others"
+            comparison = "the same" if same else f"{len(rows.numbers)} of them in another order"
             observed = self._run(stage, rows, first, every_module=every_module)
             shares = observed.worst()
-            allowed = self.precision.allowed(same_shapes=same)
+            tolerance = self.precision.tolerance(same_shapes=same)
             if (key := _culprit(shares)) is not None:
-                yield _Difference(_named(model, key.module), shares[key] * allowed, allowed, beside)
+                name = _module_words(model, key.module)
+                yield _Difference(name, shares[key] * tolerance, tolerance, comparison)
 
     def _run(
         self, stage: nn.Module, rows: TrialRows, before: ObservedPass | None, *, every_module: bool
@@ -193,29 +192,29 @@ class _Values:
         def make_output(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
             return part(**arguments, row_loss=note, **later)
 
-        x = ids if stage.first else self._hidden(stage, rows)
+        x = ids if stage.first else self._make_hidden_states(stage, rows)
         out = stage(x, stage_input=StageInput(rows.shard, ids, make_output))
         if not stage.last:
             observed.note("the hidden states after its last layer", out.squeeze(0))
 
-    def _hidden(self, stage: Stage, rows: TrialRows) -> Tensor:
-        """Hidden states (1, T, D) that no stage made; with the embedding behind them, (1, 2T, D)."""
-        draw, made = torch.Generator().manual_seed(4), list[Tensor]()
+    def _make_hidden_states(self, stage: Stage, rows: TrialRows) -> Tensor:
+        """Hidden states (1, T, D) at random; if stages hand on the embedding too, (1, 2T, D)."""
+        draw, inputs = torch.Generator().manual_seed(4), list[Tensor]()
         for _ in range(1 + stage.with_embedding):
             values = torch.randn(*self.numbers, self.width, generator=draw).to(self.device, self.dtype)
-            made.append(rows.choose(values).unflatten(0, (rows.parts, -1))[rows.part])
-        return torch.cat(made)[None]
+            inputs.append(rows.choose(values).unflatten(0, (rows.parts, -1))[rows.part])
+        return torch.cat(inputs)[None]
 
 
 def _culprit(shares: Mapping[Key, float]) -> Key | None:
-    """The first module that differs where what went into it does not; or what differs first."""
+    """The first module whose outputs differ while its inputs do not; or else the first difference."""
     different = [key for key, share in shares.items() if share > 1]
-    calls = {(key.module, key.call) for key in different if not key.out}
-    made = [key for key in different if key.out and (key.module, key.call) not in calls]
-    return next(iter(made or different), None)
+    with_other_inputs = {(key.module, key.call) for key in different if not key.out}
+    culprits = [key for key in different if key.out and (key.module, key.call) not in with_other_inputs]
+    return next(iter(culprits or different), None)
 
 
-def _named(model: nn.Module, name: str) -> str:
+def _module_words(model: nn.Module, name: str) -> str:
     modules = dict(model.named_modules())
     kind = type(modules[name]).__name__.removeprefix("FSDP") if name in modules else ""
     return f"{name} ({kind})" if name and kind else name or kind
@@ -223,7 +222,7 @@ def _named(model: nn.Module, name: str) -> str:
 
 @contextmanager
 def _state_restored(model: nn.Module) -> Iterator[None]:
-    """What a pass leaves in buffers and attributes of modules is taken back."""
+    """Restore buffers and attributes of modules after a pass."""
     values = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
     try:
         with attributes_restored(model):

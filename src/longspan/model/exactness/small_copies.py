@@ -5,12 +5,13 @@ What a copy cannot show: anything that needs the true sizes, such as the kernels
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -24,31 +25,11 @@ from transformers import (
 
 from longspan.errors import ModelError, counted
 from longspan.model.exactness.small_image_values import least_layers, small_image_values
-from longspan.model.exactness.small_layers import kept_layers, small_periods
+from longspan.model.exactness.small_layers import choose_layers, small_periods
 from longspan.model.exactness.small_values import OVERRIDES, SCALED_FROM, Sizes, alternatives, small_values
 from longspan.model.seams.mixers import in_torch
 
-
-@contextmanager
-def on_the_host() -> Iterator[None]:
-    """One thread, and random numbers of its own.
-
-    Operations on tens of numbers take longer in several threads, above all where processes share the cores.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def in_one_line(error: Exception) -> str:
-    """Whatever a configuration, a constructor or a forward pass raised, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
+_T = TypeVar("_T")
 MOST_PARAMETERS = 4_000_000  # of a copy with small heads
 _TIMES_WITH_TRUE_HEADS = 256  # heads of 256 instead of 16, squared
 _LEFT_OUT = ("quantization_config", "auto_map", "torch_dtype", "dtype", "id2label", "label2id", "_name_or_path")
@@ -63,25 +44,25 @@ def shrunken(
     It has two to six layers, one of each kind at least, and keeps rope types, windows, sinks, soft caps, experts and
     switches; windows and chunks are shorter, and scalings begin earlier, than the documents of a proof are long.
     Dropout is left out. `true_heads`: heads as large as those of `config`, of queries, keys and values, in every layer.
-    `images`: for the class from images and text to text, where `config` is that of another one too.
+    `images`: for the class from images and text to text, if `config` belongs to another class too.
 
     >>> shrunken(Qwen3Config()).hidden_size
     48
 
-    Raises ModelError where no small copy of the class can be made, with what its construction said.
+    Raises ModelError, with the errors of its construction, if no small copy of the class can be made.
     """
     sizes = Sizes(true_heads=true_heads, experts=experts)
-    said: list[str] = []
+    errors: list[str] = []
     for attempt in alternatives(sizes):
         try:
             small = _small(config, attempt)
             _check(small, attempt, images=images)
             return small
         except Exception as error:  # configurations and models raise errors of every kind
-            said.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            errors.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
     raise ModelError(
-        f"no small copy of {type(config).__name__} can be made: {said[0]}; "
-        f"of {counted(len(said), 'attempt')} none was built, the last said {said[-1]}; "
+        f"no small copy of {type(config).__name__} can be made: {errors[0]}; "
+        f"of {counted(len(errors), 'attempt')} none was built, the last said {errors[-1]}; "
         "add what the class needs to longspan/model/exactness/small_values.py, or give a small configuration of your "
         "own"
     )
@@ -90,14 +71,14 @@ def shrunken(
 def tiny_model(
     config: PreTrainedConfig, dtype: torch.dtype, *, seed: int = 0, attention: str = "sdpa", images: bool = False
 ) -> PreTrainedModel:
-    """A model of a small configuration, on the CPU, with random weights that depend on the seed alone.
+    """A model of a small configuration, on the CPU, with random weights that depend only on the seed.
 
     Norms, biases and sinks start at constants, which would hide their gradients: every parameter is moved at random, as
     are the biases of routers, which are buffers. State-space layers run in torch's operations.
     """
     with torch.random.fork_rng(devices=[]), _quiet():
         torch.manual_seed(seed)
-        model = _made(config, attention, images=images)
+        model = _make_model(config, attention, images=images)
         for parameter in model.parameters():
             parameter.data += 0.1 * torch.randn_like(parameter)
         for name, buffer in model.named_buffers():
@@ -108,8 +89,8 @@ def tiny_model(
     return cast(PreTrainedModel, cast(Any, model).to(dtype))
 
 
-def _made(config: PreTrainedConfig, attention: str, *, images: bool) -> PreTrainedModel:
-    """With `attention` where the class has it, else with its own."""
+def _make_model(config: PreTrainedConfig, attention: str, *, images: bool) -> PreTrainedModel:
+    """A model with `attention` if its class has that, else with its own."""
     settings: dict[str, Any] = {"dtype": torch.float32, "experts_implementation": "eager"}
     automatic: Any = AutoModelForImageTextToText if images or reads_images_alone(config) else AutoModelForCausalLM
     if automatic is AutoModelForCausalLM and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -137,7 +118,7 @@ def _values(config: PreTrainedConfig, sizes: Sizes, least: int = 2) -> dict[str,
     """The small values of a configuration and of those inside it, of so many layers at least."""
     values = {name: value for name, value in config.to_dict().items() if name not in _LEFT_OUT}
     inner = {name: value for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
-    layers = kept_layers(values, least)
+    layers = choose_layers(values, least)
     cut = {name: layers.cut(name, value) for name, value in values.items() if name not in inner}
     small = small_values(cut, sizes) | small_periods(values)
     small |= {name: _values(value, sizes, least) for name, value in inner.items()}
@@ -146,9 +127,9 @@ def _values(config: PreTrainedConfig, sizes: Sizes, least: int = 2) -> dict[str,
 
 
 def _check(config: PreTrainedConfig, sizes: Sizes, *, images: bool) -> None:
-    """That the class can be made, that nothing stayed large, and that the stock model runs on a document."""
+    """Raise if the class cannot be made, if a size stayed large, or if the stock model does not run on a document."""
     with torch.device("meta"), _quiet():
-        model = _made(config, "sdpa", images=images)
+        model = _make_model(config, "sdpa", images=images)
     count = sum(p.numel() for p in model.parameters())
     most = MOST_PARAMETERS * (_TIMES_WITH_TRUE_HEADS if sizes.true_heads else 1)
     if count > most:
@@ -163,7 +144,7 @@ def _check(config: PreTrainedConfig, sizes: Sizes, *, images: bool) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the remarks that transformers makes of unusual values."""
+    """Silence the warnings of transformers about unusual values."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -171,3 +152,41 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def try_once(key: Hashable, trial: Callable[[], _T]) -> _T:
+    """The result of a trial of a small copy on the host, which runs once for each key in a process.
+
+    It draws random numbers of its own, in one thread: operations on tens of numbers take longer in several, above all
+    if processes share the cores.
+    """
+    if key not in _results:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                _results[key] = trial()
+        finally:
+            torch.set_num_threads(threads)
+    return _results[key]
+
+
+_results: dict[Hashable, Any] = {}
+
+
+def one_line(error: Exception) -> str:
+    """The error of a configuration, a constructor or a forward pass, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def gradients_by_name(loss: Tensor, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor | None]:
+    """The gradient of a loss for every parameter that requires one; None if the loss does not depend on it."""
+    trained = {name: parameter for name, parameter in parameters if parameter.requires_grad}
+    gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    return dict(zip(trained, gradients, strict=True))
+
+
+def relative_error(result: Tensor, exact: Tensor, least: float = 1e-30) -> float:
+    """The largest difference over the largest value, which is at least `least`; infinite instead of NaN."""
+    error = float((result - exact).abs().max() / exact.abs().max().clamp(min=least))
+    return float("inf") if error != error else error

@@ -1,7 +1,8 @@
-"""Which layers a small copy keeps, and the per-layer values of a configuration for them.
+"""Which layers a small copy has, and the values of a configuration for them.
 
-Layers differ by what lists say of each (their attention, their mixture or dense network, their rope), by lists of layer
-indices, by counts of first or last layers, and by periods. One layer of every kind is kept, in order.
+Kinds of layers are told apart by lists with an entry for each layer (its attention, its mixture or dense network, its
+rope), by lists of layer indices, by counts of first or last layers, and by periods. One layer of every kind is chosen,
+in order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,74 +21,85 @@ _MOST = 6
 
 
 @dataclass(frozen=True)
-class KeptLayers:
-    """`kept` of `count` layers; what a list, indices or a count become for them."""
+class LayerChoice:
+    """The layers, of `count`, that a small copy has; `cut` gives the values of a configuration for them."""
 
     count: int
-    kept: tuple[int, ...]
+    layers: tuple[int, ...]
 
     def cut(self, name: str, value: Any) -> Any:
-        """The value of one attribute for the kept layers; the same value where it does not speak of layers."""
+        """The value of one attribute for the chosen layers; values that do not depend on layers stay."""
         if name in LAYER_COUNTS and value == self.count:
-            return len(self.kept)
+            return len(self.layers)
         if name in _INDICES and _is_list(value):
-            return [new for new, old in enumerate(self.kept) if old in value]
+            return [new for new, old in enumerate(self.layers) if old in value]
         if name in _FIRST and isinstance(value, int):
-            return sum(old < value for old in self.kept)
+            return sum(old < value for old in self.layers)
         if name in _LAST and isinstance(value, int):
-            return sum(old >= self.count - value for old in self.kept)
+            return sum(old >= self.count - value for old in self.layers)
         if name == "moe_layer_end_index" and isinstance(value, int):
-            return len(self.kept) - 1
+            return len(self.layers) - 1
         if name == "per_layer_config" and isinstance(value, Mapping):
-            return {new: value[key] for new, old in enumerate(self.kept) for key in value if int(key) == old}
+            return {new: value[key] for new, old in enumerate(self.layers) for key in value if int(key) == old}
         if _is_list(value) and len(value) == self.count and self.count > 1:
-            return [value[old] for old in self.kept]
+            return [value[old] for old in self.layers]
         return value
 
 
-def kept_layers(values: Mapping[str, Any], least: int = 2) -> KeptLayers:
-    """The first layer of every kind that a configuration's values tell apart, at least two layers where there are."""
+def choose_layers(values: Mapping[str, Any], least: int = 2) -> LayerChoice:
+    """The first layer of every kind, and further ones up to `least`.
+
+    >>> choose_layers({"num_hidden_layers": 8, "layer_types": ["sliding_attention"] * 5 + ["full_attention"] * 3})
+    LayerChoice(count=8, layers=(0, 5))
+
+    A kind is the list of what a configuration's values say of a layer. If there are more than six kinds, layers are
+    chosen that show each of these properties at least once.
+    """
     count = next((values[name] for name in LAYER_COUNTS if isinstance(values.get(name), int)), 0)
-    kinds = [tuple(_kind(values, layer, count)) for layer in range(count)]
-    first = [layer for layer in range(count) if kinds[layer] not in kinds[:layer]]
-    layers = first[:_MOST] if len(first) <= _MOST else _covering(kinds, first)
-    layers += [layer for layer in range(count) if layer not in layers][: max(0, least - len(layers))]
-    return KeptLayers(count, _periodic(values, tuple(sorted(layers)), count))
+    kinds = [tuple(_properties(values, layer, count)) for layer in range(count)]
+    layers = [layer for layer, kind in enumerate(kinds) if kind not in kinds[:layer]]
+    if len(layers) > _MOST:
+        layers = _cover(kinds, layers)
+    others = [layer for layer in range(count) if layer not in layers]
+    layers += others[: max(0, least - len(layers))]
+    return LayerChoice(count, _with_periods(values, tuple(sorted(layers)), count))
 
 
-def _kind(values: Mapping[str, Any], layer: int, count: int) -> list[str]:
-    said = []
+def _properties(values: Mapping[str, Any], layer: int, count: int) -> list[str]:
+    """What the values of a configuration say of one layer, as texts that can be compared."""
+    properties = list[str]()
     for name, value in sorted(values.items()):
         if name in _INDICES and _is_list(value):
-            said.append(f"{name}={layer in value}")
+            properties.append(f"{name}={layer in value}")
         elif name in _FIRST and isinstance(value, int):
-            said.append(f"{name}={layer < value}")
+            properties.append(f"{name}={layer < value}")
         elif name in _LAST and isinstance(value, int):
-            said.append(f"{name}={layer >= count - value}")
+            properties.append(f"{name}={layer >= count - value}")
         elif name == "per_layer_config" and isinstance(value, Mapping):
-            said.append(str([entry for key, entry in value.items() if int(key) == layer]))
+            properties.append(str([entry for key, entry in value.items() if int(key) == layer]))
         elif _is_list(value) and len(value) == count > 1:
-            said.append(f"{name}={value[layer]}")
-    return said
+            properties.append(f"{name}={value[layer]}")
+    return properties
 
 
-def _covering(kinds: Sequence[tuple[str, ...]], first: Sequence[int]) -> list[int]:
-    """Of too many kinds, those layers that show each single property at least once."""
-    layers: list[int] = []
-    for layer in first:
-        if set(kinds[layer]) - {said for other in layers for said in kinds[other]}:
+def _cover(kinds: Sequence[tuple[str, ...]], candidates: Sequence[int]) -> list[int]:
+    """The candidates, in order, that show a property which those before them do not."""
+    layers, shown = list[int](), set[str]()
+    for layer in candidates:
+        if not shown.issuperset(kinds[layer]):
             layers.append(layer)
+            shown.update(kinds[layer])
     return layers
 
 
-def _periodic(values: Mapping[str, Any], kept: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Two layers in which every period above one shows both its kinds: the attribute becomes a period of two."""
+def _with_periods(values: Mapping[str, Any], layers: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """These layers, or the first four if a period above one (which becomes two) would not show both its kinds."""
     periods = [name for name in _PERIODS if isinstance(values.get(name), int) and values[name] > 1]
-    return tuple(range(min(4, count))) if periods and len(kept) < 4 else kept
+    return tuple(range(min(4, count))) if periods and len(layers) < 4 else layers
 
 
 def small_periods(values: Mapping[str, Any]) -> dict[str, int]:
-    """Periods above one as periods of two, their offset as 1 where it is not 0."""
+    """Periods above one as periods of two, with offsets of 0 or 1."""
     small: dict[str, int] = {}
     for name, offset in _PERIODS.items():
         if isinstance(values.get(name), int) and values[name] > 1:

@@ -105,7 +105,7 @@ _FIXED = {  # what they count has no kinds: state sizes, ranks, chunks of kernel
 class Sizes:
     """The sizes of a small copy: `head_size` of a query head, `heads` of them, `experts` of a mixture, `vocabulary`.
 
-    With `true_heads` those that a configuration has, in place of `head_size`.
+    With `true_heads`, heads are as large as those of the configuration, and `head_size` is not used.
     """
 
     head_size: int = 16
@@ -119,7 +119,7 @@ class Sizes:
 
 
 class _Rules:
-    """The rules for one configuration: what its hidden size, heads and experts were, and what they become."""
+    """The rules for one configuration, by its hidden size, heads and experts and their small sizes."""
 
     def __init__(self, values: Mapping[str, Any], sizes: Sizes):
         self.values = values
@@ -131,9 +131,9 @@ class _Rules:
         self.sizes = sizes
         self.experts = _first(values, _EXPERTS)
         full = sizes.heads * sizes.head_size
-        own = bool(self.head_size and self.hidden and self.heads and self.heads * self.head_size != self.hidden)
+        differs = bool(self.head_size and self.hidden and self.heads and self.heads * self.head_size != self.hidden)
         latent = values.get("kv_lora_rank") is not None
-        self.small_hidden = full * 3 // 4 if own and sizes.narrow and not latent else full
+        self.small_hidden = full * 3 // 4 if differs and sizes.narrow and not latent else full
 
     def small(self, name: str, value: Any) -> Any:
         """The small value of one attribute."""
@@ -145,7 +145,7 @@ class _Rules:
         if _TOKEN.search(name):
             return value if isinstance(value, int) and value < self.sizes.vocabulary else 2 if value else value
         if value is None:
-            return self._filled(name)
+            return self._fill_missing(name)
         if isinstance(value, float) and _DROPOUT.search(name):
             return 0.0
         if isinstance(value, float) and name in _SCORE_SCALES:  # Granite's default, 1, leaves softmaxes of one key
@@ -154,8 +154,8 @@ class _Rules:
             return value
         return self._integer(name, value)
 
-    def _filled(self, name: str) -> int | None:
-        """What classes compute from others where it is None, which the small sizes then no longer fit."""
+    def _fill_missing(self, name: str) -> int | None:
+        """A value in place of None, which classes would compute from others that no longer fit the small sizes."""
         if name in _HEAD_SIZES and self.hidden and self.heads:
             return self.sizes.head_size
         return self.sizes.heads if name in _KV_HEADS else None
@@ -183,10 +183,10 @@ class _Rules:
             if value == self.values.get("qk_rope_head_dim"):
                 return value if self.sizes.true_heads else _FIXED["qk_rope_head_dim"]
             return self.sizes.head_size * (value // self.head_size if self.head_size else 1) or self.sizes.head_size
-        return self._derived(name, value)
+        return self._derive_width(name, value)
 
-    def _derived(self, name: str, value: int) -> int:
-        """Widths, and what is computed from the hidden size and others."""
+    def _derive_width(self, name: str, value: int) -> int:
+        """Widths, and values computed from the hidden size and others."""
         expand = self.values.get("mamba_expand") or self.values.get("expand") or 2
         derived = {
             "mamba_n_heads": expand * self.small_hidden // 16,
@@ -212,7 +212,7 @@ class _Rules:
         return value
 
     def _ratio(self, value: int) -> int:
-        """A width by its ratio to the hidden size where one divides the other, else three quarters of it."""
+        """A width by its ratio to the hidden size if one divides the other, else three quarters of it."""
         assert self.hidden
         if value % self.hidden == 0:
             return self.small_hidden * (value // self.hidden)
@@ -227,7 +227,7 @@ class _Rules:
         return self.sizes.heads if value == queries or not self.sizes.grouped else self.sizes.heads // 2
 
     def _positions(self) -> int:
-        """`dynamic` and its kind scale beyond this length; others must have positions for every row."""
+        """The length beyond which `dynamic` and its kind scale; others must have positions for every row."""
         return SCALED_FROM if "dynamic" in rope_types(self.values.get("rope_parameters")) else POSITIONS
 
 
@@ -270,7 +270,7 @@ def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes)
 
 
 def alternatives(sizes: Sizes) -> list[Sizes]:
-    """Sizes to try in turn, where a class rejects the first."""
+    """Sizes to try in turn until a class accepts them."""
     equal, wide = replace(sizes, grouped=False), replace(sizes, narrow=False)
     padded = [replace(sizes, pad=0), replace(sizes, pad=1)]
     return [sizes, wide, equal, replace(equal, narrow=False), *padded, replace(equal, narrow=False, pad=0)]

@@ -1,6 +1,7 @@
 """Documents with images for a small model, made from its configuration: ids and pixels at random, no processor.
 
-Images are as `sample_image.py` makes them. They stand anywhere but side by side.
+Images are of several sizes, or of one and two tiles, as the class takes them (from the arguments of its
+`get_image_features`), with masks and shapes if it has them. No two stand side by side.
 """
 
 import math

@@ -44,7 +44,7 @@ class Probe:
     calls: list[RecordedCall] = field(default_factory=list[RecordedCall])
 
 
-def recorded_calls(shard: object) -> list[RecordedCall] | None:
+def call_record(shard: object) -> list[RecordedCall] | None:
     """The list in which attention calls of this pass are recorded; None if they are not recorded."""
     if isinstance(shard, Probe):
         return shard.calls

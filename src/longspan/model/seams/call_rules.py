@@ -56,7 +56,7 @@ def position_table(model: PreTrainedModel) -> PositionTable | None:
 
 
 def refuse_positions(table: PositionTable | None, micro_batches: Iterable[MicroBatch], padding_rows: int = 0) -> None:
-    """Raise ModelError where a document, or rows of padding, go beyond a model's table of positions."""
+    """Raise ModelError if a document, or rows of padding, go beyond a model's table of positions."""
     if table is None:
         return
     laid_out = [
@@ -65,23 +65,23 @@ def refuse_positions(table: PositionTable | None, micro_batches: Iterable[MicroB
         for group in micro_batch.groups
         for document, length, rows in zip(group.documents, group.lengths, group.laid_out, strict=True)
     ]
-    for what, rows in (*laid_out, (f"the shard has {padding_rows} rows of padding", padding_rows)):
+    for subject, rows in (*laid_out, (f"the shard has {padding_rows} rows of padding", padding_rows)):
         if rows > table.positions:
             raise ModelError(
-                f"{what}, {table.model} knows {table.positions} positions ({table.name}); use documents of at most "
+                f"{subject}, {table.model} knows {table.positions} positions ({table.name}); use documents of at most "
                 f"{table.positions} tokens, padding included, or a model with a larger table"
             )
 
 
 @dataclass(frozen=True)
 class CallRules:
-    """Of a model of this `architecture`: the kernel of its layers, and what its rows must be.
+    """The kernel of a model's layers, and conditions on its rows.
 
     `attention_kernel` None: each call of attention takes the first kernel that can. A slot's rows must be a multiple of
-    `row_multiple`, which is tp under sequence parallelism; `random_draws` are what training would draw at random, and
-    `draws_in_evaluation` what is drawn there too. Rows of items of the modalities `in_spans` see each other, or those
-    of a `prefix` of each document, so that shards say which rows they are; a prefix has at most `prefix_window` rows,
-    where layers have a window.
+    `row_multiple`, which is tp under sequence parallelism. `random_draws` are in words what training would draw outside
+    attention, `draws_in_evaluation` what evaluation would. Rows of items of the modalities `in_spans` see each other,
+    or those of a `prefix` of each document; shards then contain the spans. If layers have a window, a prefix has at
+    most `prefix_window` rows.
     """
 
     architecture: str
@@ -95,7 +95,7 @@ class CallRules:
     prefix_window: int | None = None
 
     def with_kernel(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The keyword arguments of a call, and with them the kernel where one was named; a caller's own one wins."""
+        """The keyword arguments of a call, with the model's kernel unless the caller chose one."""
         kernel = {} if self.attention_kernel is None else {"attention_kernel": self.attention_kernel}
         return {**kernel, **arguments}
 
@@ -109,7 +109,7 @@ class CallRules:
             )
 
     def check_spans(self, shard: SequenceShard) -> None:
-        """Raise ModelError for a shard that does not say which rows see each other, where some may."""
+        """Raise ModelError for a shard without spans, if rows of this model may see each other."""
         documents = len(shard.micro_batch.documents)
         seeing = ["a prefix"] if self.prefix else self.in_spans
         if seeing and shard.spans is None and documents:
@@ -135,9 +135,9 @@ def has_prefix(config: PreTrainedConfig) -> bool:
 
 
 def attend_causally(model: nn.Module) -> None:
-    """Have the layers of a model with a prefix ask for causal attention: the shard's spans say what is seen beside it.
+    """Make the layers of a model with a prefix causal; the shard's spans add the rows of prefixes.
 
-    They ask for none, as their model's own mask says all.
+    They are not causal themselves, as their model's own mask contains everything.
     """
     config: Any = model.config
     if not has_prefix(config):
@@ -148,7 +148,7 @@ def attend_causally(model: nn.Module) -> None:
 
 
 def refuse_randomness(model: nn.Module, *, training: bool = True) -> None:
-    """Raise ModelError where training this prepared model, or evaluating it, would draw numbers by the layout."""
+    """Raise ModelError if training this prepared model, or evaluating it, would draw numbers by the layout."""
     rules = call_rules(model)
     always = rules.draws_in_evaluation
     if draws := ", ".join(rules.random_draws if training else always):
@@ -165,13 +165,13 @@ def refuse_randomness(model: nn.Module, *, training: bool = True) -> None:
 def _remedy(config: Any, draws: str, *, always: bool) -> str:
     samples = any(f"{function} " in draws for function in _SAMPLE)
     if samples or not (keys := _keys(config)):
-        alone = "" if always else ": it can be evaluated alone"
-        return f"it does so by its code, and no key of its configuration is known to end that{alone}"
+        rest = "" if always else ": it can be evaluated alone"
+        return f"it does so by its code, and no key of its configuration is known to end that{rest}"
     return f"before the model is built, set {keys} to 0.0 in its configuration (config.json)"
 
 
 def _keys(config: Any) -> str:
-    """The keys of a configuration that say how much is dropped, or made noisy, outside attention, with their values."""
+    """The keys of a configuration for dropout and noise outside attention, with their values."""
     values = {} if config is None else config.get_text_config().to_dict()
     words = ("drop", "jitter", "noise")
     keys = [key for key in values if any(w in key for w in words) and not any(w in key for w in _NOT_HERE)]
@@ -179,10 +179,10 @@ def _keys(config: Any) -> str:
     return ", ".join(f"{key} ({values[key]:g})" for key in keys if _positive(values[key]))
 
 
-def refuse_dropout_in_two_passes(model: nn.Module, what: str) -> None:
-    """Raise ModelError where training this prepared model drops attention weights, or inputs of its adapter.
+def refuse_dropout_in_two_passes(model: nn.Module, losses: str) -> None:
+    """Raise ModelError if training this prepared model drops attention weights, or inputs of its adapter.
 
-    `what` takes two forward passes that are equal.
+    `losses`, in words, need two forward passes that are equal.
     """
     config, adapter = getattr(model, "config", None), adapter_of(model)
     values = {} if config is None else config.get_text_config().to_dict()
@@ -190,7 +190,7 @@ def refuse_dropout_in_two_passes(model: nn.Module, what: str) -> None:
         values["lora_dropout"] = adapter.dropout
     if keys := [f"{key} ({value:g})" for key, value in values.items() if _drops(key) and _positive(value)]:
         raise ModelError(
-            f"{what}: their loss takes two forward passes, which dropout would make differ; set {', '.join(keys)} to "
+            f"{losses}: their loss takes two forward passes, which dropout would make differ; set {', '.join(keys)} to "
             "0.0 in the configuration before the model is built, or plan so that one micro-batch in lockstep holds "
             "all documents of a set"
         )

@@ -24,7 +24,7 @@ from longspan.errors import LayoutError, ModelError
 from longspan.model.seams.attention_record import Probe
 from longspan.model.seams.layer_arguments import shard_of_layer
 from longspan.model.seams.mixers import mixers_of, with_functions
-from longspan.model.seams.separate_rows import RowsAlone, convolve_alone, scan_alone
+from longspan.model.seams.separate_rows import SeparateRows, convolve_separately, scan_separately
 from longspan.ssm import causal_conv, kernel_of, linear_scan, unit
 from longspan.ssm.kernels import check_asked
 from longspan.ssm.kernels.call import state_dtype
@@ -66,7 +66,7 @@ class OverShard:
             raise ModelError(
                 f"{self.name} got {batch} x {rows} rows; the shard is one packed row of {shard.local_rows}"
             )
-        if isinstance(shard, RowsAlone):
+        if isinstance(shard, SeparateRows):
             return ROWS_ALONE
         return Rows(
             lambda x, weight, bias, silu: causal_conv(x, weight, bias, shard, silu=silu, kernels=self.kernels),
@@ -77,7 +77,7 @@ class OverShard:
 
 # For passes that show shapes; and for rows that see themselves alone, by which what is around a mixer can be tried.
 _SHAPES = Rows(lambda x, weight, bias, silu: torch.empty_like(x), lambda q, k, v, g, beta, scale: torch.empty_like(v))
-ROWS_ALONE = Rows(convolve_alone, scan_alone)
+ROWS_ALONE = Rows(convolve_separately, scan_separately)
 RowsOf = Callable[[object, int, int], Rows]
 
 

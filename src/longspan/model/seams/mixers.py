@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from longspan.model.seams.refusals import inside_wrappers
+from longspan.model.seams.refusals import unwrap
 
 ROWS_ALONE = ("mlp", "moe")  # types of layers in which rows do not meet, as Nemotron-H names them
 _SCANS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan")
@@ -55,12 +55,12 @@ def in_torch(model: nn.Module) -> None:
     """Let mixers call transformers' own operations, which run everywhere, whatever kernels are installed."""
     for mixer in mixers_of(model).values():
         called = {name: own_forward(mixer).__globals__[name] for name in _functions_of(own_forward(mixer))}
-        with_functions(mixer, {name: inside_wrappers(function) for name, function in called.items()})
+        with_functions(mixer, {name: unwrap(function) for name, function in called.items()})
 
 
 def own_forward(module: nn.Module) -> FunctionType:
     """The forward that its class defines, inside what transformers wraps around it; `refusals.py` refuses others."""
-    return inside_wrappers(type(module).forward)
+    return unwrap(type(module).forward)
 
 
 def _functions_of(forward: Any) -> set[str]:

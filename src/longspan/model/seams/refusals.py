@@ -46,7 +46,7 @@ def architecture(model: nn.Module) -> str:
     return type(model).__name__.removeprefix("FSDP")
 
 
-def inside_wrappers(function: Any) -> Any:
+def unwrap(function: Any) -> Any:
     """The innermost function, without those that `functools.wraps` put around it."""
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
@@ -62,7 +62,7 @@ def is_set_on_instance(module: nn.Module) -> bool:
     function = forward.func if isinstance(forward, partial) else getattr(forward, "__func__", forward)
     if function is None or function is in_class or _home(function).startswith("longspan."):
         return False
-    return getattr(function, "__code__", None) is not getattr(inside_wrappers(in_class), "__code__", None)
+    return getattr(function, "__code__", None) is not getattr(unwrap(in_class), "__code__", None)
 
 
 def is_wrapped_by_others(module: nn.Module) -> bool:

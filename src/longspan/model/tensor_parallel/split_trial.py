@@ -1,7 +1,11 @@
-"""Whether a split block works on each feature by itself between its column-wise and its row-wise linears.
+"""Trials of blocks that tensor parallelism splits: before, with numbers on the host; and at an encoder's first call.
 
-A tensor-parallel rank holds some of these features, so that a mean or a threshold over all of them would be another one
-on every rank. Blocks that cannot be called with hidden states alone, such as attention, are not tried here.
+`refuse_mixed_features` tries blocks of a language model. Between its column-wise and its row-wise linears a rank holds
+some of the features, so that a mean or a threshold over all of them would differ from rank to rank. Blocks that need
+more than hidden states, such as attention, are not tried so.
+
+`SplitTrial` compares a block of an encoder, at its first real call, with the unsplit block. Names of linears do not
+prove a split right: a block may reshape to its whole width, norm over all heads, or add a bias of each head.
 """
 
 import copy
@@ -31,16 +35,16 @@ _FLOOR = 0.03  # of the largest gradient: below, a gradient may be rounding alon
 
 
 class SplitTrial:
-    """Compares the first call of a block, or of a part outside blocks, with its unsplit twin.
+    """Compares the first call of a block, or of a part outside blocks, with its unsplit twin: outputs and gradients.
 
-    Made before the block is split, of which it keeps the structure and no parameters; `install` wraps the forward that
-    the block has then.
+    The twin is made before the block is split, with its structure and no parameters; it runs on gathered parameters and
+    the same input, in evaluation mode. `install` wraps the forward that the block has then.
     """
 
     def __init__(self, name: str, unit: nn.Module, world: World) -> None:
         self.unit, self._key = unit, world.key
         self._name = f"{name} ({type(unit).__name__})"
-        self._twin = _without_values(unit)
+        self._twin = _copy_without_values(unit)
 
     def install(self) -> None:
         """From here on, the next call of the block is compared. It raises ModelError where the split is wrong."""
@@ -74,25 +78,25 @@ class SplitTrial:
             except LongspanError:
                 raise
             except Exception as error:  # whatever a block raises that was given some of its heads and features
-                raise self._refused(
+                raise self._refusal(
                     f"it raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 ) from error
         slices = {name: _part_like(x, results.get(name), self._key) for name, x in true.items()}
         wrong = _differences(slices, results)
         anywhere = tp_sum(torch.tensor([float(bool(wrong))], device=world_of(self._key).device), self._key)
         if anywhere.item():
-            raise self._refused(", ".join(wrong[:4]) or "it differs on another tensor-parallel rank")
+            raise self._refusal(", ".join(wrong[:4]) or "it differs on another tensor-parallel rank")
 
-    def _refused(self, what: str) -> ModelError:
+    def _refusal(self, reason: str) -> ModelError:
         tp = world_of(self._key).home.tp
         return ModelError(
-            f"{self._name} split over tp {tp} is not the unsplit block: {what}. Where its "
+            f"{self._name} split over tp {tp} is not the unsplit block: {reason}. Where its "
             "attention reshapes rows, write reshape(rows, -1) instead of a whole width and use self.num_heads; say in "
             'tp_plan what its linears are ("replicated" leaves one whole); or use tp 1'
         )
 
 
-def _without_values(unit: nn.Module) -> nn.Module:
+def _copy_without_values(unit: nn.Module) -> nn.Module:
     """A copy of a module with parameters on the meta device; it shares buffers and configurations."""
     memo: dict[int, Any] = {}
     for parameter in unit.parameters():
@@ -169,7 +173,7 @@ def refuse_mixed_features(model: nn.Module, placed: Sequence[Placed]) -> None:
 
 @torch.no_grad()
 def mixes_features(block: nn.Module, styles: Mapping[int, str]) -> bool:
-    """Whether some of the features give other row-wise inputs than among all; shown with numbers on the host."""
+    """Whether row-wise inputs from some of the features differ from those from all; tried with numbers on the host."""
     columns = [module for module in block.modules() if styles.get(id(module)) == COLWISE]
     rows = [module for module in block.modules() if styles.get(id(module)) == ROWWISE]
     if not columns or not rows:
@@ -185,7 +189,7 @@ def mixes_features(block: nn.Module, styles: Mapping[int, str]) -> bool:
 
 
 def _row_wise_input(block: nn.Module, outputs: Mapping[nn.Module, Tensor], rows: Sequence[nn.Module]) -> Tensor:
-    """What the first row-wise linear gets where the column-wise ones give `outputs`."""
+    """The input of the first row-wise linear, if the column-wise ones return `outputs`."""
     inside = {id(p) for module in (*outputs, *rows) for p in module.parameters()}
     named = (*block.named_parameters(), *block.named_buffers())
     ones = {name: torch.ones(x.shape, dtype=torch.float64) for name, x in named if id(x) not in inside}
@@ -205,7 +209,7 @@ class _Reached(Exception):  # noqa: N818 (it ends a trial)
 
 @contextmanager
 def _answering(outputs: Mapping[nn.Module, Tensor], rows: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, column-wise linears answer with given numbers, and a row-wise one ends the trial."""
+    """Let column-wise linears return these outputs, and the first row-wise one end the trial."""
 
     def end(value: Tensor, *_: Any) -> NoReturn:
         raise _Reached(value)
