@@ -195,7 +195,7 @@ def stock_arguments(model: PreTrainedModel, document: TrialDocument) -> dict[str
     """What the whole unchanged model takes for a document, as its processor would make it."""
     ids = torch.from_numpy(document.ids)[None]
     arguments: dict[str, Any] = {"input_ids": ids, "use_cache": False}
-    base, like, known = base_of(model), next(model.parameters()), signature(model.forward).parameters
+    base, like, parameters = base_of(model), next(model.parameters()), signature(model.forward).parameters
     if images := [image for i, image in enumerate(document.images) if i not in document.groups]:
         arguments |= image_arguments(base, images, like)
     if document.videos:
@@ -203,8 +203,8 @@ def stock_arguments(model: PreTrainedModel, document: TrialDocument) -> dict[str
         grids = torch.tensor([video.video.grid for video in document.videos])
         seconds = torch.tensor([video.video.seconds for video in document.videos], dtype=torch.float32)
         arguments |= {"pixel_values_videos": made["pixel_values"], "video_grid_thw": grids}
-        arguments |= {"second_per_grid_ts": seconds} if "second_per_grid_ts" in known else {}
-    return arguments | {name: document.kinds(model, images=True) for name in TOKEN_KINDS if name in known}
+        arguments |= {"second_per_grid_ts": seconds} if "second_per_grid_ts" in parameters else {}
+    return arguments | {name: document.kinds(model, images=True) for name in TOKEN_KINDS if name in parameters}
 
 
 def _document(
