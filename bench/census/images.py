@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from longspan.bench.record import where_it_ran
 from longspan.doctor.cases import Case
 from longspan.doctor.prove import prove
-from longspan.model.small.shrink import shrunken
+from longspan.model.exactness.small_copies import shrunken
 
 WAYS = {"tp 2": Case(tp=2, encoder=1), "pp 2": Case(pp=2, encoder=1), "encoder tp 2": Case(cp=2, encoder=2)}
 _BASIC = (
@@ -97,9 +97,9 @@ def image_text(record: Mapping[str, Any]) -> str:
         f"{sum(row['seconds'] for row in models.values()) / 60:.0f} minutes of one process with its ranks. Made at "
         f"{', '.join(sorted({row['commit'] for row in models.values()}))}.",
         "",
-        "Each is a small copy (`longspan.model.small.shrink`) with random weights in float64 on two ranks, with "
-        "documents of 0 to 3 images, beside the stock model that sees them one by one in one process; FSDP2 of the "
-        "language model and of tower and projector, all_gather at cp 2, several micro-batches under p2p with full "
+        "Each is a small copy (`longspan.model.exactness.small_copies`) with random weights in float64 on two ranks, "
+        "with documents of 0 to 3 images, beside the stock model that sees them one by one in one process; FSDP2 of "
+        "the language model and of tower and projector, all_gather at cp 2, several micro-batches under p2p with full "
         "recomputation. Errors are relative, of the loss and of the worst gradient.",
         "",
         f"| exact | loss | gradients | {' | '.join(WAYS)} | seconds |",

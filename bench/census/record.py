@@ -59,8 +59,8 @@ def as_text(record: Mapping[str, Any]) -> str:
         f"{counted(counts(record, variants=True))}. {sum(row['seconds'] for row in models.values()) / 60:.0f} minutes "
         f"of one process with its ranks. Made at {', '.join(sorted({row['commit'] for row in models.values()}))}.",
         "",
-        "Each is a small copy (`longspan.model.small.shrink`) with random weights in float64, beside the stock model "
-        "that sees the documents one by one in one process; FSDP2, p2p at cp 2 and 3, all_gather, several "
+        "Each is a small copy (`longspan.model.exactness.small_copies`) with random weights in float64, beside the "
+        "stock model that sees the documents one by one in one process; FSDP2, p2p at cp 2 and 3, all_gather, several "
         "micro-batches and full recomputation. Errors are relative, of the loss and of the worst gradient. An exact "
         "one also ran with "
         "tp 2, pp 2 and, with experts, ep 2 and the losses of routers.",

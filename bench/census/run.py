@@ -9,7 +9,7 @@ from bench.census.models import class_name, default_config, head_kinds
 from longspan.doctor.cases import Case, cases_named
 from longspan.doctor.outcomes import Outcome
 from longspan.doctor.prove import prove
-from longspan.model.small.shrink import shrunken
+from longspan.model.exactness.small_copies import shrunken
 from longspan.plan.cost.model_shape import read_experts
 
 RANKS = 3  # degrees 2 and 3

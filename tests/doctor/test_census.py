@@ -15,7 +15,7 @@ from longspan.comm import run_local
 from longspan.doctor.cases import Case
 from longspan.doctor.outcomes import Outcome
 from longspan.doctor.prove import Ranks, run_proof
-from longspan.model.small.shrink import shrunken
+from longspan.model.exactness.small_copies import shrunken
 from tests.versions import transformers_before
 
 EXACT = {

@@ -19,8 +19,8 @@ from longspan.doctor.ranks import CaseRun, Expected, Task
 from longspan.doctor.stock import documents_for
 from longspan.doctor.which_model import find_configuration
 from longspan.layout import Layout
+from longspan.model.exactness.small_copies import shrunken
 from longspan.model.seams import attention_calls
-from longspan.model.small.shrink import shrunken
 from longspan.testing import run_ranks
 
 CASE = Case(cp=2)

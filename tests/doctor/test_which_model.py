@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM
 from longspan.doctor.kernels import kernel_lines
 from longspan.doctor.which_model import find_configuration
 from longspan.errors import ConfigError, ModelError
-from longspan.model.small.shrink import shrunken
+from longspan.model.exactness.small_copies import shrunken
 
 
 class OwnConfig(LlamaConfig):

@@ -18,13 +18,13 @@ from transformers import (
 
 from longspan import Layout, World, plan_fixed, prepare, run_step
 from longspan.errors import ModelError
+from longspan.model.exactness.small_copies import tiny_model
 from longspan.model.rope import (
     position_limit,
     positions_are_left_to_mixers,
     smallest_factor,
     with_rope_scaling,
 )
-from longspan.model.small.shrink import tiny_model
 from longspan.testing import run_ranks
 from tests.model.seams.test_mixers import here, small_config
 from tests.model.stock import SIZES, at_random, dense_answer, gradients_of, texts, worst

@@ -22,8 +22,8 @@ from longspan.doctor.outcomes import Proof, outcome_text, proof_json, proof_text
 from longspan.doctor.prove import InWorld, Ranks, run_proof
 from longspan.doctor.which_model import find_configuration, reads_images
 from longspan.errors import CommError, LongspanError, counted
+from longspan.model.exactness.small_copies import reads_images_alone, shrunken
 from longspan.model.presets import preset_config
-from longspan.model.small.shrink import reads_images_alone, shrunken
 from longspan.plan.cost.model_shape import has_mixers
 
 LOCAL_RANKS = 4

@@ -25,9 +25,9 @@ from longspan.data.document import Pack
 from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.images import ImageTable
 from longspan.errors import DataError, ModelError, counted
+from longspan.model.exactness.image_trial import video_tokens
 from longspan.model.vision.image_arguments import check_images
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
-from longspan.model.vision.tried_videos import video_tokens
 from longspan.model.vision.video_tokens import VideoTokens
 from longspan.plan.items import Item, ItemTable
 

@@ -12,11 +12,11 @@ from longspan.bridge.item_documents import ItemDocuments
 from longspan.data.document import Document
 from longspan.doctor.cases import IMAGES, LENGTHS
 from longspan.errors import ModelError
-from longspan.model.small.shrink import tiny_model
+from longspan.model.exactness.image_trial import video_tokens
+from longspan.model.exactness.small_copies import tiny_model
+from longspan.model.exactness.trial_documents import TrialDocument, trial_documents, video_document
+from longspan.model.take_apart import check_vision
 from longspan.model.vision.image_tokens import image_tokens
-from longspan.model.vision.take_apart import check_vision
-from longspan.model.vision.trial_documents import TrialDocument, trial_documents, video_document
-from longspan.model.vision.tried_videos import video_tokens
 
 NO_LABEL = -100
 

@@ -8,11 +8,12 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from longspan.attention import KERNELS, AttentionCall, Mask, choose
 from longspan.attention.kernels.table import Kernel
 from longspan.errors import AttentionError
+from longspan.model.exactness.meta_record import record_model
+from longspan.model.exactness.small_copies import reads_images_alone
 from longspan.model.experts.moe import use_experts
 from longspan.model.seams.attention_calls import IMPLEMENTATION
-from longspan.model.seams.layer_arguments import number_layers
-from longspan.model.seams.probe import RecordedCall, probe_model
-from longspan.model.small.shrink import reads_images_alone
+from longspan.model.seams.attention_record import RecordedCall
+from longspan.model.seams.layer_numbers import number_layers
 
 GPU = torch.device("cuda")
 
@@ -36,18 +37,18 @@ def kernel_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
 
     Raises what the model's own code raises where it cannot be made or run so, ModelError where it is refused.
     """
-    calls = probe_model(_meta_model(config))
+    calls = record_model(_without_memory(config)).calls
     kinds: dict[tuple[int, int, int | None, float | None], list[RecordedCall]] = {}
     for call in calls:
         kinds.setdefault((call.head_size, call.value_size, call.window, call.softcap), []).append(call)
     lines: list[KernelLine] = []
     for (size, value_size, window, softcap), of_kind in kinds.items():
         call = AttentionCall(1, 1, size, value_size, dtype, device, Mask(window=window), softcap=softcap)
-        lines.append(KernelLine(_words(of_kind[0]), len(of_kind), _here(call), _gpu_words(call)))
+        lines.append(KernelLine(_words(of_kind[0]), len(of_kind), _here(call), _on_gpus(call)))
     return tuple(lines)
 
 
-def _meta_model(config: PreTrainedConfig) -> PreTrainedModel:
+def _without_memory(config: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
         automatic = AutoModelForImageTextToText if reads_images_alone(config) else AutoModelForCausalLM
         model = automatic.from_config(type(config).from_dict(config.to_dict()), dtype=torch.bfloat16)
@@ -72,7 +73,7 @@ def _here(call: AttentionCall) -> str:
         return f"none {where}: {error}"
 
 
-def _gpu_words(call: AttentionCall) -> str:
+def _on_gpus(call: AttentionCall) -> str:
     """The kernels that the table has for it, the first that a GPU has running; "" where `here` is a GPU."""
     if call.device.type == "cuda":
         return ""

@@ -36,14 +36,14 @@ from longspan.errors import CommError, LongspanError, ModelError
 from longspan.evaluation.evaluate import evaluate
 from longspan.layout import Layout
 from longspan.model import EncoderHome, prepare
+from longspan.model.exactness.small_copies import tiny_model
+from longspan.model.exactness.trial_documents import TrialDocument
 from longspan.model.execution import execution_of
 from longspan.model.experts.moe import router_statistics
 from longspan.model.multimodal.multimodal_model import language_model_of
 from longspan.model.prepare_model import PrepareOptions
-from longspan.model.seams.hint import DOCTOR
-from longspan.model.small.shrink import tiny_model
+from longspan.model.seams.refusals import DOCTOR
 from longspan.model.vision.join import own_names
-from longspan.model.vision.trial_documents import TrialDocument
 from longspan.plan import Plan
 from longspan.plan.hierarchy import Levels, hierarchical_groups, levels_of
 from longspan.train import run_step

@@ -12,7 +12,7 @@ from longspan.config.sections import RunConfig
 from longspan.layout import Layout
 from longspan.model import EncoderHome
 from longspan.model.multimodal.multimodal_model import MultimodalModel
-from longspan.model.vision.take_apart import freeze_images
+from longspan.model.take_apart import freeze_images
 
 
 def freeze_as_asked(config: RunConfig, model: PreTrainedModel) -> None:

@@ -10,7 +10,7 @@ import pytest
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from longspan.model.small.shrink import shrunken
+from longspan.model.exactness.small_copies import shrunken
 from tests.corpus.images.folders import PARTS, TURNS, saved
 from tests.versions import transformers_before
 

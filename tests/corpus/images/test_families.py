@@ -20,8 +20,8 @@ from longspan.corpus.image_documents import ImageDocuments, show_images
 from longspan.corpus.images.processor import load_processor
 from longspan.doctor.stock import whole_float64
 from longspan.errors import DataError
+from longspan.model.exactness.small_copies import tiny_model
 from longspan.model.layers import base_of
-from longspan.model.small.shrink import tiny_model
 from longspan.model.vision.image_arguments import image_parameters
 from longspan.model.vision.image_encoder import rows_of_images
 from longspan.model.vision.image_tokens import image_tokens

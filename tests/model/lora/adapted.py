@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from longspan.model.exactness.small_copies import shrunken, tiny_model
 from longspan.model.presets import preset_config
-from longspan.model.small.shrink import shrunken, tiny_model
 from tests.model.deep import deep
 from tests.model.experts.moe_models import moe_model
 from tests.model.seams.test_mixers import small_config

@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from longspan import Layout, MtpLoss, World, add_mtp, load_model, plan_fixed, prepare, run_step, save_model
 from longspan.errors import CommError, LongspanError, LossError, ModelError
-from longspan.model.small.shrink import shrunken
+from longspan.model.exactness.small_copies import shrunken
 from longspan.testing import run_ranks
 from longspan.train import build_optimizer, load_checkpoint, save_checkpoint
 from tests.model.mtp.dense import LENGTHS, with_depths

@@ -5,8 +5,8 @@ import torch
 import transformers
 
 from longspan.model.layers import base_name, base_of
+from tests.model.exactness.test_refusals import build
 from tests.model.stock import SIZES
-from tests.model.test_refusals import build
 
 
 @pytest.mark.parametrize(

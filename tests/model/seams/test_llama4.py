@@ -10,9 +10,9 @@ from transformers.models.llama4 import modeling_llama4
 
 from longspan import Layout, World, plan_dynamic, plan_fixed, prepare, run_step
 from longspan.errors import ModelError
+from longspan.model.exactness.declared_rules import refuse_unsupported
 from longspan.model.execution import execution_of
-from longspan.model.seams.probe import RecordedCall, check_calls
-from longspan.model.seams.refusals import refuse_unsupported
+from longspan.model.seams.attention_record import RecordedCall, check_calls
 from longspan.plan import Plan
 from longspan.testing import run_ranks
 from tests.model.stock import SIZES, dense_answer, gradients_of, texts, worst

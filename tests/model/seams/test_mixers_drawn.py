@@ -26,7 +26,7 @@ from longspan.doctor.stock import (
 )
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.small.shrink import tiny_model
+from longspan.model.exactness.small_copies import tiny_model
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.train import run_step
 from tests.model.seams.test_mixers import FAMILIES, here, small_config

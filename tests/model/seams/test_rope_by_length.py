@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan import Layout, World, plan_fixed, plan_padded, prepare, run_step
 from longspan.errors import ModelError
+from longspan.model.exactness.declared_rules import refuse_unsupported
 from longspan.model.seams.forwards.rope_by_length import choose_frequencies_by_document
-from longspan.model.seams.refusals import refuse_unsupported
 from longspan.plan import Plan
 from longspan.testing import run_ranks
 from tests.model.stock import SIZES, at_random, error, gradients_of, texts

@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
+from longspan.model.take_apart import freeze_images, take_apart
 from longspan.model.vision.image_tokens import image_tokens
-from longspan.model.vision.take_apart import freeze_images, take_apart
 from longspan.plan import plan_dynamic
 from longspan.plan.items.encoder_shape import EncoderShape
 from tests.model.vision.documents import raw

@@ -13,7 +13,7 @@ from longspan.config.file import load_config
 from longspan.config.sections import EncoderSection, RunConfig
 from longspan.errors import ConfigError
 from longspan.layout import Layout
-from longspan.model.vision.take_apart import freeze_images
+from longspan.model.take_apart import freeze_images
 from longspan.run.checks.encoder import check_encoder, check_images
 from longspan.run.metrics_log import read_metrics
 from longspan.testing import run_ranks

@@ -23,7 +23,7 @@ from longspan.comm import run_local
 from longspan.doctor.stock import Answer, documents_for, gradient_errors, gradients_of, precision, stock_model
 from longspan.errors import LayoutError, ModelError, PlanError
 from longspan.layout import Layout
-from longspan.model.small.shrink import shrunken, tiny_model
+from longspan.model.exactness.small_copies import shrunken, tiny_model
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.testing import backend
 from longspan.train import build_optimizer

@@ -19,7 +19,7 @@ from longspan.cli.machine import machine
 from longspan.comm import World
 from longspan.data.document import synthetic_documents
 from longspan.model.prepared import vocabulary_size
-from longspan.model.seams.randomness import refuse_randomness
+from longspan.model.seams.call_rules import refuse_randomness
 from longspan.plan.cost.model_flops import model_flops
 from longspan.plan.cost.model_shape import ModelShape
 from longspan.run.result import versions

@@ -33,9 +33,9 @@ from longspan.model.experts.router import RouterCoefficients, RouterStatistics, 
 from longspan.model.experts.rows import Visits, gather, spread
 from longspan.model.layers import architecture_name, decoder_layers
 from longspan.model.mtp.depths import PREFIX, mtp_blocks
+from longspan.model.seams.attention_record import Probe
 from longspan.model.seams.layer_arguments import router_of_layer, shard_of_layer
 from longspan.model.seams.mixers import is_mixer
-from longspan.model.seams.probe import Probe
 
 IMPLEMENTATION = "longspan"
 

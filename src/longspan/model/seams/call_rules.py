@@ -1,7 +1,11 @@
 """What the calls and steps of a prepared model are checked against: a value that `prepare` leaves on the model.
 
-Among it is how many positions a model knows, where it looks them up in a table: learnt, as GPT-2's, or made once, as
-CTRL's. Rotary models have no table and are not limited here, whatever `max_position_embeddings` says of their training.
+It contains how many positions a model has, if it reads them from a table: learnt, as GPT-2's, or made once, as CTRL's.
+Rotary models have no table and are not limited here, whatever `max_position_embeddings` says of their training. It
+contains what a model draws at random outside attention: each rank would draw for the rows that it happens to hold, and
+loss and gradients would depend on the layout. (Attention's dropout is exact: its masks are hashed from global
+positions.) And whether prompts are prefixes, whose rows see each other (PaliGemma); in a step the prefix of a document
+is what stands before its first target (`train/reading/spans.py`), as the models' own processor makes its labels.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,12 +13,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
+from longspan.model.adapters import adapter_of
 from longspan.model.layers import decoder_layers, text_name
 from longspan.plan import MicroBatch
+
+_WITH_PREFIX = ("paligemma",)
+_SAMPLE = ("exponential_", "multinomial", "gumbel_softmax")  # one of several, as a router may choose experts
+_NOT_HERE = ("att", "summary", "classifier", "layerdrop")  # keys of dropout in attention, or in heads of other tasks
 
 
 class PositionTable(NamedTuple):
@@ -47,7 +56,7 @@ def position_table(model: PreTrainedModel) -> PositionTable | None:
 
 
 def refuse_positions(table: PositionTable | None, micro_batches: Iterable[MicroBatch], padding_rows: int = 0) -> None:
-    """Raise ModelError where a document, or rows of padding, go beyond a model's table of positions."""
+    """Raise ModelError if a document, or rows of padding, go beyond a model's table of positions."""
     if table is None:
         return
     laid_out = [
@@ -56,23 +65,23 @@ def refuse_positions(table: PositionTable | None, micro_batches: Iterable[MicroB
         for group in micro_batch.groups
         for document, length, rows in zip(group.documents, group.lengths, group.laid_out, strict=True)
     ]
-    for what, rows in (*laid_out, (f"the shard has {padding_rows} rows of padding", padding_rows)):
+    for subject, rows in (*laid_out, (f"the shard has {padding_rows} rows of padding", padding_rows)):
         if rows > table.positions:
             raise ModelError(
-                f"{what}, {table.model} knows {table.positions} positions ({table.name}); use documents of at most "
+                f"{subject}, {table.model} knows {table.positions} positions ({table.name}); use documents of at most "
                 f"{table.positions} tokens, padding included, or a model with a larger table"
             )
 
 
 @dataclass(frozen=True)
 class CallRules:
-    """Of a model of this `architecture`: the kernel of its layers, and what its rows must be.
+    """The kernel of a model's layers, and conditions on its rows.
 
     `attention_kernel` None: each call of attention takes the first kernel that can. A slot's rows must be a multiple of
-    `row_multiple`, which is tp under sequence parallelism; `random_draws` are what training would draw at random, and
-    `draws_in_evaluation` what is drawn there too. Rows of items of the modalities `in_spans` see each other, or those
-    of a `prefix` of each document, so that shards say which rows they are; a prefix has at most `prefix_window` rows,
-    where layers have a window.
+    `row_multiple`, which is tp under sequence parallelism. `random_draws` are in words what training would draw outside
+    attention, `draws_in_evaluation` what evaluation would. Rows of items of the modalities `in_spans` see each other,
+    or those of a `prefix` of each document; shards then contain the spans. If layers have a window, a prefix has at
+    most `prefix_window` rows.
     """
 
     architecture: str
@@ -86,7 +95,7 @@ class CallRules:
     prefix_window: int | None = None
 
     def with_kernel(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The keyword arguments of a call, and with them the kernel where one was named; a caller's own one wins."""
+        """The keyword arguments of a call, with the model's kernel unless the caller chose one."""
         kernel = {} if self.attention_kernel is None else {"attention_kernel": self.attention_kernel}
         return {**kernel, **arguments}
 
@@ -100,7 +109,7 @@ class CallRules:
             )
 
     def check_spans(self, shard: SequenceShard) -> None:
-        """Raise ModelError for a shard that does not say which rows see each other, where some may."""
+        """Raise ModelError for a shard without spans, if rows of this model may see each other."""
         documents = len(shard.micro_batch.documents)
         seeing = ["a prefix"] if self.prefix else self.in_spans
         if seeing and shard.spans is None and documents:
@@ -118,3 +127,78 @@ def is_prepared(model: nn.Module) -> bool:
 def call_rules(model: nn.Module) -> CallRules:
     """The rules of a prepared model; those of another one refuse nothing."""
     return getattr(model, "call_rules", None) or CallRules(type(model).__name__)
+
+
+def has_prefix(config: PreTrainedConfig) -> bool:
+    """Whether a model of this configuration has one."""
+    return config.model_type in _WITH_PREFIX
+
+
+def attend_causally(model: nn.Module) -> None:
+    """Make the layers of a model with a prefix causal; the shard's spans add the rows of prefixes.
+
+    They are not causal themselves, as their model's own mask contains everything.
+    """
+    config: Any = model.config
+    if not has_prefix(config):
+        return
+    for module in model.modules():
+        if getattr(module, "config", None) is config.get_text_config() and hasattr(module, "is_causal"):
+            module.is_causal = True  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+
+
+def refuse_randomness(model: nn.Module, *, training: bool = True) -> None:
+    """Raise ModelError if training this prepared model, or evaluating it, would draw numbers by the layout."""
+    rules = call_rules(model)
+    always = rules.draws_in_evaluation
+    if draws := ", ".join(rules.random_draws if training else always):
+        config = getattr(model, "config", None)
+        when, rest = (" and in evaluation", "") if always else ("", ", and evaluation draws nothing")
+        remedy = _remedy(config, draws, always=bool(always))
+        raise ModelError(
+            f"{rules.architecture} draws at random outside attention in training{when}: {draws}. Each rank would draw "
+            f"for its own rows, so that the loss would depend on the layout; {remedy}. Attention "
+            f"dropout may stay{rest}"
+        )
+
+
+def _remedy(config: Any, draws: str, *, always: bool) -> str:
+    samples = any(f"{function} " in draws for function in _SAMPLE)
+    if samples or not (keys := _keys(config)):
+        rest = "" if always else ": it can be evaluated alone"
+        return f"it does so by its code, and no key of its configuration is known to end that{rest}"
+    return f"before the model is built, set {keys} to 0.0 in its configuration (config.json)"
+
+
+def _keys(config: Any) -> str:
+    """The keys of a configuration for dropout and noise outside attention, with their values."""
+    values = {} if config is None else config.get_text_config().to_dict()
+    words = ("drop", "jitter", "noise")
+    keys = [key for key in values if any(w in key for w in words) and not any(w in key for w in _NOT_HERE)]
+    keys += [key for key in values if "layerdrop" in key and key not in keys]
+    return ", ".join(f"{key} ({values[key]:g})" for key in keys if _positive(values[key]))
+
+
+def refuse_dropout_in_two_passes(model: nn.Module, losses: str) -> None:
+    """Raise ModelError if training this prepared model drops attention weights, or inputs of its adapter.
+
+    `losses`, in words, need two forward passes that are equal.
+    """
+    config, adapter = getattr(model, "config", None), adapter_of(model)
+    values = {} if config is None else config.get_text_config().to_dict()
+    if adapter is not None:
+        values["lora_dropout"] = adapter.dropout
+    if keys := [f"{key} ({value:g})" for key, value in values.items() if _drops(key) and _positive(value)]:
+        raise ModelError(
+            f"{losses}: their loss takes two forward passes, which dropout would make differ; set {', '.join(keys)} to "
+            "0.0 in the configuration before the model is built, or plan so that one micro-batch in lockstep holds "
+            "all documents of a set"
+        )
+
+
+def _drops(key: str) -> bool:
+    return key == "lora_dropout" or ("att" in key and "drop" in key)
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

@@ -1,8 +1,8 @@
 """A model's forward pass over two rows on the meta device: no memory, no values, and nothing of the model changed.
 
-A forward that reads values, as a loop over the experts that got rows does, gets made-up ones: zeros, and every element
-is taken to be nonzero. Such a pass shows one of the ways that the model may go. Attributes of modules are afterwards
-what they were, and so is the state of random numbers; what a module changes inside an object of its own is not seen.
+A forward that reads values, as a loop over the experts that got rows does, gets zeros, and every element is taken to
+be nonzero. Such a pass shows one of the paths through the model. Attributes of modules and the state of random numbers
+are restored; changes inside other objects of a module are not noticed.
 """
 
 import copy
@@ -29,7 +29,7 @@ def run_on_meta(model: nn.Module, shard: object, *, gradients: bool = False, **m
     inputs = {"input_ids": ids, "position_ids": ids, "use_cache": False, "shard": shard, **more}
     inputs = {name: value for name, value in inputs.items() if value is not None}
     settings: Any = _config  # torch.nonzero has no shape there unless all elements are taken to be nonzero
-    values, tensors = _MadeUpValues(), _on_meta(model)
+    values, tensors = _MadeUpValues(), _meta_tensors(model)
     for name in tensors.keys() & dict(model.named_parameters(remove_duplicate=False)).keys() if gradients else ():
         tensors[name].requires_grad_(tensors[name].is_floating_point())
     try:
@@ -48,7 +48,7 @@ def run_on_meta(model: nn.Module, shard: object, *, gradients: bool = False, **m
         raise
 
 
-def _on_meta(model: nn.Module) -> dict[str, Tensor]:
+def _meta_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Meta tensors by name, once for each module's own parameters and buffers.
 
     A module under two names, as a layer that others share, must be named once: torch would put the first stand-in back
@@ -67,7 +67,7 @@ _CONTAINERS = (list, dict, set, deque)
 
 @contextmanager
 def attributes_restored(model: nn.Module) -> Iterator[None]:
-    """Attributes of modules are afterwards what they were, buffers among them, and so is what lists and dicts hold."""
+    """Restore attributes of modules, buffers among them, and the contents of their lists and dicts."""
     attributes = [(vars(module), dict(vars(module)), _contents(module)) for module in model.modules()]
     try:
         yield
@@ -81,8 +81,8 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
 
 def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
     """Each container among a module's attributes, and a copy of what is in it now."""
-    own = [value for name, value in vars(module).items() if name not in _OF_MODULES or name == "_buffers"]
-    return [(value, copy.copy(value)) for value in own if type(value) in _CONTAINERS]
+    values = [value for name, value in vars(module).items() if name not in _OF_MODULES or name == "_buffers"]
+    return [(value, copy.copy(value)) for value in values if type(value) in _CONTAINERS]
 
 
 def _refill(container: Any, content: Any) -> None:
@@ -101,7 +101,7 @@ _READS: dict[Any, Callable[[Tensor], Any]] = {
 
 
 class _MadeUpValues(TorchFunctionMode):
-    """Answers what reads values of tensors on the meta device with zeros; `read` says whether any were."""
+    """Answers reads of values on the meta device with zeros; `read` becomes True at the first."""
 
     def __init__(self) -> None:
         super().__init__()

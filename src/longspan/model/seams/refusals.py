@@ -1,153 +1,97 @@
-"""What a sharded sequence would silently change about a model, read from its configuration and refused.
+"""What refusals of several files share: words of messages, forwards that were replaced, parameters of two layers.
 
-Each rule is one function from a model to the reasons why it cannot run exactly. `probe.py` adds what only a forward
-pass shows: which layers reach `attend`, and with what; `row_trial/` what only numbers show: whether rows meet
-elsewhere. `guard` refuses what a prepared model's own class would do to weights that lie on several ranks. Calls of
-the model are checked in `attention_calls.py`.
+A forward set on one module (`model.forward = …`, or what accelerate's hooks put there) runs like any other when the
+module is called. Where longspan makes a forward out of the class's code, or puts another in its place, it would be
+dropped: such a module is refused by name, or left as it is. So is one whose class's forward has a wrapper that is not
+transformers' own, if the code inside is taken out.
+
+`guard` refuses what a prepared model's own class would do to weights that lie on several ranks. Rules for a model's
+configuration and modules are in `exactness/declared_rules.py`.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
+from types import FunctionType
 from typing import Any, NoReturn
 
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.layers import base_of, decoder_layers, layer_list, reads_other_modalities, text_of
-from longspan.model.mtp.depths import depths_of, find_copied_layer
-from longspan.model.rope import rope_types
-from longspan.model.seams.attention_calls import has_temperature, is_llama4_temperature
-from longspan.model.seams.forwards.rope_by_length import is_by_length, kinds_by_length
-from longspan.model.seams.hint import doctor_hint
-from longspan.model.seams.mixers import ROWWISE_LAYER_TYPES, find_mixers, is_mixer
-from longspan.model.seams.set_forwards import is_wrapped_by_others, set_on_instances
 
-_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
-_MIXING = ("linear_attention", "conv", "hybrid", "mamba")
-_KNOWN_MIXERS = ", gated delta nets, Kimi's delta attention, Mamba 2 and short convolutions"
+DOCTOR = "; longspan doctor --model"
 
 
-def refuse_unsupported(model: nn.Module) -> None:
-    """Raise ModelError, with every reason, where a model cannot run exactly over a sharded sequence."""
-    if not isinstance(model, PreTrainedModel):
-        raise ModelError(
-            f"prepare takes a transformers model (PreTrainedModel), got {type(model).__name__}; "
-            "a model of your own calls longspan.attend itself and needs no prepare"
-        )
-    reasons = [reason for rule in (_architecture, _outputs, _forwards) for reason in rule(model)]
-    of_text = (_rope, _temperature, _layer_types, _convolutions)
-    reasons += [reason for rule in of_text for reason in rule(text_of(model))]
-    if reasons:
-        raise ModelError(
-            f"{type(model).__name__} cannot run exactly over a sharded sequence: {'; '.join(reasons)}"
-            f"{doctor_hint(model)}"
-        )
+def doctor_hint(model: Any) -> str:
+    """The end of a message: the command that tries a small copy of this model, by its folder or family.
+
+    >>> doctor_hint(Qwen3ForCausalLM(config))
+    '; longspan doctor --model qwen3 tries a small copy of it and says which kernels it takes'
+    """
+    config = getattr(model, "config", None)
+    folder = str(getattr(config, "_name_or_path", "") or "")
+    name = folder if folder and Path(folder).is_dir() else getattr(config, "model_type", "") or type(model).__name__
+    return f"{DOCTOR} {name} tries a small copy of it and says which kernels it takes"
 
 
-def _architecture(model: PreTrainedModel) -> Iterator[str]:
-    config, name = model.config, type(model).__name__
-    if getattr(config, "is_encoder_decoder", False):
-        yield "it is an encoder-decoder, only decoder-only language models are supported"
-        return
-    several = reads_other_modalities(model)
-    head = re.search(r"For(?!CausalLM)[A-Z]\w+$", name)
-    if head and not (several and head.group() == "ForConditionalGeneration"):
-        yield f"its head ({head.group()}) is not a language model's; use {_text_class(model)}"
-    if several and (model.get_output_embeddings() is None or text_of(model) in (model, base_of(model))):
-        yield f"its text model, inside a model of several modalities, is not found; use {_text_class(model)}"
-    if getattr(config, "add_cross_attention", False):
-        yield "add_cross_attention is set, cross attention is not supported"
-
-
-def _text_class(model: PreTrainedModel) -> str:
-    """The class of the language model alone, by transformers' list of those."""
-    classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-    config = type(model.config.get_text_config())
-    return classes[config].__name__ if config in classes else "the causal language model"
-
-
-def _outputs(model: PreTrainedModel) -> Iterator[str]:
-    if model.config.return_dict is False:
-        yield "return_dict is False, so that hidden states come without a name; set model.config.return_dict = True"
-
-
-def _forwards(model: PreTrainedModel) -> Iterator[str]:
-    """Forwards in whose place others are set: the causal model's, mixers', rotary modules' of frequencies by length."""
-    mixers = find_mixers(model)
-    replaced = {"the model itself": model, **mixers}
-    replaced |= {name: module for name, module in model.named_modules() if kinds_by_length(module)}
-    if depths_of(model) and find_copied_layer(model).of_tokens:  # which run what is around the layers by themselves
-        around = layer_list(model)[0].rpartition(".")[0]
-        replaced[around] = model.get_submodule(around)
-    if names := set_on_instances(replaced.items()):
-        yield (
-            f"{_short(names)} has a forward set on the instance (module.forward = …, or accelerate's hooks), which "
-            "would be left out; define it in a subclass, or use a forward hook"
-        )
-    wrapped = [f"{name} ({type(mixer).__name__})" for name, mixer in mixers.items() if is_wrapped_by_others(mixer)]
-    if wrapped:
-        yield (
-            f"{_short(wrapped)} has a forward in a wrapper that is not transformers' own, which would be left out; use "
-            "a forward hook"
-        )
-
-
-def _temperature(model: PreTrainedModel) -> Iterator[str]:
-    """Llama 4's is done by positions here; another module's formula is not known."""
-    modules = model.named_modules()
-    if names := [name for name, module in modules if has_temperature(module) and not is_llama4_temperature(module)]:
-        yield (
-            f"{_short(names)} scales queries by a row's number (attn_temperature_tuning) without floor_scale and "
-            "attn_scale, from which it could be computed by the row's position; set attn_temperature_tuning to False"
-        )
-
-
-def _rope(model: PreTrainedModel) -> Iterator[str]:
-    """Frequencies by the longest position of a call are chosen document by document where a module says its type."""
-    if any(hasattr(module, "rope_type") for module in model.modules()):
-        return
-    config = model.config
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    for kind in sorted(filter(is_by_length, rope_types(rope))):
-        yield (
-            f"rope type {kind!r} chooses frequencies by the longest position of a call, and no module of the model has "
-            "a rope_type that says where; use default, linear, llama3 or yarn"
-        )
-
-
-def _layer_types(model: PreTrainedModel) -> Iterator[str]:
-    types = getattr(model.config, "layer_types", None) or []
-    mixing = {i for i, layer in enumerate(decoder_layers(model).values()) if any(map(is_mixer, layer.modules()))}
-    for kind in sorted({str(kind) for kind in types} - {*_LAYER_TYPES, *ROWWISE_LAYER_TYPES}):
-        layers = [i for i, layer_type in enumerate(types) if layer_type == kind and i not in mixing]
-        if not layers:
-            continue
-        known = f"supported are {', '.join(_LAYER_TYPES)}"
-        yield f"layers {_short(layers)} are of type {kind!r}, {known}{_KNOWN_MIXERS if kind in _MIXING else ''}"
-
-
-def _convolutions(model: PreTrainedModel) -> Iterator[str]:
-    known = tuple(f"{name}." for name in find_mixers(model))
-    convolutions = (name for name, module in model.named_modules() if isinstance(module, nn.Conv1d))
-    if names := [name for name in convolutions if not name.startswith(known)]:
-        owners = sorted({type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in names})
-        yield f"{_short(names)} (Conv1d of {', '.join(owners)}) mixes neighbouring rows outside attention"
-
-
-def _short(items: list[int] | list[str], limit: int = 4) -> str:
+def shorten(items: Sequence[int] | Sequence[str], limit: int = 4) -> str:
+    """The first items in words, and how many there are in all."""
     head = ", ".join(str(item) for item in items[:limit])
     return f"{head}, … ({len(items)} in all)" if len(items) > limit else head
+
+
+def architecture(model: nn.Module) -> str:
+    """The name of a model's class, before which FSDP2 puts a word."""
+    return type(model).__name__.removeprefix("FSDP")
+
+
+def unwrap(function: Any) -> Any:
+    """The innermost function, without those that `functools.wraps` put around it."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+def is_set_on_instance(module: nn.Module) -> bool:
+    """Whether somebody else than longspan gave a module a forward in place of its class's.
+
+    A forward with the code of the class's own is longspan's: a copy that calls other functions (`seams/mixers.py`).
+    """
+    forward, in_class = vars(module).get("forward"), type(module).forward
+    function = forward.func if isinstance(forward, partial) else getattr(forward, "__func__", forward)
+    if function is None or function is in_class or _home(function).startswith("longspan."):
+        return False
+    return getattr(function, "__code__", None) is not getattr(unwrap(in_class), "__code__", None)
+
+
+def is_wrapped_by_others(module: nn.Module) -> bool:
+    """Whether its class's forward has a wrapper that is not transformers' own."""
+    function: Any = type(module).forward
+    while hasattr(function, "__wrapped__"):
+        if not _home(function).startswith("transformers."):
+            return True
+        function = function.__wrapped__
+    return False
+
+
+def set_on_instances(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    """The modules, by name and class, to which somebody gave a forward in place of their class's."""
+    return [f"{name} ({type(module).__name__})" for name, module in modules if is_set_on_instance(module)]
+
+
+def _home(function: Any) -> str:
+    """The module in which a function was written; `functools.wraps` does not copy it."""
+    return function.__globals__["__name__"] if isinstance(function, FunctionType) else ""
 
 
 def refuse_shared_layers(
     model: PreTrainedModel, layers: Iterable[str], blocks: Sequence[Sequence[nn.Module]] = ()
 ) -> None:
-    """Raise ModelError where a decoder layer, of these names, shares parameters with another or with what is around it.
+    """Raise ModelError if one of these decoder layers shares parameters with another, or with what is around it.
 
-    FSDP2 shards each layer, and sequence parallelism sums its gradients, as if they were its own; but for `blocks`,
-    each of several modules with the same parameters.
+    FSDP2 shards each layer, and sequence parallelism sums its gradients, as if its parameters were in no other.
+    `blocks`, each of several modules with the same parameters, are excepted.
     """
     together = {id(parameter) for modules in blocks for parameter in modules[0].parameters()}
     owner: dict[int, tuple[str, str]] = {}

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from longspan.comm import World
 from longspan.errors import ConfigError
+from longspan.model.exactness.trial_documents import probe_image
 from longspan.model.multimodal.encoder import Encoder
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.parts import modes_restored
 from longspan.model.sharding import reshard
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
-from longspan.model.vision.sample_image import probe_image
 from longspan.train.memory.live_bytes import LiveBytes
 
 PROBE_ROWS = 64  # of an image of any size

@@ -10,8 +10,8 @@ from longspan.comm import World
 from longspan.doctor.stock import whole_float64
 from longspan.layout import Layout
 from longspan.model import prepare
+from longspan.model.exactness.small_copies import shrunken
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.small.shrink import shrunken
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from tests.model.deep import Answer, answer
 from tests.model.stock import at_random, texts

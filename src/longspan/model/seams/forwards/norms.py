@@ -25,7 +25,7 @@ from longspan.model.layers import decoder_layers
 from longspan.model.mtp.depths import depths_of
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.forwards.norm_formula import NormFormula
-from longspan.model.seams.set_forwards import is_set_on_instance
+from longspan.model.seams.refusals import is_set_on_instance
 
 MOST = 2**31 - 1  # elements of a call
 

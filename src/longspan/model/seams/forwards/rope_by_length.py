@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from longspan.comm import SequenceShard, to_device
 from longspan.errors import ModelError
 from longspan.layout.segments import Rows, expand
+from longspan.model.seams.attention_record import Probe
 from longspan.model.seams.layer_arguments import shard_of_layer
-from longspan.model.seams.probe import Probe
 
 _CALL = "_shard_of_call"
 

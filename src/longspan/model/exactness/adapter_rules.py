@@ -1,0 +1,153 @@
+"""Rules for adapters under a home, by peft's layers and configuration; checked before anything is changed."""
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.errors import ModelError
+from longspan.model.adapters import Adapter, adapter_parameters, belongs_to_adapter, is_adapted, is_copied, peft_modules
+from longspan.model.lora.new import is_drawn_when_prepared
+from longspan.model.mtp.depths import depths_of
+from longspan.model.mtp.trained_whole import depth_reasons, of_whole_depths
+from longspan.model.parts import is_tied
+
+_DORA = "DoraLinearVariant"
+_UNTESTED = {  # keys of LoraConfig, and what they may be
+    "target_parameters": "adapters of parameters that are not a linear's weight (fused experts)",
+    "layer_replication": "layers that share weights",
+    "trainable_token_indices": "single rows of an embedding",
+    "megatron_config": "Megatron's layers",
+    "alora_invocation_tokens": "activated LoRA, which counts the local rows",
+}
+
+
+def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> None:
+    """Raise ModelError, with every reason, for an adapter that is not shown to be exact under this home.
+
+    The result is the same on every rank, before the first collective. Whether tensor parallelism can split its layers
+    is checked in `tensor_parallel/adapted.py`.
+    """
+    _refuse_adapted_embedding(model, world)
+    reasons = [*configuration_reasons(adapter), *layer_reasons(model)]
+    reasons += [*_value_reasons(model), *_parameter_reasons(model)]
+    if world.home.pp > 1:
+        reasons += _stage_reasons(model)
+    if reasons:
+        raise ModelError(
+            f"the adapter {adapter.name!r} of {type(model).__name__} cannot be trained: {'; '.join(reasons)}"
+        )
+
+
+def _refuse_adapted_embedding(model: PreTrainedModel, world: World) -> None:
+    """Raise ModelError for depths of multi-token prediction over stages, if the adapter changes the embedding."""
+    if world.home.pp > 1 and depths_of(model) and is_adapted(model.get_input_embeddings()):
+        raise ModelError(
+            f"{type(model).__name__} has multi-token prediction, for which the last pipeline stage has a copy of the "
+            "embedding, and an adapter of the embedding, which would be trained twice; leave it out of "
+            "target_modules, or use pp 1"
+        )
+
+
+def check_equal_adapters(model: PreTrainedModel, world: World) -> None:
+    """Raise ModelError, on every rank, if ranks would begin with different adapters; all ranks call it together."""
+    trained = dict(adapter_parameters(model)) | {n: p for n, p in model.named_parameters() if p.requires_grad}
+    digests = {name: zlib.crc32(_bytes(p)) for name, p in trained.items() if not p.is_meta}
+    of_ranks = world.control.gather_objects(digests, "digests of adapters")
+    for rank, others in zip(world.home.ranks, of_ranks, strict=True):
+        for name, digest in of_ranks[0].items():
+            if others.get(name) != digest:
+                raise ModelError(
+                    f"{name} is not the same on ranks {world.home.ranks[0]} and {rank}: peft draws with torch's "
+                    "generator; call torch.manual_seed with one seed on every rank before peft.get_peft_model, or load "
+                    "the adapter from a folder"
+                )
+
+
+def _bytes(x: Tensor) -> Any:
+    return x.detach().cpu().contiguous().view(torch.uint8).numpy()
+
+
+def configuration_reasons(adapter: Adapter) -> Iterator[str]:
+    """Why an adapter of this configuration cannot be trained, wherever it is."""
+    config = adapter.config
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind != "LORA":
+        yield (
+            f"it is of peft's method {kind}, and LoRA alone is supported; use peft.LoraConfig, or merge it first: "
+            "model = peft_model.merge_and_unload()"
+        )
+        return
+    for key, feature in _UNTESTED.items():
+        if value := getattr(config, key, None):
+            yield f"{key} is {value!r}: {feature} are not supported; leave it out"
+    if getattr(config, "bias", "none") != "none":
+        yield f"bias is {config.bias!r}, and biases of the base model stay frozen; use bias='none'"
+
+
+def layer_reasons(model: nn.Module) -> Iterator[str]:
+    """Why the layers that peft has put into a module cannot be trained."""
+    for name, module in peft_modules(model).items():
+        layer: Any = module
+        if is_adapted(module):
+            inner = type(layer.base_layer)
+            variants = {type(v).__name__ for v in getattr(layer, "lora_variant", {}).values()} - {_DORA}
+            if inner not in (nn.Linear, nn.Embedding) or not hasattr(layer, "lora_A"):
+                kind = f"{type(module).__name__} over {inner.__name__}"
+                yield f"{name} ({kind}) is no LoRA of an nn.Linear or nn.Embedding; leave it out of target_modules"
+                return
+            if variants:
+                yield f"{name} uses {', '.join(sorted(variants))}; plain LoRA and DoRA are supported"
+                return
+            if layer.merged:
+                yield f"{name} is merged into its weight; call peft_model.unmerge_adapter() first"
+                return
+        elif not hasattr(layer, "modules_to_save"):
+            yield f"{name} ({type(module).__name__}) is no copy of modules_to_save; leave it out"
+            return
+
+
+def _value_reasons(model: nn.Module) -> Iterator[str]:
+    if is_drawn_when_prepared(model):
+        return
+    if "weights_to_come" in vars(model):
+        yield (
+            "prepare reads its base model's weights (sharded=True or None), before which peft gives an adapter no "
+            "values; load the base with sharded=False: load_model(folder, sharded=False)"
+        )
+    elif without := [name for name, p in adapter_parameters(model) if p.is_meta]:
+        yield (
+            f"{len(without)} of its parameters have no values ({without[0]}); load it without low_cpu_mem_usage=True, "
+            "and its base with sharded=False"
+        )
+
+
+def _parameter_reasons(model: nn.Module) -> Iterator[str]:
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        yield (
+            "none of its parameters requires a gradient (inference_mode, or a frozen model); load it with "
+            "is_trainable=True"
+        )
+    yield from depth_reasons(model)
+    of_base = {name for name in trained if not belongs_to_adapter(name)}
+    if others := sorted(of_base.difference(of_whole_depths(of_base))):
+        yield f"{len(others)} parameters of the base model require gradients ({', '.join(others[:2])}); freeze them"
+    if len(dtypes := {str(p.dtype).removeprefix("torch.") for p in trained.values()}) > 1:
+        yield (
+            f"what is trained is of {' and '.join(sorted(dtypes))}, of which FSDP2 sums the gradients in one type; "
+            "cast it to one: for p in model.parameters(): if p.requires_grad: p.data = p.data.float()"
+        )
+
+
+def _stage_reasons(model: PreTrainedModel) -> Iterator[str]:
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    if is_tied(model) and any(is_adapted(end) or is_copied(end) for end in ends if end is not None):
+        yield (
+            "it changes an embedding that is tied to the head, of which the first and the last pipeline stage hold a "
+            "copy each; leave embed_tokens and lm_head out, or use pp 1"
+        )

@@ -1,0 +1,219 @@
+"""A trial of a class: a small model of it runs on the host, in training, on rows whole and in pieces.
+
+Over a sharded sequence a rank has some of the rows, in an order of its own. The rest of a model is then exact if a
+row's output, and its contribution to gradients, do not depend on other rows. They do with experts of a limited
+capacity, experts that choose rows, sums over a batch, or numbers drawn at random. Attention and the scans of mixers are
+replaced by a function of each row by itself (`seams/separate_rows.py`). Experts that `use_experts` replaces are
+compared with their class's own forward.
+
+Tried are classes with experts, and those that are not transformers' own. Every model of any class is tried once more,
+as it is, before its first step (`row_trial.py`), in a few passes without gradients.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+
+from longspan.errors import ModelError
+from longspan.model.exactness.small_copies import gradients_by_name, one_line, relative_error, shrunken, try_once
+from longspan.model.experts.moe import expert_modules, mix_all_rows
+from longspan.model.layers import decoder_layers
+from longspan.model.seams.forwards.llama4 import scale_queries_by_position
+from longspan.model.seams.mixer_calls import ROWS_ALONE, redirect
+from longspan.model.seams.mixers import mixers_of
+from longspan.model.seams.separate_rows import attend_separately
+from longspan.plan.cost.model_shape import read_experts
+
+_STAND_IN = "longspan_separate_rows"
+_ROWS, _EXPERTS = 48, 8
+_PIECES = (slice(0, 1), slice(1, 30), slice(30, _ROWS))
+_TOLERANCE = 1e-4  # relative; many routers and norms compute in float32, whatever the model's type
+
+
+@dataclass(frozen=True)
+class ClassTrial:
+    """Reasons why rows are not computed each by itself, and random draws in training; most classes have neither."""
+
+    reasons: tuple[str, ...] = ()
+    draws: tuple[str, ...] = ()
+
+
+def try_class(model: PreTrainedModel) -> ClassTrial:
+    """Try a small model of a model's class, once for each configuration. The model itself is not touched.
+
+    Classes of transformers without experts are not tried here, only before their first step. That a small model cannot
+    be made or run is a reason only if it has experts.
+    """
+    base, experts = _decoder(model), has_experts(model)
+    if not experts and type(base).__module__.startswith("transformers."):
+        return ClassTrial()
+    key = "class", type(base), base.config.to_json_string()
+    return try_once(key, lambda: _try_small_copy(type(base), base.config, required=experts))
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether a model has experts, by its configuration or its modules."""
+    return read_experts(model.config).of_layer > 1 or bool(expert_modules(model))
+
+
+def refuse_class(model: PreTrainedModel) -> None:
+    """Raise ModelError, with every reason that the trial found, for a model of a class that would not be exact."""
+    if reasons := try_class(model).reasons:
+        raise ModelError(f"{type(model).__name__} cannot run exactly over a sharded sequence: {'; '.join(reasons)}")
+
+
+def _decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """The innermost transformers model that holds the decoder layers."""
+    layer = next(iter(decoder_layers(model)))
+    return [m for n, m in model.named_modules() if isinstance(m, PreTrainedModel) and layer.startswith(n)][-1]
+
+
+def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, required: bool) -> ClassTrial:
+    try:
+        model = _small_model(kind, config)
+        draws = _draws(model)
+        return ClassTrial(tuple(_reasons(model.train(not draws))), draws)
+    except Exception as error:  # whatever a constructor or a forward raises
+        if not required:
+            return ClassTrial()
+        shown = f"a small {kind.__name__} that shows how they route cannot be run on the host ({one_line(error)})"
+        return ClassTrial((f"it has experts, and {shown}",))
+
+
+def _small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    small = shrunken(config, experts=_EXPERTS)
+    torch.manual_seed(0)
+    settings: Any = {"attn_implementation": _STAND_IN, "experts_implementation": "eager", "dtype": torch.float32}
+    model = kind._from_config(small, **settings).double()
+    scale_queries_by_position(model)  # attention's business: it is not tried here
+    for mixer in mixers_of(model).values():
+        redirect(mixer, lambda *_: ROWS_ALONE)
+    for parameter in model.parameters():  # biases begin as zeros, which would hide them
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.train()
+
+
+def _attend_separately(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function, without attention: each row by itself."""
+    return attend_separately(query, key, value, scaling), None
+
+
+AttentionInterface.register(_STAND_IN, _attend_separately)
+
+
+class _Pass(NamedTuple):
+    """The results of one pass over some rows, by module and parameter."""
+
+    rows: Tensor  # (R, D)
+    gradients: dict[str, Tensor | None]
+    outputs: dict[str, list[Tensor]]  # of modules, (R, …) each, in the order in which they were called
+
+
+def _run(model: PreTrainedModel, order: Tensor) -> _Pass:
+    """One pass, forward and back, of the rows of these numbers; each has its own token and its own gradient."""
+    outputs: dict[str, list[Tensor]] = {}
+    torch.manual_seed(0)
+    upstream = torch.randn(_ROWS, model.config.get_text_config().hidden_size, dtype=torch.float64)
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hook = module.register_forward_hook(
+                lambda _, __, out, name=name: outputs.setdefault(name, []).extend(_row_tensors(out, len(order)))
+            )
+            hooks.callback(hook.remove)
+        places = torch.full((1, len(order)), 3)
+        out = model(input_ids=order[None], position_ids=places, use_cache=False)[0][0]
+    gradients = gradients_by_name((out * upstream[order]).sum(), model.named_parameters())
+    return _Pass(out.detach(), gradients, outputs)
+
+
+def _row_tensors(out: Any, rows: int) -> Iterator[Tensor]:
+    """The tensors of so many rows, (R, …) or (1, R, …), among the outputs of a module, each as (R, ·)."""
+    for leaf in tree_leaves(out if isinstance(out, tuple | list) else [out]):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            leaf = leaf.detach()
+            if leaf.ndim > 1 and leaf.shape[0] == rows:
+                yield leaf.flatten(1)
+            elif leaf.ndim > 2 and leaf.shape[:2] == (1, rows):
+                yield leaf[0].flatten(1)
+
+
+@torch.no_grad()
+def _draws(model: PreTrainedModel) -> tuple[str, ...]:
+    outs: list[Tensor] = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        out = model(input_ids=torch.arange(_ROWS)[None], position_ids=torch.full((1, _ROWS), 3), use_cache=False)
+        outs.append(out[0])
+    return () if torch.equal(*outs) else ("numbers by which a small model of its class differs from seed to seed",)
+
+
+def _reasons(model: PreTrainedModel) -> Iterator[str]:
+    # What is not saved may be a log; where results depend on it, they differ below.
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if name in model.state_dict()}
+    whole = _run(model, torch.arange(_ROWS))
+    order = torch.randperm(_ROWS)
+    parts = [_run(model, order[piece]) for piece in _PIECES]
+    size = f"(found with a small {type(model).__name__} of {_ROWS} rows, whole and in {len(parts)} pieces)"
+    now = dict(model.named_buffers())
+    if changed := [name for name, buffer in buffers.items() if not torch.equal(now[name], buffer)]:
+        yield f"its forward pass in training changes {changed[0]} by the rows that it is given {size}"
+    if (error := relative_error(torch.cat([part.rows for part in parts]), whole.rows[order])) > _TOLERANCE:
+        yield (
+            f"rows influence each other outside attention, first in {_first_difference(whole, parts, order)}: outputs "
+            f"differ by {error:.1e} {size}"
+        )
+        return
+    yield from _gradient_reasons(whole, parts, size)
+    yield from _expert_reasons(model)
+
+
+def _first_difference(whole: _Pass, parts: Sequence[_Pass], order: Tensor) -> str:
+    for name, outs in whole.outputs.items():
+        for i, out in enumerate(outs):
+            pieces = [part.outputs[name][i] for part in parts if i < len(part.outputs.get(name, ()))]
+            if name and len(pieces) == len(parts) and relative_error(torch.cat(pieces), out[order]) > _TOLERANCE:
+                return name
+    return "an unknown place"
+
+
+def _gradient_reasons(whole: _Pass, parts: Sequence[_Pass], size: str) -> Iterator[str]:
+    for name, gradient in whole.gradients.items():
+        pieces = [part.gradients[name] for part in parts]
+        present = [piece for piece in pieces if piece is not None]
+        if gradient is not None and len(present) < len(pieces):
+            yield (
+                f"{name} has no gradient, not even zeros, where no row of a rank visits it, and ranks would add "
+                f"different parameters {size}"
+            )
+            return
+        if gradient is not None and (error := relative_error(torch.stack(present).sum(0), gradient)) > _TOLERANCE:
+            yield f"the gradient of {name} is not the sum over rows: it differs by {error:.1e} {size}"
+            return
+
+
+def _expert_reasons(model: PreTrainedModel) -> Iterator[str]:
+    """Whether our function for experts computes what those of this class do."""
+    for name, experts in expert_modules(model).items():
+        count = int(experts.num_experts)  # pyright: ignore[reportArgumentType]
+        x = torch.randn(_ROWS, model.config.get_text_config().hidden_size, dtype=torch.float64)
+        chosen = torch.rand(_ROWS, count).topk(min(2, count)).indices
+        weights = torch.rand(chosen.shape, dtype=torch.float64)
+        with torch.no_grad():
+            error = relative_error(mix_all_rows(experts, x, chosen, weights), experts(x, chosen, weights))
+        if error > _TOLERANCE:
+            yield f"{name} ({type(experts).__name__}) computes something of its own: ours differs by {error:.1e}"
+            return

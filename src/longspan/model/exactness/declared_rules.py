@@ -1,0 +1,134 @@
+"""What a model declares, in its configuration and modules, and what of it cannot run exactly over a sharded sequence.
+
+Each rule is one function from a model to the reasons why it cannot. Rules of adapters are in `adapter_rules.py`; what
+only a forward pass shows in `meta_record.py`; what only numbers show in the trials.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+
+from longspan.errors import ModelError
+from longspan.model.layers import base_of, decoder_layers, layer_list, reads_other_modalities, text_of
+from longspan.model.mtp.depths import copied_layer, depths_of
+from longspan.model.rope import rope_types
+from longspan.model.seams.forwards.llama4 import has_temperature, is_llama4_temperature
+from longspan.model.seams.forwards.rope_by_length import is_by_length, kinds_by_length
+from longspan.model.seams.mixers import ROWS_ALONE, is_mixer, mixers_of
+from longspan.model.seams.refusals import doctor_hint, is_wrapped_by_others, set_on_instances, shorten
+
+_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+
+_MIXING = ("linear_attention", "conv", "hybrid", "mamba")
+
+_KNOWN_MIXERS = ", gated delta nets, Kimi's delta attention, Mamba 2 and short convolutions"
+
+
+def refuse_unsupported(model: nn.Module) -> None:
+    """Raise ModelError, with every reason, where a model cannot run exactly over a sharded sequence."""
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(
+            f"prepare takes a transformers model (PreTrainedModel), got {type(model).__name__}; "
+            "a model of your own calls longspan.attend itself and needs no prepare"
+        )
+    reasons = [reason for rule in (_architecture, _outputs, _forwards) for reason in rule(model)]
+    of_text = (_rope, _temperature, _layer_types, _convolutions)
+    reasons += [reason for rule in of_text for reason in rule(text_of(model))]
+    if reasons:
+        raise ModelError(
+            f"{type(model).__name__} cannot run exactly over a sharded sequence: {'; '.join(reasons)}"
+            f"{doctor_hint(model)}"
+        )
+
+
+def _architecture(model: PreTrainedModel) -> Iterator[str]:
+    config, name = model.config, type(model).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        yield "it is an encoder-decoder, only decoder-only language models are supported"
+        return
+    several = reads_other_modalities(model)
+    head = re.search(r"For(?!CausalLM)[A-Z]\w+$", name)
+    if head and not (several and head.group() == "ForConditionalGeneration"):
+        yield f"its head ({head.group()}) is not a language model's; use {_text_class(model)}"
+    if several and (model.get_output_embeddings() is None or text_of(model) in (model, base_of(model))):
+        yield f"its text model, inside a model of several modalities, is not found; use {_text_class(model)}"
+    if getattr(config, "add_cross_attention", False):
+        yield "add_cross_attention is set, cross attention is not supported"
+
+
+def _text_class(model: PreTrainedModel) -> str:
+    """The class of only the language model, from transformers' list."""
+    classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    config = type(model.config.get_text_config())
+    return classes[config].__name__ if config in classes else "the causal language model"
+
+
+def _outputs(model: PreTrainedModel) -> Iterator[str]:
+    if model.config.return_dict is False:
+        yield "return_dict is False, so that hidden states come without a name; set model.config.return_dict = True"
+
+
+def _forwards(model: PreTrainedModel) -> Iterator[str]:
+    """Forwards that longspan replaces: the causal model's, those of mixers and of rotary modules by length."""
+    mixers = mixers_of(model)
+    replaced = {"the model itself": model, **mixers}
+    replaced |= {name: module for name, module in model.named_modules() if kinds_by_length(module)}
+    if depths_of(model) and copied_layer(model).of_tokens:  # which run what is around the layers by themselves
+        around = layer_list(model)[0].rpartition(".")[0]
+        replaced[around] = model.get_submodule(around)
+    if names := set_on_instances(replaced.items()):
+        yield (
+            f"{shorten(names)} has a forward set on the instance (module.forward = …, or accelerate's hooks), which "
+            "would be left out; define it in a subclass, or use a forward hook"
+        )
+    wrapped = [f"{name} ({type(mixer).__name__})" for name, mixer in mixers.items() if is_wrapped_by_others(mixer)]
+    if wrapped:
+        yield (
+            f"{shorten(wrapped)} has a forward in a wrapper that is not transformers' own, which would be left out; "
+            "use a forward hook"
+        )
+
+
+def _temperature(model: PreTrainedModel) -> Iterator[str]:
+    """Queries scaled by a row's number; Llama 4's formula is computed by positions, others cannot be."""
+    modules = model.named_modules()
+    if names := [name for name, module in modules if has_temperature(module) and not is_llama4_temperature(module)]:
+        yield (
+            f"{shorten(names)} scales queries by a row's number (attn_temperature_tuning) without floor_scale and "
+            "attn_scale, from which it could be computed by the row's position; set attn_temperature_tuning to False"
+        )
+
+
+def _rope(model: PreTrainedModel) -> Iterator[str]:
+    """Frequencies by the longest position of a call; chosen by document if a module has a `rope_type`."""
+    if any(hasattr(module, "rope_type") for module in model.modules()):
+        return
+    config = model.config
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    for kind in sorted(filter(is_by_length, rope_types(rope))):
+        yield (
+            f"rope type {kind!r} chooses frequencies by the longest position of a call, and no module of the model has "
+            "a rope_type that says where; use default, linear, llama3 or yarn"
+        )
+
+
+def _layer_types(model: PreTrainedModel) -> Iterator[str]:
+    types = getattr(model.config, "layer_types", None) or []
+    mixing = {i for i, layer in enumerate(decoder_layers(model).values()) if any(map(is_mixer, layer.modules()))}
+    for kind in sorted({str(kind) for kind in types} - {*_LAYER_TYPES, *ROWS_ALONE}):
+        layers = [i for i, layer_type in enumerate(types) if layer_type == kind and i not in mixing]
+        if not layers:
+            continue
+        supported = f"supported are {', '.join(_LAYER_TYPES)}{_KNOWN_MIXERS if kind in _MIXING else ''}"
+        yield f"layers {shorten(layers)} are of type {kind!r}, {supported}"
+
+
+def _convolutions(model: PreTrainedModel) -> Iterator[str]:
+    mixers = tuple(f"{name}." for name in mixers_of(model))
+    convolutions = (name for name, module in model.named_modules() if isinstance(module, nn.Conv1d))
+    if names := [name for name in convolutions if not name.startswith(mixers)]:
+        owners = sorted({type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in names})
+        yield f"{shorten(names)} (Conv1d of {', '.join(owners)}) mixes neighbouring rows outside attention"

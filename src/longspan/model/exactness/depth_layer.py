@@ -1,0 +1,77 @@
+"""Which decoder layer depths of multi-token prediction copy, and its arguments: tried on the meta device.
+
+It is the last layer that runs without those before it: the last layers of some Gemma 4 attend to keys and values of
+earlier ones, and have none of their own.
+"""
+
+from collections.abc import Container
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from longspan.errors import ModelError
+from longspan.model.layers import decoder_layers
+from longspan.model.mtp.layer_inputs import CopiedLayer, NotedLayer, depends_on_parameters, without_layers
+from longspan.model.seams.meta_pass import run_on_meta
+
+
+def layer_to_copy(model: PreTrainedModel) -> CopiedLayer:
+    """The layer of a stock model that its depths copy; the last one if its forward does not run on the meta device.
+
+    Raises ModelError for a model whose layers take hidden states of another shape than rows of the hidden size.
+    """
+    last = len(decoder_layers(model)) - 1
+    if (noted := _note_layers(model)) is None:
+        return CopiedLayer(last)
+    _refuse_streams(model, noted[last])
+    index, outputs = _last_alone(model, last, noted[last].outputs), noted[last].outputs
+    return CopiedLayer(index, index != last or depends_on_parameters(noted[index].note.call), outputs)
+
+
+def _note_layers(model: PreTrainedModel) -> list[NotedLayer] | None:
+    """Stand-ins for the layers, after a forward pass with gradients that called each; None if none succeeds."""
+    for outputs in (0, 1, 2):
+        embedded = _rows(model)
+        bare, layers = without_layers(model, embedded, outputs)
+        with suppress(Exception):  # whatever a forward raises
+            out = run_on_meta(bare, None, gradients=True)[0]
+            noted = [layer for layer in layers if isinstance(layer, NotedLayer) and layer.note.reached]
+            if len(noted) == len(layers) and out.shape[-2:] == embedded.shape[-2:]:
+                return noted
+    return None
+
+
+def _rows(model: PreTrainedModel) -> Tensor:
+    weight = next(model.get_input_embeddings().parameters())
+    return torch.zeros(1, 2, weight.shape[1], dtype=weight.dtype, device="meta", requires_grad=True)
+
+
+def _refuse_streams(model: PreTrainedModel, layer: NotedLayer) -> None:
+    states, size = layer.note.hidden_states, _rows(model).shape[-1]
+    shape = () if states is None else tuple(states.shape)
+    if shape != (1, 2, size):
+        raise ModelError(
+            f"{type(model).__name__} gives its decoder layers hidden states of shape {shape} for two rows of size "
+            f"{size}: several streams of each row, and a depth of multi-token prediction, whose projection makes one, "
+            "has none; train it without (no add_mtp, mtp.depths = 0)"
+        )
+
+
+def _last_alone(model: PreTrainedModel, last: int, outputs: int) -> int:
+    """The last layer that runs with stand-ins for all others; `last` where all together do not run on the meta device.
+
+    Then it does not show whether it is others that it lacks.
+    """
+    if _runs(model, outputs, [last]) or not _runs(model, outputs, range(last + 1)):
+        return last
+    return next((index for index in range(last - 1, -1, -1) if _runs(model, outputs, [index])), last)
+
+
+def _runs(model: PreTrainedModel, outputs: int, layers: Container[int]) -> bool:
+    try:
+        run_on_meta(without_layers(model, _rows(model), outputs, keep=layers)[0], None)
+    except Exception:  # whatever a forward raises
+        return False
+    return True

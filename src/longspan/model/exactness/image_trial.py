@@ -1,0 +1,179 @@
+"""A trial of what a model does with images: a small model of its class runs on the host, whole and in its two parts.
+
+A model in parts is exact if images enter its text model as rows in the places of their placeholders (and as parts of
+rows after layers, DeepStack) and as positions, and in no other way, and if the rows of an image depend on no other
+image. So the unchanged model, given ids and pixels, is compared with its text model, given rows of each image encoded
+by itself: logits and every gradient. Masks in which images see each other, attention across to images, experts of
+their own for them and the like show as a difference. The text model is tried as any other (`check_model.py`).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from longspan.errors import ModelError
+from longspan.model.exactness.small_copies import (
+    gradients_by_name,
+    one_line,
+    relative_error,
+    shrunken,
+    tiny_model,
+    try_once,
+)
+from longspan.model.exactness.trial_documents import (
+    TOKEN_KINDS,
+    TrialDocument,
+    stock_arguments,
+    trial_documents,
+    video_document,
+)
+from longspan.model.layers import decoder_layers
+from longspan.model.vision.split import VisionParts, split
+from longspan.model.vision.tower_attention import pack_attention
+from longspan.model.vision.video_tokens import VideoTokens
+from longspan.plan.cost.model_shape import SEEN_BY_IMAGES
+
+_SIZES = ((9, 3), (7, 0), (6, 1))  # tokens of text and images of each document
+_TOLERANCE = 1e-5  # relative; many norms and the softmax compute in float32, whatever the model's type
+_FLOOR = 0.01  # of the largest gradient: below, a gradient may be rounding alone, as that of a key's bias is
+_Documents = Callable[[PreTrainedModel], list[TrialDocument]]
+
+
+class _Pass(NamedTuple):
+    """Logits by document, and every gradient, of one way to run the small model."""
+
+    logits: list[Tensor]
+    gradients: dict[str, Tensor | None]
+
+
+def image_reasons(config: PreTrainedConfig) -> tuple[str, ...]:
+    """Why images do not enter a model of this configuration as rows and positions only; empty if they do.
+
+    A small copy is tried once for each configuration. If it cannot be made or run, that is a reason too.
+    """
+    return _try_small_copy(config, "images", lambda model: trial_documents(model, _SIZES))
+
+
+def video_reasons(config: PreTrainedConfig) -> tuple[str, ...]:
+    """Why groups of frames of videos do not enter so; for models whose images do."""
+    return _try_small_copy(config, "videos", lambda model: [video_document(model)])
+
+
+def _try_small_copy(config: PreTrainedConfig, modality: str, make_documents: _Documents) -> tuple[str, ...]:
+    key = modality, type(config), config.to_json_string()
+    return try_once(key, lambda: tuple(_reasons(config, make_documents)))
+
+
+def _reasons(config: PreTrainedConfig, make_documents: _Documents) -> Iterator[str]:
+    try:
+        model = tiny_model(shrunken(config, images=True), torch.float64, images=True).train()
+        documents = make_documents(model)
+        whole = _run_whole(model, documents)
+        parts = _run_parts(_split_as_prepared(model), documents)
+    except ModelError as error:
+        yield str(error)
+        return
+    except Exception as error:
+        yield f"a small model that shows what it does with images cannot be run on the host ({one_line(error)})"
+        return
+    yield from _differences(whole, parts)
+
+
+def _split_as_prepared(model: PreTrainedModel) -> VisionParts:
+    """As `prepare` makes them."""
+    parts = split(model)
+    pack_attention(parts.encoder)
+    return parts
+
+
+def _run_whole(model: PreTrainedModel, documents: list[TrialDocument]) -> _Pass:
+    return _pass(dict(model.named_parameters()), documents, lambda d: model(**stock_arguments(model, d)).logits[0])
+
+
+def _run_parts(parts: VisionParts, documents: list[TrialDocument]) -> _Pass:
+    named = dict(parts.language_model.named_parameters()) | dict(parts.encoder.named_parameters())
+    return _pass(named, documents, partial(_logits_in_parts, parts))
+
+
+def _pass(named: dict[str, nn.Parameter], documents: list[TrialDocument], run: Callable[[Any], Tensor]) -> _Pass:
+    logits = [run(document) for document in documents]
+    draw = torch.Generator().manual_seed(0)
+    weighed = [(x * torch.randn(x.shape, generator=draw, dtype=x.dtype)).sum() for x in logits]
+    return _Pass([x.detach() for x in logits], gradients_by_name(torch.stack(weighed).sum(), named.items()))
+
+
+def _logits_in_parts(parts: VisionParts, document: TrialDocument) -> Tensor:
+    """Logits (T, V) of the text model from ids, positions and the rows of each image, encoded one at a time."""
+    model, ids = parts.language_model, torch.from_numpy(document.ids)[None]
+    places = torch.from_numpy(document.at_images.nonzero()[0])
+    made = [parts.encoder([image]) for image in document.images]
+    embedding: Any = model.get_input_embeddings()
+    width = embedding.weight.shape[1]
+    rows = torch.cat(made).split(width, -1) if made else ()
+    positions = torch.arange(ids.shape[1])[None]
+    if document.positions is not None:
+        positions = torch.from_numpy(document.positions)[:, None]
+    parameters = signature(model.forward).parameters
+    # Its own mask stands for that of a shard, which has spans of images and prefixes.
+    kind = document.kinds(model, images=model.config.model_type in SEEN_BY_IMAGES)
+    kinds = dict.fromkeys((name for name in TOKEN_KINDS if name in parameters), kind)
+    with ExitStack() as hooks:
+        if rows:
+            _add_rows(model, places, rows, hooks)
+        return model(input_ids=ids, position_ids=positions, use_cache=False, **kinds).logits[0]
+
+
+def _add_rows(model: PreTrainedModel, places: Tensor, rows: tuple[Tensor, ...], hooks: ExitStack) -> None:
+    first, *deeper = rows
+    embedding = model.get_input_embeddings()
+    hooks.callback(embedding.register_forward_hook(lambda _, __, out: out.index_copy(1, places, first[None])).remove)
+    for layer, part in zip(decoder_layers(model).values(), deeper, strict=False):
+        hooks.callback(layer.register_forward_hook(partial(_add_to_rows, places, part)).remove)
+
+
+def _add_to_rows(places: Tensor, part: Tensor, _: Any, __: Any, out: Any) -> Any:
+    if isinstance(out, tuple):
+        return (out[0].index_add(1, places, part[None]), *out[1:])
+    return out.index_add(1, places, part[None])
+
+
+def _differences(whole: _Pass, parts: _Pass) -> Iterator[str]:
+    size = "(found with a small model of its class, whole and in parts)"
+    errors = [relative_error(a, b) for a, b in zip(parts.logits, whole.logits, strict=True)]
+    if max(errors) > _TOLERANCE:
+        yield (
+            "it does more with images than put their rows in the places of their placeholders: logits differ by "
+            f"{max(errors):.1e} {size}"
+        )
+        return
+    largest = max(float(g.abs().max()) for g in whole.gradients.values() if g is not None)
+    for name, exact in whole.gradients.items():
+        gradient = parts.gradients.get(name)
+        exact, gradient = (torch.zeros(1) if g is None else g for g in (exact, gradient))
+        if (error := relative_error(gradient, exact, least=_FLOOR * largest)) > _TOLERANCE:
+            yield f"the gradient of {name} is another where rows of images are made apart: by {error:.1e} {size}"
+            return
+
+
+def video_tokens(config: PreTrainedConfig) -> VideoTokens:
+    """What a model of this configuration takes for videos, whose groups of frames are items as images are.
+
+    Once for each configuration a small copy of the model is given videos, whole and as items. Raises ModelError where
+    the two differ, and for a model without videos.
+
+    >>> video_tokens(AutoConfig.from_pretrained("Qwen3-VL-8B")).rows((3, 4, 6))  # doctest: +SKIP
+    [6, 6, 6]
+    """
+    tokens = VideoTokens.of(config)
+    if reasons := video_reasons(config):
+        raise ModelError(
+            f"{type(config).__name__} ({config.model_type}) cannot be given videos: {'; '.join(reasons)}; give frames "
+            "as images"
+        )
+    return tokens

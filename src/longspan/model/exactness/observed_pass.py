@@ -1,0 +1,252 @@
+"""One pass of the trial of rows: which rows it has, and what modules make of them, compared with the pass before.
+
+Every slot has a few documents of its own, which the shard describes as in any step. A row is known by its number, and
+every second one, at random, is compared. The rows next to it, how many rows there are, its place among them and the
+length of the longest document must not matter to it.
+
+The compared rows leave each layer as they did in the pass before, so that differences do not grow from layer to layer:
+each layer is judged by its own effect, in the precision that it computes in.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from longspan.comm import World, bind, to_device
+from longspan.layout.segments import Rows
+from longspan.model.seams.call_rules import PositionTable
+from longspan.model.seams.separate_rows import SeparateRows
+from longspan.plan import Group, MicroBatch
+
+_LENGTHS = (19, 1, 9, 3, 13, 5, 11, 2, 8)  # 71 rows, and 29 of the documents `_FEWER`: no width of a model is so many
+_ALL, _FEWER = (0, 1, 2, 3, 4, 5, 6, 7, 8), (8, 5, 4, 1, 7)
+_SEED = 29  # by which the first and the last of the fewer rows are compared
+COUNT = sum(_LENGTHS)  # of the numbers of rows, for each part
+
+
+@dataclass(frozen=True, eq=False)
+class TrialRows:
+    """The rows of one pass: `numbers` (T,) of rows in their order, and the `shard` in which they do not meet.
+
+    With `others`, rows that are not compared have other tokens than without. Under sequence parallelism
+    tensor-parallel ranks hold `parts` equal parts of the rows, this rank the one with the number `part`.
+    """
+
+    numbers: Rows
+    shard: SeparateRows
+    others: bool
+    parts: int
+    part: int
+
+    def row_numbers(self, rows: int) -> Rows | None:
+        """The numbers of a tensor's rows, which are all or this rank's part of them; None for another size."""
+        if rows == len(self.numbers):
+            return self.numbers
+        return self.numbers.reshape(self.parts, -1)[self.part] if rows * self.parts == len(self.numbers) else None
+
+    def choose(self, values: Tensor) -> Tensor:
+        """Of values (2, numbers, …) those of these rows (T, …): the second ones of rows that are others."""
+        others = (~is_compared(self.numbers) & self.others).astype(np.int64)
+        return values[to_device(others, values.device), to_device(self.numbers, values.device)]
+
+
+def is_compared(numbers: Rows) -> Rows:
+    """Which rows are compared, by their numbers."""
+    return np.random.default_rng(_SEED).random(numbers.max(initial=0) + 1)[numbers] < 0.5
+
+
+def make_trial_rows(world: World, parts: int, table: PositionTable | None) -> tuple[TrialRows, TrialRows, TrialRows]:
+    """The rows of a pass; the same ones next to others; and some of them, in another order, next to others."""
+    longest = max(_LENGTHS) if table is None else table.positions
+    lengths = [min(length, longest) for length in _LENGTHS]
+    return (
+        _rows(world, parts, lengths, _ALL, others=False),
+        _rows(world, parts, lengths, _ALL, others=True),
+        _rows(world, parts, lengths, _FEWER, others=True),
+    )
+
+
+def _rows(world: World, parts: int, lengths: Sequence[int], documents: Sequence[int], *, others: bool) -> TrialRows:
+    starts = np.cumsum([0, *lengths])
+    of_part = np.concatenate([np.arange(starts[d], starts[d + 1]) for d in documents])
+    numbers = np.concatenate([part * COUNT + of_part for part in range(parts)])
+    rows = tuple(lengths[d] for d in documents) * parts
+    groups = tuple(
+        Group((slot,), tuple(range(slot * len(rows), (slot + 1) * len(rows))), rows) for slot in range(world.home.slots)
+    )
+    shard = SeparateRows.of(bind(MicroBatch(groups), world).with_spans({}))
+    return TrialRows(numbers, shard, others, parts, world.coordinates.tp if parts > 1 else 0)
+
+
+class Precision(NamedTuple):
+    """The type that a model computes in, and whether it has experts, whose numbers of rows depend on other rows."""
+
+    dtype: torch.dtype
+    tf32: bool
+    experts: bool
+
+    @property
+    def half(self) -> bool:
+        """Whether products are rounded so much that passes of other shapes show little."""
+        return self.tf32 or torch.finfo(self.dtype).bits <= 16
+
+    def exact(self, *, same_shapes: bool) -> bool:
+        """Whether rows must be the same bit by bit, as every product has the same shapes."""
+        return same_shapes and not self.experts
+
+    def tolerance(self, *, same_shapes: bool) -> float:
+        """How far a row may differ, relative to what a module adds to it; norms and routers may be in float32."""
+        if not self.half:
+            return 1e-4
+        return 0.01 if self.exact(same_shapes=same_shapes) else 0.1 if self.experts and not same_shapes else 0.05
+
+    def rounding(self, x: Tensor, *, same_shapes: bool) -> float:
+        """By how much of a number rounding may change it."""
+        if self.exact(same_shapes=same_shapes):
+            return 0.0
+        return (2 if self.half else 16) * max(torch.finfo(x.dtype).eps, torch.finfo(self.dtype).eps)
+
+    def combine(self, errors: Tensor, *, same_shapes: bool) -> Tensor:
+        """The error of a tensor from those of its rows; rounding may let a router choose other experts for some."""
+        return errors.median() if self.half and self.experts and not same_shapes else errors.max()
+
+
+class Key(NamedTuple):
+    """An input or output tensor of a module, by the module's name, the number of the call and its place."""
+
+    module: str
+    call: int
+    out: bool
+    leaf: int
+
+
+class ObservedPass:
+    """Inputs and outputs of modules in one pass over some rows, and how far they are from those of the pass `before`.
+
+    `errors` are in the order of the pass, as shares of the tolerance: above 1 rows have changed.
+    """
+
+    def __init__(self, rows: TrialRows, precision: Precision, before: "ObservedPass | None" = None) -> None:
+        self.rows, self.precision, self.before = rows, precision, before
+        self.tensors, self.errors = dict[Key, Tensor](), dict[Key, Tensor]()
+        self._calls, self._places = dict[str, int](), dict[tuple[int, int], Any]()
+
+    @contextmanager
+    def observing(self, modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Note and compare calls of these modules; those of `layers` return the rows of the pass before."""
+        with ExitStack() as stack:
+            for name, module in {**modules, **layers}.items():
+                before = module.register_forward_pre_hook(partial(self._enter, name), prepend=True, with_kwargs=True)
+                after: Callable[..., Any] = partial(self._leave, name, name in layers)
+                for handle in (before, module.register_forward_hook(after)):
+                    stack.callback(handle.remove)
+            yield
+
+    def note(self, name: str, x: Tensor) -> None:
+        """Note a value that is not a module's."""
+        self._note(name, 0, x, None)
+
+    def worst(self) -> dict[Key, float]:
+        """The errors, read from the device at once."""
+        if not self.errors:
+            return {}
+        return dict(zip(self.errors, torch.stack(list(self.errors.values())).tolist(), strict=True))
+
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        call = self._calls[name] = self._calls.get(name, -1) + 1
+        for leaf, x in enumerate(_row_tensors(self.rows, (args, kwargs))):
+            self._compare(Key(name, call, out=False, leaf=leaf), x, None)
+
+    def _leave(self, name: str, is_layer: bool, module: nn.Module, args: Any, out: Any) -> Any:
+        call = self._calls[name]
+        entered = self.tensors.get(Key(name, call, out=False, leaf=0)) if is_layer else None
+        self._note(name, call, out, entered)
+        return self._restore_rows(name, call, out) if is_layer and self.before is not None else None
+
+    def _note(self, name: str, call: int, out: Any, entered: Tensor | None) -> None:
+        for leaf, x in enumerate(_row_tensors(self.rows, out)):
+            added_to = entered if entered is not None and entered.shape == x.shape else None
+            self._compare(Key(name, call, out=True, leaf=leaf), x, added_to)
+
+    def _compare(self, key: Key, x: Tensor, added_to: Tensor | None) -> None:
+        """Keep a tensor, and its error relative to the pass before; a layer adds to `added_to`."""
+        x = self.tensors[key] = x.detach().clone() if self.before is None else x.detach()
+        if self.before is None or (earlier := self.before.tensors.get(key)) is None:
+            return
+        if (pairs := self._pairs(x, earlier)) is not None:
+            here, there = pairs
+            entered = None if added_to is None else added_to[here]
+            self.errors[key] = self._error(x[here], earlier[there], entered)
+
+    def _pairs(self, x: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The places of compared rows in a tensor, and in that of the pass before; None if there are none."""
+        sizes = len(x), len(earlier)
+        if sizes not in self._places:
+            assert self.before is not None
+            here, there = self.rows.row_numbers(sizes[0]), self.before.rows.row_numbers(sizes[1])
+            assert here is not None and there is not None
+            both = np.intersect1d(here[is_compared(here)], there)
+            places = (to_device(_places(numbers, both), x.device) for numbers in (here, there))
+            self._places[sizes] = (*places,) if len(both) else None
+        return self._places[sizes] if x.shape[1:] == earlier.shape[1:] else None
+
+    def _error(self, x: Tensor, earlier: Tensor, entered: Tensor | None) -> Tensor:
+        """The error of these rows (R, …) as a share of the tolerance."""
+        assert self.before is not None
+        same = len(self.rows.numbers) == len(self.before.rows.numbers)
+        rounding, tolerance = self.precision.rounding(x, same_shapes=same), self.precision.tolerance(same_shapes=same)
+        a, b = (tensor.flatten(1).to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in (x, earlier))
+        added = b if entered is None else b - entered.flatten(1)
+        over = ((a - b).abs() - rounding * b.abs()).clamp(min=0).norm(dim=1)
+        size = added.norm(dim=1).clamp(min=1e-3 * torch.finfo(x.dtype).eps * b.norm(dim=1).max()).clamp(min=1e-30)
+        errors = (over / size).nan_to_num(nan=0.0) / tolerance
+        return self.precision.combine(errors, same_shapes=same).double()
+
+    def _restore_rows(self, name: str, call: int, out: Any) -> Any:
+        """The output of a layer, with the compared rows of the pass before."""
+        assert self.before is not None
+        leaves, structure = tree_flatten(out)
+        changed, leaf = list[Any](), 0
+        for value in leaves:
+            if _as_rows(self.rows, value) is not None:
+                changed.append(self._restore_tensor(value, Key(name, call, out=True, leaf=leaf)))
+                leaf += 1
+            else:
+                changed.append(value)
+        return tree_unflatten(changed, structure)
+
+    def _restore_tensor(self, value: Tensor, key: Key) -> Tensor:
+        assert self.before is not None
+        x, earlier = _as_rows(self.rows, value), self.before.tensors.get(key)
+        if x is None or earlier is None or (pairs := self._pairs(x, earlier)) is None:
+            return value
+        here, there = pairs
+        return x.index_copy(0, here, earlier[there].to(x.dtype)).view_as(value)
+
+
+def _row_tensors(rows: TrialRows, values: Any) -> Iterator[Tensor]:
+    """The tensors of rows (R, …) among some values."""
+    for leaf in tree_leaves(values):
+        if (x := _as_rows(rows, leaf)) is not None:
+            yield x
+
+
+def _as_rows(rows: TrialRows, value: Any) -> Tensor | None:
+    """A tensor of numbers of rows, (R, …) or (1, R, …), as (R, …)."""
+    if not (isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1):
+        return None
+    if rows.row_numbers(value.shape[0]) is not None:
+        return value
+    return value[0] if value.ndim > 2 and value.shape[0] == 1 and rows.row_numbers(value.shape[1]) is not None else None
+
+
+def _places(numbers: Rows, chosen: Rows) -> Rows:
+    order = np.argsort(numbers)
+    return order[np.searchsorted(numbers, chosen, sorter=order)]

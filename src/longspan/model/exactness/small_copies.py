@@ -1,0 +1,192 @@
+"""Small copies of models: a configuration of the same class and kinds of layers at widths of tens, and weights for it.
+
+What a copy cannot show: anything that needs the true sizes, such as the kernels of a GPU at a true head size
+(`true_heads` keeps those), or the numbers of trained weights.
+"""
+
+import logging
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from longspan.errors import ModelError, counted
+from longspan.model.exactness.small_image_values import least_layers, small_image_values
+from longspan.model.exactness.small_layers import choose_layers, small_periods
+from longspan.model.exactness.small_values import OVERRIDES, SCALED_FROM, Sizes, alternatives, small_values
+from longspan.model.seams.mixers import in_torch
+
+_T = TypeVar("_T")
+MOST_PARAMETERS = 4_000_000  # of a copy with small heads
+_TIMES_WITH_TRUE_HEADS = 256  # heads of 256 instead of 16, squared
+_LEFT_OUT = ("quantization_config", "auto_map", "torch_dtype", "dtype", "id2label", "label2id", "_name_or_path")
+_LEFT_OUT += ("transformers_version", "architectures", "attn_implementation", "_attn_implementation")
+
+
+def shrunken(
+    config: PreTrainedConfig, *, true_heads: bool = False, experts: int = 4, images: bool = False
+) -> PreTrainedConfig:
+    """A configuration of the same class and of every kind of layer of `config`, at widths of tens.
+
+    It has two to six layers, one of each kind at least, and keeps rope types, windows, sinks, soft caps, experts and
+    switches; windows and chunks are shorter, and scalings begin earlier, than the documents of a proof are long.
+    Dropout is left out. `true_heads`: heads as large as those of `config`, of queries, keys and values, in every layer.
+    `images`: for the class from images and text to text, if `config` belongs to another class too.
+
+    >>> shrunken(Qwen3Config()).hidden_size
+    48
+
+    Raises ModelError, with the errors of its construction, if no small copy of the class can be made.
+    """
+    sizes = Sizes(true_heads=true_heads, experts=experts)
+    errors: list[str] = []
+    for attempt in alternatives(sizes):
+        try:
+            small = _small(config, attempt)
+            _check(small, attempt, images=images)
+            return small
+        except Exception as error:  # configurations and models raise errors of every kind
+            errors.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    raise ModelError(
+        f"no small copy of {type(config).__name__} can be made: {errors[0]}; "
+        f"of {counted(len(errors), 'attempt')} none was built, the last said {errors[-1]}; "
+        "add what the class needs to longspan/model/exactness/small_values.py, or give a small configuration of your "
+        "own"
+    )
+
+
+def tiny_model(
+    config: PreTrainedConfig, dtype: torch.dtype, *, seed: int = 0, attention: str = "sdpa", images: bool = False
+) -> PreTrainedModel:
+    """A model of a small configuration, on the CPU, with random weights that depend only on the seed.
+
+    Norms, biases and sinks start at constants, which would hide their gradients: every parameter is moved at random, as
+    are the biases of routers, which are buffers. State-space layers run in torch's operations.
+    """
+    with torch.random.fork_rng(devices=[]), _quiet():
+        torch.manual_seed(seed)
+        model = _make_model(config, attention, images=images)
+        for parameter in model.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        for name, buffer in model.named_buffers():
+            if buffer.is_floating_point() and name.endswith("bias"):
+                buffer += 0.1 * torch.randn_like(buffer)
+    model.config.dtype = dtype
+    in_torch(model)
+    return cast(PreTrainedModel, cast(Any, model).to(dtype))
+
+
+def _make_model(config: PreTrainedConfig, attention: str, *, images: bool) -> PreTrainedModel:
+    """A model with `attention` if its class has that, else with its own."""
+    settings: dict[str, Any] = {"dtype": torch.float32, "experts_implementation": "eager"}
+    automatic: Any = AutoModelForImageTextToText if images or reads_images_alone(config) else AutoModelForCausalLM
+    if automatic is AutoModelForCausalLM and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        automatic = AutoModel  # of a text model inside a wrapper
+    try:
+        return automatic.from_config(deepcopy(config), attn_implementation=attention, **settings)
+    except ValueError as error:
+        if "does not support" not in str(error):
+            raise
+        return automatic.from_config(deepcopy(config), attn_implementation="eager", **settings)
+
+
+def reads_images_alone(config: PreTrainedConfig) -> bool:
+    """Whether transformers has a class from images and text to text for a configuration, and no causal one."""
+    kind = type(config)
+    return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def _small(config: PreTrainedConfig, sizes: Sizes) -> PreTrainedConfig:
+    base: Any = MODEL_MAPPING.get(type(config), None)  # pyright: ignore[reportArgumentType]
+    return type(config).from_dict(small_image_values(_values(config, sizes, least_layers(config)), sizes, base))
+
+
+def _values(config: PreTrainedConfig, sizes: Sizes, least: int = 2) -> dict[str, Any]:
+    """The small values of a configuration and of those inside it, of so many layers at least."""
+    values = {name: value for name, value in config.to_dict().items() if name not in _LEFT_OUT}
+    inner = {name: value for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
+    layers = choose_layers(values, least)
+    cut = {name: layers.cut(name, value) for name, value in values.items() if name not in inner}
+    small = small_values(cut, sizes) | small_periods(values)
+    small |= {name: _values(value, sizes, least) for name, value in inner.items()}
+    override: Mapping[str, Any] = OVERRIDES.get(config.model_type, {})
+    return small | {name: value(small) if callable(value) else value for name, value in override.items()}
+
+
+def _check(config: PreTrainedConfig, sizes: Sizes, *, images: bool) -> None:
+    """Raise if the class cannot be made, if a size stayed large, or if the stock model does not run on a document."""
+    with torch.device("meta"), _quiet():
+        model = _make_model(config, "sdpa", images=images)
+    count = sum(p.numel() for p in model.parameters())
+    most = MOST_PARAMETERS * (_TIMES_WITH_TRUE_HEADS if sizes.true_heads else 1)
+    if count > most:
+        name, largest = max(model.named_parameters(), key=lambda item: item[1].numel())
+        raise ModelError(
+            f"it has {count:,} parameters, more than {most:,}; the largest, {name}, is {tuple(largest.shape)}"
+        )
+    ids = torch.arange(1, 2 * SCALED_FROM)[None] % sizes.vocabulary
+    with torch.no_grad(), _quiet():
+        tiny_model(config, torch.float32, images=images)(input_ids=ids, use_cache=False)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the warnings of transformers about unusual values."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def try_once(key: Hashable, trial: Callable[[], _T]) -> _T:
+    """The result of a trial of a small copy on the host, which runs once for each key in a process.
+
+    It draws random numbers of its own, in one thread: operations on tens of numbers take longer in several, above all
+    if processes share the cores.
+    """
+    if key not in _results:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                _results[key] = trial()
+        finally:
+            torch.set_num_threads(threads)
+    return _results[key]
+
+
+_results: dict[Hashable, Any] = {}
+
+
+def one_line(error: Exception) -> str:
+    """The error of a configuration, a constructor or a forward pass, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def gradients_by_name(loss: Tensor, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor | None]:
+    """The gradient of a loss for every parameter that requires one; None if the loss does not depend on it."""
+    trained = {name: parameter for name, parameter in parameters if parameter.requires_grad}
+    gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    return dict(zip(trained, gradients, strict=True))
+
+
+def relative_error(result: Tensor, exact: Tensor, least: float = 1e-30) -> float:
+    """The largest difference over the largest value, which is at least `least`; infinite instead of NaN."""
+    error = float((result - exact).abs().max() / exact.abs().max().clamp(min=least))
+    return float("inf") if error != error else error

@@ -1,0 +1,90 @@
+"""Small values for what a configuration says of images: sizes of a tower that fit each other and the text model.
+
+Images are of 16 x 16 pixels or a few times that, patches of 4 x 4; ids of placeholders are in the small vocabulary and
+differ from each other. Everything else of a tower is as `small_values.py` makes it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from longspan.model.exactness.small_values import Sizes
+
+PATCH, SIDE = 4, 16
+_TOKENS = ("_token_id", "_token_index", "_patch_id")
+_OF_TEXT = ("out_hidden_size", "text_hidden_size", "text_config_hidden_size")  # names of the text model's width
+_TOWER: Mapping[str, Any] = {
+    "num_position_embeddings": (SIDE // PATCH) ** 2, "num_patches": (SIDE // PATCH) ** 2,
+    "position_embedding_size": 32, "posemb_grid_size": 4, "pos_emb_height": 8, "pos_emb_width": 8,
+    "deepstack_visual_indexes": [0, 1], "fullatt_block_indexes": [1], "global_attn_indexes": [1],
+    "insert_layer_id": 0, "max_num_patches": 64, "num_image_tokens": 16, "max_image_size": 64, "min_image_size": 16,
+}  # fmt: skip
+_TOP: Mapping[str, Any] = {
+    "image_grid_pinpoints": [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]],
+    "mm_tokens_per_image": 4, "image_seq_length": 16, "num_query_tokens": 4, "insert_layer_id": 0,
+    "vision_soft_tokens_per_image": 4, "projector_hidden_size": 48,
+}  # fmt: skip
+_TEXTS = ("text_config", "language_config", "llm_config")
+_LAYERS = ("depth", "num_hidden_layers", "n_layers")
+
+
+def least_layers(config: Any) -> int:
+    """How many layers a small copy needs: with rows for two deeper layers (DeepStack), two in each of two stages."""
+    return 4 if getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) else 2
+
+
+def small_image_values(values: dict[str, Any], sizes: Sizes, base: type | None) -> dict[str, Any]:
+    """Small values of a model with images, whose parts were made small by themselves, so that they fit each other.
+
+    `base` is its class below the head, which says whether positions are in three parts.
+    """
+    vision, width = values.get("vision_config"), _text_width(values)
+    if not isinstance(vision, dict):
+        return values
+    made = {**values, **{name: value for name, value in _TOP.items() if values.get(name) is not None}}
+    made["vision_config"] = _tower(vision, width)
+    if isinstance(finer := values.get("high_res_vision_config"), dict):
+        made["high_res_vision_config"] = finer | {"global_attn_indexes": _TOWER["global_attn_indexes"]}
+    if hasattr(base, "get_rope_index"):
+        made |= {name: _with_sections(made[name], sizes) for name in _TEXTS if isinstance(made.get(name), dict)}
+    if isinstance(layers := values.get("vision_feature_layer"), list | tuple):
+        made["vision_feature_layer"] = [-1, -2][: len(layers)]
+    return made | dict(zip(_placeholders(values), range(sizes.vocabulary - 1, 2, -1), strict=False))
+
+
+def _tower(vision: dict[str, Any], width: int | None) -> dict[str, Any]:
+    made = {**vision, **{name: value for name, value in _TOWER.items() if vision.get(name) is not None}}
+    made |= {name: width for name in _OF_TEXT if name in vision and width}
+    for name in ("image_size", "patch_size"):
+        if isinstance(vision.get(name), list | tuple):
+            made[name] = [SIDE if name == "image_size" else PATCH] * 2
+    if vision.get("deepstack_visual_indexes") is not None or vision.get("fullatt_block_indexes") is not None:
+        made |= {name: 3 for name in _LAYERS if name in vision}
+    if "embed_dim" in vision and isinstance(vision["embed_dim"], int) and "hidden_size" in vision:  # Qwen2-VL
+        made |= {"embed_dim": 64, "hidden_size": width}
+    if vision.get("window_size"):  # of pixels where patches are merged, else of patches
+        made["window_size"] = 2 * PATCH * vision["spatial_merge_size"] if vision.get("spatial_merge_size") else 2
+    return made
+
+
+def _with_sections(text: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
+    """Rotary positions in three parts of the small head, where the class has sections of its own for a large one."""
+    rope = text.get("rope_parameters")
+    of_kinds = isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())
+    if not isinstance(rope, dict) or of_kinds or "mrope_section" in rope:
+        return text
+    partial = rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0
+    half = int((text.get("head_dim") or sizes.head_size) * partial) // 2
+    return text | {"rope_parameters": rope | {"mrope_section": [half - half // 4 * 2, half // 4, half // 4]}}
+
+
+def _text_width(values: Mapping[str, Any]) -> int | None:
+    text = next((values[name] for name in _TEXTS if values.get(name)), values)
+    return text.get("hidden_size") if isinstance(text, Mapping) else None
+
+
+def _placeholders(values: Mapping[str, Any]) -> list[str]:
+    """The names of special tokens of images, videos and audio, the image's own first."""
+    names = [name for name, value in values.items() if name.endswith(_TOKENS) and isinstance(value, int)]
+    usual = ("bos_", "eos_", "pad_", "decoder_", "sep_", "cls_", "mask_", "unk_")
+    names = [name for name in names if not name.startswith(usual)]
+    return sorted(names, key=lambda name: (not name.startswith("image_token"), name))

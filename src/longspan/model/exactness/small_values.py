@@ -1,0 +1,281 @@
+"""Small values for the attributes of a configuration, by what the attributes are.
+
+Widths keep whole ratios to the hidden size, head counts keep their kind (as many keys as queries, groups, one),
+scalings of rotary positions keep their type. Attributes that no rule knows stay as they are.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from longspan.model.rope import rope_types
+
+_DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+
+def _rope_of_both_kinds(small: Mapping[str, Any]) -> Any:
+    return small["rope_parameters"] or dict.fromkeys(("full_attention", "sliding_attention"), _DEFAULT_ROPE)
+
+
+def _unless(name: str, value: Any) -> Any:
+    return lambda small: value if small.get(name) is None else small[name]
+
+
+_QWEN4_INDEXER = {
+    "indexer_n_heads": _unless("indexer_n_heads", 2),
+    "indexer_kv_heads": _unless("indexer_kv_heads", 1),
+    "indexer_head_dim": _unless("indexer_head_dim", 16),
+    "indexer_budget": _unless("indexer_budget", 8),
+    "indexer_compress_ratio": _unless("indexer_compress_ratio", 4),
+}
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
+    "cohere_compass_text": {"rope_parameters": _rope_of_both_kinds},
+    "dbrx": {"attn_config": lambda small: small["attn_config"] | {"rope_theta": 1e4, "clip_qkv": 8.0}},
+    "deepseek_v2": {"num_experts_per_tok": _unless("num_experts_per_tok", 2)},
+    "dots1": {
+        "n_shared_experts": _unless("n_shared_experts", 1),
+        "n_routed_experts": _unless("n_routed_experts", 4),
+        "num_experts_per_tok": _unless("num_experts_per_tok", 2),
+    },
+    "kimi_k25": {"projection_hidden_size": lambda small: small["vision_config"]["hidden_size"]},
+    "lfm2_moe": {"layer_types": _unless("layer_types", ["conv", "full_attention"])},
+    "llama4_vision_model": {
+        "intermediate_size": lambda small: int(small["hidden_size"] / small["pixel_shuffle_ratio"] ** 2),
+        "vision_output_dim": lambda small: small["projector_output_dim"],
+    },
+    "mamba2": {"num_heads": lambda small: small["expand"] * small["hidden_size"] // small["head_dim"]},
+    "paligemma": {"projection_dim": lambda small: small["text_config"]["hidden_size"]},
+    "qwen4_exp_text": _QWEN4_INDEXER,
+    "reformer": {"axial_pos_embds": False},
+    "xmod": {"default_language": lambda small: small["languages"][0]},
+    "zamba2": {  # two layers of the same shared block
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3],
+    },
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
+}
+
+
+WINDOW, CHUNK, SCALED_FROM, POSITIONS = 5, 7, 16, 512
+_HIDDEN = ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim", "dim")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
+_HEADS += ("attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads", "swa_num_attention_heads")
+_HEADS += ("num_query_groups", "linear_num_heads", "num_attention_heads_per_layer")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "swa_num_key_value_heads")
+_HEAD_SIZES = ("head_dim", "swa_head_dim", "kv_channels", "d_head", "dim_head", "attention_head_size", "d_kv")
+_HEAD_SIZES += ("global_head_dim",)
+_OF_LATENTS = ("qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+PICKED = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
+EXPERT_GROUPS = ("n_group", "num_expert_group")
+_WINDOWS = ("sliding_window", "sliding_window_size", "attention_window_size", "local_attention", "window_size")
+_WINDOWS += ("keep_window_size", "local_attention_window_len")
+_LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions", "context_length")
+_LENGTHS += ("max_source_positions", "model_max_length")
+_VOCABULARIES = ("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size")
+_SCORE_SCALES = ("attention_multiplier",)
+_DROPOUT = re.compile(r"drop|_pdrop$|^dropout")
+_NETWORK = re.compile(
+    r"(intermediate|ffn|ff|feed_forward|inner).*(size|dim|mlp)$|^(n_inner|d_inner|dff|dim_ff)$|ffn_dim$"
+)
+_TOKEN = re.compile(r"_token_(id|index)$|^(mask|unk)_index$")
+_FIXED = {  # what they count has no kinds: state sizes, ranks, chunks of kernels, tables of hashed ids
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "o_lora_rank": 16, "qk_head_dim": 16, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 6,
+    "index_block_size": 4, "index_topk_blocks": 2, "attention_chunk_size": CHUNK, "floor_scale": 8,
+    "log_scaling_n_floor": 8, "hidden_size_per_layer_input": 8, "laurel_rank": 8, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "linear_head_dim": 16, "mamba_d_state": 8, "state_size": 8, "ssm_state_size": 8,
+    "mamba_dt_rank": 4, "time_step_rank": 4, "chunk_size": 8, "mamba_chunk_size": 8, "router_hidden_size": 16,
+    "d_rel": 4, "rel_extent": 64, "hc_lowrank": 8, "ngram_vocab_size_base": 64, "split_ngram_parts": 4,
+    "make_ngram_vocab_size_divisible_by": 4, "zero_expert_num": 2, "moe_latent_size": 16, "dim_model_base": 16,
+    "encoder_hash_byte_group_vocab": 64, "position_bias_max_distance": 64, "position_bias_num_buckets": 32,
+    "num_buckets": 8, "relative_max_distance": 16, "adapter_rank": 8, "gated_norm_rank": 4, "block_multiple_of": 8,
+    "ffn_round_up_to_multiple_of": 8, "mamba_d_head": 16, "mamba_head_dim": 16, "mamba_headdim": 16,
+    "d_conv": 4, "lang_id": 0, "shape_vocab_size": 16, "pronunciation_vocab_size": 16, "shape_embed_dim": 8,
+    "pronunciation_embed_dim": 8, "patch_size": 4, "image_size": 16, "n_groups": 2, "mamba_ngroups": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a small copy: `head_size` of a query head, `heads` of them, `experts` of a mixture, `vocabulary`.
+
+    With `true_heads`, heads are as large as those of the configuration, and `head_size` is not used.
+    """
+
+    head_size: int = 16
+    true_heads: bool = False
+    heads: int = 4
+    experts: int = 4
+    vocabulary: int = 61
+    pad: int | None = None
+    grouped: bool = True  # False: as many key heads as queries
+    narrow: bool = True  # the hidden size may differ from the heads' widths together, where it did
+
+
+class _Rules:
+    """The rules for one configuration, by its hidden size, heads and experts and their small sizes."""
+
+    def __init__(self, values: Mapping[str, Any], sizes: Sizes):
+        self.values = values
+        self.hidden = _first(values, _HIDDEN)
+        self.heads = _first(values, _HEADS)
+        self.head_size = _first(values, _HEAD_SIZES)
+        if sizes.true_heads and self.hidden and self.heads:
+            sizes = replace(sizes, head_size=self.head_size or self.hidden // self.heads)
+        self.sizes = sizes
+        self.experts = _first(values, _EXPERTS)
+        full = sizes.heads * sizes.head_size
+        differs = bool(self.head_size and self.hidden and self.heads and self.heads * self.head_size != self.hidden)
+        latent = values.get("kv_lora_rank") is not None
+        self.small_hidden = full * 3 // 4 if differs and sizes.narrow and not latent else full
+
+    def small(self, name: str, value: Any) -> Any:
+        """The small value of one attribute."""
+        if isinstance(value, list) and value and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
+            sized = name in _HEADS or name in _KV_HEADS or _NETWORK.search(name)
+            return [self.small(name, entry) for entry in value] if sized else value
+        if name == "pad_token_id":
+            return self.sizes.pad
+        if _TOKEN.search(name):
+            return value if isinstance(value, int) and value < self.sizes.vocabulary else 2 if value else value
+        if value is None:
+            return self._fill_missing(name)
+        if isinstance(value, float) and _DROPOUT.search(name):
+            return 0.0
+        if isinstance(value, float) and name in _SCORE_SCALES:  # Granite's default, 1, leaves softmaxes of one key
+            return min(value, 1.5 / math.sqrt(self.sizes.head_size))
+        if isinstance(value, bool) or not isinstance(value, int) or value == 0:
+            return value
+        return self._integer(name, value)
+
+    def _fill_missing(self, name: str) -> int | None:
+        """A value in place of None, which classes would compute from others that no longer fit the small sizes."""
+        if name in _HEAD_SIZES and self.hidden and self.heads:
+            return self.sizes.head_size
+        return self.sizes.heads if name in _KV_HEADS else None
+
+    def _integer(self, name: str, value: int) -> int:
+        simple = {
+            **dict.fromkeys(_HEADS, self.sizes.heads),
+            **dict.fromkeys(_EXPERTS, min(value, self.sizes.experts)),
+            **dict.fromkeys(PICKED, min(value, 2)),
+            **dict.fromkeys(EXPERT_GROUPS, min(value, 2)),
+            **dict.fromkeys(_WINDOWS, WINDOW),
+            **dict.fromkeys(_LENGTHS, self._positions()),
+            **dict.fromkeys(_VOCABULARIES, self.sizes.vocabulary),
+            "topk_group": 1,
+            "original_max_position_embeddings": SCALED_FROM,
+            **_FIXED,
+        }
+        if self.sizes.true_heads and name in _OF_LATENTS:
+            return value
+        if name in simple:
+            return simple[name]
+        if name in _KV_HEADS:
+            return self._kv_heads(name, value)
+        if name in _HEAD_SIZES:
+            if value == self.values.get("qk_rope_head_dim"):
+                return value if self.sizes.true_heads else _FIXED["qk_rope_head_dim"]
+            return self.sizes.head_size * (value // self.head_size if self.head_size else 1) or self.sizes.head_size
+        return self._derive_width(name, value)
+
+    def _derive_width(self, name: str, value: int) -> int:
+        """Widths, and values computed from the hidden size and others."""
+        expand = self.values.get("mamba_expand") or self.values.get("expand") or 2
+        derived = {
+            "mamba_n_heads": expand * self.small_hidden // 16,
+            "mamba_num_heads": expand * self.small_hidden // 16,
+            "n_mamba_heads": expand * self.small_hidden // 16,
+            "mamba_d_ssm": expand * self.small_hidden,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2 * max(1, value // (self.values.get("linear_num_key_heads") or value)),
+            "query_pre_attn_scalar": self.sizes.head_size,
+            "rotary_dim": self.sizes.head_size // 2,
+            "attention_head_dim": 2 * self.small_hidden // self.sizes.heads,
+        }
+        if name in derived:
+            return derived[name]
+        if "shared" in name or "moe" in name or "expert" in name:
+            return 32 if _NETWORK.search(name) else value
+        if self.hidden and value == self.hidden:
+            return self.small_hidden
+        if _NETWORK.search(name):
+            return 32 if self.experts and "moe_intermediate_size" not in self.values else self.small_hidden * 3 // 2
+        if self.hidden and value > 64 and re.search(r"(size|dim|width|channels)$", name):
+            return self._ratio(value)
+        return value
+
+    def _ratio(self, value: int) -> int:
+        """A width by its ratio to the hidden size if one divides the other, else three quarters of it."""
+        assert self.hidden
+        if value % self.hidden == 0:
+            return self.small_hidden * (value // self.hidden)
+        if self.hidden % value == 0:
+            return max(8, self.small_hidden // (self.hidden // value))
+        return self.small_hidden * 3 // 4
+
+    def _kv_heads(self, name: str, value: int) -> int:
+        queries = self.values.get("swa_num_attention_heads") if name.startswith("swa") else self.heads
+        if value == 1:
+            return 1
+        return self.sizes.heads if value == queries or not self.sizes.grouped else self.sizes.heads // 2
+
+    def _positions(self) -> int:
+        """The length beyond which `dynamic` and its kind scale; others must have positions for every row."""
+        return SCALED_FROM if "dynamic" in rope_types(self.values.get("rope_parameters")) else POSITIONS
+
+
+def small_values(values: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
+    """Every attribute at its small size; nested values of single layers too, by the same rules.
+
+    >>> small_values({"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}, Sizes())
+    {'hidden_size': 64, 'num_attention_heads': 4, 'num_key_value_heads': 2}
+    """
+    rules = _Rules(values, sizes)
+    small = {name: rules.small(name, value) for name, value in values.items()}
+    if isinstance(layers := values.get("per_layer_config"), Mapping):
+        small["per_layer_config"] = {
+            layer: {name: rules.small(name, value) for name, value in entry.items()} for layer, entry in layers.items()
+        }
+    if isinstance(rope := values.get("rope_parameters"), Mapping):
+        small["rope_parameters"] = _small_rope(rope, small, rules.sizes)
+    return small
+
+
+def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
+    """The same scalings from a length that documents of a proof exceed; lists of factors for the small rotary size."""
+    out: dict[str, Any] = {}
+    partial = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1.0
+    half = int((small.get("qk_rope_head_dim") or small.get("head_dim") or sizes.head_size) * partial) // 2
+    for name, value in rope.items():
+        if isinstance(value, Mapping):
+            out[name] = _small_rope(value, small, sizes)
+        elif name == "original_max_position_embeddings" and isinstance(value, int):
+            out[name] = SCALED_FROM
+        elif name in ("short_factor", "long_factor") and isinstance(value, list):
+            out[name] = [value[len(value) * i // half] for i in range(half)]
+        elif name == "mrope_section" and isinstance(value, list):
+            first = max(1, half * value[0] // sum(value))
+            out[name] = [first, *[(half - first) // (len(value) - 1)] * (len(value) - 1)]
+            out[name][0] += half - sum(out[name])
+        else:
+            out[name] = value
+    return out
+
+
+def alternatives(sizes: Sizes) -> list[Sizes]:
+    """Sizes to try in turn until a class accepts them."""
+    equal, wide = replace(sizes, grouped=False), replace(sizes, narrow=False)
+    padded = [replace(sizes, pad=0), replace(sizes, pad=1)]
+    return [sizes, wide, equal, replace(equal, narrow=False), *padded, replace(equal, narrow=False, pad=0)]
+
+
+def _first(values: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    present = (values[name] for name in names if name in values)
+    return next((value for value in present if isinstance(value, int) and not isinstance(value, bool) and value), None)

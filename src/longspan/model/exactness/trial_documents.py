@@ -1,0 +1,256 @@
+"""Documents with images for a small model, made from its configuration: ids and pixels at random, no processor.
+
+Images are of several sizes, or of one and two tiles, as the class takes them (from the arguments of its
+`get_image_features`), with masks and shapes if it has them. No two stand side by side.
+"""
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from longspan.model.layers import base_of
+from longspan.model.seams.call_rules import has_prefix
+from longspan.model.vision.image_arguments import GRIDS, IN_DOCUMENT, MASK, SIZES, image_arguments, image_parameters
+from longspan.model.vision.image_encoder import rows_of_images
+from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
+from longspan.model.vision.video_tokens import Video, VideoTokens
+
+Side = tuple[int, int]
+_FINE = "tile_fine_mask"  # Granite Docling, whose mask is of tiles
+_SQUARE = ("kimi_k25", "paddleocr_vl")  # families whose patches are (n, C, p, p)
+_SHAPES, _MERGES, _FINER = "spatial_shapes", "image_merge_sizes", "high_res_pixel_values"
+
+
+def sample_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -> ImageInput:
+    """An image of a model below its head: of so many merged patches a side, or quarters of a tile's side.
+
+    `merge` are the merged patches a side of models with grids.
+    """
+    parameters, vision = image_parameters(base), base.config.vision_config
+    channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
+    patch, whole = _int(getattr(vision, "patch_size", None)), _int(getattr(vision, "image_size", None))
+    if GRIDS in parameters:
+        return _patches(base, merge, side, channels * patch**2, draw)
+    if _SHAPES in parameters:
+        return _packed_tiles(base, side, channels * patch**2, draw)
+    if getattr(base.config, "image_grid_pinpoints", None):
+        return _cut(base, side, (channels, whole, whole), draw)
+    if _is_merged(base):
+        height, width = (patch * base.config.spatial_merge_size * n for n in side)
+        return ImageInput(_pixels((1, channels, height, width), draw), size=(height, width))
+    return _tiles(base, side, (channels, whole, whole), draw)
+
+
+def probe_image(base: Any, merge: int, rows: int) -> ImageInput:
+    """An image of a model below its head: of so many rows where they follow from its size, else of one or two tiles."""
+    of_any_size = GRIDS in image_parameters(base) or _is_merged(base)
+    side = math.isqrt(rows) if of_any_size else 2
+    return sample_image(base, merge, (side, side), np.random.default_rng(0))
+
+
+def _is_merged(base: Any) -> bool:
+    """Whether images of any size have rows of merged patches, without a grid (Mistral 3)."""
+    return SIZES in image_parameters(base) and bool(getattr(base.config, "spatial_merge_size", None))
+
+
+def _patches(base: Any, merge: int, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
+    """Patches (n, C · t · p²), or (n, C, p, p), and their grid; where asked for, how many a side make a row."""
+    fields, frames = dict[str, Tensor](), getattr(base.config.vision_config, "temporal_patch_size", None) or 1
+    if _MERGES in image_parameters(base):
+        merge = side[1] % 2 + 1
+        fields[_MERGES] = torch.tensor([merge])
+    patch, of_patch = _int(base.config.vision_config.patch_size), (frames * width,)
+    if base.config.model_type in _SQUARE:
+        of_patch = (width // patch**2, patch, patch)
+    shape = (merge**2 * side[0] * side[1], *of_patch)
+    return ImageInput(_pixels(shape, draw), (1, merge * side[0], merge * side[1]), fields=fields)
+
+
+def _packed_tiles(base: Any, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
+    """Tiles of patches (n, most, C · p²), of which the last is smaller, with a mask (n, most) and shapes (n, 2)."""
+    factor, tiles = getattr(base.config, "downsample_factor", 1), side[0]
+    shapes = torch.tensor([(3 * factor, 3 * factor)] * (tiles - 1) + [(factor * side[0], factor * side[1])])
+    mask = torch.arange(9 * factor**2) < shapes.prod(1)[:, None]
+    pixels = _pixels((tiles, 9 * factor**2, width), draw) * mask[..., None]
+    return ImageInput(pixels, fields={_SHAPES: shapes, MASK: mask.int()})
+
+
+def _cut(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
+    """Tiles of an image of some size, or, in models that ask for it, of one among others in its document."""
+    size = (tile[1] * side[0] // 2, tile[2] * side[1] // 2)
+    count: Any = getattr(sys.modules[type(base).__module__], "image_size_to_num_patches")  # noqa: B009
+    tiles = count(image_size=size, grid_pinpoints=base.config.image_grid_pinpoints, patch_size=tile[1])
+    if IN_DOCUMENT not in image_parameters(base):
+        return ImageInput(_pixels((tiles, *tile), draw), size=size)
+    among = 1 if side[0] < 3 else 3
+    pixels = _pixels((tiles if among == 1 else 1, *tile), draw)
+    return ImageInput(pixels, size=size, fields={IN_DOCUMENT: torch.tensor([among])})
+
+
+def _tiles(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
+    """Tiles of one size; the last is padded at its right where masks say so. Some models see them finer too."""
+    parameters, vision, tiles = image_parameters(base), base.config.vision_config, min(side)
+    pixels, fields = _pixels((tiles, *tile), draw), dict[str, Tensor]()
+    if MASK in parameters and _FINE not in parameters:
+        fields[MASK] = torch.ones(tiles, *tile[1:], dtype=torch.int64)
+        fields[MASK][-1, :, tile[2] - _int(vision.patch_size) * (side[1] % 2) :] = 0
+        pixels = pixels * fields[MASK][:, None]
+    if _FINE in parameters:
+        fields[MASK] = torch.ones(tiles, dtype=torch.bool)
+    if _FINER in parameters:
+        finer = _int(base.config.high_res_vision_config.image_size)
+        fields[_FINER] = _pixels((tiles, tile[0], finer, finer), draw)
+    return ImageInput(pixels, fields=fields)
+
+
+def _int(value: Any) -> int:
+    """A side that may be given for both dims."""
+    return int(value[0] if isinstance(value, list | tuple) else value or 0)
+
+
+def _pixels(shape: tuple[int, ...], draw: np.random.Generator) -> Tensor:
+    return torch.from_numpy(draw.normal(size=shape))
+
+
+_SIDES = ((2, 3), (1, 2), (3, 2))  # of images in merged patches; of tiles in quarters of a tile's side
+TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids")  # 1 at images, 2 at videos, as processors make them
+
+
+@dataclass(frozen=True)
+class TrialDocument:
+    """One document: its ids (T,), its images, the rows that each of them makes, its positions where not plain.
+
+    `at_images` (T,) says where placeholders are. Groups of frames of `videos` stand among the images; of their
+    placeholders `at_videos` (T,) says where they are. `prefix`: how many rows see each other before the causal ones, in
+    models that have a prefix.
+    """
+
+    ids: np.ndarray
+    images: tuple[ImageInput, ...]
+    rows: tuple[int, ...]
+    positions: np.ndarray | None
+    at_images: np.ndarray
+    videos: tuple["TrialVideo", ...] = ()
+    at_videos: np.ndarray | None = None
+    prefix: int = 0
+
+    @property
+    def groups(self) -> set[int]:
+        """Which of the images are groups of frames of videos."""
+        return {video.first + k for video in self.videos for k in range(video.video.grid[0])}
+
+    def kinds(self, model: PreTrainedModel, *, images: bool) -> Tensor:
+        """What models are told of each row (1, T): with `images` 1 at these and 2 at videos; or 1 after a prefix."""
+        if not images or has_prefix(model.config):
+            return token_kinds(model, len(self.ids), self.prefix)
+        kinds = self.at_images.astype(np.int64) + (0 if self.at_videos is None else self.at_videos)
+        return torch.from_numpy(kinds)[None]
+
+
+class TrialVideo(NamedTuple):
+    """A video whose groups of frames are images of a document from number `first` on."""
+
+    first: int
+    video: Video
+
+
+def token_kinds(model: PreTrainedModel, rows: int, prefix: int = 1) -> Tensor:
+    """What models are told of the rows of a document of text (1, T): 0, and where a model has a prefix, 1 after it."""
+    kinds = torch.arange(rows) >= (prefix if has_prefix(model.config) else rows)
+    return kinds.long()[None]
+
+
+def trial_documents(model: PreTrainedModel, sizes: Sequence[tuple[int, int]], seed: int = 0) -> list[TrialDocument]:
+    """Documents of these numbers of tokens of text and of images, for a whole small model.
+
+    Raises ModelError, and whatever the model's own code raises, where it makes no rows of such images.
+    """
+    tokens, draw = image_tokens(model.config), np.random.default_rng(seed)
+    words = np.array(ordinary_ids(model.config))
+    pool = _images(base_of(model), tokens, max((images for _, images in sizes), default=0), draw)
+    return [_document(tokens, draw.choice(words, text), pool[:images], draw) for text, images in sizes]
+
+
+def ordinary_ids(config: PreTrainedConfig) -> list[int]:
+    """The token ids without those that mean something to the model: padding, images and the like."""
+    text = config.get_text_config()
+    special = {
+        value
+        for part in (config, text)
+        for key, value in vars(part).items()
+        if key.endswith(("token_id", "token_index")) and isinstance(value, int)
+    }
+    return [token for token in range(text.vocab_size) if token not in special]
+
+
+def stock_arguments(model: PreTrainedModel, document: TrialDocument) -> dict[str, Any]:
+    """What the whole unchanged model takes for a document, as its processor would make it."""
+    ids = torch.from_numpy(document.ids)[None]
+    arguments: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    base, like, parameters = base_of(model), next(model.parameters()), signature(model.forward).parameters
+    if images := [image for i, image in enumerate(document.images) if i not in document.groups]:
+        arguments |= image_arguments(base, images, like)
+    if document.videos:
+        made = image_arguments(base, [document.images[i] for i in sorted(document.groups)], like)
+        grids = torch.tensor([video.video.grid for video in document.videos])
+        seconds = torch.tensor([video.video.seconds for video in document.videos], dtype=torch.float32)
+        arguments |= {"pixel_values_videos": made["pixel_values"], "video_grid_thw": grids}
+        arguments |= {"second_per_grid_ts": seconds} if "second_per_grid_ts" in parameters else {}
+    return arguments | {name: document.kinds(model, images=True) for name in TOKEN_KINDS if name in parameters}
+
+
+def _document(
+    tokens: ImageTokens, words: np.ndarray, images: Sequence[tuple[ImageInput, int]], draw: np.random.Generator
+) -> TrialDocument:
+    places = np.sort(draw.choice(np.arange(1, len(words)), size=len(images), replace=False))
+    ids = list[int]()
+    for part, image in zip(np.split(words, places), (*images, None), strict=True):
+        ids += [*part.tolist(), *([] if image is None else [tokens.placeholder] * image[1])]
+    grids = np.array([image.grid for image, _ in images if image.grid is not None])
+    positions = tokens.positions(np.array(ids), grids)
+    inputs, rows = tuple(x for x, _ in images), tuple(n for _, n in images)
+    at_images = np.array(ids) == tokens.placeholder
+    prefix = 0
+    if tokens.config is not None and has_prefix(tokens.config):
+        prefix = min(len(ids), int(np.flatnonzero(at_images).max(initial=2)) + 2)
+    return TrialDocument(np.array(ids), inputs, rows, positions, at_images, prefix=prefix)
+
+
+def video_document(model: PreTrainedModel, text: int = 9, seed: int = 0) -> TrialDocument:
+    """A document with two videos of several groups of frames around an image, for a whole small model.
+
+    Raises ModelError for a model without videos by grids of patches, and whatever its own code raises.
+    """
+    videos, draw, base = VideoTokens.of(model.config), np.random.default_rng(seed), base_of(model)
+    merge, words = videos.images.merge, draw.choice(np.array(ordinary_ids(model.config)), (3, text))
+    ids, images, clips = words[0].tolist(), list[ImageInput](), list[TrialVideo]()
+    for number, (groups, side) in enumerate([(3, (1, 2)), (1, (2, 2)), (2, (2, 1))]):
+        placeholder = videos.images.placeholder if number == 1 else videos.placeholder
+        if number != 1:
+            grid = (groups, merge * side[0], merge * side[1])
+            clips.append(TrialVideo(len(images), Video(grid, seconds=1.5 - number / 2)))
+        for group in range(groups):
+            images.append(sample_image(base, merge, side, draw))
+            ids += [*words[1, :2].tolist()] * (videos.apart and group > 0) + [placeholder] * (side[0] * side[1])
+        ids += words[2, : 2 + number].tolist()
+    places, grid = np.array(ids), np.array([image.grid for image in images[3:4]])
+    positions = videos.positions(places, grid, [clip.video for clip in clips])
+    at_videos = places == videos.placeholder
+    rows = tuple(videos.images.rows(image.grid) for image in images)
+    at_images = at_videos | (places == videos.images.placeholder)
+    return TrialDocument(places, tuple(images), rows, positions, at_images, tuple(clips), at_videos)
+
+
+def _images(base: Any, tokens: ImageTokens, count: int, draw: np.random.Generator) -> list[tuple[ImageInput, int]]:
+    """So many images, and how many rows the model's own code makes of each."""
+    images = [sample_image(base, tokens.merge, side, draw) for side in (_SIDES * count)[:count]]
+    with torch.no_grad():
+        return [(image, len(rows_of_images(base, [image])[0])) for image in images]

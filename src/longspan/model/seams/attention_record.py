@@ -1,0 +1,158 @@
+"""Which layers call attention in a forward pass, and with what: recorded, and judged.
+
+Some models compute attention in their own code and never ask transformers' AttentionInterface (Falcon, Bloom, MPT …);
+over a sharded sequence they would attend to the local rows only, without an error. `prepare` sees that in passes on the
+meta device, with a `Probe` in place of a shard (`exactness/meta_record.py`). A model that was prepared without them
+shows it in its first pass: its calls are recorded with the shard and judged on every rank when the pass is over, before
+an optimizer moves anything. Recomputation comes later and is not recorded.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from longspan.comm import SequenceShard
+from longspan.errors import ModelError
+from longspan.model.layers import decoder_layers
+from longspan.model.seams.mixers import ROWS_ALONE, mixers_of
+from longspan.model.seams.refusals import architecture, doctor_hint, shorten
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """One call of attention: its layer, the features it needs, and the tensors for which `attend` has no argument."""
+
+    module: nn.Module
+    causal: bool
+    softcap: float | None
+    sinks: bool
+    unknown: tuple[str, ...]
+    head_size: int = 0
+    value_size: int = 0
+    window: int | None = None
+    chunk: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """In place of a shard: the attention function records its caller in `calls`, and does not attend."""
+
+    calls: list[RecordedCall] = field(default_factory=list[RecordedCall])
+
+
+def call_record(shard: object) -> list[RecordedCall] | None:
+    """The list in which attention calls of this pass are recorded; None if they are not recorded."""
+    if isinstance(shard, Probe):
+        return shard.calls
+    return shard.derived.recorded_calls if isinstance(shard, SequenceShard) else None
+
+
+def record_calls(shard: SequenceShard) -> list[RecordedCall]:
+    """Record the calls of attention with this shard from here on, until `check_recorded_calls`."""
+    if shard.derived.recorded_calls is None:
+        shard.derived.recorded_calls = []
+    return shard.derived.recorded_calls
+
+
+def unknown_tensors(arguments: dict[str, object]) -> tuple[str, ...]:
+    """Names of tensors that would change attention, and for which `attend` has no argument."""
+    unused = {"position_ids", "cache_position"}
+    return tuple(name for name, value in arguments.items() if isinstance(value, Tensor) and name not in unused)
+
+
+def check_recorded_calls(models: Sequence[PreTrainedModel], shard: SequenceShard) -> None:
+    """Judge the calls recorded in a pass through a model, or through some of its stages. Raises ModelError."""
+    calls: list[RecordedCall] = shard.derived.recorded_calls
+    shard.derived.recorded_calls = None
+    for model in models:
+        modules = {id(module) for module in model.modules()}
+        check_calls(model, tuple(call for call in calls if id(call.module) in modules))
+
+
+def check_calls(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None:
+    """Raise ModelError, naming the modules, if the attention calls of a pass show that the model is not exact."""
+    mixers = {id(mixer) for mixer in mixers_of(model).values()}  # these find the shard, or fail
+    _refuse_bypass(model, mixers | {id(call.module) for call in calls})
+    _refuse_features(model, calls)
+
+
+def _refuse_bypass(model: PreTrainedModel, reached: set[int]) -> None:
+    bypassing: list[str] = []
+    types = getattr(model.config.get_text_config(), "layer_types", None) or []
+    for index, (name, layer) in enumerate(decoder_layers(model).items()):
+        if index < len(types) and types[index] in ROWS_ALONE:
+            continue
+        if not any(id(module) in reached for module in layer.modules()):
+            bypassing.append(next((f"{name}.{child}" for child, _ in _attention_modules(layer)), name))
+        else:
+            bypassing += [f"{name}.{f}" for f, m in _attention_modules(layer) if not _reaches(m, reached)]
+    if bypassing:
+        kinds = sorted({type(model.get_submodule(name)).__name__ for name in bypassing})
+        raise ModelError(
+            f"{architecture(model)}: {shorten(bypassing)} ({', '.join(kinds)}) bypasses transformers' "
+            "AttentionInterface and would attend to the local rows alone; use a model whose attention goes through "
+            "the interface (Qwen3, Llama, …)"
+            f"{doctor_hint(model)}"
+        )
+
+
+def _attention_modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in layer.named_modules():
+        if name and type(module).__name__.endswith("Attention"):
+            yield name, module
+
+
+def _reaches(module: nn.Module, reached: set[int]) -> bool:
+    return any(id(inner) in reached for inner in module.modules())
+
+
+def _refuse_features(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None:
+    names = {id(module): name for name, module in model.named_modules()}
+    config = model.config.get_text_config()
+    types = getattr(config, "layer_types", None) or []
+    for call in calls:
+        where = f"{architecture(model)}: {names[id(call.module)]}"
+        layer = getattr(call.module, "layer_idx", None)
+        if not call.causal:
+            raise ModelError(f"{where} is not causal; only causal decoders are supported")
+        if call.unknown:
+            raise ModelError(f"{where} passes {', '.join(call.unknown)} to attention, which attend does not take")
+        if layer is None or not 0 <= layer < config.num_hidden_layers:
+            raise ModelError(f"{where} has layer_idx {layer!r}; attend needs the global layer index")
+        if call.window is None and types and types[layer] == "sliding_attention":
+            raise ModelError(f"{where} is a sliding_attention layer but passes no sliding_window to attention")
+        if call.chunk is None and types and types[layer] == "chunked_attention":
+            raise ModelError(f"{where} is a chunked_attention layer, and its config has no attention_chunk_size")
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if softcap and any(call.softcap is None for call in calls):
+        raise ModelError(f"{architecture(model)}: attn_logit_softcapping is {softcap} but does not reach attention")
+
+
+class FirstPass:
+    """Forward hooks of a model that was not probed; removed when a pass has shown that its layers attend."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(self, with_kwargs=True),
+            model.register_forward_hook(self._check_pass, with_kwargs=True),
+        ]
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
+        """Record the calls of attention of the pass that begins.
+
+        torch leaves keywords out if the trial of rows, inside the same call, was the first pass and removed this hook.
+        """
+        if isinstance(shard := (kwargs or {}).get("shard"), SequenceShard):
+            record_calls(shard)
+
+    def _check_pass(
+        self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object
+    ) -> None:
+        if isinstance(shard := kwargs.get("shard"), SequenceShard):
+            check_recorded_calls([model], shard)
+            for handle in self._handles:
+                handle.remove()

@@ -1,0 +1,54 @@
+"""Rows that do not meet: stand-ins for attention and for mixers, by which everything else of a model can be tried.
+
+Each is a function of a row's own query, key and value, or of its own inputs of a scan, and depends on all of them. A
+prepared model's attention and mixers call them if `shard=` is a `SeparateRows`; everything else, experts, rotary angles
+and tensor parallelism among it, takes that for any other shard.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longspan.comm import SequenceShard
+
+
+class SeparateRows(SequenceShard):
+    """A shard whose rows do not meet, neither in attention nor in mixers."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, shard: SequenceShard) -> "SeparateRows":
+        """The same rows, positions and documents."""
+        rows = object.__new__(cls)
+        rows._set(**{name: getattr(shard, name) for name in SequenceShard.__slots__})
+        return rows
+
+
+def attend_separately(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """In place of attention: query (1, N, T, H), key and value (1, K, T, H) to (1, T, N, H).
+
+    A row's value is weighted by the direction and the length of its query and key, in numbers near 1 whatever they are,
+    so that rounding is not made larger.
+    """
+    groups, wide = query.shape[1] // key.shape[1], torch.promote_types(query.dtype, torch.float32)
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    q, k = query.to(wide), key.to(wide)
+    lengths = q.norm(dim=-1, keepdim=True) * k.norm(dim=-1, keepdim=True)  # (1, N, T, 1)
+    cosine = (q * k).sum(-1, keepdim=True) / lengths.clamp(min=1e-30)
+    size = lengths * (scaling or 1.0)
+    weights = 1.5 + 0.5 * cosine * (1 + size / (1 + size))
+    return (weights * value).to(value.dtype).transpose(1, 2).contiguous()
+
+
+def scan_separately(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float) -> Tensor:
+    """In place of a mixer's scan: q and k (T, H, K), v (T, H, V), decays g (T, H, 1 or K) to (T, H, V)."""
+    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+    out = scale * (q * k).sum(-1, keepdim=True) * v * (1 + g.exp().mean(-1, keepdim=True))
+    return out if beta is None else out * beta.unsqueeze(-1)
+
+
+def convolve_separately(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+    """In place of a mixer's convolution: (T, C) by the weight of each channel for the row itself."""
+    y = x * weight[:, -1] + (0 if bias is None else bias)
+    return F.silu(y) if silu else y

@@ -1,0 +1,228 @@
+"""Trials of blocks that tensor parallelism splits: before, with numbers on the host; and at an encoder's first call.
+
+`refuse_mixed_features` tries blocks of a language model. Between its column-wise and its row-wise linears a rank holds
+some of the features, so that a mean or a threshold over all of them would differ from rank to rank. Blocks that need
+more than hidden states, such as attention, are not tried so.
+
+`SplitTrial` compares a block of an encoder, at its first real call, with the unsplit block. Names of linears do not
+prove a split right: a block may reshape to its whole width, norm over all heads, or add a bias of each head.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves, tree_map
+
+from longspan.comm import World, world_of
+from longspan.comm.moves.tp_collectives import tp_sum
+from longspan.errors import LongspanError, ModelError
+from longspan.model.local_tensors import local_tensor
+from longspan.model.parts import modes_restored
+from longspan.model.tensor_parallel.family_plans import COLWISE, ROWWISE
+from longspan.model.tensor_parallel.plan import Placed, blocks_of
+
+# How far a right split may be from the unsplit block, relative to the norm of what is compared: rounding, with room.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+_LOW_PRECISION = 0.1
+_FLOOR = 0.03  # of the largest gradient: below, a gradient may be rounding alone, as that of a key's bias is
+
+
+class SplitTrial:
+    """Compares the first call of a block, or of a part outside blocks, with its unsplit twin: outputs and gradients.
+
+    The twin is made before the block is split, with its structure and no parameters; it runs on gathered parameters and
+    the same input, in evaluation mode. `install` wraps the forward that the block has then.
+    """
+
+    def __init__(self, name: str, unit: nn.Module, world: World) -> None:
+        self.unit, self._key = unit, world.key
+        self._name = f"{name} ({type(unit).__name__})"
+        self._twin = _copy_without_values(unit)
+
+    def install(self) -> None:
+        """From here on, the next call of the block is compared. It raises ModelError where the split is wrong."""
+        unit: Any = self.unit
+        inner = unit.forward
+
+        @wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_inference_mode_enabled():
+                unit.forward = inner
+                self._compare(inner, args, kwargs)
+            return inner(*args, **kwargs)
+
+        unit.forward = forward
+
+    def _compare(self, split: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        parameters = {name: p for name, p in self.unit.named_parameters() if p.requires_grad}
+        buffers = dict(self.unit.named_buffers())
+        values = {name: _whole(p) for name, p in self.unit.named_parameters()}
+        wholes = {name: values[name].requires_grad_() for name in parameters}
+
+        def unsplit(*args: Any, **kwargs: Any) -> Any:
+            return functional_call(self._twin, values | buffers, args, kwargs)
+
+        with modes_restored(self.unit), torch.enable_grad():
+            self._twin.eval()
+            self.unit.eval()
+            true = _results(unsplit, args, kwargs, wholes)
+            try:
+                results = _results(split, args, kwargs, parameters)
+            except LongspanError:
+                raise
+            except Exception as error:  # whatever a block raises that was given some of its heads and features
+                raise self._refusal(
+                    f"it raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                ) from error
+        slices = {name: _part_like(x, results.get(name), self._key) for name, x in true.items()}
+        wrong = _differences(slices, results)
+        anywhere = tp_sum(torch.tensor([float(bool(wrong))], device=world_of(self._key).device), self._key)
+        if anywhere.item():
+            raise self._refusal(", ".join(wrong[:4]) or "it differs on another tensor-parallel rank")
+
+    def _refusal(self, reason: str) -> ModelError:
+        tp = world_of(self._key).home.tp
+        return ModelError(
+            f"{self._name} split over tp {tp} is not the unsplit block: {reason}. Where its "
+            "attention reshapes rows, write reshape(rows, -1) instead of a whole width and use self.num_heads; say in "
+            'tp_plan what its linears are ("replicated" leaves one whole); or use tp 1'
+        )
+
+
+def _copy_without_values(unit: nn.Module) -> nn.Module:
+    """A copy of a module with parameters on the meta device; it shares buffers and configurations."""
+    memo: dict[int, Any] = {}
+    for parameter in unit.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    for child in unit.modules():
+        shared = (*child.buffers(recurse=False), getattr(child, "config", None))
+        memo.update({id(value): value for value in shared})
+    return copy.deepcopy(unit, memo)
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    parameter = parameter.detach()
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.clone()
+
+
+def _results(
+    call: Callable[..., Any], args: Any, kwargs: Any, parameters: Mapping[str, Tensor]
+) -> dict[str, Tensor | None]:
+    """The outputs of a call, and the gradients of its inputs and parameters for one fixed gradient of the outputs."""
+    inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
+    differentiable = {id(x) for i, x in enumerate(inputs) if i == 0 or x.requires_grad}
+    leaves = {id(x): x.detach().clone().requires_grad_() for x in inputs if id(x) in differentiable}
+    args, kwargs = tree_map(lambda x: leaves.get(id(x), x), (args, kwargs))
+    out = [x for x in tree_leaves(call(*args, **kwargs)) if isinstance(x, Tensor) and x.requires_grad]
+    named = {f"the gradient of input {i}": x for i, x in enumerate(leaves.values())}
+    named |= {f"the gradient of {name}": p for name, p in parameters.items()}
+    gradients = torch.autograd.grad(out, [*named.values()], [_cotangent(x) for x in out], allow_unused=True)
+    results: dict[str, Tensor | None] = {f"output {i}": x.detach() for i, x in enumerate(out)}
+    return results | dict(zip(named, gradients, strict=True))
+
+
+def _cotangent(x: Tensor) -> Tensor:
+    return torch.arange(x.numel(), device=x.device, dtype=torch.float32).cos().view_as(x).to(x.dtype)
+
+
+def _part_like(true: Tensor | None, result: Tensor | None, key: int) -> Tensor | None:
+    """The slice of a whole gradient that this rank has of a split one."""
+    if true is None or not isinstance(result, DTensor):
+        return true
+    (placement,) = result.placements
+    world = world_of(key)
+    return true.chunk(world.home.tp, placement.dim)[world.coordinates.tp]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _differences(true: Mapping[str, Tensor | None], results: Mapping[str, Tensor | None]) -> list[str]:
+    """What differs by more than rounding, in words."""
+    norms = {name: x.double().norm().item() for name, x in true.items() if x is not None}
+    largest = max((norm for name, norm in norms.items() if not name.startswith("output")), default=0.0)
+    wrong = list[str]()
+    for name, norm in norms.items():
+        x, result = true[name], results[name]
+        assert x is not None
+        off = (local_tensor(result).double() - x.double()).norm().item() if result is not None else norm
+        error = off / max(norm, _FLOOR * largest, 1e-30)
+        if not error <= _TOLERANCE.get(x.dtype, _LOW_PRECISION):
+            wrong.append(f"{name} differs by {error:.1g} of its norm")
+    return wrong
+
+
+_FEATURES = 64  # of a trial: an even number, large enough for some to pass a threshold of the largest twentieth
+
+
+def refuse_mixed_features(model: nn.Module, placed: Sequence[Placed]) -> None:
+    """Raise ModelError, naming it, for a block whose features depend on each other where they are split."""
+    styles = {id(entry.module): entry.style for entry in placed}
+    for name in sorted(blocks_of(placed)):
+        block = model.get_submodule(name)
+        if mixes_features(block, styles):
+            raise ModelError(
+                f"{name} ({type(block).__name__}) computes from all its features together what its row-wise linear "
+                "gets, and a tensor-parallel rank holds some of them; use tp 1"
+            )
+
+
+@torch.no_grad()
+def mixes_features(block: nn.Module, styles: Mapping[int, str]) -> bool:
+    """Whether row-wise inputs from some of the features differ from those from all; tried with numbers on the host."""
+    columns = [module for module in block.modules() if styles.get(id(module)) == COLWISE]
+    rows = [module for module in block.modules() if styles.get(id(module)) == ROWWISE]
+    if not columns or not rows:
+        return False
+    numbers = torch.randn(1, 2, _FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    outputs = [numbers.roll(3 * shift, -1) for shift in range(len(columns))]
+    parts = [outputs, *zip(*(output.chunk(2, -1) for output in outputs), strict=True)]
+    try:
+        at_once, *of_parts = (_row_wise_input(block, dict(zip(columns, part, strict=True)), rows) for part in parts)
+        return not torch.allclose(at_once, torch.cat(of_parts, -1))
+    except Exception:  # whatever a block raises that needs more than hidden states, or its own number of features
+        return False
+
+
+def _row_wise_input(block: nn.Module, outputs: Mapping[nn.Module, Tensor], rows: Sequence[nn.Module]) -> Tensor:
+    """The input of the first row-wise linear, if the column-wise ones return `outputs`."""
+    inside = {id(p) for module in (*outputs, *rows) for p in module.parameters()}
+    named = (*block.named_parameters(), *block.named_buffers())
+    ones = {name: torch.ones(x.shape, dtype=torch.float64) for name, x in named if id(x) not in inside}
+    with _answering(outputs, rows):
+        try:
+            functional_call(block, ones, (torch.zeros(1, 2, 1, dtype=torch.float64),))
+        except _Reached as reached:
+            return reached.input
+    raise ModelError("no row-wise linear was reached")
+
+
+class _Reached(Exception):  # noqa: N818 (it ends a trial)
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.input = value
+
+
+@contextmanager
+def _answering(outputs: Mapping[nn.Module, Tensor], rows: Sequence[nn.Module]) -> Iterator[None]:
+    """Let column-wise linears return these outputs, and the first row-wise one end the trial."""
+
+    def end(value: Tensor, *_: Any) -> NoReturn:
+        raise _Reached(value)
+
+    forwards: dict[nn.Module, Any] = {module: (lambda *_, out=out: out) for module, out in outputs.items()}
+    forwards |= dict.fromkeys(rows, end)
+    before = {module: module.__dict__.get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module, forward in before.items():
+            del module.forward
+            if forward is not None:
+                module.forward = forward

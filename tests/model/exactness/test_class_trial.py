@@ -1,0 +1,266 @@
+"""The trial of a model's routing: what is its own of each row passes, whatever the family; what is not is named."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
+
+from longspan.comm import World
+from longspan.errors import ModelError
+from longspan.layout import Layout
+from longspan.model import prepare
+from longspan.model.exactness import class_trial, small_copies
+from longspan.model.exactness.class_trial import refuse_class, try_class
+from longspan.model.exactness.small_copies import shrunken
+from longspan.model.experts import gate
+from longspan.plan import plan_fixed
+from longspan.testing import backend
+from longspan.train import run_step
+from tests.model.moe_families import FAMILIES, family_model
+from tests.model.stock import texts, tiny
+from tests.mutation import mutated
+from tests.versions import transformers_before
+
+PATH = "model.exactness.class_trial"
+
+
+def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
+    """A model of the configuration's true sizes, without memory."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    small_copies._results.clear()
+    yield
+    small_copies._results.clear()
+
+
+TRUE_SIZES = ("qwen3_moe", "deepseek_v3", "minimax_m2", "afmoe")
+
+
+@pytest.mark.parametrize("family", TRUE_SIZES)
+def test_a_model_of_true_sizes_is_tried_with_a_small_one(family: str) -> None:
+    model = on_meta(CONFIG_MAPPING[family]())
+    before, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    assert try_class(model) == class_trial.ClassTrial()
+    assert torch.equal(before, torch.random.get_rng_state()) and torch.get_num_threads() == threads
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in TRUE_SIZES])
+def test_every_exact_family_passes(family: str) -> None:
+    assert try_class(family_model(family)) == class_trial.ClassTrial()
+
+
+def test_models_without_experts_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(class_trial, "_try_small_copy", None)
+    refuse_class(tiny("qwen3"))
+
+
+# ---- blocks of experts that are not exact over some of the rows
+
+
+Forward = Callable[[Any, Tensor], Tensor]
+_stock: Forward = qwen3_moe.Qwen3MoeSparseMoeBlock.forward
+
+
+def _of_capacity(block: Any, x: Tensor) -> Tensor:
+    """Experts take at most 6 rows each, the first that come."""
+    flat = x.flatten(0, 1)
+    _, weights, chosen = block.gate(flat)
+    taken = nn.functional.one_hot(chosen, block.gate.num_experts).sum(1).cumsum(0)
+    weights = weights * (taken.gather(1, chosen) <= 6)
+    return block.experts(flat, chosen, weights).view_as(x)
+
+
+def _experts_choose(block: Any, x: Tensor) -> Tensor:
+    flat = x.flatten(0, 1)
+    best = block.gate(flat)[0].topk(min(9, len(flat)), dim=0)
+    mine = torch.zeros(len(flat), block.gate.num_experts, dtype=x.dtype).scatter(0, best.indices, 1.0)
+    return _stock(block, x) * mine.sum(1)[None, :, None]
+
+
+def _normalized_over_rows(block: Any, x: Tensor) -> Tensor:
+    return _stock(block, x - x.mean(1, keepdim=True))
+
+
+def _by_local_number(block: Any, x: Tensor) -> Tensor:
+    return _stock(block, x) * (1 + torch.arange(x.shape[1]) / 10)[None, :, None]
+
+
+def _with_noise(block: Any, x: Tensor) -> Tensor:
+    return _stock(block, x * torch.empty_like(x).uniform_(0.9, 1.1) if block.training else x)
+
+
+def _counting(block: Any, x: Tensor) -> Tensor:
+    if not hasattr(block, "seen"):
+        block.register_buffer("seen", torch.zeros(()))
+    block.seen += x.shape[1]
+    return _stock(block, x)
+
+
+class _Balanced(torch.autograd.Function):
+    """Hands rows on; backward adds the gradient of a loss of the rows' mean."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (logits,) = ctx.saved_tensors
+        return gradients[0], logits.softmax(-1).mean(0).expand_as(logits) / len(logits)
+
+
+def _with_a_loss(block: Any, x: Tensor) -> Tensor:
+    return _Balanced.apply(_stock(block, x), block.gate(x.flatten(0, 1))[0])  # pyright: ignore[reportReturnType]
+
+
+def _of_visited_experts(block: Any, x: Tensor) -> Tensor:
+    """An expert without rows is left out, and its weight is a parameter of its own."""
+    if not hasattr(block, "scales"):
+        block.scales = nn.ParameterList(nn.Parameter(torch.ones(())) for _ in range(block.gate.num_experts))
+    chosen = block.gate(x.flatten(0, 1))[2]
+    y = _stock(block, x)
+    for expert in chosen.unique().tolist():
+        y = y * torch.where((chosen == expert).any(-1), block.scales[expert], 1.0)[None, :, None]
+    return y
+
+
+NOT_EXACT: dict[str, tuple[Forward, str]] = {
+    "capacity": (_of_capacity, r"rows influence each other outside attention, first in layers.0.mlp.*: outputs differ"),
+    "experts that choose rows": (_experts_choose, "rows influence each other outside attention, first in layers.0.mlp"),
+    "sums over rows": (_normalized_over_rows, "rows influence each other outside attention, first in layers.0.mlp"),
+    "numbers of local rows": (_by_local_number, "rows influence each other outside attention, first in layers.0.mlp"),
+    "a loss in the gradient": (_with_a_loss, r"the gradient of \S+ is not the sum over rows: it differs by"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_EXACT)
+def test_rows_that_are_not_alone(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, says = NOT_EXACT[case]
+    monkeypatch.setattr(qwen3_moe.Qwen3MoeSparseMoeBlock, "forward", forward)
+    model = on_meta(Qwen3MoeConfig(num_hidden_layers=2))
+    with pytest.raises(ModelError, match=f"Qwen3MoeForCausalLM cannot run exactly .*: {says}"):
+        refuse_class(model)
+    with pytest.raises(ModelError, match=says), World(Layout(ranks=1), backend=backend()) as world:
+        prepare(model, world, shard_parameters=False)
+
+
+def _made_with(monkeypatch: pytest.MonkeyPatch, add: Callable[[Any], None], forward: Forward) -> PreTrainedModel:
+    """A model whose blocks of experts have something more."""
+    made = qwen3_moe.Qwen3MoeSparseMoeBlock.__init__
+
+    def init(block: Any, config: Any) -> None:
+        made(block, config)
+        add(block)
+
+    monkeypatch.setattr(qwen3_moe.Qwen3MoeSparseMoeBlock, "__init__", init)
+    monkeypatch.setattr(qwen3_moe.Qwen3MoeSparseMoeBlock, "forward", forward)
+    return on_meta(Qwen3MoeConfig(num_hidden_layers=2))
+
+
+def test_a_state_of_the_rows_that_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _made_with(monkeypatch, lambda block: block.register_buffer("seen", torch.zeros(())), _counting)
+    with pytest.raises(ModelError, match=r"its forward pass in training changes layers.0.mlp.seen by the rows"):
+        refuse_class(model)
+
+
+def test_parameters_of_visited_experts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(block: Any) -> None:
+        block.scales = nn.ParameterList(nn.Parameter(torch.ones(())) for _ in range(block.gate.num_experts))
+
+    model = _made_with(monkeypatch, add, _of_visited_experts)
+    with pytest.raises(ModelError, match=r"layers.\d.mlp.scales.\d has no gradient, not even zeros, where no row"):
+        refuse_class(model)
+
+
+def test_experts_that_are_not_what_we_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = qwen3_moe.Qwen3MoeExperts.forward
+    monkeypatch.setattr(qwen3_moe.Qwen3MoeExperts, "forward", lambda *args: 2 * stock(*args))
+    with pytest.raises(ModelError, match=r"layers.0.mlp.experts \(Qwen3MoeExperts\) computes something of its own"):
+        refuse_class(on_meta(Qwen3MoeConfig(num_hidden_layers=2)))
+
+
+def test_a_class_that_cannot_be_tried_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(block: Any, x: Tensor) -> Tensor:
+        raise ValueError("experts need a GPU")
+
+    monkeypatch.setattr(qwen3_moe.Qwen3MoeSparseMoeBlock, "forward", fail)
+    says = r"it has experts, and a small Qwen3MoeModel that shows how they route cannot be run on the host .*need a GPU"
+    with pytest.raises(ModelError, match=says):
+        refuse_class(on_meta(Qwen3MoeConfig(num_hidden_layers=2)))
+
+
+# ---- families
+
+
+@pytest.mark.skipif(transformers_before("5.21"), reason="its mixture of experts does not run")
+def test_doge_mixes_the_logits_of_rows() -> None:
+    doge = CONFIG_MAPPING["doge"](is_moe=True)
+    with pytest.raises(ModelError, match=r"rows influence each other outside attention, first in layers\.0\.mlp"):
+        refuse_class(on_meta(doge))
+
+
+def _trains(model: PreTrainedModel) -> None:
+    with World(Layout(ranks=1), backend=backend()) as world:
+        prepared = prepare(model, world, shard_parameters=False)
+        run_step(prepared, plan_fixed((9, 5), world.home, cp=1), texts((9, 5)), world)
+
+
+def test_phimoe_is_evaluated_and_its_training_refused() -> None:
+    model = family_model("phimoe")
+    assert try_class(model).draws and not try_class(model).reasons
+    with pytest.raises(ModelError, match=r"PhimoeForCausalLM draws .*: exponential_ .*it does so by its code"):
+        _trains(model)
+
+
+def test_noise_that_the_probe_does_not_see_is_still_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a forward pass does not run on the meta device."""
+    monkeypatch.setattr(qwen3_moe.Qwen3MoeSparseMoeBlock, "forward", _with_noise)
+    monkeypatch.setattr("longspan.model.exactness.meta_record._training_draws", lambda *_: ())
+    with pytest.raises(ModelError, match="draws at random outside attention in training: numbers by which a small"):
+        _trains(family_model("qwen3_moe"))
+
+
+MUTATIONS = {
+    "rows are not compared": ("whole.rows[order])) > _TOLERANCE:", "whole.rows[order])) > 1e9:", "capacity"),
+    "gradients are not added up": ("gradient)) > _TOLERANCE:", "gradient)) > 1e9:", "a loss in the gradient"),
+    "rows stay whole": ("for piece in _PIECES]", "for piece in (slice(None),)]", "sums over rows"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_without_its_comparisons_the_trial_lets_them_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new, case = MUTATIONS[name]
+    monkeypatch.setattr(qwen3_moe.Qwen3MoeSparseMoeBlock, "forward", NOT_EXACT[case][0])
+    with mutated((PATH, old, new)):
+        reasons = try_class(on_meta(Qwen3MoeConfig(num_hidden_layers=2))).reasons
+        assert not any(re.search(NOT_EXACT[case][1], reason) for reason in reasons)
+
+
+class _Learnt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.silu(self.slope * x)
+
+
+def test_gates_are_modules_or_functions() -> None:
+    """LFM2-MoE's experts have torch's function."""
+    assert gate._is_silu(nn.SiLU()) and gate._is_silu(torch.nn.functional.silu)
+    assert not any(map(gate._is_silu, (nn.GELU(), torch.nn.functional.gelu, _Learnt())))
+    if "lfm2_moe" in CONFIG_MAPPING:
+        assert try_class(on_meta(shrunken(CONFIG_MAPPING["lfm2_moe"]()))).reasons == ()
