@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from longspan.model.mtp.add_depths import add_mtp
+from longspan.model.add_depths import add_mtp
 from longspan.model.mtp.depths import MtpBlocks
 from longspan.model.presets import preset_config
 from longspan.model.seams.mixers import find_mixers

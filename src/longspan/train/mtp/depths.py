@@ -9,7 +9,7 @@ from longspan.config.keys import AUTO
 from longspan.config.model_sections import RANDOM
 from longspan.config.sections import RunConfig
 from longspan.errors import ModelError, counted
-from longspan.model.mtp.add_depths import add_mtp
+from longspan.model.add_depths import add_mtp
 from longspan.model.mtp.names import count_depths
 
 
