@@ -35,7 +35,7 @@ from longspan.bench.record import where_it_ran
 from longspan.cli.machine import machine
 from longspan.comm.groups import process_groups
 from longspan.report.plain_text import markdown_table
-from longspan.run.versions import versions
+from longspan.run.result import versions
 
 CHOICES: dict[str, dict[str, Callable[[], None]]] = {
     "streams": {

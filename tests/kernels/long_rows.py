@@ -18,11 +18,10 @@ from longspan.attention import rows as sums
 from longspan.attention.call import Saved
 from longspan.attention.tiles import Launch, Tile, Tiling
 from longspan.attention.tiles_between import Mask
-from longspan.model.experts.gate import one_pass
+from longspan.model.experts.experts import one_pass
 from longspan.model.experts.rows import Visits, gather, spread
-from longspan.model.seams.forwards.fused_norms import fuse_norms
-from longspan.model.seams.forwards.long_norms import split_long_norms
 from longspan.model.seams.forwards.norm_formula import NormFormula
+from longspan.model.seams.forwards.norms import fuse_norms, split_long_norms
 from longspan.ssm.kernels.convolutions import Before, Convolution, FirstRows, write_first
 from longspan.ssm.kernels.decay import scan_chunks
 from longspan.ssm.kernels.delta_states import run_maps
@@ -118,7 +117,7 @@ def _by_formula(formula: NormFormula, device: str, elements: int) -> Errors:
 
     def compute(x: Tensor, weight: Tensor) -> Tensor:
         gate = (x.detach(),) if formula.gate else ()
-        made = formula.in_one_pass(x, weight, 1e-6, *gate)
+        made = formula.run_kernel(x, weight, 1e-6, *gate)
         return formula(x, weight, 1e-6, *gate) if made is None else made
 
     return row_errors(compute, rows_of(elements, WIDTH, device), [weight])

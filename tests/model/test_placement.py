@@ -9,11 +9,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from longspan.comm import World, run_local
 from longspan.layout import Layout
 from longspan.model import prepare, save_model
+from longspan.model.exactness.small_copies import shrunken, tiny_model
 from longspan.model.layers import decoder_layers
 from longspan.model.placement import shared_blocks
 from longspan.model.seams.layer_arguments import number_layers
 from longspan.model.sharding import fsdp_modules
-from longspan.model.small.shrink import shrunken, tiny_model
 from longspan.testing import backend
 from tests.model.stock import tiny
 

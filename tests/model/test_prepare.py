@@ -17,8 +17,8 @@ from longspan.comm import SequenceShard, World, bind
 from longspan.errors import LongspanError, ModelError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare, prepare_model, save_model
+from longspan.model.exactness.row_trial import try_rows
 from longspan.model.prepared import PrepareOptions
-from longspan.model.row_trial.model_trial import try_rows
 from longspan.model.seams.call_rules import is_prepared
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks

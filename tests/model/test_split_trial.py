@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longspan.errors import ModelError
-from longspan.model.small.shrink import shrunken, tiny_model
-from longspan.model.tensor_parallel.feature_trial import mixes_features, refuse_mixed_features
+from longspan.model.exactness.small_copies import shrunken, tiny_model
 from longspan.model.tensor_parallel.plan import COLWISE, ROWWISE, list_styles
+from longspan.model.tensor_parallel.split_trial import mixes_features, refuse_mixed_features
 
 BETWEEN: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
     "gated": (lambda gate, up: F.silu(gate) * up, False),

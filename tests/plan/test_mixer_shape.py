@@ -14,9 +14,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from longspan.errors import PlanError
 from longspan.model import load_model, preset_config
 from longspan.model.add_depths import add_mtp
+from longspan.model.exactness.small_copies import shrunken, tiny_model
 from longspan.model.seams.mixer_calls import ROWS_ALONE, set_mixer_ops
 from longspan.model.seams.mixers import find_mixers
-from longspan.model.small.shrink import shrunken, tiny_model
 from longspan.plan import Cost
 from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.cost.layers import layer_types

@@ -96,7 +96,7 @@ def _changed(rank: int) -> tuple[bool, bool]:
         shard = bind(batch, world)
         others = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)) != changed
         others = others.to(world.device)
-        kept = shard.scatter(others)
+        activations = shard.scatter(others)
         outs = []
         for seed in (0, 1):
             given = [x.detach().to(world.device) for x in inputs("delta", sum(lengths), 2, 4, 3) if x is not None]
@@ -105,8 +105,10 @@ def _changed(rank: int) -> tuple[bool, bool]:
             local = [shard.scatter(x) for x in given]
             conv = causal_conv(local[2].flatten(1), local[2].new_ones(6, 4), None, shard)
             outs.append((linear_scan(*local, shard), conv))  # pyright: ignore[reportCallIssue]
-        same = [torch.equal(a[kept], b[kept]) and not torch.equal(a, b) for a, b in zip(*outs, strict=True)]
-        return same[0] or not (~kept).any().item(), same[1] or not (~kept).any().item()
+        same = [
+            torch.equal(a[activations], b[activations]) and not torch.equal(a, b) for a, b in zip(*outs, strict=True)
+        ]
+        return same[0] or not (~activations).any().item(), same[1] or not (~activations).any().item()
 
 
 def test_other_documents_keep_their_bits() -> None:

@@ -44,9 +44,9 @@ from longspan.checkpoint.files import (
 )
 from longspan.checkpoint.storage import HashingWriter, PatientReader
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, is_first_rank, on_every_rank, on_first_rank
+from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, CommError, counted
-from longspan.model.adapters import adapter_entries, adapter_of
+from longspan.model.lora.adapters import adapter_entries, adapter_of
 from longspan.model.vision.join import are_of_both
 
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # no list of parameters, which differs between stages
@@ -76,17 +76,19 @@ def save_checkpoint(
     root = Path(root)
     path = checkpoint_path(root, step)
     folder = path.with_name(path.name + PARTIAL)
-    on_first_rank(world, lambda: create_partial(folder), CheckpointError)
+    run_on_first_rank(world, lambda: create_partial(folder), CheckpointError)
     try:
         digests = _write(folder, tensors_to_save(model, optimizer), world)
-        on_first_rank(world, lambda: publish(folder, path, {"step": step, **(state or {})}, digests), CheckpointError)
+        run_on_first_rank(
+            world, lambda: publish(folder, path, {"step": step, **(state or {})}, digests), CheckpointError
+        )
     except (CheckpointError, CommError) as error:
         if is_first_rank(world) or world.watch.has_died(world.home.ranks[0]):
             shutil.rmtree(folder, ignore_errors=True)  # what it takes may be what the disk lacks
         if isinstance(error, CommError):
             raise
         raise CheckpointError(f"checkpoint {path} could not be written: {error}") from error
-    on_first_rank(world, lambda: prune(root, keep), CheckpointError)
+    run_on_first_rank(world, lambda: prune(root, keep), CheckpointError)
     return path
 
 
@@ -101,12 +103,12 @@ def find_checkpoint(root: str | Path, world: World, log: LogLine = print, *, not
     checkpoint too, for `save_checkpoint` to keep others. Raises CheckpointError where nothing good is left.
     """
     root = Path(root)
-    paths = on_first_rank(world, lambda: complete_checkpoints(root, log), CheckpointError)
+    paths = run_on_first_rank(world, lambda: complete_checkpoints(root, log), CheckpointError)
     newest, damage = newest_good(
         paths, partial(check_checkpoint, world=world), log if is_first_rank(world) else _silent
     )
     if note:
-        on_first_rank(world, lambda: note_damage(damage, newest), CheckpointError)
+        run_on_first_rank(world, lambda: note_damage(damage, newest), CheckpointError)
     return newest
 
 
@@ -115,9 +117,9 @@ def check_checkpoint(path: Path, world: World) -> None:
 
     All ranks call it together: each reads a part of the files.
     """
-    files = on_first_rank(world, lambda: check_sizes(path), CheckpointError)
+    files = run_on_first_rank(world, lambda: check_sizes(path), CheckpointError)
     mine = files_by_rank(files, len(world.home.ranks))[world.home.ranks.index(world.rank)]
-    on_every_rank(world, lambda: check_contents(path, mine), CheckpointError)
+    run_on_every_rank(world, lambda: check_contents(path, mine), CheckpointError)
 
 
 def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer | None, world: World) -> dict[str, Any]:
@@ -134,7 +136,7 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer | N
     belongs to another model, or lacks moments of parameters that were frozen, and CommError where a rank is lost.
     """
     path = Path(path)
-    state, stored = on_first_rank(world, lambda: (read_state(path), _names_in(path)), CheckpointError)
+    state, stored = run_on_first_rank(world, lambda: (read_state(path), _names_in(path)), CheckpointError)
     tensors = tensors_to_fill(model, optimizer)
     weights = {name for names in world.control.gather_objects(list(tensors["model"])) for name in names}
     _check_names(path, _under("model.", stored), weights)

@@ -1,7 +1,7 @@
 """A checkpoint as a Hugging Face folder, in one process on the CPU: a decoder layer at a time, never the whole model.
 
 Weights are stored by the names and shapes of the whole model, whatever home saved them. The other files of the folder
-are kept in the run's folder (`run/set_up/kept_files.py`).
+are kept in the run's folder (`run/set_up.py`).
 """
 
 import re
@@ -37,17 +37,24 @@ from longspan.checkpoint.files import (
 )
 from longspan.comm.all_ranks import LogLine
 from longspan.config.file import load_config
-from longspan.corpus.images.stock_processor import FILES
+from longspan.corpus.images.without_torchvision import FILES
 from longspan.corpus.tokenizer_files import KeptFiles
 from longspan.errors import CheckpointError, ModelError
 from longspan.model.hf_folder import read_configuration
 from longspan.model.load import torch_dtype
 from longspan.model.lora.save import CONFIGURATION
-from longspan.model.save import stock_configuration, write_beside_weights
-from longspan.model.vision.join import own_names
-from longspan.model.weights.empty import empty_model, named_images_class
-from longspan.model.weights.saved_folder import OF_MODEL, partial_folder, put_in_place
-from longspan.model.weights.write import FILE_BYTES, WeightWriter, Written, unit_of
+from longspan.model.save import stock_configuration, write_configuration
+from longspan.model.vision.join import names_by_stock_name
+from longspan.model.weights.fill import empty_model, images_class_by_name
+from longspan.model.weights.write import (
+    FILE_BYTES,
+    OF_MODEL,
+    WeightTotals,
+    WeightWriter,
+    partial_folder,
+    put_in_place,
+    unit_of,
+)
 
 _REPLACED = "|".join([OF_MODEL, r"pytorch_model.*\.(bin|json)", r"generation_config\.json", *map(re.escape, FILES)])
 _LOGGED_EVERY = 5 * 10**9  # bytes
@@ -99,7 +106,7 @@ def export_checkpoint(
         refuse_merge(run_dir)
     checkpoint = _good_checkpoint(run_dir / "checkpoints", checkpoint, log)
     kind = torch_dtype(config.dtype or "float32") if dtype == "auto" else torch_dtype(dtype)
-    empty = empty_model(config, kind, named_images_class(config))
+    empty = empty_model(config, kind, images_class_by_name(config))
     as_adapter = bool(run.lora.rank) and not merge  # its names are those of the model that it was trained in
     depths = ExportedDepths.of(run, empty, "own" if as_adapter and mtp == "published" else mtp, log)
     try:
@@ -171,20 +178,20 @@ def _good_checkpoint(root: Path, checkpoint: Path | None, log: LogLine) -> Path:
 
 def _write(
     partial: Path, empty: PreTrainedModel, groups: Iterator[dict[str, Tensor]], run_dir: Path, depths: ExportedDepths
-) -> Written:
+) -> WeightTotals:
     """Write the weights of a whole model, and the other files of its folder."""
     writer = WeightWriter(partial, empty, file_bytes=FILE_BYTES, rename=depths.rename)
     for group in groups:
         writer.write(group)
     written = writer.finish()
-    write_beside_weights(empty, partial, KeptFiles(run_dir))
+    write_configuration(empty, partial, KeptFiles(run_dir))
     return written
 
 
 def _groups(checkpoint: Path, empty: PreTrainedModel, depths: ExportedDepths) -> Iterator[dict[str, Tensor]]:
     """The weights of a checkpoint that are exported, those of a layer together, as they were stored."""
     stored = depths.select(_weights_in(checkpoint))
-    stored_names = own_names(stored)  # a vision-language model's are stored by the names of its two modules
+    stored_names = names_by_stock_name(stored)  # a vision-language model's are stored by the names of its two modules
     stored, weights = {name: stored[there] for name, there in stored_names.items()}, dict(empty.state_dict())
     if more := sorted(stored.keys() - weights.keys()):
         raise ModelError(f"it has {len(more)} weights that the model has not: {', '.join(more[:4])}")

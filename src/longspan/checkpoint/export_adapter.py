@@ -19,19 +19,17 @@ from longspan.comm.all_ranks import LogLine
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer_files import KeptFiles
 from longspan.errors import CheckpointError, ConfigError, counted
-from longspan.model.adapters import Adapter, adapter_in, belongs_to_adapter, peft_modules
 from longspan.model.add_depths import add_mtp
-from longspan.model.lora.save import WEIGHTS, write_adapter
-from longspan.model.lora.trained_modules import entries_of, trained_modules
+from longspan.model.local_tensors import LocalPart
+from longspan.model.lora.adapters import Adapter, adapter_in, belongs_to_adapter, peft_modules
+from longspan.model.lora.save import WEIGHTS, largest_trained_modules, select_entries, write_adapter
 from longspan.model.mtp.depths import mtp_blocks
-from longspan.model.mtp.names import PREFIX, published_names
+from longspan.model.mtp.names import PREFIX, to_published_names
 from longspan.model.parts import is_tied
 from longspan.model.presets import PRESETS
-from longspan.model.vision.join import own_names
-from longspan.model.weights.empty import empty_model, named_images_class
-from longspan.model.weights.fill import take_weights_to_come
-from longspan.model.weights.held import HeldPart
-from longspan.model.weights.write import Written, unit_of
+from longspan.model.vision.join import names_by_stock_name
+from longspan.model.weights.fill import empty_model, images_class_by_name, pop_deferred_weights
+from longspan.model.weights.write import WeightTotals, unit_of
 from longspan.train.mtp.depths import depth_weights, with_depths
 from longspan.train.training import adapted, loaded_model
 
@@ -60,7 +58,7 @@ class ExportedDepths:
             return ours
         blocks: list[Any] = [*mtp_blocks(add_mtp(empty, depths)).values()]
         blocks = blocks[: len(blocks) // depths]
-        published = published_names(text.model_type, text.num_hidden_layers, depths, len(blocks))
+        published = to_published_names(text.model_type, text.num_hidden_layers, depths, len(blocks))
         rename = published if names == "published" else None
         if rename is None:
             log(f"{title}: under {PREFIX}.layers.0.… and so on, which longspan reads and stock transformers leaves out")
@@ -91,16 +89,16 @@ class SavedAdapter(NamedTuple):
 
 def read_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mapping[str, Tensor]) -> SavedAdapter:
     """A run's adapter, of these tensors. Raises CheckpointError for tensors that [lora] does not describe."""
-    tensors = {name: stored[there] for name, there in own_names(stored).items()}
-    stock = empty_model(configuration, torch.float32, named_images_class(configuration))
+    tensors = {name: stored[there] for name, there in names_by_stock_name(stored).items()}
+    stock = empty_model(configuration, torch.float32, images_class_by_name(configuration))
     empty = with_depths(run, stock, read=False)
-    modules = trained_modules(empty, {name for name in tensors if not belongs_to_adapter(name)})
+    modules = largest_trained_modules(empty, {name for name in tensors if not belongs_to_adapter(name)})
     model = adapted(run, empty).get_base_model()
     adapter = adapter_in(model)
     assert adapter is not None
     layers: dict[str, Any] = {**peft_modules(model)}
     names = {name for name, _ in model.named_parameters() if ".lora_" in name}
-    names |= entries_of(modules, dict(model.named_parameters())).keys()
+    names |= select_entries(modules, dict(model.named_parameters())).keys()
     if names != tensors.keys():
         raise CheckpointError(
             f"the checkpoint has {len(tensors)} tensors, the adapter of [lora] in {run.run.dir}/config.toml "
@@ -110,11 +108,11 @@ def read_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mappin
     return SavedAdapter(adapter, tensors, scalings, modules)
 
 
-def write_saved_adapter(saved: SavedAdapter, folder: Path, run_dir: Path, dtype: torch.dtype | None) -> Written:
+def write_saved_adapter(saved: SavedAdapter, folder: Path, run_dir: Path, dtype: torch.dtype | None) -> WeightTotals:
     """Write an adapter to a folder, with the tokenizer that the run keeps."""
     tensors = {name: tensor.to(dtype=dtype) for name, tensor in saved.tensors.items()}
     write_adapter(folder, saved.adapter, tensors, KeptFiles(run_dir), saved.modules)
-    return Written(len(tensors), sum(x.numel() for x in tensors.values()), (folder / WEIGHTS).stat().st_size, 1)
+    return WeightTotals(len(tensors), sum(x.numel() for x in tensors.values()), (folder / WEIGHTS).stat().st_size, 1)
 
 
 def merge_by_layer(
@@ -125,7 +123,7 @@ def merge_by_layer(
     Raises CheckpointError if the base model cannot be made again here, and for an adapter of a tied head.
     """
     _check_base(run, configuration, run_dir)
-    images = named_images_class(configuration) is not None
+    images = images_class_by_name(configuration) is not None
     model = loaded_model(run, configuration.get_text_config().vocab_size, configuration, images=images)
     _check_tied(saved, model)
     wide = torch.float64 if run.model.dtype == "float64" else torch.float32
@@ -146,11 +144,11 @@ def merge_weight(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dt
 
 def _weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """The whole weights of a model, those that are yet to come one at a time."""
-    weights = take_weights_to_come(model)
+    weights = pop_deferred_weights(model)
     if weights is None:
         yield from model.state_dict().items()
         return
-    whole = {name: HeldPart.of(tensor) for name, tensor in model.state_dict().items()}
+    whole = {name: LocalPart.of(tensor) for name, tensor in model.state_dict().items()}
     yield from weights.source.read(whole, torch.device("cpu"))
 
 

@@ -182,7 +182,7 @@ def _show_rows(flags: CompareFlags, title: str, rows: Sequence[NamedSimulation],
 def _show_degrees(flags: CompareFlags, title: str, lengths: Sequence[int], home: Layout) -> None:
     options = _comparison_options(flags, home)
     if options.cost.states:
-        options = replace(options, partition="contiguous", cost=options.cost.dealt("contiguous"))
+        options = replace(options, partition="contiguous", cost=options.cost.for_partition("contiguous"))
     comparison = which_degree(lengths, home, options=options, accumulation=flags.accumulation or None, vpp=flags.vpp)
     if flags.json:
         print(degrees_json(title, comparison))

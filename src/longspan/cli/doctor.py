@@ -15,7 +15,7 @@ from longspan.cli.machine import machine, machine_text
 from longspan.cli.processes import Device, processes_of, reports_here, usable_gpus
 from longspan.errors import LongspanError, counted
 from longspan.report.plain_text import bytes_text, seconds_text, text_table
-from longspan.run.versions import versions
+from longspan.run.result import versions
 
 if TYPE_CHECKING:
     from longspan.attention import Kernel

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from longspan.cli.eval_output import check_writable, result_tables, write_documents, write_folder, write_picture
-from longspan.cli.evaluation.flags import EvalFlags, parse_eval, request_of
+from longspan.cli.evaluation.flags import EvalFlags, make_request, parse_eval
 from longspan.cli.processes import processes_of, reports_here, run_on_ranks, say, under_torchrun
 from longspan.corpus.files import find_root
 from longspan.errors import counted
-from longspan.evaluation.saved.fit import checkable
+from longspan.evaluation.saved.fit import fit_evaluations
 from longspan.evaluation.saved.record import record_of
 from longspan.evaluation.saved.request import EvalRequest, SubjectResult
 from longspan.files import as_json
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
     flags = parse_eval(argv)
     processes = processes_of(flags.world, flags.device)
     with processes.note_errors():
-        request = request_of(argv, flags, processes.ranks)
+        request = make_request(argv, flags, processes.ranks)
         check_request(request, processes.ranks)
     if not under_torchrun():
         for _, path in request.paths:
@@ -114,7 +114,7 @@ def check_request(request: EvalRequest, ranks: int) -> Layout:
     """The home of the evaluation, if every value is possible on so many ranks. Raises ConfigError or LayoutError."""
     home = home_of(request.subjects[0].config.parallel, ranks)
     for subject in request.subjects:
-        check_config(checkable(subject.config, request.sets, home, request.given), ranks, training=False)
+        check_config(fit_evaluations(subject.config, request.sets, home, request.flag_keys), ranks, training=False)
     return home
 
 

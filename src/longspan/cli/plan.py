@@ -27,9 +27,8 @@ from longspan.cli.planning import (
 from longspan.errors import ConfigError, PlanError, counted
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
-from longspan.plan.cost.spans import with_spans
-from longspan.plan.items.encoder_load import EncoderLoad
-from longspan.plan.items.encoder_shape import EncoderShape
+from longspan.plan.cost.model_cost import with_spans
+from longspan.plan.items.encoder_shape import EncoderLoad, EncoderShape
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.simulate.type_and_partition import plan_with_partition
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, on_every_rank, on_first_rank
+from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
 from longspan.config.sections import RunConfig
 from longspan.corpus.build import ensure_corpus
 from longspan.corpus.corpus_settings import CorpusSettings
 from longspan.corpus.image_documents import show_images
 from longspan.corpus.rows.kinds import display_kind
-from longspan.corpus.store.streamed import open_corpus
+from longspan.corpus.store.streamed import open_shared_corpus
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer
 from longspan.corpus.tokenizer_files import vocabulary_files
 from longspan.data.documents import Corpus
@@ -45,8 +45,8 @@ def build_shared_corpus(
             )
         log(f"corpus: {corpus_line(corpus, [path for _, path in CorpusSettings(config.data).paths()])}")
 
-    on_first_rank(world, build, DataError)
-    return on_every_rank(
+    run_on_first_rank(world, build, DataError)
+    return run_on_every_rank(
         world, lambda: show_images(open_shared_corpus(directory / "corpus"), model, directory), DataError
     )
 
@@ -101,6 +101,6 @@ def _model_tokenizer(config: RunConfig) -> Path | None:
 def open_shared_corpus(folder: Path) -> Corpus:
     """Open a corpus of a run, on every rank. Raises DataError if it is missing on this host."""
     try:
-        return open_corpus(folder)
+        return open_shared_corpus(folder)
     except DataError as error:
         raise DataError(f"{error}; the run's folder must be on storage that all its machines share") from error

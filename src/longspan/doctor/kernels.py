@@ -13,7 +13,7 @@ from longspan.model.exactness.small_copies import reads_images_alone
 from longspan.model.experts.moe import use_experts
 from longspan.model.seams.attention_calls import IMPLEMENTATION
 from longspan.model.seams.attention_record import RecordedCall
-from longspan.model.seams.layer_numbers import number_layers
+from longspan.model.seams.layer_arguments import number_layers
 
 GPU = torch.device("cuda")
 

@@ -38,8 +38,8 @@ from longspan.doctor.stock import (
 )
 from longspan.errors import CommError, LongspanError
 from longspan.layout import Layout
-from longspan.model.seams.hint import DOCTOR
-from longspan.model.vision.trial_documents import TrialDocument
+from longspan.model.exactness.trial_documents import TrialDocument
+from longspan.model.seams.refusals import DOCTOR
 from longspan.plan.cost.model_shape import read_experts
 
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}

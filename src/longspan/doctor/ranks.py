@@ -43,7 +43,7 @@ from longspan.model.experts.moe import router_statistics
 from longspan.model.multimodal.multimodal_model import language_model_of
 from longspan.model.prepare_model import PrepareOptions
 from longspan.model.seams.refusals import DOCTOR
-from longspan.model.vision.join import own_names
+from longspan.model.vision.join import names_by_stock_name
 from longspan.plan import Plan
 from longspan.plan.hierarchy import Levels, hierarchical_groups, levels_of
 from longspan.train import run_step
@@ -193,7 +193,9 @@ class CaseRun:
         self.world.prepare(plan)
         result = run_step(self.model, plan, self.documents, self.world, router=router)
         gradients = gradients_of(self.model)
-        here = gradient_errors({original: gradients[name] for original, name in own_names(gradients).items()}, stock)
+        here = gradient_errors(
+            {original: gradients[name] for original, name in names_by_stock_name(gradients).items()}, stock
+        )
         self.model.zero_grad()
         of_ranks = self.world.control.gather_objects(here, "errors of gradients")
         errors = {name: max(of.get(name, 0.0) for of in of_ranks) for name in {n for of in of_ranks for n in of}}

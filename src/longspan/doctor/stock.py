@@ -22,16 +22,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.doctor.images import NO_LABEL, document_labels
 from longspan.errors import ModelError
-from longspan.model.experts.router import RouterCoefficients
-from longspan.model.small.shrink import tiny_model
-from longspan.model.small.small_values import EXPERT_GROUPS, PICKED
-from longspan.model.vision.trial_documents import (
+from longspan.model.exactness.small_copies import tiny_model
+from longspan.model.exactness.small_values import EXPERT_GROUPS, PICKED
+from longspan.model.exactness.trial_documents import (
     TOKEN_KINDS,
     TrialDocument,
     ordinary_ids,
     stock_arguments,
     token_kinds,
 )
+from longspan.model.experts.router import RouterCoefficients
 from longspan.plan.cost.model_shape import read_experts
 
 

@@ -1,6 +1,6 @@
 """A degree "auto" of an evaluation: chosen by its cost once the documents are known, with the reason in one line.
 
-The choice is that of `longspan simulate --which-eval-degree` (`plan/simulate/which_degree.py`): forward passes of these
+The choice is that of `longspan simulate --which-eval-degree` (`plan/simulate/evaluation.py`): forward passes of these
 documents at every degree and, if the type is "auto" too, under every communication type, through the pipeline's
 stages, within the limit of rows.
 """
@@ -10,13 +10,13 @@ from dataclasses import replace
 from functools import partial
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, on_first_rank
+from longspan.comm.all_ranks import LogLine, run_on_first_rank
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, with_evaluations
 from longspan.errors import ConfigError, PlanError, counted
 from longspan.layout import Layout
 from longspan.plan import Cost
-from longspan.plan.simulate.which_degree import which_degree
+from longspan.plan.simulate.evaluation import which_degree
 from longspan.train.plans import PlanChoice
 
 
@@ -58,7 +58,7 @@ def choose_degree_on_ranks(
     if choice.degree:
         return choice, ""
     work = partial(choose_degree, choice, [int(n) for n in lengths], world.home, name=name, vpp=vpp)
-    choice, reason = on_first_rank(world, work, ConfigError)
+    choice, reason = run_on_first_rank(world, work, ConfigError)
     if reason:
         log(reason)
     return choice, reason

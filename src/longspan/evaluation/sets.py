@@ -14,7 +14,7 @@ import numpy.typing as npt
 from transformers import PreTrainedConfig
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, on_every_rank, on_first_rank
+from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
 from longspan.config.data_sections import PASSKEY
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig
@@ -92,7 +92,7 @@ def check_paths(config: RunConfig, world: World) -> None:
             if entry.path not in MADE:
                 _settings(config, entry).files(Path(config.run.dir))
 
-    on_first_rank(world, check, DataError)
+    run_on_first_rank(world, check, DataError)
 
 
 def open_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> EvaluationSet:
@@ -101,7 +101,7 @@ def open_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -
     All ranks call it together, once the run has its tokenizer. Raises DataError for texts that cannot be read.
     """
     if (make := MADE.get(entry.path)) is not None:
-        return on_every_rank(world, lambda: make(entry, config), DataError)
+        return run_on_every_rank(world, lambda: make(entry, config), DataError)
     corpus = _shared_corpus(config, entry, world, log)
     documents = corpus.select(sample_documents(len(corpus), entry.documents, config.train.seed))
     return EvaluationSet(entry, documents)
@@ -138,5 +138,5 @@ def _shared_corpus(config: RunConfig, entry: EvalConfig, world: World, log: LogL
             tokenizer = configured_tokenizer(config) or load_tokenizer(directory)
             ensure_corpus(settings, directory, tokenizer=tokenizer, resumed=False, log=say)
 
-    on_first_rank(world, build, DataError)
-    return on_every_rank(world, partial(open_shared_corpus, directory / settings.folder), DataError)
+    run_on_first_rank(world, build, DataError)
+    return run_on_every_rank(world, partial(open_shared_corpus, directory / settings.folder), DataError)

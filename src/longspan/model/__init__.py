@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from longspan.model.add_depths import add_mtp as add_mtp
+    from longspan.model.exactness.image_trial import video_tokens as video_tokens
     from longspan.model.load import load_model as load_model
     from longspan.model.lora.without_adapter import without_adapter as without_adapter
-    from longspan.model.add_depths import add_mtp as add_mtp
     from longspan.model.multimodal.encoder import Encoder as Encoder
     from longspan.model.multimodal.multimodal_model import MultimodalModel as MultimodalModel
     from longspan.model.multimodal.prepare_encoder import prepare_encoder as prepare_encoder
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from longspan.model.vision.image_tokens import ImageInput as ImageInput
     from longspan.model.vision.image_tokens import image_tokens as image_tokens
     from longspan.model.vision.join import EncoderHome as EncoderHome
-    from longspan.model.vision.tried_videos import video_tokens as video_tokens
     from longspan.model.vision.video_tokens import Video as Video
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

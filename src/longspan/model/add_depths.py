@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
+from longspan.model.exactness.depth_layer import layer_to_copy
 from longspan.model.hf_folder import weight_files
 from longspan.model.layers import base_of, decoder_layers, norm_after_layers
 from longspan.model.local_tensors import LocalPart
@@ -22,12 +23,11 @@ from longspan.model.mtp.depths import MtpBlocks, MtpDepth, MtpDepths, depths_of,
 from longspan.model.mtp.layer_inputs import CopiedLayer
 from longspan.model.mtp.names import PREFIX, as_our_columns, to_our_name
 from longspan.model.seams.call_rules import is_prepared
-from longspan.model.seams.depth_layer import layer_to_copy
-from longspan.model.seams.set_forwards import set_on_instances
+from longspan.model.seams.refusals import set_on_instances
 from longspan.model.weights.fill import WeightSource, empty_model, is_empty, persistent_buffers
 from longspan.model.weights.folder import FolderWeights
 from longspan.model.weights.random import draw
-from longspan.plan.cost.layer_kinds import types_of_depth
+from longspan.plan.cost.layers import types_of_depth
 
 
 def draw_depths(model: PreTrainedModel, mtp: MtpDepths, seed: int) -> None:

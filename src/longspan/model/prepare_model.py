@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
+from longspan.model.exactness.adapter_rules import configuration_reasons, layer_reasons
+from longspan.model.exactness.row_trial import try_rows_at_first_call
 from longspan.model.lora.adapters import (
     Adapter,
     adapter_in,
@@ -22,15 +24,13 @@ from longspan.model.lora.adapters import (
     model_inside,
     peft_modules,
 )
-from longspan.model.lora.refusals import reasons_of_configuration, reasons_of_layers
 from longspan.model.lora.without_adapter import redirect_peft_model
 from longspan.model.multimodal.checks import check_encoder_home
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import PrepareOptions, prepare_language_model
-from longspan.model.row_trial.model_trial import try_rows_of_calls
+from longspan.model.take_apart import take_apart_or_undo
 from longspan.model.vision.join import IMAGE, EncoderHome, join_parts
-from longspan.model.vision.take_apart import take_apart_or_undo
 from longspan.model.weights.fill import find_deferred_weights
 
 
@@ -120,7 +120,7 @@ def prepare(
     options = replace(options or PrepareOptions(), **changes)
     if encoder is None:
         prepared = prepare_language_model(model, world, options)
-        try_rows_of_calls(prepared)
+        try_rows_at_first_call(prepared)
         return prepared
     home = EncoderHome.of(encoder, shard_parameters=options.shard_parameters, compute_dtype=options.compute_dtype)
     stock = model_inside(model)
@@ -130,7 +130,7 @@ def prepare(
         if adapter is not None:
             _check_encoder_adapter(parts.encoder, adapter, home.layout.tp)
         language_model: Any = prepare_language_model(model, world, options)
-        try_rows_of_calls(language_model)
+        try_rows_at_first_call(language_model)
         language_model.adapter = adapter  # also if only the encoder has one
         prepared = join_parts(parts, language_model, world, home, weights)
     redirect_peft_model(model, prepared)
@@ -145,8 +145,8 @@ def _check_encoder_adapter(encoder: nn.Module, adapter: Adapter, tp: int) -> Non
     if not peft_modules(encoder):
         return
     if reasons := [
-        *reasons_of_configuration(adapter),
-        *reasons_of_layers(encoder),
+        *configuration_reasons(adapter),
+        *layer_reasons(encoder),
         *_reasons_of_encoder(encoder, adapter, tp),
     ]:
         raise ModelError(

@@ -18,8 +18,8 @@ from longspan.errors import ConfigError, PlanError, counted
 from longspan.evaluation.passkey.grid import PasskeyGrid
 from longspan.plan import Plan
 from longspan.report.passkey import passkey_grids
-from longspan.run.records.facts import RunFacts
-from longspan.run.records.metrics_log import rows_and_damage
+from longspan.run.facts import RunFacts
+from longspan.run.metrics_log import rows_and_damage
 
 SAMPLE_KEYS = ("name", "text", "answer", "predicted", "images")
 EVALUATION_KEYS = ("step", "cp", "planner", "eval_tokens", "eval_documents", "by_position", "by_length")

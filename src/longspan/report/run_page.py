@@ -18,7 +18,7 @@ from longspan.report.passkey import passkey_section
 from longspan.report.plain_text import bytes_text, number_text, seconds_text
 from longspan.report.run_folder import MTP_LOSS, EvalRow, RunFolder, last_rows
 from longspan.report.series import smooth
-from longspan.run.records.facts import RunFacts
+from longspan.run.facts import RunFacts
 
 
 def finite(values: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ from longspan.model import PRESETS
 from longspan.plan.check import COMM_TYPES
 from longspan.train.plans import PlanChoice
 
-# As in longspan.attention.KERNELS and longspan.ssm.kernels.asked, which bring torch: keys are checked without it.
+# As in longspan.attention.KERNELS and longspan.ssm.kernels.packages, which bring torch: keys are checked without it.
 ATTENTION_KERNELS = ("fa4", "cudnn", "torch_flash", "triton_flash", "cpu_flash", "reference")
 MIXER_KERNELS = ("torch", "mamba_ssm", "causal_conv1d")
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from longspan.comm import World
-from longspan.comm.all_ranks import on_every_rank, on_first_rank
+from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
 from longspan.comm.stop_signal import StopSignal, received_signal
-from longspan.corpus.corpus_images.image_documents import ImageDocuments
+from longspan.corpus.image_documents import ImageDocuments
 from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer
 from longspan.data.document import NO_TARGET, Labelled
 from longspan.errors import DataError, EvaluationStopped, RunFolderError
@@ -77,7 +77,7 @@ def image_samples(
         made = (_sample_row(shown, number, tokenizer, tokens_at) for number in range(len(shown)))
         return [{"step": step, "name": name, **row} for row in made]
 
-    return on_first_rank(world, rows, DataError)  # which alone opens the pictures
+    return run_on_first_rank(world, rows, DataError)  # which alone opens the pictures
 
 
 def _sample_row(
@@ -181,7 +181,7 @@ class Evaluations:
             choice = run.choice_of(entry.config)
             rows += image_samples(run.model, entry.documents, choice, run.world, run.dir, name=entry.name, step=done)
         if rows:
-            on_first_rank(run.world, partial(_write_lines, run.dir / SAMPLES_FILE, rows), RunFolderError)
+            run_on_first_rank(run.world, partial(_write_lines, run.dir / SAMPLES_FILE, rows), RunFolderError)
 
     def _final_evaluations(self, entry: EvaluationSet, done: int) -> Iterator[Evaluation | None]:
         """Evaluate a set as configured and, for the held-out documents, at every other degree."""
@@ -214,7 +214,9 @@ class Evaluations:
             return None
         finally:
             self.display.end_evaluating()
-        on_every_rank(self.run.world, partial(self.records.groups.note, evaluation.plan, "evaluation"), RunFolderError)
+        run_on_every_rank(
+            self.run.world, partial(self.records.groups.note, evaluation.plan, "evaluation"), RunFolderError
+        )
         return evaluation
 
     def _is_recorded(self, entry: EvaluationSet, done: int) -> bool:
@@ -229,7 +231,7 @@ class Evaluations:
         world = self.run.world
         for evaluation in sorted(evaluations, key=_degree):
             row = evaluation.row()
-            on_every_rank(world, partial(self.records.metrics.write, row), RunFolderError)
+            run_on_every_rank(world, partial(self.records.metrics.write, row), RunFolderError)
             self.display.show_evaluation(row)
             words = ("evaluation", entry.name, f"cp{evaluation.cp}")
             save_plan(self.run, evaluation.plan, "-".join(filter(None, words)))
@@ -237,7 +239,7 @@ class Evaluations:
             prefix = f"{entry.name}-" if entry.name else ""
             file = self.run.dir / "evaluations" / f"{prefix}step-{evaluations[0].step:06d}.jsonl"
             rows = evaluations[0].document_rows(entry.documents.origins)
-            on_first_rank(world, partial(_write_lines, file, rows), RunFolderError)
+            run_on_first_rank(world, partial(_write_lines, file, rows), RunFolderError)
 
 
 def save_plan(run: TrainingRun, plan: Plan, name: str) -> None:
@@ -248,7 +250,7 @@ def save_plan(run: TrainingRun, plan: Plan, name: str) -> None:
         file.parent.mkdir(exist_ok=True)
         write_atomically(file, plan.to_json())
 
-    on_first_rank(run.world, write, RunFolderError)
+    run_on_first_rank(run.world, write, RunFolderError)
 
 
 def _write_lines(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:

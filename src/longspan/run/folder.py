@@ -19,7 +19,7 @@ from typing import TextIO
 
 from longspan.checkpoint.checkpoint import save_checkpoint
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, is_first_rank, on_every_rank
+from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank
 from longspan.errors import CheckpointError, LongspanError, NonFiniteError, RunFolderError, counted
 from longspan.files import naming_file
 from longspan.run.run_data import TrainingRun
@@ -33,7 +33,9 @@ def run_lock(directory: Path, world: World, log: LogLine) -> Iterator[None]:
 
     Raises RunFolderError on every rank if another process holds it: which one, on which host.
     """
-    file = on_every_rank(world, lambda: _lock_file(directory, log) if is_first_rank(world) else None, RunFolderError)
+    file = run_on_every_rank(
+        world, lambda: _lock_file(directory, log) if is_first_rank(world) else None, RunFolderError
+    )
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, is_first_rank, on_every_rank, on_first_rank
+from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
 from longspan.errors import ConfigError, RunFolderError
 from longspan.files import as_json, naming_file, write_atomically
 from longspan.plan import Group, Plan
@@ -141,14 +141,14 @@ def open_records(
     metrics_file, groups_file = (run.dir / name if first else None for name in ("metrics.jsonl", "groups.jsonl"))
     if run.done < run.config.train.steps:
         text = as_json(asdict(facts), indent=1)
-        on_first_rank(world, lambda: write_atomically(run.dir / "run.json", text), RunFolderError)
+        run_on_first_rank(world, lambda: write_atomically(run.dir / "run.json", text), RunFolderError)
         log(facts_text(facts))
     open_loggers = partial(_open_loggers, run, facts, classes if first else {}, log)
-    with on_every_rank(world, open_loggers, ConfigError) as loggers:
+    with run_on_every_rank(world, open_loggers, ConfigError) as loggers:
         open_metrics = partial(MetricsLog, metrics_file, after_step=run.done, loggers=loggers)
-        with on_every_rank(world, open_metrics, RunFolderError) as metrics:
+        with run_on_every_rank(world, open_metrics, RunFolderError) as metrics:
             open_groups = partial(GroupLog, world, groups_file, log)
-            yield Records(metrics, on_every_rank(world, open_groups, RunFolderError))
+            yield Records(metrics, run_on_every_rank(world, open_groups, RunFolderError))
 
 
 def _open_loggers(run: TrainingRun, facts: RunFacts, classes: Mapping[str, LoggerClass], log: LogLine) -> RunLoggers:

@@ -10,7 +10,7 @@ from longspan.checkpoint.checkpoint import find_checkpoint
 from longspan.checkpoint.files import read_state, remove_unfinished
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_first_rank
-from longspan.config.bounds import AUTO
+from longspan.config.keys import AUTO
 from longspan.config.sections import ModelConfig, RunConfig, TrainConfig
 from longspan.data.stream import FIRST_ORDER, ORDER
 from longspan.errors import CheckpointError, ConfigError

@@ -8,21 +8,18 @@ import numpy as np
 from transformers import PreTrainedConfig
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, on_every_rank, on_first_rank
-from longspan.config.eval_inheritance import held_out_set
-from longspan.config.sections import RunConfig
-from longspan.corpus.run_corpus import shared_corpus
-from longspan.corpus.token_bytes import token_bytes
-from longspan.corpus.tokenizer import load_tokenizer
-from longspan.data.documents import Corpus, Documents
-from longspan.data.pack_order import PackOrder
-from longspan.data.step_order import StepOrder
+from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
+from longspan.config.sections import RunConfig, held_out_set
+from longspan.corpus.run_corpus import build_shared_corpus
+from longspan.corpus.tokenizer import load_tokenizer, token_bytes
+from longspan.data.documents import Corpus, CorpusDocuments
+from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError, DataError, EvaluationError
 from longspan.evaluation.metrics import check_metrics
 from longspan.evaluation.sets import MADE, EvaluationSet, check_paths, files_in_both, open_set
 from longspan.evaluation.user_metrics import load_metrics
 from longspan.layout import Layout
-from longspan.run.checks.plans import check_longest, check_longest_of_set
+from longspan.run.check_plans import check_longest, check_longest_of_set
 from longspan.run.resume import order_version
 from longspan.train.long_documents import check_known
 from longspan.train.plans import query_heads
@@ -52,7 +49,7 @@ class TrainingRun(Training):
         return self.dir / "checkpoints"
 
     @property
-    def held_out(self) -> Documents:
+    def held_out(self) -> CorpusDocuments:
         """The documents that are only evaluated; there may be none."""
         return self.corpus.select(self.order.evaluation)
 
@@ -68,11 +65,11 @@ def check_sources(config: RunConfig, world: World, vocabulary: int) -> None:
                 raise ConfigError(f"{entry.metrics_key}: {error}") from error
 
     check_paths(config, world)
-    on_every_rank(world, check, ConfigError)
+    run_on_every_rank(world, check, ConfigError)
 
 
 def open_sets(
-    config: RunConfig, corpus: Corpus, held_out: Documents, world: World, log: LogLine
+    config: RunConfig, corpus: Corpus, held_out: CorpusDocuments, world: World, log: LogLine
 ) -> tuple[EvaluationSet, ...]:
     """Open the held-out documents, if there are any, and the sets of the [[eval]] tables, in order.
 
@@ -89,7 +86,7 @@ def open_sets(
     if not sets:
         return ()
     directory = Path(config.run.dir)
-    counts = on_first_rank(world, lambda: token_bytes(load_tokenizer(directory).engine), DataError)
+    counts = run_on_first_rank(world, lambda: token_bytes(load_tokenizer(directory).engine), DataError)
     named = [load_metrics(s.config.metrics, s.config.metrics_key) for s in sets]
     return tuple(
         replace(s, metrics={**s.metrics, **metrics}, token_bytes=counts) for s, metrics in zip(sets, named, strict=True)
@@ -160,11 +157,13 @@ def open_data(
 ) -> RunData:
     """Open the documents of a run that resumes from a checkpoint or begins (None). Raises ConfigError or DataError."""
     check_sources(config, world, model.get_text_config().vocab_size)
-    corpus = shared_corpus(config, world, model, resumed=checkpoint is not None, log=log)
+    corpus = build_shared_corpus(config, world, model, resumed=checkpoint is not None, log=log)
     order = step_order_of(config, corpus, version=order_version(checkpoint, world))
     log(documents_line(config, order))
     sets, run_dir = open_sets(config, corpus, corpus.select(order.evaluation), world, log), Path(config.run.dir)
-    sets = on_every_rank(world, lambda: tuple(evaluated.with_images(model, run_dir) for evaluated in sets), DataError)
+    sets = run_on_every_rank(
+        world, lambda: tuple(evaluated.with_images(model, run_dir) for evaluated in sets), DataError
+    )
     return RunData(model, corpus, order, sets, _longest_document(config, corpus, order))
 
 

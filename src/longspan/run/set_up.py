@@ -16,24 +16,24 @@ from transformers import PreTrainedConfig
 
 from longspan.checkpoint.checkpoint import load_checkpoint
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, on_every_rank, on_first_rank
+from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
+from longspan.config.defaults import warn_of_lost_updates
 from longspan.config.file import to_toml
-from longspan.config.precision import warn_of_lost_updates
 from longspan.config.sections import LoraSection, ModelConfig, RunConfig
 from longspan.corpus.run_corpus import check_tokenizer
 from longspan.corpus.tokenizer_files import keep_generation
 from longspan.data.documents import Corpus
 from longspan.errors import ModelError, RunFolderError
-from longspan.evaluation.auto_degree import with_degrees
+from longspan.evaluation.auto_degree import choose_degrees
 from longspan.files import write_atomically
 from longspan.model.hf_folder import no_progress_bars, weight_files
 from longspan.model.load import torch_dtype
 from longspan.model.multimodal.multimodal_model import language_model_of
-from longspan.model.seams.randomness import refuse_randomness
-from longspan.model.weights.empty import empty_model, images_class
+from longspan.model.seams.call_rules import refuse_randomness
+from longspan.model.weights.fill import empty_model, images_class
 from longspan.plan import Cost
-from longspan.plan.cost.spans import with_spans
-from longspan.run.checks.encoder import check_images
+from longspan.plan.cost.model_cost import with_spans
+from longspan.run.check_model import check_images
 from longspan.run.resume import check_steps_left, checkpoint_to_resume, rate_line, with_held_out_of
 from longspan.run.run_data import RunData, TrainingRun, open_data, with_rows
 from longspan.train.long_documents import configuration_for
@@ -41,7 +41,7 @@ from longspan.train.memory.rows_that_fit import with_rows_that_fit
 from longspan.train.mtp.depths import depths_line, with_depths
 from longspan.train.plans import cost_of_run, query_heads
 from longspan.train.plans.order import source_lines, with_steps_of_epochs
-from longspan.train.plans.partition import with_partition
+from longspan.train.plans.partition import choose_partition_on_ranks
 from longspan.train.training import (
     AnyModel,
     adapted,
@@ -93,7 +93,7 @@ def check_targets(config: RunConfig, world: World) -> None:
             with warnings.catch_warnings(action="ignore"):  # about parts left out, which the run logs later
                 adapted(config, with_depths(config, model, read=False))
 
-    on_first_rank(world, check, ModelError)
+    run_on_first_rank(world, check, ModelError)
 
 
 def prepare_run_model(data: RunData, config: RunConfig, world: World, log: LogLine, *, resumed: bool) -> AnyModel:
@@ -105,7 +105,7 @@ def prepare_run_model(data: RunData, config: RunConfig, world: World, log: LogLi
     vocabulary = data.tokenizer_size if config.data.tokenizer else config.data.vocab_size
     configuration = _fit_configuration(data, config, vocabulary, world, log)
     if config.mtp.depths and not resumed:
-        log(on_every_rank(world, lambda: depths_line(config, configuration), ModelError))
+        log(run_on_every_rank(world, lambda: depths_line(config, configuration), ModelError))
     images = data.images > 0
     check_images(config, data.images)
 
@@ -114,9 +114,9 @@ def prepare_run_model(data: RunData, config: RunConfig, world: World, log: LogLi
             return unread_model(config, configuration=configuration, images=images)
         return loaded_model(config, configuration=configuration, vocabulary=vocabulary, images=images)
 
-    model = on_every_rank(world, load, ModelError)
+    model = run_on_every_rank(world, load, ModelError)
     directory, architecture = Path(config.run.dir), type(model).__name__
-    on_first_rank(
+    run_on_first_rank(
         world, lambda: keep_model_files(directory, config.model, configuration, architecture, log), RunFolderError
     )
     return prepared_model(config, world, model, images=images)
@@ -124,7 +124,7 @@ def prepare_run_model(data: RunData, config: RunConfig, world: World, log: LogLi
 
 def _fit_configuration(data: RunData, config: RunConfig, vocabulary: int, world: World, log: LogLine) -> Any:
     """The model's configuration for this vocabulary and the longest document; raises if the tokenizer does not fit."""
-    configuration = on_every_rank(world, lambda: configuration_of(config, vocabulary), ModelError)
+    configuration = run_on_every_rank(world, lambda: configuration_of(config, vocabulary), ModelError)
     check_tokenizer(config, configuration, data.tokenizer_size)
     return configuration_for(configuration, config.model, *data.longest, log)
 
@@ -138,8 +138,8 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     checkpoint = checkpoint_to_resume(config, world, log)
     config = with_held_out_of(config, checkpoint, world)
     if config.model.path and checkpoint is None:
-        on_every_rank(world, lambda: weight_files(Path(config.model.path)), ModelError)
-    named = on_every_rank(world, lambda: configuration_of(config, config.data.vocab_size), ModelError)
+        run_on_every_rank(world, lambda: weight_files(Path(config.model.path)), ModelError)
+    named = run_on_every_rank(world, lambda: configuration_of(config, config.data.vocab_size), ModelError)
     data = open_data(config, named, checkpoint, world, log)
     config = replace(config, data=replace(config.data, eval_documents=len(data.order.evaluation)))
     as_written, config = config, with_steps_of_epochs(config, data.order, log)
@@ -160,7 +160,9 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
         if done < config.train.steps and (line := rate_line(config, state)):
             log(line)
     if done < config.train.steps:  # a finished run keeps the configuration that it was trained with
-        on_first_rank(world, lambda: write_atomically(directory / "config.toml", to_toml(as_written)), RunFolderError)
+        run_on_first_rank(
+            world, lambda: write_atomically(directory / "config.toml", to_toml(as_written)), RunFolderError
+        )
         warn_of_lost_updates(config, log)
     cost = _price_model(config, world, model, data.corpus, log)
     run = TrainingRun(config, world, model, optimizer, cost, data.corpus, data.order, done)
@@ -170,12 +172,12 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
 def _with_plans(run: TrainingRun, data: RunData, log: LogLine) -> TrainingRun:
     """The run with its evaluation sets, and with "auto" resolved: partition, rows of a slot, evaluation degrees."""
     world, cost, heads = run.world, run.cost, query_heads(data.model)
-    config, why_partition = with_partition(run.config, run.order, world, log, cost=cost, heads=heads)
+    config, why_partition = choose_partition_on_ranks(run.config, run.order, world, log, cost=cost, heads=heads)
     image_rows = data.image_rows(config.train.tokens_per_step)
     config = with_rows_that_fit(config, run.model, run.optimizer, world, log, image_rows=image_rows)
     data.check_fit(config, world)
     lengths = {s.name: s.documents.lengths for s in data.sets}
-    config, why = with_degrees(config, lengths, world, log, cost=cost, heads=heads)
+    config, why = choose_degrees(config, lengths, world, log, cost=cost, heads=heads)
     sets = with_rows(data.sets, config)
     return replace(run, config=config, sets=sets, why_degrees=why, why_partition=why_partition)
 

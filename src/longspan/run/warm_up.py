@@ -19,8 +19,8 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine
-from longspan.comm.failure.watch import is_out_of_memory
-from longspan.data.synthetic import synthetic_documents
+from longspan.comm.watch import is_out_of_memory
+from longspan.data.document import synthetic_documents
 from longspan.errors import ConfigError, counted
 from longspan.model.multimodal.multimodal_model import language_model_of
 from longspan.model.prepared import vocabulary_size

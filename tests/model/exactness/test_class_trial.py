@@ -18,11 +18,11 @@ from longspan.model import prepare
 from longspan.model.exactness import class_trial, small_copies
 from longspan.model.exactness.class_trial import refuse_class, try_class
 from longspan.model.exactness.small_copies import shrunken
-from longspan.model.experts import gate
+from longspan.model.experts import experts as gate
 from longspan.plan import plan_fixed
 from longspan.testing import backend
 from longspan.train import run_step
-from tests.model.moe_families import FAMILIES, family_model
+from tests.model.experts.moe_families import FAMILIES, family_model
 from tests.model.stock import texts, tiny
 from tests.mutation import mutated
 from tests.versions import transformers_before

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from longspan.model.add_depths import add_mtp
+from longspan.model.exactness.small_copies import shrunken
 from longspan.model.mtp.depths import MtpBlocks
 from longspan.model.presets import preset_config
 from longspan.model.seams.mixers import find_mixers
-from longspan.model.small.shrink import shrunken
 from tests.model.deep import deep
 from tests.model.seams.families import tiny as of_family
 from tests.model.stock import at_random, gradients_of, tiny

@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from longspan import Layout, MtpLoss, World, add_mtp, plan_fixed, prepare, run_step
 from longspan.doctor.stock import whole_float64
-from longspan.model.small.shrink import shrunken, tiny_model
+from longspan.model.exactness.small_copies import shrunken, tiny_model
 from longspan.testing import run_ranks
 from tests.model.mtp.as_called import dense_as_called
 from tests.model.mtp.dense import WEIGHT, Answer

@@ -15,8 +15,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from longspan import Layout, World, add_mtp, load_model, prepare
 from longspan.errors import ModelError
 from longspan.model import preset_config
+from longspan.model.exactness.small_copies import shrunken
 from longspan.model.mtp.names import count_depths, to_our_name, to_published_names
-from longspan.model.small.shrink import shrunken
 from tests.model.stock import at_random, config_of, weights_of
 
 NORMS = {

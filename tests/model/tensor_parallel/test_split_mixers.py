@@ -18,8 +18,8 @@ from longspan.doctor.prove import Ranks, prove, run_proof
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare, save_model
+from longspan.model.exactness.small_copies import tiny_model
 from longspan.model.seams.mixers import find_mixers
-from longspan.model.small.shrink import tiny_model
 from longspan.model.tensor_parallel.mixer_parts import Even, Fused, OfGroups
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks

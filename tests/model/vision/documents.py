@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan import Document, ItemDocuments
 from longspan.bridge import items_at_placeholders
 from longspan.doctor.stock import whole_float64
-from longspan.model.seams.prefix import has_prefix
+from longspan.model.seams.call_rules import has_prefix
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
 from longspan.model.vision.video_tokens import Video, VideoTokens
 from tests.model.stock import gradients_of

@@ -9,9 +9,9 @@ import torch
 
 from longspan import Layout, World, plan_fixed, prepare, run_step, save_model
 from longspan.doctor.stock import whole_float64
+from longspan.model.take_apart import freeze_images
 from longspan.model.vision import join
 from longspan.model.vision.image_tokens import image_tokens
-from longspan.model.vision.take_apart import freeze_images
 from longspan.testing import run_ranks
 from tests.model.stock import gradients_of
 from tests.model.vision.documents import Answer, answer_of, documents_of

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from longspan.doctor.stock import whole_float64
 from longspan.errors import ModelError
+from longspan.model.take_apart import take_apart
 from longspan.model.vision import image_encoder
 from longspan.model.vision.image_tokens import image_tokens
-from longspan.model.vision.take_apart import take_apart
 from tests.model.vision.documents import raw
 from tests.model.vision.models import config_of, here, tiny
 from tests.mutation import mutated

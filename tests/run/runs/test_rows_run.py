@@ -14,7 +14,7 @@ from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.documents import Corpus
 from longspan.data.step_order import StepOrder
 from longspan.run.metrics_log import read_metrics
-from longspan.train.plans.order import held_out_count, step_order_of, with_steps_of_epochs
+from longspan.train.plans.order import count_held_out, step_order_of, with_steps_of_epochs
 from tests.corpus.test_formats import rows_as
 from tests.run.runs.homes import losses_of_run
 from tests.run.runs.test_lora_run import write_base
@@ -113,6 +113,6 @@ def test_epochs_of_few_steps_are_told_how_to_have_more(tmp_path: Path, tokens_pe
 
 
 def test_a_tenth_of_few_documents_is_held_out_unless_a_number_is_given() -> None:
-    counts = {documents: held_out_count("auto", documents) for documents in (1, 2, 7, 153, 319, 320, 9000)}
+    counts = {documents: count_held_out("auto", documents) for documents in (1, 2, 7, 153, 319, 320, 9000)}
     assert counts == {1: 0, 2: 1, 7: 1, 153: 15, 319: 31, 320: 32, 9000: 32}
-    assert [held_out_count(count, 40) for count in (0, 32, 60)] == [0, 32, 60]
+    assert [count_held_out(count, 40) for count in (0, 32, 60)] == [0, 32, 60]

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from longspan.config.defaults import resolved
+from longspan.config.defaults import resolve_defaults
 from longspan.config.sections import ContextConfig, ParallelConfig, RunConfig, TrainConfig
 from longspan.data.step_order import StepOrder
 from longspan.layout import Layout
@@ -24,7 +24,7 @@ DYNAMIC = ContextConfig(planner="dynamic", max_tokens_per_slot=256, plan_ahead=2
 
 
 def run_of(context: ContextConfig) -> RunConfig:
-    return resolved(RunConfig(context=context))
+    return resolve_defaults(RunConfig(context=context))
 
 
 def order() -> StepOrder:
@@ -129,5 +129,5 @@ def test_plans_made_ahead_are_those_made_inline(context: ContextConfig) -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_evaluations_lay_out_rows_as_training_does(sequence_parallel: bool) -> None:
-    config = resolved(RunConfig(parallel=ParallelConfig(tp=2, sequence_parallel=sequence_parallel)))
+    config = resolve_defaults(RunConfig(parallel=ParallelConfig(tp=2, sequence_parallel=sequence_parallel)))
     assert PlanChoice.evaluation(config, cost=Cost(), heads=8).options.row_multiple == (2 if sequence_parallel else 1)

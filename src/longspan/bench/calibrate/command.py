@@ -16,7 +16,7 @@ from longspan.cli.processes import ranks_on_this_host, reports_here, run_on_rank
 from longspan.errors import ConfigError, counted
 from longspan.plan import Cost
 from longspan.report.plain_text import text_table
-from longspan.run.versions import versions
+from longspan.run.result import versions
 
 CPU_RANKS = 2
 GPU_DEFAULTS = {"tokens": "2048,4096,8192,16384", "lengths": "2048,8192,16384,32768", "document": 256}

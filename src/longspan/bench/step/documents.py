@@ -5,7 +5,7 @@ from pathlib import Path
 
 from longspan.bench.step.flags import StepFlags
 from longspan.cli.lengths import read_lengths
-from longspan.config.defaults import resolved
+from longspan.config.defaults import resolve_defaults
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
 
@@ -45,7 +45,7 @@ def _of_first_step(config: RunConfig) -> StepDocuments:
     from longspan.data.documents import Corpus
     from longspan.train.plans.order import step_order_of
 
-    folder, config = Path(config.run.dir), resolved(config)
+    folder, config = Path(config.run.dir), resolve_defaults(config)
     if not (folder / "corpus" / "corpus.json").is_file():
         raise ConfigError(
             f"{folder} has no corpus yet, whose first step would be timed; give documents (--lengths, --distribution, "

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspan.bench.layers import with_layers
-from longspan.bench.step.documents import Documents, documents_of
+from longspan.bench.step.documents import StepDocuments, read_documents
 from longspan.bench.step.flags import PLANNERS, StepFlags
 from longspan.config.defaults import compute_dtype, resolve_defaults
 from longspan.config.keys import AUTO, NOT_GIVEN
@@ -33,7 +33,7 @@ _RECORDED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class StepSettings:
     """What to measure: a run's configuration with learning rate 0, and all that a record has besides results."""
 
     flags: StepFlags
@@ -111,11 +111,13 @@ class Settings:
         }
 
 
-def make_settings(flags: StepFlags, config: RunConfig, ranks: int, backend: str, command: Sequence[str]) -> Settings:
+def make_settings(
+    flags: StepFlags, config: RunConfig, ranks: int, backend: str, command: Sequence[str]
+) -> StepSettings:
     """The settings of the flags. Raises ConfigError or PlanError for impossible ones, before a process starts."""
     gpu = backend != "gloo"
     planners, home = _planners(flags, config), home_of(config.parallel, ranks)
-    documents = documents_of(flags, config, home.slots, gpu=gpu)
+    documents = read_documents(flags, config, home.slots, gpu=gpu)
     config = config if flags.config else _with_default_model(config, gpu=gpu)
     configuration = _configuration(flags, config, max(documents.lengths))
     if not flags.config:
@@ -124,7 +126,7 @@ def make_settings(flags: StepFlags, config: RunConfig, ranks: int, backend: str,
     _check_cap(flags, config)
     cost, heads = cost_of_run(config, configuration, _silent, gpu=gpu), query_heads(configuration)
     config, _ = choose_partition(config, [documents.lengths], home, cost=cost, heads=heads)
-    settings = Settings(
+    settings = StepSettings(
         flags=flags,
         config=config,
         planners=planners,
@@ -184,7 +186,7 @@ def _with_limits(
     flags: StepFlags,
     config: RunConfig,
     configuration: "PreTrainedConfig",
-    documents: Documents,
+    documents: StepDocuments,
     home: Layout,
     *,
     gpu: bool,

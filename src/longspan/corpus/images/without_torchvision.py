@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from longspan.corpus.images.image_file import Size
 from longspan.errors import DataError
-from longspan.model.hf_folder import OF_FOLDER
+from longspan.model.hf_folder import FOLDER_OPTIONS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,13 +70,13 @@ def load_stock_processor(folder: Path) -> Any:
 
     def parts(cls: Any, path: Any, *_: Any, **__: Any) -> list[Any]:
         loaders = {
-            "tokenizer": lambda: AutoTokenizer.from_pretrained(path, **OF_FOLDER),
-            "image_processor": lambda: AutoImageProcessor.from_pretrained(path, backend="pil", **OF_FOLDER),
+            "tokenizer": lambda: AutoTokenizer.from_pretrained(path, **FOLDER_OPTIONS),
+            "image_processor": lambda: AutoImageProcessor.from_pretrained(path, backend="pil", **FOLDER_OPTIONS),
         }
         return [loaders[name]() if name in loaders else None for name in cls.get_attributes()]
 
     unchecked = {"_get_arguments_from_pretrained": classmethod(parts), "check_argument_for_proper_class": _no_check}
-    processor = type(stock.__name__, (stock,), unchecked).from_pretrained(folder, **OF_FOLDER)
+    processor = type(stock.__name__, (stock,), unchecked).from_pretrained(folder, **FOLDER_OPTIONS)
     for needed in ("image_processor", "image_token"):
         if getattr(processor, needed, None) is None:
             raise DataError(f"{stock.__name__}, the processor in {folder}, has no {needed}; images need one that has")

@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, on_every_rank
+from longspan.comm.all_ranks import LogLine, run_on_every_rank
 from longspan.config.data_sections import PASSKEY
 from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import DataConfig, RunConfig
 from longspan.corpus.tokenizer import TextTokenizer
-from longspan.data.documents import Documents
+from longspan.data.documents import CorpusDocuments
 from longspan.errors import ConfigError, DataError
 from longspan.evaluation.passkey.documents import passkey_documents
 from longspan.evaluation.saved.request import EvalRequest, Subject
@@ -58,7 +58,7 @@ def _sets(request: EvalRequest, weights: CheckedWeights, world: World, log: LogL
         return text_sets(dict(request.paths), weights.tokenizer, data, world, log)
     if request.passkey.lengths and not request.sets:
         return ()
-    return on_every_rank(world, lambda: _sets_of_run(_run_folder(subject), subject.config, request.sets), DataError)
+    return run_on_every_rank(world, lambda: _sets_of_run(_run_folder(subject), subject.config, request.sets), DataError)
 
 
 def _sets_of_run(run_dir: Path, config: RunConfig, names: Sequence[str]) -> Sets:
@@ -74,7 +74,7 @@ def _passkey_sets(request: EvalRequest, weights: CheckedWeights, world: World) -
     if not passkey.lengths:
         return ()
     make = partial(passkey_documents, weights.tokenizer, passkey.lengths, passkey.depths, passkey.samples, passkey.seed)
-    return (NamedDocuments(PASSKEY, on_every_rank(world, make, DataError)),)
+    return (NamedDocuments(PASSKEY, run_on_every_rank(world, make, DataError)),)
 
 
 def _run_folder(subject: Subject) -> Path:
@@ -102,7 +102,7 @@ def _limit(request: EvalRequest, sets: Sets) -> Sets:
 
 def _check_same_texts(first: NamedDocuments, other: NamedDocuments) -> None:
     """Raise DataError unless document d is the same whole text in both, read by two tokenizers."""
-    corpora = [of_name.documents.corpus for of_name in (first, other) if isinstance(of_name.documents, Documents)]
+    corpora = [of_name.documents.corpus for of_name in (first, other) if isinstance(of_name.documents, CorpusDocuments)]
     if any(corpus.manifest.left_out.cut_texts for corpus in corpora):
         raise DataError(
             f"texts of --data {first.name} are cut into documents, by two tokenizers at different places; give "

@@ -10,10 +10,16 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.adapters import Adapter, adapter_parameters, belongs_to_adapter, is_adapted, is_copied, peft_modules
+from longspan.model.lora.adapters import (
+    Adapter,
+    adapter_parameters,
+    belongs_to_adapter,
+    is_adapted,
+    is_copied,
+    peft_modules,
+)
 from longspan.model.lora.new import is_drawn_when_prepared
-from longspan.model.mtp.depths import depths_of
-from longspan.model.mtp.trained_whole import depth_reasons, of_whole_depths
+from longspan.model.mtp.depths import depth_reasons, depths_of, select_depth_weights
 from longspan.model.parts import is_tied
 
 _DORA = "DoraLinearVariant"
@@ -135,7 +141,7 @@ def _parameter_reasons(model: nn.Module) -> Iterator[str]:
         )
     yield from depth_reasons(model)
     of_base = {name for name in trained if not belongs_to_adapter(name)}
-    if others := sorted(of_base.difference(of_whole_depths(of_base))):
+    if others := sorted(of_base.difference(select_depth_weights(of_base))):
         yield f"{len(others)} parameters of the base model require gradients ({', '.join(others[:2])}); freeze them"
     if len(dtypes := {str(p.dtype).removeprefix("torch.") for p in trained.values()}) > 1:
         yield (

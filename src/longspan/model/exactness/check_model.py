@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 
 from longspan.attention import AttentionCall
 from longspan.errors import ModelError
-from longspan.model.adapters import Adapter, adapter_in
 from longspan.model.exactness.adapter_rules import check_adapter, check_equal_adapters
 from longspan.model.exactness.class_trial import refuse_class, try_class
 from longspan.model.exactness.declared_rules import refuse_unsupported
 from longspan.model.exactness.meta_record import check_kernel, record_model
-from longspan.model.mtp.trained_whole import copied_depths_taken
-from longspan.model.placement.placement import Placement
+from longspan.model.lora.adapters import Adapter, adapter_in
+from longspan.model.mtp.depths import put_copied_depths_in_place
+from longspan.model.placement import Placement
 from longspan.model.seams.call_rules import is_prepared
 
 
@@ -67,7 +67,7 @@ def check_model(
     encoder under tensor parallelism (`tensor_parallel/split_trial.py`, its first call), pipeline stages and the loss by
     rows (on the meta device, in `pipeline/stages.py` and `seams/forwards/row_loss.py`).
     """
-    with copied_depths_taken(model):
+    with put_copied_depths_in_place(model):
         adapter = _check_unchanged(model, placement, stages)
     assert isinstance(model, PreTrainedModel)  # others were refused
     class_draws = try_class(model).draws

@@ -24,9 +24,9 @@ from longspan.errors import ModelError
 from longspan.model.exactness.small_copies import gradients_by_name, one_line, relative_error, shrunken, try_once
 from longspan.model.experts.moe import expert_modules, mix_all_rows
 from longspan.model.layers import decoder_layers
-from longspan.model.seams.forwards.llama4 import scale_queries_by_position
-from longspan.model.seams.mixer_calls import ROWS_ALONE, redirect
-from longspan.model.seams.mixers import mixers_of
+from longspan.model.seams.attention_calls import scale_queries_by_position
+from longspan.model.seams.mixer_calls import ROWS_ALONE, set_mixer_ops
+from longspan.model.seams.mixers import find_mixers
 from longspan.model.seams.separate_rows import attend_separately
 from longspan.plan.cost.model_shape import read_experts
 
@@ -92,8 +92,8 @@ def _small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTr
     settings: Any = {"attn_implementation": _STAND_IN, "experts_implementation": "eager", "dtype": torch.float32}
     model = kind._from_config(small, **settings).double()
     scale_queries_by_position(model)  # attention's business: it is not tried here
-    for mixer in mixers_of(model).values():
-        redirect(mixer, lambda *_: ROWS_ALONE)
+    for mixer in find_mixers(model).values():
+        set_mixer_ops(mixer, lambda *_: ROWS_ALONE)
     for parameter in model.parameters():  # biases begin as zeros, which would hide them
         parameter.data += 0.1 * torch.randn_like(parameter)
     return model.train()

@@ -13,11 +13,11 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.layers import base_of, decoder_layers, layer_list, reads_other_modalities, text_of
-from longspan.model.mtp.depths import copied_layer, depths_of
+from longspan.model.mtp.depths import depths_of, find_copied_layer
 from longspan.model.rope import rope_types
-from longspan.model.seams.forwards.llama4 import has_temperature, is_llama4_temperature
+from longspan.model.seams.attention_calls import has_temperature, is_llama4_temperature
 from longspan.model.seams.forwards.rope_by_length import is_by_length, kinds_by_length
-from longspan.model.seams.mixers import ROWS_ALONE, is_mixer, mixers_of
+from longspan.model.seams.mixers import ROWWISE_LAYER_TYPES, find_mixers, is_mixer
 from longspan.model.seams.refusals import doctor_hint, is_wrapped_by_others, set_on_instances, shorten
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -73,10 +73,10 @@ def _outputs(model: PreTrainedModel) -> Iterator[str]:
 
 def _forwards(model: PreTrainedModel) -> Iterator[str]:
     """Forwards that longspan replaces: the causal model's, those of mixers and of rotary modules by length."""
-    mixers = mixers_of(model)
+    mixers = find_mixers(model)
     replaced = {"the model itself": model, **mixers}
     replaced |= {name: module for name, module in model.named_modules() if kinds_by_length(module)}
-    if depths_of(model) and copied_layer(model).of_tokens:  # which run what is around the layers by themselves
+    if depths_of(model) and find_copied_layer(model).of_tokens:  # which run what is around the layers by themselves
         around = layer_list(model)[0].rpartition(".")[0]
         replaced[around] = model.get_submodule(around)
     if names := set_on_instances(replaced.items()):
@@ -118,7 +118,7 @@ def _rope(model: PreTrainedModel) -> Iterator[str]:
 def _layer_types(model: PreTrainedModel) -> Iterator[str]:
     types = getattr(model.config, "layer_types", None) or []
     mixing = {i for i, layer in enumerate(decoder_layers(model).values()) if any(map(is_mixer, layer.modules()))}
-    for kind in sorted({str(kind) for kind in types} - {*_LAYER_TYPES, *ROWS_ALONE}):
+    for kind in sorted({str(kind) for kind in types} - {*_LAYER_TYPES, *ROWWISE_LAYER_TYPES}):
         layers = [i for i, layer_type in enumerate(types) if layer_type == kind and i not in mixing]
         if not layers:
             continue
@@ -127,7 +127,7 @@ def _layer_types(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _convolutions(model: PreTrainedModel) -> Iterator[str]:
-    mixers = tuple(f"{name}." for name in mixers_of(model))
+    mixers = tuple(f"{name}." for name in find_mixers(model))
     convolutions = (name for name, module in model.named_modules() if isinstance(module, nn.Conv1d))
     if names := [name for name in convolutions if not name.startswith(mixers)]:
         owners = sorted({type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in names})

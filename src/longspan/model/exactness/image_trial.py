@@ -34,8 +34,7 @@ from longspan.model.exactness.trial_documents import (
     video_document,
 )
 from longspan.model.layers import decoder_layers
-from longspan.model.vision.split import VisionParts, split
-from longspan.model.vision.tower_attention import pack_attention
+from longspan.model.vision.image_encoder import VisionParts, pack_attention, split
 from longspan.model.vision.video_tokens import VideoTokens
 from longspan.plan.cost.model_shape import SEEN_BY_IMAGES
 

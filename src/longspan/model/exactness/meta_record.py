@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from longspan.attention import AttentionCall, Mask, choose
-from longspan.attention.dropout import Dropout
+from longspan.attention.call import Dropout
 from longspan.attention.kernels import named
 from longspan.errors import AttentionError, ModelError, counted
 from longspan.model.parts import modes_restored

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from longspan.comm import World, bind, to_device
-from longspan.layout.segments import Rows
+from longspan.layout.segments import Integers
 from longspan.model.seams.call_rules import PositionTable
 from longspan.model.seams.separate_rows import SeparateRows
 from longspan.plan import Group, MicroBatch
@@ -39,13 +39,13 @@ class TrialRows:
     tensor-parallel ranks hold `parts` equal parts of the rows, this rank the one with the number `part`.
     """
 
-    numbers: Rows
+    numbers: Integers
     shard: SeparateRows
     others: bool
     parts: int
     part: int
 
-    def row_numbers(self, rows: int) -> Rows | None:
+    def row_numbers(self, rows: int) -> Integers | None:
         """The numbers of a tensor's rows, which are all or this rank's part of them; None for another size."""
         if rows == len(self.numbers):
             return self.numbers
@@ -57,7 +57,7 @@ class TrialRows:
         return values[to_device(others, values.device), to_device(self.numbers, values.device)]
 
 
-def is_compared(numbers: Rows) -> Rows:
+def is_compared(numbers: Integers) -> Integers:
     """Which rows are compared, by their numbers."""
     return np.random.default_rng(_SEED).random(numbers.max(initial=0) + 1)[numbers] < 0.5
 
@@ -247,6 +247,6 @@ def _as_rows(rows: TrialRows, value: Any) -> Tensor | None:
     return value[0] if value.ndim > 2 and value.shape[0] == 1 and rows.row_numbers(value.shape[1]) is not None else None
 
 
-def _places(numbers: Rows, chosen: Rows) -> Rows:
+def _places(numbers: Integers, chosen: Integers) -> Integers:
     order = np.argsort(numbers)
     return order[np.searchsorted(numbers, chosen, sorter=order)]

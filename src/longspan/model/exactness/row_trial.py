@@ -29,11 +29,11 @@ from longspan.model.mtp.depths import depths_of
 from longspan.model.parts import modes_restored
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.stages import Stage, StageInput
-from longspan.model.placement.sharding import reshard
 from longspan.model.seams.call_rules import call_rules, is_prepared
 from longspan.model.seams.meta_pass import attributes_restored
 from longspan.model.seams.refusals import doctor_hint
 from longspan.model.seams.separate_rows import SeparateRows
+from longspan.model.sharding import reshard
 
 
 def try_rows(model: nn.Module, world: World, *, backward: bool) -> None:

@@ -27,7 +27,7 @@ from longspan.errors import ModelError, counted
 from longspan.model.exactness.small_image_values import least_layers, small_image_values
 from longspan.model.exactness.small_layers import choose_layers, small_periods
 from longspan.model.exactness.small_values import OVERRIDES, SCALED_FROM, Sizes, alternatives, small_values
-from longspan.model.seams.mixers import in_torch
+from longspan.model.seams.mixers import use_torch_operations
 
 _T = TypeVar("_T")
 MOST_PARAMETERS = 4_000_000  # of a copy with small heads
@@ -85,7 +85,7 @@ def tiny_model(
             if buffer.is_floating_point() and name.endswith("bias"):
                 buffer += 0.1 * torch.randn_like(buffer)
     model.config.dtype = dtype
-    in_torch(model)
+    use_torch_operations(model)
     return cast(PreTrainedModel, cast(Any, model).to(dtype))
 
 

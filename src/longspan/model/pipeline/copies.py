@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.comm import World
-from longspan.comm.groups.channel import summed
+from longspan.comm.groups.channel import sum_parts
 from longspan.errors import ModelError
 from longspan.model.layers import shallow_module
 from longspan.model.local_tensors import add_gradient, local_tensor, without_earlier_gradients
@@ -204,6 +204,6 @@ def _sum_over_holders(parameter: nn.Parameter, holders: Sequence[int], world: Wo
     mine = slices.pop(pipeline.index)
     parts = {holder: mine if holder == pipeline.index else torch.empty_like(mine) for holder in holders}
     pipeline.exchange([*slices.items()], [(holder, parts[holder]) for holder in slices], label).wait()
-    mine.copy_(summed([*parts.values()]))
+    mine.copy_(sum_parts([*parts.values()]))
     pipeline.exchange([(holder, mine) for holder in slices], [*slices.items()], label).wait()
     gradient.copy_(total)

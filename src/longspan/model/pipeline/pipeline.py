@@ -26,8 +26,8 @@ from longspan.model.pipeline.copies import StageCopies
 from longspan.model.pipeline.schedules import ScheduledStage, make_schedule
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.pipeline.stages import Stage, StageInput, cut, refuse_dependent_layers, refuse_inexact
+from longspan.model.seams.attention_record import check_recorded_calls, record_calls
 from longspan.model.seams.call_rules import call_rules
-from longspan.model.seams.first_pass import check_recorded_calls, record_calls
 from longspan.model.sharding import reshard
 
 

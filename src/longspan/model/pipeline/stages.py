@@ -28,9 +28,9 @@ from longspan.model.pipeline.copies import (
     separate_copies,
     shared_parameters,
 )
+from longspan.model.seams.attention_record import Probe
 from longspan.model.seams.meta_pass import run_on_meta
-from longspan.model.seams.probe import Probe
-from longspan.model.seams.set_forwards import set_on_instances
+from longspan.model.seams.refusals import set_on_instances
 
 KEYWORD = "longspan_embedding"  # what layers are called with: rows of the embedding, or where they are put
 

@@ -20,12 +20,10 @@ from longspan.attention import attend
 from longspan.comm import SequenceShard, world_of
 from longspan.errors import ModelError
 from longspan.model.layers import architecture_name, reads_other_modalities
-from longspan.model.seams.call_rules import call_rules, refuse_positions
-from longspan.model.seams.first_pass import recorded_calls
+from longspan.model.seams.attention_record import Probe, RecordedCall, call_record, unknown_tensors
+from longspan.model.seams.call_rules import call_rules, refuse_positions, refuse_randomness
 from longspan.model.seams.layer_arguments import check_shard, find_shard, kernel_of_layer, shard_of_layer
-from longspan.model.seams.probe import Probe, RecordedCall, unknown_tensors
-from longspan.model.seams.randomness import refuse_randomness
-from longspan.model.seams.rows_alone import RowsAlone, attend_alone
+from longspan.model.seams.separate_rows import SeparateRows, attend_separately
 
 _BY_POSITION = "scales_queries_by_position"
 
@@ -95,7 +93,7 @@ def attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if shard is None:  # its layer keeps keyword arguments to itself
         shard, attention_kernel = shard_of_layer(), attention_kernel or kernel_of_layer()
-    if (calls := recorded_calls(shard)) is not None:
+    if (calls := call_record(shard)) is not None:
         sizes, unknown = (query.shape[-1], value.shape[-1]), unknown_tensors(kwargs)
         limits = {"window": sliding_window, "chunk": chunk_of(module)}
         calls.append(RecordedCall(module, causal, softcap, s_aux is not None, unknown, *sizes, **limits))
@@ -108,8 +106,8 @@ def attention(
             f"{name} got a mask of shape {tuple(attention_mask.shape)}; the shard says which rows see which"
         )
     query = scale_queries(module, query, rows.position_ids)
-    if isinstance(rows, RowsAlone):
-        return attend_alone(query, key, value, scaling), None
+    if isinstance(rows, SeparateRows):
+        return attend_separately(query, key, value, scaling), None
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, N, H), (T, K, H), (T, K, H)
     mask = {"causal": causal, "window": sliding_window, "chunk": chunk_of(module), "sinks": s_aux, "softcap": softcap}
     first_head = _first_head(module, q.shape[1], rows) if dropout else 0

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
 from longspan.model.layers import decoder_layers
-from longspan.model.seams.mixers import ROWS_ALONE, mixers_of
+from longspan.model.seams.mixers import ROWWISE_LAYER_TYPES, find_mixers
 from longspan.model.seams.refusals import architecture, doctor_hint, shorten
 
 
@@ -75,7 +75,7 @@ def check_recorded_calls(models: Sequence[PreTrainedModel], shard: SequenceShard
 
 def check_calls(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None:
     """Raise ModelError, naming the modules, if the attention calls of a pass show that the model is not exact."""
-    mixers = {id(mixer) for mixer in mixers_of(model).values()}  # these find the shard, or fail
+    mixers = {id(mixer) for mixer in find_mixers(model).values()}  # these find the shard, or fail
     _refuse_bypass(model, mixers | {id(call.module) for call in calls})
     _refuse_features(model, calls)
 
@@ -84,7 +84,7 @@ def _refuse_bypass(model: PreTrainedModel, reached: set[int]) -> None:
     bypassing: list[str] = []
     types = getattr(model.config.get_text_config(), "layer_types", None) or []
     for index, (name, layer) in enumerate(decoder_layers(model).items()):
-        if index < len(types) and types[index] in ROWS_ALONE:
+        if index < len(types) and types[index] in ROWWISE_LAYER_TYPES:
             continue
         if not any(id(module) in reached for module in layer.modules()):
             bypassing.append(next((f"{name}.{child}" for child, _ in _attention_modules(layer)), name))

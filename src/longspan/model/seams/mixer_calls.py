@@ -21,11 +21,12 @@ from transformers.activations import ACT2FN
 
 from longspan.comm import SequenceShard
 from longspan.errors import LayoutError, ModelError
+from longspan.model.seams.attention_record import Probe
 from longspan.model.seams.layer_arguments import check_shard, shard_of_layer
 from longspan.model.seams.mixers import find_mixers, replace_functions
-from longspan.model.seams.probe import Probe
-from longspan.model.seams.rows_alone import RowsAlone, convolve_alone, scan_alone
-from longspan.ssm import causal_conv, kernel_of, linear_scan, unit
+from longspan.model.seams.separate_rows import SeparateRows, convolve_separately, scan_separately
+from longspan.ssm import causal_conv, kernel_of, linear_scan
+from longspan.ssm import state_pass as unit
 from longspan.ssm.kernels import check_asked
 from longspan.ssm.kernels.call import state_dtype
 
@@ -73,11 +74,11 @@ class SeparateMixerOps:
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
         """Each row by itself."""
-        return convolve_alone(x, weight, bias, silu)
+        return convolve_separately(x, weight, bias, silu)
 
     def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float) -> Tensor:
         """Each row by itself."""
-        return scan_alone(q, k, v, g, beta, scale)
+        return scan_separately(q, k, v, g, beta, scale)
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _find_ops(name: str, kernels: tuple[str, ...], shard: object, batch: int, ro
     if isinstance(shard, Probe):
         return _ShapeOps()
     checked = check_shard(name, shard, batch, rows)
-    return ROWS_ALONE if isinstance(checked, RowsAlone) else ShardedMixerOps(checked, kernels)
+    return ROWS_ALONE if isinstance(checked, SeparateRows) else ShardedMixerOps(checked, kernels)
 
 
 def kernel_replacements(find_ops: FindOps) -> dict[str, Callable[..., Any]]:
@@ -184,7 +185,7 @@ def _mamba2(
     v, step, k, q = (t.squeeze(0) for t in (x, dt, B, C))
     step = step.to(wide) if dt_bias is None else step.to(wide) + dt_bias
     step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
-    half = kernel_of(v, k.shape[-1], delta=False, asked=ops.kernels).half
+    half = kernel_of(v, k.shape[-1], delta=False, kernel_names=ops.kernels).half
     values = (v * step.unsqueeze(-1)).to(v.dtype if half else wide)
     out = ops.scan(q, k, values, (step * A).unsqueeze(-1), None, 1.0)
     out = out if D is None else out + D.unsqueeze(-1) * v

@@ -26,7 +26,7 @@ from longspan.errors import LongspanError, ModelError
 from longspan.model.local_tensors import local_tensor
 from longspan.model.parts import modes_restored
 from longspan.model.tensor_parallel.family_plans import COLWISE, ROWWISE
-from longspan.model.tensor_parallel.plan import Placed, blocks_of
+from longspan.model.tensor_parallel.plan import StyledModule, split_blocks
 
 # How far a right split may be from the unsplit block, relative to the norm of what is compared: rounding, with room.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -159,10 +159,10 @@ def _differences(true: Mapping[str, Tensor | None], results: Mapping[str, Tensor
 _FEATURES = 64  # of a trial: an even number, large enough for some to pass a threshold of the largest twentieth
 
 
-def refuse_mixed_features(model: nn.Module, placed: Sequence[Placed]) -> None:
+def refuse_mixed_features(model: nn.Module, placed: Sequence[StyledModule]) -> None:
     """Raise ModelError, naming it, for a block whose features depend on each other where they are split."""
     styles = {id(entry.module): entry.style for entry in placed}
-    for name in sorted(blocks_of(placed)):
+    for name in sorted(split_blocks(placed)):
         block = model.get_submodule(name)
         if mixes_features(block, styles):
             raise ModelError(

@@ -24,7 +24,6 @@ from longspan.model.layers import Absent
 from longspan.model.local_tensors import local_tensor
 from longspan.model.lora.adapters import is_adapted
 from longspan.model.tensor_parallel import family_plans as tp_style
-from longspan.model.tensor_parallel.feature_trial import refuse_mixed_features
 from longspan.model.tensor_parallel.mixers import check_mixer, split_mixer
 from longspan.model.tensor_parallel.plan import (
     StyledModule,
@@ -42,6 +41,7 @@ from longspan.model.tensor_parallel.residual_rows import (
     split_residuals,
 )
 from longspan.model.tensor_parallel.split_adapters import ADAPTED, refuse_adapter, split_adapted
+from longspan.model.tensor_parallel.split_trial import refuse_mixed_features
 from longspan.model.tensor_parallel.styles import (
     ROWS,
     Transform,

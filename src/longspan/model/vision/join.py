@@ -19,14 +19,13 @@ from longspan.model.multimodal.encoder import Encoder
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.multimodal.prepare_encoder import encoder_blocks, prepare_encoder
 from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.take_apart import VisionParts
 from longspan.model.vision.image_encoder import pack_attention
-from longspan.model.vision.take_apart import VisionParts
 from longspan.model.weights.fill import DeferredWeights
 from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.model_shape import SEEN_BY_IMAGES
-from longspan.plan.items.encoder_cost import encoder_cost
-from longspan.plan.items.encoder_shape import EncoderShape, Trained, window_layers
+from longspan.plan.items.encoder_shape import EncoderShape, Trained, encoder_cost, window_layers
 
 _LAYERS = ("depth", "num_hidden_layers")
 _WIDTHS = ("embed_dim", "hidden_size")  # Qwen2-VL's hidden_size is the language model's width

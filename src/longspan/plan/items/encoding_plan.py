@@ -13,7 +13,7 @@ import numpy as np
 
 from longspan.errors import PlanError
 from longspan.layout import Layout, Partition
-from longspan.layout.segments import Rows, expand
+from longspan.layout.segments import Integers, expand
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
 from longspan.plan.dynamic.planner import plan_dynamic
 from longspan.plan.items.item_table import ItemRows, ItemTable, ModalityRows
@@ -75,7 +75,7 @@ class ModalityPlan:
     plan: Plan
     rows: ModalityRows
     waves: tuple[Wave, ...]
-    wave_of_row: Rows
+    wave_of_row: Integers
     needed: dict[int, list[ItemRows]] = field(repr=False)
     ahead: tuple[dict[int, list[ItemRows]], ...] = field(default=(), repr=False)
     split_over_tp: bool = False
@@ -136,7 +136,7 @@ def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, plannin
     return ModalityPlan(plan, rows, tuple(waves), wave_of_row, needed, ahead, needed_by.split_over_tp)
 
 
-def _order_rows(depths: Sequence[Sequence[ItemRows]]) -> Rows:
+def _order_rows(depths: Sequence[Sequence[ItemRows]]) -> Integers:
     """The rows that a rank needs, micro-batch by micro-batch, and of each depth after depth."""
     parts = [part.row for of_micro_batch in zip(*depths, strict=True) for part in of_micro_batch]
     return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
@@ -151,7 +151,7 @@ def _check_largest(table: ItemTable, rows: ModalityRows, planning: EncoderPlanni
         )
 
 
-def _wave_of_row(rows: ModalityRows, micro_batches: Sequence[MicroBatch]) -> Rows:
+def _wave_of_row(rows: ModalityRows, micro_batches: Sequence[MicroBatch]) -> Integers:
     wave_of_item = np.zeros(len(rows.items), dtype=np.int64)
     for index, micro_batch in enumerate(micro_batches):
         for group in micro_batch.groups:
@@ -181,9 +181,9 @@ def rows_needed(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) -> dict
     return needed
 
 
-def rows_encoded(rows: ModalityRows, wave: MicroBatch, home: Layout) -> dict[int, Rows]:
+def rows_encoded(rows: ModalityRows, wave: MicroBatch, home: Layout) -> dict[int, Integers]:
     """For every rank, which rows it has once a wave is encoded; a wave's documents are items of the modality."""
-    encoded: dict[int, Rows] = {}
+    encoded: dict[int, Integers] = {}
     for slot in range(home.slots):
         parts = [_NONE]
         for _, group in wave.groups_of(slot):

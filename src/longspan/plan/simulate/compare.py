@@ -12,9 +12,8 @@ from longspan.layout import Layout
 from longspan.plan.check import check_comm_types, heads_allow
 from longspan.plan.dynamic import plan_dynamic
 from longspan.plan.plan import Plan
-from longspan.plan.planners.fixed import plan_fixed
+from longspan.plan.planners.fixed import plan_fixed, plan_padded
 from longspan.plan.planners.options import PlanOptions
-from longspan.plan.planners.padded import plan_padded
 from longspan.plan.simulate.evaluation import plan_evaluation, widest_degree
 from longspan.plan.simulate.row_bytes import RowBytes
 from longspan.plan.simulate.simulate import Simulation, simulate

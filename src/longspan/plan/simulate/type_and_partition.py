@@ -181,7 +181,7 @@ def group_cost(cost: Cost, options: PlanOptions) -> Cost:
     """A hybrid's cost for groups of these options; the cost of another model as it is."""
     if cost.states is None:
         return cost
-    return with_price_of_type(replace(options, cost=cost)).cost.dealt(options.partition)
+    return with_price_of_type(replace(options, cost=cost)).cost.for_partition(options.partition)
 
 
 def way_text(options: PlanOptions) -> str:

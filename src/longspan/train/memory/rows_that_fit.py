@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
-from longspan.config.bounds import AUTO
+from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
 from longspan.files import write_atomically

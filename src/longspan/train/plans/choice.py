@@ -11,21 +11,18 @@ from typing import Any, Unpack
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import EvalConfig, PlanSection
 from longspan.config.sections import ContextConfig, ParallelConfig, RunConfig, held_out_set
-from longspan.data.pack_order import PackOrder
-from longspan.data.step_order import StepOrder
+from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError, LongspanError, PlanError, counted
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, WarmStart, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import heads_allow
-from longspan.plan.cost.cost_file import read_cost
-from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200, with_recomputation
+from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200, read_cost, with_recomputation
 from longspan.plan.hierarchy import levels_at
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.planners.options import PlanKeywords
-from longspan.plan.simulate.evaluation_plan import plan_evaluation, widest_degree
-from longspan.plan.simulate.simulate import shared_by
-from longspan.plan.simulate.which_partition import priced_as
-from longspan.plan.simulate.which_type import options_at_degree
+from longspan.plan.simulate.evaluation import plan_evaluation, widest_degree
+from longspan.plan.simulate.simulate import slot_cost
+from longspan.plan.simulate.type_and_partition import group_cost, options_at_degree
 
 WARM_STEPS = 64  # dynamic plans of so many steps begin from the plan of the first of them
 
@@ -130,7 +127,7 @@ class PlanChoice:
         """
         options = _section_options(config.context, config, cost or cost_of(config.context), heads)
         options = replace(options, mode=config.context.mode)
-        options = replace(options, cost=priced_as(options.cost, options))
+        options = replace(options, cost=group_cost(options.cost, options))
         return cls._from_section(config.context, config, options, "context.", weights, weight_bytes)
 
     @classmethod
@@ -151,7 +148,7 @@ class PlanChoice:
         cost = (cost or cost_of(config.context)).forward_only()
         section = replace(entry, partition=entry.partition or config.context.partition)
         options = _section_options(section, config, cost, heads)
-        options = replace(options, cost=cost.dealt(options.partition))
+        options = replace(options, cost=cost.for_partition(options.partition))
         return cls._from_section(entry, config, options, entry.prefix)
 
     @classmethod
@@ -246,7 +243,7 @@ class PlanChoice:
 
     def _cost(self, home: Layout) -> Cost:
         """The cost of a slot, whose tensor-parallel ranks share it; in free mode with the closing of a step."""
-        cost = shared_by(self.options.cost, home.tp)
+        cost = slot_cost(self.options.cost, home.tp)
         if self.options.mode == "lockstep" or not self.weights:
             return cost
         gathered, reduced = self.weight_bytes, max(4, self.weight_bytes)

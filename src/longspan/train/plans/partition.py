@@ -8,16 +8,15 @@ from dataclasses import replace
 from functools import partial
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, on_first_rank
+from longspan.comm.all_ranks import LogLine, run_on_first_rank
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, with_evaluations
-from longspan.data.pack_order import PackOrder
-from longspan.data.step_order import StepOrder
+from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions
-from longspan.plan.simulate.which_partition import PartitionChoice, which_partition
+from longspan.plan.simulate.type_and_partition import PartitionChoice, which_partition
 from longspan.train.plans import PlanChoice
 
 STEPS = 4  # whose documents are planned for
@@ -34,7 +33,7 @@ def choose_partition_on_ranks(
         return config, ""
     lengths = [order.lengths_of_step(step) for step in range(STEPS)]
     work = partial(choose_partition, config, lengths, world.home, cost=cost, heads=heads)
-    config, reason = on_first_rank(world, work, ConfigError)
+    config, reason = run_on_first_rank(world, work, ConfigError)
     if reason:
         log(f"rows: {reason}")
     return config, reason

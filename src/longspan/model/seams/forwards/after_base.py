@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError, counted
 from longspan.model.layers import architecture_name, base_of
-from longspan.model.seams.hint import doctor_hint
+from longspan.model.seams.refusals import doctor_hint
 
 Forward = Callable[..., Any]  # a class's: of the model, and the arguments of its call
 ModelCall = tuple[Any, Sequence[Any], Mapping[str, Any]]  # a model, and what it was called with

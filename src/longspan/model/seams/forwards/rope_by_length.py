@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from longspan.comm import SequenceShard, to_device
 from longspan.errors import ModelError
-from longspan.layout.segments import Rows, expand
+from longspan.layout.segments import Integers, expand
 from longspan.model.seams.attention_record import Probe
 from longspan.model.seams.layer_arguments import shard_of_layer
 
@@ -91,9 +91,9 @@ def _forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_type: str
     return tree_unflatten(joined, structure[0])
 
 
-def _rows_by_length(shard: SequenceShard, rotary: nn.Module, kind: str, layer_type: str | None) -> dict[int, Rows]:
+def _rows_by_length(shard: SequenceShard, rotary: nn.Module, kind: str, layer_type: str | None) -> dict[int, Integers]:
     """The local rows of the documents of each length; lengths that give the same frequencies count as one."""
-    rows: dict[int, list[Rows]] = {}
+    rows: dict[int, list[Integers]] = {}
     for part in shard.parts:
         segments = part.segments()
         lengths = np.asarray(part.group.lengths, dtype=np.int64)[segments.document]
@@ -105,7 +105,7 @@ def _rows_by_length(shard: SequenceShard, rotary: nn.Module, kind: str, layer_ty
     return {length: np.concatenate(of_length) for length, of_length in rows.items()}
 
 
-def _representative(rotary: nn.Module, kind: str, layer_type: str | None, lengths: Rows) -> Rows:
+def _representative(rotary: nn.Module, kind: str, layer_type: str | None, lengths: Integers) -> Integers:
     """For each length one that gives the same frequencies: longrope has two kinds, dynamic one up to a limit."""
     owner: Any = rotary
     if kind == "longrope":
@@ -116,7 +116,7 @@ def _representative(rotary: nn.Module, kind: str, layer_type: str | None, length
 
 
 def _frequencies_of_length(
-    rotary: nn.Module, layer_type: str | None, x: Tensor, positions: Tensor, length: int, rows: Rows
+    rotary: nn.Module, layer_type: str | None, x: Tensor, positions: Tensor, length: int, rows: Integers
 ) -> Any:
     """What a new module returns for some rows of documents of one length: tensors (1, rows, …)."""
     here = positions if len(rows) == positions.shape[1] else positions[:, to_device(rows, positions.device)]

@@ -23,11 +23,11 @@ from longspan.errors import ModelError
 from longspan.model.layers import base_of
 from longspan.model.mtp.depths import deeper_states, depths_of, find_copied_layer, refuse_bypass
 from longspan.model.mtp.layer_inputs import layer_inputs
+from longspan.model.seams.attention_record import Probe
 from longspan.model.seams.forwards.after_base import Forward, ModelAfterBase, refuse_other_forward
-from longspan.model.seams.hint import doctor_hint
 from longspan.model.seams.meta_pass import run_on_meta
 from longspan.model.seams.mixers import find_mixers
-from longspan.model.seams.probe import Probe
+from longspan.model.seams.refusals import doctor_hint
 
 RowLoss = Callable[..., Tensor]  # of (hidden, head, *deeper)
 
