@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from longspan.evaluation.passkey.text import OPENING, passkey_text
+from longspan.evaluation.passkey import OPENING, passkey_text
 
 TEXTS, MOST_SENTENCES = 30_000, 20
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longspan.comm.control_group import ControlGroup
 from longspan.evaluation import portions
-from longspan.evaluation.options import EvaluationOptions
+from longspan.evaluation.metrics import EvaluationOptions
 from longspan.model.seams import attention_calls
 from longspan.train.plans import PlanChoice
 

@@ -15,7 +15,7 @@ import torch
 
 from longspan.model.experts import gate, rows, triton_kernels
 from longspan.model.seams.forwards import norm_formula
-from longspan.train import row_softmax
+from longspan.train import loss
 from tests.kernels import cases
 from tests.kernels.test_on_gpus import EVERY
 from tests.ssm.interpreted import on_a_cpu
@@ -26,7 +26,7 @@ def _take_cpus() -> None:
     kernels: Any = triton_kernels
     gate.kernels_for = rows.kernels_for = lambda *tensors: kernels.kernels()  # pyright: ignore
     norm_formula.on_gpus = lambda tensors: True
-    row_softmax.in_kernels = lambda dtype, device: dtype != torch.float64
+    loss.in_kernels = lambda dtype, device: dtype != torch.float64
 
 
 if __name__ == "__main__":

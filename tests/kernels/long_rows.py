@@ -29,7 +29,7 @@ from longspan.ssm.kernels.convolutions.first_rows import write_first
 from longspan.ssm.kernels.decay.faded_sums import faded_sums
 from longspan.ssm.kernels.delta.maps import maps_of
 from longspan.ssm.kernels.runs import LocalRuns
-from longspan.train.row_softmax import row_softmax
+from longspan.train.loss import row_softmax
 from tests.reference import relative_error
 
 PAST = 2**32

@@ -23,7 +23,7 @@ from longspan.model.weights.empty import empty_model, named_images_class
 from longspan.model.weights.fill import take_weights_to_come
 from longspan.model.weights.held import HeldPart
 from longspan.model.weights.write import Written, unit_of
-from longspan.train.mtp.depths import depth_weights, with_depths
+from longspan.train.terms.mtp import depth_weights, with_depths
 from longspan.train.training import adapted, loaded_model
 
 

@@ -9,8 +9,8 @@ from longspan.cli.evaluation.flags import EvalFlags, parse_eval, request_of
 from longspan.cli.evaluation.tables import tables_of
 from longspan.cli.processes import processes_of, reports_here, run_on_ranks, say, under_torchrun
 from longspan.corpus.files import find_root
+from longspan.evaluation.saved.comparison import record_of
 from longspan.evaluation.saved.fit import checkable
-from longspan.evaluation.saved.record import record_of
 from longspan.evaluation.saved.request import EvalRequest, SubjectResult
 from longspan.files import as_json
 from longspan.layout import Layout

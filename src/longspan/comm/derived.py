@@ -11,13 +11,12 @@ class Derived:
     `attention` and `chains` belong to the rooms of attention and state-space layers and `recorded_calls` to the model's
     seams: only they know their types.
     `spliced` are rows that take the places of token embeddings: (local rows (n,), rows (n, D)) of every modality, by
-    how many tokens further on than the local rows the embedded tokens are, which is `ahead` now; `added` by decoder
+    how many tokens further on than the local rows the embedded tokens are; `added` by decoder
     layer those that are added to what the layer returns; `leaves` are what collects the gradients of both.
     """
 
     __slots__ = (
         "added",
-        "ahead",
         "attention",
         "chains",
         "leaves",
@@ -33,7 +32,6 @@ class Derived:
         self.attention: Any = None
         self.chains: Any = None
         self.recorded_calls: Any = None
-        self.ahead = 0
         self.spliced: dict[int, tuple[tuple[Tensor, Tensor], ...]] = {}
         self.leaves: tuple[Tensor, ...] = ()
         self.added: dict[int, tuple[tuple[Tensor, Tensor], ...]] = {}

@@ -6,27 +6,27 @@ of micro-batches (`portions.py`).
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
 
 from longspan.comm import World
+from longspan.data.documents import Documents
 from longspan.errors import PlanError
-from longspan.evaluation.metrics import Mean, MeasuredDocuments
-from longspan.evaluation.options import EvaluationOptions
-from longspan.evaluation.plan_of import plan_of
+from longspan.evaluation.metrics import EvaluationOptions, Mean, MeasuredDocuments
+from longspan.evaluation.passkey import PasskeyDocuments
 from longspan.evaluation.portions import Portions
 from longspan.evaluation.result import Evaluation
 from longspan.evaluation.row_sums import Totals
-from longspan.model.multimodal.multimodal_model import check_world, language_model_of
+from longspan.layout import Layout
+from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world
+from longspan.model.seams.call_rules import call_rules
 from longspan.plan import Plan
-from longspan.train.encoding import items_of
 from longspan.train.memory.live_bytes import added_peak
-from longspan.train.plans import PlanChoice
-from longspan.train.reading.targets import targets_of_documents
+from longspan.train.plans import PlanChoice, degrees_to_compare
+from longspan.train.reading.step_inputs import StepDocuments, StepInputs
 from longspan.train.step_check import check_step
 
 
@@ -38,32 +38,29 @@ def evaluate(
     >>> result = evaluate(model, documents, PlanChoice.fixed(4, max_tokens_per_slot=2048), world)
     >>> result.loss, result.perplexity, result.metrics["token_accuracy"].value
 
-    `documents[d]` is document d: it has a length and is indexed by an int64 array of positions, of which a rank asks
-    for its own; MeasuredDocuments bring metrics as well. Parameters, gradients, modes of modules, states of random
-    generators and `world.step` are afterwards as they were before, also where it raises.
+    `documents[d]` is document d: it has a length and is indexed by an int64 array of positions, those that a rank
+    holds; MeasuredDocuments bring metrics as well. Parameters, gradients, modes of modules and states of random
+    generators are afterwards as they were before, also where it raises; `world.step` does not change.
 
     Raises PlanError for documents that fit no plan, EvaluationError for a metric that gives no (sum, count), DataError
     for documents that cannot be read, and EvaluationStopped where `options` say so: each on all ranks.
     """
     started, options = time.perf_counter(), options or EvaluationOptions()
-    check_world(model, world)
     measured = documents if isinstance(documents, MeasuredDocuments) else None
     if measured is not None:
         options = replace(options, document_metrics={**options.document_metrics, **measured.metrics})
-    plan = choice if isinstance(choice, Plan) else plan_of(choice, language_model_of(model), documents, world.home)
-    items = items_of(model, plan, documents)
-    check_step(language_model_of(model), plan, documents, world, items, backward=False)
-    with _step_restored(world, options.step), added_peak(world.device) as memory:
-        portions = Portions(model, plan, documents, world, options, started)
+    inputs = _checked_inputs(model, documents, choice, world)
+    plan, naming = inputs.plan, world.watch.naming("evaluation", world.home.ranks, step=options.step)
+    with naming, added_peak(world.device) as memory:
+        portions = Portions(inputs, options, started)
         totals = portions.run()
     if totals.rows != plan.targets:
         raise PlanError(
             f"the slots counted {totals.rows} targets, the plan has {plan.targets}; is a document left out?"
         )
     widest = max((group.degree for batch in plan.micro_batches for group in batch.groups), default=1)
-    result = _result(plan, totals, options, targets_of_documents(documents, plan.lengths, items))
     result = replace(
-        result,
+        _result(inputs, totals, options),
         cp=widest if isinstance(choice, Plan) or choice.planner == "dynamic" else choice.degree,
         seconds=time.perf_counter() - started,
         activation_bytes=None if memory.bytes is None else world.control.largest(memory.bytes - portions.gathered),
@@ -73,17 +70,22 @@ def evaluate(
     return result
 
 
-@contextmanager
-def _step_restored(world: World, step: int) -> Iterator[None]:
-    before, world.step = world.step, step
-    try:
-        yield
-    finally:
-        world.step = before
+def _checked_inputs(model: nn.Module, documents: Any, choice: PlanChoice | Plan, world: World) -> StepInputs:
+    """What the evaluation runs over, under a plan that is given, or made by a choice."""
+    if isinstance(choice, Plan):
+        return check_step(model, choice, documents, world, backward=False)
+    language_model = model
+    if isinstance(model, MultimodalModel):
+        check_world(model, world)
+        language_model = model.language_model
+    documents = StepDocuments(model, documents, _lengths(documents))
+    plan = _cached_plan(_forward_choice(choice, language_model, documents), documents.lengths, world.home)
+    return check_step(model, plan, documents, world, backward=False)
 
 
-def _result(plan: Plan, totals: Totals, options: EvaluationOptions, targets: Sequence[int]) -> Evaluation:
-    """The result; `targets` is what each document predicts."""
+def _result(inputs: StepInputs, totals: Totals, options: EvaluationOptions) -> Evaluation:
+    """The result, without its degree, seconds and bytes."""
+    plan, targets = inputs.plan, inputs.documents.targets
     loss = math.fsum(totals.documents.tolist())
     metrics = {"token_accuracy": Mean(totals.hits, totals.rows)}
     if options.token_bytes is not None:
@@ -110,3 +112,36 @@ def _result(plan: Plan, totals: Totals, options: EvaluationOptions, targets: Seq
             for name, sums in zip(options.document_metrics, totals.document_metrics, strict=True)
         },
     )
+
+
+# ---- the plan of an evaluation, priced for forward passes only
+
+
+def choices_at_degrees(choice: PlanChoice, documents: Documents | PasskeyDocuments, home: Layout) -> list[PlanChoice]:
+    """A choice at degree 1, 2, 4, … as far as they divide the slots, each under a cap that holds these documents.
+
+    Degrees at which a2a cannot split the query heads evenly are left out.
+    """
+    longest = max(documents.lengths)
+    return [choice.at_degree(degree, longest=longest) for degree in degrees_to_compare(home, choice)]
+
+
+@lru_cache(maxsize=8)
+def _cached_plan(choice: PlanChoice, lengths: tuple[int, ...], home: Layout) -> Plan:
+    """The plan of a set of documents, made once: a dynamic plan takes longer than the evaluation of a few."""
+    return choice.plan(lengths, home)
+
+
+def _forward_choice(choice: PlanChoice, model: nn.Module, documents: StepDocuments) -> PlanChoice:
+    """The choice priced for forward passes only, with the documents' targets and the rows that a model needs."""
+    multiple, options = call_rules(model).row_multiple, choice.options
+    rows = options.row_multiple if options.row_multiple % multiple == 0 else multiple
+    targets = sum(documents.targets)
+    return replace(
+        choice, options=replace(options, cost=options.cost.forward_only(), row_multiple=rows, targets=targets)
+    )
+
+
+def _lengths(documents: Any) -> tuple[int, ...]:
+    lengths = getattr(documents, "lengths", None)
+    return tuple(len(documents[d]) for d in range(len(documents))) if lengths is None else tuple(map(int, lengths))

@@ -7,16 +7,19 @@ documents are dealt out; sums and counts do not.
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
 from numbers import Real
 from types import CellType, CodeType, FunctionType, ModuleType
-from typing import IO, Any, NamedTuple, Protocol, runtime_checkable
+from typing import IO, Any, NamedTuple, Protocol, cast, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from longspan.errors import EvaluationError, counted
+from longspan.config.dotted_name import object_named
+from longspan.errors import ConfigError, EvaluationError, counted
 
 
 class TargetRows(NamedTuple):
@@ -173,3 +176,58 @@ def _made_rows(vocabulary: int, device: torch.device) -> TargetRows:
 
 def _is_number(value: Any) -> bool:
     return (isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex()) or isinstance(value, Real)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions:
+    """Options of `evaluate`; the same on every rank but for `stopped` and `progress`."""
+
+    step: int = 0
+    """Optimizer steps that the weights have taken: for results and errors."""
+    name: str = ""
+    """Name of the evaluation set."""
+    loss_chunk_rows: int = 0
+    """Rows whose logits are formed at a time; 0: by a budget of bytes."""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """Metrics beside the built-in ones, by name: functions of TargetRows to (sum, count). A copy of each is tried on
+    two made rows first; what it keeps in variables of its module is not copied."""
+    document_metrics: Mapping[str, DocumentMetric] = field(default_factory=dict)
+    """Metrics of each document, by name: functions of TargetRows to the values and the counts of rows, two tensors
+    (n,), which are added up for every document; a row that does not count has the count 0."""
+    token_bytes: npt.NDArray[np.int64] | None = None
+    """(V,) UTF-8 bytes of each token id's text: with them, bits per byte."""
+    attention_kernel: str | None = None
+    """Attention kernel; None: as the model was prepared."""
+    seconds: float | None = None
+    """The evaluation is stopped at the end of the portion in which so many seconds are over; None: no limit."""
+    stopped: Callable[[], str] | None = None
+    """Asked on every rank before each portion of micro-batches: why to stop, in words; "" to go on."""
+    progress: Callable[[int, int], None] | None = None
+    """Called after each portion with the number of micro-batches that are done, and of all."""
+
+
+def load_metrics(names: Sequence[str], key: str) -> dict[str, Metric]:
+    """The metrics that a key of the configuration names, by the last part of their names.
+
+    >>> list(load_metrics(("my_package.my_metrics.top_five",), "train.eval_metrics"))  # doctest: +SKIP
+    ['top_five']
+
+    Raises ConfigError for a module that cannot be imported, for one without such a function, and for two of one name.
+    """
+    metrics = dict[str, Metric]()
+    for dotted in names:
+        module, _, name = dotted.rpartition(".")
+        if not module:
+            raise ConfigError(f"{key} has {dotted!r}; give a function with its module, as in package.module.function")
+        function = object_named(dotted, f"{key} has {dotted!r}")
+        if not callable(function):
+            raise ConfigError(
+                f"{key} has {dotted!r}, and {module} has no function {name}; give one of TargetRows to (sum, count)"
+            )
+        if name in metrics:
+            raise ConfigError(
+                f"{key} has two functions of the name {name!r} ({', '.join(names)}); rows of metrics.jsonl "
+                "would have two values for one key: give one of them another name"
+            )
+        metrics[name] = cast(Metric, function)
+    return metrics

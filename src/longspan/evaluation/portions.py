@@ -5,26 +5,22 @@ So an evaluation can be stopped, and of a large set a rank reads only a portion'
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
-from torch import nn
-
-from longspan.comm import World, raise_first_error
+from longspan.comm import raise_first_error
 from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, PlanError, counted
-from longspan.evaluation.metrics import check_metrics
-from longspan.evaluation.options import EvaluationOptions
+from longspan.evaluation.metrics import EvaluationOptions, check_metrics
 from longspan.evaluation.row_sums import RowSums, Totals
-from longspan.model.multimodal.multimodal_model import MultimodalModel, language_model_of
 from longspan.model.placement.sharding import gathered_bytes, gathered_once
 from longspan.model.prepared import vocabulary_size
-from longspan.plan import MicroBatch, Plan
-from longspan.train.encoding import Encoding, items_of
+from longspan.plan import MicroBatch
 from longspan.train.memory.live_bytes import unused_bytes
 from longspan.train.passes import Passes, run_passes
-from longspan.train.reading.local_batch import batches_of, reading_error
+from longspan.train.reading.local_batch import read_micro_batches, reading_error
 from longspan.train.reading.read_rows import LocalBatch
+from longspan.train.reading.step_inputs import StepInputs
+from longspan.train.terms.step_terms import input_terms
 
 PORTION = 16  # micro-batches of a portion at most, for each pipeline stage
 SHORT_SECONDS = 1.0  # a portion that takes less is followed by larger ones
@@ -34,34 +30,28 @@ GATHERED_SHARE = 1 / 8  # of the memory that is left, which gathered parameters 
 class Portions:
     """The portions of one evaluation."""
 
-    def __init__(
-        self, model: nn.Module, plan: Plan, documents: Any, world: World, options: EvaluationOptions, started: float
-    ) -> None:
-        self.whole, self.model = model, language_model_of(model)
-        self.plan, self.documents, self.world = plan, documents, world
-        self.items = items_of(model, plan, documents)
-        self.options, self.started = options, started
-        self.sums = RowSums(plan.lengths, options, world.device)
-        self.largest = PORTION * world.home.pp
+    def __init__(self, inputs: StepInputs, options: EvaluationOptions, started: float) -> None:
+        self.inputs, self.options, self.started = inputs, options, started
+        self.plan, self.world, self.items = inputs.plan, inputs.world, inputs.documents.items
+        self.sums = RowSums(self.plan.lengths, options, self.world.device)
+        self.largest = PORTION * self.world.home.pp
         self.long = self.any_long = False  # whether the last portion took long, here and on any rank
         self.gathered = 0  # bytes of parameters that stay gathered until the end
         kernel = {} if options.attention_kernel is None else {"attention_kernel": options.attention_kernel}
-        self.passes = Passes(
-            model=self.model, plan=plan, world=world, backward=False, measure=self.sums.measure, keywords=kernel
-        )
+        self.terms = input_terms(inputs)
+        self.passes = Passes.of(inputs, self.terms, self.sums.measure, keywords=kernel)
 
     def run(self) -> Totals:
-        """All portions, then the sums over ranks."""
+        """Run all portions, then sum over ranks."""
         size, done, count = self._first_size(), 0, len(self.plan.micro_batches)
         with ExitStack() as stack:
             while done < max(count, 1):  # one portion of an empty plan too, so that all ranks agree on it
                 portion = self.plan.micro_batches[done : done + size]
-                batches, encoding = self._agreed_batches(portion, done)
+                batches = self._read_agreed(portion, done)
                 if self.gathered and not done:
-                    stack.enter_context(gathered_once(self.model))
+                    stack.enter_context(gathered_once(self.inputs.language_model))
                 started = time.perf_counter()
-                with nullcontext() if encoding is None else encoding.around(portion, batches):
-                    run_passes(self.passes, batches)
+                run_passes(self.passes, batches)
                 self.sums.flush()
                 self.long = time.perf_counter() - started >= SHORT_SECONDS
                 size = size if self.any_long else min(2 * size, self.largest)
@@ -82,13 +72,14 @@ class Portions:
         may_end = self.options.seconds is not None or self.options.stopped is not None
         return 1 if may_end and self.world.home.pp == 1 else self.largest
 
-    def _agreed_batches(self, portion: Sequence[MicroBatch], done: int) -> tuple[list[LocalBatch], Encoding | None]:
-        """This rank's rows and items of a portion, once all ranks have theirs and none stops; else all raise."""
-        batches, encoding, error = list[LocalBatch](), None, self._reason_to_end(done)
+    def _read_agreed(self, portion: Sequence[MicroBatch], done: int) -> list[LocalBatch]:
+        """Read this rank's rows and items of a portion, once all ranks have theirs and none stops; else all raise."""
+        batches, error = list[LocalBatch](), self._reason_to_end(done)
         try:
             if error is None:
-                batches = batches_of(self.model, self.plan, self.documents, self.world, portion, self.items)
-                encoding = self._encoding(portion)
+                batches = read_micro_batches(self.inputs, portion)
+                for term in self.terms:
+                    term.read_portion(portion)
         except PlanError as failure:  # items that fit no slot of their encoder
             error = failure
         except Exception as failure:  # a corpus may raise anything: the other ranks must learn of it
@@ -98,14 +89,7 @@ class Portions:
         if not done:
             self.passes = replace(self.passes, frees_parameters=not self.gathered)
             self.world.channels.make_communicators(self.plan)  # the ranks have just agreed on it
-        return batches, encoding
-
-    def _encoding(self, portion: Sequence[MicroBatch]) -> Encoding | None:
-        if self.items is None or not isinstance(self.whole, MultimodalModel):
-            return None
-        encoding = Encoding(self.whole, self.plan, portion, self.items, backward=False)
-        encoding.read(self.documents)
-        return encoding
+        return batches
 
     def _agreed_end(self, ended: bool, *, first: bool) -> bool:
         """Whether any rank has ended; after the first portion, ranks also say whether their last one took long."""
@@ -128,7 +112,7 @@ class Portions:
         if len(plan.micro_batches) < 2 or world.home.pp > 1 or plan.mode == "free":
             return 0
         room = int(unused_bytes(world.device, len(world.home.ranks)) * GATHERED_SHARE)
-        size = gathered_bytes(self.model)
+        size = gathered_bytes(self.inputs.language_model)
         return size if size <= room else 0
 
     def _reason_to_end(self, done: int) -> LongspanError | None:
@@ -136,7 +120,7 @@ class Portions:
         options, seconds = self.options, time.perf_counter() - self.started
         if not done:
             try:
-                vocabulary, device = vocabulary_size(self.model), self.world.device
+                vocabulary, device = vocabulary_size(self.inputs.language_model), self.world.device
                 check_metrics(options.metrics, options.document_metrics, vocabulary, device)
             except EvaluationError as error:
                 return error

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from longspan.comm import World, to_device
-from longspan.evaluation.metrics import Bucket, Mean, TargetRows, columns_of, pair_of
-from longspan.evaluation.options import EvaluationOptions
+from longspan.evaluation.metrics import Bucket, EvaluationOptions, Mean, TargetRows, columns_of, pair_of
 from longspan.train.loss import chunks_of_rows, log_probs_of_rows, rows_of_chunk
 from longspan.train.reading.read_rows import WEIGHTS, LocalBatch, documents_and_positions, target_rows
 

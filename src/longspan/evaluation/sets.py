@@ -27,7 +27,7 @@ from longspan.data.documents import Corpus, Documents
 from longspan.data.step_order import some_documents
 from longspan.errors import DataError, counted
 from longspan.evaluation.metrics import Metric
-from longspan.evaluation.passkey.documents import PasskeyDocuments, passkey_documents
+from longspan.evaluation.passkey import PasskeyDocuments, passkey_documents
 from longspan.files import naming_file
 
 

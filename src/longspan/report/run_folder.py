@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from longspan.errors import ConfigError, PlanError, counted
-from longspan.evaluation.passkey.grid import PasskeyGrid
+from longspan.evaluation.result import PasskeyGrid
 from longspan.plan import Plan
 from longspan.report.evaluations.passkey_section import passkey_grids
 from longspan.report.evaluations.rows import EvalRow, number

@@ -9,9 +9,8 @@ from typing import Any
 from longspan.comm.all_ranks import on_every_rank, on_first_rank
 from longspan.comm.stop_signal import StopSignal, received_signal
 from longspan.errors import EvaluationStopped, RunFolderError
-from longspan.evaluation.evaluate import evaluate
-from longspan.evaluation.options import EvaluationOptions
-from longspan.evaluation.plan_of import choices_at_degrees
+from longspan.evaluation.evaluate import choices_at_degrees, evaluate
+from longspan.evaluation.metrics import EvaluationOptions
 from longspan.evaluation.result import Evaluation
 from longspan.evaluation.sets import EvaluationSet
 from longspan.files import as_json, write_atomically

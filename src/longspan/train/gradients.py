@@ -17,7 +17,7 @@ from longspan.comm import World, on_all_ranks
 from longspan.errors import ModelError, NonFiniteError
 from longspan.layout.layout import short
 from longspan.model.local_tensors import local_tensor
-from longspan.model.multimodal.multimodal_model import language_model_of, modules_and_worlds
+from longspan.model.multimodal.multimodal_model import MultimodalModel, modules_and_worlds
 from longspan.model.pipeline.pipeline import PipelineModel
 
 
@@ -72,13 +72,13 @@ def square_sum(parameters: Iterable[Tensor], world: World) -> float:
 
 def square_sum_of_modules(model: nn.Module, world: World) -> float:
     """This rank's part of the squared norm of a model's gradients, whose modules may lie in homes of their own."""
-    modules = modules_and_worlds(model, world)
+    modules = modules_and_worlds(model, world) if isinstance(model, MultimodalModel) else [(model, world)]
     return sum(square_sum(counted_parameters(module), home) for module, home in modules)
 
 
 def counted_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that this rank counts in the gradient norm: what several stages have is counted with the first."""
-    inside = language_model_of(model)
+    inside = model.language_model if isinstance(model, MultimodalModel) else model
     skipped = inside.copies.counted_elsewhere if isinstance(inside, PipelineModel) else ()
     return [parameter for parameter in model.parameters() if parameter not in skipped]
 

@@ -21,7 +21,7 @@ from longspan.plan.cost.model_cost import H200_SOURCE
 from longspan.plan.cost.model_flops import model_flops, peak_tflops
 from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.items.encoder_shape import EncoderShape, Trained
-from longspan.train.encoding import EncoderTimes
+from longspan.train.terms.encoder_times import EncoderTimes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ step` build on the same functions, so that neither can do what the other cannot.
 
 import warnings
 import zlib
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,15 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import World
+from longspan.config.defaults import encoder_default
 from longspan.config.eval_set import EvalConfig
 from longspan.config.precision import compute_dtype
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, counted
-from longspan.model import PRESETS, load_model, prepare, preset_config
+from longspan.layout import Layout
+from longspan.model import PRESETS, EncoderHome, load_model, prepare, preset_config
 from longspan.model.compiled import compile_layers
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.hf_folder import read_configuration
@@ -29,12 +33,10 @@ from longspan.model.lora.new import NewAdapter, add_lora
 from longspan.model.mtp.names import PREFIX
 from longspan.model.multimodal.multimodal_model import MultimodalModel, language_model_of
 from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.vision.take_apart import freeze_images
 from longspan.model.weights.fill import leave_to_checkpoint
 from longspan.plan import Cost, Plan
-from longspan.train.encoder_settings import encoder_home, freeze_as_asked, learning_rates, share_of_rate
 from longspan.train.memory.model_fits import check_model_fits
-from longspan.train.mtp.depths import with_depths
-from longspan.train.mtp.loss import mtp_loss
 from longspan.train.optim.on_shards import check_on_shards
 from longspan.train.optim.optimizer import OPTIMIZERS, OptimizerChoice, groups_of
 from longspan.train.optim.schedule import Schedule
@@ -42,6 +44,40 @@ from longspan.train.optim.stochastic_rounding import StochasticRounding
 from longspan.train.plans import PlanChoice, query_heads
 from longspan.train.step import StepResult, run_step
 from longspan.train.step_figures import StepFigures, figures_of
+from longspan.train.terms.mtp import mtp_loss, with_depths
+
+
+def freeze_as_asked(config: RunConfig, model: PreTrainedModel) -> None:
+    """Freeze what [encoder] does not train of the tower and projector of a model that is not prepared yet."""
+    freeze_images(model, config.encoder.train or encoder_default(config))
+
+
+def encoder_home(config: RunConfig, world: World, **same: Any) -> EncoderHome:
+    """The home of a model's tower and projector."""
+    encoder = config.encoder
+    return EncoderHome(
+        home=Layout(world.home.ranks, tp=encoder.tp),
+        max_rows_per_slot=encoder.max_rows or None,
+        recompute=encoder.recompute,
+        **same,
+    )
+
+
+def learning_rates(config: RunConfig, model: nn.Module) -> dict[str, float] | None:
+    """The learning rates of modules by name where the encoder has one of its own; None: one for all."""
+    if not isinstance(model, MultimodalModel) or not config.encoder.lr:
+        return None
+    return {"encoders": config.encoder.lr, "language_model": config.train.lr}
+
+
+def share_of_rate(config: RunConfig, model: nn.Module, group: Mapping[str, Any]) -> float:
+    """The learning rate of a group of an optimizer's parameters, as a share of train.lr."""
+    if learning_rates(config, model) is None or not group["params"]:
+        return 1.0
+    assert isinstance(model, MultimodalModel)
+    of_encoder = {id(parameter) for parameter in model.encoders.parameters()}
+    return config.encoder.lr / config.train.lr if id(group["params"][0]) in of_encoder else 1.0
+
 
 AnyModel = PreTrainedModel | PipelineModel | MultimodalModel
 

@@ -12,7 +12,7 @@ from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
 from longspan.testing import backend, run_ranks
-from longspan.train.memory.budget import states_to_come
+from longspan.train.memory.rows_that_fit import states_to_come
 from longspan.train.optim.on_shards import check_on_shards
 from longspan.train.optim.optimizer import OptimizerChoice, groups_of, optimizer_class, parsed_arguments
 

@@ -18,8 +18,7 @@ from longspan.model.seams.forwards.row_loss import OutputHead
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
-from longspan.train.loss import chunked_cross_entropy, rows_of_chunk
-from longspan.train.row_softmax import in_kernels
+from longspan.train.loss import chunked_cross_entropy, in_kernels, rows_of_chunk
 from tests.attention.test_memory import Allocated
 from tests.model.stock import error, gradients_of, stock_answer, texts, tiny, worst
 

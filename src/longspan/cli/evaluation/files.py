@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.errors import ConfigError
-from longspan.evaluation.saved.record import document_rows, grids_of
+from longspan.evaluation.saved.comparison import document_rows, grids_of
 from longspan.evaluation.saved.request import SubjectResult
 from longspan.files import as_json, json_values, os_error_text
 from longspan.report.eval_page import eval_page

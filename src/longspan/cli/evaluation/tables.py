@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 
 from longspan.errors import counted
 from longspan.evaluation.result import comparison_table
-from longspan.evaluation.saved.comparison import Difference, differences
-from longspan.evaluation.saved.record import HOME, comm_types, grids_of
+from longspan.evaluation.saved.comparison import HOME, Difference, comm_types, differences, grids_of
 from longspan.evaluation.saved.request import SetResult, SubjectResult
 from longspan.report.text_table import text_table
 

@@ -21,15 +21,13 @@ from longspan.corpus.token_bytes import token_bytes
 from longspan.errors import ConfigError, DataError
 from longspan.evaluation.auto_degree import chosen_on_ranks
 from longspan.evaluation.evaluate import evaluate
-from longspan.evaluation.metrics import Metric
-from longspan.evaluation.options import EvaluationOptions
-from longspan.evaluation.passkey.documents import PasskeyDocuments
+from longspan.evaluation.metrics import EvaluationOptions, Metric, load_metrics
+from longspan.evaluation.passkey import PasskeyDocuments
 from longspan.evaluation.saved.chosen_sets import chosen_sets, tokenizer_digest
 from longspan.evaluation.saved.fit import Change, changes_line, entry_of, fitted_set
 from longspan.evaluation.saved.request import EvalRequest, SetResult, SubjectResult
 from longspan.evaluation.saved.sets import NamedDocuments
 from longspan.evaluation.saved.weights import CheckedWeights, check_weights, fit_positions, model_of
-from longspan.evaluation.user_metrics import load_metrics
 from longspan.plan import Cost
 from longspan.train.memory.rows_that_fit import with_rows_of_run
 from longspan.train.plans import PlanChoice, cost_of_run, query_heads

@@ -28,7 +28,7 @@ from longspan.data.documents import Corpus, Documents
 from longspan.data.step_order import some_documents
 from longspan.data.store.sources import KnownSums
 from longspan.errors import DataError
-from longspan.evaluation.passkey.documents import PasskeyDocuments
+from longspan.evaluation.passkey import PasskeyDocuments
 from longspan.evaluation.sets import MADE
 from longspan.train.plans.order import step_order_of
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longspan.bridge.splice import tokens_ahead
+from longspan.bridge.splice import embedding_arguments
 from longspan.errors import ModelError
 from longspan.model.mtp.layer_inputs import CopiedLayer, LayerInputs
 from longspan.model.mtp.names import PREFIX
@@ -112,8 +112,7 @@ def deeper_states(
     embedding: Any = model.get_input_embeddings()
     states = list[Tensor]()
     for number, (depth, ids) in enumerate(zip(depths_of(model), future_ids, strict=True), 1):
-        with tokens_ahead(shard, number):
-            embedded = embedding(ids[None])
+        embedded = embedding(ids[None], **embedding_arguments(shard, number))
         args, kwargs = inputs.of(ids, embedded)
         hidden = depth(embedded, hidden, *args, **kwargs)
         states.append(hidden.squeeze(0))

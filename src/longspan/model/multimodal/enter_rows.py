@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longspan.bridge.splice import add_rows, splice
+from longspan.bridge.splice import AHEAD, add_rows, splice
 from longspan.comm import SequenceShard
 from longspan.model.layers import decoder_layers
 from longspan.model.multimodal.encoder import Encoder
@@ -57,8 +57,10 @@ class _SpliceHook:
     def __init__(self, root: nn.Module, embedding: nn.Module, encoders: Sequence[Encoder]) -> None:
         self._encoders = encoders
         self._shard: SequenceShard | None = None
+        self._ahead = 0  # of the call of the embedding that is running
         root.register_forward_pre_hook(self._enter, with_kwargs=True)
         root.register_forward_hook(self._leave, always_call=True)
+        embedding.register_forward_pre_hook(self._take_ahead, with_kwargs=True)
         embedding.register_forward_hook(self._splice)
 
     def _enter(self, root: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -68,10 +70,15 @@ class _SpliceHook:
     def _leave(self, *_: Any) -> None:
         self._shard = None
 
+    def _take_ahead(self, embedding: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Take the keyword for later tokens away, which the embedding's own forward does not know."""
+        self._ahead = kwargs.get(AHEAD, 0)
+        return args, {name: value for name, value in kwargs.items() if name != AHEAD}
+
     def _splice(self, embedding: nn.Module, args: Any, embeddings: Tensor) -> Tensor:
         if self._shard is None:
             return embeddings
         if torch.is_grad_enabled() and not embeddings.requires_grad and not all(x.frozen for x in self._encoders):
             # Under a frozen language model all ranks enter its backward pass, also those that got no rows.
             embeddings = embeddings.detach().requires_grad_()
-        return splice(embeddings, self._shard)
+        return splice(embeddings, self._shard, self._ahead)

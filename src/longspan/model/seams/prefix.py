@@ -1,7 +1,7 @@
 """Models whose prompt is a prefix: its rows see each other, images among them, and what follows is causal (PaliGemma).
 
-In a step the prefix of a document is what stands before its first target (`train/reading/spans.py`), as the models'
-own processor makes its labels.
+In a step the prefix of a document is what stands before its first target (`train/reading/local_batch.py`), as the
+models' own processor makes its labels.
 """
 
 from typing import Any

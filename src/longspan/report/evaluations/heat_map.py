@@ -11,7 +11,7 @@ import numpy as np
 
 from longspan.config.passkey_settings import PASSKEY
 from longspan.errors import counted
-from longspan.evaluation.passkey.grid import PasskeyGrid
+from longspan.evaluation.result import PasskeyGrid
 from longspan.report.markup import label, tag, text
 
 RAMP = ((165, 0, 38), (244, 109, 67), (254, 224, 144), (116, 173, 209), (49, 54, 149))  # at 0, 1/4, 1/2, 3/4 and 1

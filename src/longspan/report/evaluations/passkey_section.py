@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from longspan.evaluation.passkey.grid import PasskeyGrid
+from longspan.evaluation.result import PasskeyGrid
 from longspan.report.charts.chart import Chart, Series, chart_figure
 from longspan.report.evaluations.heat_map import passkey_picture
 from longspan.report.markup import tag

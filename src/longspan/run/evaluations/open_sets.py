@@ -14,9 +14,8 @@ from longspan.corpus.token_bytes import token_bytes
 from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.documents import Corpus, Documents
 from longspan.errors import ConfigError, DataError, EvaluationError
-from longspan.evaluation.metrics import check_metrics
+from longspan.evaluation.metrics import check_metrics, load_metrics
 from longspan.evaluation.sets import MADE, EvaluationSet, check_paths, files_in_both, open_set
-from longspan.evaluation.user_metrics import load_metrics
 from longspan.layout import Layout
 from longspan.run.checks.plans import check_longest_of_set
 from longspan.train.long_documents import check_known

@@ -20,8 +20,7 @@ from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer
 from longspan.data.document import NO_TARGET, Labelled
 from longspan.errors import DataError
 from longspan.evaluation.evaluate import evaluate
-from longspan.evaluation.metrics import TargetRows
-from longspan.evaluation.options import EvaluationOptions
+from longspan.evaluation.metrics import EvaluationOptions, TargetRows
 from longspan.train.plans import PlanChoice
 
 SAMPLES, LARGEST = 8, 96  # documents of a set; pixels of the longer side of a picture

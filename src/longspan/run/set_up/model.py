@@ -16,7 +16,7 @@ from longspan.run.checks.encoder import check_images
 from longspan.run.set_up.data import RunData
 from longspan.run.set_up.kept_files import keep_model_files
 from longspan.train.long_documents import configuration_for
-from longspan.train.mtp.depths import depths_line, with_depths
+from longspan.train.terms.mtp import depths_line, with_depths
 from longspan.train.training import AnyModel, adapted, configuration_of, loaded_model, prepared_model, unread_model
 
 

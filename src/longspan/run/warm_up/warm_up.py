@@ -24,8 +24,8 @@ from longspan.plan.timeline import slot_rows
 from longspan.run.warm_up.kinds import Kind, largest_micro_batch, on_all_slots, plan_of, smallest_of_each_kind
 from longspan.run.warm_up.optimizer_states import make_states
 from longspan.train.memory.live_bytes import peak_memory_bytes
-from longspan.train.mtp.loss import mtp_loss
 from longspan.train.step import run_step
+from longspan.train.terms.mtp import mtp_loss
 from longspan.train.training import Training
 
 CONNECTED = 16  # slots, at most, of which every pair is connected where plans are dynamic

@@ -24,9 +24,9 @@ from longspan.layout import Layout
 from longspan.model.prepared import vocabulary_size
 from longspan.plan import Plan
 from longspan.train.memory.live_bytes import LiveBytes
-from longspan.train.mtp.loss import mtp_loss
 from longspan.train.plans import PlanChoice, query_heads
 from longspan.train.step import run_step
+from longspan.train.terms.mtp import mtp_loss
 
 TOO_MANY_FILE = "max_tokens_per_slot.too_many.json"
 # Keys on which the rows of a slot depend, beside all of [model], [parallel], [lora] and [mtp].

@@ -9,14 +9,17 @@ probes change neither. A run keeps what it found in its folder and goes on with 
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, on_every_rank, on_first_rank
@@ -24,11 +27,42 @@ from longspan.config.bounds import AUTO
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
 from longspan.files import write_atomically
+from longspan.model.local_tensors import local_tensor
 from longspan.model.multimodal.multimodal_model import MultimodalModel, language_model_of
-from longspan.train.memory.budget import budget_of
 from longspan.train.memory.images_held import ImagesHeld, images_held
 from longspan.train.memory.row_probe import memory_keys, most_bytes, remembered, too_many_rows
+from longspan.train.optim.optimizer import OptimizerChoice
 from longspan.train.plans import row_multiple_of
+
+CPU_BUDGET = 1 << 30
+
+
+def budget_of(config: RunConfig, model: nn.Module, optimizer: Optimizer, device: torch.device) -> float:
+    """Bytes for gradients and activations, beside weights and moments."""
+    if config.train.memory_bytes:
+        return float(config.train.memory_bytes)
+    if device.type != "cuda":
+        return float(CPU_BUDGET)
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info(device)[0]
+    states = 0 if optimizer.state else states_to_come(OptimizerChoice.of(config.train), model)
+    return config.train.memory_fraction * free - states
+
+
+def states_to_come(choice: OptimizerChoice, model: nn.Module) -> int:
+    """Bytes that an optimizer's first step will take for its states, measured on one parameter of each shape here."""
+    local = [local_tensor(p.detach()) for p in model.parameters() if p.requires_grad]
+    shapes = Counter((tuple(p.shape), p.dtype, p.device) for p in local)
+    return sum(count * _bytes_of_states(choice, *shape) for shape, count in shapes.items())
+
+
+def _bytes_of_states(choice: OptimizerChoice, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> int:
+    parameter = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = choice.over([parameter])
+    optimizer.step()
+    return sum(x.numel() * x.element_size() for x in tree_leaves(optimizer.state[parameter]) if isinstance(x, Tensor))
+
 
 FILE = "max_tokens_per_slot.json"
 PROBES = {"cuda": (1024, 4096)}  # rows of a slot

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +20,30 @@ from longspan.model.parts import modes_restored
 from longspan.model.placement.sharding import gradients_summed_over_slots, replicas_summed_at_last, reshard
 from longspan.plan import Group, MicroBatch
 from longspan.plan.items import ItemTable, ModalityPlan, Wave
-from longspan.train.encoding.random_state import RandomState, random_state_of
-from longspan.train.encoding.times import PartClock
 from longspan.train.reading.read_rows import LocalBatch
+from longspan.train.terms.encoder_times import PartClock
+
+
+class RandomState(NamedTuple):
+    """States of the host's generator and of a GPU's."""
+
+    host: Tensor
+    gpu: Tensor | None
+
+    @classmethod
+    def of(cls, device: torch.device) -> "RandomState":
+        """The state now."""
+        return cls(torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
+
+
+@contextmanager
+def random_state_of(state: RandomState, device: torch.device) -> Iterator[None]:
+    """The random generators as they were, for a second forward pass; afterwards as before."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.set_rng_state(state.host)
+        if state.gpu is not None:
+            torch.cuda.set_rng_state(state.gpu, device)
+        yield
 
 
 class _LocalWave:

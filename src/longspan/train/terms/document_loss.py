@@ -1,30 +1,147 @@
-"""A loss of whole documents through the passes of a step: its sums, the coefficients of documents, their gradients.
+"""A loss of whole documents: a function of the log-probabilities that a model gives to each document of a set."""
 
-Where a micro-batch holds every document of a set, sums are added up over the slots inside that micro-batch's pass,
-before its gradients are made: the head runs twice, the model once. In a pipeline this is done on the last stage. The
-sums of other sets come from one more forward pass over the micro-batches that hold their documents. So do all sums in
-free mode, where slots are at different micro-batches.
-"""
-
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from longspan.comm import World, on_all_ranks, to_device
-from longspan.errors import ModelError, counted
+from longspan.errors import LossError, ModelError, counted, shortened
 from longspan.model.adapters import adapter_of, is_adapted
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.randomness import refuse_dropout_in_two_passes
 from longspan.plan import Plan
 from longspan.train.loss import Head, chunked_log_probs, chunked_loss
-from longspan.train.own_loss.document_loss import SetFunction, Sums, loss_of_sets
-from longspan.train.own_loss.loss_rows import BatchTargets
-from longspan.train.own_loss.same_on_ranks import SameOnRanks
-from longspan.train.own_loss.token_log_probs import log_probs_of_passes
 from longspan.train.passes import Passes
 from longspan.train.reading.read_rows import LocalBatch
+from longspan.train.terms.log_probs import log_probs_of_passes
+from longspan.train.terms.token_loss import BatchTargets
+
+SetFunction = Callable[[Tensor, tuple[int, ...]], Tensor]
+Sums = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class DocumentLoss:
+    """A loss of sets of documents, as `loss=` of `run_step`: pairs of DPO, or groups of one prompt's answers.
+
+    >>> def dpo(sums, documents):                       # of one pair: the preferred answer and the other one
+    ...     chosen, rejected = sums - reference[list(documents)]
+    ...     return -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected))
+    >>> run_step(model, plan, documents, world, optimizer, loss=DocumentLoss(dpo, sets=[(0, 1), (2, 3)]))
+
+    `function(sums, documents)` gets the numbers of a set's documents and, in their order, the sum of the
+    log-probabilities of each one's targets, times their weights: float64 on the host. It returns a scalar, and must be
+    the same on every rank. The step's loss is the sum over `sets` (None: one set of all documents) divided by
+    `divisor=`, by default the number of sets.
+    """
+
+    function: SetFunction
+    sets: Sequence[Sequence[int]] | None = None
+
+    def sets_of(self, plan: Plan) -> tuple[tuple[int, ...], ...]:
+        """The sets, checked against a plan. Raises LossError for documents that it has not, and for empty sets."""
+        count = len(plan.lengths)
+        if not callable(self.function):
+            raise LossError(
+                f"the function of a DocumentLoss is {shortened(self.function)}; give a function of (sums, documents)"
+            )
+        if self.sets is None:
+            return (tuple(range(count)),) if count else ()
+        sets = tuple(_numbers(index, documents) for index, documents in enumerate(_listed(self.sets)))
+        for index, documents in enumerate(sets):
+            if not documents or len(set(documents)) != len(documents):
+                raise LossError(
+                    f"set {index} of a DocumentLoss is {shortened(documents)}; give each document of a set once"
+                )
+            if min(documents) < 0 or max(documents) >= count:
+                raise LossError(
+                    f"set {index} of a DocumentLoss is {shortened(documents)}, the plan has documents 0 to "
+                    f"{count - 1}; give their numbers in the plan"
+                )
+        return sets
+
+
+def _listed(sets: Any) -> list[Any]:
+    try:
+        return list(sets)
+    except TypeError as error:
+        raise LossError(
+            f"the sets of a DocumentLoss are {shortened(sets)}; give a list of sets: [(0, 1), (2, 3)]"
+        ) from error
+
+
+def _numbers(index: int, documents: Any) -> tuple[int, ...]:
+    """The numbers of a set's documents. Raises LossError for what is no integer."""
+    try:
+        if any(isinstance(document, bool) for document in documents):
+            raise TypeError("a bool is no number of a document")
+        return tuple(operator.index(document) for document in documents)
+    except TypeError as error:
+        raise LossError(
+            f"set {index} of a DocumentLoss is {shortened(documents)}; give the numbers of its documents, as integers: "
+            "sets=[(0, 1), (2, 3)]"
+        ) from error
+
+
+def loss_of_sets(function: SetFunction, sets: Sequence[tuple[int, ...]], sums: Sums) -> tuple[float, Sums]:
+    """The sum of the losses of some sets, and its derivative by the sum of each of all documents (D,).
+
+    Raises LossError where the function gives no scalar.
+    """
+    total, coefficients = 0.0, np.zeros(len(sums))
+    for documents in sets:
+        leaf = torch.from_numpy(sums[list(documents)]).requires_grad_()
+        with torch.enable_grad():
+            loss = _checked(function(leaf, documents), documents)
+        total += loss.item()
+        if loss.requires_grad:
+            (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True)
+            if gradient is not None:
+                np.add.at(coefficients, list(documents), gradient.numpy())
+    return total, coefficients
+
+
+def _checked(loss: Any, documents: tuple[int, ...]) -> Tensor:
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
+        return loss.sum()
+    shape = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise LossError(
+        f"the function of a DocumentLoss gave {shape} for documents {documents}; return a floating-point tensor of one "
+        "number"
+    )
+
+
+TOLERANCE = 1e-6  # relative: hosts of other kinds may differ in the last bits
+
+
+class SameOnRanks:
+    """Sums of losses and coefficients: of sets whose sums every rank has, and of those that a last stage alone has."""
+
+    def __init__(self) -> None:
+        self._sums = np.full((2, 2), -np.inf)  # (kind of sets, loss or coefficients); -inf: this rank has none
+        self._sizes = np.zeros((2, 2))
+
+    def add(self, loss: float, coefficients: Sums, *, inside: bool) -> None:
+        """Take the loss of some sets, and the coefficients of all documents (D,)."""
+        weights = 1.0 + np.sqrt(np.arange(1, len(coefficients) + 1)) % 1.0  # unlike for every document
+        sums, kind = np.array([loss, coefficients @ weights]), int(inside)
+        self._sums[kind] = np.where(np.isneginf(self._sums[kind]), 0.0, self._sums[kind]) + sums
+        self._sizes[kind] += abs(loss), np.abs(coefficients) @ weights
+
+    def differs(self, world: World) -> bool:
+        """Whether a rank that has sums has others than the rest; what is not finite is not compared."""
+        known = np.isfinite(self._sums)
+        low = np.where(known, -self._sums, -np.inf)
+        values = np.concatenate([np.where(known, self._sums, -np.inf), low, np.where(known, self._sizes, 0.0)])
+        both = np.array(world.control.largest_of(values.ravel().tolist(), "comparison of losses")).reshape(3, 2, 2)
+        apart = both[0] + both[1]  # the largest less the smallest; -inf where no rank has any
+        return bool((apart > TOLERANCE * both[2]).any())
 
 
 class DocumentPasses:
