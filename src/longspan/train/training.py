@@ -6,7 +6,6 @@ step` build on the same functions, so that neither can do what the other cannot.
 
 import warnings
 import zlib
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,44 +45,11 @@ from longspan.train.step import StepResult, run_step
 from longspan.train.step_figures import StepFigures, figures_of
 from longspan.train.terms.mtp import mtp_loss, with_depths
 
-
-def freeze_as_asked(config: RunConfig, model: PreTrainedModel) -> None:
-    """Freeze what [encoder] does not train of the tower and projector of a model that is not prepared yet."""
-    freeze_images(model, config.encoder.train or encoder_default(config))
-
-
-def encoder_home(config: RunConfig, world: World, **same: Any) -> EncoderHome:
-    """The home of a model's tower and projector."""
-    encoder = config.encoder
-    return EncoderHome(
-        home=Layout(world.home.ranks, tp=encoder.tp),
-        max_rows_per_slot=encoder.max_rows or None,
-        recompute=encoder.recompute,
-        **same,
-    )
-
-
-def learning_rates(config: RunConfig, model: nn.Module) -> dict[str, float] | None:
-    """The learning rates of modules by name where the encoder has one of its own; None: one for all."""
-    if not isinstance(model, MultimodalModel) or not config.encoder.lr:
-        return None
-    return {"encoders": config.encoder.lr, "language_model": config.train.lr}
-
-
-def share_of_rate(config: RunConfig, model: nn.Module, group: Mapping[str, Any]) -> float:
-    """The learning rate of a group of an optimizer's parameters, as a share of train.lr."""
-    if learning_rates(config, model) is None or not group["params"]:
-        return 1.0
-    assert isinstance(model, MultimodalModel)
-    of_encoder = {id(parameter) for parameter in model.encoders.parameters()}
-    return config.encoder.lr / config.train.lr if id(group["params"][0]) in of_encoder else 1.0
-
-
 AnyModel = PreTrainedModel | PipelineModel | MultimodalModel
 
 
 def configuration_of(config: RunConfig, vocabulary: int) -> PreTrainedConfig:
-    """The architecture that [model] names, as it stands there; a tiny preset has an embedding of `vocabulary` ids.
+    """The architecture that [model] names; a tiny preset has an embedding of `vocabulary` ids.
 
     Raises ModelError for a folder or config.json that is missing or damaged.
     """
@@ -95,10 +61,10 @@ def configuration_of(config: RunConfig, vocabulary: int) -> PreTrainedConfig:
 def loaded_model(
     config: RunConfig, vocabulary: int, configuration: PreTrainedConfig | None = None, *, images: bool = False
 ) -> PreTrainedModel:
-    """The model that [model] names, of this configuration instead of its own where one is given; not yet prepared.
+    """The model that [model] names, of this configuration or its own; not yet prepared.
 
-    Weights are read or drawn once it is prepared, except for tiny presets', which are drawn here. It has the depths of
-    [mtp], and with `images` its towers.
+    Weights are read or drawn once it is prepared, except those of tiny presets, which are drawn here. It has the depths
+    of [mtp], and with `images` its towers.
     """
     configuration = configuration or configuration_of(config, vocabulary)
     if folder := config.model.path:
@@ -139,24 +105,24 @@ def prepared_model(
 ) -> PreTrainedModel | PipelineModel | MultimodalModel:
     """A loaded model brought under the world's home as the configuration says; entered by all ranks.
 
-    With [lora] it gets a new adapter, which alone of the language model is trained; with `images` its tower and
-    projector get the home of [encoder]. Raises ConfigError, on every rank, where a GPU has no
-    room for it (without `training`: for its weights alone), and ModelError for adapters that it cannot have.
+    With [lora] it gets a new adapter, and only that is trained of the language model; with `images` its tower and
+    projector get the home of [encoder]. Raises ConfigError, on every rank, where a GPU has no room for it (without
+    `training`: for its weights only), and ModelError for adapters that it cannot have.
     """
     _check_layers(config, model)
     kind = compute_dtype(config.model, world.device.type)
     with nullcontext() if world.rank == world.home.ranks[0] else warnings.catch_warnings(action="ignore"):
-        given = adapted(config, model) if config.lora.rank else model
-    computed = (
+        whole = adapted(config, model) if config.lora.rank else model
+    dtypes = (
         {model.dtype, *(p.dtype for p in model.parameters() if p.requires_grad)} if config.lora.rank else {model.dtype}
     )
     if images:
-        freeze_as_asked(config, model)
+        _freeze_images(config, model)
     check_model_fits(config, model, world, kind, training=training)
-    computes_in = None if computed == {kind} else kind
-    encoder = encoder_home(config, world, compute_dtype=computes_in) if images else None
+    computes_in = None if dtypes == {kind} else kind
+    encoder = _encoder_home(config, world, compute_dtype=computes_in) if images else None
     prepared = prepare(
-        given,
+        whole,
         world,
         encoder=encoder,
         reshard_after_forward=config.parallel.reshard_after_forward,
@@ -176,22 +142,51 @@ def prepared_model(
     return prepared
 
 
+def _freeze_images(config: RunConfig, model: PreTrainedModel) -> None:
+    """Freeze what [encoder] does not train of the tower and projector of a model that is not prepared yet."""
+    freeze_images(model, config.encoder.train or encoder_default(config))
+
+
+def _encoder_home(config: RunConfig, world: World, **same: Any) -> EncoderHome:
+    """The home of a model's tower and projector."""
+    encoder = config.encoder
+    return EncoderHome(
+        home=Layout(world.home.ranks, tp=encoder.tp),
+        max_rows_per_slot=encoder.max_rows or None,
+        recompute=encoder.recompute,
+        **same,
+    )
+
+
 def optimizer_of(config: RunConfig, world: World, model: AnyModel) -> Optimizer:
     """The configuration's optimizer over the parameters of a prepared model; entered by all ranks.
 
+    Each group has its `initial_lr`, as torch's schedulers name it, from which a step's rate is made.
     Raises ConfigError for a class that does not update sharded parameters as whole ones.
     """
     choice = OptimizerChoice.of(config.train)
     if choice.name not in OPTIMIZERS:
         check_on_shards(choice, model, world)
+    rates = _encoder_rates(config, model)
     if config.train.stochastic_rounding:
-        return StochasticRounding(choice, model, world)
-    return choice.over(groups_of(model, choice.name, choice.weight_decay, learning_rates(config, model)))
+        optimizer = StochasticRounding(choice, model, world, rates)
+    else:
+        optimizer = choice.over(groups_of(model, choice.name, choice.weight_decay, rates))
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return optimizer
+
+
+def _encoder_rates(config: RunConfig, model: nn.Module) -> dict[str, float] | None:
+    """The learning rates of modules by name if the encoder has a rate of its own; None: one for all."""
+    if not isinstance(model, MultimodalModel) or not config.encoder.lr:
+        return None
+    return {"encoders": config.encoder.lr, "language_model": config.train.lr}
 
 
 @dataclass(frozen=True)
 class Training:
-    """A prepared model, its optimizer, and what plans are priced by."""
+    """A prepared model, its optimizer, and the cost that plans are priced by."""
 
     config: RunConfig
     world: World
@@ -228,7 +223,7 @@ class Training:
 
     @cached_property
     def figures(self) -> StepFigures:
-        """What the seconds of a step are compared with."""
+        """The figures that the seconds of a step are compared with."""
         return figures_of(self.config, self.model, self.world, self.cost)
 
     def take_step(self, plan: Plan, documents: Any, step: int) -> StepResult:
@@ -237,9 +232,9 @@ class Training:
         self.world.prepare(plan)
         if self.config.lora.dropout:  # masks of a step, whatever ran before it in this process
             torch.manual_seed(zlib.crc32(repr((config.seed, step, self.world.rank)).encode()))
-        lr = Schedule.of(config).lr_at(step)
+        schedule = Schedule.of(config)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr * share_of_rate(self.config, self.model, group)
+            group["lr"] = schedule.lr_at(step) * (group["initial_lr"] / schedule.lr)
         return run_step(
             self.model,
             plan,

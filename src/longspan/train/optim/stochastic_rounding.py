@@ -30,11 +30,13 @@ class StochasticRounding(Optimizer):
 
     Random bits are drawn from the world's seed and step, the parameter's name and the block of it that is here: a
     resumed run repeats them, and ranks that hold the same block draw the same. Parameters and moments in bfloat16 stay
-    so; those of other types are updated as they are.
+    so; those of other types are updated as they are. `rates` are learning rates by the names of modules.
     """
 
-    def __init__(self, choice: OptimizerChoice, model: nn.Module, world: World) -> None:
-        optimizer = choice.over(groups_of(model, choice.name, choice.weight_decay))
+    def __init__(
+        self, choice: OptimizerChoice, model: nn.Module, world: World, rates: Mapping[str, float] | None = None
+    ) -> None:
+        optimizer = choice.over(groups_of(model, choice.name, choice.weight_decay, rates))
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._wide = choice.over([nn.Parameter(torch.zeros(1, 1))])  # steps on the float32 copy of one parameter
         self._world, self._parts = world, _parts(model)
