@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from longspan import Layout, World, evaluate, prepare
 from longspan.errors import DataError, EvaluationError, EvaluationStopped, LongspanError
 from longspan.evaluation import portions
-from longspan.evaluation.metrics import Mean, copied
+from longspan.evaluation.metrics import Mean, copy_metric
 from longspan.evaluation.result import Evaluation
 from longspan.evaluation.row_sums import edges_to
 from longspan.testing import backend, run_ranks
@@ -284,7 +284,7 @@ def test_a_metric_keeps_rows_of_documents_alone() -> None:
 
 def test_a_copy_of_a_metric_shares_its_weights() -> None:
     metric = Keeping()
-    copy: Any = copied(metric)
+    copy: Any = copy_metric(metric)
     assert copy.model.weight is metric.model.weight and copy.total is not metric.total
 
 

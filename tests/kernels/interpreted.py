@@ -26,7 +26,7 @@ def _take_cpus() -> None:
     kernels: Any = triton_kernels
     gate.kernels_for = rows.kernels_for = lambda *tensors: kernels.kernels()  # pyright: ignore
     norm_formula.on_gpus = lambda tensors: True
-    loss.in_kernels = lambda dtype, device: dtype != torch.float64
+    loss.uses_kernels = lambda dtype, device: dtype != torch.float64
 
 
 if __name__ == "__main__":

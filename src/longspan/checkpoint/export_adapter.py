@@ -23,8 +23,8 @@ from longspan.model.weights.empty import empty_model, named_images_class
 from longspan.model.weights.fill import take_weights_to_come
 from longspan.model.weights.held import HeldPart
 from longspan.model.weights.write import Written, unit_of
-from longspan.train.terms.mtp import depth_weights, with_depths
-from longspan.train.training import adapted, loaded_model
+from longspan.train.terms.mtp import add_configured_depths, depth_weights
+from longspan.train.training import add_configured_adapter, load_run_model
 
 
 class SavedAdapter(NamedTuple):
@@ -43,9 +43,9 @@ def saved_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mappi
     """A run's adapter, of these tensors. Raises CheckpointError for tensors that [lora] does not describe."""
     tensors = {own: stored[name] for own, name in own_names(stored).items()}
     stock = empty_model(configuration, torch.float32, named_images_class(configuration))
-    empty = with_depths(run, stock, read=False)
+    empty = add_configured_depths(run, stock, read=False)
     modules = trained_modules(empty, {name for name in tensors if not belongs_to_adapter(name)})
-    model = adapted(run, empty).get_base_model()
+    model = add_configured_adapter(run, empty).get_base_model()
     adapter = adapter_in(model)
     assert adapter is not None
     layers: dict[str, Any] = {**peft_modules(model)}
@@ -76,7 +76,7 @@ def merged_groups(
     """
     _check_base(run, configuration, run_dir)
     images = named_images_class(configuration) is not None
-    model = loaded_model(run, configuration.get_text_config().vocab_size, configuration, images=images)
+    model = load_run_model(run, configuration.get_text_config().vocab_size, configuration, images=images)
     _check_tied(saved, model)
     wide = torch.float64 if run.model.dtype == "float64" else torch.float32
     for _, group in groupby(_weights(model), lambda entry: unit_of(entry[0])):

@@ -9,7 +9,7 @@ from longspan.cli.evaluation.flags import EvalFlags, parse_eval, request_of
 from longspan.cli.evaluation.tables import tables_of
 from longspan.cli.processes import processes_of, reports_here, run_on_ranks, say, under_torchrun
 from longspan.corpus.files import find_root
-from longspan.evaluation.saved.comparison import record_of
+from longspan.evaluation.saved.comparison import results_record
 from longspan.evaluation.saved.fit import checkable
 from longspan.evaluation.saved.request import EvalRequest, SubjectResult
 from longspan.files import as_json
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _report(flags: EvalFlags, results: Sequence[SubjectResult], ranks: int) -> None:
     """Write the files that were asked for, and print the results."""
-    record = record_of(results, ranks)
+    record = results_record(results, ranks)
     if flags.documents:
         write_documents(results, Path(flags.documents))
     if flags.plot:

@@ -24,7 +24,7 @@ from longspan.layout import Layout
 from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world
 from longspan.model.seams.call_rules import call_rules
 from longspan.plan import Plan
-from longspan.train.memory.live_bytes import added_peak
+from longspan.train.memory.live_bytes import measure_added_peak
 from longspan.train.plans import PlanChoice, degrees_to_compare
 from longspan.train.reading.step_inputs import StepDocuments, StepInputs
 from longspan.train.step_check import check_step
@@ -43,15 +43,15 @@ def evaluate(
     generators are afterwards as they were before, also where it raises; `world.step` does not change.
 
     Raises PlanError for documents that fit no plan, EvaluationError for a metric that gives no (sum, count), DataError
-    for documents that cannot be read, and EvaluationStopped where `options` say so: each on all ranks.
+    for documents that cannot be read, and EvaluationStopped where `options` stop it: each on all ranks.
     """
     started, options = time.perf_counter(), options or EvaluationOptions()
     measured = documents if isinstance(documents, MeasuredDocuments) else None
     if measured is not None:
         options = replace(options, document_metrics={**options.document_metrics, **measured.metrics})
-    inputs = _checked_inputs(model, documents, choice, world)
+    inputs = _check_inputs(model, documents, choice, world)
     plan, naming = inputs.plan, world.watch.naming("evaluation", world.home.ranks, step=options.step)
-    with naming, added_peak(world.device) as memory:
+    with naming, measure_added_peak(world.device) as memory:
         portions = Portions(inputs, options, started)
         totals = portions.run()
     if totals.rows != plan.targets:
@@ -70,7 +70,7 @@ def evaluate(
     return result
 
 
-def _checked_inputs(model: nn.Module, documents: Any, choice: PlanChoice | Plan, world: World) -> StepInputs:
+def _check_inputs(model: nn.Module, documents: Any, choice: PlanChoice | Plan, world: World) -> StepInputs:
     """What the evaluation runs over, under a plan that is given, or made by a choice."""
     if isinstance(choice, Plan):
         return check_step(model, choice, documents, world, backward=False)

@@ -34,8 +34,8 @@ QUESTION = "What is the pass key? The pass key is"
 Ids = npt.NDArray[np.int64]
 
 
-def key_of(seed: int, length: int, depth: float, sample: int) -> int:
-    """The key of a document, of five digits: a function of these numbers alone, on every machine."""
+def passkey_number(seed: int, length: int, depth: float, sample: int) -> int:
+    """The key of a document, of five digits: a function of only these numbers, the same on every machine."""
     digest = hashlib.sha256(f"{seed} {length} {depth!r} {sample}".encode()).digest()
     return 10_000 + int.from_bytes(digest[:8]) % 90_000
 
@@ -85,7 +85,7 @@ class Pieces(NamedTuple):
         return pieces
 
     def key(self, key: int) -> Ids:
-        """The ids of the sentences that tell the key."""
+        """The ids of the sentences with the key."""
         return _ids_behind(self.engine, FILLER, KEY.format(key=key))[0]
 
     def answer(self, key: int) -> Ids:
@@ -168,7 +168,7 @@ class PasskeyDocuments(Sequence[PasskeyDocument]):
 
     @property
     def items(self) -> tuple[()]:
-        """None: what a model with encoders is told of documents without images."""
+        """No items: the documents have no images."""
         return ()
 
     def __len__(self) -> int:
@@ -255,7 +255,7 @@ def passkey_documents(
     check_passkey(lengths, depths, samples)
     pieces = Pieces.of(tokenizer)
     documents = tuple(
-        _document(pieces, length, depth, key_of(seed, length, depth, sample))
+        _document(pieces, length, depth, passkey_number(seed, length, depth, sample))
         for length in lengths
         for depth in depths
         for sample in range(samples)

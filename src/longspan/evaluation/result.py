@@ -91,7 +91,7 @@ class PasskeyGrid:
 class Evaluation:
     """The loss over the documents of an evaluation, the sum over `targets` predicted tokens divided by their number.
 
-    The same on every rank but for `seconds`. `metrics` has token_accuracy, with `token_bytes` bits_per_byte, and the
+    The same on every rank except `seconds`. `metrics` has token_accuracy, with `token_bytes` bits_per_byte, and the
     caller's, each a sum and a count; `by_position` and `by_length` the loss by the position of the predicting token and
     by the length of its document, in buckets cut at powers of two; `document_losses` sum and targets of every document,
     `document_metrics` sum and count of every document for each metric of documents, `passkey`
@@ -167,7 +167,7 @@ def comparison_table(evaluations: Sequence[Evaluation]) -> str:
 
 
 def sets_table(evaluations: Sequence[Evaluation]) -> str:
-    """Loss and built-in metrics of named sets beside each other, as text; a dash where nothing was counted."""
+    """Loss and built-in metrics of named sets next to each other, as text; a dash where nothing was counted."""
     width = max(len("evaluation set"), *(len(evaluation.name) for evaluation in evaluations))
     names = f"{'loss':>12}  {'perplexity':>12}  {'accuracy':>8}  {'bits/byte':>9}  {'documents':>9}  {'cp':>4}"
     lines = [f"{'evaluation set':<{width}}  {names}"]

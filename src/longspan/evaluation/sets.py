@@ -35,8 +35,8 @@ from longspan.files import naming_file
 class EvaluationSet:
     """Documents that are evaluated together: those of a table [[eval]], or those that a run holds out, without a name.
 
-    `metrics` are those beside the built-in ones, `token_bytes` (V,) what bits per byte are counted by (None where the
-    tokenizer does not say).
+    `metrics` are those besides the built-in ones, `token_bytes` (V,) the bytes by which bits per byte are counted (None
+    if the tokenizer does not give them).
     """
 
     config: EvalConfig
@@ -133,10 +133,10 @@ def _shared_corpus(config: RunConfig, entry: EvalConfig, world: World, log: LogL
     def build() -> None:
         folder = directory / settings.folder
         folder.parent.mkdir(exist_ok=True)
-        say = lambda text: log(f"evaluation set {entry.name}: {text}")  # noqa: E731
+        log_set = lambda text: log(f"evaluation set {entry.name}: {text}")  # noqa: E731
         with naming_file(folder):
             tokenizer = given_tokenizer(config) or load_tokenizer(directory)
-            ensure_corpus(settings, directory, tokenizer=tokenizer, resumed=False, log=say)
+            ensure_corpus(settings, directory, tokenizer=tokenizer, resumed=False, log=log_set)
 
     on_first_rank(world, build, DataError)
     return on_every_rank(world, partial(open_corpus, directory / settings.folder), DataError)

@@ -1,7 +1,7 @@
 """The loss of local rows as a sum over targets: of logits, or of hidden states a few rows at a time.
 
 In chunks the logits of all rows never exist at once: gradients are made in forward, chunk by chunk, so that no logits
-are computed twice, and of the rows that predict a token alone. What turns hidden states into logits is a head
+are computed twice, and only of the rows that predict a token. What turns hidden states into logits is a head
 (`model/seams/forwards/row_loss.py`), what a row's loss is a function of its target's log-probability. Dividing, and
 summing over slots, is the step's business (`step.py`).
 """
@@ -37,8 +37,8 @@ def row_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
     row's log-probability by its logits is onehot − softmax.
     """
     logits = logits.detach()
-    if in_kernels(logits.dtype, logits.device.type) and logits.stride(1) == 1:
-        return _by_kernels(logits, ids)
+    if uses_kernels(logits.dtype, logits.device.type) and logits.stride(1) == 1:
+        return _kernel_softmax(logits, ids)
     at = ids.unsqueeze(1)
     wide = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
     wide -= wide.amax(-1, keepdim=True)
@@ -55,15 +55,15 @@ def row_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
 
 def bytes_of_logit(dtype: torch.dtype, device: str) -> int:
     """What a logit takes with its gradient, and with its copy where there is one."""
-    return 2 * dtype.itemsize + (0 if in_kernels(dtype, device) else max(4, dtype.itemsize))
+    return 2 * dtype.itemsize + (0 if uses_kernels(dtype, device) else max(4, dtype.itemsize))
 
 
-def in_kernels(dtype: torch.dtype, device: str) -> bool:
+def uses_kernels(dtype: torch.dtype, device: str) -> bool:
     """Whether kernels work on logits of a dtype on a kind of device."""
     return device == "cuda" and dtype in _KERNEL_DTYPES and _kernels() is not None
 
 
-def _by_kernels(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
+def _kernel_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
     rows, vocabulary = logits.shape
     log_probs, log_total = logits.new_empty((2, rows), dtype=torch.float32).unbind()
     if rows:
@@ -95,11 +95,11 @@ LossOfRows = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 
 class Head(Protocol):
-    """What makes logits (t, V) of hidden states (t, D): an OutputHead, say."""
+    """A function from hidden states (t, D) to logits (t, V): an OutputHead, say."""
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """What logits depend on beside hidden states."""
+        """The parameters that logits depend on."""
         ...
 
     @property
@@ -130,7 +130,7 @@ class Targets(NamedTuple):
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """The loss of a step where nothing else is said: the cross entropy of targets, times their weights.
+    """The default loss of a step: the cross entropy of targets, times their weights.
 
     `chunk_rows` is how many rows' logits are formed at a time (0: by a budget of bytes).
     """
@@ -272,7 +272,7 @@ class _ChunkedLoss(torch.autograd.Function):
             del logits, by_logits
             if gradient is not None:
                 gradient.index_copy_(0, predicting, gradients.pop(0))
-            sums = _added(sums, gradients, last=part.stop == len(targets.rows))
+            sums = _add_to_sums(sums, gradients, last=part.stop == len(targets.rows))
         ctx.save_for_backward(*([gradient] if gradient is not None else []), *sums)
         ctx.through, ctx.dtypes = gradient is not None, [p.dtype for p in parameters]
         return total
@@ -286,7 +286,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return by_hidden, None, None, None, None, *by_parameters
 
 
-def _added(sums: list[Tensor], gradients: list[Tensor], *, last: bool) -> list[Tensor]:
+def _add_to_sums(sums: list[Tensor], gradients: list[Tensor], *, last: bool) -> list[Tensor]:
     """Sums of gradients over chunks; a single chunk's stay as they are, others are summed in float32 at least."""
     if not sums:
         return gradients if last else [x.to(torch.promote_types(x.dtype, torch.float32)) for x in gradients]

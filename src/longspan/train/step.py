@@ -189,4 +189,4 @@ def token_log_probs(
     batches = read_batches(inputs, terms)
     log_probs = CollectedLogProbs(plan.lengths, loss_chunk_rows)
     run_passes(Passes.of(inputs, terms, log_probs), batches)
-    return log_probs.over_ranks(world)
+    return log_probs.sum_over_ranks(world)

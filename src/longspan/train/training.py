@@ -37,18 +37,18 @@ from longspan.model.weights.fill import leave_to_checkpoint
 from longspan.plan import Cost, Plan
 from longspan.train.memory.model_fits import check_model_fits
 from longspan.train.optim.on_shards import check_on_shards
-from longspan.train.optim.optimizer import OPTIMIZERS, OptimizerChoice, groups_of
+from longspan.train.optim.optimizer import OPTIMIZERS, OptimizerChoice, parameter_groups
 from longspan.train.optim.schedule import Schedule
 from longspan.train.optim.stochastic_rounding import StochasticRounding
 from longspan.train.plans import PlanChoice, query_heads
 from longspan.train.step import StepResult, run_step
-from longspan.train.step_figures import StepFigures, figures_of
-from longspan.train.terms.mtp import mtp_loss, with_depths
+from longspan.train.step_figures import StepFigures, model_figures
+from longspan.train.terms.mtp import add_configured_depths, mtp_loss
 
 AnyModel = PreTrainedModel | PipelineModel | MultimodalModel
 
 
-def configuration_of(config: RunConfig, vocabulary: int) -> PreTrainedConfig:
+def model_configuration(config: RunConfig, vocabulary: int) -> PreTrainedConfig:
     """The architecture that [model] names; a tiny preset has an embedding of `vocabulary` ids.
 
     Raises ModelError for a folder or config.json that is missing or damaged.
@@ -58,7 +58,7 @@ def configuration_of(config: RunConfig, vocabulary: int) -> PreTrainedConfig:
     return preset_config(config.model.preset_name, vocab_size=vocabulary)
 
 
-def loaded_model(
+def load_run_model(
     config: RunConfig, vocabulary: int, configuration: PreTrainedConfig | None = None, *, images: bool = False
 ) -> PreTrainedModel:
     """The model that [model] names, of this configuration or its own; not yet prepared.
@@ -66,25 +66,25 @@ def loaded_model(
     Weights are read or drawn once it is prepared, except those of tiny presets, which are drawn here. It has the depths
     of [mtp], and with `images` its towers.
     """
-    configuration = configuration or configuration_of(config, vocabulary)
+    configuration = configuration or model_configuration(config, vocabulary)
     if folder := config.model.path:
         model = load_model(folder, config=configuration, dtype=config.model.dtype, sharded=None, images=images)
-        return with_depths(config, model)
+        return add_configured_depths(config, model)
     tiny = config.model.preset_name and not PRESETS[config.model.preset_name].rows
     dtype, seed = config.model.dtype, config.train.seed
     model = load_model(config=configuration, dtype=dtype, seed=seed, sharded=not tiny, images=images)
-    return with_depths(config, model)
+    return add_configured_depths(config, model)
 
 
 def unread_model(config: RunConfig, configuration: PreTrainedConfig, *, images: bool = False) -> PreTrainedModel:
     """A model of this configuration whose weights come from a checkpoint once it is prepared: none is read or drawn."""
     model = load_model(config=configuration, dtype=config.model.dtype, sharded=True, images=images)
-    with_depths(config, model, read=False)
+    add_configured_depths(config, model, read=False)
     leave_to_checkpoint(model)
     return model
 
 
-def adapted(config: RunConfig, model: PreTrainedModel) -> Any:
+def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
     """The model with the new adapter that [lora] describes, as a PeftModel. Raises ModelError as `add_lora` does."""
     lora, folder = config.lora, config.model.path
     new = NewAdapter(
@@ -100,10 +100,10 @@ def adapted(config: RunConfig, model: PreTrainedModel) -> Any:
     return add_lora(model, new)
 
 
-def prepared_model(
+def prepare_run_model(
     config: RunConfig, world: World, model: PreTrainedModel, *, training: bool = True, images: bool = False
 ) -> PreTrainedModel | PipelineModel | MultimodalModel:
-    """A loaded model brought under the world's home as the configuration says; entered by all ranks.
+    """Prepare a loaded model under the world's home as the configuration has it; entered by all ranks.
 
     With [lora] it gets a new adapter, and only that is trained of the language model; with `images` its tower and
     projector get the home of [encoder]. Raises ConfigError, on every rank, where a GPU has no room for it (without
@@ -112,7 +112,7 @@ def prepared_model(
     _check_layers(config, model)
     kind = compute_dtype(config.model, world.device.type)
     with nullcontext() if world.rank == world.home.ranks[0] else warnings.catch_warnings(action="ignore"):
-        whole = adapted(config, model) if config.lora.rank else model
+        whole = add_configured_adapter(config, model) if config.lora.rank else model
     dtypes = (
         {model.dtype, *(p.dtype for p in model.parameters() if p.requires_grad)} if config.lora.rank else {model.dtype}
     )
@@ -158,7 +158,7 @@ def _encoder_home(config: RunConfig, world: World, **same: Any) -> EncoderHome:
     )
 
 
-def optimizer_of(config: RunConfig, world: World, model: AnyModel) -> Optimizer:
+def make_optimizer(config: RunConfig, world: World, model: AnyModel) -> Optimizer:
     """The configuration's optimizer over the parameters of a prepared model; entered by all ranks.
 
     Each group has its `initial_lr`, as torch's schedulers name it, from which a step's rate is made.
@@ -171,7 +171,7 @@ def optimizer_of(config: RunConfig, world: World, model: AnyModel) -> Optimizer:
     if config.train.stochastic_rounding:
         optimizer = StochasticRounding(choice, model, world, rates)
     else:
-        optimizer = choice.over(groups_of(model, choice.name, choice.weight_decay, rates))
+        optimizer = choice.over(parameter_groups(model, choice.name, choice.weight_decay, rates))
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer
@@ -224,7 +224,7 @@ class Training:
     @cached_property
     def figures(self) -> StepFigures:
         """The figures that the seconds of a step are compared with."""
-        return figures_of(self.config, self.model, self.world, self.cost)
+        return model_figures(self.config, self.model, self.world, self.cost)
 
     def take_step(self, plan: Plan, documents: Any, step: int) -> StepResult:
         """One optimizer step, counted from 0, at its learning rate; `documents` are those of the plan."""

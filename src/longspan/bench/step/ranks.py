@@ -23,8 +23,8 @@ from longspan.model.seams.randomness import refuse_randomness
 from longspan.plan.cost.model_flops import model_flops
 from longspan.plan.cost.model_shape import ModelShape
 from longspan.run.versions import versions
-from longspan.train.memory.rows_that_fit import with_rows_that_fit
-from longspan.train.training import Training, loaded_model, optimizer_of, prepared_model
+from longspan.train.memory.rows_that_fit import measure_rows
+from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
 
 
 def step_ranks(rank: int, settings: Settings) -> dict[str, Any]:
@@ -68,11 +68,11 @@ def _of(batch: Settings, settings: Settings) -> str:
 def _training(settings: Settings, world: World) -> Training:
     """The model and optimizer of a run, by the functions that set up a run."""
     config = settings.config
-    loaded = loaded_model(config, config.data.vocab_size, settings.configuration)
-    model = prepared_model(config, world, loaded)
+    loaded = load_run_model(config, config.data.vocab_size, settings.configuration)
+    model = prepare_run_model(config, world, loaded)
     refuse_randomness(model)
-    optimizer = optimizer_of(config, world, model)
-    config = with_rows_that_fit(config, model, optimizer, world, lambda text: None)
+    optimizer = make_optimizer(config, world, model)
+    config = measure_rows(config, model, optimizer, world, lambda text: None)
     return Training(config, world, model, optimizer, settings.cost)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.errors import ConfigError
-from longspan.evaluation.saved.comparison import document_rows, grids_of
+from longspan.evaluation.saved.comparison import document_rows, retrieval_grids
 from longspan.evaluation.saved.request import SubjectResult
 from longspan.files import as_json, json_values, os_error_text
 from longspan.report.eval_page import eval_page
@@ -44,14 +44,14 @@ def write_folder(results: Sequence[SubjectResult], record: dict[str, Any], folde
     """results.json (what --json prints), documents.jsonl, report.html and, of passkey retrieval, its picture."""
     _write(folder / "results.json", as_json(record, indent=1) + "\n")
     write_documents(results, folder / "documents.jsonl")
-    if grids := grids_of(results):
+    if grids := retrieval_grids(results):
         write_picture(results, folder / PICTURE)
     _write(folder / "report.html", eval_page(json_values(record), [passkey_pictures(grids)] if grids else []))
 
 
 def write_picture(results: Sequence[SubjectResult], file: Path) -> None:
     """What passkey retrieval shows, as an SVG."""
-    _write(file, passkey_pictures(grids_of(results)))
+    _write(file, passkey_pictures(retrieval_grids(results)))
 
 
 def _write(file: Path, text: str) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from longspan.errors import counted
 from longspan.evaluation.result import comparison_table
-from longspan.evaluation.saved.comparison import HOME, Difference, comm_types, differences, grids_of
+from longspan.evaluation.saved.comparison import HOME, Difference, comm_types, differences, retrieval_grids
 from longspan.evaluation.saved.request import SetResult, SubjectResult
 from longspan.report.text_table import text_table
 
@@ -27,7 +27,7 @@ def _tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]:
         yield "\n".join(_difference_line(difference, first, other) for difference, other in pairs)
     for result in results:
         yield f"{_title(result)} on {counted(ranks, 'rank')}\n{_evaluations(result)}"
-        yield from (f"passkey at cp {grid.cp}, {grid.table()}" for _, grid in grids_of([result]))
+        yield from (f"passkey at cp {grid.cp}, {grid.table()}" for _, grid in retrieval_grids([result]))
     for name in dict.fromkeys(of_set.evaluation.name for of_set in first.sets):
         at_degrees = [of_set.evaluation for of_set in first.sets if of_set.evaluation.name == name]
         if len(at_degrees) > 1:

@@ -48,7 +48,7 @@ def differences(first: SubjectResult, other: SubjectResult) -> list[Difference]:
 
     Made documents that two tokenizers write are not the same text: they have none.
 
-    Raises ConfigError where a tokenizer does not say how many bytes its tokens stand for.
+    Raises ConfigError where a tokenizer does not give the bytes of its tokens.
     """
     unit: Unit = "loss" if first.tokenizer == other.tokenizer else "bits_per_byte"
     pairs = zip(first.sets, other.sets, strict=True)
@@ -111,7 +111,7 @@ def _by_length(
 HOME = ("tp", "pp", "ep", "dp_replicate")
 
 
-def record_of(results: Sequence[SubjectResult], ranks: int) -> dict[str, Any]:
+def results_record(results: Sequence[SubjectResult], ranks: int) -> dict[str, Any]:
     """Everything about the first subject, and under "compare" about the second and their differences.
 
     The values of a single evaluation stand at the top too.
@@ -150,7 +150,7 @@ def comm_types(result: SetResult) -> list[str]:
     return sorted({one for kind in types for one in ((kind,) if isinstance(kind, str) else kind)})
 
 
-def grids_of(results: Sequence[SubjectResult]) -> list[tuple[str, PasskeyGrid]]:
+def retrieval_grids(results: Sequence[SubjectResult]) -> list[tuple[str, PasskeyGrid]]:
     """Every evaluation of passkey retrieval; with the weights' path, where there are several."""
     return [
         (result.weights.title if len(results) > 1 else "", grid)

@@ -27,9 +27,9 @@ from longspan.evaluation.saved.chosen_sets import chosen_sets, tokenizer_digest
 from longspan.evaluation.saved.fit import Change, changes_line, entry_of, fitted_set
 from longspan.evaluation.saved.request import EvalRequest, SetResult, SubjectResult
 from longspan.evaluation.saved.sets import NamedDocuments
-from longspan.evaluation.saved.weights import CheckedWeights, check_weights, fit_positions, model_of
+from longspan.evaluation.saved.weights import CheckedWeights, check_weights, fit_positions, load_saved_model
 from longspan.plan import Cost
-from longspan.train.memory.rows_that_fit import with_rows_of_run
+from longspan.train.memory.rows_that_fit import read_rows_of_run
 from longspan.train.plans import PlanChoice, cost_of_run, query_heads
 from longspan.train.plans.partition import with_usual_partition
 from longspan.train.training import AnyModel
@@ -92,7 +92,7 @@ def _fit(
         world, lambda: tuple(of_name.with_images(configuration, folder) for of_name in sets), DataError
     )
     first, heads = request.subjects[0], query_heads(configuration)
-    context = first.config.context if first.weights.run_dir is None else with_rows_of_run(first.config).context
+    context = first.config.context if first.weights.run_dir is None else read_rows_of_run(first.config).context
     config = with_usual_partition(replace(checked.subject.config, context=context))
     entries, changes = list[EvalConfig](), dict.fromkeys(request.home_changes)
     for of_name in sets:
@@ -101,7 +101,7 @@ def _fit(
         entry, of_entry = fitted_set(config, entry, world.home, heads, of_set, request.given)
         choice = PlanChoice.evaluation(config, entry, heads=heads)
         room = 0 if "context.eval_max_tokens_per_slot" in request.given else of_set  # a given cap is not raised
-        for at_degree in _at_degrees(choice, request.degrees, room):
+        for at_degree in _evaluate_at_degrees(choice, request.degrees, room):
             at_degree.check(of_set, world.home, f"the longest document ({of_set} tokens)")
         entries.append(entry)
         changes |= dict.fromkeys(of_entry)
@@ -122,15 +122,15 @@ class _Evaluator:
         """The model, then each set at each degree."""
         fit = self.fit
         images = any(getattr(of_name.documents, "items", ()) for of_name in fit.sets)
-        model, step = model_of(fit.checked, fit.config, fit.configuration, self.world, images=images)
+        model, step = load_saved_model(fit.checked, fit.config, fit.configuration, self.world, images=images)
         model.eval()
         cost = cost_of_run(fit.config, model.config, log, gpu=self.world.device.type == "cuda")
         with StopSignal() as stop:
-            sets = tuple(self._evaluated(model, step, cost, stop, log, progress))
+            sets = tuple(self._evaluate(model, step, cost, stop, log, progress))
         digest = tokenizer_digest(fit.checked.tokenizer)
         return SubjectResult(fit.checked.subject.weights, fit.config, digest, sets, fit.changes)
 
-    def _evaluated(
+    def _evaluate(
         self,
         model: AnyModel,
         step: int,
@@ -147,7 +147,7 @@ class _Evaluator:
                 choice, _ = chosen_on_ranks(choice, lengths, self.world, log, name=of_name.name, vpp=vpp)
             text_bytes = _text_bytes(of_name, bytes_of_ids) if is_first_rank(self.world) else ()
             sources = of_name.documents.origins
-            for at_degree in _at_degrees(choice, self.degrees, max(of_name.documents.lengths)):
+            for at_degree in _evaluate_at_degrees(choice, self.degrees, max(of_name.documents.lengths)):
                 options = EvaluationOptions(
                     step=step,
                     name=of_name.name,
@@ -167,7 +167,7 @@ class _Evaluator:
         return "the time limit of --seconds is over" if time.monotonic() > self.deadline else ""
 
 
-def _at_degrees(choice: PlanChoice, degrees: Sequence[int], longest: int) -> list[PlanChoice]:
+def _evaluate_at_degrees(choice: PlanChoice, degrees: Sequence[int], longest: int) -> list[PlanChoice]:
     """The choice itself, or at each of some degrees, under a cap that holds the longest document."""
     return [choice.at_degree(degree, longest=longest) for degree in degrees] or [choice]
 
@@ -179,7 +179,7 @@ def _title(fit: _Fit, of_name: NamedDocuments, choice: PlanChoice) -> str:
 
 
 def _text_bytes(of_name: NamedDocuments, bytes_of_ids: np.ndarray | None) -> tuple[int, ...]:
-    """The UTF-8 bytes of each document's predicted tokens: of all but its first; none where tokens do not say."""
+    """The UTF-8 bytes of each document's predicted tokens: of all except its first; none if tokens have no bytes."""
     if bytes_of_ids is None:
         return ()
     documents = of_name.documents

@@ -95,7 +95,7 @@ def set_of_run(run_dir: Path, config: RunConfig, name: str) -> NamedDocuments:
 def text_sets(
     paths: Mapping[str, str], tokenizer: TextTokenizer, data: DataConfig, world: World, log: LogLine
 ) -> tuple[NamedDocuments, ...]:
-    """The documents of the texts at these paths, as the settings in `data` say; entered by all ranks.
+    """The documents of the texts at these paths, by the settings in `data`; entered by all ranks.
 
     The first rank of each host tokenizes. Raises DataError on every rank for a path that is missing, empty or
     unreadable, and where hosts have different files there.
@@ -113,7 +113,7 @@ def text_sets(
 
         on_every_rank(world, build, DataError)
         root = world.control.gather_objects(folder, "folders of hosts")[builder]
-        corpora = on_every_rank(world, lambda: [_opened(Path(root, str(i))) for i in range(len(paths))], DataError)
+        corpora = on_every_rank(world, lambda: [_open(Path(root, str(i))) for i in range(len(paths))], DataError)
     _check_same_files(world, corpora, hosts)
     return tuple(
         NamedDocuments(name, corpus.select(range(len(corpus)))) for name, corpus in zip(paths, corpora, strict=True)
@@ -138,7 +138,7 @@ def _build(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log: LogLin
         log(line)
 
 
-def _opened(folder: Path) -> Corpus:
+def _open(folder: Path) -> Corpus:
     try:
         return Corpus(folder / "corpus")
     except DataError as error:

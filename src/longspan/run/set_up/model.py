@@ -16,8 +16,15 @@ from longspan.run.checks.encoder import check_images
 from longspan.run.set_up.data import RunData
 from longspan.run.set_up.kept_files import keep_model_files
 from longspan.train.long_documents import configuration_for
-from longspan.train.terms.mtp import depths_line, with_depths
-from longspan.train.training import AnyModel, adapted, configuration_of, loaded_model, prepared_model, unread_model
+from longspan.train.terms.mtp import add_configured_depths, depths_line
+from longspan.train.training import (
+    AnyModel,
+    add_configured_adapter,
+    load_run_model,
+    model_configuration,
+    prepare_run_model,
+    unread_model,
+)
 
 
 def check_targets(config: RunConfig, world: World) -> None:
@@ -30,12 +37,12 @@ def check_targets(config: RunConfig, world: World) -> None:
         return
 
     def check() -> None:
-        configuration = configuration_of(config, config.data.vocab_size)
+        configuration = model_configuration(config, config.data.vocab_size)
         architecture = images_class(configuration, images=False)
         if architecture is not None or not hasattr(configuration, "vision_config"):
             model = empty_model(configuration, torch.float32, architecture)
             with warnings.catch_warnings(action="ignore"):  # of what is left out, which the run says later
-                adapted(config, with_depths(config, model, read=False))
+                add_configured_adapter(config, add_configured_depths(config, model, read=False))
 
     on_first_rank(world, check, ModelError)
 
@@ -47,16 +54,16 @@ def prepared_for(data: RunData, config: RunConfig, world: World, log: LogLine, *
     has the adapter alone.
     """
     rows = data.tokenizer_size if config.data.tokenizer else config.data.vocab_size
-    named = on_every_rank(world, lambda: configuration_of(config, rows), ModelError)
+    named = on_every_rank(world, lambda: model_configuration(config, rows), ModelError)
     check_tokenizer(config, named, data.tokenizer_size)
     fit = configuration_for(named, config.model, *data.longest, log)
     if config.mtp.depths and not resumed:
         log(on_every_rank(world, lambda: depths_line(config, fit), ModelError))
     images = data.images > 0
     check_images(config, data.images)
-    load = unread_model if resumed and not config.lora.rank else partial(loaded_model, vocabulary=rows)
+    load = unread_model if resumed and not config.lora.rank else partial(load_run_model, vocabulary=rows)
     load = partial(load, images=images)
     model = on_every_rank(world, lambda: load(config, configuration=fit), ModelError)
     keep = partial(keep_model_files, Path(config.run.dir), config.model, fit, type(model).__name__, log)
     on_first_rank(world, keep, RunFolderError)
-    return prepared_model(config, world, model, images=images)
+    return prepare_run_model(config, world, model, images=images)

@@ -26,11 +26,11 @@ from longspan.run.set_up.data import RunData, open_data
 from longspan.run.set_up.model import prepared_for
 from longspan.run.set_up.resume import check_steps_left, checkpoint_to_resume, rate_line, with_held_out_of
 from longspan.run.training_run import TrainingRun
-from longspan.train.memory.rows_that_fit import with_rows_that_fit
+from longspan.train.memory.rows_that_fit import measure_rows
 from longspan.train.plans import cost_of_run, query_heads
 from longspan.train.plans.order import source_lines, with_steps_of_epochs
 from longspan.train.plans.partition import with_partition
-from longspan.train.training import AnyModel, configuration_of, optimizer_of
+from longspan.train.training import AnyModel, make_optimizer, model_configuration
 
 
 def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
@@ -43,7 +43,7 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     config = with_held_out_of(config, checkpoint, world)
     if config.model.path and checkpoint is None:
         on_every_rank(world, lambda: weight_files(Path(config.model.path)), ModelError)
-    named = on_every_rank(world, lambda: configuration_of(config, config.data.vocab_size), ModelError)
+    named = on_every_rank(world, lambda: model_configuration(config, config.data.vocab_size), ModelError)
     data = open_data(config, named, checkpoint, world, log)
     config = replace(config, data=replace(config.data, eval_documents=len(data.order.evaluation)))
     asked, config = config, with_steps_of_epochs(config, data.order, log)
@@ -55,7 +55,7 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     model = prepared_for(data, config, world, log, resumed=checkpoint is not None)
     refuse_randomness(language_model_of(model))
     world.seed = config.train.seed
-    optimizer = optimizer_of(config, world, model)
+    optimizer = make_optimizer(config, world, model)
     done = 0
     if checkpoint is not None:
         state = load_checkpoint(checkpoint, model, optimizer, world)
@@ -76,7 +76,7 @@ def _with_plans(run: TrainingRun, data: RunData, log: LogLine) -> TrainingRun:
     world, cost, heads = run.world, run.cost, query_heads(data.model)
     config, why_partition = with_partition(run.config, run.order, world, log, cost=cost, heads=heads)
     image_rows = data.image_rows(config.train.tokens_per_step)
-    config = with_rows_that_fit(config, run.model, run.optimizer, world, log, image_rows=image_rows)
+    config = measure_rows(config, run.model, run.optimizer, world, log, image_rows=image_rows)
     data.check_fit(config, world)
     lengths = {s.name: s.documents.lengths for s in data.sets}
     config, why = with_degrees(config, lengths, world, log, cost=cost, heads=heads)

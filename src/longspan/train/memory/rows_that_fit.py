@@ -30,15 +30,15 @@ from longspan.files import write_atomically
 from longspan.model.local_tensors import local_tensor
 from longspan.model.multimodal.multimodal_model import MultimodalModel, language_model_of
 from longspan.train.memory.images_held import ImagesHeld, images_held
-from longspan.train.memory.row_probe import memory_keys, most_bytes, remembered, too_many_rows
+from longspan.train.memory.row_probe import memory_keys, most_bytes, read_measurement, too_many_rows
 from longspan.train.optim.optimizer import OptimizerChoice
 from longspan.train.plans import row_multiple_of
 
 CPU_BUDGET = 1 << 30
 
 
-def budget_of(config: RunConfig, model: nn.Module, optimizer: Optimizer, device: torch.device) -> float:
-    """Bytes for gradients and activations, beside weights and moments."""
+def memory_budget(config: RunConfig, model: nn.Module, optimizer: Optimizer, device: torch.device) -> float:
+    """Bytes for gradients and activations, next to weights and moments."""
     if config.train.memory_bytes:
         return float(config.train.memory_bytes)
     if device.type != "cuda":
@@ -85,7 +85,7 @@ class RowsThatFit:
     measured_for: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
-def fitted(probes: Sequence[tuple[int, int]], budget: float, ranks: int) -> RowsThatFit:
+def fit_rows(probes: Sequence[tuple[int, int]], budget: float, ranks: int) -> RowsThatFit:
     """The rows that a budget holds, from two measurements (rows, most bytes). Raises ConfigError where none fit.
 
     >>> fitted([(100, 3000), (300, 7000)], 10_000, ranks=1).rows
@@ -102,7 +102,7 @@ def fitted(probes: Sequence[tuple[int, int]], budget: float, ranks: int) -> Rows
     return RowsThatFit(rows, row_bytes, fixed, budget, ranks)
 
 
-def with_rows_that_fit(
+def measure_rows(
     config: RunConfig, model: nn.Module, optimizer: Optimizer, world: World, log: LogLine, *, image_rows: float = 0.0
 ) -> RunConfig:
     """The configuration with a number in place of "auto": the run's own, or measured now; entered by all ranks.
@@ -114,7 +114,7 @@ def with_rows_that_fit(
     directory = Path(config.run.dir)
     file, ranks, keys = directory / FILE, len(world.home.ranks), memory_keys(config)
     fit: RowsThatFit | None = on_first_rank(
-        world, lambda: remembered(RowsThatFit, file, ranks, keys, "it is measured again"), ConfigError
+        world, lambda: read_measurement(RowsThatFit, file, ranks, keys, "it is measured again"), ConfigError
     )
     if fit is None:
         below = on_first_rank(world, lambda: too_many_rows(directory, ranks, keys), ConfigError)
@@ -128,8 +128,8 @@ def with_rows_that_fit(
     return _with_rows(replace(config, context=replace(config.context, max_tokens_per_slot=fit.rows)), fit.rows)
 
 
-def with_rows_of_run(config: RunConfig) -> RunConfig:
-    """For evaluation alone: the configuration with the rows that the run measured for training in place of "auto".
+def read_rows_of_run(config: RunConfig) -> RunConfig:
+    """For evaluation only: the configuration with the rows that the run measured for training in place of "auto".
 
     Evaluation keeps less than training, so they fit on other ranks too. Raises ConfigError where there are none.
     """
@@ -169,7 +169,7 @@ def measure(
     rows'. Raises ConfigError where fewer rows than two probes need are left, or images do not fit, and on a rank that
     runs out of memory in a probe.
     """
-    budget = budget_of(config, model, optimizer, world.device)
+    budget = memory_budget(config, model, optimizer, world.device)
     if images is not None:
         on_every_rank(world, partial(images.check, budget), ConfigError)
         budget -= images.held
@@ -179,11 +179,11 @@ def measure(
     nearer = probes.nearer()
     if nearer > probes.most:
         probes.run(nearer)
-    return probes.fitted()
+    return probes.fit_rows()
 
 
 class _Probes:
-    """The probes run so far, and what they say about the next one; the same on every rank."""
+    """The probes run so far, from which the next one follows; the same on every rank."""
 
     def __init__(self, config: RunConfig, model: nn.Module, world: World, budget: float, below: int | None) -> None:
         self._config, self._model, self._world, self._below = config, model, world, below
@@ -191,7 +191,7 @@ class _Probes:
         self._sizes = PROBES.get(world.device.type, PROBES_ELSEWHERE)
         self._budgets: list[float] = world.control.gather_objects(budget)
         self._probed: list[tuple[int, list[int]]] = []  # rows, the most bytes of every rank
-        self.first = self._rounded(min(self._sizes[0], (below or math.inf) / 4))
+        self.first = self._round(min(self._sizes[0], (below or math.inf) / 4))
         if self.first < 2 * self._multiple:
             raise ConfigError(
                 f'context.max_tokens_per_slot is "{AUTO}": {below} rows of a slot did not fit when this run was '
@@ -205,7 +205,7 @@ class _Probes:
         return max(rows for rows, _ in self._probed)
 
     def run(self, rows: int, *, warm: bool = False) -> None:
-        """Run one probe, with `warm` after one that is not measured, and tell the others what it took."""
+        """Run one probe, with `warm` after one that is not measured, and share its bytes with the other ranks."""
         if warm:
             self._bytes_of_all(rows)
         self._probed.append((rows, self._bytes_of_all(rows)))
@@ -218,38 +218,38 @@ class _Probes:
         """As many rows as surely fit if all bytes of the first probe are its rows'; fewer than the first if not it."""
         rows, bytes_of_ranks = self._probed[0]
         room = min(budget / most for budget, most in zip(self._budgets, bytes_of_ranks, strict=True))
-        larger = self._rounded(min(self._sizes[1], rows * room, self._limit / 2))
-        return larger if larger >= rows + rows // 4 else self._rounded(rows / 2)
+        larger = self._round(min(self._sizes[1], rows * room, self._limit / 2))
+        return larger if larger >= rows + rows // 4 else self._round(rows / 2)
 
     def nearer(self) -> int:
         """Half of the rows that fit by now."""
-        return self._rounded(min(self.fitted().rows / 2, FARTHEST * self.most, self._limit / 2))
+        return self._round(min(self.fit_rows().rows / 2, FARTHEST * self.most, self._limit / 2))
 
-    def fitted(self) -> RowsThatFit:
+    def fit_rows(self) -> RowsThatFit:
         """The fit of the two largest probes, on the rank where the fewest rows fit."""
         few, many = sorted(self._probed)[-2:]
         by_rank = [
             ([(few[0], small), (many[0], large)], budget)
             for small, large, budget in zip(few[1], many[1], self._budgets, strict=True)
         ]
-        fit = fitted(*min(by_rank, key=lambda measured: _rows_of(*measured)), ranks=len(self._budgets))
+        fit = fit_rows(*min(by_rank, key=lambda measured: _largest_rows(*measured)), ranks=len(self._budgets))
         return fit if fit.rows < self._limit else replace(fit, rows=int(self._limit // 2))
 
     @property
     def _limit(self) -> float:
         return self._below or math.inf
 
-    def _rounded(self, rows: float) -> int:
+    def _round(self, rows: float) -> int:
         return int(rows // self._multiple) * self._multiple
 
 
-def _rows_of(probes: Sequence[tuple[int, int]], budget: float) -> float:
+def _largest_rows(probes: Sequence[tuple[int, int]], budget: float) -> float:
     row_bytes, fixed = _line_through(probes)
     return (budget - fixed) / row_bytes
 
 
 def _line_through(probes: Sequence[tuple[int, int]]) -> tuple[float, float]:
-    """The bytes of a row, and those beside them, of two measurements (rows, most bytes)."""
+    """The bytes of a row, and those for any number of rows, of two measurements (rows, most bytes)."""
     (few, small), (many, large) = probes
     row_bytes = max((large - small) / (many - few), 1.0)
     return row_bytes, max(small - row_bytes * few, 0.0)

@@ -70,9 +70,9 @@ def read_micro_batches(inputs: StepInputs, micro_batches: Iterable[MicroBatch], 
     for micro_batch in micro_batches:
         if plan.mode == "free" and not micro_batch.groups_of(world.slot):
             continue  # in lockstep a slot runs all of them, empty ones too
-        shard = _with_padding(micro_batch, plan, world)
+        shard = _bind_padded(micro_batch, plan, world)
         if rules.prefix or rules.in_spans:
-            shard = with_spans(shard, rules, documents, items)
+            shard = bind_spans(shard, rules, documents, items)
         batch = read_rows(documents, shard, vocabulary, items, names, depths) if reads else _padding_rows(shard)
         if positions is not None:
             batch = batch._replace(positions=positions_of_rows(positions, shard))
@@ -82,7 +82,7 @@ def read_micro_batches(inputs: StepInputs, micro_batches: Iterable[MicroBatch], 
 
 def padding_batch(plan: Plan, world: World, depths: int = 0) -> LocalBatch:
     """A micro-batch without documents, for all slots to enter together."""
-    batch = _padding_rows(_with_padding(MicroBatch(), plan, world))
+    batch = _padding_rows(_bind_padded(MicroBatch(), plan, world))
     return batch._replace(deeper=(batch,) * depths)
 
 
@@ -94,7 +94,7 @@ def reading_error(error: Exception, world: World) -> DataError:
     return named
 
 
-def _with_padding(micro_batch: MicroBatch, plan: Plan, world: World) -> SequenceShard:
+def _bind_padded(micro_batch: MicroBatch, plan: Plan, world: World) -> SequenceShard:
     return bind(micro_batch, world).with_padding(minimum=1, multiple=plan.row_multiple)
 
 
@@ -107,7 +107,7 @@ def _padding_rows(shard: SequenceShard) -> LocalBatch:
 # ---- rows that see each other besides the causal mask
 
 
-def with_spans(shard: SequenceShard, rules: CallRules, documents: Any, items: ItemTable | None) -> SequenceShard:
+def bind_spans(shard: SequenceShard, rules: CallRules, documents: Any, items: ItemTable | None) -> SequenceShard:
     """The shard with the rows that see each other, for a model whose rules have a prefix or items in spans.
 
     Raises DataError for a prefix that the model's window would cut, and for packs, whose pieces have a prefix each.
@@ -170,7 +170,7 @@ def positions_of_rows(positions_of: Callable[[int], Any], shard: SequenceShard) 
     lengths = {d: n for group in shard.micro_batch.groups for d, n in zip(group.documents, group.lengths, strict=True)}
     of_document, rows = documents_and_positions(shard)
     by_document = {
-        d: _checked_positions(positions_of(d), d, lengths[d]) for d in np.unique(of_document).tolist() if d >= 0
+        d: _check_positions(positions_of(d), d, lengths[d]) for d in np.unique(of_document).tolist() if d >= 0
     }
     parts = {len(positions) for positions in by_document.values() if positions is not None}
     if not parts:
@@ -185,7 +185,7 @@ def positions_of_rows(positions_of: Callable[[int], Any], shard: SequenceShard) 
     return positions
 
 
-def _checked_positions(positions: Any, document: int, length: int) -> Rows | None:
+def _check_positions(positions: Any, document: int, length: int) -> Rows | None:
     if positions is None:
         return None
     positions = np.asarray(positions)

@@ -182,14 +182,14 @@ class _Reader:
                 )
         return values
 
-    def _check_vocabulary(self, document: int, ids: Rows, positions: Rows, what: str) -> None:
+    def _check_vocabulary(self, document: int, ids: Rows, positions: Rows, noun: str) -> None:
         """Raise DataError for ids that are none of the vocabulary."""
         size = self._vocabulary
         outside = (ids < 0) | (ids >= (np.iinfo(np.int64).max if size is None else size))
         if outside.any():
             at = int(outside.argmax())
             raise DataError(
-                f"document {document} holds {what} {ids[at]} at position {positions[at]}, the model's vocabulary is "
+                f"document {document} holds {noun} {ids[at]} at position {positions[at]}, the model's vocabulary is "
                 f"0 to {'…' if size is None else size - 1}; use the tokenizer that belongs to the model"
             )
 
@@ -212,9 +212,9 @@ class _Arrays:
             self.values.setdefault(name, np.full(len(self.ids), ones))[predicted] = numbers
 
 
-def _check_integers(document: int, values: npt.NDArray[Any], positions: Rows, what: str) -> None:
+def _check_integers(document: int, values: npt.NDArray[Any], positions: Rows, rule: str) -> None:
     if values.shape != positions.shape or values.dtype.kind not in "iu":
         raise DataError(
-            f"document {document} gave {values.dtype} of shape {values.shape} for {len(positions)} positions; {what}, "
+            f"document {document} gave {values.dtype} of shape {values.shape} for {len(positions)} positions; {rule}, "
             "an integer for each"
         )

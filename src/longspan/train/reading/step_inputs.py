@@ -56,7 +56,7 @@ class StepDocuments:
 
         Raises PlanError for a document that is missing, is no sequence of token ids, or has another length.
         """
-        counts = tuple(self._targets_of(document, length) for document, length in enumerate(self.lengths))
+        counts = tuple(self._count_targets(document, length) for document, length in enumerate(self.lengths))
         return counts if self.items is None else targets_beside_items(self.documents, self.items)
 
     def check_targets(self, plan: Plan) -> None:
@@ -70,7 +70,7 @@ class StepDocuments:
             "is predicted"
         )
 
-    def _targets_of(self, document: int, length: int) -> int:
+    def _count_targets(self, document: int, length: int) -> int:
         """The targets of one document, which is checked."""
         try:
             value = self.documents[document]

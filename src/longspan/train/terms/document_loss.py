@@ -53,7 +53,7 @@ class DocumentLoss:
             )
         if self.sets is None:
             return (tuple(range(count)),) if count else ()
-        sets = tuple(_numbers(index, documents) for index, documents in enumerate(_listed(self.sets)))
+        sets = tuple(_numbers(index, documents) for index, documents in enumerate(_list_of_sets(self.sets)))
         for index, documents in enumerate(sets):
             if not documents or len(set(documents)) != len(documents):
                 raise LossError(
@@ -67,7 +67,7 @@ class DocumentLoss:
         return sets
 
 
-def _listed(sets: Any) -> list[Any]:
+def _list_of_sets(sets: Any) -> list[Any]:
     try:
         return list(sets)
     except TypeError as error:
@@ -98,7 +98,7 @@ def loss_of_sets(function: SetFunction, sets: Sequence[tuple[int, ...]], sums: S
     for documents in sets:
         leaf = torch.from_numpy(sums[list(documents)]).requires_grad_()
         with torch.enable_grad():
-            loss = _checked(function(leaf, documents), documents)
+            loss = _check_scalar(function(leaf, documents), documents)
         total += loss.item()
         if loss.requires_grad:
             (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True)
@@ -107,7 +107,7 @@ def loss_of_sets(function: SetFunction, sets: Sequence[tuple[int, ...]], sums: S
     return total, coefficients
 
 
-def _checked(loss: Any, documents: tuple[int, ...]) -> Tensor:
+def _check_scalar(loss: Any, documents: tuple[int, ...]) -> Tensor:
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return loss.sum()
     shape = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -121,7 +121,7 @@ TOLERANCE = 1e-6  # relative: hosts of other kinds may differ in the last bits
 
 
 class SameOnRanks:
-    """Sums of losses and coefficients: of sets whose sums every rank has, and of those that a last stage alone has."""
+    """Sums of losses and coefficients: of sets whose sums every rank has, and of those that only a last stage has."""
 
     def __init__(self) -> None:
         self._sums = np.full((2, 2), -np.inf)  # (kind of sets, loss or coefficients); -inf: this rank has none
@@ -136,9 +136,9 @@ class SameOnRanks:
 
     def differs(self, world: World) -> bool:
         """Whether a rank that has sums has others than the rest; what is not finite is not compared."""
-        known = np.isfinite(self._sums)
-        low = np.where(known, -self._sums, -np.inf)
-        values = np.concatenate([np.where(known, self._sums, -np.inf), low, np.where(known, self._sizes, 0.0)])
+        finite = np.isfinite(self._sums)
+        low = np.where(finite, -self._sums, -np.inf)
+        values = np.concatenate([np.where(finite, self._sums, -np.inf), low, np.where(finite, self._sizes, 0.0)])
         both = np.array(world.control.largest_of(values.ravel().tolist(), "comparison of losses")).reshape(3, 2, 2)
         apart = both[0] + both[1]  # the largest less the smallest; -inf where no rank has any
         return bool((apart > TOLERANCE * both[2]).any())
@@ -197,7 +197,7 @@ class DocumentPasses:
         needed = {id(self._plan.micro_batches[index]) for index in indices}
         ahead = [batch for batch in batches if id(batch.shard.micro_batch) in needed]
         sums = log_probs_of_passes(passes, ahead, self._chunk_rows).sums
-        self._loss_ahead, self._coefficients = self._of_sets(self._across, sums)
+        self._loss_ahead, self._coefficients = self._run_sets(self._across, sums)
         self.forward_twice = len(indices)
 
     def loss_ahead(self) -> float:
@@ -207,33 +207,35 @@ class DocumentPasses:
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
         """This rank's part of the losses of sets that the micro-batch holds; gradients of all its documents."""
         targets, coefficients, loss = BatchTargets(batch, hidden.device), self._coefficients, 0.0
-        if sets := self._sets_of(batch):
+        if sets := self._sets_inside(batch):
             log_probs = chunked_log_probs(hidden, targets.targets, head, self._chunk_rows).double().cpu().numpy()
             local = np.bincount(targets.documents, log_probs * targets.weights, minlength=len(coefficients))
-            held = sorted({document for documents in sets for document in documents})
+            members = sorted({document for documents in sets for document in documents})
             sums = np.zeros(len(coefficients))
-            sums[held] = self._world.control.sum_over_slots(local[held].tolist(), "log-probabilities of documents")
-            loss, inside = self._of_sets(sets, sums)
+            sums[members] = self._world.control.sum_over_slots(
+                local[members].tolist(), "log-probabilities of documents"
+            )
+            loss, inside = self._run_sets(sets, sums)
             coefficients = coefficients + inside
         total = torch.tensor(loss if self._world.slot == 0 else 0.0, dtype=torch.float64, device=hidden.device)
         if not torch.is_grad_enabled():
             return total
         slopes = to_device(coefficients[targets.documents] * targets.weights, hidden.device)
 
-        def slopes_alone(log_probs: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        def slopes_only(log_probs: Tensor, part: slice) -> tuple[Tensor, Tensor]:
             return log_probs.new_zeros((), dtype=torch.float64), slopes[part]
 
-        return total + chunked_loss(hidden, targets.targets, slopes_alone, head, self._chunk_rows)
+        return total + chunked_loss(hidden, targets.targets, slopes_only, head, self._chunk_rows)
 
     def difference(self) -> bool:
         """Whether the function gave other losses or derivatives on some ranks; entered by all."""
         return self._check.differs(self._world)
 
-    def _sets_of(self, batch: LocalBatch) -> list[tuple[int, ...]]:
+    def _sets_inside(self, batch: LocalBatch) -> list[tuple[int, ...]]:
         groups = batch.shard.micro_batch.groups
         return self._inside.get(self._index[groups[0].documents[0]], []) if groups else []
 
-    def _of_sets(self, sets: Sequence[tuple[int, ...]], sums: Sums) -> tuple[float, Sums]:
+    def _run_sets(self, sets: Sequence[tuple[int, ...]], sums: Sums) -> tuple[float, Sums]:
         if self.error is None:
             try:
                 loss, coefficients = loss_of_sets(self._function, sets, sums)

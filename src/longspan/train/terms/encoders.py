@@ -50,7 +50,7 @@ class EncodersTerm(Term):
         inputs, table = self._inputs, self._items
         passes = {"backward": inputs.backward, "depths": self._depths}
         self._micro_batches = inputs.plan.micro_batches
-        self._encoding = encoding = planned_encoding(self._model, inputs.plan, table, **passes)
+        self._encoding = encoding = take_encoding(self._model, inputs.plan, table, **passes)
         read = partial(encoding.read, inputs.documents.documents)
         read_agreed(read, table.digest(), inputs.world, what="lists of items")
 
@@ -147,8 +147,8 @@ class Encoding:
         balance = max((plan.balance for plan in plans), default=1.0)
         return times_of_ranks([self._clock, *(part.clock for part in self._parts)], self._world, (seconds, balance))
 
-    def _naming(self, what: str) -> AbstractContextManager[None]:
-        return self._world.watch.naming(what, self._world.home.ranks)
+    def _naming(self, part: str) -> AbstractContextManager[None]:
+        return self._world.watch.naming(part, self._world.home.ranks)
 
     def _agree(self, errors: Sequence[ModelError | None]) -> None:
         """Raise on every rank where any encoder made other rows than its items take."""
@@ -212,9 +212,7 @@ def plan_waves_ahead(
         planned.popitem(last=False)
 
 
-def planned_encoding(
-    model: MultimodalModel, plan: Plan, table: ItemTable, *, backward: bool, depths: int = 0
-) -> Encoding:
+def take_encoding(model: MultimodalModel, plan: Plan, table: ItemTable, *, backward: bool, depths: int = 0) -> Encoding:
     """The waves of a step: those planned ahead, which it waits for, or planned now."""
     ahead = _planned.get(model, OrderedDict()).pop(_key(model, plan, table, (backward, depths)), None)
     if ahead is not None:

@@ -43,7 +43,7 @@ def log_probs_of_passes(passes: Passes, batches: Sequence[LocalBatch], chunk_row
     """Log-probabilities from forward passes over some micro-batches of a step; 0 elsewhere. Entered by all ranks."""
     collected = CollectedLogProbs(passes.plan.lengths, chunk_rows)
     run_passes(replace(passes, backward=False, routing=None, measure=collected, depths=0, terms=()), batches)
-    return collected.over_ranks(passes.world)
+    return collected.sum_over_ranks(passes.world)
 
 
 class CollectedLogProbs:
@@ -60,8 +60,8 @@ class CollectedLogProbs:
         self._parts.append((targets, chunked_log_probs(hidden, targets.targets, head, self._chunk_rows)))
         return hidden.new_zeros((), dtype=torch.float64)
 
-    def over_ranks(self, world: World) -> TokenLogProbs:
-        """The log-probabilities of all ranks."""
+    def sum_over_ranks(self, world: World) -> TokenLogProbs:
+        """Sum over all ranks, each of which has its own rows."""
         values, sums = np.zeros(self._starts[-1]), np.zeros(len(self._lengths))
         if world.coordinates.tp == 0:  # tensor-parallel ranks of a slot hold the same
             for targets, on_device in self._parts:

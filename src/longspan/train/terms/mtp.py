@@ -68,7 +68,7 @@ class DepthsTerm(Term):
     """
 
     def __init__(self, mtp: MtpLoss, inputs: StepInputs, chunk_rows: int) -> None:
-        self.depths = _agreed_depths(mtp, inputs.language_model, inputs.world)
+        self.depths = _agree_on_depths(mtp, inputs.language_model, inputs.world)
         self._mtp, self._model, self._world = mtp, inputs.language_model, inputs.world
         self._cross_entropy = CrossEntropy(chunk_rows)
         self._targets: tuple[int, ...] = ()
@@ -115,7 +115,7 @@ class DepthsTerm(Term):
         return {"mtp_losses": tuple(total / max(n, 1) for total, n in zip(sums, self._targets, strict=True))}
 
 
-def _agreed_depths(mtp: Any, model: nn.Module, world: World) -> int:
+def _agree_on_depths(mtp: Any, model: nn.Module, world: World) -> int:
     """How many depths a step of a model runs; entered by all ranks."""
     if not isinstance(mtp, MtpLoss):
         raise LossError(f"mtp is {shortened(mtp)}; give MtpLoss(weight=0.3), or None")
@@ -141,7 +141,7 @@ def _agreed_depths(mtp: Any, model: nn.Module, world: World) -> int:
 # ---- the depths of a run's model
 
 
-def with_depths(config: RunConfig, model: PreTrainedModel, *, read: bool = True) -> PreTrainedModel:
+def add_configured_depths(config: RunConfig, model: PreTrainedModel, *, read: bool = True) -> PreTrainedModel:
     """The model with the depths of [mtp], if there are any; without `read` their weights come from a checkpoint.
 
     Raises ModelError for a model that cannot have them, and for a folder without their weights.

@@ -36,7 +36,7 @@ class LossTerm(Term):
         try:
             self.measure, self.divisor, described = _read(loss, divisor, plan, world, chunk_rows)
         except Exception as error:  # sets may be anything: the other ranks must learn of it
-            failure = _as_loss_error(error, world)
+            failure = _to_loss_error(error, world)
         if world.control.agree(_digest("a loss or a divisor"), flag=failure is not None, what=_WHAT, hint=_HINT):
             raise_first_error(world, failure)
         world.control.agree(_digest(described), what=_WHAT, hint=_HINT)
@@ -64,7 +64,7 @@ class LossTerm(Term):
         """
         if isinstance(self.measure, CrossEntropy):
             return
-        error = None if self.measure.error is None else _as_loss_error(self.measure.error, self._world)
+        error = None if self.measure.error is None else _to_loss_error(self.measure.error, self._world)
         if self._world.control.any_rank(error is not None):
             raise_first_error(self._world, error)
         if isinstance(self.measure, DocumentPasses) and self.measure.difference():
@@ -100,11 +100,11 @@ def _read(
     else:
         sets, default = (), plan.targets
         measure = CrossEntropy(chunk_rows) if loss is None else TokenLoss(loss, chunk_rows)
-    by = float(max(default, 1)) if divisor is None else checked_divisor(divisor)
+    by = float(max(default, 1)) if divisor is None else check_divisor(divisor)
     return measure, by, f"{type(measure).__name__} {by} {sets}"
 
 
-def checked_divisor(divisor: Any) -> float:
+def check_divisor(divisor: Any) -> float:
     """The divisor of a loss: a number, or an array or a tensor of one. Raises LossError for anything else."""
     number = divisor
     if isinstance(divisor, Tensor | np.ndarray) and math.prod(divisor.shape) == 1:
@@ -117,7 +117,7 @@ def checked_divisor(divisor: Any) -> float:
     return float(number)
 
 
-def _as_loss_error(error: Exception, world: World) -> LongspanError:
+def _to_loss_error(error: Exception, world: World) -> LongspanError:
     if isinstance(error, LongspanError):
         return error
     named = LossError(f"the loss failed on rank {world.rank}: {type(error).__name__}: {error}")

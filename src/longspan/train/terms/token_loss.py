@@ -7,7 +7,7 @@
     run_step(model, plan, documents, world, optimizer, loss=policy_loss, divisor=len(documents))
 
 The function runs once for each chunk of logits, outside of what activation recomputation runs again. The gradient is
-that of the sum of what it returns, so that its losses must depend on their own rows alone: which rows are in a chunk,
+that of the sum of what it returns, so that its losses must depend only on their own rows: which rows are in a chunk,
 and on which rank, is the plan's affair.
 """
 
@@ -84,7 +84,7 @@ class TokenLoss:
     """Runs a caller's function over the targets of a step's micro-batches.
 
     An error of the function is kept in `error`, and the passes go on, so that this rank does not leave the others
-    alone in a collective.
+    in a collective.
     """
 
     def __init__(self, function: LossFunction, chunk_rows: int) -> None:
@@ -103,7 +103,7 @@ class TokenLoss:
             return nothing
         try:
             leaf = log_probs.detach().requires_grad_(torch.is_grad_enabled())
-            losses = checked(self._function(leaf, targets.rows(part, leaf.dtype)), leaf)
+            losses = check_losses(self._function(leaf, targets.rows(part, leaf.dtype)), leaf)
             total = losses.sum(dtype=torch.float64)
             if not total.requires_grad:  # a constant, or no gradient is wanted
                 return total, nothing[1]
@@ -114,8 +114,8 @@ class TokenLoss:
             return nothing
 
 
-def checked(losses: Any, log_probs: Tensor) -> Tensor:
-    """What a loss of one's own returned. Raises LossError unless it is a loss for each row."""
+def check_losses(losses: Any, log_probs: Tensor) -> Tensor:
+    """The losses that the caller's function returned. Raises LossError unless there is one for each row."""
     if isinstance(losses, Tensor) and losses.shape == log_probs.shape and losses.is_floating_point():
         return losses
     shape = f"{losses.dtype} of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
