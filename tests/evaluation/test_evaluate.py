@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from longspan import Layout, World, evaluate, prepare
 from longspan.errors import DataError, EvaluationError, EvaluationStopped, LongspanError
-from longspan.evaluation import portions
+from longspan.evaluation import evaluate as portions
 from longspan.evaluation.metrics import Mean, copy_metric
 from longspan.evaluation.result import Evaluation
 from longspan.evaluation.row_sums import edges_to
