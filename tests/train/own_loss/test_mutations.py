@@ -25,10 +25,10 @@ from tests.train.own_loss.dense import (
 
 LOSS, OWN, ALL = "train.loss", "train.terms.", "weights tokens sets all"
 DOCUMENTS, LOG_PROBS = OWN + "document_loss", OWN + "log_probs"
-SUM = 'self._world.control.sum_over_slots(local[members].tolist(), "log-probabilities of documents")'
+SUM = 'self._world.control.sum_over_slots(local[here].tolist(), "log-probabilities of documents")'
 MUTATIONS = {  # what is wrong -> the module, what stands there, and in its place; and the losses that show it
     "nothing": (None, ""),
-    "a rank's sum dropped inside a micro-batch": ((DOCUMENTS, SUM, "local[members]"), "sets"),
+    "a rank's sum dropped inside a micro-batch": ((DOCUMENTS, SUM, "local[here]"), "sets"),
     "a rank's sum dropped in the pass ahead": (
         (LOG_PROBS, 'world.control.sum_of_arrays(np.concatenate([values, sums]), "log-probabilities of tokens")',
          "np.concatenate([values, sums])"), "all"),

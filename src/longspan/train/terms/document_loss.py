@@ -210,11 +210,9 @@ class DocumentPasses:
         if sets := self._sets_inside(batch):
             log_probs = chunked_log_probs(hidden, targets.targets, head, self._chunk_rows).double().cpu().numpy()
             local = np.bincount(targets.documents, log_probs * targets.weights, minlength=len(coefficients))
-            members = sorted({document for documents in sets for document in documents})
+            here = sorted({document for documents in sets for document in documents})
             sums = np.zeros(len(coefficients))
-            sums[members] = self._world.control.sum_over_slots(
-                local[members].tolist(), "log-probabilities of documents"
-            )
+            sums[here] = self._world.control.sum_over_slots(local[here].tolist(), "log-probabilities of documents")
             loss, inside = self._run_sets(sets, sums)
             coefficients = coefficients + inside
         total = torch.tensor(loss if self._world.slot == 0 else 0.0, dtype=torch.float64, device=hidden.device)
