@@ -126,10 +126,10 @@ def test_a_prediction_stands_beside_the_steps_of_its_own_machine_alone(
 
 
 def test_products_of_float32_may_be_of_a_shorter_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert figures_module._multiplied_in(torch.float32) == "float32"
+    assert figures_module._product_dtype(torch.float32) == "float32"
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert figures_module._multiplied_in(torch.float32) == "tensorfloat32"
-    assert figures_module._multiplied_in(torch.bfloat16) == "bfloat16"
+    assert figures_module._product_dtype(torch.float32) == "tensorfloat32"
+    assert figures_module._product_dtype(torch.bfloat16) == "bfloat16"
 
 
 def of_calls(*calls: AttentionCall) -> Execution:
