@@ -150,6 +150,11 @@ class Passes:
             self.routing.fix_loads()
 
 
+def default_divisor(plan: Plan) -> float:
+    """The number that the sum of a step's losses is divided by unless the caller gives another: the plan's targets."""
+    return float(max(plan.targets, 1))
+
+
 def read_batches(inputs: StepInputs, terms: Sequence[Term]) -> list[LocalBatch]:
     """Read this rank's rows of a whole step, and what its terms need besides; entered by all ranks.
 

@@ -26,7 +26,7 @@ from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.plan import Plan
 from longspan.train.gradients import check_finite, clip_gradients, square_sum_of_modules
 from longspan.train.loss import CrossEntropy
-from longspan.train.passes import Passes, read_batches, run_passes
+from longspan.train.passes import Passes, default_divisor, read_batches, run_passes
 from longspan.train.reading.read_rows import LocalBatch
 from longspan.train.step_check import check_step, check_update
 from longspan.train.terms.document_loss import DocumentLoss
@@ -119,7 +119,7 @@ def run_step(
     batches = read_batches(inputs, terms)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
-    passes = Passes.of(inputs, terms, CrossEntropy(loss_chunk_rows), divisor=float(max(plan.targets, 1)))
+    passes = Passes.of(inputs, terms, CrossEntropy(loss_chunk_rows), divisor=default_divisor(plan))
     loss_sum = run_passes(passes, batches)
     for term in terms:
         term.raise_error()

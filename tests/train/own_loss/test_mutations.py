@@ -42,7 +42,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
         ("train.passes", "loss_sum / self.divisor", "loss_sum / self.divisor / len(self.plan.micro_batches)"),
         ALL),
     "mask forgotten in the divisor": (
-        (OWN + "step_loss", "sets, default = (), plan.targets", "sets, default = (), plan.tokens - len(plan.lengths)"),
+        ("train.passes", "max(plan.targets, 1)", "max(plan.tokens - len(plan.lengths), 1)"),
         "weights tokens"),
     "weights forgotten in the gradient": (
         (LOSS, "linear(x, -weights[part])", "(linear(x, -weights[part])[0], -torch.ones_like(x))"), "weights"),

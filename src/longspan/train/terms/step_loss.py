@@ -14,7 +14,7 @@ from longspan.comm import World, on_all_ranks, raise_first_error
 from longspan.errors import LongspanError, LossError, shortened
 from longspan.plan import Plan
 from longspan.train.loss import CrossEntropy
-from longspan.train.passes import Passes, Term
+from longspan.train.passes import Passes, Term, default_divisor
 from longspan.train.reading.read_rows import LocalBatch
 from longspan.train.reading.step_inputs import StepInputs
 from longspan.train.terms.document_loss import DocumentLoss, DocumentPasses
@@ -96,11 +96,11 @@ def _read(
         raise LossError(f"loss is {shortened(loss)}; give a function of (log_probs, at), a DocumentLoss, or None")
     if isinstance(loss, DocumentLoss):
         sets = loss.sets_of(plan)
-        measure, default = DocumentPasses(loss.function, sets, plan, world, chunk_rows), len(sets)
+        measure, default = DocumentPasses(loss.function, sets, plan, world, chunk_rows), float(max(len(sets), 1))
     else:
-        sets, default = (), plan.targets
+        sets, default = (), default_divisor(plan)
         measure = CrossEntropy(chunk_rows) if loss is None else TokenLoss(loss, chunk_rows)
-    by = float(max(default, 1)) if divisor is None else check_divisor(divisor)
+    by = default if divisor is None else check_divisor(divisor)
     return measure, by, f"{type(measure).__name__} {by} {sets}"
 
 
