@@ -36,7 +36,7 @@ from longspan.layout import Layout
 from longspan.plan import Cost
 from longspan.run.result import versions
 from longspan.train.step import run_step
-from longspan.train.training import Training, loaded_model, optimizer_of, prepared_model
+from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
 
 BOUND = 0.02
 START = "start"
@@ -68,9 +68,9 @@ def start(flags: argparse.Namespace, folder: Path) -> Path:
 
 def curve(config: RunConfig, corpus: Corpus, world: World, *, trains: bool = True) -> list[float]:
     """The losses of all steps of one run; without `trains`, those of the start on the same documents."""
-    model = prepared_model(config, world, loaded_model(config, 0))
+    model = prepare_run_model(config, world, load_run_model(config, 0))
     world.seed = config.train.seed
-    training = Training(config, world, model, optimizer_of(config, world, model), Cost())
+    training = Training(config, world, model, make_optimizer(config, world, model), Cost())
     order = StepOrder(
         corpus.lengths, tokens_per_step=config.train.tokens_per_step, seed=config.train.seed, eval_documents=0
     )

@@ -16,7 +16,7 @@ from longspan.plan import Cost, Group, MicroBatch
 from longspan.plan.items import EncoderPlanning, ItemTable, ModalityPlan, NeededBy, Wave
 from longspan.plan.items.encoding_plan import rows_needed
 from longspan.plan.timeline import Timeline, timeline
-from longspan.train.encoding import encoding
+from longspan.train.terms import encoders as encoding
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from longspan.bridge import Item, ItemDocuments, items_at_placeholders
 from longspan.bridge.item_documents import item_table_of
 from longspan.errors import DataError
 from longspan.layout.packing import NO_TARGET
-from longspan.train.reading.targets import targets_of_documents
+from longspan.train.reading.step_inputs import targets_of_documents
 
 
 def test_items_are_found_by_their_placeholders() -> None:

@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from longspan.cli.main import main
 from longspan.corpus.tokenizer import load_tokenizer, train_tokenizer
-from longspan.evaluation.passkey.documents import passkey_documents
-from longspan.evaluation.passkey.text import passkey_text
+from longspan.evaluation.passkey import passkey_documents, passkey_text
 from longspan.model import load_model
 
 LENGTHS, DEPTHS = (130, 170), (0.0, 1.0)

@@ -24,7 +24,7 @@ from longspan.run.config_check import check_config
 from longspan.run.metrics_log import read_metrics
 from longspan.testing import backend, run_ranks
 from longspan.train.plans.order import step_order_of
-from longspan.train.reading.targets import with_targets_of
+from longspan.train.reading.step_inputs import with_targets_of
 from tests.model.stock import gradients_of, texts, tiny, worst
 from tests.train.small import small_config, train_rank
 

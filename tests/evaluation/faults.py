@@ -10,8 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from longspan.comm.control_group import ControlGroup
-from longspan.evaluation import portions
-from longspan.evaluation.options import EvaluationOptions
+from longspan.evaluation import evaluate as portions
+from longspan.evaluation.metrics import EvaluationOptions
 from longspan.model.seams import attention_calls
 from longspan.train.plans import PlanChoice
 

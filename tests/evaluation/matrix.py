@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.evaluation.evaluate import evaluate
-from longspan.evaluation.options import EvaluationOptions
+from longspan.evaluation.metrics import EvaluationOptions
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.seams.forwards.norms import compile_layers

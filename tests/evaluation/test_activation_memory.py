@@ -6,7 +6,7 @@ import torch
 
 from longspan.comm import World
 from longspan.evaluation.evaluate import evaluate
-from longspan.evaluation.options import EvaluationOptions
+from longspan.evaluation.metrics import EvaluationOptions
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.testing import run_ranks

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longspan import Layout, World, evaluate, prepare
+from longspan.comm.failure.watch import Watch
 from longspan.errors import DataError, EvaluationError, EvaluationStopped, LongspanError
-from longspan.evaluation import portions
-from longspan.evaluation.metrics import Mean, copied
+from longspan.evaluation import evaluate as portions
+from longspan.evaluation.metrics import Mean, copy_metric
 from longspan.evaluation.result import Evaluation
 from longspan.evaluation.row_sums import edges_to
 from longspan.testing import backend, run_ranks
@@ -284,7 +285,7 @@ def test_a_metric_keeps_rows_of_documents_alone() -> None:
 
 def test_a_copy_of_a_metric_shares_its_weights() -> None:
     metric = Keeping()
-    copy: Any = copied(metric)
+    copy: Any = copy_metric(metric)
     assert copy.model.weight is metric.model.weight and copy.total is not metric.total
 
 
@@ -295,3 +296,11 @@ def test_a_set_is_planned_once() -> None:
         first, again = (evaluate(model, DOCUMENTS, choice, world) for _ in range(2))
         fewer = evaluate(model, DOCUMENTS[:3], choice, world)
     assert again.plan is first.plan and again.loss == first.loss and fewer.plan.lengths == LENGTHS[:3]
+
+
+def test_errors_inside_an_evaluation_name_its_step() -> None:
+    watch = Watch(0, (0,), 60.0, None)
+    watch.step = 3
+    with watch.naming("evaluation", (0,), step=77), watch.naming("passes", (0,)):
+        assert "of step 77" in str(watch.during("sum", (0,))) and "in step 77" in watch.activity()
+    assert "of step 3" in str(watch.during("sum", (0,))) and "in step 3" in watch.activity()

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.errors import PlanError
 from longspan.evaluation.evaluate import evaluate
-from longspan.evaluation.options import EvaluationOptions
+from longspan.evaluation.metrics import EvaluationOptions
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.plan import plan_fixed
@@ -24,7 +24,7 @@ from tests.model.stock import texts
 from tests.mutation import mutated
 
 LAYOUT, TRAINING, HELD_OUT = Layout(ranks=4, tp=2), texts((13, 7, 18)), texts((31, 2, 40, 9), 5)
-SUMS = "train.evaluation.row_sums"
+SUMS = "evaluation.row_sums"
 MUTATIONS = {  # what is wrong -> the module, what stands there, and in its place; and how it is noticed
     "nothing": (None, ""),
     "a document dropped": ((SUMS, "self._losses, measured.documents, losses)",
@@ -41,7 +41,9 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
     "modes not restored": (("model.parts", "            module.training = training", "            pass"), "/modes"),
     "reshard skipped": (("model.sharding", "recurse=False)\n        _free(modules)", "recurse=False)"),
                         "/gathered"),
-    "step not restored": (("train.evaluation.evaluate", "        world.step = before", "        pass"), "/step"),
+    "the world's step changed": (("evaluation.evaluate", "    portions = Portions(inputs, options, started)",
+                                  "    world.step = options.step; portions = Portions(inputs, options, started)"),
+                                 "/step"),
 }  # fmt: skip
 
 

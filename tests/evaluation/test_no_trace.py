@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.evaluation.evaluate import evaluate
-from longspan.evaluation.options import EvaluationOptions
+from longspan.evaluation.metrics import EvaluationOptions
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.experts.router import RouterCoefficients

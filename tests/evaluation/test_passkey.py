@@ -16,9 +16,16 @@ from transformers import PreTrainedTokenizerFast
 
 from longspan import Layout, World, evaluate, prepare
 from longspan.errors import DataError, EvaluationError
-from longspan.evaluation.passkey.documents import PasskeyDocument, PasskeyDocuments, passkey_documents
-from longspan.evaluation.passkey.grid import PasskeyGrid
-from longspan.evaluation.passkey.text import KEY, OPENING, QUESTION, passkey_text
+from longspan.evaluation.passkey import (
+    KEY,
+    OPENING,
+    QUESTION,
+    PasskeyDocument,
+    PasskeyDocuments,
+    passkey_documents,
+    passkey_text,
+)
+from longspan.evaluation.result import PasskeyGrid
 from longspan.testing import backend, run_ranks
 from longspan.train import EvaluationOptions, PlanChoice, TargetRows
 from tests.model.deep import deep

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from longspan.model.experts.experts import one_pass
 from longspan.model.experts.rows import Visits, gather, spread
 from longspan.model.seams.forwards.norm_formula import NormFormula
-from longspan.train.row_softmax import row_softmax
+from longspan.train.loss import row_softmax
 from tests.reference import relative_error
 
 Errors = dict[str, float]

@@ -26,7 +26,7 @@ from longspan.ssm.kernels.convolutions import Before, Convolution, FirstRows, wr
 from longspan.ssm.kernels.decay import scan_chunks
 from longspan.ssm.kernels.delta_states import run_maps
 from longspan.ssm.kernels.runs import LocalRuns
-from longspan.train.row_softmax import row_softmax
+from longspan.train.loss import row_softmax
 from tests.reference import relative_error
 
 PAST = 2**32

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from longspan.evaluation.passkey.grid import PasskeyGrid
+from longspan.evaluation.result import PasskeyGrid
 from longspan.report import write_report
 from longspan.report.passkey import passkey_grids
 from tests.report.runs import train_row, write_run

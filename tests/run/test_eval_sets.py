@@ -20,8 +20,8 @@ from longspan.corpus.run_corpus import build_shared_corpus
 from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.documents import Corpus
 from longspan.errors import ConfigError, DataError, LongspanError
-from longspan.evaluation.passkey.documents import passkey_documents
-from longspan.evaluation.passkey.grid import PasskeyGrid
+from longspan.evaluation.passkey import passkey_documents
+from longspan.evaluation.result import PasskeyGrid
 from longspan.evaluation.sets import open_set
 from longspan.model.presets import preset_config
 from longspan.report import write_report

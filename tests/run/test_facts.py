@@ -21,7 +21,7 @@ from longspan.plan.cost.model_shape import ModelShape
 from longspan.run.facts import RunFacts, facts_text
 from longspan.run.run_facts import _mixers_text
 from longspan.train import step_figures as figures_module
-from longspan.train.step_figures import StepFigures, figures_of
+from longspan.train.step_figures import StepFigures, model_figures
 from tests.report.runs import FACTS
 
 CONFIG = {
@@ -118,18 +118,18 @@ def test_a_prediction_stands_beside_the_steps_of_its_own_machine_alone(
     types = Execution(torch.float32, torch.bfloat16, torch.float32, ())
     model = cast(Any, SimpleNamespace(config=CONFIG, execution=types))
     world = cast(World, SimpleNamespace(home=Layout(2)))
-    figures = figures_of(RunConfig(context=ContextConfig(cost=file)), model, world, cost)
+    figures = model_figures(RunConfig(context=ContextConfig(cost=file)), model, world, cost)
     assert figures.priced_here is here
     assert (figures.peak is None) == (device == "CPU")
     unpriced = cast(Any, SimpleNamespace(config={**CONFIG, "mamba_d_state": 8}, execution=types))
-    assert "state-space" in figures_of(RunConfig(), unpriced, world, cost).uncounted
+    assert "state-space" in model_figures(RunConfig(), unpriced, world, cost).uncounted
 
 
 def test_products_of_float32_may_be_of_a_shorter_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert figures_module._multiplied_in(torch.float32) == "float32"
+    assert figures_module._product_dtype(torch.float32) == "float32"
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert figures_module._multiplied_in(torch.float32) == "tensorfloat32"
-    assert figures_module._multiplied_in(torch.bfloat16) == "bfloat16"
+    assert figures_module._product_dtype(torch.float32) == "tensorfloat32"
+    assert figures_module._product_dtype(torch.bfloat16) == "bfloat16"
 
 
 def of_calls(*calls: AttentionCall) -> Execution:

@@ -9,8 +9,8 @@ from longspan.plan import Cost, plan_fixed
 from longspan.plan.cost.model_flops import model_flops
 from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.items.encoder_shape import EncoderShape
-from longspan.train.encoding.times import EncoderTimes, PartClock
 from longspan.train.step_figures import StepFigures
+from longspan.train.terms.encoder_times import EncoderTimes, PartClock
 
 TEXT = ModelShape(layers=2, weights=10**6, query_width=64, key_width=32)
 TOWER = EncoderShape(

@@ -1,39 +1,32 @@
 """Rows of other modules among the local hidden states, by local row: the whole sequence is never built."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from longspan.comm import SequenceShard
 
+AHEAD = "tokens_ahead"  # the keyword of an input embedding that is called for later tokens than the shard's rows
 
-def splice(embeddings: Tensor, shard: SequenceShard) -> Tensor:
+
+def splice(embeddings: Tensor, shard: SequenceShard, ahead: int = 0) -> Tensor:
     """Token embeddings (1, T, D) with the rows of `shard.derived.spliced` in their places; a copy if there are any.
 
-    The rows (n, D) are cast to the embeddings' type; what they replace gets a zero gradient.
+    The embeddings are those of the tokens `ahead` further on than the shard's rows. The rows (n, D) are cast to the
+    embeddings' type; what they replace gets a zero gradient.
     """
-    derived = shard.derived
-    for places, rows in derived.spliced.get(derived.ahead, ()):
+    for places, rows in shard.derived.spliced.get(ahead, ()):
         embeddings = embeddings.index_copy(1, places, rows.to(embeddings.dtype)[None])
     return embeddings
 
 
-@contextmanager
-def tokens_ahead(shard: Any, tokens: int) -> Iterator[None]:
-    """Inside, embeddings are those of the tokens so many further on than the shard's rows, and so are rows spliced.
+def embedding_arguments(shard: Any, ahead: int) -> dict[str, int]:
+    """Keywords for an input embedding that is called for the tokens so many further on than a shard's rows.
 
-    What is no shard, in a trial on the meta device, is left alone.
+    There are none unless rows are spliced for this shard: then hooks of the embedding take the keyword
+    (`model/multimodal/enter_rows.py`). A probe on the meta device is no shard and has no rows.
     """
-    if not isinstance(shard, SequenceShard):
-        yield
-        return
-    shard.derived.ahead = tokens
-    try:
-        yield
-    finally:
-        shard.derived.ahead = 0
+    return {AHEAD: ahead} if isinstance(shard, SequenceShard) and shard.derived.spliced else {}
 
 
 def add_rows(hidden: Tensor, shard: SequenceShard, layer: int) -> Tensor:

@@ -44,10 +44,13 @@ class Operation:
     failure report. Inside another one, this rank is in the inner one until it ends.
     """
 
-    __slots__ = ("outer", "ranks", "started", "watch", "what")
+    __slots__ = ("outer", "ranks", "started", "step", "watch", "what")
 
-    def __init__(self, watch: "Watch", what: str, ranks: Sequence[int]) -> None:
+    def __init__(self, watch: "Watch", what: str, ranks: Sequence[int], step: int | None = None) -> None:
         self.watch, self.what, self.ranks, self.started = watch, what, ranks, 0.0
+        self.step = step  # that errors name; None: the world's
+        if step is None and watch.named is not None:
+            self.step = watch.named.step
         self.outer: Operation | None = None
 
     def __enter__(self) -> "Operation":
@@ -66,7 +69,8 @@ class Operation:
             self.watch.current = self.outer
 
     def __str__(self) -> str:
-        return f"'{self.what}' of step {self.watch.step} between ranks {short(self.ranks)}"
+        step = self.watch.step if self.step is None else self.step
+        return f"'{self.what}' of step {step} between ranks {short(self.ranks)}"
 
 
 class Watch:
@@ -93,12 +97,12 @@ class Watch:
         return Operation(self, what, ranks)
 
     @contextmanager
-    def naming(self, what: str, ranks: Sequence[int]) -> Iterator[None]:
+    def naming(self, what: str, ranks: Sequence[int], step: int | None = None) -> Iterator[None]:
         """A context around collectives that others start, such as FSDP2's: where one fails, the error is of `what`.
 
-        Errors that no backend raised pass as they are.
+        `step` is the one that errors inside name (None: the world's). Errors that no backend raised pass as they are.
         """
-        operation = Operation(self, what, ranks)
+        operation = Operation(self, what, ranks, step)
         operation.started, operation.outer, self.named = time.monotonic(), self.named, operation
         try:
             yield
@@ -144,7 +148,8 @@ class Watch:
         """What this rank is doing, for the others."""
         operation = self.current or next((watch.current for watch in self.others() if watch.current), None)
         if operation is None:
-            return f"computing in step {self.step}, after '{self.finished}'"
+            step = self.step if self.named is None or self.named.step is None else self.named.step
+            return f"computing in step {step}, after '{self.finished}'"
         return f"in {operation} for {time.monotonic() - operation.started:.1f} s"
 
     def has_died(self, rank: int) -> bool:

@@ -40,7 +40,6 @@ from longspan.model.exactness.small_copies import tiny_model
 from longspan.model.exactness.trial_documents import TrialDocument
 from longspan.model.execution import execution_of
 from longspan.model.experts.moe import router_statistics
-from longspan.model.multimodal.multimodal_model import language_model_of
 from longspan.model.prepare_model import PrepareOptions
 from longspan.model.seams.refusals import DOCTOR
 from longspan.model.vision.join import names_by_stock_name
@@ -177,9 +176,7 @@ class CaseRun:
         heads = getattr(self.task.config.get_text_config(), "num_attention_heads", None)
         packed = Packed(self.documents.lengths, self.documents.targets) if case.encoder else TEXTS
         plan = plan_of(case, self.task.home, documents=packed, heads=heads, node_size=self.world.node_size)
-        items = self.documents.item_table if case.encoder else None
-        model = language_model_of(self.model)
-        check_step(model, plan, self.documents, self.world, items, backward=not case.evaluation)
+        check_step(self.model, plan, self.documents, self.world, backward=not case.evaluation)
         if case.router_losses:
             router_statistics(self.model, self.world, plan.tokens, ROUTER)
         return plan

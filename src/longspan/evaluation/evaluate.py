@@ -1,33 +1,45 @@
 """Evaluation of the weights as they are, at any degree: the passes of training with another plan and no backward.
 
 Each document counts once, whatever the degree. Nothing is rebound: the degree is in the plan. The plan runs in portions
-of micro-batches (`portions.py`).
+of micro-batches, between which ranks agree whether to go on: so an evaluation can be stopped, and a rank reads only a
+portion's rows of a large set at a time.
 """
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
 
-from longspan.comm import World
-from longspan.errors import PlanError
-from longspan.evaluation.metrics import Mean, MeasuredDocuments
-from longspan.evaluation.options import EvaluationOptions
-from longspan.evaluation.plan_of import plan_of
-from longspan.evaluation.portions import Portions
+from longspan.comm import World, raise_first_error
+from longspan.data.documents import Documents
+from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, PlanError, counted
+from longspan.evaluation.metrics import EvaluationOptions, Mean, MeasuredDocuments, check_metrics
+from longspan.evaluation.passkey import PasskeyDocuments
 from longspan.evaluation.result import Evaluation
-from longspan.evaluation.row_sums import Totals
-from longspan.model.multimodal.multimodal_model import check_world, language_model_of
-from longspan.plan import Plan
-from longspan.train.encoding import items_of
-from longspan.train.memory.live_bytes import added_peak
-from longspan.train.plans import PlanChoice
-from longspan.train.reading.targets import targets_of_documents
+from longspan.evaluation.row_sums import RowSums, Totals
+from longspan.layout import Layout
+from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world
+from longspan.model.placement.sharding import gathered_bytes, gathered_once
+from longspan.model.prepared import vocabulary_size
+from longspan.model.seams.call_rules import call_rules
+from longspan.plan import MicroBatch, Plan
+from longspan.train.memory.live_bytes import measure_added_peak, unused_bytes
+from longspan.train.passes import Passes, run_passes
+from longspan.train.plans import PlanChoice, degrees_to_compare
+from longspan.train.reading.local_batch import read_micro_batches, reading_error
+from longspan.train.reading.read_rows import LocalBatch
+from longspan.train.reading.step_inputs import StepDocuments, StepInputs
 from longspan.train.step_check import check_step
+from longspan.train.terms.step_terms import input_terms
+
+PORTION = 16  # micro-batches of a portion at most, for each pipeline stage
+SHORT_SECONDS = 1.0  # a portion that takes less is followed by larger ones
+GATHERED_SHARE = 1 / 8  # of the memory that is left, which gathered parameters may take until an evaluation ends
 
 
 def evaluate(
@@ -38,32 +50,29 @@ def evaluate(
     >>> result = evaluate(model, documents, PlanChoice.fixed(4, max_tokens_per_slot=2048), world)
     >>> result.loss, result.perplexity, result.metrics["token_accuracy"].value
 
-    `documents[d]` is document d: it has a length and is indexed by an int64 array of positions, of which a rank asks
-    for its own; MeasuredDocuments bring metrics as well. Parameters, gradients, modes of modules, states of random
-    generators and `world.step` are afterwards as they were before, also where it raises.
+    `documents[d]` is document d: it has a length and is indexed by an int64 array of positions, those that a rank
+    holds; MeasuredDocuments bring metrics as well. Parameters, gradients, modes of modules and states of random
+    generators are afterwards as they were before, also where it raises; `world.step` does not change.
 
     Raises PlanError for documents that fit no plan, EvaluationError for a metric that gives no (sum, count), DataError
-    for documents that cannot be read, and EvaluationStopped where `options` say so: each on all ranks.
+    for documents that cannot be read, and EvaluationStopped where `options` stop it: each on all ranks.
     """
     started, options = time.perf_counter(), options or EvaluationOptions()
-    check_world(model, world)
     measured = documents if isinstance(documents, MeasuredDocuments) else None
     if measured is not None:
         options = replace(options, document_metrics={**options.document_metrics, **measured.metrics})
-    plan = choice if isinstance(choice, Plan) else plan_of(choice, language_model_of(model), documents, world.home)
-    items = items_of(model, plan, documents)
-    check_step(language_model_of(model), plan, documents, world, items, backward=False)
-    with _step_restored(world, options.step), added_peak(world.device) as memory:
-        portions = Portions(model, plan, documents, world, options, started)
+    inputs = _check_inputs(model, documents, choice, world)
+    plan, naming = inputs.plan, world.watch.naming("evaluation", world.home.ranks, step=options.step)
+    with naming, measure_added_peak(world.device) as memory:
+        portions = Portions(inputs, options, started)
         totals = portions.run()
     if totals.rows != plan.targets:
         raise PlanError(
             f"the slots counted {totals.rows} targets, the plan has {plan.targets}; is a document left out?"
         )
     widest = max((group.degree for batch in plan.micro_batches for group in batch.groups), default=1)
-    result = _result(plan, totals, options, targets_of_documents(documents, plan.lengths, items))
     result = replace(
-        result,
+        _result(inputs, totals, options),
         cp=widest if isinstance(choice, Plan) or choice.planner == "dynamic" else choice.degree,
         seconds=time.perf_counter() - started,
         activation_bytes=None if memory.bytes is None else world.control.largest(memory.bytes - portions.gathered),
@@ -73,17 +82,22 @@ def evaluate(
     return result
 
 
-@contextmanager
-def _step_restored(world: World, step: int) -> Iterator[None]:
-    before, world.step = world.step, step
-    try:
-        yield
-    finally:
-        world.step = before
+def _check_inputs(model: nn.Module, documents: Any, choice: PlanChoice | Plan, world: World) -> StepInputs:
+    """What the evaluation runs over, under a plan that is given, or made by a choice."""
+    if isinstance(choice, Plan):
+        return check_step(model, choice, documents, world, backward=False)
+    language_model = model
+    if isinstance(model, MultimodalModel):
+        check_world(model, world)
+        language_model = model.language_model
+    documents = StepDocuments(model, documents, _lengths(documents))
+    plan = _cached_plan(_forward_choice(choice, language_model, documents), documents.lengths, world.home)
+    return check_step(model, plan, documents, world, backward=False)
 
 
-def _result(plan: Plan, totals: Totals, options: EvaluationOptions, targets: Sequence[int]) -> Evaluation:
-    """The result; `targets` is what each document predicts."""
+def _result(inputs: StepInputs, totals: Totals, options: EvaluationOptions) -> Evaluation:
+    """The result, without its degree, seconds and bytes."""
+    plan, targets = inputs.plan, inputs.documents.targets
     loss = math.fsum(totals.documents.tolist())
     metrics = {"token_accuracy": Mean(totals.hits, totals.rows)}
     if options.token_bytes is not None:
@@ -110,3 +124,156 @@ def _result(plan: Plan, totals: Totals, options: EvaluationOptions, targets: Seq
             for name, sums in zip(options.document_metrics, totals.document_metrics, strict=True)
         },
     )
+
+
+# ---- the plan of an evaluation, priced for forward passes only
+
+
+def choices_at_degrees(choice: PlanChoice, documents: Documents | PasskeyDocuments, home: Layout) -> list[PlanChoice]:
+    """A choice at degree 1, 2, 4, … as far as they divide the slots, each under a cap that holds these documents.
+
+    Degrees at which a2a cannot split the query heads evenly are left out.
+    """
+    longest = max(documents.lengths)
+    return [choice.at_degree(degree, longest=longest) for degree in degrees_to_compare(home, choice)]
+
+
+@lru_cache(maxsize=8)
+def _cached_plan(choice: PlanChoice, lengths: tuple[int, ...], home: Layout) -> Plan:
+    """The plan of a set of documents, made once: a dynamic plan takes longer than the evaluation of a few."""
+    return choice.plan(lengths, home)
+
+
+def _forward_choice(choice: PlanChoice, model: nn.Module, documents: StepDocuments) -> PlanChoice:
+    """The choice priced for forward passes only, with the documents' targets and the rows that a model needs."""
+    multiple, options = call_rules(model).row_multiple, choice.options
+    rows = options.row_multiple if options.row_multiple % multiple == 0 else multiple
+    targets = sum(documents.targets)
+    return replace(
+        choice, options=replace(options, cost=options.cost.forward_only(), row_multiple=rows, targets=targets)
+    )
+
+
+def _lengths(documents: Any) -> tuple[int, ...]:
+    lengths = getattr(documents, "lengths", None)
+    return tuple(len(documents[d]) for d in range(len(documents))) if lengths is None else tuple(map(int, lengths))
+
+
+# ---- portions
+
+
+class Portions:
+    """Runs one evaluation a portion of its micro-batches at a time."""
+
+    def __init__(self, inputs: StepInputs, options: EvaluationOptions, started: float) -> None:
+        self.inputs, self.options, self.started = inputs, options, started
+        self.plan, self.world, self.items = inputs.plan, inputs.world, inputs.documents.items
+        self.sums = RowSums(self.plan.lengths, options, self.world.device)
+        self.largest = PORTION * self.world.home.pp
+        self.long = self.any_long = False  # whether the last portion took long, here and on any rank
+        self.gathered = 0  # bytes of parameters that stay gathered until the end
+        kernel = {} if options.attention_kernel is None else {"attention_kernel": options.attention_kernel}
+        self.terms = input_terms(inputs)
+        self.passes = Passes.of(inputs, self.terms, self.sums.measure, keywords=kernel)
+
+    def run(self) -> Totals:
+        """Run all portions, then sum over ranks."""
+        size, done, count = self._first_size(), 0, len(self.plan.micro_batches)
+        with ExitStack() as stack:
+            while done < max(count, 1):  # one portion of an empty plan too, so that all ranks agree on it
+                portion = self.plan.micro_batches[done : done + size]
+                batches = self._read_agreed(portion, done)
+                if self.gathered and not done:
+                    stack.enter_context(gathered_once(self.inputs.language_model))
+                started = time.perf_counter()
+                run_passes(self.passes, batches)
+                self.sums.flush()
+                self.long = time.perf_counter() - started >= SHORT_SECONDS
+                size = size if self.any_long else min(2 * size, self.largest)
+                done += max(len(portion), 1)
+                if self.options.progress is not None:
+                    self.options.progress(min(done, count), count)
+        error = self._metric_error()
+        totals = self.sums.sum_over_ranks(self.world, failed=error is not None)
+        if totals.failures:
+            raise_first_error(self.world, error)
+        return totals
+
+    def _first_size(self) -> int:
+        """One micro-batch where something may end the evaluation early, so that long ones do not delay it for long.
+
+        A pipeline, which each portion fills and empties, begins with the largest portions.
+        """
+        may_end = self.options.seconds is not None or self.options.stopped is not None
+        return 1 if may_end and self.world.home.pp == 1 else self.largest
+
+    def _read_agreed(self, portion: Sequence[MicroBatch], done: int) -> list[LocalBatch]:
+        """Read this rank's rows and items of a portion, once all ranks have theirs and none stops; else all raise."""
+        batches, error = list[LocalBatch](), self._reason_to_end(done)
+        try:
+            if error is None:
+                batches = read_micro_batches(self.inputs, portion)
+                for term in self.terms:
+                    term.read_portion(portion)
+        except PlanError as failure:  # items that fit no slot of their encoder
+            error = failure
+        except Exception as failure:  # a corpus may raise anything: the other ranks must learn of it
+            error = reading_error(failure, self.world)
+        if self._agree_on_end(error is not None, first=not done):
+            raise_first_error(self.world, error)
+        if not done:
+            self.passes = replace(self.passes, frees_parameters=not self.gathered)
+            self.world.channels.make_communicators(self.plan)  # the ranks have just agreed on it
+        return batches
+
+    def _agree_on_end(self, ended: bool, *, first: bool) -> bool:
+        """Whether any rank has ended; after the first portion, it also covers whether any rank's last one took long."""
+        if first:
+            if self.items is not None:
+                self.world.control.agree(self.items.digest(), what="lists of items")
+            room = self._bytes_to_gather()
+            any_ended, no_room = self.world.control.agree_on_flags(self.plan.digest(), ended, not room)
+            self.gathered = 0 if no_room else room
+            return any_ended
+        any_ended, self.any_long = self.world.control.any_ranks(ended, self.long)
+        return any_ended
+
+    def _bytes_to_gather(self) -> int:
+        """Bytes of the parameters that FSDP2 gathers, where they may stay gathered for all micro-batches; or 0.
+
+        A pipeline keeps its stages gathered in any case, and free plans gather before their passes.
+        """
+        world, plan = self.world, self.plan
+        if len(plan.micro_batches) < 2 or world.home.pp > 1 or plan.mode == "free":
+            return 0
+        room = int(unused_bytes(world.device, len(world.home.ranks)) * GATHERED_SHARE)
+        size = gathered_bytes(self.inputs.language_model)
+        return size if size <= room else 0
+
+    def _reason_to_end(self, done: int) -> LongspanError | None:
+        """Why this rank would end the evaluation before its next portion."""
+        options, seconds = self.options, time.perf_counter() - self.started
+        if not done:
+            try:
+                vocabulary, device = vocabulary_size(self.inputs.language_model), self.world.device
+                check_metrics(options.metrics, options.document_metrics, vocabulary, device)
+            except EvaluationError as error:
+                return error
+        why = options.stopped() if options.stopped is not None else ""
+        if not why and options.seconds is not None and seconds > options.seconds:
+            why = f"its time limit of {options.seconds:g} s is over"
+        if why:
+            count = counted(len(self.plan.micro_batches), "micro-batch", "es")
+            name = f" of {options.name}" if options.name else ""
+            return EvaluationStopped(
+                f"the evaluation{name} after step {options.step} was stopped after {done:,} of {count} "
+                f"({seconds:.1f} s): {why}; nothing of it is recorded, and the model is as it was"
+            )
+        return self._metric_error()
+
+    def _metric_error(self) -> LongspanError | None:
+        if (error := self.sums.error) is None or isinstance(error, LongspanError):
+            return error
+        named = EvaluationError(f"a metric failed on rank {self.world.rank}: {type(error).__name__}: {error}")
+        named.__cause__ = error
+        return named

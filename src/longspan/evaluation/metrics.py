@@ -7,16 +7,19 @@ documents are dealt out; sums and counts do not.
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
 from numbers import Real
 from types import CellType, CodeType, FunctionType, ModuleType
-from typing import IO, Any, NamedTuple, Protocol, runtime_checkable
+from typing import IO, Any, NamedTuple, Protocol, cast, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from longspan.errors import EvaluationError, counted
+from longspan.config.dotted_name import object_named
+from longspan.errors import ConfigError, EvaluationError, counted
 
 
 class TargetRows(NamedTuple):
@@ -64,11 +67,11 @@ class Bucket(NamedTuple):
 
 @runtime_checkable
 class MeasuredDocuments(Protocol):
-    """Documents that bring metrics, and say what an evaluation's result gets of them: passkey documents, say."""
+    """Documents that bring metrics, and fields of an evaluation's result: passkey documents, say."""
 
     @property
     def metrics(self) -> Mapping[str, DocumentMetric]:
-        """Metrics of each document, beside those of `EvaluationOptions.document_metrics`."""
+        """Metrics of each document, besides those of `EvaluationOptions.document_metrics`."""
         ...
 
     def figures(self, measured: Mapping[str, Sequence[Mean]], *, step: int, cp: int) -> Mapping[str, Any]:
@@ -76,7 +79,7 @@ class MeasuredDocuments(Protocol):
         ...
 
 
-def pair_of(name: str, made: Any) -> tuple[Any, Any]:
+def check_pair(name: str, made: Any) -> tuple[Any, Any]:
     """The (sum, count) that a metric gave. Raises EvaluationError for anything else."""
     if isinstance(made, tuple) and len(made) == 2 and all(map(_is_number, made)):
         return made
@@ -101,20 +104,20 @@ def check_metrics(
         if name in BUILT_IN:
             raise EvaluationError(f"a metric is called {name!r}, which every evaluation has; give it another name")
         try:
-            copy = copied(metric)
+            copy = copy_metric(metric)
         except Exception:
             continue
         try:
-            made = copy(_made_rows(vocabulary or 8, device))
+            made = copy(_example_rows(vocabulary or 8, device))
         except Exception as error:
             raise EvaluationError(
                 f"the metric {name!r} failed on two made rows (logits of shape (2, {vocabulary or 8})): "
                 f"{type(error).__name__}: {error}"
             ) from error
-        _ = columns_of(name, made, 2) if name in document_metrics else pair_of(name, made)
+        _ = check_columns(name, made, 2) if name in document_metrics else check_pair(name, made)
 
 
-def columns_of(name: str, made: Any, rows: int) -> Tensor:
+def check_columns(name: str, made: Any, rows: int) -> Tensor:
     """The values and counts that a metric of documents gave, (2, n) in float64. Raises EvaluationError for others."""
     if isinstance(made, tuple) and len(made) == 2 and all(isinstance(x, Tensor) and x.shape == (rows,) for x in made):
         values, counts = (column.double() for column in made)
@@ -155,7 +158,7 @@ def _function(code: CodeType, module: str, around: Sequence[Any]) -> FunctionTyp
     return FunctionType(code, vars(sys.modules[module]), None, None, tuple(map(CellType, around)))
 
 
-def copied(metric: Callable[..., Any]) -> Callable[..., Any]:
+def copy_metric(metric: Callable[..., Any]) -> Callable[..., Any]:
     """A copy of a metric, so that what it keeps of made rows is not kept. Raises whatever it cannot be copied for."""
     file = BytesIO()
     copier = _Copier(file)
@@ -165,7 +168,7 @@ def copied(metric: Callable[..., Any]) -> Callable[..., Any]:
     return reader.load()
 
 
-def _made_rows(vocabulary: int, device: torch.device) -> TargetRows:
+def _example_rows(vocabulary: int, device: torch.device) -> TargetRows:
     index = torch.arange(2, device=device)
     logits = torch.linspace(-1, 1, 2 * vocabulary, device=device).view(2, vocabulary)
     return TargetRows(torch.zeros_like(index), index, index % vocabulary, index.double() + 1, logits)
@@ -173,3 +176,58 @@ def _made_rows(vocabulary: int, device: torch.device) -> TargetRows:
 
 def _is_number(value: Any) -> bool:
     return (isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex()) or isinstance(value, Real)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions:
+    """Options of `evaluate`; the same on every rank except `stopped` and `progress`."""
+
+    step: int = 0
+    """Optimizer steps that the weights have taken: for results and errors."""
+    name: str = ""
+    """Name of the evaluation set."""
+    loss_chunk_rows: int = 0
+    """Rows whose logits are formed at a time; 0: by a budget of bytes."""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """Metrics besides the built-in ones, by name: functions of TargetRows to (sum, count). A copy of each is tried on
+    two made rows first; what it keeps in variables of its module is not copied."""
+    document_metrics: Mapping[str, DocumentMetric] = field(default_factory=dict)
+    """Metrics of each document, by name: functions of TargetRows to the values and the counts of rows, two tensors
+    (n,), which are added up for every document; a row that does not count has the count 0."""
+    token_bytes: npt.NDArray[np.int64] | None = None
+    """(V,) UTF-8 bytes of each token id's text: with them, bits per byte."""
+    attention_kernel: str | None = None
+    """Attention kernel; None: as the model was prepared."""
+    seconds: float | None = None
+    """The evaluation is stopped at the end of the portion in which so many seconds are over; None: no limit."""
+    stopped: Callable[[], str] | None = None
+    """Asked on every rank before each portion of micro-batches: why to stop, in words; "" to go on."""
+    progress: Callable[[int, int], None] | None = None
+    """Called after each portion with the number of micro-batches that are done, and of all."""
+
+
+def load_metrics(names: Sequence[str], key: str) -> dict[str, Metric]:
+    """The metrics that a key of the configuration names, by the last part of their names.
+
+    >>> list(load_metrics(("my_package.my_metrics.top_five",), "train.eval_metrics"))  # doctest: +SKIP
+    ['top_five']
+
+    Raises ConfigError for a module that cannot be imported, for one without such a function, and for two of one name.
+    """
+    metrics = dict[str, Metric]()
+    for dotted in names:
+        module, _, name = dotted.rpartition(".")
+        if not module:
+            raise ConfigError(f"{key} has {dotted!r}; give a function with its module, as in package.module.function")
+        function = object_named(dotted, f"{key} has {dotted!r}")
+        if not callable(function):
+            raise ConfigError(
+                f"{key} has {dotted!r}, and {module} has no function {name}; give one of TargetRows to (sum, count)"
+            )
+        if name in metrics:
+            raise ConfigError(
+                f"{key} has two functions of the name {name!r} ({', '.join(names)}); rows of metrics.jsonl "
+                "would have two values for one key: give one of them another name"
+            )
+        metrics[name] = cast(Metric, function)
+    return metrics

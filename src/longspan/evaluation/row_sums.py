@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from longspan.comm import World, to_device
-from longspan.evaluation.metrics import Bucket, Mean, TargetRows, columns_of, pair_of
-from longspan.evaluation.options import EvaluationOptions
+from longspan.evaluation.metrics import Bucket, EvaluationOptions, Mean, TargetRows, check_columns, check_pair
 from longspan.train.loss import chunks_of_rows, log_probs_of_rows, rows_of_chunk
 from longspan.train.reading.read_rows import WEIGHTS, LocalBatch, documents_and_positions, target_rows
 
@@ -34,7 +33,7 @@ class RowSums:
     """Adds up losses, hits and metrics of this rank's rows; `measure` is given to the passes of a step.
 
     Nothing waits for the device before `flush`. An error of a user's metric is kept in `error`, and the passes go on,
-    so that this rank does not leave the others alone in a collective.
+    so that this rank does not leave the others in a collective.
     """
 
     def __init__(self, lengths: Sequence[int], options: EvaluationOptions, device: torch.device) -> None:
@@ -49,7 +48,7 @@ class RowSums:
         self._document_metrics: Sums = np.zeros((len(options.document_metrics), 2, len(lengths)))
 
     def measure(self, batch: LocalBatch, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """The sum of the losses of a micro-batch's rows (T, D), of which `head` makes logits."""
+        """The sum of the losses of a micro-batch's rows (T, D), from which `head` makes logits."""
         rows = target_rows(batch)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         if not len(rows):
@@ -94,10 +93,10 @@ class RowSums:
             return columns.flatten(0, 1)
         try:
             for sums, (name, metric) in zip(self._metrics, self._options.metrics.items(), strict=True):
-                for i, value in enumerate(pair_of(name, metric(rows))):
+                for i, value in enumerate(check_pair(name, metric(rows))):
                     sums[i] += value
             for column, (name, metric) in zip(columns, metrics.items(), strict=True):
-                column.copy_(columns_of(name, metric(rows), count))
+                column.copy_(check_columns(name, metric(rows), count))
         except Exception as error:  # of the user's function
             self.error = error
         return columns.flatten(0, 1)
@@ -116,8 +115,8 @@ class RowSums:
             self._positions[1] += np.bincount(bucket, minlength=len(self._edges))
         self._waiting.clear()
 
-    def over_ranks(self, world: World, *, failed: bool = False) -> "Totals":
-        """The sums over all ranks, the same on each; `failed` tells the others that this rank has an error."""
+    def sum_over_ranks(self, world: World, *, failed: bool = False) -> "Totals":
+        """The sums over all ranks, the same on each; `failed`: this rank has an error, which all then learn of."""
         once = world.coordinates.tp == 0  # tensor-parallel ranks of a slot hold the same
         numbers = [float(self._rows), float(self._hits), float(self._bytes)]
         metrics, of_documents = self._metrics.cpu().numpy(), self._document_metrics

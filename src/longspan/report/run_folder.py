@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from longspan.errors import ConfigError, PlanError, counted
-from longspan.evaluation.passkey.grid import PasskeyGrid
+from longspan.evaluation.result import PasskeyGrid
 from longspan.plan import Plan
 from longspan.report.passkey import passkey_grids
 from longspan.run.facts import RunFacts

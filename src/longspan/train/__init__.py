@@ -13,22 +13,22 @@ if TYPE_CHECKING:
     from longspan.checkpoint.checkpoint import save_checkpoint as save_checkpoint
     from longspan.data.document import Document as Document
     from longspan.evaluation.evaluate import evaluate as evaluate
+    from longspan.evaluation.metrics import EvaluationOptions as EvaluationOptions
     from longspan.evaluation.metrics import TargetRows as TargetRows
-    from longspan.evaluation.options import EvaluationOptions as EvaluationOptions
-    from longspan.evaluation.passkey.documents import passkey_documents as passkey_documents
+    from longspan.evaluation.passkey import passkey_documents as passkey_documents
     from longspan.train.gradients import clip_grad_norm as clip_grad_norm
     from longspan.train.gradients import grad_norm as grad_norm
     from longspan.train.loss import summed_cross_entropy as summed_cross_entropy
-    from longspan.train.mtp.loss import MtpLoss as MtpLoss
     from longspan.train.optim.optimizer import build_optimizer as build_optimizer
     from longspan.train.optim.schedule import Schedule as Schedule
-    from longspan.train.own_loss.document_loss import DocumentLoss as DocumentLoss
-    from longspan.train.own_loss.loss_rows import LossRows as LossRows
-    from longspan.train.own_loss.token_log_probs import TokenLogProbs as TokenLogProbs
-    from longspan.train.own_loss.token_log_probs import token_log_probs as token_log_probs
     from longspan.train.plans import PlanChoice as PlanChoice
     from longspan.train.reading.read_rows import read_inputs_and_labels as read_inputs_and_labels
     from longspan.train.step import StepResult as StepResult
     from longspan.train.step import run_step as run_step
+    from longspan.train.step import token_log_probs as token_log_probs
+    from longspan.train.terms.document_loss import DocumentLoss as DocumentLoss
+    from longspan.train.terms.log_probs import TokenLogProbs as TokenLogProbs
+    from longspan.train.terms.mtp import MtpLoss as MtpLoss
+    from longspan.train.terms.token_loss import LossRows as LossRows
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -17,7 +17,7 @@ from longspan.comm import World, on_all_ranks
 from longspan.errors import ModelError, NonFiniteError
 from longspan.layout.layout import short
 from longspan.model.local_tensors import local_tensor
-from longspan.model.multimodal.multimodal_model import language_model_of, modules_and_worlds
+from longspan.model.multimodal.multimodal_model import MultimodalModel, modules_and_worlds
 from longspan.model.pipeline.pipeline import PipelineModel
 
 
@@ -65,20 +65,20 @@ def square_sum(parameters: Iterable[Tensor], world: World) -> float:
     counted = _Counted(world)
     parts = [
         torch.stack(torch._foreach_norm(alike, 2, dtype=_wide(dtype))).double().square().sum()
-        for dtype, alike in _by_dtype(gradient for gradient in gradients if counted(gradient)).items()
+        for dtype, alike in _group_by_dtype(gradient for gradient in gradients if counted(gradient)).items()
     ]
     return torch.stack(parts).sum().item() if parts else 0.0
 
 
 def square_sum_of_modules(model: nn.Module, world: World) -> float:
     """This rank's part of the squared norm of a model's gradients, whose modules may lie in homes of their own."""
-    modules = modules_and_worlds(model, world)
+    modules = modules_and_worlds(model, world) if isinstance(model, MultimodalModel) else [(model, world)]
     return sum(square_sum(counted_parameters(module), home) for module, home in modules)
 
 
 def counted_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that this rank counts in the gradient norm: what several stages have is counted with the first."""
-    inside = language_model_of(model)
+    inside = model.language_model if isinstance(model, MultimodalModel) else model
     skipped = inside.copies.counted_elsewhere if isinstance(inside, PipelineModel) else ()
     return [parameter for parameter in model.parameters() if parameter not in skipped]
 
@@ -91,7 +91,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: float) -
     """
     factor = max_norm / (norm + 1e-6)
     if factor < 1:
-        for dtype, alike in _by_dtype(p.grad for p in parameters if p.grad is not None).items():
+        for dtype, alike in _group_by_dtype(p.grad for p in parameters if p.grad is not None).items():
             # A tensor of its own type: a number would be rounded to the gradients' type (torch 2.13, CPU).
             torch._foreach_mul_(alike, torch.tensor(factor, dtype=_wide(dtype)))
 
@@ -101,24 +101,24 @@ class _Counted:
 
     def __init__(self, world: World) -> None:
         self._first, self._rank = world.home.rank_at(0, pp=world.coordinates.pp), world.rank
-        self._known = dict[Any, bool]()
+        self._by_mesh = dict[Any, bool]()
 
     def __call__(self, gradient: Tensor) -> bool:
         if not isinstance(gradient, DTensor):
             return self._rank == self._first
         key = gradient.device_mesh, gradient.placements
-        if key not in self._known:
-            self._known[key] = self._of_mesh(*key)
-        return self._known[key]
+        if key not in self._by_mesh:
+            self._by_mesh[key] = self._counts_on_mesh(*key)
+        return self._by_mesh[key]
 
-    def _of_mesh(self, mesh: Any, placements: Any) -> bool:
+    def _counts_on_mesh(self, mesh: Any, placements: Any) -> bool:
         """Meshes that lie side by side hold copies: the one of the stage's first rank counts."""
         assert not any(placement.is_partial() for placement in placements), placements
         copies = [index for index, p in zip(mesh.get_coordinate(), placements, strict=True) if p.is_replicate()]
         return bool((mesh.mesh == self._first).any()) and not any(copies)
 
 
-def _by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
+def _group_by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
     """The local parts of tensors, those of one dtype together."""
     alike = defaultdict[torch.dtype, list[Tensor]](list)
     for x in tensors:
@@ -138,7 +138,7 @@ _DTYPE = "compute in bfloat16 or float32 where it was in float16"
 
 class _Report(NamedTuple):
     """Names of this rank's parameters, in the model's order, whose weights or gradients are not finite; the largest
-    weight; and items of which it read what is not finite."""
+    weight; and items for which it read something that is not finite."""
 
     weights: tuple[str, ...]
     gradients: tuple[str, ...]
@@ -156,8 +156,8 @@ def check_finite(
 ) -> None:
     """Raise NonFiniteError, on every rank, where the loss or the gradient norm, equal on all ranks, is not finite.
 
-    Only then the ranks look for parameters that are not finite, and tell each other. `loss` is None where the caller's
-    own loop made it; `not_finite` names items of which this rank read what is not.
+    Only then the ranks look for parameters that are not finite, and gather their names. `loss` is None where the
+    caller's own loop made it; `not_finite` names items for which this rank read something that is not finite.
     """
     if math.isfinite(norm) and (loss is None or math.isfinite(loss)):
         return

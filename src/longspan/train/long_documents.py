@@ -1,4 +1,4 @@
-"""Documents beyond what a model knows: its rotary positions are scaled by key, or the longest document is refused."""
+"""Documents longer than a model's positions: rotary positions are scaled by key, or the longest document is refused."""
 
 from transformers import PreTrainedConfig
 
@@ -24,10 +24,10 @@ def configuration_for(
 ) -> PreTrainedConfig:
     """The configuration under `model.rope_scaling`, fit for a longest document of so many tokens, of source `origin`.
 
-    Raises ConfigError where the document is longer than the model knows, which `cut_by` shortens, ModelError where it
-    cannot be scaled.
+    Raises ConfigError where the document has more positions than the model, which `cut_by` shortens, ModelError where
+    the model cannot be scaled.
     """
-    known, scaled = position_limit(configuration), configuration
+    before, scaled = position_limit(configuration), configuration
     named = getattr(configuration.get_text_config(), "max_position_embeddings", None) or longest
     if longest > named and positions_are_left_to_mixers(configuration):
         log(
@@ -41,11 +41,11 @@ def configuration_for(
     if factor > 1:
         log(
             f"rope: {model.rope_scaling} by {factor:g}, for documents of up to {position_limit(scaled):,} tokens; the "
-            f"model knows {known:,}, and the longest document has {longest:,}"
+            f"model knows {before:,}, and the longest document has {longest:,}"
         )
     elif model.rope_scaling:
         log(
-            f"rope: the longest document has {longest:,} tokens and the model knows {known:,}: "
+            f"rope: the longest document has {longest:,} tokens and the model knows {before:,}: "
             f'model.rope_scaling = "{model.rope_scaling}" changes nothing'
         )
         scaled = configuration
@@ -59,10 +59,10 @@ def configuration_for(
 def check_known(
     configuration: PreTrainedConfig, model: ModelConfig, longest: int, name: str, tokens: int, *, made: bool = False
 ) -> None:
-    """Raise ConfigError where a document of so many `tokens` of an evaluation set is longer than a run's model knows.
+    """Raise ConfigError where a document of an evaluation set has more `tokens` than a run's model has positions.
 
-    `longest` is the longest document of the run's corpus, which alone decides how positions are scaled; `made` are
-    documents of passkey retrieval.
+    `longest` is the longest document of the run's corpus, by which positions are scaled; `made` documents are those of
+    passkey retrieval.
     """
     limit = position_limit(configuration_for(configuration, model, longest, "", lambda _: None))
     if limit is not None and tokens > limit:

@@ -1,13 +1,16 @@
 """The loss of local rows as a sum over targets: of logits, or of hidden states a few rows at a time.
 
 In chunks the logits of all rows never exist at once: gradients are made in forward, chunk by chunk, so that no logits
-are computed twice, and of the rows that predict a token alone. What turns hidden states into logits is a head
+are computed twice, and only of the rows that predict a token. What turns hidden states into logits is a head
 (`model/seams/forwards/row_loss.py`), what a row's loss is a function of its target's log-probability. Dividing, and
 summing over slots, is the step's business (`step.py`).
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,7 +21,70 @@ from torch.nn import functional as F
 from longspan.comm import to_device
 from longspan.data.document import NO_TARGET
 from longspan.train.reading.read_rows import WEIGHTS, LocalBatch, target_rows
-from longspan.train.row_softmax import bytes_of_logit, row_softmax
+
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_COLUMNS = 4096  # that a program has at a time
+
+# From the derivatives (t,) of a loss by log-probabilities to its gradient (t, V) by logits, in their dtype. Once.
+GradientOf = Callable[[Tensor], Tensor]
+
+
+@torch.no_grad()
+def row_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
+    """Log-probabilities (t,) of token `ids` (t,) under logits (t, V), and what makes gradients of derivatives by them.
+
+    The softmax is in float32, in float64 for float64 logits, and so are the log-probabilities. The derivative of a
+    row's log-probability by its logits is onehot − softmax.
+    """
+    logits = logits.detach()
+    if uses_kernels(logits.dtype, logits.device.type) and logits.stride(1) == 1:
+        return _kernel_softmax(logits, ids)
+    at = ids.unsqueeze(1)
+    wide = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
+    wide -= wide.amax(-1, keepdim=True)
+    target_logits = wide.gather(1, at).squeeze(1)  # (t,)
+    total = wide.exp_().sum(-1)  # (t,)
+
+    def gradient_of(slopes: Tensor) -> Tensor:
+        slopes = slopes.to(wide.dtype)
+        wide.mul_((-slopes / total).unsqueeze(1)).scatter_add_(1, at, slopes.unsqueeze(1))
+        return wide.to(logits.dtype)
+
+    return target_logits - total.log(), gradient_of
+
+
+def bytes_of_logit(dtype: torch.dtype, device: str) -> int:
+    """What a logit takes with its gradient, and with its copy where there is one."""
+    return 2 * dtype.itemsize + (0 if uses_kernels(dtype, device) else max(4, dtype.itemsize))
+
+
+def uses_kernels(dtype: torch.dtype, device: str) -> bool:
+    """Whether kernels work on logits of a dtype on a kind of device."""
+    return device == "cuda" and dtype in _KERNEL_DTYPES and _kernels() is not None
+
+
+def _kernel_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
+    rows, vocabulary = logits.shape
+    log_probs, log_total = logits.new_empty((2, rows), dtype=torch.float32).unbind()
+    if rows:
+        arguments = (logits, ids, log_probs, log_total, vocabulary, logits.stride(0))
+        _kernels().log_probs_of[(rows,)](*arguments, COLUMNS=_COLUMNS)
+
+    def gradient_of(slopes: Tensor) -> Tensor:
+        gradient = logits.new_empty((rows, vocabulary))
+        if rows:
+            slopes = slopes.to(torch.float32).contiguous()
+            arguments = (logits, ids, slopes, log_total, gradient, vocabulary, logits.stride(0))
+            _kernels().gradient_of[rows, -(-vocabulary // _COLUMNS)](*arguments, COLUMNS=_COLUMNS)
+        return gradient
+
+    return log_probs, gradient_of
+
+
+@cache
+def _kernels() -> Any:
+    return None if find_spec("triton") is None else import_module("longspan.train.softmax_kernels")
+
 
 CHUNK_BYTES = {"cuda": 2 << 30}  # of logits and what is computed from them, at a time
 CHUNK_BYTES_ELSEWHERE = 64 << 20
@@ -29,11 +95,11 @@ LossOfRows = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 
 class Head(Protocol):
-    """What makes logits (t, V) of hidden states (t, D): an OutputHead, say."""
+    """A function from hidden states (t, D) to logits (t, V): an OutputHead, say."""
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """What logits depend on beside hidden states."""
+        """The parameters that logits depend on."""
         ...
 
     @property
@@ -64,7 +130,7 @@ class Targets(NamedTuple):
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """The loss of a step where nothing else is said: the cross entropy of targets, times their weights.
+    """The default loss of a step: the cross entropy of targets, times their weights.
 
     `chunk_rows` is how many rows' logits are formed at a time (0: by a budget of bytes).
     """
@@ -206,7 +272,7 @@ class _ChunkedLoss(torch.autograd.Function):
             del logits, by_logits
             if gradient is not None:
                 gradient.index_copy_(0, predicting, gradients.pop(0))
-            sums = _added(sums, gradients, last=part.stop == len(targets.rows))
+            sums = _add_to_sums(sums, gradients, last=part.stop == len(targets.rows))
         ctx.save_for_backward(*([gradient] if gradient is not None else []), *sums)
         ctx.through, ctx.dtypes = gradient is not None, [p.dtype for p in parameters]
         return total
@@ -220,7 +286,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return by_hidden, None, None, None, None, *by_parameters
 
 
-def _added(sums: list[Tensor], gradients: list[Tensor], *, last: bool) -> list[Tensor]:
+def _add_to_sums(sums: list[Tensor], gradients: list[Tensor], *, last: bool) -> list[Tensor]:
     """Sums of gradients over chunks; a single chunk's stay as they are, others are summed in float32 at least."""
     if not sums:
         return gradients if last else [x.to(torch.promote_types(x.dtype, torch.float32)) for x in gradients]

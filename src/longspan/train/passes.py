@@ -1,13 +1,16 @@
 """The forward and backward passes of a step over this rank's micro-batches, through a whole model or pipeline stages.
 
+`run_step`, `evaluate` and `token_log_probs` all go through `Passes.of` and `run_passes`. What a feature adds to a step
+is a `Term`; those that exist are in `terms/`, and a step without such features has none.
+
 In lockstep every slot runs every micro-batch. In free mode a slot runs those that it is in, at its own pace: sharded
 parameters are gathered before, and a closing micro-batch of padding sums gradients. In a pipeline every stage of a slot
-binds the same micro-batches; the first stage reads token ids, and the last one alone knows the loss.
+binds the same micro-batches; the first stage reads token ids, and only the last one makes the loss.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +22,7 @@ from longspan.model.experts.router import RouterStatistics
 from longspan.model.parts import modes_restored
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.stages import StageInput
-from longspan.model.seams.call_rules import is_prepared
-from longspan.model.sharding import (
+from longspan.model.placement.sharding import (
     fsdp_modules,
     gradients_summed_over_slots,
     nothing_left_after_an_error,
@@ -28,21 +30,70 @@ from longspan.model.sharding import (
     replicas_summed_at_last,
     reshard,
 )
-from longspan.plan import Plan
+from longspan.model.seams.call_rules import is_prepared
+from longspan.plan import MicroBatch, Plan
 from longspan.train.loss import GivenLogits
-from longspan.train.reading.local_batch import padding_batch
+from longspan.train.reading.local_batch import padding_batch, read_local_batches
 from longspan.train.reading.read_rows import LocalBatch
+from longspan.train.reading.step_inputs import StepInputs
 
 # Of a batch, its last hidden states (T, D), what makes logits of some of them, and the hidden states of depths of
 # multi-token prediction: the sum of losses, with a gradient where gradients are enabled.
 Measure = Callable[..., Tensor]
 
 
+class Term:
+    """What one feature adds to a step; each method is neutral, and a term overrides those that it needs.
+
+    `terms/step_terms.py` makes the terms of a step once and checks them. All ranks have the same terms and call them in
+    one order: `read` (or `read_portion`), `extend`, `around` with `ahead` inside, `raise_error`, `sums`, `results`.
+    `depths` is how many depths of multi-token prediction the term runs.
+    """
+
+    depths = 0
+
+    def check(self, inputs: StepInputs) -> None:
+        """Raise where the term and the step do not belong together; entered by all ranks."""
+
+    def read(self, batches: Sequence[LocalBatch]) -> None:
+        """Read what the term needs of a whole step, whose batches have been read; entered by all ranks."""
+
+    def read_portion(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Read what the term needs of some micro-batches of an evaluation, without the other ranks."""
+
+    def extend(self, passes: "Passes") -> "Passes":
+        """The passes with what the term adds: another measure of the loss, say."""
+        return passes
+
+    def around(self, batches: Sequence[LocalBatch]) -> AbstractContextManager[None]:
+        """A context around all passes over these batches."""
+        return nullcontext()
+
+    def ahead(self, passes: "Passes", batches: Sequence[LocalBatch]) -> float:
+        """Run what comes before the passes; returns this rank's part of the loss that is known then."""
+        return 0.0
+
+    def raise_error(self) -> None:
+        """Raise, on every rank, an error that was kept until the passes were over."""
+
+    def sums(self) -> list[float]:
+        """Numbers of this rank's slot, which are summed over all slots with the loss."""
+        return []
+
+    def not_finite(self) -> list[str]:
+        """Names of inputs of this rank that are not finite, for an error."""
+        return []
+
+    def results(self, sums: Sequence[float]) -> dict[str, Any]:
+        """Fields of the StepResult, from `sums()` summed over all slots; entered by all ranks."""
+        return {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Passes:
     """What all passes of one step share: model, plan and world, with or without gradients, and how to make the loss.
 
-    `measure` sees the rows of every micro-batch and returns the sum of their losses, of which gradients are divided by
+    `measure` sees the rows of every micro-batch and returns the sum of their losses, whose gradients are divided by
     `divisor`. `routing` are the statistics of the routers of a model with experts; `keywords` goes to every call of the
     model; `depths` of multi-token prediction run where there is a loss. `frees_parameters`: whether passes without
     backward free at their end what FSDP2 has gathered; otherwise the caller does.
@@ -58,6 +109,22 @@ class Passes:
     keywords: Mapping[str, Any] = field(default_factory=dict)
     frees_parameters: bool = True
     depths: int = 0
+    terms: tuple[Term, ...] = ()
+
+    @classmethod
+    def of(cls, inputs: StepInputs, terms: Sequence[Term], measure: Measure, **settings: Any) -> "Passes":
+        """The passes of a step with what its terms add; `settings` are the fields that the inputs do not have."""
+        passes = cls(
+            model=inputs.language_model,
+            plan=inputs.plan,
+            world=inputs.world,
+            backward=inputs.backward,
+            measure=measure,
+            **settings,
+        )
+        for term in terms:
+            passes = term.extend(passes)
+        return replace(passes, terms=tuple(terms))
 
     def mean(self, loss_sum: Tensor) -> Tensor:
         """A sum over rows as its part of the step's loss."""
@@ -83,8 +150,35 @@ class Passes:
             self.routing.fix_loads()
 
 
+def default_divisor(plan: Plan) -> float:
+    """The number that the sum of a step's losses is divided by unless the caller gives another: the plan's targets."""
+    return float(max(plan.targets, 1))
+
+
+def read_batches(inputs: StepInputs, terms: Sequence[Term]) -> list[LocalBatch]:
+    """Read this rank's rows of a whole step, and what its terms need besides; entered by all ranks.
+
+    Raises DataError on every rank where any cannot read.
+    """
+    batches = read_local_batches(inputs, sum(term.depths for term in terms))
+    for term in terms:
+        term.read(batches)
+    return batches
+
+
 def run_passes(passes: Passes, batches: Sequence[LocalBatch]) -> float:
-    """This rank's sum of the loss; with backward, gradients of the sum over slots, divided by the divisor."""
+    """Run all passes inside what the terms put around them; returns this rank's sum of the loss.
+
+    With backward, gradients are those of the sum over slots, divided by the divisor.
+    """
+    with ExitStack() as stack:
+        for term in passes.terms:
+            stack.enter_context(term.around(batches))
+        ahead = sum(term.ahead(passes, batches) for term in passes.terms)
+        return ahead + _run(passes, batches)
+
+
+def _run(passes: Passes, batches: Sequence[LocalBatch]) -> float:
     model, world, backward = passes.model, passes.world, passes.backward
     run = _run_pipeline if isinstance(model, PipelineModel) else _run_model
     named = world.watch.naming("forward and backward passes", world.home.ranks)
@@ -102,12 +196,12 @@ def run_passes(passes: Passes, batches: Sequence[LocalBatch]) -> float:
 
 
 def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
-    """The passes of a model that is whole on every rank; returns the sum of the loss of this rank's rows."""
+    """Run the passes of a model that is whole on every rank; returns the sum of the loss of this rank's rows."""
     model, free = passes.model, passes.plan.mode == "free"
     total = torch.zeros((), dtype=torch.float64, device=passes.world.device)
     with parameters_gathered(model) if free else nullcontext():
         if passes.counts_loads:
-            _forward_alone(passes, batches[0 if free else 1 :], counting=True)
+            _forward_only(passes, batches[0 if free else 1 :], counting=True)
         if free:
             passes.fix_loads()
         with replicas_summed_at_last(model) as sum_replicas:
@@ -137,8 +231,8 @@ def _loss(passes: Passes, batch: LocalBatch) -> Tensor:
 
 
 @torch.no_grad()
-def _forward_alone(passes: Passes, batches: Sequence[LocalBatch], *, counting: bool = False) -> None:
-    """Forward passes without a loss; with `counting` for the loads of experts, which backward passes need before."""
+def _forward_only(passes: Passes, batches: Sequence[LocalBatch], *, counting: bool = False) -> None:
+    """Run forward passes without a loss; with `counting` for the loads of experts, which backward passes need."""
     for batch in batches:
         arguments = passes.arguments(counting=True) if counting else passes.keywords
         passes.model(**_inputs(batch), **arguments, row_loss=lambda hidden, _: hidden.new_zeros(()))
@@ -151,21 +245,21 @@ def _inputs(batch: LocalBatch) -> dict[str, Any]:
 
 
 def _positions(batch: LocalBatch) -> dict[str, Tensor]:
-    """Positions (n, 1, T) that documents bring in several parts; nothing where they are the shard's."""
+    """Positions (n, 1, T) that documents bring in several parts; none if they are the shard's."""
     if batch.positions is None:
         return {}
     return {"position_ids": to_device(batch.positions, batch.shard.device)[:, None]}
 
 
 def _future_ids(passes: Passes, batch: LocalBatch) -> dict[str, Tensor]:
-    """The ids (depths, T) that depths of multi-token prediction read; nothing where none run."""
+    """The ids (depths, T) that depths of multi-token prediction read; none if no depth runs."""
     if not passes.depths:
         return {}
     return {"future_ids": to_device(np.stack([rows.ids for rows in batch.deeper]), batch.shard.device)}
 
 
 def _run_pipeline(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
-    """The passes of a model in stages; returns the sum of the loss on ranks of the last stage, 0 elsewhere.
+    """Run the passes of a model in stages; returns the sum of the loss on ranks of the last stage, 0 elsewhere.
 
     Micro-batches of padding are added where the schedule needs more of them. Schedules are torch's.
     """

@@ -1,6 +1,5 @@
 """Checks of a step's arguments on the host, on every rank, before the first collective; and the trial of a model."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -8,27 +7,47 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from longspan.comm import World
-from longspan.errors import ModelError, PlanError, counted
-from longspan.model.exactness.row_trial import try_rows
+from longspan.errors import ModelError, PlanError
+from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import refuse_unprepared
-from longspan.model.seams.call_rules import call_rules, refuse_positions, refuse_randomness
+from longspan.model.row_trial.model_trial import try_rows
+from longspan.model.seams.call_rules import call_rules, refuse_positions
+from longspan.model.seams.randomness import refuse_randomness
 from longspan.plan import Plan
-from longspan.plan.items import ItemTable
-from longspan.train.reading.targets import targets_of_documents
+from longspan.train.reading.step_inputs import StepDocuments, StepInputs
 
 
-def check_step(
-    model: nn.Module, plan: Plan, documents: Any, world: World, items: ItemTable | None = None, *, backward: bool
-) -> None:
-    """Raise ModelError or PlanError where model, plan, documents and home do not belong together.
+def check_step(model: nn.Module, plan: Plan, documents: Any, world: World, *, backward: bool) -> StepInputs:
+    """What a step runs over, checked. Raises ModelError, DataError or PlanError where the parts do not belong together.
 
-    Before the first step of a model in training or evaluation mode all ranks then try its rows together, which raises
-    ModelError on every rank where they influence each other outside attention.
+    `documents` are the caller's, or StepDocuments that were made of them. Before the first step of a model in training
+    or evaluation mode all ranks then try its rows together, which raises ModelError on every rank where they influence
+    each other outside attention.
     """
-    refuse_unprepared(model)
-    rules = call_rules(model)
-    refuse_randomness(model, training=backward)
+    language_model = model
+    if isinstance(model, MultimodalModel):
+        check_world(model, world)
+        language_model = model.language_model
+    if not isinstance(documents, StepDocuments):
+        documents = StepDocuments(model, documents, plan.lengths)
+    refuse_unprepared(language_model)
+    rules = call_rules(language_model)
+    refuse_randomness(language_model, training=backward)
+    _check_home(language_model, plan, world)
+    if plan.row_multiple % (multiple := rules.row_multiple):
+        raise PlanError(
+            f"the plan has row_multiple {plan.row_multiple}, the model is sequence-parallel over tp {multiple}; plan "
+            f"with row_multiple={multiple}"
+        )
+    documents.check_targets(plan)
+    refuse_positions(rules.position_table, plan.micro_batches)
+    try_rows(language_model, world, backward=backward)
+    return StepInputs(model, language_model, plan, documents, world, backward)
+
+
+def _check_home(model: nn.Module, plan: Plan, world: World) -> None:
+    """Raise ModelError or PlanError for a model or a plan of another home."""
     if world.home.pp > 1 and not isinstance(model, PipelineModel):
         raise ModelError(
             f"the home has pp {world.home.pp}, but {type(model).__name__} is not cut into stages; call model = "
@@ -42,41 +61,6 @@ def check_step(
                 f"the plan is in free mode, where slots are at different micro-batches, but the home has {name} "
                 f"{degree}, under which all of them wait for each other in every layer; plan with mode='lockstep'"
             )
-    if plan.row_multiple % (multiple := rules.row_multiple):
-        raise PlanError(
-            f"the plan has row_multiple {plan.row_multiple}, the model is sequence-parallel over tp {multiple}; plan "
-            f"with row_multiple={multiple}"
-        )
-    _check_documents(plan, documents, items)
-    refuse_positions(rules.position_table, plan.micro_batches)
-    try_rows(model, world, backward=backward)
-
-
-def _check_documents(plan: Plan, documents: Any, items: ItemTable | None) -> None:
-    for document, planned in enumerate(plan.lengths):
-        try:
-            value = documents[document]
-        except (IndexError, KeyError) as error:
-            raise PlanError(f"the plan has {len(plan.lengths)} documents, document {document} was not given") from error
-        if isinstance(value, Mapping):
-            raise PlanError(
-                f"document {document} is a {type(value).__name__} of {', '.join(map(str, value))}; give its token ids, "
-                "or longspan.Document(ids, labels=…) where not every token is a target"
-            )
-        length = len(value)
-        if length != planned:
-            raise PlanError(
-                f"document {document} has {counted(length, 'token')}, the plan laid out {planned}; plan from the "
-                "lengths of the documents that the step is given"
-            )
-    targets = sum(targets_of_documents(documents, plan.lengths, items))
-    if plan.targets != targets:
-        hidden = "" if items is None else f" that are not placeholders of {len(items)} items"
-        raise PlanError(
-            f"the plan divides the loss by {plan.targets} targets, its {len(plan.lengths)} documents predict "
-            f"{counted(targets, 'token')}{hidden}; plan with targets={targets}, or without targets= where every token "
-            "is predicted"
-        )
 
 
 def check_update(optimizer: Optimizer | None, max_grad_norm: float | None, *, backward: bool) -> None:

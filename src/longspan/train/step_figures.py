@@ -21,15 +21,15 @@ from longspan.plan.cost.model_cost import H200_SOURCE
 from longspan.plan.cost.model_flops import model_flops, peak_tflops
 from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.items.encoder_shape import EncoderShape, Trained
-from longspan.train.encoding import EncoderTimes
+from longspan.train.terms.encoder_times import EncoderTimes
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFigures:
     """A model's FLOPs on so many devices; `peak` in TFLOP/s of each, None where it is not known.
 
-    `shape` is None for a model whose configuration does not tell its FLOPs; `uncounted` says why; `frozen`: adapters
-    alone are trained. `images` is the tower and projector of a model with images, of which `trained` is trained.
+    `shape` is None for a model whose configuration does not give its FLOPs; `uncounted` is the reason; `frozen`: only
+    adapters are trained. `images` is the tower and projector of a model with images; `trained` is their trained part.
     `priced_here`: the cost of its plans is of these devices, so that what they predict may stand beside what was
     measured.
     """
@@ -46,7 +46,7 @@ class StepFigures:
     def of(
         self, plan: Plan, seconds: float, images: Sequence[int] = (), encoders: EncoderTimes | None = None
     ) -> dict[str, float]:
-        """What is known of a step that took so many seconds: `tflops` of a device, its share `mfu` of the peak,
+        """The figures of a step that took so many seconds: `tflops` of a device, its share `mfu` of the peak,
         `predicted_seconds` and `bound_share`, the plan's lower bound over the seconds.
 
         >>> figures.of(plan, 2.5)  # doctest: +SKIP
@@ -55,7 +55,7 @@ class StepFigures:
         `images` are the rows of the step's images, whose FLOPs count too, and `encoders` what they took: of the step
         (`encoder_share`), the busiest rank over the mean (`encoder_balance`), and both as the plans predict them.
         """
-        figures = self._of_encoders(plan, seconds, encoders)
+        figures = self._encoder_figures(plan, seconds, encoders)
         flops = self._flops(plan, images)
         if flops is not None:
             tflops = flops / seconds / self.devices / 1e12
@@ -74,7 +74,7 @@ class StepFigures:
         flops = model_flops(self.shape, plan.lengths, frozen=self.frozen, spans=images)
         return flops + (self.images.flops(images, trained=self.trained) if self.images else 0)
 
-    def _of_encoders(self, plan: Plan, seconds: float, encoders: EncoderTimes | None) -> dict[str, float]:
+    def _encoder_figures(self, plan: Plan, seconds: float, encoders: EncoderTimes | None) -> dict[str, float]:
         if encoders is None:
             return {}
         predicted = encoders.predicted_seconds
@@ -86,7 +86,7 @@ class StepFigures:
         }
 
 
-def figures_of(config: RunConfig, model: nn.Module, world: World, cost: Cost) -> StepFigures:
+def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost) -> StepFigures:
     """The figures of a prepared model on this world's devices; `cost` is what its plans are priced by."""
     device, shape, images, uncounted = device_name(world), None, None, ""
     encoder = next(iter(model.encoders.values()), None) if isinstance(model, MultimodalModel) else None
@@ -101,7 +101,7 @@ def figures_of(config: RunConfig, model: nn.Module, world: World, cost: Cost) ->
         trained=find_trained_part(encoder) if encoder is not None else "all",
         frozen=adapter_of(model) is not None,
         devices=len(world.home.ranks),
-        peak=peak_tflops(device, _multiplied_in(execution_of(model).compute_dtype)),
+        peak=peak_tflops(device, _product_dtype(execution_of(model).compute_dtype)),
         priced_here=bool(config.context.cost) or (cost.source == H200_SOURCE and "H200" in device),
         uncounted=uncounted,
     )
@@ -112,7 +112,7 @@ def device_name(world: World) -> str:
     return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
 
 
-def _multiplied_in(dtype: torch.dtype) -> str:
+def _product_dtype(dtype: torch.dtype) -> str:
     """The type in which matrices of a dtype are multiplied: torch may be allowed a shorter one for float32."""
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return "tensorfloat32"

@@ -13,41 +13,43 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import World
-from longspan.config.defaults import compute_dtype
-from longspan.config.plan_section import EvalConfig
+from longspan.config.defaults import encoder_default
+from longspan.config.eval_set import EvalConfig
+from longspan.config.precision import compute_dtype
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, counted
-from longspan.model import PRESETS, load_model, prepare, preset_config
+from longspan.layout import Layout
+from longspan.model import PRESETS, EncoderHome, load_model, prepare, preset_config
+from longspan.model.compiled import compile_layers
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.hf_folder import read_configuration
 from longspan.model.lora.new import NewAdapter, add_lora
 from longspan.model.mtp.names import PREFIX
 from longspan.model.multimodal.multimodal_model import MultimodalModel, language_model_of
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.seams.forwards.norms import compile_layers
+from longspan.model.vision.take_apart import freeze_images
 from longspan.model.weights.fill import leave_to_checkpoint
 from longspan.plan import Cost, Plan
-from longspan.train.encoder_settings import encoder_home, freeze_as_asked, learning_rates, share_of_rate
 from longspan.train.memory.model_fits import check_model_fits
-from longspan.train.mtp.depths import with_depths
-from longspan.train.mtp.loss import mtp_loss
 from longspan.train.optim.on_shards import check_on_shards
-from longspan.train.optim.optimizer import OPTIMIZERS, OptimizerChoice, groups_of
+from longspan.train.optim.optimizer import OPTIMIZERS, OptimizerChoice, parameter_groups
 from longspan.train.optim.schedule import Schedule
 from longspan.train.optim.stochastic_rounding import StochasticRounding
 from longspan.train.plans import PlanChoice, query_heads
 from longspan.train.step import StepResult, run_step
-from longspan.train.step_figures import StepFigures, figures_of
+from longspan.train.step_figures import StepFigures, model_figures
+from longspan.train.terms.mtp import add_configured_depths, mtp_loss
 
 AnyModel = PreTrainedModel | PipelineModel | MultimodalModel
 
 
-def configuration_of(config: RunConfig, vocabulary: int) -> PreTrainedConfig:
-    """The architecture that [model] names, as it stands there; a tiny preset has an embedding of `vocabulary` ids.
+def model_configuration(config: RunConfig, vocabulary: int) -> PreTrainedConfig:
+    """The architecture that [model] names; a tiny preset has an embedding of `vocabulary` ids.
 
     Raises ModelError for a folder or config.json that is missing or damaged.
     """
@@ -56,33 +58,33 @@ def configuration_of(config: RunConfig, vocabulary: int) -> PreTrainedConfig:
     return preset_config(config.model.preset_name, vocab_size=vocabulary)
 
 
-def loaded_model(
+def load_run_model(
     config: RunConfig, vocabulary: int, configuration: PreTrainedConfig | None = None, *, images: bool = False
 ) -> PreTrainedModel:
-    """The model that [model] names, of this configuration instead of its own where one is given; not yet prepared.
+    """The model that [model] names, of this configuration or its own; not yet prepared.
 
-    Weights are read or drawn once it is prepared, except for tiny presets', which are drawn here. It has the depths of
-    [mtp], and with `images` its towers.
+    Weights are read or drawn once it is prepared, except those of tiny presets, which are drawn here. It has the depths
+    of [mtp], and with `images` its towers.
     """
-    configuration = configuration or configuration_of(config, vocabulary)
+    configuration = configuration or model_configuration(config, vocabulary)
     if folder := config.model.path:
         model = load_model(folder, config=configuration, dtype=config.model.dtype, sharded=None, images=images)
-        return with_depths(config, model)
+        return add_configured_depths(config, model)
     tiny = config.model.preset_name and not PRESETS[config.model.preset_name].rows
     dtype, seed = config.model.dtype, config.train.seed
     model = load_model(config=configuration, dtype=dtype, seed=seed, sharded=not tiny, images=images)
-    return with_depths(config, model)
+    return add_configured_depths(config, model)
 
 
 def unread_model(config: RunConfig, configuration: PreTrainedConfig, *, images: bool = False) -> PreTrainedModel:
     """A model of this configuration whose weights come from a checkpoint once it is prepared: none is read or drawn."""
     model = load_model(config=configuration, dtype=config.model.dtype, sharded=True, images=images)
-    with_depths(config, model, read=False)
+    add_configured_depths(config, model, read=False)
     leave_to_checkpoint(model)
     return model
 
 
-def adapted(config: RunConfig, model: PreTrainedModel) -> Any:
+def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
     """The model with the new adapter that [lora] describes, as a PeftModel. Raises ModelError as `add_lora` does."""
     lora, folder = config.lora, config.model.path
     new = NewAdapter(
@@ -98,29 +100,29 @@ def adapted(config: RunConfig, model: PreTrainedModel) -> Any:
     return add_lora(model, new)
 
 
-def prepared_model(
+def prepare_run_model(
     config: RunConfig, world: World, model: PreTrainedModel, *, training: bool = True, images: bool = False
 ) -> PreTrainedModel | PipelineModel | MultimodalModel:
-    """A loaded model brought under the world's home as the configuration says; entered by all ranks.
+    """Prepare a loaded model under the world's home as the configuration has it; entered by all ranks.
 
-    With [lora] it gets a new adapter, which alone of the language model is trained; with `images` its tower and
-    projector get the home of [encoder]. Raises ConfigError, on every rank, where a GPU has no
-    room for it (without `training`: for its weights alone), and ModelError for adapters that it cannot have.
+    With [lora] it gets a new adapter, and only that is trained of the language model; with `images` its tower and
+    projector get the home of [encoder]. Raises ConfigError, on every rank, where a GPU has no room for it (without
+    `training`: for its weights only), and ModelError for adapters that it cannot have.
     """
     _check_layers(config, model)
     kind = compute_dtype(config.model, world.device.type)
     with nullcontext() if world.rank == world.home.ranks[0] else warnings.catch_warnings(action="ignore"):
-        given = adapted(config, model) if config.lora.rank else model
-    computed = (
+        whole = add_configured_adapter(config, model) if config.lora.rank else model
+    dtypes = (
         {model.dtype, *(p.dtype for p in model.parameters() if p.requires_grad)} if config.lora.rank else {model.dtype}
     )
     if images:
-        freeze_as_asked(config, model)
+        _freeze_images(config, model)
     check_model_fits(config, model, world, kind, training=training)
-    computes_in = None if computed == {kind} else kind
-    encoder = encoder_home(config, world, compute_dtype=computes_in) if images else None
+    computes_in = None if dtypes == {kind} else kind
+    encoder = _encoder_home(config, world, compute_dtype=computes_in) if images else None
     prepared = prepare(
-        given,
+        whole,
         world,
         encoder=encoder,
         reshard_after_forward=config.parallel.reshard_after_forward,
@@ -140,22 +142,51 @@ def prepared_model(
     return prepared
 
 
-def optimizer_of(config: RunConfig, world: World, model: AnyModel) -> Optimizer:
+def _freeze_images(config: RunConfig, model: PreTrainedModel) -> None:
+    """Freeze what [encoder] does not train of the tower and projector of a model that is not prepared yet."""
+    freeze_images(model, config.encoder.train or encoder_default(config))
+
+
+def _encoder_home(config: RunConfig, world: World, **same: Any) -> EncoderHome:
+    """The home of a model's tower and projector."""
+    encoder = config.encoder
+    return EncoderHome(
+        home=Layout(world.home.ranks, tp=encoder.tp),
+        max_rows_per_slot=encoder.max_rows or None,
+        recompute=encoder.recompute,
+        **same,
+    )
+
+
+def make_optimizer(config: RunConfig, world: World, model: AnyModel) -> Optimizer:
     """The configuration's optimizer over the parameters of a prepared model; entered by all ranks.
 
+    Each group has its `initial_lr`, as torch's schedulers name it, from which a step's rate is made.
     Raises ConfigError for a class that does not update sharded parameters as whole ones.
     """
     choice = OptimizerChoice.of(config.train)
     if choice.name not in OPTIMIZERS:
         check_on_shards(choice, model, world)
+    rates = _encoder_rates(config, model)
     if config.train.stochastic_rounding:
-        return StochasticRounding(choice, model, world)
-    return choice.over(groups_of(model, choice.name, choice.weight_decay, learning_rates(config, model)))
+        optimizer = StochasticRounding(choice, model, world, rates)
+    else:
+        optimizer = choice.over(parameter_groups(model, choice.name, choice.weight_decay, rates))
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return optimizer
+
+
+def _encoder_rates(config: RunConfig, model: nn.Module) -> dict[str, float] | None:
+    """The learning rates of modules by name if the encoder has a rate of its own; None: one for all."""
+    if not isinstance(model, MultimodalModel) or not config.encoder.lr:
+        return None
+    return {"encoders": config.encoder.lr, "language_model": config.train.lr}
 
 
 @dataclass(frozen=True)
 class Training:
-    """A prepared model, its optimizer, and what plans are priced by."""
+    """A prepared model, its optimizer, and the cost that plans are priced by."""
 
     config: RunConfig
     world: World
@@ -192,8 +223,8 @@ class Training:
 
     @cached_property
     def figures(self) -> StepFigures:
-        """What the seconds of a step are compared with."""
-        return figures_of(self.config, self.model, self.world, self.cost)
+        """The figures that the seconds of a step are compared with."""
+        return model_figures(self.config, self.model, self.world, self.cost)
 
     def take_step(self, plan: Plan, documents: Any, step: int) -> StepResult:
         """One optimizer step, counted from 0, at its learning rate; `documents` are those of the plan."""
@@ -201,9 +232,9 @@ class Training:
         self.world.prepare(plan)
         if self.config.lora.dropout:  # masks of a step, whatever ran before it in this process
             torch.manual_seed(zlib.crc32(repr((config.seed, step, self.world.rank)).encode()))
-        lr = Schedule.of(config).lr_at(step)
+        schedule = Schedule.of(config)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr * share_of_rate(self.config, self.model, group)
+            group["lr"] = schedule.lr_at(step) * (group["initial_lr"] / schedule.lr)
         return run_step(
             self.model,
             plan,

@@ -66,15 +66,15 @@ def test_how_many_shards_would_do() -> None:
 
 def _small_gpu(rank: int, config: RunConfig, ranks: int, room: int) -> str:
     """A run where the last rank's device has so much room; the error."""
-    before = model_fits.room_of
+    before = model_fits.free_room
     size = room if rank == ranks - 1 else 1 << 60
-    model_fits.room_of = lambda world: Room(size, f"the GPU of rank {rank}", of_gpu=True)
+    model_fits.free_room = lambda world: Room(size, f"the GPU of rank {rank}", of_gpu=True)
     try:
         train_rank(rank, config, ranks)
     except ConfigError as error:
         return str(error)
     finally:
-        model_fits.room_of = before
+        model_fits.free_room = before
     return "it fits"
 
 

@@ -26,10 +26,10 @@ from longspan.train.memory.row_probe import (
     memory_keys,
     most_bytes,
     probe_plan,
-    remembered,
+    read_measurement,
     too_many_rows,
 )
-from longspan.train.memory.rows_that_fit import FILE, RowsThatFit, fitted, measure
+from longspan.train.memory.rows_that_fit import FILE, RowsThatFit, fit_rows, measure
 from tests.train.small import small_config, train_rank
 
 
@@ -40,11 +40,11 @@ def world_of_one_process(home: Layout, gather_objects: Callable[..., list[float]
 
 
 def test_the_fit_of_two_probes() -> None:
-    fit = fitted([(100, 3000), (300, 7000)], 10_000, ranks=2)
+    fit = fit_rows([(100, 3000), (300, 7000)], 10_000, ranks=2)
     assert fit == RowsThatFit(rows=450, bytes_per_row=20.0, fixed_bytes=1000.0, budget_bytes=10_000, ranks=2)
-    assert fitted([(100, 3000), (300, 7000)], 1020, ranks=2).rows == 1
+    assert fit_rows([(100, 3000), (300, 7000)], 1020, ranks=2).rows == 1
     with pytest.raises(ConfigError, match="a row takes 20 bytes beside 1,000 for any number"):
-        fitted([(100, 3000), (300, 7000)], 1019, ranks=2)
+        fit_rows([(100, 3000), (300, 7000)], 1019, ranks=2)
 
 
 def test_bytes_that_are_alive() -> None:
@@ -174,7 +174,7 @@ def test_a_run_measures_once_and_goes_on_with_it(tmp_path: Path) -> None:
 
 
 def _again(file: Path, ranks: int, config: RunConfig) -> RowsThatFit | None:
-    return remembered(RowsThatFit, file, ranks, memory_keys(config), "it is measured again")
+    return read_measurement(RowsThatFit, file, ranks, memory_keys(config), "it is measured again")
 
 
 def test_other_keys_are_measured_again(tmp_path: Path) -> None:

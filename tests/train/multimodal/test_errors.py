@@ -18,7 +18,7 @@ from longspan.model.multimodal.encoder import Encoder
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.vision.image_tokens import ImageInput
 from longspan.testing import backend, run_ranks
-from longspan.train.encoding.modality_pass import tensors_in
+from longspan.train.terms.modality_pass import tensors_in
 from tests.model.stock import gradients_of, worst
 from tests.train.multimodal.cases import Case
 from tests.train.multimodal.documents import documents_of

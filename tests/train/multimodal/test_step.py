@@ -18,7 +18,7 @@ from longspan.model.multimodal.prepare_encoder import prepare_encoder
 from longspan.plan import Plan
 from longspan.testing import backend, run_ranks
 from longspan.train import PlanChoice
-from longspan.train.encoding import plan_waves_ahead
+from longspan.train.terms import plan_waves_ahead
 from tests.reference import relative_error
 
 WIDTH, PIXELS, VOCABULARY = 32, 6, 50

@@ -13,9 +13,9 @@ from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
 from longspan.testing import backend, run_ranks
-from longspan.train.memory.budget import states_to_come
+from longspan.train.memory.rows_that_fit import states_to_come
 from longspan.train.optim.on_shards import check_on_shards
-from longspan.train.optim.optimizer import OptimizerChoice, groups_of, optimizer_class, parsed_arguments
+from longspan.train.optim.optimizer import OptimizerChoice, optimizer_class, parameter_groups, parse_arguments
 
 
 class _PerParameter(Optimizer):
@@ -66,7 +66,7 @@ def _tried(rank: int, home: Layout) -> dict[str, str]:
         before = [p.detach().clone() for p in model.parameters()]
         for text in (*FITTING, *REFUSED):
             name, *arguments = text.split()
-            choice = OptimizerChoice(name, 1e-2, 0.0, tuple(parsed_arguments(name, arguments).items()))
+            choice = OptimizerChoice(name, 1e-2, 0.0, tuple(parse_arguments(name, arguments).items()))
             try:
                 check_on_shards(choice, model, world)
             except ConfigError as error:
@@ -115,21 +115,21 @@ ARGUMENTS = [
 @pytest.mark.parametrize(("name", "texts", "message"), ARGUMENTS)
 def test_arguments_that_are_refused(name: str, texts: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        parsed_arguments(name, texts)
+        parse_arguments(name, texts)
 
 
 def test_arguments_are_read_as_json_and_reach_the_class() -> None:
     texts = ["momentum=0.9", "nesterov=true"]
-    assert parsed_arguments("sgd", texts) == {"momentum": 0.9, "nesterov": True}
-    assert parsed_arguments("torch.optim.Adam", ["betas=[0.8, 0.9]"]) == {"betas": (0.8, 0.9)}
+    assert parse_arguments("sgd", texts) == {"momentum": 0.9, "nesterov": True}
+    assert parse_arguments("torch.optim.Adam", ["betas=[0.8, 0.9]"]) == {"betas": (0.8, 0.9)}
     model = torch.nn.Linear(2, 2)
-    choice = OptimizerChoice("sgd", 0.1, 0.0, tuple(parsed_arguments("sgd", texts).items()))
+    choice = OptimizerChoice("sgd", 0.1, 0.0, tuple(parse_arguments("sgd", texts).items()))
     (group,) = choice.over(model.parameters()).param_groups
     assert (group["momentum"], group["nesterov"], group["lr"]) == (0.9, True, 0.1)
     with pytest.raises(ConfigError, match=r"'sgd' refuses its parameters or arguments .*Nesterov momentum requires"):
         OptimizerChoice("sgd", 0.1, 0.0, (("nesterov", True),)).over(model.parameters())
     with pytest.raises(ConfigError, match=r"knows no weight decay; set train.weight_decay to 0"):
-        groups_of(model, "torch.optim.Rprop", 0.1)
+        parameter_groups(model, "torch.optim.Rprop", 0.1)
 
 
 def test_bytes_of_states_to_come() -> None:

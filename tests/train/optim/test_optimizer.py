@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from longspan.checkpoint.moments import StoredMoments
 from longspan.errors import ConfigError
 from longspan.train.optim.optimizer import build_optimizer, decays
 from tests.model.deep import deep
@@ -99,3 +100,8 @@ def test_rates_that_do_not_fit_the_model(rates: dict[str, float], message: str) 
     model["head"].requires_grad_(False)
     if rates == {"encoder": 0.1}:
         assert build_optimizer(model, lr=rates).param_groups[0]["lr"] == 0.1
+
+
+def test_what_a_scheduler_adds_is_no_setting_of_an_optimizer() -> None:
+    names = ("param_groups.head.weight.lr", "param_groups.head.weight.initial_lr", "param_groups.head.weight.eps")
+    assert StoredMoments.of(names).settings == {"head.weight": {"lr", "eps"}}

@@ -23,12 +23,12 @@ from tests.train.own_loss.dense import (
     weighted,
 )
 
-LOSS, OWN, ALL = "train.loss", "train.own_loss.", "weights tokens sets all"
-DOCUMENTS, LOG_PROBS = OWN + "document_passes", OWN + "token_log_probs"
-SUM = 'self._world.control.sum_over_slots(local[held].tolist(), "log-probabilities of documents")'
+LOSS, OWN, ALL = "train.loss", "train.terms.", "weights tokens sets all"
+DOCUMENTS, LOG_PROBS = OWN + "document_loss", OWN + "log_probs"
+SUM = 'self._world.control.sum_over_slots(local[here].tolist(), "log-probabilities of documents")'
 MUTATIONS = {  # what is wrong -> the module, what stands there, and in its place; and the losses that show it
     "nothing": (None, ""),
-    "a rank's sum dropped inside a micro-batch": ((DOCUMENTS, SUM, "local[held]"), "sets"),
+    "a rank's sum dropped inside a micro-batch": ((DOCUMENTS, SUM, "local[here]"), "sets"),
     "a rank's sum dropped in the pass ahead": (
         (LOG_PROBS, 'world.control.sum_of_arrays(np.concatenate([values, sums]), "log-probabilities of tokens")',
          "np.concatenate([values, sums])"), "all"),
@@ -42,7 +42,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
         ("train.passes", "loss_sum / self.divisor", "loss_sum / self.divisor / len(self.plan.micro_batches)"),
         ALL),
     "mask forgotten in the divisor": (
-        (OWN + "step_loss", "sets, default = (), plan.targets", "sets, default = (), plan.tokens - len(plan.lengths)"),
+        ("train.passes", "max(plan.targets, 1)", "max(plan.tokens - len(plan.lengths), 1)"),
         "weights tokens"),
     "weights forgotten in the gradient": (
         (LOSS, "linear(x, -weights[part])", "(linear(x, -weights[part])[0], -torch.ones_like(x))"), "weights"),
@@ -60,9 +60,9 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
         ("train.reading.read_rows", "flatnonzero(batch.labels != NO_TARGET)", "flatnonzero(batch.ids != NO_TARGET)"),
         ALL),
     "positions of the token that is predicted": (
-        (OWN + "loss_rows", "to_device(self.positions[part]", "to_device(self.positions[part] + 1"), "tokens"),
+        (OWN + "token_loss", "to_device(self.positions[part]", "to_device(self.positions[part] + 1"), "tokens"),
     "a gradient of the softmax alone": (
-        ("train.row_softmax", ".scatter_add_(1, at, slopes.unsqueeze(1))", ""), ALL),
+        ("train.loss", ".scatter_add_(1, at, slopes.unsqueeze(1))", ""), ALL),
     "a head's gradient of one chunk": ((LOSS, "        total += more", "        pass"), ALL),
 }  # fmt: skip
 BATCHES = (

@@ -172,9 +172,9 @@ def _with_default_model(config: RunConfig, *, gpu: bool) -> RunConfig:
 def _configuration(flags: StepFlags, config: RunConfig, longest: int) -> "PreTrainedConfig":
     """The model's configuration, with as many layers as flags ask for, fit for the longest document."""
     from longspan.train.long_documents import configuration_for
-    from longspan.train.training import configuration_of
+    from longspan.train.training import model_configuration
 
-    configuration = configuration_of(config, config.data.vocab_size)
+    configuration = model_configuration(config, config.data.vocab_size)
     if flags.layers:
         if config.model.path:
             raise ConfigError(f"--layers {flags.layers} and the weights of {config.model.path}: use --model.config")

@@ -16,7 +16,7 @@ from longspan.config.sections import DataConfig, RunConfig
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.documents import CorpusDocuments
 from longspan.errors import ConfigError, DataError
-from longspan.evaluation.passkey.documents import passkey_documents
+from longspan.evaluation.passkey import passkey_documents
 from longspan.evaluation.saved.request import EvalRequest, Subject
 from longspan.evaluation.saved.sets import NamedDocuments, held_out_documents, set_of_run, text_sets
 from longspan.evaluation.saved.weights import CheckedWeights

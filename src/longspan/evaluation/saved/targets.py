@@ -1,4 +1,4 @@
-"""What a command names: a run, one checkpoint in it or a Hugging Face folder, told apart by files; texts by sets."""
+"""The targets of a command: a run, a checkpoint or a Hugging Face folder, distinguished by files; texts by sets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,12 +55,12 @@ def saved_weights(target: str) -> SavedWeights:
 
 
 def split_run(target: Path) -> tuple[Path, Path | None]:
-    """The run's folder, and the checkpoint in it where one was named. Raises CheckpointError where there is none."""
+    """The run's folder, and the checkpoint in it if one was named. Raises CheckpointError if there is no run."""
     is_checkpoint = step_of(target) >= 0
     run_dir = target.resolve().parent.parent if is_checkpoint else target
     if not target.is_dir():
-        what = "checkpoint" if is_checkpoint else "run"
-        raise CheckpointError(f"there is no {what} {target}; give a run's folder, or RUN/checkpoints/step-NNNNNN")
+        kind = "checkpoint" if is_checkpoint else "run"
+        raise CheckpointError(f"there is no {kind} {target}; give a run's folder, or RUN/checkpoints/step-NNNNNN")
     if not (run_dir / "config.toml").is_file():
         raise CheckpointError(f"{run_dir} is not the folder of a run: it has no config.toml")
     return run_dir, target if is_checkpoint else None

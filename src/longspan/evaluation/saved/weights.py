@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from longspan.checkpoint.checkpoint import check_checkpoint, find_checkpoint, holds_encoders, load_checkpoint
 from longspan.checkpoint.files import read_state
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
+from longspan.comm.all_ranks import LogLine, on_every_rank, on_first_rank
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer
 from longspan.corpus.tokenizer_files import vocabulary_files
@@ -20,7 +20,7 @@ from longspan.model import load_model
 from longspan.model.hf_folder import read_configuration, weight_files
 from longspan.model.rope import position_limit, smallest_factor
 from longspan.train.long_documents import configuration_for
-from longspan.train.training import AnyModel, configuration_of, loaded_model, prepared_model, unread_model
+from longspan.train.training import AnyModel, load_run_model, model_configuration, prepare_run_model, unread_model
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def check_weights(subject: Subject, tokenizer: str, world: World, log: LogLine) 
     """
     weights, checkpoint = subject.weights, subject.weights.checkpoint
     if weights.run_dir is None:
-        run_on_every_rank(world, lambda: weight_files(weights.path), ModelError)
+        on_every_rank(world, lambda: weight_files(weights.path), ModelError)
     elif checkpoint is not None:
         check_checkpoint(checkpoint, world)
     else:
@@ -49,8 +49,8 @@ def check_weights(subject: Subject, tokenizer: str, world: World, log: LogLine) 
             raise CheckpointError(
                 f"{weights.run_dir} has no checkpoint; train it first: longspan train {weights.run_dir}/config.toml"
             )
-    configuration = run_on_every_rank(world, lambda: _configuration(subject), ModelError)
-    loaded = run_on_every_rank(world, lambda: _tokenizer(subject, tokenizer, configuration), ModelError)
+    configuration = on_every_rank(world, lambda: _configuration(subject), ModelError)
+    loaded = on_every_rank(world, lambda: _tokenizer(subject, tokenizer, configuration), ModelError)
     return CheckedWeights(subject, checkpoint, configuration, loaded)
 
 
@@ -87,7 +87,7 @@ def fit_positions(
     """
     settings, configuration = checked.subject.config.model, checked.configuration
     if scaled:
-        unscaled = configuration_of(checked.subject.config, configuration.get_text_config().vocab_size)
+        unscaled = model_configuration(checked.subject.config, configuration.get_text_config().vocab_size)
         return configuration_for(unscaled, settings, longest, origin, log, cut_by=cut_by)
     limit = position_limit(configuration)
     if limit is None or longest <= limit:
@@ -99,7 +99,7 @@ def fit_positions(
 
 
 def _longer(checked: CheckedWeights, longest: int) -> str:
-    """What makes the model know documents of so many tokens."""
+    """The change that gives the model positions for so many tokens."""
     parameters: Any = getattr(checked.configuration, "rope_parameters", None) or {}
     kind, factor = parameters.get("rope_type", "default"), parameters.get("factor") or 1.0
     needed = smallest_factor(checked.configuration, longest)
@@ -110,7 +110,7 @@ def _longer(checked: CheckedWeights, longest: int) -> str:
     return f"raise the factor of {kind} in its config.json from {factor:g} to {factor * needed:g}"
 
 
-def model_of(
+def load_saved_model(
     checked: CheckedWeights, config: RunConfig, configuration: PreTrainedConfig, world: World, *, images: bool = False
 ) -> tuple[AnyModel, int]:
     """The prepared model with the weights, and the steps that they were trained (0 of a folder); entered by all ranks.
@@ -121,14 +121,14 @@ def model_of(
     checkpoint = checked.checkpoint
     if checkpoint is None:
         load = partial(load_model, checked.subject.weights.path, dtype=config.model.dtype, sharded=None)
-        model = run_on_every_rank(world, lambda: load(config=configuration, images=images), ModelError)
-        return prepared_model(config, world, model, training=False, images=images), 0
-    images = run_on_first_rank(world, lambda: _holds_encoders(checkpoint, needed=images), CheckpointError)
-    state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
-    adapts = bool(state.get("config", {}).get("lora", {}).get("rank"))  # then the checkpoint has the adapter alone
-    load = partial(loaded_model, vocabulary=configuration.get_text_config().vocab_size) if adapts else unread_model
-    model = run_on_every_rank(world, lambda: load(config, configuration=configuration, images=images), ModelError)
-    prepared = prepared_model(config, world, model, training=False, images=images)
+        model = on_every_rank(world, lambda: load(config=configuration, images=images), ModelError)
+        return prepare_run_model(config, world, model, training=False, images=images), 0
+    images = on_first_rank(world, lambda: _holds_encoders(checkpoint, needed=images), CheckpointError)
+    state = on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
+    adapts = bool(state.get("config", {}).get("lora", {}).get("rank"))  # then the checkpoint has only the adapter
+    load = partial(load_run_model, vocabulary=configuration.get_text_config().vocab_size) if adapts else unread_model
+    model = on_every_rank(world, lambda: load(config, configuration=configuration, images=images), ModelError)
+    prepared = prepare_run_model(config, world, model, training=False, images=images)
     if not adapts or config.lora.rank:
         load_checkpoint(checkpoint, prepared, None, world)
     return prepared, int(state["step"])

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from longspan.bridge.splice import tokens_ahead
+from longspan.bridge.splice import embedding_arguments
 from longspan.errors import ModelError
 from longspan.model.lora.adapters import belongs_to_adapter, is_adapted, is_copied
 from longspan.model.mtp.layer_inputs import CopiedLayer, LayerInputs
@@ -118,8 +118,7 @@ def deeper_states(
     embedding: Any = model.get_input_embeddings()
     states = list[Tensor]()
     for number, (depth, ids) in enumerate(zip(depths_of(model), future_ids, strict=True), 1):
-        with tokens_ahead(shard, number):
-            embedded = embedding(ids[None])
+        embedded = embedding(ids[None], **embedding_arguments(shard, number))
         args, kwargs = inputs.of(ids, embedded)
         hidden = depth(embedded, hidden, *args, **kwargs)
         states.append(hidden.squeeze(0))

@@ -4,7 +4,7 @@
     model = MultimodalModel({"image": encoder}, prepare(language_model, world), world)
     run_step(model, plan, documents, world, optimizer=optimizer)        # documents: ItemDocuments
 
-How a step goes through both is in `longspan.train.encoding`. Rows of items reach the language model by a hook on its
+How a step goes through both is in `longspan.train.terms`. Rows of items reach the language model by a hook on its
 input embedding, so that its own forward is untouched.
 """
 

@@ -1,4 +1,4 @@
-"""What images take of a rank's memory beside the language model's rows, measured on the encoder itself.
+"""What images take of a rank's memory besides the language model's rows, measured on the encoder itself.
 
 While the language model runs, a rank holds the rows of images that it owns, their gradients, and, where waves are not
 encoded again, the activations of all images that it encodes. A wave's own activations have the memory to themselves.
@@ -56,21 +56,21 @@ def images_held(model: MultimodalModel, rows: float, world: World, *, uses: int 
 
     `uses`: how often a row is held, once for its own place and once for each depth of multi-token prediction.
     """
-    held = wave = 0.0
+    step_bytes = wave = 0.0
     wave_rows, row = 0, 0.0
     for encoder in model.encoder_settings.values():
         of_slot = UNEVEN * rows / encoder.world.home.slots
         tokens = image_tokens(model.config)
         width = model.config.get_text_config().hidden_size * (1 + encoder.deep_layers)
         itemsize = next(encoder.module.parameters()).element_size()
-        held += 2 * uses * width * itemsize * UNEVEN * rows / world.home.slots
+        step_bytes += 2 * uses * width * itemsize * UNEVEN * rows / world.home.slots
         row = _bytes_of_row(encoder, tokens)
         wave_rows = math.ceil(min(encoder.max_rows_per_slot or of_slot, of_slot))
         wave = max(wave, row * wave_rows)
         if not (encoder.recompute or encoder.frozen):
-            held += row * of_slot
-    held, wave, row = world.control.largest_of([held, wave, row], "bytes of images")
-    return ImagesHeld(round(held), round(wave), wave_rows, row)
+            step_bytes += row * of_slot
+    step_bytes, wave, row = world.control.largest_of([step_bytes, wave, row], "bytes of images")
+    return ImagesHeld(round(step_bytes), round(wave), wave_rows, row)
 
 
 def _bytes_of_row(encoder: Encoder, tokens: ImageTokens) -> float:
@@ -78,20 +78,20 @@ def _bytes_of_row(encoder: Encoder, tokens: ImageTokens) -> float:
     module, device = encoder.module, encoder.world.device
     image = probe_image(module.base, tokens.merge, PROBE_ROWS)
     with modes_restored(module), torch.set_grad_enabled(not encoder.frozen):
-        _ = _encoded(encoder, image)  # what is made once
+        _ = _run_encoder(encoder, image)  # what the first call makes once
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
-            rows = _encoded(encoder, image)
+            rows = _run_encoder(encoder, image)
             most = torch.cuda.max_memory_allocated(device) - before
         else:
             with LiveBytes() as counted:
-                rows = _encoded(encoder, image)
+                rows = _run_encoder(encoder, image)
             most = counted.peak
         reshard(module)
         return most / len(rows)
 
 
-def _encoded(encoder: Encoder, image: ImageInput) -> Tensor:
+def _run_encoder(encoder: Encoder, image: ImageInput) -> Tensor:
     return encoder.module([image])

@@ -1,4 +1,4 @@
-"""Bytes in use: of tensors that are alive, counted where an allocator does not tell, and the most of this process."""
+"""Bytes in use: of tensors that are alive, counted if an allocator has no figures, and the most of this process."""
 
 import os
 import resource
@@ -51,7 +51,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class AddedBytes:
-    """The most memory of a GPU that was in use inside `added_peak` beside what was in use before; None on a CPU."""
+    """The most memory of a GPU that was in use inside `measure_added_peak` above that before it; None on a CPU."""
 
     bytes: int | None = None
 
@@ -60,7 +60,7 @@ _highest: dict[torch.device, int] = {}  # of each GPU, before its allocator's ow
 
 
 @contextmanager
-def added_peak(device: torch.device) -> Iterator[AddedBytes]:
+def measure_added_peak(device: torch.device) -> Iterator[AddedBytes]:
     """Measure what is added to a GPU's memory inside; `peak_memory_bytes` stays that of the whole process."""
     added = AddedBytes()
     if device.type != "cuda":
@@ -73,13 +73,13 @@ def added_peak(device: torch.device) -> Iterator[AddedBytes]:
 
 
 def unused_bytes(device: torch.device, ranks: int) -> int:
-    """What a rank could still take: of its GPU, or of the host's memory, which so many ranks share; 0: not known."""
+    """Bytes that a rank could still take of its GPU, or of the host's memory, which so many ranks share; 0: unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + _figure(device, "reserved_bytes", "current") - _figure(device, "allocated_bytes", "current")
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
-    except (AttributeError, ValueError):  # Windows and macOS do not say
+    except (AttributeError, ValueError):  # Windows and macOS have no such figures
         return 0
 
 

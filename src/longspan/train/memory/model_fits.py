@@ -57,7 +57,7 @@ def check_model_fits(
     """
 
     def check() -> None:
-        room = room_of(world)
+        room = free_room(world)
         if room is not None:
             _check(config, needed_bytes(config, model, world.home, compute_dtype, training=training), room, world.home)
 
@@ -73,8 +73,8 @@ class Room:
     of_gpu: bool
 
 
-def room_of(world: World) -> Room | None:
-    """What this rank's GPU has free, or its part of what its host has; None where the host does not say (macOS)."""
+def free_room(world: World) -> Room | None:
+    """The free memory of this rank's GPU, or its part of the host's; None on hosts without the figure (macOS)."""
     if world.device.type == "cuda":
         return Room(torch.cuda.mem_get_info(world.device)[0], f"the GPU of rank {world.rank}", of_gpu=True)
     here = min(len(world.home.ranks), world.node_size * world.home.tp)
@@ -101,7 +101,7 @@ def needed_bytes(
     """
     shards, ranks = home.slots // home.dp_replicate, _models_of_ranks(config, model, home)
     gathers = shards > 1 or compute_dtype != getattr(torch, config.model.dtype)
-    alone = home.pp // len(ranks)  # ranks that share what cannot be told apart
+    sharers = home.pp // len(ranks)  # ranks that share a stage whose parts are not known yet
     moments = _MOMENTS.get(config.train.optimizer, 0)
     needs = list[NeededBytes]()
     for models in ranks:
@@ -112,15 +112,15 @@ def needed_bytes(
             sum(map(_bytes, trained)),
             moments * sum(map(_bytes, dict.fromkeys(trained))),
         )
-        weights, gradients, states = (int(x / home.tp / shards / alone) for x in sizes)
-        numbers = sum(_gathered(config, stage, home) for stage in models) / alone if gathers else 0
+        weights, gradients, states = (int(x / home.tp / shards / sharers) for x in sizes)
+        numbers = sum(_gathered_numbers(config, stage, home) for stage in models) / sharers if gathers else 0
         gathered = int(numbers * compute_dtype.itemsize)
         needs.append(NeededBytes(weights, gradients, states, gathered, shards))
     return max(needs, key=lambda needed: needed.total)
 
 
 def _models_of_ranks(config: RunConfig, model: PreTrainedModel, home: Layout) -> list[list[PreTrainedModel]]:
-    """The stages of each pipeline rank; the whole model alone where there is none, or where it is not cut as it is."""
+    """The stages of each pipeline rank; one whole model without a pipeline, or if it is not cut as it is."""
     if home.pp == 1:
         return [[model]]
     settings = PipelineSettings(config.parallel.pipeline_schedule, home.pp, config.parallel.vpp)
@@ -141,7 +141,7 @@ def _numel(model: nn.Module, home: Layout) -> dict[str, float]:
     return {name: parameter.numel() / home.tp for name, parameter in model.named_parameters()}
 
 
-def _gathered(config: RunConfig, model: PreTrainedModel, home: Layout) -> float:
+def _gathered_numbers(config: RunConfig, model: PreTrainedModel, home: Layout) -> float:
     """Numbers that a rank holds gathered at a time: the root's with the largest layer, or all where all stay."""
     layers = (*decoder_layers(model), *mtp_blocks(model))
     by_layer, root = dict.fromkeys(layers, 0.0), 0.0

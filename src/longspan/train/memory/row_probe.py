@@ -24,12 +24,12 @@ from longspan.layout import Layout
 from longspan.model.prepared import vocabulary_size
 from longspan.plan import Plan
 from longspan.train.memory.live_bytes import LiveBytes
-from longspan.train.mtp.loss import mtp_loss
 from longspan.train.plans import PlanChoice, query_heads
 from longspan.train.step import run_step
+from longspan.train.terms.mtp import mtp_loss
 
 TOO_MANY_FILE = "max_tokens_per_slot.too_many.json"
-# Keys on which the rows of a slot depend, beside all of [model], [parallel], [lora] and [mtp].
+# Keys on which the rows of a slot depend, besides all of [model], [parallel], [lora] and [mtp].
 _DEPENDS_ON = {
     "data": ("tokenizer", "vocab_size"),
     "context": (
@@ -66,15 +66,14 @@ Measurement = TypeVar("Measurement", bound=_Measured)
 def most_bytes(config: RunConfig, model: nn.Module, world: World, rows: int) -> int:
     """The most bytes at a time of a step of micro-batches of so many rows on every slot, above those before.
 
-    Raises ConfigError, on the rank concerned alone, where its memory does not suffice; the others raise CommError,
-    which quotes it.
+    Raises ConfigError on the rank whose memory does not suffice; the others raise CommError, which quotes it.
     """
     plan = probe_plan(config, world.home, rows, query_heads(model.config))
     random, vocabulary = np.random.default_rng(0), vocabulary_size(model) or 2
     documents = [random.integers(0, vocabulary, size=n) for n in plan.lengths]
     world.prepare(plan)
     try:
-        return _measured(config, model, world, plan, documents)
+        return _measure_peak(config, model, world, plan, documents)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -83,7 +82,7 @@ def most_bytes(config: RunConfig, model: nn.Module, world: World, rows: int) -> 
         model.zero_grad(set_to_none=True)
 
 
-def _measured(config: RunConfig, model: nn.Module, world: World, plan: Plan, documents: Any) -> int:
+def _measure_peak(config: RunConfig, model: nn.Module, world: World, plan: Plan, documents: Any) -> int:
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(world.device)
         before = torch.cuda.memory_allocated(world.device)
@@ -95,7 +94,7 @@ def _measured(config: RunConfig, model: nn.Module, world: World, plan: Plan, doc
 
 
 def probe_plan(config: RunConfig, home: Layout, rows: int, heads: int | None = None) -> Plan:
-    """Every slot holds so many rows of a document of the widest group that training uses, in each micro-batch.
+    """A plan in which every slot holds so many rows of a document of training's widest group, in each micro-batch.
 
     Under sequence parallelism `rows` is a multiple of tp.
     """
@@ -111,7 +110,7 @@ def probe_plan(config: RunConfig, home: Layout, rows: int, heads: int | None = N
 
 
 def _too_many(config: RunConfig, world: World, rows: int, error: BaseException) -> ConfigError:
-    """The error of a rank without memory for a probe of so many rows, which are remembered."""
+    """The error of a rank without memory for a probe of so many rows, which a file records."""
     too_many = TooMany(rows, len(world.home.ranks), memory_keys(config))
     with suppress(OSError):  # the folder may not be there on every rank
         write_atomically(Path(config.run.dir) / TOO_MANY_FILE, json.dumps(asdict(too_many), indent=1))
@@ -124,16 +123,16 @@ def _too_many(config: RunConfig, world: World, rows: int, error: BaseException) 
 
 def too_many_rows(directory: Path, ranks: int, keys: dict[str, Any]) -> int | None:
     """The rows of a probe for which there was no memory when the run was started before, under the same keys."""
-    too_many = remembered(TooMany, directory / TOO_MANY_FILE, ranks, keys, "rows are probed from the start")
+    too_many = read_measurement(TooMany, directory / TOO_MANY_FILE, ranks, keys, "rows are probed from the start")
     return None if too_many is None else too_many.rows
 
 
-def remembered(
+def read_measurement(
     kind: type[Measurement], file: Path, ranks: int, keys: dict[str, Any], otherwise: str
 ) -> Measurement | None:
-    """What the run measured before on as many ranks under the same keys; None where it did not.
+    """Read what the run measured before on as many ranks under the same keys; None if it did not.
 
-    Raises ConfigError for a damaged file, with what happens `otherwise`, once it is removed.
+    Raises ConfigError for a damaged file; `otherwise` describes what happens without the file.
     """
     if not file.is_file():
         return None

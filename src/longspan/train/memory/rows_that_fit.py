@@ -9,26 +9,60 @@ probes change neither. A run keeps what it found in its folder and goes on with 
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
-from longspan.config.keys import AUTO
+from longspan.comm.all_ranks import LogLine, on_every_rank, on_first_rank
+from longspan.config.bounds import AUTO
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
 from longspan.files import write_atomically
+from longspan.model.local_tensors import local_tensor
 from longspan.model.multimodal.multimodal_model import MultimodalModel, language_model_of
-from longspan.train.memory.budget import budget_of
 from longspan.train.memory.images_held import ImagesHeld, images_held
-from longspan.train.memory.row_probe import memory_keys, most_bytes, remembered, too_many_rows
+from longspan.train.memory.row_probe import memory_keys, most_bytes, read_measurement, too_many_rows
+from longspan.train.optim.optimizer import OptimizerChoice
 from longspan.train.plans import row_multiple_of
+
+CPU_BUDGET = 1 << 30
+
+
+def memory_budget(config: RunConfig, model: nn.Module, optimizer: Optimizer, device: torch.device) -> float:
+    """Bytes for gradients and activations, next to weights and moments."""
+    if config.train.memory_bytes:
+        return float(config.train.memory_bytes)
+    if device.type != "cuda":
+        return float(CPU_BUDGET)
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info(device)[0]
+    states = 0 if optimizer.state else states_to_come(OptimizerChoice.of(config.train), model)
+    return config.train.memory_fraction * free - states
+
+
+def states_to_come(choice: OptimizerChoice, model: nn.Module) -> int:
+    """Bytes that an optimizer's first step will take for its states, measured on one parameter of each shape here."""
+    local = [local_tensor(p.detach()) for p in model.parameters() if p.requires_grad]
+    shapes = Counter((tuple(p.shape), p.dtype, p.device) for p in local)
+    return sum(count * _bytes_of_states(choice, *shape) for shape, count in shapes.items())
+
+
+def _bytes_of_states(choice: OptimizerChoice, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> int:
+    parameter = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = choice.over([parameter])
+    optimizer.step()
+    return sum(x.numel() * x.element_size() for x in tree_leaves(optimizer.state[parameter]) if isinstance(x, Tensor))
+
 
 FILE = "max_tokens_per_slot.json"
 PROBES = {"cuda": (1024, 4096)}  # rows of a slot
@@ -51,7 +85,7 @@ class RowsThatFit:
     measured_for: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
-def fitted(probes: Sequence[tuple[int, int]], budget: float, ranks: int) -> RowsThatFit:
+def fit_rows(probes: Sequence[tuple[int, int]], budget: float, ranks: int) -> RowsThatFit:
     """The rows that a budget holds, from two measurements (rows, most bytes). Raises ConfigError where none fit.
 
     >>> fitted([(100, 3000), (300, 7000)], 10_000, ranks=1).rows
@@ -68,7 +102,7 @@ def fitted(probes: Sequence[tuple[int, int]], budget: float, ranks: int) -> Rows
     return RowsThatFit(rows, row_bytes, fixed, budget, ranks)
 
 
-def with_rows_that_fit(
+def measure_rows(
     config: RunConfig, model: nn.Module, optimizer: Optimizer, world: World, log: LogLine, *, image_rows: float = 0.0
 ) -> RunConfig:
     """The configuration with a number in place of "auto": the run's own, or measured now; entered by all ranks.
@@ -79,23 +113,23 @@ def with_rows_that_fit(
         return config
     directory = Path(config.run.dir)
     file, ranks, keys = directory / FILE, len(world.home.ranks), memory_keys(config)
-    fit: RowsThatFit | None = run_on_first_rank(
-        world, lambda: remembered(RowsThatFit, file, ranks, keys, "it is measured again"), ConfigError
+    fit: RowsThatFit | None = on_first_rank(
+        world, lambda: read_measurement(RowsThatFit, file, ranks, keys, "it is measured again"), ConfigError
     )
     if fit is None:
-        below = run_on_first_rank(world, lambda: too_many_rows(directory, ranks, keys), ConfigError)
+        below = on_first_rank(world, lambda: too_many_rows(directory, ranks, keys), ConfigError)
         uses = 1 + config.mtp.depths
         images = images_held(model, image_rows, world, uses=uses) if isinstance(model, MultimodalModel) else None
         fit = replace(measure(config, model, optimizer, world, below=below, images=images), measured_for=keys)
         text = json.dumps(asdict(fit), indent=1)
-        run_on_first_rank(world, lambda: write_atomically(file, text), ConfigError)
+        on_first_rank(world, lambda: write_atomically(file, text), ConfigError)
     fill = f"{fit.rows:,} rows of {fit.bytes_per_row:,.0f} bytes each fit in {fit.budget_bytes:,.0f} bytes"
     log(f"max_tokens_per_slot: {fill}")
     return _with_rows(replace(config, context=replace(config.context, max_tokens_per_slot=fit.rows)), fit.rows)
 
 
-def with_rows_of_run(config: RunConfig) -> RunConfig:
-    """For evaluation alone: the configuration with the rows that the run measured for training in place of "auto".
+def read_rows_of_run(config: RunConfig) -> RunConfig:
+    """For evaluation only: the configuration with the rows that the run measured for training in place of "auto".
 
     Evaluation keeps less than training, so they fit on other ranks too. Raises ConfigError where there are none.
     """
@@ -135,9 +169,9 @@ def measure(
     rows'. Raises ConfigError where fewer rows than two probes need are left, or images do not fit, and on a rank that
     runs out of memory in a probe.
     """
-    budget = budget_of(config, model, optimizer, world.device)
+    budget = memory_budget(config, model, optimizer, world.device)
     if images is not None:
-        run_on_every_rank(world, partial(images.check, budget), ConfigError)
+        on_every_rank(world, partial(images.check, budget), ConfigError)
         budget -= images.held
     probes = _Probes(config, language_model_of(model), world, budget, below)
     probes.run(probes.first, warm=True)
@@ -145,11 +179,11 @@ def measure(
     nearer = probes.nearer()
     if nearer > probes.most:
         probes.run(nearer)
-    return probes.fitted()
+    return probes.fit_rows()
 
 
 class _Probes:
-    """The probes run so far, and what they say about the next one; the same on every rank."""
+    """The probes run so far, from which the next one follows; the same on every rank."""
 
     def __init__(self, config: RunConfig, model: nn.Module, world: World, budget: float, below: int | None) -> None:
         self._config, self._model, self._world, self._below = config, model, world, below
@@ -157,7 +191,7 @@ class _Probes:
         self._sizes = PROBES.get(world.device.type, PROBES_ELSEWHERE)
         self._budgets: list[float] = world.control.gather_objects(budget)
         self._probed: list[tuple[int, list[int]]] = []  # rows, the most bytes of every rank
-        self.first = self._rounded(min(self._sizes[0], (below or math.inf) / 4))
+        self.first = self._round(min(self._sizes[0], (below or math.inf) / 4))
         if self.first < 2 * self._multiple:
             raise ConfigError(
                 f'context.max_tokens_per_slot is "{AUTO}": {below} rows of a slot did not fit when this run was '
@@ -171,7 +205,7 @@ class _Probes:
         return max(rows for rows, _ in self._probed)
 
     def run(self, rows: int, *, warm: bool = False) -> None:
-        """Run one probe, with `warm` after one that is not measured, and tell the others what it took."""
+        """Run one probe, with `warm` after one that is not measured, and share its bytes with the other ranks."""
         if warm:
             self._bytes_of_all(rows)
         self._probed.append((rows, self._bytes_of_all(rows)))
@@ -184,38 +218,38 @@ class _Probes:
         """As many rows as surely fit if all bytes of the first probe are its rows'; fewer than the first if not it."""
         rows, bytes_of_ranks = self._probed[0]
         room = min(budget / most for budget, most in zip(self._budgets, bytes_of_ranks, strict=True))
-        larger = self._rounded(min(self._sizes[1], rows * room, self._limit / 2))
-        return larger if larger >= rows + rows // 4 else self._rounded(rows / 2)
+        larger = self._round(min(self._sizes[1], rows * room, self._limit / 2))
+        return larger if larger >= rows + rows // 4 else self._round(rows / 2)
 
     def nearer(self) -> int:
         """Half of the rows that fit by now."""
-        return self._rounded(min(self.fitted().rows / 2, FARTHEST * self.most, self._limit / 2))
+        return self._round(min(self.fit_rows().rows / 2, FARTHEST * self.most, self._limit / 2))
 
-    def fitted(self) -> RowsThatFit:
+    def fit_rows(self) -> RowsThatFit:
         """The fit of the two largest probes, on the rank where the fewest rows fit."""
         few, many = sorted(self._probed)[-2:]
         by_rank = [
             ([(few[0], small), (many[0], large)], budget)
             for small, large, budget in zip(few[1], many[1], self._budgets, strict=True)
         ]
-        fit = fitted(*min(by_rank, key=lambda measured: _rows_of(*measured)), ranks=len(self._budgets))
+        fit = fit_rows(*min(by_rank, key=lambda measured: _largest_rows(*measured)), ranks=len(self._budgets))
         return fit if fit.rows < self._limit else replace(fit, rows=int(self._limit // 2))
 
     @property
     def _limit(self) -> float:
         return self._below or math.inf
 
-    def _rounded(self, rows: float) -> int:
+    def _round(self, rows: float) -> int:
         return int(rows // self._multiple) * self._multiple
 
 
-def _rows_of(probes: Sequence[tuple[int, int]], budget: float) -> float:
+def _largest_rows(probes: Sequence[tuple[int, int]], budget: float) -> float:
     row_bytes, fixed = _line_through(probes)
     return (budget - fixed) / row_bytes
 
 
 def _line_through(probes: Sequence[tuple[int, int]]) -> tuple[float, float]:
-    """The bytes of a row, and those beside them, of two measurements (rows, most bytes)."""
+    """The bytes of a row, and those for any number of rows, of two measurements (rows, most bytes)."""
     (few, small), (many, large) = probes
     row_bytes = max((large - small) / (many - few), 1.0)
     return row_bytes, max(small - row_bytes * few, 0.0)

@@ -56,7 +56,7 @@ def _pairs(model: nn.Module, device: torch.device) -> Iterator[tuple[nn.Paramete
         for axis, placement in enumerate(placements):
             if (dim := getattr(placement, "dim", None)) is not None:
                 shape[dim] *= mesh.size(axis)
-        whole = _drawn(shape, seed=0).to(device)
+        whole = _draw(shape, seed=0).to(device)
         yield nn.Parameter(_sharded(whole, parameter)), nn.Parameter(whole)
 
 
@@ -66,7 +66,7 @@ def _sharded(whole: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
-def _drawn(shape: Sequence[int], *, seed: int) -> Tensor:
+def _draw(shape: Sequence[int], *, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -76,7 +76,7 @@ def _difference(choice: OptimizerChoice, pairs: Sequence[tuple[nn.Parameter, nn.
     optimizers = [choice.over([{"params": [pair[i] for pair in pairs]}]) for i in (0, 1)]
     for step in range(1, STEPS + 1):
         for sharded, whole in pairs:
-            whole.grad = _drawn(whole.shape, seed=step).to(whole)
+            whole.grad = _draw(whole.shape, seed=step).to(whole)
             assert isinstance(sharded, DTensor)
             sharded.grad = _sharded(whole.grad, sharded)
         for optimizer in optimizers:

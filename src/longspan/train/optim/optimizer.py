@@ -31,18 +31,18 @@ class OptimizerChoice:
     """An optimizer's class and what it is called with.
 
     >>> choice = OptimizerChoice.of(TrainConfig(optimizer="torch.optim.NAdam"))
-    >>> optimizer = choice.over(groups_of(model, choice.weight_decay))
+    >>> optimizer = choice.over(parameter_groups(model, choice.weight_decay))
     """
 
     name: str
     lr: float = 1e-3
     weight_decay: float = 0.0
-    arguments: tuple[tuple[str, Any], ...] = ()  # beside lr and weight_decay
+    arguments: tuple[tuple[str, Any], ...] = ()  # other than lr and weight_decay
 
     @classmethod
     def of(cls, train: TrainConfig) -> "OptimizerChoice":
-        """What the keys of [train] say. Raises ConfigError for a class that cannot train, or for its arguments."""
-        arguments = parsed_arguments(train.optimizer, train.optimizer_arguments)
+        """The choice of [train]. Raises ConfigError for a class that cannot train, or for its arguments."""
+        arguments = parse_arguments(train.optimizer, train.optimizer_arguments)
         if train.optimizer == "adamw":
             arguments = {"betas": train.betas, "eps": train.eps} | arguments
         return cls(train.optimizer, train.lr, train.weight_decay, tuple(arguments.items()))
@@ -82,25 +82,25 @@ def build_optimizer(
     is one learning rate, or those of modules by name: a parameter has that of the innermost module that is named.
     `betas` are adamw's; `arguments` are the class's own. Weight decay applies to what multiplies (`decays`), not to
     norms and biases. Where the model has nothing to train (a pipeline stage that is frozen, say) the optimizer has no
-    parameters. Raises ConfigError for another name, for arguments that the class does not know, for a rate of what is
+    parameters. Raises ConfigError for another name, for arguments that the class does not take, for a rate of what is
     no module, and for parameters without one.
     """
     if name == "adamw":
         arguments = {"betas": betas} | arguments
     check_arguments(name, arguments)
     rates = lr if isinstance(lr, Mapping) else {"": lr}
-    groups = groups_of(model, name, weight_decay, rates)
+    groups = parameter_groups(model, name, weight_decay, rates)
     return OptimizerChoice(name, max(rates.values(), default=0.0), weight_decay, tuple(arguments.items())).over(groups)
 
 
-def groups_of(
+def parameter_groups(
     model: nn.Module, name: str, weight_decay: float, rates: Mapping[str, float] | None = None
 ) -> list[dict[str, Any]]:
     """The model's trainable parameters in groups of one learning rate and weight decay; what decays comes first.
 
     DTensors and plain tensors are apart, for no kernel of an optimizer takes both at once. `rates` are learning rates
     by the names of modules (None: the optimizer's own). Raises ConfigError where weights are to decay under an
-    optimizer that does not know weight decay, and for rates that do not fit the model.
+    optimizer without weight decay, and for rates that do not fit the model.
     """
     knows_decay = _takes(optimizer_class(name), "weight_decay")
     if weight_decay and not knows_decay:
@@ -146,7 +146,7 @@ def _innermost(modules: Iterable[str], parameter_name: str) -> str:
 def decays(name: str, parameter: Tensor) -> bool:
     """Whether weight decay applies: to matrices, one for each expert too, and to kernels of convolutions.
 
-    Shapes alone do not tell: the biases of experts (E, D) and norms of single heads (N, H) have two dims as well.
+    Shapes do not decide it: the biases of experts (E, D) and norms of single heads (N, H) have two dims as well.
 
     >>> decays("layers.0.mlp.experts.down_proj_bias", torch.zeros(8, 64))
     False
@@ -190,13 +190,13 @@ def _why_not(kind: type[Optimizer]) -> str:
     return ""
 
 
-def parsed_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]:
+def parse_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]:
     """Arguments written as "momentum=0.9", with values as in JSON; a value that is none is a string.
 
-    >>> parsed_arguments("sgd", ("momentum=0.9", "nesterov=true"))
+    >>> parse_arguments("sgd", ("momentum=0.9", "nesterov=true"))
     {'momentum': 0.9, 'nesterov': True}
 
-    Raises ConfigError for what is written otherwise, and for an argument that the class does not know.
+    Raises ConfigError for what is written otherwise, and for an argument that the class does not take.
     """
     arguments = dict[str, Any]()
     for text in texts:
@@ -215,13 +215,13 @@ def parsed_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for the first argument that the optimizer's class does not know, with those that it knows, and
+    """Raise ConfigError for the first argument that the optimizer's class does not take, with those that it takes, and
     for a switch that is neither true nor false."""
     kind = optimizer_class(name)
     parameters = inspect.signature(kind).parameters
     if unknown := [key for key in arguments if key == "params" or not _takes(kind, key)]:
-        known = [key for key in parameters if key not in ("params", *_BY_KEY)]
-        raise ConfigError(f"train.optimizer {name!r} has no argument {unknown[0]!r}; known: {', '.join(known)}")
+        names = [key for key in parameters if key not in ("params", *_BY_KEY)]
+        raise ConfigError(f"train.optimizer {name!r} has no argument {unknown[0]!r}; known: {', '.join(names)}")
     for key, value in arguments.items():
         if key in parameters and _is_switch(parameters[key]) and not isinstance(value, bool | None):
             raise ConfigError(f"train.optimizer {name!r} is given {key}={value!r}, which is true or false")

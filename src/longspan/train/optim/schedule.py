@@ -33,7 +33,7 @@ class Schedule:
 
     @classmethod
     def of(cls, train: TrainConfig) -> "Schedule":
-        """What the keys of [train] say. Raises ConfigError for a decay that has no place in the steps."""
+        """The schedule of [train]. Raises ConfigError for a decay that has no place in the steps."""
         schedule = cls(
             steps=train.steps,
             lr=train.lr,

@@ -3,7 +3,7 @@
 Rounded to the nearest, an update below 1/512 of a weight is lost altogether, at every step; by chance it is made in the
 same share of the steps. Moments are rounded alike: to the nearest, a moving average with a beta near 1 stands still.
 
-torchao's `_AdamW(bf16_stochastic_round=True)` (0.18) is not used: it is AdamW alone and marked private, rounds moments
+torchao's `_AdamW(bf16_stochastic_round=True)` (0.18) is not used: it is only AdamW and marked private, rounds moments
 to the nearest, compiles a kernel for every shape, and draws from the global generator, so that replicas of a weight
 part from each other and a resumed run rounds otherwise.
 """
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from longspan.comm import World
-from longspan.model.local_tensors import LocalPart, local_tensor
-from longspan.train.optim.optimizer import OptimizerChoice, groups_of
+from longspan.model.local_tensors import local_tensor
+from longspan.model.weights.held import HeldPart
+from longspan.train.optim.optimizer import OptimizerChoice, parameter_groups
 
 
 class StochasticRounding(Optimizer):
@@ -29,11 +30,13 @@ class StochasticRounding(Optimizer):
 
     Random bits are drawn from the world's seed and step, the parameter's name and the block of it that is here: a
     resumed run repeats them, and ranks that hold the same block draw the same. Parameters and moments in bfloat16 stay
-    so; those of other types are updated as they are.
+    so; those of other types are updated as they are. `rates` are learning rates by the names of modules.
     """
 
-    def __init__(self, choice: OptimizerChoice, model: nn.Module, world: World) -> None:
-        optimizer = choice.over(groups_of(model, choice.name, choice.weight_decay))
+    def __init__(
+        self, choice: OptimizerChoice, model: nn.Module, world: World, rates: Mapping[str, float] | None = None
+    ) -> None:
+        optimizer = choice.over(parameter_groups(model, choice.name, choice.weight_decay, rates))
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._wide = choice.over([nn.Parameter(torch.zeros(1, 1))])  # steps on the float32 copy of one parameter
         self._world, self._parts = world, _parts(model)
@@ -58,17 +61,17 @@ class StochasticRounding(Optimizer):
 
     def _update(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
         assert parameter.grad is not None
-        wide = nn.Parameter(_widened(parameter.detach().clone()))
-        wide.grad = _widened(parameter.grad)
+        wide = nn.Parameter(_widen(parameter.detach().clone()))
+        wide.grad = _widen(parameter.grad)
         self._wide.param_groups[:] = [{**group, "params": [wide]}]
-        state = {name: _widened(value) for name, value in self.state[parameter].items()}
+        state = {name: _widen(value) for name, value in self.state[parameter].items()}
         self._wide.state = defaultdict(dict, {wide: state} if state else {})
         self._wide.step()
         bits = self._generator(parameter)
         self.state[parameter] = {
-            name: _rounded(value, parameter.dtype, bits) for name, value in self._wide.state[wide].items()
+            name: _round(value, parameter.dtype, bits) for name, value in self._wide.state[wide].items()
         }
-        parameter.copy_(_rounded(wide.detach(), parameter.dtype, bits))
+        parameter.copy_(_round(wide.detach(), parameter.dtype, bits))
 
     def _generator(self, parameter: nn.Parameter) -> torch.Generator:
         counted = self._world.seed, self._last_step, self._draws, self._parts[parameter]
@@ -86,7 +89,7 @@ def stochastically_rounded(x: Tensor, bits: torch.Generator) -> Tensor:
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
 
-def _rounded(value: Any, dtype: torch.dtype, bits: torch.Generator) -> Any:
+def _round(value: Any, dtype: torch.dtype, bits: torch.Generator) -> Any:
     """What a float32 copy became, in its parameter's type; counters of steps and the like as they are."""
     if not _is_wide(value) or dtype != torch.bfloat16:
         return value
@@ -95,7 +98,7 @@ def _rounded(value: Any, dtype: torch.dtype, bits: torch.Generator) -> Any:
     return rounded
 
 
-def _widened(value: Any) -> Any:
+def _widen(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
 
 
@@ -105,4 +108,4 @@ def _is_wide(value: Any) -> bool:
 
 def _parts(model: nn.Module) -> dict[nn.Parameter, tuple[str, Any]]:
     """The name and the block of every parameter here; copies on several pipeline stages have one name."""
-    return {parameter: (name, LocalPart.of(parameter).block) for name, parameter in model.named_parameters()}
+    return {parameter: (name, HeldPart.of(parameter).block) for name, parameter in model.named_parameters()}

@@ -1,87 +1,100 @@
 """This rank's rows of every micro-batch of a step, read by all ranks before any of them computes.
 
-What is read of a document is in `read_rows.py`.
+What is read of a document is in `read_rows.py`. Here is also what a model or the documents may add to that: which rows
+of documents see each other besides the causal mask (an image's, or those of a prefix), and positions in several parts
+(M-RoPE). Attention and masks go by the shard's own positions, whatever these are.
 """
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
-from torch import nn
 
 from longspan.comm import SequenceShard, World, bind, raise_first_error
-from longspan.data.document import NO_TARGET
+from longspan.data.document import NO_TARGET, Labelled
 from longspan.errors import DataError
+from longspan.layout.segments import Rows
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import vocabulary_size
-from longspan.model.seams.call_rules import call_rules
+from longspan.model.seams.attention_calls import PARTS_OF_POSITIONS
+from longspan.model.seams.call_rules import CallRules, call_rules
 from longspan.plan import MicroBatch, Plan
 from longspan.plan.items import ItemTable
-from longspan.train.reading.read_positions import positions_of_rows
-from longspan.train.reading.read_rows import LocalBatch, NamesOfValues, read_rows
-from longspan.train.reading.spans import with_spans
+from longspan.train.reading.read_rows import LocalBatch, NamesOfValues, documents_and_positions, read_rows
+from longspan.train.reading.step_inputs import StepInputs
 
+T = TypeVar("T")
+
+_RUN = 4096  # labels that are read at a time
 _HINT = (
     "A plan must be made from the same lengths and settings on every rank, and loss=, divisor= and mtp= be given on "
     "all ranks or on none"
 )
 
 
-def padding_batch(plan: Plan, world: World, depths: int = 0) -> LocalBatch:
-    """A micro-batch without documents, for all slots to enter together."""
-    batch = _padding_rows(_with_padding(MicroBatch(), plan, world))
-    return batch._replace(deeper=(batch,) * depths)
-
-
-def read_local_batches(
-    model: nn.Module, plan: Plan, documents: Any, world: World, items: ItemTable | None = None, depths: int = 0
-) -> list[LocalBatch]:
+def read_local_batches(inputs: StepInputs, depths: int = 0) -> list[LocalBatch]:
     """Bind every micro-batch and read this rank's rows; where any rank cannot read, every rank raises DataError.
 
-    Each slot reads the rows that it computes; its ranks of stages in the middle read none. The places of `items` are
+    Each slot reads the rows that it computes; its ranks of stages in the middle read none. The places of items are
     neither inputs nor targets. `depths` of multi-token prediction read as many tokens further ahead.
     """
-    batches, failure = list[LocalBatch](), None
+    plan = inputs.plan
+    # A rank that cannot read its plan has none to compare.
+    return read_agreed(
+        lambda: read_micro_batches(inputs, plan.micro_batches, depths), plan.digest(), inputs.world, hint=_HINT
+    )
+
+
+def read_agreed(read: Callable[[], T], digest: str, world: World, **names: str) -> T:
+    """Read, and compare a digest of what is read over all ranks, which enter together.
+
+    Where any rank cannot read, every rank raises DataError. `names` go to `ControlGroup.agree`.
+    """
+    result, failure = None, None
     try:
-        batches = batches_of(model, plan, documents, world, plan.micro_batches, items, depths)
+        result = read()
     except Exception as error:  # a corpus may raise anything: the other ranks must learn of it
         failure = reading_error(error, world)
-    if world.control.agree(plan.digest(), flag=failure is not None, hint=_HINT):  # it has no plan if it cannot read it
+    if world.control.agree(digest, flag=failure is not None, **names):
         raise_first_error(world, failure)
-    return batches
+    return result  # pyright: ignore[reportReturnType]
 
 
-def batches_of(
-    model: nn.Module,
-    plan: Plan,
-    documents: Any,
-    world: World,
-    micro_batches: Iterable[MicroBatch],
-    items: ItemTable | None = None,
-    depths: int = 0,
-) -> list[LocalBatch]:
+def read_micro_batches(inputs: StepInputs, micro_batches: Iterable[MicroBatch], depths: int = 0) -> list[LocalBatch]:
     """Some micro-batches of a plan with this rank's rows, read without the other ranks."""
+    model, plan, world, documents = inputs.language_model, inputs.plan, inputs.world, inputs.documents.documents
     reads = not isinstance(model, PipelineModel) or model.reads_tokens
     batches, vocabulary, names = list[LocalBatch](), vocabulary_size(model), NamesOfValues()
-    rules = call_rules(model)
+    rules, items = call_rules(model), inputs.documents.items
+    positions = getattr(documents, "positions", None)
     for micro_batch in micro_batches:
         if plan.mode == "free" and not micro_batch.groups_of(world.slot):
             continue  # in lockstep a slot runs all of them, empty ones too
-        shard = with_spans(_with_padding(micro_batch, plan, world), rules, documents, items)
+        shard = _bind_padded(micro_batch, plan, world)
+        if rules.prefix or rules.in_spans:
+            shard = bind_spans(shard, rules, documents, items)
         batch = read_rows(documents, shard, vocabulary, items, names, depths) if reads else _padding_rows(shard)
-        batches.append(batch._replace(positions=positions_of_rows(documents, shard)))
+        if positions is not None:
+            batch = batch._replace(positions=positions_of_rows(positions, shard))
+        batches.append(batch)
     return batches
 
 
+def padding_batch(plan: Plan, world: World, depths: int = 0) -> LocalBatch:
+    """A micro-batch without documents, for all slots to enter together."""
+    batch = _padding_rows(_bind_padded(MicroBatch(), plan, world))
+    return batch._replace(deeper=(batch,) * depths)
+
+
 def reading_error(error: Exception, world: World) -> DataError:
-    """What all ranks raise where this one cannot read its rows."""
+    """The error that all ranks raise where this one cannot read its rows."""
     message = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
     named = DataError(f"rank {world.rank} could not read its rows: {message}")
     named.__cause__ = error
     return named
 
 
-def _with_padding(micro_batch: MicroBatch, plan: Plan, world: World) -> SequenceShard:
+def _bind_padded(micro_batch: MicroBatch, plan: Plan, world: World) -> SequenceShard:
     return bind(micro_batch, world).with_padding(minimum=1, multiple=plan.row_multiple)
 
 
@@ -89,3 +102,97 @@ def _padding_rows(shard: SequenceShard) -> LocalBatch:
     """The batch of a rank that reads nothing: padding, or rows that come from another stage."""
     rows = shard.local_rows
     return LocalBatch(shard, np.zeros(rows, dtype=np.int64), np.full(rows, NO_TARGET, dtype=np.int64))
+
+
+# ---- rows that see each other besides the causal mask
+
+
+def bind_spans(shard: SequenceShard, rules: CallRules, documents: Any, items: ItemTable | None) -> SequenceShard:
+    """The shard with the rows that see each other, for a model whose rules have a prefix or items in spans.
+
+    Raises DataError for a prefix that the model's window would cut, and for packs, whose pieces have a prefix each.
+    """
+    if rules.prefix:
+        return shard.with_spans(dict(_prefixes(shard, rules, documents, items)))
+    inside = shard.micro_batch.documents if items is not None else ()
+    return shard.with_spans({d: items.runs(d, rules.in_spans) for d in inside if items is not None})
+
+
+def _prefixes(
+    shard: SequenceShard, rules: CallRules, documents: Any, items: ItemTable | None
+) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """The number and the prefix of each document whose rows this rank may hold."""
+    groups = [part.group for part in shard.parts if part.index >= 0]
+    for group in groups:
+        for number, length in zip(group.documents, group.lengths, strict=True):
+            document = documents[number]
+            if len(getattr(document, "pieces", ())) > 1:
+                raise DataError(
+                    f"document {number} is a pack of {len(document.pieces)} pieces, and in {rules.architecture} each "
+                    "has a prefix of its own; use data.pack_to = 0: micro-batches hold several documents"
+                )
+            prefix = prefix_of(document, number, length, items)
+            if rules.prefix_window is not None and prefix > rules.prefix_window:
+                raise DataError(
+                    f"document {number} has a prefix of {prefix} rows, and layers of {rules.architecture} a window of "
+                    f"{rules.prefix_window}, which a prefix is not cut by; give shorter prompts"
+                )
+            yield number, [(0, prefix)] if prefix else []
+
+
+def prefix_of(document: Any, number: int, length: int, items: ItemTable | None = None) -> int:
+    """How many rows of a document stand before its first target; all of them if it has no target.
+
+    The first token is no target, but one of a document without labels may follow it.
+    """
+    for start in range(0, length, _RUN):
+        positions = np.arange(start, min(start + _RUN, length))
+        targets = positions > 0
+        if isinstance(document, Labelled):
+            targets = np.asarray(document.labels(positions)) != NO_TARGET
+        if items is not None:
+            targets = targets & ~items.covered(number, start, int(positions[-1]) + 1)
+        if targets.any():
+            return start + int(targets.argmax())
+    return length
+
+
+# ---- positions in several parts
+
+
+def positions_of_rows(positions_of: Callable[[int], Any], shard: SequenceShard) -> Rows | None:
+    """The positions (n, T) of a shard's local rows; None if no document of the micro-batch has positions of its own.
+
+    `positions_of(d)` gives those of document d (n, tokens of d), or None if they are plain: then all parts of them are
+    the place in the document, as in padding. It is called once a micro-batch, for the whole document: where an image
+    stands decides the positions after it. Raises DataError for positions of another shape.
+    """
+    lengths = {d: n for group in shard.micro_batch.groups for d, n in zip(group.documents, group.lengths, strict=True)}
+    of_document, rows = documents_and_positions(shard)
+    by_document = {
+        d: _check_positions(positions_of(d), d, lengths[d]) for d in np.unique(of_document).tolist() if d >= 0
+    }
+    parts = {len(positions) for positions in by_document.values() if positions is not None}
+    if not parts:
+        return None
+    if len(parts) > 1:
+        raise DataError(f"documents have positions in {sorted(parts)} parts; give all of them as many")
+    positions = np.tile(rows, (parts.pop(), 1))
+    for document, parts_of_one in by_document.items():
+        if parts_of_one is not None:
+            here = np.flatnonzero((of_document == document) & (rows < lengths[document]))  # padded ones end before
+            positions[:, here] = parts_of_one[:, rows[here]]
+    return positions
+
+
+def _check_positions(positions: Any, document: int, length: int) -> Rows | None:
+    if positions is None:
+        return None
+    positions = np.asarray(positions)
+    fits = positions.ndim == 2 and len(positions) in PARTS_OF_POSITIONS and positions.shape[1] == length
+    if not fits or positions.dtype.kind not in "iu":
+        raise DataError(
+            f"document {document} gave positions of {positions.dtype} and shape {positions.shape}; give integers of "
+            f"shape (3, {length}), one column for each of its {length} tokens"
+        )
+    return positions.astype(np.int64, copy=False)

@@ -24,10 +24,10 @@ WEIGHTS = "weights"  # the values that multiply losses; 1 in documents that give
 class LocalBatch(NamedTuple):
     """One micro-batch as this rank runs it: its shard, its token ids (T,) and its labels (T,), on the host.
 
-    `values` (T,) by name are what documents say of the tokens that are predicted (`document.py`); there are none where
-    no document on this rank does. `deeper` are the same rows for each depth of multi-token prediction: at depth d, row
+    `values` (T,) by name are the numbers that documents bring for the tokens that are predicted (`document.py`), if any
+    document on this rank has some. `deeper` are the same rows for each depth of multi-token prediction: at depth d, row
     t holds the id of token t + d and the label and values of token t + d + 1. `positions` (n, T) are those that
-    documents bring in several parts (`read_positions.py`), None where they are the shard's.
+    documents bring in several parts (`local_batch.py`), None if they are the shard's.
     """
 
     shard: SequenceShard
@@ -77,7 +77,7 @@ def read_rows(
     names: NamesOfValues | None = None,
     depths: int = 0,
 ) -> LocalBatch:
-    """All that a rank needs of its rows of one micro-batch; as `read_inputs_and_labels`, with documents' values.
+    """Read all that a rank needs of its rows of one micro-batch: `read_inputs_and_labels`, with documents' values.
 
     `names` are shared by the micro-batches of a step; `depths` is how many tokens further ahead are read.
     """
@@ -127,7 +127,7 @@ class _Reader:
         self._at_depth = [_Arrays(rows) for _ in range(depths + 1)]
 
     def batch(self, shard: SequenceShard) -> LocalBatch:
-        """What was read."""
+        """The batch of the rows read so far."""
         first, *deeper = (LocalBatch(shard, rows.ids, rows.labels, rows.values) for rows in self._at_depth)
         return first._replace(deeper=tuple(deeper))
 
@@ -135,17 +135,16 @@ class _Reader:
         """Read positions from start to stop of a document into the rows from `row` on."""
         end = min(stop + len(self._at_depth), length)  # a row predicts nothing where its document ends before
         hidden = None if self._items is None else self._items.covered(document, start, end)
-        positions = np.arange(start, end)
-        tokens = self._tokens(document, positions, hidden)
-        labels = self._labels(document, positions[1:], tokens[1:], hidden)
-        values = self._values(document, positions[1:])
+        positions, value = np.arange(start, end), self._documents[document]
+        tokens = self._tokens(value, document, positions, hidden)
+        labels = self._labels(value, document, positions[1:], tokens[1:], hidden)
+        values = self._values(value, document, positions[1:])
         for depth, rows in enumerate(self._at_depth):
             ahead = slice(depth, depth + stop - start)
             rows.fill(row, tokens[ahead], labels[ahead], {name: numbers[ahead] for name, numbers in values.items()})
 
-    def _tokens(self, document: int, positions: Rows, hidden: npt.NDArray[np.bool_] | None) -> Rows:
+    def _tokens(self, ids: Any, document: int, positions: Rows, hidden: npt.NDArray[np.bool_] | None) -> Rows:
         """Token ids at some positions, 0 where they are hidden. Raises DataError for what cannot be token ids."""
-        ids = self._documents[document]
         ids = np.asarray(ids) if isinstance(ids, list | tuple) else ids
         tokens = np.asarray(ids[torch.from_numpy(positions) if isinstance(ids, Tensor) else positions])
         _check_integers(document, tokens, positions, "a document, indexed by an array of positions, gives token ids")
@@ -154,12 +153,14 @@ class _Reader:
         self._check_vocabulary(document, tokens, positions, "token id")
         return tokens.astype(np.int64)
 
-    def _labels(self, document: int, positions: Rows, tokens: Rows, hidden: npt.NDArray[np.bool_] | None) -> Rows:
-        """What these positions are to be, where nothing else is said the tokens that stand there.
+    def _labels(
+        self, labelled: Any, document: int, positions: Rows, tokens: Rows, hidden: npt.NDArray[np.bool_] | None
+    ) -> Rows:
+        """The labels of these positions: the document's, or the tokens that stand there.
 
-        `hidden` says which of them, and of the position before them, are none.
+        `hidden` are the placeholders among them and the position before them, which have none.
         """
-        labels, labelled = tokens, self._documents[document]
+        labels = tokens
         if isinstance(labelled, Labelled):
             labels = np.asarray(labelled.labels(positions))
             _check_integers(document, labels, positions, "its labels are token ids, or −100")
@@ -169,9 +170,8 @@ class _Reader:
             self._check_vocabulary(document, np.where(labels == NO_TARGET, 0, labels), positions, "the label")
         return labels
 
-    def _values(self, document: int, positions: Rows) -> Mapping[str, npt.NDArray[np.float64]]:
+    def _values(self, valued: Any, document: int, positions: Rows) -> Mapping[str, npt.NDArray[np.float64]]:
         """The numbers of a document at these positions. Raises DataError where others have other names."""
-        valued = self._documents[document]
         values = valued.token_values(positions) if isinstance(valued, Valued) else {}
         self._names.check(document, values)
         for name, numbers in values.items():
@@ -182,14 +182,14 @@ class _Reader:
                 )
         return values
 
-    def _check_vocabulary(self, document: int, ids: Rows, positions: Rows, what: str) -> None:
+    def _check_vocabulary(self, document: int, ids: Rows, positions: Rows, noun: str) -> None:
         """Raise DataError for ids that are none of the vocabulary."""
         size = self._vocabulary
         outside = (ids < 0) | (ids >= (np.iinfo(np.int64).max if size is None else size))
         if outside.any():
             at = int(outside.argmax())
             raise DataError(
-                f"document {document} holds {what} {ids[at]} at position {positions[at]}, the model's vocabulary is "
+                f"document {document} holds {noun} {ids[at]} at position {positions[at]}, the model's vocabulary is "
                 f"0 to {'…' if size is None else size - 1}; use the tokenizer that belongs to the model"
             )
 
@@ -212,9 +212,9 @@ class _Arrays:
             self.values.setdefault(name, np.full(len(self.ids), ones))[predicted] = numbers
 
 
-def _check_integers(document: int, values: npt.NDArray[Any], positions: Rows, what: str) -> None:
+def _check_integers(document: int, values: npt.NDArray[Any], positions: Rows, rule: str) -> None:
     if values.shape != positions.shape or values.dtype.kind not in "iu":
         raise DataError(
-            f"document {document} gave {values.dtype} of shape {values.shape} for {len(positions)} positions; {what}, "
+            f"document {document} gave {values.dtype} of shape {values.shape} for {len(positions)} positions; {rule}, "
             "an integer for each"
         )

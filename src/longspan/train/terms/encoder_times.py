@@ -23,7 +23,7 @@ class EncoderTimes:
 
     `seconds` from the step's beginning until the language model has its rows, and from its end until the encoders have
     their gradients: the mean over ranks, exchanges and waiting included. `tower_seconds` of towers and projectors
-    alone, of the busiest rank; `balance` is that over the mean of all (1: all equally busy), which under FSDP2 holds
+    only, of the busiest rank; `balance` is that over the mean of all (1: all equally busy), which under FSDP2 holds
     the waiting for each other's parameters as well. The predicted ones are those of the waves' plan: seconds that
     towers and projectors take, and the busiest slot's work over the mean.
     """

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,15 +14,36 @@ from longspan.bridge import Bridge
 from longspan.comm import SequenceShard, World, bind, to_device
 from longspan.comm.moves.row_exchange import RowGradient
 from longspan.errors import ModelError
-from longspan.layout.segments import Integers
+from longspan.layout.segments import Rows
 from longspan.model.multimodal.encoder import Encoder
 from longspan.model.parts import modes_restored
-from longspan.model.sharding import gradients_summed_over_slots, replicas_summed_at_last, reshard
+from longspan.model.placement.sharding import gradients_summed_over_slots, replicas_summed_at_last, reshard
 from longspan.plan import Group, MicroBatch
 from longspan.plan.items import ItemTable, ModalityPlan, Wave
-from longspan.train.encoding.random_state import RandomState, random_state_of
-from longspan.train.encoding.times import PartClock
 from longspan.train.reading.read_rows import LocalBatch
+from longspan.train.terms.encoder_times import PartClock
+
+
+class RandomState(NamedTuple):
+    """States of the host's generator and of a GPU's."""
+
+    host: Tensor
+    gpu: Tensor | None
+
+    @classmethod
+    def of(cls, device: torch.device) -> "RandomState":
+        """The state now."""
+        return cls(torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
+
+
+@contextmanager
+def restore_random_state(state: RandomState, device: torch.device) -> Iterator[None]:
+    """Set the random generators to a state, for a second forward pass; afterwards they are as before."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.set_rng_state(state.host)
+        if state.gpu is not None:
+            torch.cuda.set_rng_state(state.gpu, device)
+        yield
 
 
 class _LocalWave:
@@ -34,7 +55,7 @@ class _LocalWave:
         self.bridge = Bridge(wave.have, wave.need, world, gradient=gradient)
         slot = encoder.world.slot
         self.works = bool(wave.micro_batch.groups_of(slot))
-        self.micro_batch = wave.micro_batch if self.works else _smallest_alone(wave.micro_batch, slot)
+        self.micro_batch = wave.micro_batch if self.works else _smallest_item(wave.micro_batch, slot)
         self.shard: SequenceShard | None = None  # for an encoder whose slots share items; bound in the step
         groups = [group for _, group in self.micro_batch.groups_of(slot)]
         self.items = tuple(int(plan.rows.items[item]) for group in groups for item in group.documents)
@@ -45,8 +66,8 @@ class _LocalWave:
         self.deliveries: list[tuple[Tensor, Tensor | None]] = []  # leaves, and which of their rows are of this wave
 
 
-def _smallest_alone(wave: MicroBatch, slot: int) -> MicroBatch:
-    """The wave's smallest item on this slot alone, for a slot that has none of its own."""
+def _smallest_item(wave: MicroBatch, slot: int) -> MicroBatch:
+    """A micro-batch of the wave's smallest item on this slot, for a slot that has no item of the wave."""
     rows, item = min(
         (rows, item) for group in wave.groups for item, rows in zip(group.documents, group.lengths, strict=True)
     )
@@ -72,7 +93,7 @@ class ModalityPass:
         return [self.items.numbers[item] for wave in self.waves for item in wave.items]
 
     def read(self, documents: Any) -> None:
-        """What the encoder is given for each item of this rank's waves, and its shards, which know the step."""
+        """Read the inputs of this rank's items, and bind the waves of an encoder whose slots share items."""
         for wave in self.waves:
             if self.encoder.max_cp > 1:
                 wave.shard = bind(wave.micro_batch, self.encoder.world)
@@ -83,7 +104,7 @@ class ModalityPass:
             return documents.read(self.items.numbers[item])
 
     def not_finite(self) -> list[str]:
-        """The items of which what was read here holds tensors that are not finite."""
+        """The items whose inputs, as read here, hold tensors that are not finite."""
         read = {item: value for wave in self.waves for item, value in zip(wave.items, wave.inputs, strict=True)}
         return [self.items.name(item) for item in sorted(read) if not all(map(_is_finite, tensors_in(read[item])))]
 
@@ -129,8 +150,8 @@ class ModalityPass:
     def _wrong_rows(self, wave: _LocalWave, output: Any) -> ModelError | None:
         names = self._names(wave)
         if not isinstance(output, Tensor) or output.ndim != 2:
-            what = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-            return ModelError(f"the encoder returned {what} for {names}; it returns rows (n, width)")
+            returned = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+            return ModelError(f"the encoder returned {returned} for {names}; it returns rows (n, width)")
         if output.shape[0] != wave.rows:
             return ModelError(
                 f"the encoder returned {output.shape[0]} rows for {names}, whose placeholders take {wave.rows} "
@@ -157,7 +178,7 @@ class ModalityPass:
         starts = [0] * len(self.waves)
         by_micro_batch = {id(batch.shard.micro_batch): batch.shard for batch in batches}
         for index, micro_batch in enumerate(micro_batches):
-            needed = self.plan.item_rows_at(self.world.rank, index)
+            needed = self.plan.needed_at(self.world.rank, index)
             rows = np.concatenate([part.row for part in needed])
             if not len(rows):
                 continue
@@ -169,20 +190,20 @@ class ModalityPass:
             for ahead, (part, of_part) in enumerate(zip(needed, parts, strict=True)):
                 self._give(shard, ahead, to_device(part.local, shard.device), of_part)
 
-    def _give(self, shard: SequenceShard, ahead: int, places: Tensor, given: Tensor) -> None:
+    def _give(self, shard: SequenceShard, ahead: int, places: Tensor, rows: Tensor) -> None:
         """Rows for these local rows: what enters at the embedding, of tokens so many further `ahead`, and of the local
         rows' own tokens what is added after each of the first layers."""
         with torch.set_grad_enabled(self.trains):
-            first, *deeper = given.split(self.width, -1) if self.encoder.deep_layers else (given,)
+            first, *deeper = rows.split(self.width, -1) if self.encoder.deep_layers else (rows,)
         derived = shard.derived
         derived.spliced[ahead] = (*derived.spliced.get(ahead, ()), (places, first))
         if ahead:
             return
-        for layer, rows in enumerate(deeper):
-            derived.added[layer] = (*derived.added.get(layer, ()), (places, rows))
+        for layer, added in enumerate(deeper):
+            derived.added[layer] = (*derived.added.get(layer, ()), (places, added))
 
-    def _leaf(self, wave_of_row: Integers, arrived: Sequence[Tensor], starts: list[int]) -> Tensor:
-        """The rows of one micro-batch from those of all waves, each of which goes on at `starts`."""
+    def _leaf(self, wave_of_row: Rows, arrived: Sequence[Tensor], starts: list[int]) -> Tensor:
+        """The rows of one micro-batch from those of all waves; those of each wave begin at its place in `starts`."""
         waves = sorted(set(wave_of_row.tolist()))
         if len(waves) == 1:
             (index,) = waves
@@ -207,23 +228,23 @@ class ModalityPass:
             for wave in reversed(self.waves):
                 if wave is self.waves[0]:
                     sum_replicas()
-                output = self._encoded_again(wave) if self.encoder.recompute else wave.output
+                output = self._encode_again(wave) if self.encoder.recompute else wave.output
                 assert output is not None
                 gradient = wave.bridge.back(_gradient(wave, output))
                 with self.clock.timing("towers"):
                     torch.autograd.backward(output, gradient)
                 wave.output, wave.deliveries = None, []
 
-    def _encoded_again(self, wave: _LocalWave) -> Tensor:
+    def _encode_again(self, wave: _LocalWave) -> Tensor:
         assert wave.random_state is not None
-        with random_state_of(wave.random_state, self.world.device), torch.enable_grad():
+        with restore_random_state(wave.random_state, self.world.device), torch.enable_grad():
             output = self._call(wave)
         return output if wave.works else output[:0]
 
 
 @contextmanager
 def _noting(doing: Callable[[], str]) -> Iterator[None]:
-    """An error of the caller's code says in a note what it was called for."""
+    """Add a note to an error of the caller's code: what it was called for."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Triton kernels of this folder, imported where Triton is: CPU builds of torch lack it."""
+"""Triton kernels of `loss.py`, imported where Triton is installed: CPU builds of torch lack it."""
 
 # pyright: basic, reportMissingImports=false
 
@@ -17,9 +17,9 @@ def log_probs_of(logits, ids, log_probs, log_total, vocabulary, logits_row, COLU
         column = first + tl.arange(0, COLUMNS)
         x = tl.load(here + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
         larger = tl.maximum(largest, x)
-        # Columns that saw no logit yet, or −inf alone, have nothing to scale.
-        known = larger > float("-inf")
-        total = tl.where(known, total * tl.exp(largest - larger) + tl.exp(x - larger), 0.0)
+        # Columns that saw no logit yet, or only −inf, have nothing to scale.
+        finite = larger > float("-inf")
+        total = tl.where(finite, total * tl.exp(largest - larger) + tl.exp(x - larger), 0.0)
         largest = larger
     top = tl.max(largest, 0)
     logs = top + tl.log(tl.sum(tl.where(largest > float("-inf"), total * tl.exp(largest - top), 0.0), 0))

@@ -1,0 +1,124 @@
+"""What a step runs over: a model, a plan, the plan's documents, and what every rank counts of these before it reads.
+
+Items and targets are counted once a step, from lengths, spans and numbers of labels; no token is read here. The rows
+that a rank reads are in `local_batch.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from longspan.bridge.item_documents import item_table_of, targets_beside_items
+from longspan.comm import World
+from longspan.data.document import targets_of
+from longspan.data.order.packs import LabelledPack
+from longspan.errors import DataError, ModelError, PlanError, counted
+from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.plan import Plan
+from longspan.plan.items import ItemTable
+
+
+class StepDocuments:
+    """The documents of one plan: indexed by document, with the facts about them that all ranks count once.
+
+    `items` are the places that encoders fill; None for a model without encoders. Raises DataError for documents without
+    items under a model with encoders and for items that do not fit their documents, ModelError for items that no
+    encoder takes.
+    """
+
+    def __init__(self, model: nn.Module, documents: Any, lengths: Sequence[int]) -> None:
+        self.documents, self.lengths = documents, tuple(lengths)
+        items = getattr(documents, "items", None)
+        items = None if callable(items) else items  # a mapping's
+        self.items: ItemTable | None = None
+        if isinstance(model, MultimodalModel):
+            self.items = item_table_of(documents, lengths)
+            if self.items is None:
+                raise DataError(
+                    f"the documents ({type(documents).__name__}) have no items; a MultimodalModel takes ItemDocuments, "
+                    "with an empty list of items where there are none"
+                )
+        elif items is not None and len(items):
+            raise ModelError(
+                f"the documents have {len(items)} items, {type(model).__name__} has no encoder; run a "
+                "MultimodalModel(encoders, language_model, world)"
+            )
+
+    def __getitem__(self, document: int) -> Any:
+        return self.documents[document]
+
+    @cached_property
+    def targets(self) -> tuple[int, ...]:
+        """How many tokens each document predicts.
+
+        Raises PlanError for a document that is missing, is no sequence of token ids, or has another length.
+        """
+        counts = tuple(self._count_targets(document, length) for document, length in enumerate(self.lengths))
+        return counts if self.items is None else targets_beside_items(self.documents, self.items)
+
+    def check_targets(self, plan: Plan) -> None:
+        """Raise PlanError where the plan divides the loss by another number of targets."""
+        if plan.targets == (targets := sum(self.targets)):
+            return
+        hidden = "" if self.items is None else f" that are not placeholders of {len(self.items)} items"
+        raise PlanError(
+            f"the plan divides the loss by {plan.targets} targets, its {len(plan.lengths)} documents predict "
+            f"{counted(targets, 'token')}{hidden}; plan with targets={targets}, or without targets= where every token "
+            "is predicted"
+        )
+
+    def _count_targets(self, document: int, length: int) -> int:
+        """The targets of one document, which is checked."""
+        try:
+            value = self.documents[document]
+        except (IndexError, KeyError) as error:
+            raise PlanError(f"the plan has {len(self.lengths)} documents, document {document} was not given") from error
+        if isinstance(value, Mapping):
+            raise PlanError(
+                f"document {document} is a {type(value).__name__} of {', '.join(map(str, value))}; give its token ids, "
+                "or longspan.Document(ids, labels=…) where not every token is a target"
+            )
+        if len(value) != length:
+            raise PlanError(
+                f"document {document} has {counted(len(value), 'token')}, the plan laid out {length}; plan from the "
+                "lengths of the documents that the step is given"
+            )
+        return targets_of(value)
+
+
+@dataclass(frozen=True, eq=False)
+class StepInputs:
+    """What a step runs over, once `check_step` has found that the parts belong together.
+
+    `model` is the caller's; of a MultimodalModel the passes run the `language_model` inside.
+    """
+
+    model: nn.Module
+    language_model: nn.Module
+    plan: Plan
+    documents: StepDocuments
+    world: World
+    backward: bool
+
+
+def with_targets_of(documents: Any, plan: Plan) -> Plan:
+    """The plan with the targets of packs that have labels, which no planner reads; of other documents it has them."""
+    if not any(isinstance(document, LabelledPack) for document in documents):
+        return plan
+    return replace(plan, targets=sum(targets_of_documents(documents, plan.lengths)))
+
+
+def targets_of_documents(documents: Any, lengths: Sequence[int], items: ItemTable | None = None) -> tuple[int, ...]:
+    """The targets of each document: its tokens except the first, or those with a label if it has labels.
+
+    Placeholders of `items` are none. No token is read, except the labels of placeholders.
+
+    >>> targets_of_documents([[3, 1, 4]], [3])
+    (2,)
+    """
+    if items is not None:
+        return targets_beside_items(documents, items)
+    return tuple(targets_of(documents[document]) for document in range(len(lengths)))

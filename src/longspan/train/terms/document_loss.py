@@ -1,0 +1,250 @@
+"""A loss of whole documents: a function of the log-probabilities that a model gives to each document of a set."""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from longspan.comm import World, on_all_ranks, to_device
+from longspan.errors import LossError, ModelError, counted, shortened
+from longspan.model.adapters import adapter_of, is_adapted
+from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.seams.randomness import refuse_dropout_in_two_passes
+from longspan.plan import Plan
+from longspan.train.loss import Head, chunked_log_probs, chunked_loss
+from longspan.train.passes import Passes
+from longspan.train.reading.read_rows import LocalBatch
+from longspan.train.terms.log_probs import log_probs_of_passes
+from longspan.train.terms.token_loss import BatchTargets
+
+SetFunction = Callable[[Tensor, tuple[int, ...]], Tensor]
+Sums = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class DocumentLoss:
+    """A loss of sets of documents, as `loss=` of `run_step`: pairs of DPO, or groups of one prompt's answers.
+
+    >>> def dpo(sums, documents):                       # of one pair: the preferred answer and the other one
+    ...     chosen, rejected = sums - reference[list(documents)]
+    ...     return -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected))
+    >>> run_step(model, plan, documents, world, optimizer, loss=DocumentLoss(dpo, sets=[(0, 1), (2, 3)]))
+
+    `function(sums, documents)` gets the numbers of a set's documents and, in their order, the sum of the
+    log-probabilities of each one's targets, times their weights: float64 on the host. It returns a scalar, and must be
+    the same on every rank. The step's loss is the sum over `sets` (None: one set of all documents) divided by
+    `divisor=`, by default the number of sets.
+    """
+
+    function: SetFunction
+    sets: Sequence[Sequence[int]] | None = None
+
+    def sets_of(self, plan: Plan) -> tuple[tuple[int, ...], ...]:
+        """The sets, checked against a plan. Raises LossError for documents that it has not, and for empty sets."""
+        count = len(plan.lengths)
+        if not callable(self.function):
+            raise LossError(
+                f"the function of a DocumentLoss is {shortened(self.function)}; give a function of (sums, documents)"
+            )
+        if self.sets is None:
+            return (tuple(range(count)),) if count else ()
+        sets = tuple(_numbers(index, documents) for index, documents in enumerate(_list_of_sets(self.sets)))
+        for index, documents in enumerate(sets):
+            if not documents or len(set(documents)) != len(documents):
+                raise LossError(
+                    f"set {index} of a DocumentLoss is {shortened(documents)}; give each document of a set once"
+                )
+            if min(documents) < 0 or max(documents) >= count:
+                raise LossError(
+                    f"set {index} of a DocumentLoss is {shortened(documents)}, the plan has documents 0 to "
+                    f"{count - 1}; give their numbers in the plan"
+                )
+        return sets
+
+
+def _list_of_sets(sets: Any) -> list[Any]:
+    try:
+        return list(sets)
+    except TypeError as error:
+        raise LossError(
+            f"the sets of a DocumentLoss are {shortened(sets)}; give a list of sets: [(0, 1), (2, 3)]"
+        ) from error
+
+
+def _numbers(index: int, documents: Any) -> tuple[int, ...]:
+    """The numbers of a set's documents. Raises LossError for what is no integer."""
+    try:
+        if any(isinstance(document, bool) for document in documents):
+            raise TypeError("a bool is no number of a document")
+        return tuple(operator.index(document) for document in documents)
+    except TypeError as error:
+        raise LossError(
+            f"set {index} of a DocumentLoss is {shortened(documents)}; give the numbers of its documents, as integers: "
+            "sets=[(0, 1), (2, 3)]"
+        ) from error
+
+
+def loss_of_sets(function: SetFunction, sets: Sequence[tuple[int, ...]], sums: Sums) -> tuple[float, Sums]:
+    """The sum of the losses of some sets, and its derivative by the sum of each of all documents (D,).
+
+    Raises LossError where the function gives no scalar.
+    """
+    total, coefficients = 0.0, np.zeros(len(sums))
+    for documents in sets:
+        leaf = torch.from_numpy(sums[list(documents)]).requires_grad_()
+        with torch.enable_grad():
+            loss = _check_scalar(function(leaf, documents), documents)
+        total += loss.item()
+        if loss.requires_grad:
+            (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True)
+            if gradient is not None:
+                np.add.at(coefficients, list(documents), gradient.numpy())
+    return total, coefficients
+
+
+def _check_scalar(loss: Any, documents: tuple[int, ...]) -> Tensor:
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
+        return loss.sum()
+    shape = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise LossError(
+        f"the function of a DocumentLoss gave {shape} for documents {documents}; return a floating-point tensor of one "
+        "number"
+    )
+
+
+TOLERANCE = 1e-6  # relative: hosts of other kinds may differ in the last bits
+
+
+class SameOnRanks:
+    """Sums of losses and coefficients: of sets whose sums every rank has, and of those that only a last stage has."""
+
+    def __init__(self) -> None:
+        self._sums = np.full((2, 2), -np.inf)  # (kind of sets, loss or coefficients); -inf: this rank has none
+        self._sizes = np.zeros((2, 2))
+
+    def add(self, loss: float, coefficients: Sums, *, inside: bool) -> None:
+        """Take the loss of some sets, and the coefficients of all documents (D,)."""
+        weights = 1.0 + np.sqrt(np.arange(1, len(coefficients) + 1)) % 1.0  # unlike for every document
+        sums, kind = np.array([loss, coefficients @ weights]), int(inside)
+        self._sums[kind] = np.where(np.isneginf(self._sums[kind]), 0.0, self._sums[kind]) + sums
+        self._sizes[kind] += abs(loss), np.abs(coefficients) @ weights
+
+    def differs(self, world: World) -> bool:
+        """Whether a rank that has sums has others than the rest; what is not finite is not compared."""
+        finite = np.isfinite(self._sums)
+        low = np.where(finite, -self._sums, -np.inf)
+        values = np.concatenate([np.where(finite, self._sums, -np.inf), low, np.where(finite, self._sizes, 0.0)])
+        both = np.array(world.control.largest_of(values.ravel().tolist(), "comparison of losses")).reshape(3, 2, 2)
+        apart = both[0] + both[1]  # the largest less the smallest; -inf where no rank has any
+        return bool((apart > TOLERANCE * both[2]).any())
+
+
+class DocumentPasses:
+    """The sets of one step; given to its passes as `measure` once `look_ahead` has run.
+
+    An error of the caller's function is kept in `error`, and the passes go on.
+    """
+
+    def __init__(
+        self, function: SetFunction, sets: Sequence[tuple[int, ...]], plan: Plan, world: World, chunk_rows: int
+    ) -> None:
+        self.error: Exception | None = None
+        self.forward_twice = 0  # micro-batches that look_ahead runs
+        self._check = SameOnRanks()
+        self._function, self._plan, self._world, self._chunk_rows = function, plan, world, chunk_rows
+        self._coefficients: Sums = np.zeros(len(plan.lengths))  # of sets that are not in one micro-batch
+        self._loss_ahead = 0.0
+        self._index = {
+            document: index
+            for index, micro_batch in enumerate(plan.micro_batches)
+            for group in micro_batch.groups
+            for document in group.documents
+        }
+        self._inside: dict[int, list[tuple[int, ...]]] = {}  # sets by the micro-batch that holds them
+        self._across: list[tuple[int, ...]] = []
+        for documents in sets:
+            indices = {self._index.get(document, -1) for document in documents}
+            if len(indices) == 1 and plan.mode == "lockstep":
+                self._inside.setdefault(indices.pop(), []).append(documents)
+            else:
+                self._across.append(documents)
+
+    def refuse_dropout(self, model: nn.Module) -> None:
+        """Raise ModelError where dropout would make the two forward passes of a set differ; entered by all ranks."""
+        if self._across:
+            sets = counted(len(self._across), "set")
+            refuse_dropout_in_two_passes(model, f"{sets} of documents in several micro-batches")
+        adapter = adapter_of(model)
+        rate = adapter.dropout if adapter is not None and self._inside else 0.0
+        if rate and self._world.control.any_rank(_head_is_adapted(model)):
+            raise on_all_ranks(
+                ModelError(
+                    "a DocumentLoss makes the logits of a micro-batch twice, which dropout of the head's adapter would "
+                    f"make differ; set lora_dropout ({rate:g}) to 0.0, or leave the head out of the adapter"
+                )
+            )
+
+    def look_ahead(self, passes: Passes, batches: Sequence[LocalBatch]) -> None:
+        """The coefficients of sets that are not in one micro-batch, from a forward pass; entered by all ranks."""
+        indices = sorted({self._index.get(document, -1) for documents in self._across for document in documents})
+        if not indices:
+            return
+        needed = {id(self._plan.micro_batches[index]) for index in indices}
+        ahead = [batch for batch in batches if id(batch.shard.micro_batch) in needed]
+        sums = log_probs_of_passes(passes, ahead, self._chunk_rows).sums
+        self._loss_ahead, self._coefficients = self._run_sets(self._across, sums)
+        self.forward_twice = len(indices)
+
+    def loss_ahead(self) -> float:
+        """This rank's part of the loss of the sets of `look_ahead`, which one rank counts."""
+        return self._loss_ahead if self._world.rank == self._world.home.ranks[0] else 0.0
+
+    def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
+        """This rank's part of the losses of sets that the micro-batch holds; gradients of all its documents."""
+        targets, coefficients, loss = BatchTargets(batch, hidden.device), self._coefficients, 0.0
+        if sets := self._sets_inside(batch):
+            log_probs = chunked_log_probs(hidden, targets.targets, head, self._chunk_rows).double().cpu().numpy()
+            local = np.bincount(targets.documents, log_probs * targets.weights, minlength=len(coefficients))
+            here = sorted({document for documents in sets for document in documents})
+            sums = np.zeros(len(coefficients))
+            sums[here] = self._world.control.sum_over_slots(local[here].tolist(), "log-probabilities of documents")
+            loss, inside = self._run_sets(sets, sums)
+            coefficients = coefficients + inside
+        total = torch.tensor(loss if self._world.slot == 0 else 0.0, dtype=torch.float64, device=hidden.device)
+        if not torch.is_grad_enabled():
+            return total
+        slopes = to_device(coefficients[targets.documents] * targets.weights, hidden.device)
+
+        def slopes_only(log_probs: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+            return log_probs.new_zeros((), dtype=torch.float64), slopes[part]
+
+        return total + chunked_loss(hidden, targets.targets, slopes_only, head, self._chunk_rows)
+
+    def difference(self) -> bool:
+        """Whether the function gave other losses or derivatives on some ranks; entered by all."""
+        return self._check.differs(self._world)
+
+    def _sets_inside(self, batch: LocalBatch) -> list[tuple[int, ...]]:
+        groups = batch.shard.micro_batch.groups
+        return self._inside.get(self._index[groups[0].documents[0]], []) if groups else []
+
+    def _run_sets(self, sets: Sequence[tuple[int, ...]], sums: Sums) -> tuple[float, Sums]:
+        if self.error is None:
+            try:
+                loss, coefficients = loss_of_sets(self._function, sets, sums)
+                self._check.add(loss, coefficients, inside=sets is not self._across)
+                return loss, coefficients
+            except Exception as error:  # of the caller's function
+                self.error = error
+        return 0.0, np.zeros(len(sums))
+
+
+def _head_is_adapted(model: nn.Module) -> bool:
+    stages = [stage.model for stage in model.stages if stage.last] if isinstance(model, PipelineModel) else [model]
+    heads = (stage.get_output_embeddings() for stage in stages if hasattr(stage, "get_output_embeddings"))  # pyright: ignore
+    return any(isinstance(head, nn.Module) and is_adapted(head) for head in heads)

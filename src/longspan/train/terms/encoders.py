@@ -1,0 +1,236 @@
+"""The encoders' part of a step: waves of items, encoded and brought to the owners of their rows, and back.
+
+Before the language model runs, every wave is encoded, on all ranks, and its rows go straight to the ranks that own
+their positions; each micro-batch there has one leaf, which takes the places of its placeholders. After it, each wave's
+gradients go back and the encoder runs one backward pass for the wave. All ranks enter all waves in one order: a rank
+without items of a wave encodes its smallest one, whose rows go nowhere, for the collectives inside an encoder.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from longspan.comm import raise_first_error
+from longspan.errors import ModelError
+from longspan.model.multimodal.encoder import Encoder
+from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.seams.call_rules import call_rules
+from longspan.plan import MicroBatch, Plan
+from longspan.plan.items import EncoderPlanning, ItemTable, NeededBy, plan_items
+from longspan.plan.simulate.simulate import shared_by
+from longspan.train.passes import Term
+from longspan.train.reading.local_batch import read_agreed
+from longspan.train.reading.read_rows import LocalBatch
+from longspan.train.reading.step_inputs import StepDocuments, StepInputs
+from longspan.train.terms.encoder_times import EncoderTimes, PartClock, times_of_ranks
+from longspan.train.terms.modality_pass import ModalityPass
+
+
+class EncodersTerm(Term):
+    """The encoders of a MultimodalModel in a step: all waves of a whole step, or those of a portion at a time.
+
+    Where any rank cannot read its items, every rank raises DataError.
+    """
+
+    def __init__(self, model: MultimodalModel, inputs: StepInputs, items: ItemTable, depths: int = 0) -> None:
+        self._model, self._inputs, self._items, self._depths = model, inputs, items, depths
+        self._micro_batches: Sequence[MicroBatch] = ()
+        self._encoding: Encoding | None = None
+
+    def read(self, batches: Sequence[LocalBatch]) -> None:
+        """Plan the waves of the step, unless that was done ahead, and read the inputs of this rank's items."""
+        inputs, table = self._inputs, self._items
+        passes = {"backward": inputs.backward, "depths": self._depths}
+        self._micro_batches = inputs.plan.micro_batches
+        self._encoding = encoding = take_encoding(self._model, inputs.plan, table, **passes)
+        read = partial(encoding.read, inputs.documents.documents)
+        read_agreed(read, table.digest(), inputs.world, what="lists of items")
+
+    def read_portion(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Plan the waves of some micro-batches and read the inputs of this rank's items."""
+        self._micro_batches = micro_batches
+        self._encoding = Encoding(self._model, self._inputs.plan, micro_batches, self._items, backward=False)
+        self._encoding.read(self._inputs.documents.documents)
+
+    def around(self, batches: Sequence[LocalBatch]) -> AbstractContextManager[None]:
+        """Encode before the passes of the language model, and bring gradients back after them."""
+        assert self._encoding is not None, "read first"
+        return self._encoding.around(self._micro_batches, batches)
+
+    def not_finite(self) -> list[str]:
+        """The items for which this rank read something that is not finite."""
+        return [] if self._encoding is None else self._encoding.not_finite()
+
+    def results(self, sums: Sequence[float]) -> dict[str, Any]:
+        """What the encoders took of a step with a backward pass."""
+        assert self._encoding is not None
+        return {"encoders": self._encoding.times()} if self._inputs.backward else {}
+
+
+class Encoding:
+    """All waves of some micro-batches of a plan. Enter `around` once `read` has succeeded on all ranks."""
+
+    def __init__(
+        self,
+        model: MultimodalModel,
+        plan: Plan,
+        micro_batches: Sequence[MicroBatch],
+        table: ItemTable,
+        *,
+        backward: bool,
+        depths: int = 0,
+    ) -> None:
+        world = model.world
+        items = _items_in(table, micro_batches)
+        multiple = call_rules(model.language_model).row_multiple
+        needed_by = NeededBy(
+            micro_batches=tuple(micro_batches),
+            home=world.home,
+            row_multiple=plan.row_multiple,
+            split_over_tp=multiple > 1,
+            depths=depths,
+            depths_at=_last_stage(model.language_model),
+        )
+        planning = {modality: _encoder_planning(encoder) for modality, encoder in model.encoder_settings.items()}
+        plans = plan_items(items, needed_by, planning)
+        self._world, self._clock = world, PartClock(world.device)
+        width = model.config.get_text_config().hidden_size
+        self._parts = [
+            ModalityPass(model.encoder_settings[modality], world, part, items, width=width, backward=backward)
+            for modality, part in plans.items()
+        ]
+
+    @property
+    def items_here(self) -> list[int]:
+        """The items that this rank reads, as documents number them."""
+        return [number for part in self._parts for number in part.items_here]
+
+    def read(self, documents: Any) -> None:
+        """Read what this rank encodes from the documents; raises whatever they raise."""
+        for part in self._parts:
+            part.read(documents)
+
+    def not_finite(self) -> list[str]:
+        """The items for which this rank read something that is not finite."""
+        return [name for part in self._parts for name in part.not_finite()]
+
+    @contextmanager
+    def around(self, micro_batches: Sequence[MicroBatch], batches: Sequence[LocalBatch]) -> Iterator[None]:
+        """Encode and deliver before the body, which runs the language model; bring gradients back after it.
+
+        `micro_batches` are those of the `batches`, equal to those that the waves were planned for.
+        """
+        with ExitStack() as stack:
+            for part in self._parts:
+                stack.enter_context(part.open())
+            with self._clock.timing("phases"), self._naming("encoders, and rows to their owners"):
+                self._agree([part.encode() for part in self._parts])
+                for part in self._parts:
+                    part.deliver(micro_batches, batches)
+            yield
+            with self._clock.timing("phases"), self._naming("gradients to encoders, and their backward passes"):
+                for part in reversed(self._parts):
+                    part.backward()
+
+    def times(self) -> EncoderTimes:
+        """What it all took, once the step has waited for the device; all ranks enter together."""
+        plans = [part.plan for part in self._parts]
+        seconds = sum(plan.plan.predicted_seconds for plan in plans)
+        balance = max((plan.balance for plan in plans), default=1.0)
+        return times_of_ranks([self._clock, *(part.clock for part in self._parts)], self._world, (seconds, balance))
+
+    def _naming(self, part: str) -> AbstractContextManager[None]:
+        return self._world.watch.naming(part, self._world.home.ranks)
+
+    def _agree(self, errors: Sequence[ModelError | None]) -> None:
+        """Raise on every rank where any encoder made other rows than its items take."""
+        error = next((error for error in errors if error is not None), None)
+        if self._world.control.any_rank(error is not None):
+            raise_first_error(self._world, error)
+
+
+def _last_stage(language_model: nn.Module) -> int:
+    """The place in a pipeline of the rank that holds its last stage."""
+    return language_model.pipeline_settings.loss_place if isinstance(language_model, PipelineModel) else 0
+
+
+def _items_in(table: ItemTable, micro_batches: Sequence[MicroBatch]) -> ItemTable:
+    """The items of the documents of these micro-batches, under their numbers among all."""
+    documents = {document for batch in micro_batches for group in batch.groups for document in group.documents}
+    index = tuple(i for i, item in enumerate(table.items) if item.document in documents)
+    if len(index) == len(table):
+        return table
+    return ItemTable(table.lengths, [table.items[i] for i in index], index)
+
+
+def _encoder_planning(encoder: Encoder) -> EncoderPlanning:
+    return EncoderPlanning(
+        home=encoder.world.home,
+        max_rows_per_slot=encoder.max_rows_per_slot,
+        max_cp=encoder.max_cp,
+        cost=shared_by(encoder.cost, encoder.world.home.tp),
+    )
+
+
+# ---- waves of a coming step, planned in a thread while another step runs
+
+MOST_AHEAD = 4  # steps of a model whose waves are planned and not yet taken; older ones are dropped
+_pool = ThreadPoolExecutor(1, "longspan-waves")
+_planned = WeakKeyDictionary[nn.Module, "OrderedDict[Any, Future[Encoding]]"]()
+
+
+def plan_waves_ahead(
+    model: MultimodalModel, plan: Plan, documents: Any, *, backward: bool = True, depths: int = 0
+) -> None:
+    """Begin to plan the waves of a coming step, and return at once; `run_step` takes them when it comes to the step.
+
+    >>> following = plans.plan(step + 1)
+    >>> plan_waves_ahead(model, following, documents_of(step + 1))
+    >>> run_step(model, plan, documents, world, optimizer=optimizer)
+
+    `backward`, and how many `depths` of multi-token prediction run, are those of the step. What is planned is on the
+    host: which items a rank encodes, and which rows go where. A method `read_ahead(items)` of the documents is called
+    with the items that this rank will read; nothing else is read. An error is raised by the step. Raises what
+    `run_step` raises for documents without items.
+    """
+    table = StepDocuments(model, documents, plan.lengths).items
+    assert table is not None  # a MultimodalModel's documents have items
+    planned = _planned.setdefault(model, OrderedDict())
+    device = model.world.device
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    make = partial(Encoding, model, plan, plan.micro_batches, table, backward=backward, depths=depths)
+    planned[_key(model, plan, table, (backward, depths))] = _pool.submit(_plan_on, stream, make, documents)
+    while len(planned) > MOST_AHEAD:
+        planned.popitem(last=False)
+
+
+def take_encoding(model: MultimodalModel, plan: Plan, table: ItemTable, *, backward: bool, depths: int = 0) -> Encoding:
+    """The waves of a step: those planned ahead, which it waits for, or planned now."""
+    ahead = _planned.get(model, OrderedDict()).pop(_key(model, plan, table, (backward, depths)), None)
+    if ahead is not None:
+        return ahead.result()
+    return Encoding(model, plan, plan.micro_batches, table, backward=backward, depths=depths)
+
+
+def _plan_on(stream: torch.cuda.Stream | None, make: Callable[[], Encoding], documents: Any) -> Encoding:
+    """Plan waves in a thread, whose current device and stream are others: indices go there on the step's stream."""
+    if stream is not None:
+        torch.cuda.set_stream(stream)
+    encoding = make()
+    if (read_ahead := getattr(documents, "read_ahead", None)) is not None:
+        read_ahead(encoding.items_here)
+    return encoding
+
+
+def _key(model: MultimodalModel, plan: Plan, table: ItemTable, passes: tuple[bool, int]) -> tuple[object, ...]:
+    """The key of what an encoding depends on; which encoders are frozen may change until its step."""
+    frozen = tuple(encoder.frozen for encoder in model.encoder_settings.values())
+    return plan.digest(), table.digest(), passes, frozen

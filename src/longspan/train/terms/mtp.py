@@ -1,0 +1,183 @@
+"""Multi-token prediction in training: the loss of depths as a term (`mtp=` of `run_step`), and a run's depths.
+
+    gradient of   loss + weight / D · Σ_d  (sum of the losses of depth d) / (targets of depth d)        d = 1 … D
+
+At depth d, row t of a document predicts token t + d + 1, so a document of n tokens has max(n − 1 − d, 0) targets there;
+one with labels has those with a label. Targets are counted over all slots before the passes, so that a gradient is a
+plain sum over slots, as the main loss's. A document's weights multiply its tokens' losses at every depth.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.config.bounds import AUTO
+from longspan.config.sections import RunConfig
+from longspan.config.sections.mtp import RANDOM
+from longspan.data.document import NO_TARGET
+from longspan.errors import LossError, ModelError, counted, shortened
+from longspan.model.add_depths import add_mtp
+from longspan.model.mtp.depths import depths_of
+from longspan.model.mtp.names import depths_in
+from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.seams.call_rules import call_rules
+from longspan.train.loss import CrossEntropy, Head
+from longspan.train.passes import Measure, Passes, Term
+from longspan.train.reading.read_rows import LocalBatch
+from longspan.train.reading.step_inputs import StepInputs
+
+
+@dataclass(frozen=True)
+class MtpLoss:
+    """The weight of the losses of multi-token prediction next to the loss of the next token.
+
+    >>> run_step(model, plan, documents, world, optimizer, mtp=MtpLoss(weight=0.3)).mtp_losses
+
+    `weight` times the mean of the depths' losses is added: 0.3, and 0.1 towards the end, in DeepSeek-V3. Raises
+    LossError for a weight that is no number from 0.
+    """
+
+    weight: float = 0.3
+
+    def __post_init__(self) -> None:
+        weight: Any = self.weight
+        if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight) or weight < 0:
+            raise LossError(f"the weight of an MtpLoss is {shortened(weight)}; give a number from 0: 0.3, say")
+
+
+def mtp_loss(config: RunConfig) -> MtpLoss | None:
+    """The `mtp=` of a run's steps, by its [mtp]; None without depths."""
+    return MtpLoss(config.mtp.loss_weight) if config.mtp.depths else None
+
+
+class DepthsTerm(Term):
+    """The depths of multi-token prediction in one step; their losses enter the gradient, not the step's loss.
+
+    Made by all ranks together. Raises ModelError for a model that has no depths or in which rows see later ones,
+    LossError for an `mtp` that is no MtpLoss, CommError for ranks that were given different ones.
+    """
+
+    def __init__(self, mtp: MtpLoss, inputs: StepInputs, chunk_rows: int) -> None:
+        self.depths = _agree_on_depths(mtp, inputs.language_model, inputs.world)
+        self._mtp, self._model, self._world = mtp, inputs.language_model, inputs.world
+        self._cross_entropy = CrossEntropy(chunk_rows)
+        self._targets: tuple[int, ...] = ()
+        self._sums = torch.zeros(self.depths, dtype=torch.float64, device=self._world.device)
+
+    def read(self, batches: Sequence[LocalBatch]) -> None:
+        """Count the targets of each depth on all slots."""
+        last = not isinstance(self._model, PipelineModel) or any(stage.last for stage in self._model.stages)
+        here = batches if last else ()
+        local = [sum(int((batch.deeper[d].labels != NO_TARGET).sum()) for batch in here) for d in range(self.depths)]
+        world = self._world
+        self._targets = tuple(map(int, world.control.sum_over_stages(local, "targets of multi-token prediction")))
+
+    def extend(self, passes: Passes) -> Passes:
+        """The passes with the depths, whose losses are added to the gradient of the passes' measure."""
+        mtp, targets, divisor = self._mtp, self._targets, passes.divisor
+        # What the measure returns is divided by the step's divisor afterwards.
+        shares = [mtp.weight / len(targets) * divisor / max(count, 1) for count in targets]
+        return replace(passes, measure=partial(self._measure, passes.measure, shares), depths=self.depths)
+
+    def _measure(
+        self,
+        main: Measure,
+        shares: Sequence[float],
+        batch: LocalBatch,
+        hidden: Tensor,
+        head: Head,
+        *deeper: Tensor,
+    ) -> Tensor:
+        """The sum of the main losses of a micro-batch's rows, whose gradient has that of the depths' losses too."""
+        total = main(batch, hidden, head)
+        for depth, (share, rows, states) in enumerate(zip(shares, batch.deeper, deeper, strict=True)):
+            loss = self._cross_entropy(rows, states, head)
+            self._sums[depth] += loss.detach()
+            total = total + share * (loss - loss.detach())  # 0, except for the gradient
+        return total
+
+    def sums(self) -> list[float]:
+        """The sum of this rank's losses of each depth."""
+        return self._sums.tolist()
+
+    def results(self, sums: Sequence[float]) -> dict[str, Any]:
+        """Each depth's mean loss; 0 for a depth without targets."""
+        return {"mtp_losses": tuple(total / max(n, 1) for total, n in zip(sums, self._targets, strict=True))}
+
+
+def _agree_on_depths(mtp: Any, model: nn.Module, world: World) -> int:
+    """How many depths a step of a model runs; entered by all ranks."""
+    if not isinstance(mtp, MtpLoss):
+        raise LossError(f"mtp is {shortened(mtp)}; give MtpLoss(weight=0.3), or None")
+    name = type(model).__name__.removeprefix("FSDP")
+    depths = model.depths if isinstance(model, PipelineModel) else len(depths_of(model))
+    if not depths:
+        raise ModelError(
+            f"mtp= was given and {name} has 0 depths of multi-token prediction; call longspan.add_mtp(model, depths=1) "
+            "before prepare"
+        )
+    rules = call_rules(model)
+    if seeing := ["a prefix"] if rules.prefix else [f"an {modality}" for modality in rules.in_spans]:
+        raise ModelError(
+            f"mtp= was given, and rows of {' and '.join(seeing)} see each other in {name}: at a depth a row would see "
+            "later ones that hold the tokens it is to predict; leave mtp= out"
+        )
+    digest = hashlib.sha256(f"{mtp} {depths}".encode()).hexdigest()
+    hint = "Give every rank the same mtp=, or none, and a model with as many depths"
+    world.control.agree(digest, what="losses of multi-token prediction", hint=hint)
+    return depths
+
+
+# ---- the depths of a run's model
+
+
+def add_configured_depths(config: RunConfig, model: PreTrainedModel, *, read: bool = True) -> PreTrainedModel:
+    """The model with the depths of [mtp], if there are any; without `read` their weights come from a checkpoint.
+
+    Raises ModelError for a model that cannot have them, and for a folder without their weights.
+    """
+    if not config.mtp.depths:
+        return model
+    folder = depth_weights(config, model.config) if read else None
+    return add_mtp(model, config.mtp.depths, weights=folder, seed=config.train.seed)
+
+
+def depth_weights(config: RunConfig, configuration: Any) -> Path | None:
+    """The folder that the depths' weights are read from; None if they are drawn.
+
+    Raises ModelError for one that has fewer depths than mtp.depths; model.path, unless it is named, may have none.
+    """
+    named = config.mtp.weights
+    folder = config.model.path if named == AUTO else "" if named == RANDOM else named
+    if not folder:
+        return None
+    available, depths = depths_in(Path(folder), configuration.get_text_config().num_hidden_layers), config.mtp.depths
+    if available >= depths:
+        return Path(folder)
+    if named == AUTO and not available:
+        return None
+    raise ModelError(
+        f"mtp.depths is {depths}, and {folder} has weights of {counted(available, 'depth')} of multi-token prediction; "
+        "set "
+        + (f"mtp.depths = {available}, or " if available else "")
+        + f'mtp.weights = "{RANDOM}" to begin with random ones'
+    )
+
+
+def depths_line(config: RunConfig, configuration: Any) -> str:
+    """Where the depths' weights come from, for the log of a run that begins."""
+    folder = depth_weights(config, configuration)
+    source = f"weights of {folder}" if folder else f"random weights (train.seed {config.train.seed})"
+    frozen = ", which stay as they are beside their adapters" if config.lora.rank else ""
+    frozen = ", trained whole beside the model's adapter" if config.mtp.train_whole else frozen
+    return f"multi-token prediction: {counted(config.mtp.depths, 'depth')}, {source}{frozen}"

@@ -1,0 +1,125 @@
+"""The loss of a step other than the plain mean of the cross entropy: `loss=` and `divisor=` of `run_step` as a term."""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from longspan.comm import World, on_all_ranks, raise_first_error
+from longspan.errors import LongspanError, LossError, shortened
+from longspan.plan import Plan
+from longspan.train.loss import CrossEntropy
+from longspan.train.passes import Passes, Term, default_divisor
+from longspan.train.reading.read_rows import LocalBatch
+from longspan.train.reading.step_inputs import StepInputs
+from longspan.train.terms.document_loss import DocumentLoss, DocumentPasses
+from longspan.train.terms.token_loss import LossFunction, TokenLoss
+
+Loss = LossFunction | DocumentLoss | None
+
+
+class LossTerm(Term):
+    """How a step makes its loss of rows, and what it divides their sum by.
+
+    Made by all ranks together. Raises LossError on every rank for a loss or a divisor that is none on any, CommError
+    for ranks that were given others, or nothing.
+    """
+
+    def __init__(self, loss: Loss, divisor: float | None, plan: Plan, world: World, chunk_rows: int) -> None:
+        self._world = world
+        described, failure = "", None
+        try:
+            self.measure, self.divisor, described = _read(loss, divisor, plan, world, chunk_rows)
+        except Exception as error:  # sets may be anything: the other ranks must learn of it
+            failure = _to_loss_error(error, world)
+        if world.control.agree(_digest("a loss or a divisor"), flag=failure is not None, what=_WHAT, hint=_HINT):
+            raise_first_error(world, failure)
+        world.control.agree(_digest(described), what=_WHAT, hint=_HINT)
+
+    def check(self, inputs: StepInputs) -> None:
+        """Raise ModelError for a model whose two forward passes would differ."""
+        if inputs.backward and isinstance(self.measure, DocumentPasses):
+            self.measure.refuse_dropout(inputs.language_model)
+
+    def extend(self, passes: Passes) -> Passes:
+        """The passes with this loss and divisor."""
+        return replace(passes, measure=self.measure, divisor=self.divisor)
+
+    def ahead(self, passes: Passes, batches: Sequence[LocalBatch]) -> float:
+        """Run the pass ahead of a DocumentLoss; returns the loss of its sets."""
+        if not isinstance(self.measure, DocumentPasses):
+            return 0.0
+        self.measure.look_ahead(passes, batches)
+        return self.measure.loss_ahead()
+
+    def raise_error(self) -> None:
+        """Raise what the caller's function raised on any rank, on every rank.
+
+        Raises LossError where a function of documents gave other values on some ranks.
+        """
+        if isinstance(self.measure, CrossEntropy):
+            return
+        error = None if self.measure.error is None else _to_loss_error(self.measure.error, self._world)
+        if self._world.control.any_rank(error is not None):
+            raise_first_error(self._world, error)
+        if isinstance(self.measure, DocumentPasses) and self.measure.difference():
+            raise on_all_ranks(
+                LossError(
+                    "the function of a DocumentLoss gave other losses or derivatives on some ranks; let it depend on "
+                    "sums, on the numbers of documents, and on values that are the same on every rank"
+                )
+            )
+
+    def results(self, sums: Sequence[float]) -> dict[str, Any]:
+        """How many micro-batches ran forward once more."""
+        return {"forward_twice": self.measure.forward_twice if isinstance(self.measure, DocumentPasses) else 0}
+
+
+_WHAT = "losses, sets or divisors"
+_HINT = "Give every rank the same sets and divisor=, and all of them a loss= of the same kind, or none"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read(
+    loss: Loss, divisor: Any, plan: Plan, world: World, chunk_rows: int
+) -> tuple[CrossEntropy | TokenLoss | DocumentPasses, float, str]:
+    """The measure and the divisor of a step, and in words what must be the same on every rank."""
+    if loss is not None and not isinstance(loss, DocumentLoss) and not callable(loss):
+        raise LossError(f"loss is {shortened(loss)}; give a function of (log_probs, at), a DocumentLoss, or None")
+    if isinstance(loss, DocumentLoss):
+        sets = loss.sets_of(plan)
+        measure, default = DocumentPasses(loss.function, sets, plan, world, chunk_rows), float(max(len(sets), 1))
+    else:
+        sets, default = (), default_divisor(plan)
+        measure = CrossEntropy(chunk_rows) if loss is None else TokenLoss(loss, chunk_rows)
+    by = default if divisor is None else check_divisor(divisor)
+    return measure, by, f"{type(measure).__name__} {by} {sets}"
+
+
+def check_divisor(divisor: Any) -> float:
+    """The divisor of a loss: a number, or an array or a tensor of one. Raises LossError for anything else."""
+    number = divisor
+    if isinstance(divisor, Tensor | np.ndarray) and math.prod(divisor.shape) == 1:
+        number = divisor.item()
+    if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number) or number <= 0:
+        raise LossError(
+            f"divisor is {shortened(divisor)}; give a positive number, the same on every rank: the number of "
+            "documents, or of targets, or of prompts"
+        )
+    return float(number)
+
+
+def _to_loss_error(error: Exception, world: World) -> LongspanError:
+    if isinstance(error, LongspanError):
+        return error
+    named = LossError(f"the loss failed on rank {world.rank}: {type(error).__name__}: {error}")
+    named.__cause__ = error
+    return named

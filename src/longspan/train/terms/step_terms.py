@@ -1,0 +1,85 @@
+"""The terms of a step, by what its model and arguments have. A feature that is off is not imported into a step's path.
+
+Whether routers or an adapter are there is read from attributes of the model, so that a step without them enters no
+module of theirs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from longspan.model.experts.moe import router_statistics
+from longspan.model.experts.router import RouterCoefficients, RouterStatistics
+from longspan.model.lora.disabled import refuse_adapter_left_out
+from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.train.passes import Passes, Term
+from longspan.train.reading.step_inputs import StepInputs
+from longspan.train.terms.encoders import EncodersTerm
+from longspan.train.terms.mtp import DepthsTerm, MtpLoss
+from longspan.train.terms.step_loss import Loss, LossTerm
+
+_CONFIGURED = RouterCoefficients()  # as the model's configuration has them
+
+
+class AdapterTerm(Term):
+    """An adapter that is trained: refused where it is left out, for then nothing would be trained."""
+
+    def check(self, inputs: StepInputs) -> None:
+        """Raise ModelError inside `without_adapter`."""
+        refuse_adapter_left_out(inputs.model)
+
+
+class RoutersTerm(Term):
+    """The routers of a model with experts: their losses in the gradient, and their statistics in the result."""
+
+    def __init__(self, statistics: RouterStatistics) -> None:
+        self._statistics = statistics
+
+    def extend(self, passes: Passes) -> Passes:
+        """The passes, whose calls of the model collect what routers do."""
+        return replace(passes, routing=self._statistics)
+
+    def sums(self) -> list[float]:
+        """This rank's loads, probabilities and z."""
+        return self._statistics.sums()
+
+    def results(self, sums: Sequence[float]) -> dict[str, Any]:
+        """The routers' losses, without their coefficients."""
+        return {"router": self._statistics.losses(sums)}
+
+
+def input_terms(inputs: StepInputs, depths: int = 0) -> tuple[Term, ...]:
+    """The terms that make inputs of the language model: its encoders. Evaluations have no others."""
+    model, items = inputs.model, inputs.documents.items
+    if not isinstance(model, MultimodalModel):
+        return ()
+    assert items is not None, "documents of a MultimodalModel have items"
+    return (EncodersTerm(model, inputs, items, depths),)
+
+
+def step_terms(
+    inputs: StepInputs,
+    *,
+    loss: Loss = None,
+    divisor: float | None = None,
+    router: RouterCoefficients | None = None,
+    mtp: MtpLoss | None = None,
+    chunk_rows: int = 0,
+) -> tuple[Term, ...]:
+    """All terms of a step of `run_step`, checked; an empty tuple in most runs. Entered by all ranks.
+
+    Raises what the terms raise for a model or arguments that they cannot take.
+    """
+    model, terms = inputs.language_model, list[Term]()
+    if inputs.backward and getattr(model, "adapter", None) is not None:
+        terms.append(AdapterTerm())
+    if loss is not None or divisor is not None:
+        terms.append(LossTerm(loss, divisor, inputs.plan, inputs.world, chunk_rows))
+    for term in terms:
+        term.check(inputs)
+    depths = DepthsTerm(mtp, inputs, chunk_rows) if mtp is not None else None
+    if hasattr(getattr(model, "config", None), "router_aux_loss_coef") or router not in (None, _CONFIGURED):
+        statistics = router_statistics(model, inputs.world, inputs.plan.tokens, router)
+        terms += [] if statistics is None else [RoutersTerm(statistics)]
+    terms += [] if depths is None else [depths]  # after the loss, to whose measure they add theirs
+    return (*input_terms(inputs, 0 if depths is None else depths.depths), *terms)
