@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longspan import Layout, World, evaluate, prepare
-from longspan.comm.failure.watch import Watch
+from longspan.comm.watch import Watch
 from longspan.errors import DataError, EvaluationError, EvaluationStopped, LongspanError
 from longspan.evaluation import evaluate as portions
 from longspan.evaluation.metrics import Mean, copy_metric

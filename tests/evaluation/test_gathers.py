@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from longspan import Layout, World, evaluate, prepare
 from longspan.evaluation import evaluate as module
-from longspan.model.placement.sharding import gathered_bytes
-from longspan.model.row_trial.model_trial import try_rows
+from longspan.model.exactness.row_trial import try_rows
+from longspan.model.sharding import gathered_bytes
 from longspan.testing import backend, run_ranks
 from longspan.train import EvaluationOptions, PlanChoice
 from tests.model.deep import deep

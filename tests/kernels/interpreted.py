@@ -13,7 +13,7 @@ import torch
 
 from longspan.model.experts import experts, rows
 from longspan.model.seams.forwards import norm_formula
-from longspan.train import row_softmax
+from longspan.train import loss as row_softmax
 from tests.kernels import cases
 from tests.kernels.test_on_gpus import EVERY
 from tests.ssm.interpreted import on_a_cpu

@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from longspan.evaluation.passkey.grid import PasskeyGrid
+from longspan.evaluation.result import PasskeyGrid
 from longspan.report.passkey import passkey_picture
 
 SVG = "{http://www.w3.org/2000/svg}"

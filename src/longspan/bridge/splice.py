@@ -24,7 +24,7 @@ def embedding_arguments(shard: Any, ahead: int) -> dict[str, int]:
     """Keywords for an input embedding that is called for the tokens so many further on than a shard's rows.
 
     There are none unless rows are spliced for this shard: then hooks of the embedding take the keyword
-    (`model/multimodal/enter_rows.py`). A probe on the meta device is no shard and has no rows.
+    (`model/multimodal/encoder.py`). A probe on the meta device is no shard and has no rows.
     """
     return {AHEAD: ahead} if isinstance(shard, SequenceShard) and shard.derived.spliced else {}
 

@@ -30,8 +30,8 @@ from longspan.model.presets import PRESETS
 from longspan.model.vision.join import names_by_stock_name
 from longspan.model.weights.fill import empty_model, images_class_by_name, pop_deferred_weights
 from longspan.model.weights.write import WeightTotals, unit_of
-from longspan.train.mtp.depths import depth_weights, with_depths
-from longspan.train.training import adapted, loaded_model
+from longspan.train.terms.mtp import add_configured_depths, depth_weights
+from longspan.train.training import add_configured_adapter, load_run_model
 
 Value = TypeVar("Value")
 MtpNames = Literal["published", "own", "none"]
@@ -91,9 +91,9 @@ def read_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mappin
     """A run's adapter, of these tensors. Raises CheckpointError for tensors that [lora] does not describe."""
     tensors = {name: stored[there] for name, there in names_by_stock_name(stored).items()}
     stock = empty_model(configuration, torch.float32, images_class_by_name(configuration))
-    empty = with_depths(run, stock, read=False)
+    empty = add_configured_depths(run, stock, read=False)
     modules = largest_trained_modules(empty, {name for name in tensors if not belongs_to_adapter(name)})
-    model = adapted(run, empty).get_base_model()
+    model = add_configured_adapter(run, empty).get_base_model()
     adapter = adapter_in(model)
     assert adapter is not None
     layers: dict[str, Any] = {**peft_modules(model)}
@@ -124,7 +124,7 @@ def merge_by_layer(
     """
     _check_base(run, configuration, run_dir)
     images = images_class_by_name(configuration) is not None
-    model = loaded_model(run, configuration.get_text_config().vocab_size, configuration, images=images)
+    model = load_run_model(run, configuration.get_text_config().vocab_size, configuration, images=images)
     _check_tied(saved, model)
     wide = torch.float64 if run.model.dtype == "float64" else torch.float32
     for _, group in groupby(_weights(model), lambda entry: unit_of(entry[0])):

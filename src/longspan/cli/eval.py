@@ -14,8 +14,8 @@ from longspan.cli.evaluation.flags import EvalFlags, make_request, parse_eval
 from longspan.cli.processes import processes_of, reports_here, run_on_ranks, say, under_torchrun
 from longspan.corpus.files import find_root
 from longspan.errors import counted
+from longspan.evaluation.saved.comparison import results_record
 from longspan.evaluation.saved.fit import fit_evaluations
-from longspan.evaluation.saved.record import record_of
 from longspan.evaluation.saved.request import EvalRequest, SubjectResult
 from longspan.files import as_json
 from longspan.layout import Layout
@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _report(flags: EvalFlags, results: Sequence[SubjectResult], ranks: int) -> None:
     """Write the files that flags name, and print the results."""
-    record = record_of(results, ranks)
+    record = results_record(results, ranks)
     if flags.documents:
         write_documents(results, Path(flags.documents))
     if flags.plot:

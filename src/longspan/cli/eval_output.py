@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from longspan.errors import ConfigError, counted
 from longspan.evaluation.result import comparison_table
-from longspan.evaluation.saved.comparison import Difference, differences
-from longspan.evaluation.saved.record import HOME, comm_types, document_rows, grids_of
+from longspan.evaluation.saved.comparison import (
+    HOME,
+    Difference,
+    comm_types,
+    differences,
+    document_rows,
+    retrieval_grids,
+)
 from longspan.evaluation.saved.request import SetResult, SubjectResult
 from longspan.files import as_json, json_values, os_error_text
 from longspan.report.eval_page import eval_page
@@ -51,14 +57,14 @@ def write_folder(results: Sequence[SubjectResult], record: dict[str, Any], folde
     """results.json (what --json prints), documents.jsonl, report.html and, of passkey retrieval, its picture."""
     _write(folder / "results.json", as_json(record, indent=1) + "\n")
     write_documents(results, folder / "documents.jsonl")
-    if grids := grids_of(results):
+    if grids := retrieval_grids(results):
         write_picture(results, folder / PICTURE)
     _write(folder / "report.html", eval_page(json_values(record), [passkey_pictures(grids)] if grids else []))
 
 
 def write_picture(results: Sequence[SubjectResult], file: Path) -> None:
     """What passkey retrieval shows, as an SVG."""
-    _write(file, passkey_pictures(grids_of(results)))
+    _write(file, passkey_pictures(retrieval_grids(results)))
 
 
 def _write(file: Path, text: str) -> None:
@@ -83,7 +89,7 @@ def _tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]:
         yield "\n".join(_difference_line(difference, first, other) for difference, other in pairs)
     for result in results:
         yield f"{_title(result)} on {counted(ranks, 'rank')}\n{_evaluations(result)}"
-        yield from (f"passkey at cp {grid.cp}, {grid.table()}" for _, grid in grids_of([result]))
+        yield from (f"passkey at cp {grid.cp}, {grid.table()}" for _, grid in retrieval_grids([result]))
     for name in dict.fromkeys(of_set.evaluation.name for of_set in first.sets):
         at_degrees = [of_set.evaluation for of_set in first.sets if of_set.evaluation.name == name]
         if len(at_degrees) > 1:

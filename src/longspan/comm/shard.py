@@ -39,7 +39,7 @@ def outside_graphs(fn: Function) -> Function:
 class Derived:
     """What belongs to a shard for as long as it lives, but is no part of its value.
 
-    `packed_order` and `real_rows` are computed on first use, by the shard. The others are set by `train/encoding`:
+    `packed_order` and `real_rows` are computed on first use, by the shard. The others are set by `train/terms`:
     `spliced` are rows that take the places of token embeddings: (local rows (n,), rows (n, D)) of every modality, by
     how many tokens further on than the local rows the embedded tokens are, which is `ahead` now; `added` by decoder
     layer those that are added to what the layer returns; `leaves` are what collects the gradients of both.

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from longspan.comm import World, raise_first_error
-from longspan.data.documents import Documents
+from longspan.data.documents import CorpusDocuments
 from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, PlanError, counted
 from longspan.evaluation.metrics import EvaluationOptions, Mean, MeasuredDocuments, check_metrics
 from longspan.evaluation.passkey import PasskeyDocuments
@@ -24,9 +24,9 @@ from longspan.evaluation.result import Evaluation
 from longspan.evaluation.row_sums import RowSums, Totals
 from longspan.layout import Layout
 from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world
-from longspan.model.placement.sharding import gathered_bytes, gathered_once
 from longspan.model.prepared import vocabulary_size
 from longspan.model.seams.call_rules import call_rules
+from longspan.model.sharding import gather_once, gathered_bytes
 from longspan.plan import MicroBatch, Plan
 from longspan.train.memory.live_bytes import measure_added_peak, unused_bytes
 from longspan.train.passes import Passes, run_passes
@@ -129,7 +129,9 @@ def _result(inputs: StepInputs, totals: Totals, options: EvaluationOptions) -> E
 # ---- the plan of an evaluation, priced for forward passes only
 
 
-def choices_at_degrees(choice: PlanChoice, documents: Documents | PasskeyDocuments, home: Layout) -> list[PlanChoice]:
+def choices_at_degrees(
+    choice: PlanChoice, documents: CorpusDocuments | PasskeyDocuments, home: Layout
+) -> list[PlanChoice]:
     """A choice at degree 1, 2, 4, … as far as they divide the slots, each under a cap that holds these documents.
 
     Degrees at which a2a cannot split the query heads evenly are left out.
@@ -184,7 +186,7 @@ class Portions:
                 portion = self.plan.micro_batches[done : done + size]
                 batches = self._read_agreed(portion, done)
                 if self.gathered and not done:
-                    stack.enter_context(gathered_once(self.inputs.language_model))
+                    stack.enter_context(gather_once(self.inputs.language_model))
                 started = time.perf_counter()
                 run_passes(self.passes, batches)
                 self.sums.flush()

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from longspan.config.dotted_name import object_named
+from longspan.config.keys import object_named
 from longspan.errors import ConfigError, EvaluationError, counted
 
 

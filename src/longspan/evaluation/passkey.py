@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from longspan.config.passkey_settings import DEPTHS, check_passkey
+from longspan.config.data_sections import DEPTHS, check_passkey
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.errors import DataError
 from longspan.evaluation.metrics import DocumentMetric, Mean, TargetRows

@@ -14,17 +14,17 @@ import numpy.typing as npt
 from transformers import PreTrainedConfig
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, on_every_rank, on_first_rank
-from longspan.config.eval_set import EvalConfig
-from longspan.config.passkey_settings import PASSKEY
+from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
+from longspan.config.data_sections import PASSKEY
+from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig
 from longspan.corpus.build import ensure_corpus
-from longspan.corpus.corpus_images.image_documents import with_images
 from longspan.corpus.corpus_settings import CorpusSettings
-from longspan.corpus.run_corpus import given_tokenizer, open_corpus
+from longspan.corpus.image_documents import with_images
+from longspan.corpus.run_corpus import configured_tokenizer, open_shared_corpus
 from longspan.corpus.tokenizer import load_tokenizer
-from longspan.data.documents import Corpus, Documents
-from longspan.data.step_order import some_documents
+from longspan.data.documents import Corpus, CorpusDocuments
+from longspan.data.step_order import sample_documents
 from longspan.errors import DataError, counted
 from longspan.evaluation.metrics import Metric
 from longspan.evaluation.passkey import PasskeyDocuments, passkey_documents
@@ -40,7 +40,7 @@ class EvaluationSet:
     """
 
     config: EvalConfig
-    documents: Documents | PasskeyDocuments
+    documents: CorpusDocuments | PasskeyDocuments
     metrics: Mapping[str, Metric] = field(default_factory=dict[str, Metric])
     token_bytes: npt.NDArray[np.int64] | None = None
 
@@ -92,7 +92,7 @@ def check_paths(config: RunConfig, world: World) -> None:
             if entry.path not in MADE:
                 _settings(config, entry).files(Path(config.run.dir))
 
-    on_first_rank(world, check, DataError)
+    run_on_first_rank(world, check, DataError)
 
 
 def open_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> EvaluationSet:
@@ -101,15 +101,15 @@ def open_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -
     All ranks call it together, once the run has its tokenizer. Raises DataError for texts that cannot be read.
     """
     if (make := MADE.get(entry.path)) is not None:
-        return on_every_rank(world, lambda: make(entry, config), DataError)
+        return run_on_every_rank(world, lambda: make(entry, config), DataError)
     corpus = _shared_corpus(config, entry, world, log)
-    documents = corpus.select(some_documents(len(corpus), entry.documents, config.train.seed))
+    documents = corpus.select(sample_documents(len(corpus), entry.documents, config.train.seed))
     return EvaluationSet(entry, documents)
 
 
 def files_in_both(training: Corpus, evaluated: EvaluationSet) -> str:
     """How many source files of a set are trained on, in words; "" where none is."""
-    if not isinstance(evaluated.documents, Documents):
+    if not isinstance(evaluated.documents, CorpusDocuments):
         return ""
     corpus = evaluated.documents.corpus
     evaluated_sums = {source.sha256 for source in corpus.sources}
@@ -135,8 +135,8 @@ def _shared_corpus(config: RunConfig, entry: EvalConfig, world: World, log: LogL
         folder.parent.mkdir(exist_ok=True)
         log_set = lambda text: log(f"evaluation set {entry.name}: {text}")  # noqa: E731
         with naming_file(folder):
-            tokenizer = given_tokenizer(config) or load_tokenizer(directory)
+            tokenizer = configured_tokenizer(config) or load_tokenizer(directory)
             ensure_corpus(settings, directory, tokenizer=tokenizer, resumed=False, log=log_set)
 
-    on_first_rank(world, build, DataError)
-    return on_every_rank(world, partial(open_corpus, directory / settings.folder), DataError)
+    run_on_first_rank(world, build, DataError)
+    return run_on_every_rank(world, partial(open_shared_corpus, directory / settings.folder), DataError)

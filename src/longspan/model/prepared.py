@@ -1,6 +1,95 @@
-# For the branch `model`: what prepare_language_model becomes over check_model (imports: longspan.model.exactness.check_model
-# check_model, Evidence; drop adapter_in, check_adapter, check_equal_adapters, refuse_mtp, refuse_class, try_class,
-# put_copied_depths_in_place, without_adapter, nullcontext, probe_model, check_kernel, random_draws, draws_in_evaluation, refuse_unsupported)
+"""A language model under a home: `model(input_ids, position_ids=, shard=)` then runs any plan.
+
+Whether a model may run is decided in `exactness/check_model.py`; the arguments of its calls are checked in
+`seams/attention_calls.py`, and its layers are sharded, split and recomputed by `placement.py`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from longspan.attention import AttentionCall
+from longspan.comm import World
+from longspan.errors import ModelError
+from longspan.model.exactness.check_model import Evidence, check_model
+from longspan.model.execution import Execution
+from longspan.model.experts.moe import expert_modules, use_experts
+from longspan.model.lora.adapters import model_inside
+from longspan.model.lora.without_adapter import redirect_peft_model
+from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
+from longspan.model.pipeline.settings import PipelineSettings
+from longspan.model.placement import Placement
+from longspan.model.recompute import Recomputation
+from longspan.model.seams.attention_calls import IMPLEMENTATION, check_call, scale_queries_by_position
+from longspan.model.seams.attention_record import FirstPass
+from longspan.model.seams.call_rules import (
+    CallRules,
+    attend_causally,
+    has_prefix,
+    is_prepared,
+    position_table,
+)
+from longspan.model.seams.forwards.norms import fuse_norms, split_long_norms
+from longspan.model.seams.forwards.rope_by_length import choose_frequencies_by_document
+from longspan.model.seams.forwards.row_loss import add_row_loss
+from longspan.model.seams.layer_arguments import keep_layer_arguments, number_layers
+from longspan.model.seams.mixer_calls import check_kernels, shard_mixers
+from longspan.model.seams.mixers import find_mixers
+from longspan.model.seams.refusals import guard
+from longspan.model.sharding import Sharding
+from longspan.model.weights.fill import pop_deferred_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareOptions:
+    """How a model is brought under a home; `prepare` takes each as a keyword and explains it."""
+
+    shard_parameters: bool = True
+    reshard_after_forward: bool = True
+    activation_checkpointing: bool | str = False
+    offload_activations: bool = False
+    recompute_layers: int = 0
+    compute_dtype: torch.dtype | None = None
+    attention_kernel: str | None = None
+    mixer_kernels: tuple[str, ...] = ()
+    fused_norms: Literal["auto", "on", "off"] = "auto"
+    probe: bool = True
+    virtual_stages: int = 1
+    pipeline_schedule: str = "1f1b"
+    sequence_parallel: bool = False
+
+    def placement(self, world: World) -> Placement:
+        """What becomes of every layer under the world's home. Raises ModelError for options that exclude each other."""
+        # A stage's micro-batches alternate: layers that free their parameters would gather them for each pass of each.
+        frees_parameters = self.reshard_after_forward and world.home.pp == 1
+        return Placement(
+            world,
+            Sharding(
+                parameters=self.shard_parameters,
+                reshard_after_forward=frees_parameters,
+                compute_dtype=self.compute_dtype,
+            ),
+            Recomputation.of(
+                self.activation_checkpointing, layers=self.recompute_layers, offload=self.offload_activations
+            ),
+            sequence_parallel=self.sequence_parallel,
+        )
+
+    def pipeline(self, world: World) -> PipelineSettings:
+        """The stages of the world's home. Raises PlanError for a schedule that does not fit it."""
+        return PipelineSettings(self.pipeline_schedule, world.home.pp, self.virtual_stages)
+
+
+def prepare_language_model(
+    model: PreTrainedModel | nn.Module, world: World, options: PrepareOptions
+) -> PreTrainedModel | PipelineModel:
+    """Bring a causal language model, or a wrapper of one for text only, under the world's home; see `prepare`.
+
+    Raises ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
+    """
     pipeline, placement = options.pipeline(world), options.placement(world)
     if options.fused_norms not in ("auto", "on", "off"):
         raise ModelError(f"fused_norms is {options.fused_norms!r}; use 'auto', 'on' or 'off'")
@@ -18,11 +107,109 @@
     execution = _execution(model, placement, evidence.calls, options)
     # The first pass would show it on the last stage only, and the others wait.
     tried = add_row_loss(model, probe=options.probe or world.home.pp > 1, required=options.probe)
-    rules = _call_rules(model, placement, options.attention_kernel, evidence)
-    # ... as before; `evidence.adapter` in place of `adapter` at the end; `_check` goes; `_connect(model, mixer_kernels)`
-    # keeps its lines up to use_experts(model); `_call_rules` takes evidence.draws and evidence.draws_in_evaluation
+    rules = _call_rules(model, placement, kernel, evidence)
+    weights = pop_deferred_weights(model)
+    if world.home.pp > 1:
+        prepared = _cut_and_place(model, placement, pipeline, tried=tried)
+        prepared.probed = options.probe
+        models = [stage.model for stage in prepared.stages]
+    else:
+        prepared, models = model, [model]
+        placement.place(model, model, has_experts=bool(expert_modules(model)))
+        if not options.probe:
+            FirstPass(prepared)
+    if weights is not None:
+        weights.fill(models, world)
+    _check_every_call(prepared, rules, execution)
+    if evidence.adapter is not None:
+        prepared.adapter = evidence.adapter  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+        redirect_peft_model(peft_model, prepared)
+    return prepared
 
-def _execution(model: PreTrainedModel, placement: Placement, calls: tuple[AttentionCall, ...], options: PrepareOptions) -> Execution:
+
+def _choose_norms(model: PreTrainedModel, fused_norms: str, device: torch.device) -> None:
+    """Have RMS norms run as one kernel if `fused_norms` says so, and on GPUs over any number of rows."""
+    if fused_norms == "on" or (fused_norms == "auto" and device.type == "cuda"):
+        fuse_norms(model, required=fused_norms == "on")
+    if device.type == "cuda":
+        split_long_norms(model)
+
+
+def _connect(model: PreTrainedModel, mixer_kernels: tuple[str, ...]) -> None:
+    """Have the model's attention, mixers and experts call this package."""
+    model.set_attn_implementation(_attention_implementation(model))
+    number_layers(model)
+    attend_causally(model)
+    choose_frequencies_by_document(model)
+    scale_queries_by_position(model)
+    shard_mixers(model, mixer_kernels)
+    keep_layer_arguments(model)
+    use_experts(model)
+
+
+def _execution(
+    model: PreTrainedModel, placement: Placement, calls: tuple[AttentionCall, ...], options: PrepareOptions
+) -> Execution:
+    """The types and kernels that the model computes with."""
     dtype, reduce_dtype = placement.dtype_of(model), placement.reduce_dtype_of(model)
     mixers = len(find_mixers(model))
     return Execution(model.dtype, dtype, reduce_dtype, calls, options.attention_kernel, mixers, options.mixer_kernels)
+
+
+def _call_rules(model: PreTrainedModel, placement: Placement, kernel: str | None, evidence: Evidence) -> CallRules:
+    """The rules that every call of the model is checked against."""
+    return CallRules(
+        type(model).__name__,
+        kernel,
+        position_table(model),
+        evidence.draws,
+        evidence.draws_in_evaluation,
+        placement.row_multiple,
+        prefix=has_prefix(model.config),
+        prefix_window=getattr(model.config.get_text_config(), "sliding_window", None),
+    )
+
+
+def _attention_implementation(model: PreTrainedModel) -> str | dict[str, str]:
+    """Our attention for a wrapper's text model and not for its towers, which see images whole."""
+    config, text = model.config, model.config.get_text_config()
+    names = [name for name in config.sub_configs if getattr(config, name, None) is text]
+    return {"": IMPLEMENTATION, **dict.fromkeys(names, IMPLEMENTATION)} if names else IMPLEMENTATION
+
+
+def _cut_and_place(
+    model: PreTrainedModel, placement: Placement, pipeline: PipelineSettings, *, tried: bool
+) -> PipelineModel:
+    """This rank's stages, each placed as a model of its own; the rest of the model is freed."""
+    dtype, has_experts = placement.dtype_of(model), bool(expert_modules(model))
+    stages = cut_into_stages(model, placement.world, pipeline)
+    for stage in stages:
+        if stage.last:
+            add_row_loss(stage.model, probe=False, tried=tried)
+        placement.place(stage.model, stage, has_experts=has_experts)
+    return PipelineModel(model, placement.world, stages, pipeline, dtype)
+
+
+def _check_every_call(prepared: PreTrainedModel | PipelineModel, rules: CallRules, execution: Execution) -> None:
+    """Have every call of a prepared model checked, and refuse what its own class would do with its weights."""
+    values: Any = prepared
+    values.call_rules, values.execution = rules, execution
+    guard(prepared, rules.architecture)
+    # Before FSDP2's own hook, so that a wrong call fails before parameters are gathered.
+    prepared.register_forward_pre_hook(check_call, with_kwargs=True, prepend=True)
+
+
+def refuse_unprepared(model: nn.Module) -> None:
+    """Raise ModelError for a transformers model whose attention would take the local rows for the whole sequence."""
+    if isinstance(model, PreTrainedModel) and not is_prepared(model):
+        raise ModelError(
+            f"{type(model).__name__} was not prepared; call model = longspan.prepare(model, world) before it runs"
+        )
+
+
+def vocabulary_size(model: nn.Module) -> int | None:
+    """How many token ids the model's input embedding has; None without one."""
+    if isinstance(model, PipelineModel):
+        return model.vocabulary_size
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    return getattr(embedding, "num_embeddings", None)

@@ -13,7 +13,7 @@ import numpy as np
 
 from longspan.config.data_sections import PASSKEY
 from longspan.errors import counted
-from longspan.evaluation.passkey.grid import PasskeyGrid
+from longspan.evaluation.result import PasskeyGrid
 from longspan.report.chart import COLORS, Chart, Series, chart_figure
 from longspan.report.markup import label, tag, text
 

@@ -145,6 +145,6 @@ def _try(train: TrainConfig) -> None:
     """Raise ConfigError for an optimizer that refuses its arguments over a matrix, which every model has."""
     from torch import nn  # which --help does without
 
-    from longspan.train.optim.optimizer import OptimizerChoice, groups_of
+    from longspan.train.optim.optimizer import OptimizerChoice, parameter_groups
 
-    OptimizerChoice.of(train).over(groups_of(nn.Linear(2, 2, bias=False), train.optimizer, train.weight_decay))
+    OptimizerChoice.of(train).over(parameter_groups(nn.Linear(2, 2, bias=False), train.optimizer, train.weight_decay))

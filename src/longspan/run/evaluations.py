@@ -22,10 +22,8 @@ from longspan.corpus.image_documents import ImageDocuments
 from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer
 from longspan.data.document import NO_TARGET, Labelled
 from longspan.errors import DataError, EvaluationStopped, RunFolderError
-from longspan.evaluation.evaluate import evaluate
-from longspan.evaluation.metrics import TargetRows
-from longspan.evaluation.options import EvaluationOptions
-from longspan.evaluation.plan_of import choices_at_degrees
+from longspan.evaluation.evaluate import choices_at_degrees, evaluate
+from longspan.evaluation.metrics import EvaluationOptions, TargetRows
 from longspan.evaluation.result import Evaluation
 from longspan.evaluation.sets import EvaluationSet
 from longspan.files import as_json, write_atomically

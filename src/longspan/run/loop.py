@@ -39,10 +39,10 @@ from longspan.run.run_data import TrainingRun
 from longspan.run.run_facts import facts_of
 from longspan.run.set_up import check_targets, set_up
 from longspan.run.warm_up import warm_up_run
-from longspan.train.encoding import plan_waves_ahead
 from longspan.train.memory.live_bytes import peak_memory_bytes
 from longspan.train.plans import plans_of_steps
-from longspan.train.reading.targets import with_targets_of
+from longspan.train.reading.step_inputs import with_targets_of
+from longspan.train.terms import plan_waves_ahead
 
 
 def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainResult:

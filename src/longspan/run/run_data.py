@@ -15,9 +15,8 @@ from longspan.corpus.tokenizer import load_tokenizer, token_bytes
 from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError, DataError, EvaluationError
-from longspan.evaluation.metrics import check_metrics
+from longspan.evaluation.metrics import check_metrics, load_metrics
 from longspan.evaluation.sets import MADE, EvaluationSet, check_paths, files_in_both, open_set
-from longspan.evaluation.user_metrics import load_metrics
 from longspan.layout import Layout
 from longspan.run.check_plans import check_longest, check_longest_of_set
 from longspan.run.resume import order_version

@@ -37,18 +37,18 @@ from longspan.run.check_model import check_images
 from longspan.run.resume import check_steps_left, checkpoint_to_resume, rate_line, with_held_out_of
 from longspan.run.run_data import RunData, TrainingRun, open_data, with_rows
 from longspan.train.long_documents import configuration_for
-from longspan.train.memory.rows_that_fit import with_rows_that_fit
-from longspan.train.mtp.depths import depths_line, with_depths
+from longspan.train.memory.rows_that_fit import measure_rows
 from longspan.train.plans import cost_of_run, query_heads
 from longspan.train.plans.order import source_lines, with_steps_of_epochs
 from longspan.train.plans.partition import choose_partition_on_ranks
+from longspan.train.terms.mtp import add_configured_depths, depths_line
 from longspan.train.training import (
     AnyModel,
-    adapted,
-    configuration_of,
-    loaded_model,
-    optimizer_of,
-    prepared_model,
+    add_configured_adapter,
+    load_run_model,
+    make_optimizer,
+    model_configuration,
+    prepare_run_model,
     unread_model,
 )
 
@@ -86,12 +86,12 @@ def check_targets(config: RunConfig, world: World) -> None:
         return
 
     def check() -> None:
-        configuration = configuration_of(config, config.data.vocab_size)
+        configuration = model_configuration(config, config.data.vocab_size)
         architecture = images_class(configuration, images=False)
         if architecture is not None or not hasattr(configuration, "vision_config"):
             model = empty_model(configuration, torch.float32, architecture)
             with warnings.catch_warnings(action="ignore"):  # about parts left out, which the run logs later
-                adapted(config, with_depths(config, model, read=False))
+                add_configured_adapter(config, add_configured_depths(config, model, read=False))
 
     run_on_first_rank(world, check, ModelError)
 
@@ -112,19 +112,19 @@ def prepare_run_model(data: RunData, config: RunConfig, world: World, log: LogLi
     def load() -> Any:
         if resumed and not config.lora.rank:
             return unread_model(config, configuration=configuration, images=images)
-        return loaded_model(config, configuration=configuration, vocabulary=vocabulary, images=images)
+        return load_run_model(config, configuration=configuration, vocabulary=vocabulary, images=images)
 
     model = run_on_every_rank(world, load, ModelError)
     directory, architecture = Path(config.run.dir), type(model).__name__
     run_on_first_rank(
         world, lambda: keep_model_files(directory, config.model, configuration, architecture, log), RunFolderError
     )
-    return prepared_model(config, world, model, images=images)
+    return prepare_run_model(config, world, model, images=images)
 
 
 def _fit_configuration(data: RunData, config: RunConfig, vocabulary: int, world: World, log: LogLine) -> Any:
     """The model's configuration for this vocabulary and the longest document; raises if the tokenizer does not fit."""
-    configuration = run_on_every_rank(world, lambda: configuration_of(config, vocabulary), ModelError)
+    configuration = run_on_every_rank(world, lambda: model_configuration(config, vocabulary), ModelError)
     check_tokenizer(config, configuration, data.tokenizer_size)
     return configuration_for(configuration, config.model, *data.longest, log)
 
@@ -139,7 +139,7 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     config = with_held_out_of(config, checkpoint, world)
     if config.model.path and checkpoint is None:
         run_on_every_rank(world, lambda: weight_files(Path(config.model.path)), ModelError)
-    named = run_on_every_rank(world, lambda: configuration_of(config, config.data.vocab_size), ModelError)
+    named = run_on_every_rank(world, lambda: model_configuration(config, config.data.vocab_size), ModelError)
     data = open_data(config, named, checkpoint, world, log)
     config = replace(config, data=replace(config.data, eval_documents=len(data.order.evaluation)))
     as_written, config = config, with_steps_of_epochs(config, data.order, log)
@@ -151,7 +151,7 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     model = prepare_run_model(data, config, world, log, resumed=checkpoint is not None)
     refuse_randomness(language_model_of(model))
     world.seed = config.train.seed
-    optimizer = optimizer_of(config, world, model)
+    optimizer = make_optimizer(config, world, model)
     done = 0
     if checkpoint is not None:
         state = load_checkpoint(checkpoint, model, optimizer, world)
@@ -174,7 +174,7 @@ def _with_plans(run: TrainingRun, data: RunData, log: LogLine) -> TrainingRun:
     world, cost, heads = run.world, run.cost, query_heads(data.model)
     config, why_partition = choose_partition_on_ranks(run.config, run.order, world, log, cost=cost, heads=heads)
     image_rows = data.image_rows(config.train.tokens_per_step)
-    config = with_rows_that_fit(config, run.model, run.optimizer, world, log, image_rows=image_rows)
+    config = measure_rows(config, run.model, run.optimizer, world, log, image_rows=image_rows)
     data.check_fit(config, world)
     lengths = {s.name: s.documents.lengths for s in data.sets}
     config, why = choose_degrees(config, lengths, world, log, cost=cost, heads=heads)

@@ -28,9 +28,9 @@ from longspan.plan import Group, MicroBatch, Plan
 from longspan.plan.timeline import slot_rows
 from longspan.run.run_data import TrainingRun
 from longspan.train.memory.live_bytes import peak_memory_bytes
-from longspan.train.mtp.loss import mtp_loss
 from longspan.train.plans import planner_of_steps
 from longspan.train.step import run_step
+from longspan.train.terms.mtp import mtp_loss
 from longspan.train.training import Training
 
 # FlashAttention-4 (4.0.0b36) compiles for packed documents, for more than 256 of them, and where the longest tile has

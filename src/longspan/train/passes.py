@@ -22,7 +22,8 @@ from longspan.model.experts.router import RouterStatistics
 from longspan.model.parts import modes_restored
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.stages import StageInput
-from longspan.model.placement.sharding import (
+from longspan.model.seams.call_rules import is_prepared
+from longspan.model.sharding import (
     fsdp_modules,
     gradients_summed_over_slots,
     nothing_left_after_an_error,
@@ -30,7 +31,6 @@ from longspan.model.placement.sharding import (
     replicas_summed_at_last,
     reshard,
 )
-from longspan.model.seams.call_rules import is_prepared
 from longspan.plan import MicroBatch, Plan
 from longspan.train.loss import GivenLogits
 from longspan.train.reading.local_batch import padding_batch, read_local_batches

@@ -8,12 +8,11 @@ from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.errors import ModelError, PlanError
+from longspan.model.exactness.row_trial import try_rows
 from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import refuse_unprepared
-from longspan.model.row_trial.model_trial import try_rows
-from longspan.model.seams.call_rules import call_rules, refuse_positions
-from longspan.model.seams.randomness import refuse_randomness
+from longspan.model.seams.call_rules import call_rules, refuse_positions, refuse_randomness
 from longspan.plan import Plan
 from longspan.train.reading.step_inputs import StepDocuments, StepInputs
 

@@ -18,21 +18,20 @@ from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import World
-from longspan.config.defaults import encoder_default
-from longspan.config.eval_set import EvalConfig
-from longspan.config.precision import compute_dtype
+from longspan.config.defaults import compute_dtype, encoder_default
+from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, counted
 from longspan.layout import Layout
 from longspan.model import PRESETS, EncoderHome, load_model, prepare, preset_config
-from longspan.model.compiled import compile_layers
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.hf_folder import read_configuration
 from longspan.model.lora.new import NewAdapter, add_lora
 from longspan.model.mtp.names import PREFIX
 from longspan.model.multimodal.multimodal_model import MultimodalModel, language_model_of
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.vision.take_apart import freeze_images
+from longspan.model.seams.forwards.norms import compile_layers
+from longspan.model.take_apart import freeze_images
 from longspan.model.weights.fill import leave_to_checkpoint
 from longspan.plan import Cost, Plan
 from longspan.train.memory.model_fits import check_model_fits

@@ -13,7 +13,7 @@ from longspan.model.seams.call_rules import CallRules
 from longspan.plan import Group, MicroBatch
 from longspan.plan.items import Item, ItemTable
 from longspan.testing import backend, run_ranks
-from longspan.train.reading.spans import prefix_of, with_spans
+from longspan.train.reading.local_batch import bind_spans, prefix_of
 from tests.model.vision.documents import answer_of
 from tests.model.vision.joined import Case, step
 from tests.model.vision.models import tiny
@@ -45,13 +45,13 @@ def test_a_prefix_is_what_stands_before_the_first_target() -> None:
     assert prefix_of(SHORT, 1, 8, items) == 3 and prefix_of(Document([1, 2], loss_mask=[0, 0]), 0, 2) == 2
     shard = SequenceShard(MicroBatch((Group((0,), (0, 1), (8, 8)),)), 0, -1, torch.device("cpu"))
     rules = CallRules("PaliGemma", prefix=True, prefix_window=6)
-    (spans,) = with_spans(shard, rules, [LONG, SHORT], None).spans or ()
+    (spans,) = bind_spans(shard, rules, [LONG, SHORT], None).spans or ()
     assert [*spans.start] == [0] and [*spans.stop] == [6]
     with pytest.raises(DataError, match="document 0 has a prefix of 6 rows, and layers of PaliGemma a window of 5"):
-        with_spans(shard, replace(rules, prefix_window=5), [LONG, SHORT], None)
+        bind_spans(shard, replace(rules, prefix_window=5), [LONG, SHORT], None)
     pack = make_pack((Piece(LONG, 0, 4), Piece(LONG, 0, 4)))
     with pytest.raises(DataError, match="document 0 is a pack of 2 pieces"):
-        with_spans(shard, rules, [pack, SHORT], None)
+        bind_spans(shard, rules, [pack, SHORT], None)
     with pytest.raises(ModelError, match="PaliGemma: rows of a prefix see each other, and the shard of 2 documents"):
         rules.check_spans(shard)
 

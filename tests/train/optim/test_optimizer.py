@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from longspan.checkpoint.moments import StoredMoments
+from longspan.checkpoint.checkpoint import StoredMoments
 from longspan.errors import ConfigError
 from longspan.train.optim.optimizer import build_optimizer, decays
 from tests.model.deep import deep

@@ -23,8 +23,8 @@ from longspan.model.seams.call_rules import refuse_randomness
 from longspan.plan.cost.model_flops import model_flops
 from longspan.plan.cost.model_shape import ModelShape
 from longspan.run.result import versions
-from longspan.train.memory.rows_that_fit import with_rows_that_fit
-from longspan.train.training import Training, loaded_model, optimizer_of, prepared_model
+from longspan.train.memory.rows_that_fit import measure_rows
+from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
 
 
 def step_ranks(rank: int, settings: StepSettings) -> dict[str, Any]:
@@ -71,11 +71,11 @@ def _rows_note(batch: StepSettings, settings: StepSettings) -> str:
 def _training(settings: StepSettings, world: World) -> Training:
     """The model and optimizer of a run, by the functions that set up a run."""
     config = settings.config
-    loaded = loaded_model(config, config.data.vocab_size, settings.configuration)
-    model = prepared_model(config, world, loaded)
+    loaded = load_run_model(config, config.data.vocab_size, settings.configuration)
+    model = prepare_run_model(config, world, loaded)
     refuse_randomness(model)
-    optimizer = optimizer_of(config, world, model)
-    config = with_rows_that_fit(config, model, optimizer, world, lambda text: None)
+    optimizer = make_optimizer(config, world, model)
+    config = measure_rows(config, model, optimizer, world, lambda text: None)
     return Training(config, world, model, optimizer, settings.cost)
 
 

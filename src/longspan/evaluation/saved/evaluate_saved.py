@@ -13,18 +13,18 @@ import numpy as np
 from transformers import PreTrainedConfig
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, is_first_rank, on_every_rank
+from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank
 from longspan.comm.stop_signal import StopSignal
-from longspan.config.eval_set import EvalConfig
+from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig
-from longspan.corpus.token_bytes import token_bytes
+from longspan.corpus.tokenizer import token_bytes
 from longspan.errors import ConfigError, DataError
-from longspan.evaluation.auto_degree import chosen_on_ranks
+from longspan.evaluation.auto_degree import choose_degree_on_ranks
 from longspan.evaluation.evaluate import evaluate
 from longspan.evaluation.metrics import EvaluationOptions, Metric, load_metrics
 from longspan.evaluation.passkey import PasskeyDocuments
-from longspan.evaluation.saved.chosen_sets import chosen_sets, tokenizer_digest
-from longspan.evaluation.saved.fit import Change, changes_line, entry_of, fitted_set
+from longspan.evaluation.saved.choose_sets import choose_sets, tokenizer_digest
+from longspan.evaluation.saved.fit import Change, changes_line, find_set, fit_set
 from longspan.evaluation.saved.request import EvalRequest, SetResult, SubjectResult
 from longspan.evaluation.saved.sets import NamedDocuments
 from longspan.evaluation.saved.weights import CheckedWeights, check_weights, fit_positions, load_saved_model
@@ -44,11 +44,11 @@ def evaluate_saved(request: EvalRequest, world: World, log: LogLine, progress: P
     for a metric without a count, and EvaluationStopped after a signal or beyond the time limit: on all ranks.
     """
     deadline = time.monotonic() + (request.seconds or math.inf)
-    metrics = on_every_rank(world, partial(_metrics, request), ConfigError)
+    metrics = run_on_every_rank(world, partial(_metrics, request), ConfigError)
     checked = [check_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
-    sets = chosen_sets(request, checked, world, log)
+    sets = choose_sets(request, checked, world, log)
     pairs = zip(checked, sets, strict=True)
-    fits = [on_every_rank(world, partial(_fit, request, *pair, world, log), ConfigError) for pair in pairs]
+    fits = [run_on_every_rank(world, partial(_fit, request, *pair, world, log), ConfigError) for pair in pairs]
     if line := changes_line(fits[0].changes, len(world.home.ranks)):
         log(line)
     results = list[SubjectResult]()
@@ -59,7 +59,7 @@ def evaluate_saved(request: EvalRequest, world: World, log: LogLine, progress: P
 
 def _metrics(request: EvalRequest) -> dict[str, dict[str, Metric]]:
     """The user's metrics of each set of the run; "" are those of all other documents."""
-    entries = (entry_of(request.subjects[0].config, name, request.given) for name in ("", *request.sets))
+    entries = (find_set(request.subjects[0].config, name, request.flag_keys) for name in ("", *request.sets))
     if request.metrics:
         return dict.fromkeys((entry.name for entry in entries), load_metrics(request.metrics, "--metrics"))
     return {entry.name: load_metrics(entry.metrics, entry.metrics_key) for entry in entries}
@@ -83,12 +83,12 @@ def _fit(
     """Raises ConfigError where the longest document fits neither the model's positions nor a given layout."""
     name, longest = max(((s, max(s.documents.lengths)) for s in sets), key=lambda pair: pair[1])
     origin = name.documents.origins[name.longest]
-    scaled = bool(request.given & {"model.rope_scaling", "model.rope_factor"})
+    scaled = bool(request.flag_keys & {"model.rope_scaling", "model.rope_factor"})
     made = isinstance(name.documents, PasskeyDocuments)
     cut_by = "--passkey.lengths of at most" if made else "--max-document-tokens"
     configuration = fit_positions(checked, longest, origin, scaled=scaled, log=log, cut_by=cut_by)
     folder = checked.tokenizer.folder
-    sets = on_every_rank(
+    sets = run_on_every_rank(
         world, lambda: tuple(of_name.with_images(configuration, folder) for of_name in sets), DataError
     )
     first, heads = request.subjects[0], query_heads(configuration)
@@ -96,11 +96,11 @@ def _fit(
     config = with_usual_partition(replace(checked.subject.config, context=context))
     entries, changes = list[EvalConfig](), dict.fromkeys(request.home_changes)
     for of_name in sets:
-        entry = entry_of(config, of_name.name if of_name.name in request.sets else "", request.given)
+        entry = find_set(config, of_name.name if of_name.name in request.sets else "", request.flag_keys)
         of_set = longest if request.paths else max(of_name.documents.lengths)
-        entry, of_entry = fitted_set(config, entry, world.home, heads, of_set, request.given)
+        entry, of_entry = fit_set(config, entry, world.home, heads, of_set, request.flag_keys)
         choice = PlanChoice.evaluation(config, entry, heads=heads)
-        room = 0 if "context.eval_max_tokens_per_slot" in request.given else of_set  # a given cap is not raised
+        room = 0 if "context.eval_max_tokens_per_slot" in request.flag_keys else of_set  # a given cap is not raised
         for at_degree in _evaluate_at_degrees(choice, request.degrees, room):
             at_degree.check(of_set, world.home, f"the longest document ({of_set} tokens)")
         entries.append(entry)
@@ -144,7 +144,7 @@ class _Evaluator:
             choice = PlanChoice.evaluation(self.fit.config, entry, cost=cost, heads=query_heads(model.config))
             if not self.degrees:
                 lengths, vpp = of_name.documents.lengths, self.fit.config.parallel.vpp
-                choice, _ = chosen_on_ranks(choice, lengths, self.world, log, name=of_name.name, vpp=vpp)
+                choice, _ = choose_degree_on_ranks(choice, lengths, self.world, log, name=of_name.name, vpp=vpp)
             text_bytes = _text_bytes(of_name, bytes_of_ids) if is_first_rank(self.world) else ()
             sources = of_name.documents.origins
             for at_degree in _evaluate_at_degrees(choice, self.degrees, max(of_name.documents.lengths)):

@@ -16,17 +16,17 @@ import numpy as np
 from transformers import PreTrainedConfig
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, on_every_rank
+from longspan.comm.all_ranks import LogLine, run_on_every_rank
 from longspan.config.sections import DataConfig, RunConfig
-from longspan.corpus.corpus_images.image_documents import with_images
-from longspan.corpus.corpus_settings import CorpusSettings, recipe_of, rows_lines, what_is_left_out
+from longspan.corpus.corpus_settings import CorpusSettings, describe_left_out, describe_rows, make_recipe
+from longspan.corpus.files import FileSums
+from longspan.corpus.image_documents import with_images
 from longspan.corpus.rows.lines import special_line
 from longspan.corpus.run_corpus import corpus_line
 from longspan.corpus.store.builder import build_documents
 from longspan.corpus.tokenizer import TextTokenizer
-from longspan.data.documents import Corpus, Documents
-from longspan.data.step_order import some_documents
-from longspan.data.store.sources import KnownSums
+from longspan.data.documents import Corpus, CorpusDocuments
+from longspan.data.step_order import sample_documents
 from longspan.errors import DataError
 from longspan.evaluation.passkey import PasskeyDocuments
 from longspan.evaluation.sets import MADE
@@ -40,7 +40,7 @@ class NamedDocuments:
     """Documents and the name that their evaluations are recorded under."""
 
     name: str
-    documents: Documents | PasskeyDocuments
+    documents: CorpusDocuments | PasskeyDocuments
 
     @property
     def longest(self) -> int:
@@ -89,7 +89,7 @@ def set_of_run(run_dir: Path, config: RunConfig, name: str) -> NamedDocuments:
             f"the evaluation set {name!r} is not in {folder}, where training keeps its documents ({error.__cause__}); "
             f"give its texts: --data {name}={entry.path}"
         ) from error
-    return NamedDocuments(name, corpus.select(some_documents(len(corpus), entry.documents, config.train.seed)))
+    return NamedDocuments(name, corpus.select(sample_documents(len(corpus), entry.documents, config.train.seed)))
 
 
 def text_sets(
@@ -111,9 +111,9 @@ def text_sets(
                 for index, path in enumerate(paths.values()):
                     _build(replace(data, path=path), tokenizer, Path(folder, str(index)), log)
 
-        on_every_rank(world, build, DataError)
+        run_on_every_rank(world, build, DataError)
         root = world.control.gather_objects(folder, "folders of hosts")[builder]
-        corpora = on_every_rank(world, lambda: [_open(Path(root, str(i))) for i in range(len(paths))], DataError)
+        corpora = run_on_every_rank(world, lambda: [_open(Path(root, str(i))) for i in range(len(paths))], DataError)
     _check_same_files(world, corpora, hosts)
     return tuple(
         NamedDocuments(name, corpus.select(range(len(corpus)))) for name, corpus in zip(paths, corpora, strict=True)
@@ -125,8 +125,8 @@ def _build(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log: LogLin
     try:
         folder.mkdir()
         files = settings.files(folder)
-        recipe = recipe_of(settings, files, KnownSums().of(files, log), tokenizer)
-        for line in rows_lines(settings, recipe):
+        recipe = make_recipe(settings, files, FileSums().of(files, log), tokenizer)
+        for line in describe_rows(settings, recipe):
             log(line)
         manifest = build_documents(recipe, folder / "corpus", log)
     except DataError as error:
@@ -134,7 +134,7 @@ def _build(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log: LogLin
     if manifest.special:
         log(special_line(manifest.special, parsed=manifest.parse_special_tokens))
     log(f"--data: {corpus_line(Corpus(folder / 'corpus'), [data.path])}")
-    for line in what_is_left_out(settings, folder, manifest, key="--max-document-tokens"):
+    for line in describe_left_out(settings, folder, manifest, key="--max-document-tokens"):
         log(line)
 
 

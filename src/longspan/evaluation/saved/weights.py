@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from longspan.checkpoint.checkpoint import check_checkpoint, find_checkpoint, holds_encoders, load_checkpoint
 from longspan.checkpoint.files import read_state
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, on_every_rank, on_first_rank
+from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer
 from longspan.corpus.tokenizer_files import vocabulary_files
@@ -40,7 +40,7 @@ def check_weights(subject: Subject, tokenizer: str, world: World, log: LogLine) 
     """
     weights, checkpoint = subject.weights, subject.weights.checkpoint
     if weights.run_dir is None:
-        on_every_rank(world, lambda: weight_files(weights.path), ModelError)
+        run_on_every_rank(world, lambda: weight_files(weights.path), ModelError)
     elif checkpoint is not None:
         check_checkpoint(checkpoint, world)
     else:
@@ -49,8 +49,8 @@ def check_weights(subject: Subject, tokenizer: str, world: World, log: LogLine) 
             raise CheckpointError(
                 f"{weights.run_dir} has no checkpoint; train it first: longspan train {weights.run_dir}/config.toml"
             )
-    configuration = on_every_rank(world, lambda: _configuration(subject), ModelError)
-    loaded = on_every_rank(world, lambda: _tokenizer(subject, tokenizer, configuration), ModelError)
+    configuration = run_on_every_rank(world, lambda: _configuration(subject), ModelError)
+    loaded = run_on_every_rank(world, lambda: _tokenizer(subject, tokenizer, configuration), ModelError)
     return CheckedWeights(subject, checkpoint, configuration, loaded)
 
 
@@ -121,13 +121,13 @@ def load_saved_model(
     checkpoint = checked.checkpoint
     if checkpoint is None:
         load = partial(load_model, checked.subject.weights.path, dtype=config.model.dtype, sharded=None)
-        model = on_every_rank(world, lambda: load(config=configuration, images=images), ModelError)
+        model = run_on_every_rank(world, lambda: load(config=configuration, images=images), ModelError)
         return prepare_run_model(config, world, model, training=False, images=images), 0
-    images = on_first_rank(world, lambda: _holds_encoders(checkpoint, needed=images), CheckpointError)
-    state = on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
+    images = run_on_first_rank(world, lambda: _holds_encoders(checkpoint, needed=images), CheckpointError)
+    state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
     adapts = bool(state.get("config", {}).get("lora", {}).get("rank"))  # then the checkpoint has only the adapter
     load = partial(load_run_model, vocabulary=configuration.get_text_config().vocab_size) if adapts else unread_model
-    model = on_every_rank(world, lambda: load(config, configuration=configuration, images=images), ModelError)
+    model = run_on_every_rank(world, lambda: load(config, configuration=configuration, images=images), ModelError)
     prepared = prepare_run_model(config, world, model, training=False, images=images)
     if not adapts or config.lora.rank:
         load_checkpoint(checkpoint, prepared, None, world)

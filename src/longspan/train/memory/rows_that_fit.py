@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, on_every_rank, on_first_rank
-from longspan.config.bounds import AUTO
+from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
+from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
 from longspan.files import write_atomically
@@ -113,16 +113,16 @@ def measure_rows(
         return config
     directory = Path(config.run.dir)
     file, ranks, keys = directory / FILE, len(world.home.ranks), memory_keys(config)
-    fit: RowsThatFit | None = on_first_rank(
+    fit: RowsThatFit | None = run_on_first_rank(
         world, lambda: read_measurement(RowsThatFit, file, ranks, keys, "it is measured again"), ConfigError
     )
     if fit is None:
-        below = on_first_rank(world, lambda: too_many_rows(directory, ranks, keys), ConfigError)
+        below = run_on_first_rank(world, lambda: too_many_rows(directory, ranks, keys), ConfigError)
         uses = 1 + config.mtp.depths
         images = images_held(model, image_rows, world, uses=uses) if isinstance(model, MultimodalModel) else None
         fit = replace(measure(config, model, optimizer, world, below=below, images=images), measured_for=keys)
         text = json.dumps(asdict(fit), indent=1)
-        on_first_rank(world, lambda: write_atomically(file, text), ConfigError)
+        run_on_first_rank(world, lambda: write_atomically(file, text), ConfigError)
     fill = f"{fit.rows:,} rows of {fit.bytes_per_row:,.0f} bytes each fit in {fit.budget_bytes:,.0f} bytes"
     log(f"max_tokens_per_slot: {fill}")
     return _with_rows(replace(config, context=replace(config.context, max_tokens_per_slot=fit.rows)), fit.rows)
@@ -171,7 +171,7 @@ def measure(
     """
     budget = memory_budget(config, model, optimizer, world.device)
     if images is not None:
-        on_every_rank(world, partial(images.check, budget), ConfigError)
+        run_on_every_rank(world, partial(images.check, budget), ConfigError)
         budget -= images.held
     probes = _Probes(config, language_model_of(model), world, budget, below)
     probes.run(probes.first, warm=True)

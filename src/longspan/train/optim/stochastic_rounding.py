@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from longspan.comm import World
-from longspan.model.local_tensors import local_tensor
-from longspan.model.weights.held import HeldPart
+from longspan.model.local_tensors import LocalPart, local_tensor
 from longspan.train.optim.optimizer import OptimizerChoice, parameter_groups
 
 
@@ -108,4 +107,4 @@ def _is_wide(value: Any) -> bool:
 
 def _parts(model: nn.Module) -> dict[nn.Parameter, tuple[str, Any]]:
     """The name and the block of every parameter here; copies on several pipeline stages have one name."""
-    return {parameter: (name, HeldPart.of(parameter).block) for name, parameter in model.named_parameters()}
+    return {parameter: (name, LocalPart.of(parameter).block) for name, parameter in model.named_parameters()}

@@ -13,7 +13,7 @@ import numpy as np
 from longspan.comm import SequenceShard, World, bind, raise_first_error
 from longspan.data.document import NO_TARGET, Labelled
 from longspan.errors import DataError
-from longspan.layout.segments import Rows
+from longspan.layout.segments import Integers
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import vocabulary_size
 from longspan.model.seams.attention_calls import PARTS_OF_POSITIONS
@@ -160,7 +160,7 @@ def prefix_of(document: Any, number: int, length: int, items: ItemTable | None =
 # ---- positions in several parts
 
 
-def positions_of_rows(positions_of: Callable[[int], Any], shard: SequenceShard) -> Rows | None:
+def positions_of_rows(positions_of: Callable[[int], Any], shard: SequenceShard) -> Integers | None:
     """The positions (n, T) of a shard's local rows; None if no document of the micro-batch has positions of its own.
 
     `positions_of(d)` gives those of document d (n, tokens of d), or None if they are plain: then all parts of them are
@@ -185,7 +185,7 @@ def positions_of_rows(positions_of: Callable[[int], Any], shard: SequenceShard) 
     return positions
 
 
-def _check_positions(positions: Any, document: int, length: int) -> Rows | None:
+def _check_positions(positions: Any, document: int, length: int) -> Integers | None:
     if positions is None:
         return None
     positions = np.asarray(positions)

@@ -13,8 +13,7 @@ from torch import nn
 
 from longspan.bridge.item_documents import item_table_of, targets_beside_items
 from longspan.comm import World
-from longspan.data.document import targets_of
-from longspan.data.order.packs import LabelledPack
+from longspan.data.document import LabelledPack, target_count
 from longspan.errors import DataError, ModelError, PlanError, counted
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Plan
@@ -86,7 +85,7 @@ class StepDocuments:
                 f"document {document} has {counted(len(value), 'token')}, the plan laid out {length}; plan from the "
                 "lengths of the documents that the step is given"
             )
-        return targets_of(value)
+        return target_count(value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,4 +120,4 @@ def targets_of_documents(documents: Any, lengths: Sequence[int], items: ItemTabl
     """
     if items is not None:
         return targets_beside_items(documents, items)
-    return tuple(targets_of(documents[document]) for document in range(len(lengths)))
+    return tuple(target_count(documents[document]) for document in range(len(lengths)))

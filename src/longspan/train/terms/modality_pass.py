@@ -14,10 +14,10 @@ from longspan.bridge import Bridge
 from longspan.comm import SequenceShard, World, bind, to_device
 from longspan.comm.moves.row_exchange import RowGradient
 from longspan.errors import ModelError
-from longspan.layout.segments import Rows
+from longspan.layout.segments import Integers
 from longspan.model.multimodal.encoder import Encoder
 from longspan.model.parts import modes_restored
-from longspan.model.placement.sharding import gradients_summed_over_slots, replicas_summed_at_last, reshard
+from longspan.model.sharding import gradients_summed_over_slots, replicas_summed_at_last, reshard
 from longspan.plan import Group, MicroBatch
 from longspan.plan.items import ItemTable, ModalityPlan, Wave
 from longspan.train.reading.read_rows import LocalBatch
@@ -178,7 +178,7 @@ class ModalityPass:
         starts = [0] * len(self.waves)
         by_micro_batch = {id(batch.shard.micro_batch): batch.shard for batch in batches}
         for index, micro_batch in enumerate(micro_batches):
-            needed = self.plan.needed_at(self.world.rank, index)
+            needed = self.plan.item_rows_at(self.world.rank, index)
             rows = np.concatenate([part.row for part in needed])
             if not len(rows):
                 continue
@@ -202,7 +202,7 @@ class ModalityPass:
         for layer, added in enumerate(deeper):
             derived.added[layer] = (*derived.added.get(layer, ()), (places, added))
 
-    def _leaf(self, wave_of_row: Rows, arrived: Sequence[Tensor], starts: list[int]) -> Tensor:
+    def _leaf(self, wave_of_row: Integers, arrived: Sequence[Tensor], starts: list[int]) -> Tensor:
         """The rows of one micro-batch from those of all waves; those of each wave begin at its place in `starts`."""
         waves = sorted(set(wave_of_row.tolist()))
         if len(waves) == 1:

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.comm import World
-from longspan.config.bounds import AUTO
+from longspan.config.keys import AUTO
+from longspan.config.model_sections import RANDOM
 from longspan.config.sections import RunConfig
-from longspan.config.sections.mtp import RANDOM
 from longspan.data.document import NO_TARGET
 from longspan.errors import LossError, ModelError, counted, shortened
 from longspan.model.add_depths import add_mtp
 from longspan.model.mtp.depths import depths_of
-from longspan.model.mtp.names import depths_in
+from longspan.model.mtp.names import count_depths
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules
 from longspan.train.loss import CrossEntropy, Head
@@ -161,7 +161,7 @@ def depth_weights(config: RunConfig, configuration: Any) -> Path | None:
     folder = config.model.path if named == AUTO else "" if named == RANDOM else named
     if not folder:
         return None
-    available, depths = depths_in(Path(folder), configuration.get_text_config().num_hidden_layers), config.mtp.depths
+    available, depths = count_depths(Path(folder), configuration.get_text_config().num_hidden_layers), config.mtp.depths
     if available >= depths:
         return Path(folder)
     if named == AUTO and not available:

@@ -10,7 +10,7 @@ from typing import Any
 
 from longspan.model.experts.moe import router_statistics
 from longspan.model.experts.router import RouterCoefficients, RouterStatistics
-from longspan.model.lora.disabled import refuse_adapter_left_out
+from longspan.model.lora.without_adapter import refuse_adapter_left_out
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.train.passes import Passes, Term
 from longspan.train.reading.step_inputs import StepInputs
