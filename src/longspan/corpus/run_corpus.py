@@ -12,7 +12,7 @@ from longspan.corpus.build import ensure_corpus
 from longspan.corpus.corpus_settings import CorpusSettings
 from longspan.corpus.image_documents import show_images
 from longspan.corpus.rows.kinds import display_kind
-from longspan.corpus.store.streamed import open_shared_corpus
+from longspan.corpus.store.streamed import open_corpus
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer
 from longspan.corpus.tokenizer_files import vocabulary_files
 from longspan.data.documents import Corpus
@@ -101,6 +101,6 @@ def _model_tokenizer(config: RunConfig) -> Path | None:
 def open_shared_corpus(folder: Path) -> Corpus:
     """Open a corpus of a run, on every rank. Raises DataError if it is missing on this host."""
     try:
-        return open_shared_corpus(folder)
+        return open_corpus(folder)
     except DataError as error:
         raise DataError(f"{error}; the run's folder must be on storage that all its machines share") from error

@@ -133,16 +133,13 @@ class CaseRun:
             self.refusal = str(error).partition(DOCTOR)[0]  # this is what it names
 
     def _prepare(self, first: Case) -> nn.Module:
-        options: PrepareOptions = {
-            "activation_checkpointing": first.recompute,
-            "sequence_parallel": first.sequence_parallel,
-        }
+        options = PrepareOptions(activation_checkpointing=first.recompute, sequence_parallel=first.sequence_parallel)
         model = tiny_model(self.config, self.dtype, images=first.encoder > 0)
         if not first.encoder:
-            return prepare(model, self.world, **options)
+            return prepare(model, self.world, options=options)
         home = Layout(len(self.task.home.ranks), tp=first.encoder)
         settings = EncoderHome(home=home, recompute=first.recompute != "none", activation_checkpointing=first.recompute)
-        return prepare(model, self.world, encoder=settings, **options)
+        return prepare(model, self.world, encoder=settings, options=options)
 
     def outcome(self, case: Case) -> Outcome:
         """Of one case; raises what its step raises, for then other ranks may wait."""

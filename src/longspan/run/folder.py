@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
@@ -99,7 +98,7 @@ class Saves:
     def save(self, *, keep_all: bool = False) -> None:
         """Write a checkpoint of the weights as they are; all ranks call it together."""
         run = self._run
-        state = {"config": asdict(run.config), "ranks": len(run.world.home.ranks), "order": run.order.version}
+        state = {"config": run.config.tables(), "ranks": len(run.world.home.ranks), "order": run.order.version}
         keep = 0 if keep_all else run.config.run.keep_checkpoints
         save_checkpoint(run.checkpoints, run.model, run.optimizer, run.world, step=self.done, state=state, keep=keep)
         self._saved, self._since = self.done, time.monotonic()

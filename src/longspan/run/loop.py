@@ -26,14 +26,13 @@ from longspan.model import save_model
 from longspan.model.hf_folder import read_configuration
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Plan, PlanAhead
-from longspan.run import records as open_records
 from longspan.run.config_check import check_config
 from longspan.run.evaluations import Evaluations, Final, save_plan
 from longspan.run.folder import Saves, run_lock
 from longspan.run.loggers import logger_classes
 from longspan.run.metrics_log import read_metrics
 from longspan.run.progress import ProgressDisplay
-from longspan.run.records import Records
+from longspan.run.records import Records, open_records
 from longspan.run.result import LAST_STEPS, TrainResult
 from longspan.run.run_data import TrainingRun
 from longspan.run.run_facts import facts_of

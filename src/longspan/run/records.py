@@ -157,5 +157,5 @@ def _open_loggers(run: TrainingRun, facts: RunFacts, classes: Mapping[str, Logge
     steps = run.config.train.steps
     if run.done == steps and {(steps, entry.name) for entry in run.sets} <= evaluated_in(rows):
         classes = {}
-    start = RunStart(run.dir, asdict(run.config), dict(facts.lines()), run.done, rows)
+    start = RunStart(run.dir, run.config.tables(), dict(facts.lines()), run.done, rows)
     return RunLoggers.open(classes, start, log)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ def _as_tuple(value: Any) -> Any:
 
 def _before_and_now(config: RunConfig, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The configuration of a checkpoint and the present one, both as JSON."""
-    return _with_preset(state.get("config", {})), _with_preset(json.loads(json.dumps(asdict(config))))
+    return _with_preset(state.get("config", {})), _with_preset(json.loads(json.dumps(config.tables())))
 
 
 def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:

@@ -80,7 +80,7 @@ def _saved_dtype(settings: ModelConfig, configuration: Any) -> torch.dtype:
 def check_targets(config: RunConfig, world: World) -> None:
     """Raise ModelError on every rank if [lora] names targets or parts that the model does not have. Reads no weights.
 
-    A model whose towers are read only for a corpus with images is left to `prepare_run_model`.
+    A model whose towers are read only for a corpus with images is left to `set_up_model`.
     """
     if not config.lora.rank or (not config.lora.targets and config.lora.parts == LoraSection().parts):
         return
@@ -96,7 +96,7 @@ def check_targets(config: RunConfig, world: World) -> None:
     run_on_first_rank(world, check, ModelError)
 
 
-def prepare_run_model(data: RunData, config: RunConfig, world: World, log: LogLine, *, resumed: bool) -> AnyModel:
+def set_up_model(data: RunData, config: RunConfig, world: World, log: LogLine, *, resumed: bool) -> AnyModel:
     """Load the run's model with a configuration that fits its data, keep its files, and prepare it.
 
     A run that is `resumed` reads and draws no weights, because its checkpoint has them all; under [lora] the checkpoint
@@ -148,7 +148,7 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     if checkpoint is not None:
         check_steps_left(config, world, checkpoint, log)
     data.check_fit(config, world)
-    model = prepare_run_model(data, config, world, log, resumed=checkpoint is not None)
+    model = set_up_model(data, config, world, log, resumed=checkpoint is not None)
     refuse_randomness(language_model_of(model))
     world.seed = config.train.seed
     optimizer = make_optimizer(config, world, model)

@@ -220,7 +220,7 @@ def _connect(training: Training, plans: Sequence[Plan]) -> None:
     world, context = training.world, training.config.context
     for plan in plans:
         world.prepare(plan)
-    if "dynamic" in (context.planner, context.eval_planner) and world.home.slots <= CONNECTED:
+    if "dynamic" in (context.planner, context.evaluation.planner) and world.home.slots <= CONNECTED:
         world.channels.connect_pairs()
 
 

@@ -70,7 +70,7 @@ class StepSettings:
         """Where the first rank keeps what it has so far; "": nowhere."""
         return str(Path(self.flags.out).resolve()) if self.flags.out else ""
 
-    def batches(self) -> "list[Settings]":
+    def batches(self) -> "list[StepSettings]":
         """These settings, or those of each sequence in turn."""
         return [replace(self, lengths=(n,), sequences=()) for n in self.sequences] or [self]
 

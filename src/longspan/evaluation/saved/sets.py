@@ -125,7 +125,7 @@ def _build(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log: LogLin
     try:
         folder.mkdir()
         files = settings.files(folder)
-        recipe = make_recipe(settings, files, FileSums().of(files, log), tokenizer)
+        recipe = make_recipe(settings, files, FileSums().measure(files, log), tokenizer)
         for line in describe_rows(settings, recipe):
             log(line)
         manifest = build_documents(recipe, folder / "corpus", log)

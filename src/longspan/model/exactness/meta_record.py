@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from longspan.attention import AttentionCall, Mask, choose
 from longspan.attention.call import Dropout
-from longspan.attention.kernels import named
+from longspan.attention.kernels import find_kernel
 from longspan.errors import AttentionError, ModelError, counted
 from longspan.model.parts import modes_restored
 from longspan.model.seams.attention_record import Probe, RecordedCall, check_calls
@@ -208,7 +208,7 @@ def check_kernel(
     an unknown kernel, and for one that cannot do a layer's call.
     """
     if name is not None:
-        named(name)
+        find_kernel(name)
     calls: dict[AttentionCall, None] = {}
     for of_layer in recorded:
         sizes, mask = (of_layer.head_size, of_layer.value_size), Mask(window=of_layer.window, chunk=of_layer.chunk)

@@ -10,6 +10,7 @@ an optimizer moves anything. Recomputation comes later and is not recorded.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -44,18 +45,19 @@ class Probe:
     calls: list[RecordedCall] = field(default_factory=list[RecordedCall])
 
 
+_recorded = WeakKeyDictionary[SequenceShard, list[RecordedCall]]()  # the passes that are running
+
+
 def call_record(shard: object) -> list[RecordedCall] | None:
     """The list in which attention calls of this pass are recorded; None if they are not recorded."""
     if isinstance(shard, Probe):
         return shard.calls
-    return shard.derived.recorded_calls if isinstance(shard, SequenceShard) else None
+    return _recorded.get(shard) if isinstance(shard, SequenceShard) else None
 
 
 def record_calls(shard: SequenceShard) -> list[RecordedCall]:
     """Record the calls of attention with this shard from here on, until `check_recorded_calls`."""
-    if shard.derived.recorded_calls is None:
-        shard.derived.recorded_calls = []
-    return shard.derived.recorded_calls
+    return _recorded.setdefault(shard, [])
 
 
 def unknown_tensors(arguments: dict[str, object]) -> tuple[str, ...]:
@@ -66,8 +68,7 @@ def unknown_tensors(arguments: dict[str, object]) -> tuple[str, ...]:
 
 def check_recorded_calls(models: Sequence[PreTrainedModel], shard: SequenceShard) -> None:
     """Judge the calls recorded in a pass through a model, or through some of its stages. Raises ModelError."""
-    calls: list[RecordedCall] = shard.derived.recorded_calls
-    shard.derived.recorded_calls = None
+    calls = _recorded.pop(shard)
     for model in models:
         modules = {id(module) for module in model.modules()}
         check_calls(model, tuple(call for call in calls if id(call.module) in modules))

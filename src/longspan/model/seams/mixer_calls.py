@@ -25,8 +25,7 @@ from longspan.model.seams.attention_record import Probe
 from longspan.model.seams.layer_arguments import check_shard, shard_of_layer
 from longspan.model.seams.mixers import find_mixers, replace_functions
 from longspan.model.seams.separate_rows import SeparateRows, convolve_separately, scan_separately
-from longspan.ssm import causal_conv, kernel_of, linear_scan
-from longspan.ssm import state_pass as unit
+from longspan.ssm import causal_conv, linear_scan, scan_kernel, unit
 from longspan.ssm.kernels import check_asked
 from longspan.ssm.kernels.call import state_dtype
 
@@ -185,7 +184,7 @@ def _mamba2(
     v, step, k, q = (t.squeeze(0) for t in (x, dt, B, C))
     step = step.to(wide) if dt_bias is None else step.to(wide) + dt_bias
     step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
-    half = kernel_of(v, k.shape[-1], delta=False, kernel_names=ops.kernels).half
+    half = scan_kernel(v, k.shape[-1], delta=False, kernel_names=ops.kernels).half
     values = (v * step.unsqueeze(-1)).to(v.dtype if half else wide)
     out = ops.scan(q, k, values, (step * A).unsqueeze(-1), None, 1.0)
     out = out if D is None else out + D.unsqueeze(-1) * v

@@ -133,7 +133,7 @@ def read_rows_of_run(config: RunConfig) -> RunConfig:
 
     Evaluation keeps less than training, so they fit on other ranks too. Raises ConfigError where there are none.
     """
-    if config.context.eval_max_tokens_per_slot != AUTO:
+    if config.context.evaluation.max_tokens_per_slot != AUTO:
         return config
     file = Path(config.run.dir) / FILE
     try:
@@ -148,8 +148,8 @@ def read_rows_of_run(config: RunConfig) -> RunConfig:
 
 def _with_rows(config: RunConfig, rows: int) -> RunConfig:
     """The configuration with so many rows where evaluation, of the held-out documents or of a set, takes "auto"."""
-    if config.context.eval_max_tokens_per_slot == AUTO:
-        config = replace(config, context=replace(config.context, eval_max_tokens_per_slot=rows))
+    if config.context.evaluation.max_tokens_per_slot == AUTO:
+        config = replace(config, context=config.context.with_evaluation(max_tokens_per_slot=rows))
     sets = (replace(s, max_tokens_per_slot=rows) if s.max_tokens_per_slot == AUTO else s for s in config.eval)
     return replace(config, eval=tuple(sets))
 

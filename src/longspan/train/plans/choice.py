@@ -14,7 +14,7 @@ from longspan.config.sections import ContextConfig, ParallelConfig, RunConfig, h
 from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError, LongspanError, PlanError, counted
 from longspan.layout import Layout
-from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, WarmStart, plan_dynamic, plan_fixed, plan_padded
+from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import heads_allow
 from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200, read_cost, with_recomputation
 from longspan.plan.hierarchy import levels_at
@@ -24,7 +24,6 @@ from longspan.plan.simulate.evaluation import plan_evaluation, widest_degree
 from longspan.plan.simulate.simulate import slot_cost
 from longspan.plan.simulate.type_and_partition import group_cost, options_at_degree
 
-WARM_STEPS = 64  # dynamic plans of so many steps begin from the plan of the first of them
 
 
 def row_multiple_of(parallel: ParallelConfig) -> int:
@@ -201,11 +200,9 @@ class PlanChoice:
         options = replace(options, max_tokens_per_slot=cap, hierarchical_context_parallel_sizes=sizes)
         return replace(self, planner="fixed", degree=degree, options=options)
 
-    def plan(
-        self, lengths: Sequence[int], home: Layout, warm: Plan | None = None, *, targets: int | None = None
-    ) -> Plan:
-        """The plan of these documents; the dynamic planner may begin from `warm`. `targets` is how many tokens they
-        predict (None: those of the options, or every token except a document's first).
+    def plan(self, lengths: Sequence[int], home: Layout, *, targets: int | None = None) -> Plan:
+        """The plan of these documents. `targets` is how many tokens they predict (None: those of the options, or every
+        token except a document's first).
 
         Micro-batches are a multiple of the pipeline stages, as interleaved schedules need them. Those of an evaluation
         may hold fewer rows than the limit allows, so that they fill the pipeline. Raises PlanError where the documents
@@ -216,7 +213,7 @@ class PlanChoice:
             options = replace(options, targets=targets)
         if self.planner == "dynamic":
             max_cp, widest = self.max_degree or None, widest_degree(home, options, self.max_degree)
-            make = partial(plan_dynamic, lengths, home, min_cp=self.min_degree, max_cp=max_cp, warm=warm)
+            make = partial(plan_dynamic, lengths, home, min_cp=self.min_degree, max_cp=max_cp)
         else:
             widest = self.degree or smallest_degree(lengths, home, options)
             if not self.degree:
@@ -291,19 +288,15 @@ class StepPlanner:
     order: StepOrder | PackOrder
     home: Layout
 
-    def __call__(self, step: int, warm: Plan | None = None) -> Plan:
+    def __call__(self, step: int) -> Plan:
         """The plan of a step, counted from 0; its documents are numbered as the order's `select` gives them."""
         lengths, targets = self.order.lengths_of_step(step), self.order.targets_of_step(step)
-        return self.choice.plan(lengths, self.home, warm, targets=targets)
+        return self.choice.plan(lengths, self.home, targets=targets)
 
 
 def planner_of_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout) -> Callable[[int], Plan]:
-    """What plans any training step of a run.
-
-    Dynamic plans start from what was found for the first of each WARM_STEPS steps.
-    """
-    planner = StepPlanner(choice, order, home)
-    return WarmStart(planner, every=WARM_STEPS) if choice.planner == "dynamic" else planner
+    """The planner of any training step of a run."""
+    return StepPlanner(choice, order, home)
 
 
 def plans_of_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout, *, ahead: int) -> PlanAhead:
