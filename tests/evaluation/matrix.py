@@ -23,7 +23,7 @@ from longspan.evaluation.evaluate import evaluate
 from longspan.evaluation.metrics import EvaluationOptions
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.seams.forwards.norms import compile_layers
+from longspan.model.prepare_model import compile_layers
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend
 from longspan.train import build_optimizer, run_step

@@ -46,7 +46,7 @@ from longspan.checkpoint.storage import HashingWriter, PatientReader
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, CommError, counted
-from longspan.model.lora.adapters import adapter_entries, adapter_of
+from longspan.model.adapters import adapter_entries, adapter_of
 from longspan.model.vision.join import are_of_both
 
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # no list of parameters, which differs between stages

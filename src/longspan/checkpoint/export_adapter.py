@@ -19,9 +19,9 @@ from longspan.comm.all_ranks import LogLine
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer_files import KeptFiles
 from longspan.errors import CheckpointError, ConfigError, counted
+from longspan.model.adapters import Adapter, adapter_in, belongs_to_adapter, peft_modules
 from longspan.model.add_depths import add_mtp
 from longspan.model.local_tensors import LocalPart
-from longspan.model.lora.adapters import Adapter, adapter_in, belongs_to_adapter, peft_modules
 from longspan.model.lora.save import WEIGHTS, largest_trained_modules, select_entries, write_adapter
 from longspan.model.mtp.depths import mtp_blocks
 from longspan.model.mtp.names import PREFIX, to_published_names

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
+from longspan.model.adapters import adapter_in
 from longspan.model.exactness.depth_layer import layer_to_copy
 from longspan.model.hf_folder import weight_files
 from longspan.model.layers import base_of, decoder_layers, norm_after_layers
 from longspan.model.local_tensors import LocalPart
-from longspan.model.lora.adapters import adapter_in
 from longspan.model.mtp.depths import MtpBlocks, MtpDepth, MtpDepths, depths_of, mtp_blocks
 from longspan.model.mtp.layer_inputs import CopiedLayer
 from longspan.model.mtp.names import PREFIX, as_our_columns, to_our_name

@@ -13,9 +13,7 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
-from longspan.model.exactness.adapter_rules import configuration_reasons, layer_reasons
-from longspan.model.exactness.row_trial import try_rows_at_first_call
-from longspan.model.lora.adapters import (
+from longspan.model.adapters import (
     Adapter,
     adapter_in,
     base_module,
@@ -24,11 +22,16 @@ from longspan.model.lora.adapters import (
     model_inside,
     peft_modules,
 )
+from longspan.model.exactness.adapter_rules import configuration_reasons, layer_reasons
+from longspan.model.exactness.row_trial import try_rows_at_first_call
+from longspan.model.layers import decoder_layers
 from longspan.model.lora.without_adapter import redirect_peft_model
+from longspan.model.mtp.depths import depths_of
 from longspan.model.multimodal.checks import check_encoder_home
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import PrepareOptions, prepare_language_model
+from longspan.model.seams.forwards.norms import runs_in_one_pass
 from longspan.model.take_apart import take_apart_or_undo
 from longspan.model.vision.join import IMAGE, EncoderHome, join_parts
 from longspan.model.weights.fill import find_deferred_weights
@@ -172,3 +175,15 @@ def _reasons_of_encoder(encoder: nn.Module, adapter: Adapter, tp: int) -> Iterat
             f"lora_dropout is {adapter.dropout:g}, and the encoder's {tp} tensor-parallel ranks would drop different "
             "inputs; use tp 1"
         )
+
+
+def compile_layers(model: PreTrainedModel | PipelineModel) -> None:
+    """Compile the norms and MLPs inside a prepared model's decoder layers, in place, for any number of rows.
+
+    Norms that run by a kernel of our own are left as they are.
+    """
+    stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
+    for layer in (layer for stage in stages for layer in (*decoder_layers(stage).values(), *depths_of(stage))):
+        for inner in layer.modules():
+            if type(inner).__name__.endswith(("RMSNorm", "MLP")) and not runs_in_one_pass(inner):
+                inner.compile(dynamic=True)

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from longspan.attention import AttentionCall
 from longspan.comm import World
 from longspan.errors import ModelError
+from longspan.model.adapters import model_inside
 from longspan.model.exactness.check_model import Evidence, check_model
 from longspan.model.execution import Execution
 from longspan.model.experts.moe import expert_modules, use_experts
-from longspan.model.lora.adapters import model_inside
 from longspan.model.lora.without_adapter import redirect_peft_model
 from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
 from longspan.model.pipeline.settings import PipelineSettings

@@ -20,10 +20,10 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
+from longspan.model.adapters import Adapter, adapter_entries, adapter_of, belongs_to_adapter, model_inside
 from longspan.model.add_depths import add_mtp
 from longspan.model.hf_folder import no_progress_bars
 from longspan.model.load import torch_dtype
-from longspan.model.lora.adapters import Adapter, adapter_entries, adapter_of, belongs_to_adapter, model_inside
 from longspan.model.lora.save import largest_trained_modules, select_entries, write_adapter
 from longspan.model.mtp.depths import depths_of
 from longspan.model.multimodal.encoder import Encoder

@@ -15,9 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
+from longspan.model.adapters import belongs_to_adapter
 from longspan.model.exactness.image_trial import image_reasons
 from longspan.model.layers import base_of, is_in_projector, other_towers, reads_other_modalities
-from longspan.model.lora.adapters import belongs_to_adapter
 from longspan.model.seams.refusals import doctor_hint
 from longspan.model.vision.image_encoder import VisionParts, split
 from longspan.model.vision.image_tokens import image_tokens

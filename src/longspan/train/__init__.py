@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from longspan.evaluation.metrics import EvaluationOptions as EvaluationOptions
     from longspan.evaluation.metrics import TargetRows as TargetRows
     from longspan.evaluation.passkey import passkey_documents as passkey_documents
+    from longspan.evaluation.passkey import passkey_text as passkey_text
+    from longspan.model import without_adapter as without_adapter
     from longspan.train.gradients import clip_grad_norm as clip_grad_norm
     from longspan.train.gradients import grad_norm as grad_norm
     from longspan.train.loss import summed_cross_entropy as summed_cross_entropy

@@ -12,8 +12,8 @@ from torch import nn
 from longspan.comm import World
 from longspan.config.sections import RunConfig
 from longspan.errors import PlanError
+from longspan.model.adapters import adapter_of
 from longspan.model.execution import execution_of
-from longspan.model.lora.adapters import adapter_of
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.vision.join import find_trained_part
 from longspan.plan import Cost, Plan

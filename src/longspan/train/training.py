@@ -30,7 +30,7 @@ from longspan.model.lora.new import NewAdapter, add_lora
 from longspan.model.mtp.names import PREFIX
 from longspan.model.multimodal.multimodal_model import MultimodalModel, language_model_of
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.seams.forwards.norms import compile_layers
+from longspan.model.prepare_model import compile_layers
 from longspan.model.take_apart import freeze_images
 from longspan.model.weights.fill import leave_to_checkpoint
 from longspan.plan import Cost, Plan

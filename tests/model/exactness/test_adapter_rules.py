@@ -12,8 +12,8 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare, without_adapter
+from longspan.model.adapters import adapter_in, model_inside
 from longspan.model.exactness.adapter_rules import check_adapter
-from longspan.model.lora.adapters import adapter_in, model_inside
 from longspan.model.tensor_parallel.tensor_parallel import refuse_tensor_parallel
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks

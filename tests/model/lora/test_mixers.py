@@ -12,7 +12,7 @@ from longspan.comm import World
 from longspan.doctor.stock import whole_float64
 from longspan.layout import Layout
 from longspan.model import prepare, save_model
-from longspan.model.lora.adapters import belongs_to_adapter
+from longspan.model.adapters import belongs_to_adapter
 from longspan.model.seams.mixers import find_mixers
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks

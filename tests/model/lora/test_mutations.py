@@ -5,7 +5,7 @@ import pytest
 from longspan.comm import World
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.lora.adapters import peft_modules
+from longspan.model.adapters import peft_modules
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step

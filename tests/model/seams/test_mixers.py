@@ -19,9 +19,9 @@ from longspan.doctor.cases import Case
 from longspan.doctor.outcomes import Outcome
 from longspan.doctor.prove import Ranks, prove, run_proof
 from longspan.errors import ModelError
+from longspan.model.exactness.declared_rules import refuse_unsupported
 from longspan.model.exactness.small_copies import shrunken, tiny_model
 from longspan.model.seams.mixers import find_mixers, is_mixer
-from longspan.model.seams.refusals import refuse_unsupported
 from tests.mutation import mutated
 
 FAMILIES = {

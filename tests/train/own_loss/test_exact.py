@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from longspan import DocumentLoss, Layout, World, plan_dynamic, plan_fixed, prepare, run_step, token_log_probs
-from longspan.model.lora.adapters import model_inside
+from longspan.model.adapters import model_inside
 from longspan.plan import Plan
 from longspan.testing import backend, run_ranks
 from tests.model.deep import deep

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.lora.adapters import (
+from longspan.model.adapters import (
     Adapter,
     adapter_parameters,
     belongs_to_adapter,

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from longspan.attention import AttentionCall
 from longspan.errors import ModelError
+from longspan.model.adapters import Adapter, adapter_in
 from longspan.model.exactness.adapter_rules import check_adapter, check_equal_adapters
 from longspan.model.exactness.class_trial import refuse_class, try_class
 from longspan.model.exactness.declared_rules import refuse_unsupported
 from longspan.model.exactness.meta_record import check_kernel, record_model
-from longspan.model.lora.adapters import Adapter, adapter_in
 from longspan.model.mtp.depths import put_copied_depths_in_place
 from longspan.model.placement import Placement
 from longspan.model.seams.call_rules import is_prepared

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from longspan.errors import ModelError
-from longspan.model.lora.adapters import Adapter
+from longspan.model.adapters import Adapter
 from longspan.model.mtp.depths import select_depth_weights
 from longspan.model.mtp.names import PREFIX
 

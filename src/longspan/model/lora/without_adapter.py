@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from longspan.errors import ModelError
-from longspan.model.lora.adapters import adapter_of, peft_modules
+from longspan.model.adapters import adapter_of, peft_modules
 
 
 @contextmanager

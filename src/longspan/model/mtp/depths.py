@@ -28,7 +28,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.bridge.splice import embedding_arguments
 from longspan.errors import ModelError
-from longspan.model.lora.adapters import belongs_to_adapter, is_adapted, is_copied
+from longspan.model.adapters import belongs_to_adapter, is_adapted, is_copied
 from longspan.model.mtp.layer_inputs import CopiedLayer, LayerInputs
 from longspan.model.mtp.names import PREFIX
 

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.errors import ModelError
+from longspan.model.adapters import Adapter, adapter_of
 from longspan.model.execution import execution_of
-from longspan.model.lora.adapters import Adapter, adapter_of
 from longspan.model.multimodal.checks import (
     check_deep_layers,
     check_encoder,

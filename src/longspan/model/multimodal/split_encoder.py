@@ -12,7 +12,7 @@ from torch import nn
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.lora.adapters import is_adapted
+from longspan.model.adapters import is_adapted
 from longspan.model.multimodal.tp_plan import SplitModule
 from longspan.model.tensor_parallel.family_plans import QKV, ROWWISE
 from longspan.model.tensor_parallel.split_adapters import split_adapted

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from longspan.errors import ModelError
-from longspan.model.lora.adapters import base_module, peft_modules
+from longspan.model.adapters import base_module, peft_modules
 from longspan.model.tensor_parallel.family_plans import COLWISE, QKV, ROWWISE
 
 REPLICATED = "replicated"

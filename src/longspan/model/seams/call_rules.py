@@ -17,8 +17,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
+from longspan.model.adapters import adapter_of
 from longspan.model.layers import decoder_layers, text_name
-from longspan.model.lora.adapters import adapter_of
 from longspan.plan import MicroBatch
 
 _WITH_PREFIX = ("paligemma",)

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from longspan.comm import World
 from longspan.comm.moves.tp_collectives import tp_copy, tp_copy_parameter, tp_place, tp_sum
 from longspan.errors import ModelError, counted
-from longspan.model.lora.adapters import is_adapted
+from longspan.model.adapters import is_adapted
 from longspan.model.tensor_parallel.family_plans import ROWWISE
 from longspan.model.tensor_parallel.mixer_parts import MixerParts, mixer_parts, reads_inputs, tensors_at
 from longspan.model.tensor_parallel.split_adapters import split_adapted

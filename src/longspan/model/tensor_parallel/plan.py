@@ -19,7 +19,7 @@ from torch.func import functional_call
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.lora.adapters import base_module
+from longspan.model.adapters import base_module
 from longspan.model.seams.mixers import find_mixers
 from longspan.model.tensor_parallel.family_plans import (
     COLWISE,

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.comm.moves.tp_collectives import tp_gather, tp_split
 from longspan.errors import ModelError
+from longspan.model.adapters import is_adapted
 from longspan.model.layers import Absent, decoder_layers, decoder_of
-from longspan.model.lora.adapters import is_adapted
 from longspan.model.mtp.depths import depths_of, mtp_blocks
 from longspan.model.parts import ModelParts, trace_parts, usual_parts, with_outputs
 from longspan.model.tensor_parallel.plan import StyledModule, experts_of, split_blocks

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.comm.moves.tp_collectives import tp_split
 from longspan.errors import ModelError
-from longspan.model.lora.adapters import adapter_in, is_adapted, is_copied, peft_modules
+from longspan.model.adapters import adapter_in, is_adapted, is_copied, peft_modules
 from longspan.model.tensor_parallel.family_plans import (
     COLWISE,
     GATHERED,

@@ -19,8 +19,7 @@ from longspan.model.multimodal.encoder import Encoder
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.multimodal.prepare_encoder import encoder_blocks, prepare_encoder
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.take_apart import VisionParts
-from longspan.model.vision.image_encoder import pack_attention
+from longspan.model.vision.image_encoder import VisionParts, pack_attention
 from longspan.model.weights.fill import DeferredWeights
 from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.cost.cost import Cost

@@ -25,8 +25,8 @@ from transformers.core_model_loading import build_glob_alternation
 
 from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
+from longspan.model.adapters import plain_name
 from longspan.model.local_tensors import LocalPart, local_tensor
-from longspan.model.lora.adapters import plain_name
 
 
 def empty_model(

@@ -25,7 +25,6 @@ from longspan.plan.simulate.simulate import slot_cost
 from longspan.plan.simulate.type_and_partition import group_cost, options_at_degree
 
 
-
 def row_multiple_of(parallel: ParallelConfig) -> int:
     """What the rows of a slot are a multiple of: under sequence parallelism its tp ranks take equal parts of them."""
     return parallel.tp if parallel.sequence_parallel else 1

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from longspan.comm import World, on_all_ranks, to_device
 from longspan.errors import LossError, ModelError, counted, shortened
-from longspan.model.lora.adapters import adapter_of, is_adapted
+from longspan.model.adapters import adapter_of, is_adapted
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import refuse_dropout_in_two_passes
 from longspan.plan import Plan

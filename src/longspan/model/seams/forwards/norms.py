@@ -1,4 +1,4 @@
-"""How norms run: RMS norms in one pass over memory, long ones some rows at a time, or compiled together with MLPs.
+"""How norms run: RMS norms in one pass over memory, long ones some rows at a time.
 
 transformers writes such a norm in Python: to float32, square, mean, root, product, back, and the weight, each a pass
 over memory, and more in backward. `torch.nn.functional.rms_norm` is one kernel each way on GPUs from torch 2.9 on
@@ -18,12 +18,8 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
-from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.layers import decoder_layers
-from longspan.model.mtp.depths import depths_of
-from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.forwards.norm_formula import NormFormula
 from longspan.model.seams.refusals import is_set_on_instance
 
@@ -160,15 +156,3 @@ def _computes(norm: nn.Module, formula: NormFormula) -> bool:
     except Exception:  # it takes other arguments, another shape of them, or a device that it is not on
         return False
     return normed.shape == expected.shape and bool((normed - expected).norm() <= _CLOSE * expected.norm())
-
-
-def compile_layers(model: PreTrainedModel | PipelineModel) -> None:
-    """Compile the norms and MLPs inside a prepared model's decoder layers, in place, for any number of rows.
-
-    Norms that run by a kernel of our own are left as they are.
-    """
-    stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
-    for layer in (layer for stage in stages for layer in (*decoder_layers(stage).values(), *depths_of(stage))):
-        for inner in layer.modules():
-            if type(inner).__name__.endswith(("RMSNorm", "MLP")) and not runs_in_one_pass(inner):
-                inner.compile(dynamic=True)
