@@ -13,7 +13,7 @@ import torch
 
 from longspan.model.experts import experts, rows
 from longspan.model.seams.forwards import norm_formula
-from longspan.train import loss as row_softmax
+from longspan.train import loss
 from tests.kernels import cases
 from tests.kernels.test_on_gpus import EVERY
 from tests.ssm.interpreted import on_a_cpu
@@ -23,7 +23,7 @@ def _take_cpus() -> None:
     """Let kernels be launched with tensors of a CPU."""
     experts.kernels_for = rows.kernels_for = lambda *tensors: rows.kernels()  # pyright: ignore
     norm_formula.are_on_gpus = lambda tensors: True
-    row_softmax.in_kernels = lambda dtype, device: dtype != torch.float64
+    loss.uses_kernels = lambda dtype, device: dtype != torch.float64
 
 
 if __name__ == "__main__":

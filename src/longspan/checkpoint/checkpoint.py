@@ -206,7 +206,7 @@ class StoredMoments(NamedTuple):
                 moments.update(".".join(parts[:count]) for count in range(1, len(parts)))
             elif name.startswith(SETTINGS):
                 parameter, _, key = name.removeprefix(SETTINGS).rpartition(".")
-                settings.setdefault(parameter, set()).add(key)
+                settings.setdefault(parameter, set()).update({key} - {"initial_lr"})  # which schedulers add
         return cls(frozenset(moments), {name: frozenset(keys) for name, keys in settings.items()})
 
 

@@ -41,7 +41,7 @@ class Derived:
 
     `packed_order` and `real_rows` are computed on first use, by the shard. The others are set by `train/terms`:
     `spliced` are rows that take the places of token embeddings: (local rows (n,), rows (n, D)) of every modality, by
-    how many tokens further on than the local rows the embedded tokens are, which is `ahead` now; `added` by decoder
+    how many tokens further on than the local rows the embedded tokens are; `added` by decoder
     layer those that are added to what the layer returns; `leaves` are what collects the gradients of both.
 
     A module that derives something else from a shard keeps it in a `WeakKeyDictionary` of its own, by shard.
@@ -49,7 +49,6 @@ class Derived:
 
     __slots__ = (
         "added",
-        "ahead",
         "leaves",
         "packed_order",
         "real_rows",
@@ -59,7 +58,6 @@ class Derived:
     def __init__(self) -> None:
         self.packed_order: tuple[tuple[int, ...], Tensor] | None = None  # for these starts of the slots' rows
         self.real_rows: Tensor | None = None
-        self.ahead = 0
         self.spliced: dict[int, tuple[tuple[Tensor, Tensor], ...]] = {}
         self.leaves: tuple[Tensor, ...] = ()
         self.added: dict[int, tuple[tuple[Tensor, Tensor], ...]] = {}

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longspan import Group, Layout, MicroBatch, MtpLoss, World, add_mtp, plan_fixed, prepare, run_step
-from longspan.bridge.splice import tokens_ahead
+from longspan.bridge.splice import AHEAD, embedding_arguments
 from longspan.comm import SequenceShard
 from longspan.doctor.stock import whole_float64
 from longspan.errors import ModelError
+from longspan.model.multimodal.encoder import _SpliceHook  # pyright: ignore[reportPrivateUsage]
 from longspan.model.seams.mixers import find_mixers
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.plan.items.encoding_plan import _plan_modality  # pyright: ignore[reportPrivateUsage]
@@ -139,27 +140,44 @@ def test_steps_are_those_of_one_process(ranks: int) -> None:
         assert errors and max(errors.values()) < EXACT, errors
 
 
+class _EmbedsTwice(nn.Module):
+    """Embeds ids as those of later tokens than the shard's rows, and again as those of the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 3)
+
+    def forward(self, ids: Tensor, shard: SequenceShard) -> tuple[Tensor, Tensor]:
+        return self.embedding(ids, **embedding_arguments(shard, 2)), self.embedding(ids)
+
+
 def test_embeddings_are_of_the_rows_themselves_after_a_depth() -> None:
     shard = SequenceShard(MicroBatch((Group((0,), (0,), (8,)),)), 0, -1, torch.device("cpu"))
-    with tokens_ahead(shard, 2):
-        assert shard.derived.ahead == 2
-    assert shard.derived.ahead == 0
+    assert embedding_arguments(shard, 2) == {} == embedding_arguments(None, 2)
+    model, ids = _EmbedsTwice(), torch.zeros(1, 8, dtype=torch.int64)
+    plain = model.embedding(ids).detach()
+    _SpliceHook(model, model.embedding, ())
+    shard.derived.spliced[2] = ((torch.tensor([5]), torch.full((1, 3), 7.0)),)
+    assert embedding_arguments(shard, 2) == {AHEAD: 2}
+    ahead, plain_again = model(ids, shard=shard)
+    assert torch.equal(plain_again, plain)
+    assert torch.equal(ahead[:, 5], torch.full((1, 3), 7.0)) and torch.equal(ahead[:, :5], plain[:, :5])
 
 
 MUTATIONS = {
     "embeddings of placeholders in place of images": (
         "model.mtp.depths",
-        "with tokens_ahead(shard, number):",
-        "with tokens_ahead(shard, number + 9):",
+        "embedding_arguments(shard, number)",
+        "embedding_arguments(shard, number + 9)",
     ),
-    "the row's own image": ("bridge.splice", "shard.derived.ahead = tokens", "pass"),
+    "the row's own image": ("model.multimodal.encoder", "kwargs.get(AHEAD, 0)", "0"),
     "rows of the tokens one less further on": (
         "plan.items.row_owners",
         "start=segments.start + depth, stop=segments.stop + depth",
         "start=segments.start + max(depth - 1, 0), stop=segments.stop + max(depth - 1, 0)",
     ),
     "one use's gradient of a row": (
-        "train.encoding.modality_pass",
+        "train.terms.modality_pass",
         '"partial_over_slots" if same_on_tp else "partial"',
         '"identical"',
     ),

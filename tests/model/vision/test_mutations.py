@@ -9,12 +9,12 @@ from tests.model.vision.joined import BOUND, Case, step
 from tests.mutation import each_mutated
 
 CASE = Case("qwen3-vl", Layout(2), Layout(2), cp=2, documents="even")
-PASS, POSITIONS = "train.encoding.modality_pass", "train.reading.read_positions"
+PASS, POSITIONS = "train.terms.modality_pass", "train.reading.local_batch"
 MUTATIONS: dict[str, tuple[str, str, str]] = {
     "a part for a deeper layer is dropped": (PASS, "enumerate(deeper)", "enumerate(deeper[:-1])"),
     "parts for deeper layers are swapped": (PASS, "enumerate(deeper)", "enumerate(deeper[::-1])"),
     "a part replaces hidden states": ("bridge.splice", ".index_add(1", ".index_copy(1"),
-    "positions by local index": (POSITIONS, "given[:, rows[here]]", "given[:, : len(here)]"),
+    "positions by local index": (POSITIONS, "parts_of_one[:, rows[here]]", "parts_of_one[:, : len(here)]"),
     "positions of the text": ("train.passes", "if batch.positions is None:", "if True:"),
     "an image's rows on another document": (
         "model.vision.image_arguments",
@@ -33,7 +33,7 @@ VIDEOS: dict[str, tuple[str, str, str]] = {
     "frames of other videos": MUTATIONS["an image's rows on another document"],
 }
 SPANS_CASE = Case("gemma3", Layout(2), Layout(2), cp=2)
-READ, MEMBERS = "train.reading.spans", "attention.members"
+READ, MEMBERS = "train.reading.local_batch", "attention.members"
 SPANS: dict[str, tuple[str, str, str]] = {
     "spans are dropped": (MEMBERS, "+ span_tiles(queries, keys, self.spans)", ""),
     "spans of documents without their items": (READ, "items.runs(d, rules.in_spans)", "[]"),

@@ -63,7 +63,7 @@ def test_steps_that_say_nothing_of_them_are_refused_on_every_rank() -> None:
 
 
 def _refused(rank: int, pp: int) -> str:
-    silent = ("train.reading.spans", "if not rules.in_spans:", "if True:")
+    silent = ("train.reading.local_batch", "if rules.prefix or rules.in_spans:", "if False:")
     with mutated(silent), pytest.raises(ModelError) as refused:
         step(Case("gemma3", Layout(2, pp=pp), Layout(2), 1), answer_of("gemma3"))
     return str(refused.value)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longspan.bridge.splice import add_rows, splice
+from longspan.bridge.splice import AHEAD, add_rows, splice
 from longspan.comm import SequenceShard, World
 from longspan.model.layers import decoder_layers
 from longspan.model.pipeline.pipeline import PipelineModel
@@ -104,6 +104,8 @@ class _SpliceHook:
         self._shard: SequenceShard | None = None
         root.register_forward_pre_hook(self._enter, with_kwargs=True)
         root.register_forward_hook(self._leave, always_call=True)
+        self._ahead = 0  # of the call of the embedding that is running
+        embedding.register_forward_pre_hook(self._take_ahead, with_kwargs=True)
         embedding.register_forward_hook(self._splice)
 
     def _enter(self, root: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -113,10 +115,15 @@ class _SpliceHook:
     def _leave(self, *_: Any) -> None:
         self._shard = None
 
+    def _take_ahead(self, embedding: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Take away the keyword for later tokens, which the embedding's own forward does not know."""
+        self._ahead = kwargs.get(AHEAD, 0)
+        return args, {name: value for name, value in kwargs.items() if name != AHEAD}
+
     def _splice(self, embedding: nn.Module, args: Any, embeddings: Tensor) -> Tensor:
         if self._shard is None:
             return embeddings
         if torch.is_grad_enabled() and not embeddings.requires_grad and not all(x.frozen for x in self._encoders):
             # Under a frozen language model all ranks enter its backward pass, also those that got no rows.
             embeddings = embeddings.detach().requires_grad_()
-        return splice(embeddings, self._shard)
+        return splice(embeddings, self._shard, self._ahead)
