@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from longspan.train import OPENING, passkey_text
+from longspan.train import PASSKEY_OPENING, passkey_text
 
 TEXTS, MOST_SENTENCES = 30_000, 20
 
@@ -23,7 +23,7 @@ def text(draw: random.Random) -> str:
     sentences = round(math.exp(draw.uniform(0, math.log(MOST_SENTENCES + 1)))) - 1
     before = draw.randint(0, sentences)
     whole = passkey_text(draw.randint(10_000, 99_999), before, sentences - before)
-    return whole.removeprefix(f"{OPENING} ") if draw.random() < 0.5 else whole
+    return whole.removeprefix(f"{PASSKEY_OPENING} ") if draw.random() < 0.5 else whole
 
 
 def small_tokenizer(texts: list[str]) -> Tokenizer:

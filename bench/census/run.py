@@ -8,8 +8,8 @@ from bench.census.models import class_name, default_config, head_kinds
 
 from longspan.doctor.cases import Case, cases_named
 from longspan.doctor.outcomes import Outcome
-from longspan.doctor.prove import prove
-from longspan.model.exactness.small_copies import shrunken
+from longspan.doctor.proof import prove
+from longspan.model.exactness.small_copies import shrink_configuration
 from longspan.plan.cost.model_shape import read_experts
 
 RANKS = 3  # degrees 2 and 3
@@ -24,7 +24,7 @@ def row_of(name: str) -> Row:
     try:
         config = default_config(name)
         row["heads"] = _heads(config)
-        small = shrunken(config)
+        small = shrink_configuration(config)
     except Exception as error:  # of a configuration class, and of the stock model
         row["message"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
         return row | {"seconds": round(time.perf_counter() - began, 1)}

@@ -10,6 +10,8 @@ from typing import Any
 
 from longspan.launch.launch import run_local
 
+__all__ = ["backend", "run_ranks"]
+
 # What runs ranks under `pytest --backend nccl`, where they stay from call to call: tests/conftest.py sets it.
 run_on_gpus: Callable[[Callable[..., Any], int, Sequence[Any], float], list[Any]] | None = None
 

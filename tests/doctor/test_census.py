@@ -14,8 +14,8 @@ from transformers import CONFIG_MAPPING
 from longspan.comm import run_local
 from longspan.doctor.cases import Case
 from longspan.doctor.outcomes import Outcome
-from longspan.doctor.prove import Ranks, run_proof
-from longspan.model.exactness.small_copies import shrunken
+from longspan.doctor.proof import Ranks, run_proof
+from longspan.model.exactness.small_copies import shrink_configuration
 from tests.versions import transformers_before
 
 EXACT = {
@@ -61,9 +61,9 @@ def _prove_here(rank: int, models: list[str]) -> dict[str, tuple[Outcome, ...]]:
     for name in models:
         ranks = Ranks(2, launch=lambda run, task, count, seconds: run(rank, task))
         if images := name in WITH_IMAGES:
-            small = shrunken(CONFIG_MAPPING[name](), images=True)
+            small = shrink_configuration(CONFIG_MAPPING[name](), images=True)
         else:
-            small = shrunken(default_config(name))
+            small = shrink_configuration(default_config(name))
         found[name] = run_proof(small, IMAGE_CASES if images else CASES, ranks).outcomes
     return found
 

@@ -10,16 +10,16 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from longspan.comm import World
-from longspan.doctor import prove as proving
+from longspan.doctor import proof as proving
 from longspan.doctor.cases import LENGTHS, Case, cases_named
 from longspan.doctor.images import image_documents, item_documents, without_videos
 from longspan.doctor.outcomes import Outcome
-from longspan.doctor.prove import Ranks, Stock, prove, run_proof
+from longspan.doctor.proof import Ranks, Stock, prove, run_proof
 from longspan.doctor.ranks import CaseRun, Expected, Task
 from longspan.doctor.stock import documents_for
 from longspan.doctor.which_model import find_configuration
 from longspan.layout import Layout
-from longspan.model.exactness.small_copies import shrunken
+from longspan.model.exactness.small_copies import shrink_configuration
 from longspan.model.seams import attention_calls
 from longspan.testing import run_ranks
 
@@ -30,7 +30,7 @@ def small(family: str) -> PreTrainedConfig:
     """A small copy of the family's default configuration."""
     if family not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {family}")
-    return shrunken(CONFIG_MAPPING[family]())
+    return shrink_configuration(CONFIG_MAPPING[family]())
 
 
 def test_a_mixture_with_sinks_and_windows_is_exact() -> None:
@@ -174,7 +174,7 @@ def test_a_stock_model_that_cannot_run_is_not_built() -> None:
 
 @pytest.mark.parametrize(("name", "videos"), [("qwen2_5_vl", 2), ("llava", 0)])
 def test_documents_with_images_have_videos_where_the_model_takes_them(name: str, videos: int) -> None:
-    config = shrunken(find_configuration(name), images=True)
+    config = shrink_configuration(find_configuration(name), images=True)
     documents = image_documents(config)
     assert sum(len(document.videos) for document in documents) == videos
     assert bool(without_videos(config)) == (not videos)

@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM
 from longspan.doctor.kernels import kernel_lines
 from longspan.doctor.which_model import find_configuration
 from longspan.errors import ConfigError, ModelError
-from longspan.model.exactness.small_copies import shrunken
+from longspan.model.exactness.small_copies import shrink_configuration
 
 
 class OwnConfig(LlamaConfig):
@@ -58,5 +58,5 @@ def test_kernels_are_those_of_the_true_head_sizes() -> None:
     lines = kernel_lines(gemma, torch.device("cpu"), torch.float32)
     assert [line.attention for line in lines] == ["heads of 256, a window, a soft cap", "heads of 256, a soft cap"]
     assert {line.here for line in lines} == {"reference (cpu, float32)"}
-    shared = kernel_lines(shrunken(CONFIG_MAPPING["zamba2"]()), torch.device("cpu"), torch.float32)
+    shared = kernel_lines(shrink_configuration(CONFIG_MAPPING["zamba2"]()), torch.device("cpu"), torch.float32)
     assert len(shared) == 1 and shared[0].layers >= 1  # Zamba 2's shared blocks have no layer index

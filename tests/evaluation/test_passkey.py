@@ -18,7 +18,7 @@ from longspan import Layout, World, evaluate, prepare
 from longspan.errors import DataError, EvaluationError
 from longspan.evaluation.passkey import (
     KEY,
-    OPENING,
+    PASSKEY_OPENING,
     QUESTION,
     PasskeyDocument,
     PasskeyDocuments,
@@ -94,7 +94,7 @@ def test_documents_have_their_length_and_say_key_question_and_answer(
     assert np.array_equal(document[np.array([length - 1, 3])], ids[[length - 1, 3]])
     text = tokenizer.decode(ids.tolist(), skip_special_tokens=True)
     key = str(document.key)
-    assert text.startswith(OPENING)
+    assert text.startswith(PASSKEY_OPENING)
     assert text.endswith(f"{QUESTION} {key}")
     assert text.count(KEY.format(key=key)) == 1
     assert tokenizer.decode(ids[document.answer_start :].tolist()).strip() == key

@@ -9,7 +9,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from longspan.comm import World, run_local
 from longspan.layout import Layout
 from longspan.model import prepare, save_model
-from longspan.model.exactness.small_copies import shrunken, tiny_model
+from longspan.model.exactness.small_copies import shrink_configuration, tiny_model
 from longspan.model.layers import decoder_layers
 from longspan.model.placement import shared_blocks
 from longspan.model.seams.layer_arguments import number_layers
@@ -20,7 +20,7 @@ from tests.model.stock import tiny
 
 def _zamba2(hybrids: int, blocks: int) -> PreTrainedModel:
     """One layer of Mamba 2 and then hybrids, whose shared blocks take turns."""
-    config = shrunken(CONFIG_MAPPING["zamba2"]())
+    config = shrink_configuration(CONFIG_MAPPING["zamba2"]())
     config.num_hidden_layers, config.num_mem_blocks = hybrids + 1, blocks
     config.layers_block_type = ["linear_attention"] + ["hybrid"] * hybrids
     config.hybrid_layer_ids = list(range(1, hybrids + 1))

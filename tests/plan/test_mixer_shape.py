@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from longspan.errors import PlanError
 from longspan.model import load_model, preset_config
 from longspan.model.add_depths import add_mtp
-from longspan.model.exactness.small_copies import shrunken, tiny_model
+from longspan.model.exactness.small_copies import shrink_configuration, tiny_model
 from longspan.model.seams.mixer_calls import ROWS_ALONE, set_mixer_ops
 from longspan.model.seams.mixers import find_mixers
 from longspan.plan import Cost
@@ -69,7 +69,7 @@ def small(family: str) -> PreTrainedConfig:
     family, _, adapters = family.partition("+")
     if family not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    return shrunken(CONFIG_MAPPING[family](**{"use_shared_attention_adapter": True} if adapters else {}))
+    return shrink_configuration(CONFIG_MAPPING[family](**{"use_shared_attention_adapter": True} if adapters else {}))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -143,7 +143,7 @@ def test_a_depth_costs_a_layer_a_projection_and_a_head() -> None:
 
 def test_a_depth_of_several_layers_costs_them_all() -> None:
     """Nemotron-H's: attention and experts, of which a row visits some."""
-    config: Any = shrunken(CONFIG_MAPPING["nemotron_h"](n_routed_experts=4))
+    config: Any = shrink_configuration(CONFIG_MAPPING["nemotron_h"](n_routed_experts=4))
     plain, deeper = ModelShape.of(config), ModelShape.of(config, depths=1)
     assert (deeper.layers, deeper.decoder_layers) == (plain.layers + 1, plain.decoder_layers + 2)
     model: Any = add_mtp(tiny_model(config, torch.float32))

@@ -19,10 +19,10 @@ from longspan.doctor.cases import Case, CaseSet, DTypeName, cases_named, contigu
 from longspan.doctor.images import without_videos
 from longspan.doctor.kernels import KernelLine, kernel_lines
 from longspan.doctor.outcomes import Proof, outcome_text, proof_json, proof_text
-from longspan.doctor.prove import InWorld, Ranks, run_proof
+from longspan.doctor.proof import InWorld, Ranks, run_proof
 from longspan.doctor.which_model import find_configuration, reads_images
 from longspan.errors import CommError, LongspanError, counted
-from longspan.model.exactness.small_copies import reads_images_alone, shrunken
+from longspan.model.exactness.small_copies import reads_images_alone, shrink_configuration
 from longspan.model.presets import preset_config
 from longspan.plan.cost.model_shape import has_mixers
 
@@ -54,7 +54,7 @@ def prove_model(name: str, flags: ProofFlags) -> int:
     config = find_configuration(name)
     proofs, models = list[Proof](), list[dict[str, Any]]()
     for processes in _places(flags):
-        small = shrunken(config, true_heads=_true_heads(flags, processes), images=reads_images(config))
+        small = shrink_configuration(config, true_heads=_true_heads(flags, processes), images=reads_images(config))
         models.append(_model(config, small, processes))
         proofs.append(_run(small, _cases(flags, processes, config), processes, flags.timeout))
     outcomes, worlds = (tuple(x for p in proofs for x in getattr(p, name)) for name in ("outcomes", "worlds"))

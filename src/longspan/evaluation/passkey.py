@@ -22,7 +22,7 @@ from longspan.errors import DataError
 from longspan.evaluation.metrics import DocumentMetric, Mean, TargetRows
 from longspan.evaluation.result import PasskeyGrid
 
-OPENING = (
+PASSKEY_OPENING = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "
     "I will quiz you about the important information there."
 )
@@ -47,7 +47,7 @@ def passkey_text(key: int, before: int, after: int) -> str:
     'The grass is green. What is the pass key? The pass key is 71432'
     """
     filler = [SENTENCES[i % len(SENTENCES)] for i in range(before + after)]
-    parts = (OPENING, *filler[:before], KEY.format(key=key), *filler[before:], QUESTION, str(key))
+    parts = (PASSKEY_OPENING, *filler[:before], KEY.format(key=key), *filler[before:], QUESTION, str(key))
     return " ".join(parts)
 
 
@@ -72,7 +72,7 @@ class Pieces(NamedTuple):
         ends = np.cumsum([len(sentence) + 1 for sentence in SENTENCES])
         pieces = cls(
             engine=engine,
-            opening=np.concatenate([np.array(first, dtype=np.int64), _ids_behind(engine, "", OPENING)[0]]),
+            opening=np.concatenate([np.array(first, dtype=np.int64), _ids_behind(engine, "", PASSKEY_OPENING)[0]]),
             filler=filler,
             sentence_ends=tuple(np.searchsorted(stops, ends, side="right").tolist()),
             question=_ids_behind(engine, FILLER, QUESTION)[0],

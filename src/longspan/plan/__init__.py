@@ -9,7 +9,9 @@ make one from document lengths only. Integers and numpy; no torch.
 
 from longspan.plan.cost.bound import Bound, lower_bound_seconds
 from longspan.plan.cost.cost import Cost
+from longspan.plan.cost.model_cost import cost_on_h200
 from longspan.plan.dynamic import plan_dynamic
+from longspan.plan.items.encoder_shape import EncoderLoad, EncoderShape
 from longspan.plan.micro_batch import CommType, Group, MicroBatch, Mode, PartitionKind
 from longspan.plan.plan import Plan
 from longspan.plan.plan_ahead import PlanAhead
@@ -21,6 +23,8 @@ __all__ = [
     "Bound",
     "CommType",
     "Cost",
+    "EncoderLoad",
+    "EncoderShape",
     "Group",
     "MicroBatch",
     "Mode",
@@ -29,6 +33,7 @@ __all__ = [
     "PlanAhead",
     "PlanOptions",
     "Timeline",
+    "cost_on_h200",
     "lower_bound_seconds",
     "plan_dynamic",
     "plan_fixed",

@@ -1,4 +1,4 @@
-"""Training and evaluation: one `run_step` for both, and around it configuration, data, checkpoints and the loop.
+"""One training step, and what a loop of your own needs with it: optimizers, gradient norms, losses, checkpoints.
 
 Names are imported on first use (PEP 562), so that reading a configuration needs no torch.
 """
@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from longspan.evaluation.evaluate import evaluate as evaluate
     from longspan.evaluation.metrics import EvaluationOptions as EvaluationOptions
     from longspan.evaluation.metrics import TargetRows as TargetRows
+    from longspan.evaluation.passkey import PASSKEY_OPENING as PASSKEY_OPENING
     from longspan.evaluation.passkey import passkey_documents as passkey_documents
     from longspan.evaluation.passkey import passkey_text as passkey_text
     from longspan.model import without_adapter as without_adapter
+    from longspan.model.experts.router import RouterCoefficients as RouterCoefficients
     from longspan.train.gradients import clip_grad_norm as clip_grad_norm
     from longspan.train.gradients import grad_norm as grad_norm
     from longspan.train.loss import summed_cross_entropy as summed_cross_entropy

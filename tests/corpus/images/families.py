@@ -10,7 +10,7 @@ import pytest
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from longspan.model.exactness.small_copies import shrunken
+from longspan.model.exactness.small_copies import shrink_configuration
 from tests.corpus.images.folders import PARTS, TURNS, saved
 from tests.versions import transformers_before
 
@@ -227,7 +227,7 @@ def image_processor(name: str) -> Any:
 
 def family_config(name: str, placeholder: int, vocabulary: int) -> PreTrainedConfig:
     """The small configuration of a family, with ids of its folder's tokenizer."""
-    config: Any = shrunken(CONFIG_MAPPING[name](), images=True)
+    config: Any = shrink_configuration(CONFIG_MAPPING[name](), images=True)
     config.get_text_config().vocab_size = vocabulary
     for key in ("image_token_id", "image_token_index"):
         if getattr(config, key, None) is not None:

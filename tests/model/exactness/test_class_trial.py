@@ -17,7 +17,7 @@ from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.exactness import class_trial, small_copies
 from longspan.model.exactness.class_trial import refuse_class, try_class
-from longspan.model.exactness.small_copies import shrunken
+from longspan.model.exactness.small_copies import shrink_configuration
 from longspan.model.experts import experts as gate
 from longspan.plan import plan_fixed
 from longspan.testing import backend
@@ -263,4 +263,4 @@ def test_gates_are_modules_or_functions() -> None:
     assert gate._is_silu(nn.SiLU()) and gate._is_silu(torch.nn.functional.silu)
     assert not any(map(gate._is_silu, (nn.GELU(), torch.nn.functional.gelu, _Learnt())))
     if "lfm2_moe" in CONFIG_MAPPING:
-        assert try_class(on_meta(shrunken(CONFIG_MAPPING["lfm2_moe"]()))).reasons == ()
+        assert try_class(on_meta(shrink_configuration(CONFIG_MAPPING["lfm2_moe"]()))).reasons == ()

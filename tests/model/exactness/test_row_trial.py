@@ -16,7 +16,7 @@ from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
 from longspan.model.exactness.row_trial import try_rows
-from longspan.model.exactness.small_copies import shrunken, tiny_model
+from longspan.model.exactness.small_copies import shrink_configuration, tiny_model
 from longspan.model.presets import PRESETS
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
@@ -360,7 +360,7 @@ def test_presets_pass(preset: str, dtype: torch.dtype, world: World) -> None:
 @pytest.mark.parametrize("name", names())
 def test_every_class_of_the_census_passes_or_is_refused_for_another_reason(name: str, world: World) -> None:
     try:
-        config = shrunken(default_config(name))
+        config = shrink_configuration(default_config(name))
     except Exception as error:  # whatever a class raises
         pytest.skip(f"the census says why it is not built: {error}")
     for dtype in (torch.float64, torch.float32, torch.bfloat16):

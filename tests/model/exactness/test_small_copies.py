@@ -9,7 +9,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from longspan.errors import ModelError
-from longspan.model.exactness.small_copies import shrunken, tiny_model
+from longspan.model.exactness.small_copies import shrink_configuration, tiny_model
 from tests.versions import transformers_before
 
 LONGEST = 96  # tokens of the longest document of a proof
@@ -99,7 +99,7 @@ def _runs(config: PreTrainedConfig) -> torch.Tensor:
 @pytest.mark.parametrize("name", REAL)
 def test_a_real_model_shrinks_in_kind(name: str) -> None:
     config = _config(name)
-    small = shrunken(config)
+    small = shrink_configuration(config)
     assert type(small) is type(config)
     text, small_text = config.get_text_config(), small.get_text_config()
     assert small_text.hidden_size <= 64 and small_text.num_hidden_layers <= 6 and small_text.vocab_size == 61
@@ -118,19 +118,19 @@ def _kind(text: PreTrainedConfig) -> str:
 
 def test_scalings_keep_their_type_and_begin_within_the_documents() -> None:
     for name, kind in (("gpt-oss-20b", "yarn"), ("deepseek-v3", "yarn"), ("phi-4-mini", "longrope")):
-        small = shrunken(_config(name))
+        small = shrink_configuration(_config(name))
         rope = small.rope_parameters
         start = rope.get("original_max_position_embeddings") or small.original_max_position_embeddings
         assert rope["rope_type"] == kind and start < LONGEST / 2 < small.max_position_embeddings
 
 
 def test_layers_keep_one_of_every_kind() -> None:
-    llama4 = shrunken(_config("llama-4-scout"))
+    llama4 = shrink_configuration(_config("llama-4-scout"))
     assert llama4.layer_types == ["chunked_attention", "full_attention"] and llama4.no_rope_layers == [1, 0]
-    deepseek = shrunken(_config("deepseek-v3"))
+    deepseek = shrink_configuration(_config("deepseek-v3"))
     assert deepseek.mlp_layer_types == ["dense", "sparse"] if hasattr(deepseek, "mlp_layer_types") else True
     gemma = CONFIG_MAPPING["gemma3n_text"]()
-    small = shrunken(gemma)
+    small = shrink_configuration(gemma)
     assert small.num_kv_shared_layers == 2 and small.layer_types == ["sliding_attention", "full_attention"] * 3
     assert [bool(sparsity) for sparsity in small.activation_sparsity_pattern] == [
         True,
@@ -143,28 +143,32 @@ def test_layers_keep_one_of_every_kind() -> None:
 
 
 def test_true_heads_are_those_of_the_model_in_every_layer() -> None:
-    assert shrunken(_config("gemma-3-27b"), true_heads=True).get_text_config().head_dim == 128
-    deepseek = shrunken(_config("deepseek-v3"), true_heads=True)
+    assert shrink_configuration(_config("gemma-3-27b"), true_heads=True).get_text_config().head_dim == 128
+    deepseek = shrink_configuration(_config("deepseek-v3"), true_heads=True)
     assert (deepseek.qk_nope_head_dim, deepseek.qk_rope_head_dim, deepseek.v_head_dim) == (128, 64, 128)
-    phi3 = shrunken(CONFIG_MAPPING["phi3"](), true_heads=True)  # has no head_dim
+    phi3 = shrink_configuration(CONFIG_MAPPING["phi3"](), true_heads=True)  # has no head_dim
     assert phi3.hidden_size // phi3.num_attention_heads == 96
     gemma4 = pytest.importorskip("transformers.models.gemma4").Gemma4TextConfig()
-    model = tiny_model(shrunken(gemma4, true_heads=True), torch.float32)
+    model = tiny_model(shrink_configuration(gemma4, true_heads=True), torch.float32)
     assert [layer.self_attn.head_dim for layer in model.model.layers] == [256, 512]
-    zamba2 = shrunken(CONFIG_MAPPING["zamba2"](), true_heads=True)  # runs: heads of Mamba 2 follow the width too
+    zamba2 = shrink_configuration(
+        CONFIG_MAPPING["zamba2"](), true_heads=True
+    )  # runs: heads of Mamba 2 follow the width too
     assert (zamba2.attention_head_dim, zamba2.n_mamba_heads) == (160, 40)
 
 
 def test_scales_of_scores_leave_no_softmax_of_one_key() -> None:
     """Granite says 1 by default, where a released model says 1 / 64: gradients would be rounding and nothing else."""
-    granite = shrunken(CONFIG_MAPPING["granite"](), true_heads=True)
+    granite = shrink_configuration(CONFIG_MAPPING["granite"](), true_heads=True)
     size = granite.hidden_size // granite.num_attention_heads
     assert granite.attention_multiplier == pytest.approx(1.5 / size**0.5)
-    assert shrunken(CONFIG_MAPPING["granite"](attention_multiplier=0.015625)).attention_multiplier == 0.015625
+    assert (
+        shrink_configuration(CONFIG_MAPPING["granite"](attention_multiplier=0.015625)).attention_multiplier == 0.015625
+    )
 
 
 def test_weights_depend_on_the_seed_alone_and_no_parameter_is_constant() -> None:
-    small = shrunken(_config("deepseek-v3"))
+    small = shrink_configuration(_config("deepseek-v3"))
     torch.manual_seed(1)
     first = tiny_model(small, torch.float64)
     torch.manual_seed(2)
@@ -178,7 +182,7 @@ def test_weights_depend_on_the_seed_alone_and_no_parameter_is_constant() -> None
 def test_what_cannot_be_made_is_said() -> None:
     config = CONFIG_MAPPING["qwen3"](hidden_act="no-such-activation")
     with pytest.raises(ModelError, match=r"no small copy of Qwen3Config can be made: KeyError.*no-such-activation"):
-        shrunken(config)
+        shrink_configuration(config)
 
 
 NOT_MADE = {
@@ -204,6 +208,6 @@ def test_every_class_of_the_registry(name: str) -> None:
     config = CONFIG_MAPPING[name]()
     if hasattr(config, "is_decoder"):
         config.is_decoder = True
-    small = shrunken(config)
+    small = shrink_configuration(config)
     assert type(small) is type(config) and small.model_type == config.model_type
     assert _runs(small) > 0

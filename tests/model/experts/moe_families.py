@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from longspan.model.exactness.small_copies import shrunken, tiny_model
+from longspan.model.exactness.small_copies import shrink_configuration, tiny_model
 
 _ALL = (
     "qwen3_moe gpt_oss mixtral olmoe deepseek_v3 glm4_moe glm4_moe_lite minimax_m2 ernie4_5_moe deepseek_v2 dots1 "
@@ -24,7 +24,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 def family_config(family: str) -> PreTrainedConfig:
     """A small configuration of the family, as its class has it by default, and attention in every layer."""
-    return shrunken(CONFIG_MAPPING[family](**_SETTINGS.get(family, {})))
+    return shrink_configuration(CONFIG_MAPPING[family](**_SETTINGS.get(family, {})))
 
 
 def family_model(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from longspan.model.exactness.small_copies import shrunken, tiny_model
+from longspan.model.exactness.small_copies import shrink_configuration, tiny_model
 from longspan.model.presets import preset_config
 from tests.model.deep import deep
 from tests.model.experts.moe_models import moe_model
@@ -78,7 +78,7 @@ def _hybrid(family: str) -> PreTrainedModel:
         config.vocab_size = EVEN
         return tiny_model(config, torch.float64)
     if family == "qwen3.5":  # without experts, which peft would adapt with every linear
-        config: Any = shrunken(CONFIG_MAPPING["qwen3_5_text"]())
+        config: Any = shrink_configuration(CONFIG_MAPPING["qwen3_5_text"]())
     else:
         config = preset_config(f"{family}-tiny", vocab_size=EVEN)
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from longspan.model.add_depths import add_mtp
-from longspan.model.exactness.small_copies import shrunken
+from longspan.model.exactness.small_copies import shrink_configuration
 from longspan.model.mtp.depths import MtpBlocks
 from longspan.model.presets import preset_config
 from longspan.model.seams.mixers import find_mixers
@@ -47,7 +47,7 @@ AS_CALLED = ("zamba2", *GEMMA4)  # whose layers get what is made of the rows' to
 def _hybrid(family: str) -> PreTrainedModel:
     preset, types = HYBRIDS[family]
     if not preset:
-        config: Any = shrunken(CONFIG_MAPPING[family.replace("-", "_")](**types))
+        config: Any = shrink_configuration(CONFIG_MAPPING[family.replace("-", "_")](**types))
         config.update({"vocab_size": 64})
         config._experts_implementation = "eager"
         return at_random(config)

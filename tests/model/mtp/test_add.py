@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from longspan import Layout, MtpLoss, World, add_mtp, load_model, plan_fixed, prepare, run_step, save_model
 from longspan.errors import CommError, LongspanError, LossError, ModelError
-from longspan.model.exactness.small_copies import shrunken
+from longspan.model.exactness.small_copies import shrink_configuration
 from longspan.testing import run_ranks
 from longspan.train import build_optimizer, load_checkpoint, save_checkpoint
 from tests.model.mtp.dense import LENGTHS, with_depths
@@ -149,7 +149,7 @@ def _family(name: str, **changes: Any) -> PreTrainedModel:
 def test_models_whose_layers_take_something_else_are_refused_before_weights_are_drawn() -> None:
     refused: dict[str, PreTrainedModel] = {"embeddings of 24 values and layers of 32": _family("opt, norms after")}
     if "gemma3n_text" in CONFIG_MAPPING:
-        small = shrunken(CONFIG_MAPPING["gemma3n_text"]())
+        small = shrink_configuration(CONFIG_MAPPING["gemma3n_text"]())
         refused[r"hidden states of shape \(4, 1, 2, \d+\) for two rows .* several streams"] = load_model(config=small)
     for message, model in refused.items():
         with pytest.raises(ModelError, match=message):

@@ -172,7 +172,7 @@ MUTATIONS = {
     ),
     "the row's own image": ("model.multimodal.encoder", "kwargs.get(AHEAD, 0)", "0"),
     "rows of the tokens one less further on": (
-        "plan.items.row_owners",
+        "plan.items.encoding_plan",
         "start=segments.start + depth, stop=segments.stop + depth",
         "start=segments.start + max(depth - 1, 0), stop=segments.stop + max(depth - 1, 0)",
     ),

@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from longspan import Layout, World, add_mtp, load_model, prepare
 from longspan.errors import ModelError
 from longspan.model import preset_config
-from longspan.model.exactness.small_copies import shrunken
+from longspan.model.exactness.small_copies import shrink_configuration
 from longspan.model.mtp.names import count_depths, to_our_name, to_published_names
 from tests.model.stock import at_random, config_of, weights_of
 
@@ -63,7 +63,7 @@ def _ling(layers: int) -> PreTrainedModel:
     """Kimi's delta attention, then MLA, with experts."""
     if "bailing_hybrid" not in CONFIG_MAPPING:
         pytest.skip("this transformers has no bailing_hybrid")
-    config: Any = shrunken(CONFIG_MAPPING["bailing_hybrid"]())
+    config: Any = shrink_configuration(CONFIG_MAPPING["bailing_hybrid"]())
     types = ["linear_attention", *["full_attention"] * (layers - 1)]
     config.update({"num_hidden_layers": layers, "layer_types": types, "vocab_size": 64})
     return at_random(config)
@@ -130,7 +130,7 @@ NEMOTRON = ["linear_attention", "moe", "full_attention"]
 
 
 def _nemotron(types: list[str]) -> Any:
-    config: Any = shrunken(CONFIG_MAPPING["nemotron_h"](n_routed_experts=4))
+    config: Any = shrink_configuration(CONFIG_MAPPING["nemotron_h"](n_routed_experts=4))
     config.update({"layer_types": types, "vocab_size": 64})
     return at_random(config)
 

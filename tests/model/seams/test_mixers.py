@@ -17,10 +17,10 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from longspan.comm import run_local
 from longspan.doctor.cases import Case
 from longspan.doctor.outcomes import Outcome
-from longspan.doctor.prove import Ranks, prove, run_proof
+from longspan.doctor.proof import Ranks, prove, run_proof
 from longspan.errors import ModelError
 from longspan.model.exactness.declared_rules import refuse_unsupported
-from longspan.model.exactness.small_copies import shrunken, tiny_model
+from longspan.model.exactness.small_copies import shrink_configuration, tiny_model
 from longspan.model.seams.mixers import find_mixers, is_mixer
 from tests.mutation import mutated
 
@@ -67,7 +67,7 @@ HOMES = (
 
 def small_config(family: str) -> PreTrainedConfig:
     """A small configuration with mixers, and attention where the family has it."""
-    return shrunken(CONFIG_MAPPING[family](**KINDS.get(family, {})))
+    return shrink_configuration(CONFIG_MAPPING[family](**KINDS.get(family, {})))
 
 
 def here(families: Sequence[str]) -> list[str]:

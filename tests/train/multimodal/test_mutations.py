@@ -14,7 +14,7 @@ from tests.train.multimodal.cases import Case
 from tests.train.multimodal.documents import documents_of
 from tests.train.multimodal.oracle import LIMITS, Answers, Errors, answers_of, model_of, run
 
-PASS, OWNERS = "train.terms.modality_pass", "plan.items.row_owners"
+PASS, OWNERS = "train.terms.modality_pass", "plan.items.encoding_plan"
 FAN_IN = Case("2·2→2·2·1", documents="even")
 FAN_OUT = Case("2·2→1·2·2", documents="packed", waves="several")
 SHARED = Case("1·4→1·4·1", encoder="cp 2", owners="random")

@@ -23,7 +23,7 @@ from longspan.comm import run_local
 from longspan.doctor.stock import Answer, documents_for, gradient_errors, gradients_of, precision, stock_model
 from longspan.errors import LayoutError, ModelError, PlanError
 from longspan.layout import Layout
-from longspan.model.exactness.small_copies import shrunken, tiny_model
+from longspan.model.exactness.small_copies import shrink_configuration, tiny_model
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.testing import backend
 from longspan.train import build_optimizer
@@ -94,7 +94,7 @@ class Draw:
 
     @property
     def config(self) -> PreTrainedConfig:
-        return shrunken(CONFIG_MAPPING[self.family](**FAMILIES[self.family]))
+        return shrink_configuration(CONFIG_MAPPING[self.family](**FAMILIES[self.family]))
 
     def model(self, make: Callable[..., PreTrainedModel]) -> PreTrainedModel:
         """The small copy, with depths where the draw has them."""

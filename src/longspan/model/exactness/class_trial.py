@@ -21,7 +21,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.exactness.small_copies import gradients_by_name, one_line, relative_error, shrunken, try_once
+from longspan.model.exactness.small_copies import (
+    gradients_by_name,
+    one_line,
+    relative_error,
+    shrink_configuration,
+    try_once,
+)
 from longspan.model.experts.moe import expert_modules, mix_all_rows
 from longspan.model.layers import decoder_layers
 from longspan.model.seams.attention_calls import scale_queries_by_position
@@ -87,7 +93,7 @@ def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, re
 
 
 def _small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    small = shrunken(config, experts=_EXPERTS)
+    small = shrink_configuration(config, experts=_EXPERTS)
     torch.manual_seed(0)
     settings: Any = {"attn_implementation": _STAND_IN, "experts_implementation": "eager", "dtype": torch.float32}
     model = kind._from_config(small, **settings).double()

@@ -22,7 +22,7 @@ from longspan.model.exactness.small_copies import (
     gradients_by_name,
     one_line,
     relative_error,
-    shrunken,
+    shrink_configuration,
     tiny_model,
     try_once,
 )
@@ -71,7 +71,7 @@ def _try_small_copy(config: PreTrainedConfig, modality: str, make_documents: _Do
 
 def _reasons(config: PreTrainedConfig, make_documents: _Documents) -> Iterator[str]:
     try:
-        model = tiny_model(shrunken(config, images=True), torch.float64, images=True).train()
+        model = tiny_model(shrink_configuration(config, images=True), torch.float64, images=True).train()
         documents = make_documents(model)
         whole = _run_whole(model, documents)
         parts = _run_parts(_split_as_prepared(model), documents)

@@ -36,7 +36,7 @@ _LEFT_OUT = ("quantization_config", "auto_map", "torch_dtype", "dtype", "id2labe
 _LEFT_OUT += ("transformers_version", "architectures", "attn_implementation", "_attn_implementation")
 
 
-def shrunken(
+def shrink_configuration(
     config: PreTrainedConfig, *, true_heads: bool = False, experts: int = 4, images: bool = False
 ) -> PreTrainedConfig:
     """A configuration of the same class and of every kind of layer of `config`, at widths of tens.

@@ -10,7 +10,7 @@ from longspan.comm import World
 from longspan.doctor.stock import whole_float64
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.exactness.small_copies import shrunken
+from longspan.model.exactness.small_copies import shrink_configuration
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from tests.model.deep import Answer, answer
@@ -24,7 +24,7 @@ def zamba2() -> PreTrainedModel:
 
     Of four stages the first has neither block; where a rank has two of the others it has two copies of a block.
     """
-    config = shrunken(CONFIG_MAPPING["zamba2"](use_shared_attention_adapter=True, use_mem_rope=True))
+    config = shrink_configuration(CONFIG_MAPPING["zamba2"](use_shared_attention_adapter=True, use_mem_rope=True))
     config.num_hidden_layers, config.num_mem_blocks = 8, 2
     config.layers_block_type, config.hybrid_layer_ids = ["linear_attention"] + ["hybrid"] * 7, [*range(1, 8)]
     return at_random(config)
