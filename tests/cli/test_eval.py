@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from longspan.checkpoint.files import PARTIAL
-from longspan.cli.eval_output import result_tables
+from longspan.cli.evaluation.output import result_tables
 from longspan.cli.main import main
 from longspan.config.sections import RunConfig
 from longspan.run.metrics_log import read_metrics

@@ -16,8 +16,8 @@ from longspan.errors import ConfigError, LayoutError
 from longspan.layout import Layout
 from longspan.plan import Cost
 from longspan.plan.check import COMM_TYPES
-from longspan.run.check_plans import check_longest
-from longspan.run.config_check import check_config
+from longspan.run.checks.check_plans import check_longest
+from longspan.run.checks.config_check import check_config
 from longspan.train.memory.row_probe import probe_plan
 from longspan.train.plans import PlanChoice, degrees_to_compare, plans_of_steps
 

@@ -9,7 +9,7 @@ from longspan.config.file import load_config, to_toml
 from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
-from longspan.run.config_check import check_config
+from longspan.run.checks.config_check import check_config
 from tests.train.small import value_of
 
 OWN = {"model.path": "folder", "train.lr": 1e-5}

@@ -20,7 +20,7 @@ from longspan.data.documents import Corpus
 from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError
 from longspan.plan import Plan
-from longspan.run.config_check import check_config
+from longspan.run.checks.config_check import check_config
 from longspan.run.metrics_log import read_metrics
 from longspan.testing import backend, run_ranks
 from longspan.train.plans.order import step_order_of

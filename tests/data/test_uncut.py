@@ -20,7 +20,7 @@ from longspan.data.step_order import PackOrder, StepOrder
 from longspan.data.stream import EQUAL_CUTS
 from longspan.data.uncut import UncutSpans
 from longspan.errors import ConfigError
-from longspan.model.hf_folder import read_configuration
+from longspan.model.weights.hf_folder import read_configuration
 from longspan.testing import run_ranks
 from longspan.train.plans.order import step_order_of
 from tests.corpus.images import test_run as runs

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from longspan.comm import World
-from longspan.model.local_tensors import local_tensor
+from longspan.model.weights.local_tensors import local_tensor
 
 State = dict[str, Any]
 

@@ -13,7 +13,7 @@ from longspan.evaluation.auto_degree import choose_degree
 from longspan.layout import Layout
 from longspan.plan import Cost
 from longspan.plan.simulate.evaluation import which_degree
-from longspan.run.config_check import check_config
+from longspan.run.checks.config_check import check_config
 from longspan.run.metrics_log import read_metrics
 from longspan.testing import run_ranks
 from longspan.train.plans import PlanChoice

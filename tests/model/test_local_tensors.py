@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from longspan.model.local_tensors import without_earlier_gradients
+from longspan.model.weights.local_tensors import without_earlier_gradients
 
 
 def test_gradients_are_added_to_earlier_ones_or_left_as_they_were() -> None:

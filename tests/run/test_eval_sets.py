@@ -25,7 +25,7 @@ from longspan.evaluation.result import PasskeyGrid
 from longspan.evaluation.sets import open_set
 from longspan.model.presets import preset_config
 from longspan.report import write_report
-from longspan.run.config_check import check_config
+from longspan.run.checks.config_check import check_config
 from longspan.run.loggers import scalars
 from longspan.run.loop import train
 from longspan.run.metrics_log import read_metrics

@@ -36,7 +36,7 @@ from longspan.errors import (
 from longspan.plan import Plan
 from longspan.plan.cost.model_cost import CPU_GBPS
 from longspan.run import folder as run_lock
-from longspan.run.config_check import check_config
+from longspan.run.checks.config_check import check_config
 from longspan.run.facts import RunFacts
 from longspan.run.loop import train
 from longspan.run.metrics_log import read_metrics

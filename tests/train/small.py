@@ -10,7 +10,7 @@ from longspan import World
 from longspan.config.file import load_config
 from longspan.config.keys import value_at
 from longspan.config.sections import RunConfig
-from longspan.run.config_check import check_config
+from longspan.run.checks.config_check import check_config
 from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay
 from longspan.run.result import TrainResult

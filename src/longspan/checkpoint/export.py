@@ -40,12 +40,12 @@ from longspan.config.file import load_config
 from longspan.corpus.images.without_torchvision import FILES
 from longspan.corpus.tokenizer_files import KeptFiles
 from longspan.errors import CheckpointError, ModelError
-from longspan.model.hf_folder import read_configuration
 from longspan.model.load import torch_dtype
 from longspan.model.lora.save import CONFIGURATION
 from longspan.model.save import stock_configuration, write_configuration
 from longspan.model.vision.join import names_by_stock_name
 from longspan.model.weights.fill import empty_model, images_class_by_name
+from longspan.model.weights.hf_folder import read_configuration
 from longspan.model.weights.write import (
     FILE_BYTES,
     OF_MODEL,

@@ -21,7 +21,6 @@ from longspan.corpus.tokenizer_files import KeptFiles
 from longspan.errors import CheckpointError, ConfigError, counted
 from longspan.model.adapters import Adapter, adapter_in, belongs_to_adapter, peft_modules
 from longspan.model.add_depths import add_mtp
-from longspan.model.local_tensors import LocalPart
 from longspan.model.lora.save import WEIGHTS, largest_trained_modules, select_entries, write_adapter
 from longspan.model.mtp.depths import mtp_blocks
 from longspan.model.mtp.names import PREFIX, to_published_names
@@ -29,6 +28,7 @@ from longspan.model.parts import is_tied
 from longspan.model.presets import PRESETS
 from longspan.model.vision.join import names_by_stock_name
 from longspan.model.weights.fill import empty_model, images_class_by_name, pop_deferred_weights
+from longspan.model.weights.local_tensors import LocalPart
 from longspan.model.weights.write import WeightTotals, unit_of
 from longspan.train.terms.mtp import add_configured_depths, depth_weights
 from longspan.train.training import add_configured_adapter, load_run_model

@@ -9,8 +9,8 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from longspan.cli.eval_output import check_writable, result_tables, write_documents, write_folder, write_picture
 from longspan.cli.evaluation.flags import EvalFlags, make_request, parse_eval
+from longspan.cli.evaluation.output import check_writable, result_tables, write_documents, write_folder, write_picture
 from longspan.cli.processes import processes_of, reports_here, run_on_ranks, say, under_torchrun
 from longspan.corpus.files import find_root
 from longspan.errors import counted
@@ -19,7 +19,7 @@ from longspan.evaluation.saved.fit import fit_evaluations
 from longspan.evaluation.saved.request import EvalRequest, SubjectResult
 from longspan.files import as_json
 from longspan.layout import Layout
-from longspan.run.config_check import check_config
+from longspan.run.checks.config_check import check_config
 from longspan.run.progress import LINE_SECONDS
 from longspan.train.plans import home_of
 

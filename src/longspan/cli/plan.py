@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from longspan.cli.compare import CompareFlags, check_flags_of_comparison, compare
 from longspan.cli.flags import check_least, parse_flags
-from longspan.cli.lengths import read_lengths
-from longspan.cli.planning import (
+from longspan.cli.plans.compare import CompareFlags, check_flags_of_comparison, compare
+from longspan.cli.plans.lengths import read_lengths
+from longspan.cli.plans.planning import (
     UNPRICED,
     check_pictures,
     check_weights,

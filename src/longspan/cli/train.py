@@ -9,8 +9,8 @@ from longspan.cli.flags import parse_train
 from longspan.cli.processes import processes_of, reports_here, run_on_ranks, say, under_torchrun
 from longspan.config.sections import RunConfig
 from longspan.launch.stop_signals import Interrupted
-from longspan.run.check_data import check_files
-from longspan.run.config_check import check_config
+from longspan.run.checks.check_data import check_files
+from longspan.run.checks.config_check import check_config
 from longspan.train.plans import home_of
 
 if TYPE_CHECKING:

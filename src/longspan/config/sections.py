@@ -1,9 +1,9 @@
 """The configuration of a run: all of its sections, frozen values that decide nothing. Imports no torch.
 
 A RunConfig comes from a TOML file and flags (`file.py`, `cli/flags.py`). What keys mean that are not given is in
-`defaults.py`; `run/config_check.py` checks the values against the number of ranks before any process group exists. The
-text under each key is also its `--help`. Here are the sections [train] and [run]; the others are in `model_sections`,
-`data_sections` and `plan_section`.
+`defaults.py`; `run/checks/config_check.py` checks the values against the number of ranks before any process group
+exists. The text under each key is also its `--help`. Here are the sections [train] and [run]; the others are in
+`model_sections`, `data_sections` and `plan_section`.
 """
 
 from collections.abc import Iterable

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from longspan.corpus.long_texts import PIECE, has_pieces, ids_in_pieces
 from longspan.corpus.tokenizer_files import copy_tokenizer_files, vocabulary_files
 from longspan.errors import DataError
-from longspan.model.hf_folder import FAST_TOKENIZER, FOLDER_OPTIONS, why_refused
+from longspan.model.weights.hf_folder import FAST_TOKENIZER, FOLDER_OPTIONS, why_refused
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "\u2581"  # what sentencepiece writes for a space

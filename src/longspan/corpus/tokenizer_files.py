@@ -6,7 +6,7 @@ from pathlib import Path
 
 from longspan.corpus.images.without_torchvision import FILES
 from longspan.errors import DataError, shortened
-from longspan.model.hf_folder import TOKENIZER_FILES, VOCABULARIES
+from longspan.model.weights.hf_folder import TOKENIZER_FILES, VOCABULARIES
 
 GENERATION = "generation_config.json"
 

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from longspan.errors import ConfigError
-from longspan.model.hf_folder import read_configuration
+from longspan.model.weights.hf_folder import read_configuration
 
 
 def find_configuration(name: str) -> PreTrainedConfig:

@@ -16,9 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.errors import ModelError
 from longspan.model.adapters import adapter_in
 from longspan.model.exactness.depth_layer import layer_to_copy
-from longspan.model.hf_folder import weight_files
 from longspan.model.layers import base_of, decoder_layers, norm_after_layers
-from longspan.model.local_tensors import LocalPart
 from longspan.model.mtp.depths import MtpBlocks, MtpDepth, MtpDepths, depths_of, mtp_blocks
 from longspan.model.mtp.layer_inputs import CopiedLayer
 from longspan.model.mtp.names import PREFIX, as_our_columns, to_our_name
@@ -26,6 +24,8 @@ from longspan.model.seams.call_rules import is_prepared
 from longspan.model.seams.refusals import set_on_instances
 from longspan.model.weights.fill import WeightSource, empty_model, is_empty, persistent_buffers
 from longspan.model.weights.folder import FolderWeights
+from longspan.model.weights.hf_folder import weight_files
+from longspan.model.weights.local_tensors import LocalPart
 from longspan.model.weights.random import draw
 from longspan.plan.cost.layers import types_of_depth
 

@@ -19,7 +19,11 @@ from transformers import (
 )
 
 from longspan.errors import ModelError
-from longspan.model.hf_folder import (
+from longspan.model.prepared import vocabulary_size
+from longspan.model.presets import PRESETS, preset_config
+from longspan.model.weights.fill import empty_model, fill_when_prepared, images_class
+from longspan.model.weights.folder import FolderWeights
+from longspan.model.weights.hf_folder import (
     FOLDER_OPTIONS,
     OWN_MODEL,
     no_progress_bars,
@@ -27,10 +31,6 @@ from longspan.model.hf_folder import (
     weight_files,
     why_refused,
 )
-from longspan.model.prepared import vocabulary_size
-from longspan.model.presets import PRESETS, preset_config
-from longspan.model.weights.fill import empty_model, fill_when_prepared, images_class
-from longspan.model.weights.folder import FolderWeights
 from longspan.model.weights.random import RandomWeights
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -22,7 +22,6 @@ from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
 from longspan.model.adapters import Adapter, adapter_entries, adapter_of, belongs_to_adapter, model_inside
 from longspan.model.add_depths import add_mtp
-from longspan.model.hf_folder import no_progress_bars
 from longspan.model.load import torch_dtype
 from longspan.model.lora.save import largest_trained_modules, select_entries, write_adapter
 from longspan.model.mtp.depths import depths_of
@@ -31,6 +30,7 @@ from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.vision.image_encoder import ImageEncoder
 from longspan.model.weights.fill import empty_model
+from longspan.model.weights.hf_folder import no_progress_bars
 from longspan.model.weights.write import OF_ADAPTER, OF_MODEL, WeightWriter, partial_folder, put_in_place, unit_of
 
 

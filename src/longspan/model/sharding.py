@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from longspan.comm import World
 from longspan.comm.groups.channel import wide
 from longspan.errors import ModelError
-from longspan.model.local_tensors import local_tensor, without_earlier_gradients
+from longspan.model.weights.local_tensors import local_tensor, without_earlier_gradients
 
 _RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()  # whether it frees parameters after forward
 _GATHERED_BYTES: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()

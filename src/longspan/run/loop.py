@@ -23,10 +23,10 @@ from longspan.corpus.tokenizer_files import KeptFiles
 from longspan.errors import ConfigError, LongspanError, ModelError, RunFolderError
 from longspan.files import as_json, write_atomically
 from longspan.model import save_model
-from longspan.model.hf_folder import read_configuration
 from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.model.weights.hf_folder import read_configuration
 from longspan.plan import Plan, PlanAhead
-from longspan.run.config_check import check_config
+from longspan.run.checks.config_check import check_config
 from longspan.run.evaluations import Evaluations, Final, save_plan
 from longspan.run.folder import Saves, run_lock
 from longspan.run.loggers import logger_classes

@@ -18,7 +18,7 @@ from longspan.errors import ConfigError, DataError, EvaluationError
 from longspan.evaluation.metrics import check_metrics, load_metrics
 from longspan.evaluation.sets import MADE, EvaluationSet, check_paths, files_in_both, open_set
 from longspan.layout import Layout
-from longspan.run.check_plans import check_longest, check_longest_of_set
+from longspan.run.checks.check_plans import check_longest, check_longest_of_set
 from longspan.run.resume import order_version
 from longspan.train.long_documents import check_known
 from longspan.train.plans import query_heads

@@ -11,8 +11,8 @@ from longspan.config.sections import MtpSection
 from longspan.errors import counted
 from longspan.launch.launch import usable_cores
 from longspan.model.execution import Execution, execution_of
-from longspan.model.local_tensors import local_tensor
 from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.cost.model_shape import read_experts
 from longspan.run.facts import RunFacts
 from longspan.run.run_data import TrainingRun

@@ -26,14 +26,14 @@ from longspan.data.documents import Corpus
 from longspan.errors import ModelError, RunFolderError
 from longspan.evaluation.auto_degree import choose_degrees
 from longspan.files import write_atomically
-from longspan.model.hf_folder import no_progress_bars, weight_files
 from longspan.model.load import torch_dtype
 from longspan.model.multimodal.multimodal_model import language_model_of
 from longspan.model.seams.call_rules import refuse_randomness
 from longspan.model.weights.fill import empty_model, images_class
+from longspan.model.weights.hf_folder import no_progress_bars, weight_files
 from longspan.plan import Cost
 from longspan.plan.cost.model_cost import with_spans
-from longspan.run.check_model import check_images
+from longspan.run.checks.check_model import check_images
 from longspan.run.resume import check_steps_left, checkpoint_to_resume, rate_line, with_held_out_of
 from longspan.run.run_data import RunData, TrainingRun, open_data, with_rows
 from longspan.train.long_documents import configuration_for

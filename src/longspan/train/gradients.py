@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from longspan.comm import World, on_all_ranks
 from longspan.errors import ModelError, NonFiniteError
 from longspan.layout.layout import short
-from longspan.model.local_tensors import local_tensor
 from longspan.model.multimodal.multimodal_model import MultimodalModel, modules_and_worlds
 from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.weights.local_tensors import local_tensor
 
 
 def grad_norm(model: nn.Module, world: World) -> float:

@@ -25,7 +25,6 @@ from longspan.errors import ConfigError, counted
 from longspan.layout import Layout
 from longspan.model import PRESETS, EncoderHome, load_model, prepare, preset_config
 from longspan.model.experts.router import RouterCoefficients
-from longspan.model.hf_folder import read_configuration
 from longspan.model.lora.new import NewAdapter, add_lora
 from longspan.model.mtp.names import PREFIX
 from longspan.model.multimodal.multimodal_model import MultimodalModel, language_model_of
@@ -33,6 +32,7 @@ from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepare_model import compile_layers
 from longspan.model.take_apart import freeze_images
 from longspan.model.weights.fill import leave_to_checkpoint
+from longspan.model.weights.hf_folder import read_configuration
 from longspan.plan import Cost, Plan
 from longspan.train.memory.model_fits import check_model_fits
 from longspan.train.optim.on_shards import check_on_shards

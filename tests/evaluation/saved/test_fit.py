@@ -9,7 +9,7 @@ from longspan.config.file import load_config
 from longspan.config.sections import EncoderSection, ParallelConfig, RunConfig, held_out_set
 from longspan.evaluation.saved.fit import changes_line, find_set, fit_evaluations, fit_home, fit_set
 from longspan.layout import Layout
-from longspan.run.config_check import check_config
+from longspan.run.checks.config_check import check_config
 from longspan.train.plans import home_of
 
 BASE = {"context.eval_context_parallel_size": 8, "context.eval_max_tokens_per_slot": 64}

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
-from longspan.model.local_tensors import local_tensor
 from longspan.model.multimodal.prepare_encoder import encoder_blocks, prepare_encoder
 from longspan.model.multimodal.tp_plan import parts_to_split
+from longspan.model.weights.local_tensors import local_tensor
 from longspan.testing import backend, run_ranks
 from tests.model.multimodal.encoders import HEADS, HIDDEN, WIDTH, Attention, OwnViT, Renamed, encoder, items_of
 from tests.model.multimodal.test_prepare_encoder import gradient_errors, whole

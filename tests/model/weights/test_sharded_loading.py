@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedConfig, Pre
 from longspan import Layout, World, plan_fixed, prepare, run_step
 from longspan.errors import ModelError
 from longspan.model import load_model
-from longspan.model.local_tensors import LocalPart, local_tensor
 from longspan.model.weights.fill import empty_model, is_empty, leave_to_checkpoint
 from longspan.model.weights.folder import FolderWeights
+from longspan.model.weights.local_tensors import LocalPart, local_tensor
 from longspan.model.weights.random import RandomWeights
 from longspan.testing import run_ranks
 from tests.model.deep import deep_config

@@ -23,8 +23,8 @@ from longspan.config.file import load_config, to_toml
 from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.errors import ConfigError, ModelError
 from longspan.model import load_model
-from longspan.model.hf_folder import read_configuration
-from longspan.run.config_check import check_config
+from longspan.model.weights.hf_folder import read_configuration
+from longspan.run.checks.config_check import check_config
 from longspan.run.metrics_log import read_metrics
 from longspan.testing import run_ranks
 from tests.model.stock import SIZES

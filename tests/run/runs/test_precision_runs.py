@@ -15,7 +15,7 @@ from longspan.errors import ConfigError
 from longspan.evaluation.saved.evaluate_saved import evaluate_saved
 from longspan.evaluation.saved.request import EvalRequest, Subject
 from longspan.evaluation.saved.targets import saved_weights
-from longspan.run.config_check import check_config
+from longspan.run.checks.config_check import check_config
 from longspan.run.loop import train
 from longspan.run.metrics_log import read_metrics
 from longspan.run.progress import ProgressDisplay

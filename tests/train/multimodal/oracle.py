@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from longspan import World
 from longspan.model import prepare
 from longspan.model.experts.router import RouterCoefficients
-from longspan.model.local_tensors import local_tensor
 from longspan.model.multimodal.encoder import Encoder
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.multimodal.prepare_encoder import prepare_encoder
+from longspan.model.weights.local_tensors import local_tensor
 from longspan.testing import backend
 from longspan.train import build_optimizer, evaluate, run_step
 from tests.model.stock import error, gradients_of

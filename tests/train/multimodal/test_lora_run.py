@@ -17,7 +17,7 @@ from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.errors import ConfigError, ModelError
 from longspan.model.lora.new import NewAdapter, add_lora
 from longspan.model.lora.targets import PARTS
-from longspan.run.check_model import check_images, check_lora
+from longspan.run.checks.check_model import check_images, check_lora
 from longspan.run.metrics_log import read_metrics
 from longspan.run.resume import _check_same_run
 from longspan.testing import run_ranks

@@ -14,7 +14,7 @@ from longspan.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from longspan.comm import World
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
-from longspan.model.local_tensors import local_tensor
+from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step

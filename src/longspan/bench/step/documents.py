@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longspan.bench.step.flags import StepFlags
-from longspan.cli.lengths import read_lengths
+from longspan.cli.plans.lengths import read_lengths
 from longspan.config.defaults import resolve_defaults
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError

@@ -9,7 +9,7 @@ from tyro.conf import FlagConversionOff, Positional
 
 from longspan.bench.benches import BenchFlags
 from longspan.cli.flags import Switch, parse_flags
-from longspan.cli.lengths import SourceFlags
+from longspan.cli.plans.lengths import SourceFlags
 from longspan.config.file import read_file
 from longspan.config.sections import ContextConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from longspan.corpus.images.image_file import Size, import_pillow
 from longspan.corpus.images.without_torchvision import VideoProcessor, load_stock_processor
 from longspan.errors import DataError
-from longspan.model.hf_folder import why_refused
 from longspan.model.vision.image_arguments import GRIDS, IN_DOCUMENT, PIXELS, SIZES
 from longspan.model.vision.image_tokens import Grid, ImageInput
+from longspan.model.weights.hf_folder import why_refused
 
 _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
 _SIDES = (8, 16, 32, 64, 256, 1024, 4096)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from longspan.corpus.images.image_file import Size
 from longspan.errors import DataError
-from longspan.model.hf_folder import FOLDER_OPTIONS
+from longspan.model.weights.hf_folder import FOLDER_OPTIONS
 
 if TYPE_CHECKING:
     from torch import Tensor

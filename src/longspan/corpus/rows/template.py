@@ -23,7 +23,7 @@ from longspan.corpus.rows.sample import RowError
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.corpus.tokenizer_files import ends_of_generation
 from longspan.errors import DataError
-from longspan.model.hf_folder import FOLDER_OPTIONS
+from longspan.model.weights.hf_folder import FOLDER_OPTIONS
 
 Message = Mapping[str, Any]
 SOME_TOOL = [

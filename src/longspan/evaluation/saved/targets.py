@@ -43,7 +43,7 @@ def saved_weights(target: str) -> SavedWeights:
     path = Path(target)
     if step_of(path) < 0 and path.is_dir() and not (path / "config.toml").is_file():
         if not (path / "config.json").is_file():
-            from longspan.model.hf_folder import adapter_folder_advice  # which imports torch
+            from longspan.model.weights.hf_folder import adapter_folder_advice  # which imports torch
 
             raise CheckpointError(
                 f"{path} is neither the folder of a run (it has no config.toml) nor a Hugging Face folder (no "

@@ -19,7 +19,7 @@ from torch.nn.functional import silu
 from transformers.integrations import moe
 
 from longspan.model.experts.rows import kernels_for
-from longspan.model.local_tensors import local_tensor
+from longspan.model.weights.local_tensors import local_tensor
 
 _COLUMNS = 1024  # of a row, that a program has
 

@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.adapters import adapter_parameters
-from longspan.model.local_tensors import LocalPart
 from longspan.model.lora.targets import LANGUAGE_MODEL, choose_targets
 from longspan.model.mtp.depths import take_copied_depths
 from longspan.model.weights.fill import WeightSource, is_empty
+from longspan.model.weights.local_tensors import LocalPart
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from longspan.errors import ModelError
-from longspan.model.hf_folder import weight_files
+from longspan.model.weights.hf_folder import weight_files
 
 PREFIX = "mtp"  # of the depths' weights in a state_dict and in files
 _OURS = ("enorm.", "hnorm.", "eh_proj.", "post_norm.")

@@ -22,7 +22,7 @@ from longspan.comm import World
 from longspan.comm.groups.channel import sum_parts
 from longspan.errors import ModelError
 from longspan.model.layers import shallow_module
-from longspan.model.local_tensors import add_gradient, local_tensor, without_earlier_gradients
+from longspan.model.weights.local_tensors import add_gradient, local_tensor, without_earlier_gradients
 
 
 class SharedParameter(NamedTuple):

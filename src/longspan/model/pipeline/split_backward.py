@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from longspan.model.local_tensors import add_gradient
+from longspan.model.weights.local_tensors import add_gradient
 
 
 class PendingWeights(NamedTuple):

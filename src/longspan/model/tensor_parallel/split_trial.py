@@ -23,10 +23,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from longspan.comm import World, world_of
 from longspan.comm.moves.tp_collectives import tp_sum
 from longspan.errors import LongspanError, ModelError
-from longspan.model.local_tensors import local_tensor
 from longspan.model.parts import modes_restored
 from longspan.model.tensor_parallel.family_plans import COLWISE, ROWWISE
 from longspan.model.tensor_parallel.plan import StyledModule, split_blocks
+from longspan.model.weights.local_tensors import local_tensor
 
 # How far a right split may be from the unsplit block, relative to the norm of what is compared: rounding, with room.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}

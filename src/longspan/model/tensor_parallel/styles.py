@@ -27,9 +27,9 @@ from longspan.comm.moves.tp_collectives import (
     tp_sum,
     tp_sum_split,
 )
-from longspan.model.local_tensors import local_tensor
 from longspan.model.tensor_parallel.mixer_parts import Even, Fused, packed
 from longspan.model.weights.fill import copy_to_device
+from longspan.model.weights.local_tensors import local_tensor
 
 ROWS = 1  # the dim of rows in a packed (1, T, …)
 View = Callable[[Tensor], Tensor | None]

@@ -22,7 +22,6 @@ from longspan.errors import ModelError
 from longspan.model.adapters import is_adapted
 from longspan.model.experts.moe import expert_modules
 from longspan.model.layers import Absent
-from longspan.model.local_tensors import local_tensor
 from longspan.model.tensor_parallel import family_plans as tp_style
 from longspan.model.tensor_parallel.mixers import check_mixer, split_mixer
 from longspan.model.tensor_parallel.plan import (
@@ -56,6 +55,7 @@ from longspan.model.tensor_parallel.styles import (
     split_vocabulary,
     wrap_forward,
 )
+from longspan.model.weights.local_tensors import local_tensor
 
 
 def places_of_shared(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

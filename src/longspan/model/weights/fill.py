@@ -26,7 +26,7 @@ from transformers.core_model_loading import build_glob_alternation
 from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
 from longspan.model.adapters import plain_name
-from longspan.model.local_tensors import LocalPart, local_tensor
+from longspan.model.weights.local_tensors import LocalPart, local_tensor
 
 
 def empty_model(

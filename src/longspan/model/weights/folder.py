@@ -28,7 +28,7 @@ from transformers.core_model_loading import (
 )
 
 from longspan.errors import ModelError
-from longspan.model.local_tensors import LocalPart
+from longspan.model.weights.local_tensors import LocalPart
 
 _Slices = Mapping[str, Any]  # by file tensor: what safetensors reads a part of when it is indexed
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.layers import decoder_layers, other_towers
-from longspan.model.local_tensors import LocalPart
 from longspan.model.weights.fill import persistent_buffers
+from longspan.model.weights.local_tensors import LocalPart
 
 
 class RandomWeights:

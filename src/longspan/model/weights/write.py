@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from longspan.errors import ModelError
-from longspan.model.hf_folder import TOKENIZER_FILES
+from longspan.model.weights.hf_folder import TOKENIZER_FILES
 
 # Names of files that a saved adapter or model takes the place of. Over a model's weights transformers would load an
 # adapter in the same folder, and in its place the model that the adapter belongs to.

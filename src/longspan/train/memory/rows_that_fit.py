@@ -27,8 +27,8 @@ from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
 from longspan.files import write_atomically
-from longspan.model.local_tensors import local_tensor
 from longspan.model.multimodal.multimodal_model import MultimodalModel, language_model_of
+from longspan.model.weights.local_tensors import local_tensor
 from longspan.train.memory.images_held import ImagesHeld, images_held
 from longspan.train.memory.row_probe import memory_keys, most_bytes, read_measurement, too_many_rows
 from longspan.train.optim.optimizer import OptimizerChoice

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from longspan.comm import World
 from longspan.errors import ConfigError
-from longspan.model.local_tensors import local_block, local_tensor
+from longspan.model.weights.local_tensors import local_block, local_tensor
 from longspan.train.optim.optimizer import OptimizerChoice
 
 STEPS, BOUND = 2, 1e-4  # of updates, relative to the largest

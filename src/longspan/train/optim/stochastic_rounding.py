@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from longspan.comm import World
-from longspan.model.local_tensors import LocalPart, local_tensor
+from longspan.model.weights.local_tensors import LocalPart, local_tensor
 from longspan.train.optim.optimizer import OptimizerChoice, parameter_groups
 
 

@@ -14,12 +14,12 @@ from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.doctor.stock import whole_float64
 from longspan.layout import Layout
 from longspan.model.layers import layers_of_stages
-from longspan.model.local_tensors import local_tensor
 from longspan.model.parts import parts_of
 from longspan.model.pipeline.copies import shared_parameters
 from longspan.model.pipeline.schedules import ScheduledStage
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.pipeline.stages import stage_models
+from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.simulate.row_bytes import RowBytes
 from longspan.plan.simulate.simulate import simulate
 from longspan.testing import backend, run_ranks

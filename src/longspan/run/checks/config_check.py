@@ -6,8 +6,8 @@ the run once it has them, still before the first collective of a step.
 
 from longspan.config.sections import RunConfig
 from longspan.layout import Layout
-from longspan.run.check_data import check_data, check_eval_sets, check_packs
-from longspan.run.check_model import (
+from longspan.run.checks.check_data import check_data, check_eval_sets, check_packs
+from longspan.run.checks.check_model import (
     check_encoder,
     check_lora,
     check_model,
@@ -15,8 +15,8 @@ from longspan.run.check_model import (
     check_precision,
     check_preset,
 )
-from longspan.run.check_plans import check_plans
-from longspan.run.check_training import (
+from longspan.run.checks.check_plans import check_plans
+from longspan.run.checks.check_training import (
     check_memory,
     check_mode,
     check_numbers,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from longspan.cli.flags import Switch
-from longspan.cli.lengths import SourceFlags
+from longspan.cli.plans.lengths import SourceFlags
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions

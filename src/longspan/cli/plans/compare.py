@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from longspan.cli.comparison_tables import (
+from longspan.cli.flags import Switch, check_least
+from longspan.cli.plans.comparison_tables import (
     comparison_json,
     comparison_picture,
     comparison_table,
@@ -20,9 +21,8 @@ from longspan.cli.comparison_tables import (
     degrees_table,
     title_of_saved_plans,
 )
-from longspan.cli.flags import Switch, check_least
-from longspan.cli.lengths import read_lengths
-from longspan.cli.planning import (
+from longspan.cli.plans.lengths import read_lengths
+from longspan.cli.plans.planning import (
     PlanningFlags,
     check_pictures,
     kind_of_picture,

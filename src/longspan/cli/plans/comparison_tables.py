@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from longspan.cli.planning import UNPRICED
+from longspan.cli.plans.planning import UNPRICED
 from longspan.errors import counted
 from longspan.plan import Plan, slot_rows
 from longspan.plan.simulate.compare import NamedSimulation

@@ -1,0 +1,1 @@
+"""Checks of a configuration, before data or a model are read."""
