@@ -112,7 +112,7 @@ def test_docstrings_show_what_happens(module: str | None) -> None:
 
 def test_a_cost_says_what_it_is_of() -> None:
     assert Cost().source == "Qwen3-8B on GPUs of 400 TFLOP/s" and Cost(linear_seconds=1.0).source != Cost().source
-    twice = Cost().scaled(2.0, "slower GPUs")
+    twice = Cost().scale_times(2.0, "slower GPUs")
     assert Cost.from_json(twice.to_json()) == twice and Cost.from_json(twice.to_json()).source == "slower GPUs"
     groups = (np.full(3, 9e4), np.array([1e6, 1e6, 1e12]), np.full(3, 4), np.array([True, False, True]))
     assert twice.group_seconds(*groups) == pytest.approx(2 * Cost().group_seconds(*groups), rel=1e-12)

@@ -107,7 +107,7 @@ def test_a_forward_that_was_measured_is_taken() -> None:
     measured = dataclasses.replace(Cost(micro_batch_seconds=4e-3).forward_only(), micro_batch_seconds=3e-3)
     cost = Cost(micro_batch_seconds=4e-3, forward=measured)
     assert cost.forward_only().micro_batch_seconds == 3e-3
-    assert cost.scaled(2.0, "slower").forward_only().micro_batch_seconds == 6e-3
+    assert cost.scale_times(2.0, "slower").forward_only().micro_batch_seconds == 6e-3
     assert cost.under("a2a").forward_only().cp_comm_type == "a2a"
     again = Cost.from_json(cost.to_json())
     assert again == cost and again.forward_only() == cost.forward_only()

@@ -77,7 +77,7 @@ def test_errors_of_all_ranks_are_raised_after_a_checkpoint(
 ) -> None:
     error = type(error)(str(error)) if not error.on_all_ranks else error
     run = saves_of(done=4)
-    with pytest.raises(type(error)) as raised, run.before_errors():
+    with pytest.raises(type(error)) as raised, run.save_before_errors():
         run.done += 1
         raise error
     notes = getattr(raised.value, "__notes__", [])
@@ -88,7 +88,7 @@ def test_nothing_new_is_not_saved_and_a_disk_that_is_full_is_said(
     saved: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = saves_of(done=4)
-    with pytest.raises(RunFolderError), run.before_errors():
+    with pytest.raises(RunFolderError), run.save_before_errors():
         raise on_all_ranks(RunFolderError("full"))
     assert not saved
 
@@ -96,7 +96,7 @@ def test_nothing_new_is_not_saved_and_a_disk_that_is_full_is_said(
         raise CheckpointError("no space")
 
     monkeypatch.setattr(module, "save_checkpoint", refuse)
-    with pytest.raises(RunFolderError) as raised, run.before_errors():
+    with pytest.raises(RunFolderError) as raised, run.save_before_errors():
         run.done += 2
         raise on_all_ranks(RunFolderError("full"))
     assert raised.value.__notes__ == ["What was trained since step 4 is lost: no space"]

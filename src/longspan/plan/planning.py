@@ -105,7 +105,9 @@ class Planning:
         """Forget answers outside the window of steps."""
         with self._changed:
             self._generation, self._window = generation, window
-            self._answers = {request: answer for request, answer in self._answers.items() if self._in_window(request)}
+            self._answers = {
+                request: answer for request, answer in self._answers.items() if self._is_in_window(request)
+            }
 
     def wait_for_plan(self, request: StepRequest) -> Plan:
         """Wait for the plan of a request; it stays, for a second call. Raises the planner's error."""
@@ -141,7 +143,7 @@ class Planning:
                 with self._changed:
                     while self._outstanding.popleft() != request:
                         pass
-                    if self._in_window(request):
+                    if self._is_in_window(request):
                         self._answers[request] = failure or plan
                     self._changed.notify_all()
         except (EOFError, OSError):
@@ -149,7 +151,7 @@ class Planning:
                 self._gone = True
                 self._changed.notify_all()
 
-    def _in_window(self, request: StepRequest) -> bool:
+    def _is_in_window(self, request: StepRequest) -> bool:
         return request.generation == self._generation and request.step in self._window
 
     def _death(self, step: int) -> PlanError:

@@ -47,7 +47,7 @@ def _scale_plan(plan: Plan, factor: float | None) -> Plan:
     source = f"{OWN_STEPS}; {FORWARD_ALONE}" if plan.cost.passes == "forward" else OWN_STEPS
     return replace(
         plan,
-        cost=plan.cost.scaled(factor, source),
+        cost=plan.cost.scale_times(factor, source),
         predicted_seconds=plan.predicted_seconds * factor,
         lower_bound_seconds=plan.lower_bound_seconds * factor,
     )

@@ -53,7 +53,7 @@ def _lock_file(directory: Path, log: LogLine) -> TextIO:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise RunFolderError(_taken_text(directory, file)) from error
+            raise RunFolderError(_lock_holder_text(directory, file)) from error
         log(f"{path} cannot be locked ({error.strerror}): a second run in this folder would not be noticed")
     with suppress(OSError):  # a full disk: what counts is the lock
         file.truncate(0)
@@ -62,7 +62,7 @@ def _lock_file(directory: Path, log: LogLine) -> TextIO:
     return file
 
 
-def _taken_text(directory: Path, file: TextIO) -> str:
+def _lock_holder_text(directory: Path, file: TextIO) -> str:
     with file:
         file.seek(0)
         holder = file.read().strip() or "another process"
@@ -109,7 +109,7 @@ class Saves:
             self.save()
 
     @contextmanager
-    def before_errors(self) -> Iterator[None]:
+    def save_before_errors(self) -> Iterator[None]:
         """Before an error that all ranks raise together, write what was trained since the last checkpoint.
 
         Weights that are not finite are not written, and nothing is written after a checkpoint that failed.

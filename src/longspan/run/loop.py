@@ -103,7 +103,7 @@ class _Loop:
         run, settings, saves, stopped = self.run, self.run.config.train, Saves(self.run), ""
         if run.done < settings.steps:
             stopped = self.evaluations.after_step(run.done, unless_recorded=True)
-        with saves.before_errors():
+        with saves.save_before_errors():
             while saves.done < settings.steps and not stopped:
                 self.display.begin_step(saves.done + 1)
                 row, plan = _run_step(run, plans, saves.done)

@@ -36,7 +36,7 @@ class MetricsLog:
     def __init__(self, path: Path | None, *, after_step: int, loggers: RunLoggers | None = None) -> None:
         self._loggers = loggers
         rows = [row for row in read_metrics(path) if row["step"] <= after_step] if path else []
-        self.evaluated = evaluated_in(rows)
+        self.evaluated = find_evaluations(rows)
         self._file = None
         if path is not None:
             write_atomically(path, "".join(as_json(row) + "\n" for row in rows))
@@ -52,7 +52,7 @@ class MetricsLog:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append a row. Raises OSError, with the file's name, for what the disk refuses."""
-        self.evaluated |= evaluated_in([row])
+        self.evaluated |= find_evaluations([row])
         if self._file is not None:
             with naming_file(Path(self._file.name)):
                 self._file.write(as_json(row) + "\n")
@@ -61,7 +61,7 @@ class MetricsLog:
             self._loggers.log(row)
 
 
-def evaluated_in(rows: Iterable[Mapping[str, Any]]) -> set[tuple[int, str]]:
+def find_evaluations(rows: Iterable[Mapping[str, Any]]) -> set[tuple[int, str]]:
     """The step and the name of the set ("" of the held-out documents) of every evaluation in rows of metrics."""
     return {(row["step"], row.get("eval_name", "")) for row in rows if "eval_loss" in row}
 

@@ -23,7 +23,7 @@ from longspan.plan import Group, Plan
 from longspan.plan.hierarchy import Levels, hierarchical_groups, levels_of
 from longspan.run.facts import RunFacts, facts_text
 from longspan.run.loggers import LoggerClass, RunLoggers, RunStart
-from longspan.run.metrics_log import MetricsLog, evaluated_in, read_metrics
+from longspan.run.metrics_log import MetricsLog, find_evaluations, read_metrics
 from longspan.run.run_data import TrainingRun
 
 PRINTED = 8  # hierarchical groups that are printed; all are in the file
@@ -155,7 +155,7 @@ def _open_loggers(run: TrainingRun, facts: RunFacts, classes: Mapping[str, Logge
     """The loggers of this rank; none if a finished run is shown again, which has no row left to write."""
     rows = read_metrics(run.dir / "metrics.jsonl") if classes else []
     steps = run.config.train.steps
-    if run.done == steps and {(steps, entry.name) for entry in run.sets} <= evaluated_in(rows):
+    if run.done == steps and {(steps, entry.name) for entry in run.sets} <= find_evaluations(rows):
         classes = {}
     start = RunStart(run.dir, run.config.tables(), dict(facts.lines()), run.done, rows)
     return RunLoggers.open(classes, start, log)

@@ -82,7 +82,7 @@ def check_steps_left(config: RunConfig, world: World, checkpoint: Path, log: Log
             f"{checkpoint} is at step {state['step']}, beyond train.steps {config.train.steps}; raise {key}"
         )
     if state.get("step", 0) == config.train.steps:
-        _check_finished(*_before_and_now(config, state), checkpoint, log)
+        _check_finished(*_both_configurations(config, state), checkpoint, log)
 
 
 def rate_line(config: RunConfig, state: dict[str, Any]) -> str:
@@ -106,13 +106,13 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _before_and_now(config: RunConfig, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _both_configurations(config: RunConfig, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The configuration of a checkpoint and the present one, both as JSON."""
     return _with_preset(state.get("config", {})), _with_preset(json.loads(json.dumps(config.tables())))
 
 
 def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:
-    before, now = _before_and_now(config, state)
+    before, now = _both_configurations(config, state)
     fixed = [f"{section}.{key}" for section in _FIXED_SECTIONS for key in now[section]] + list(_FIXED_KEYS)
     fixed += ["encoder.train"] if config.lora.rank else []  # beside an adapter a checkpoint has what is trained alone
     for name in (name for name in fixed if name not in _FREE_KEYS):

@@ -79,7 +79,7 @@ def square_sum_of_modules(model: nn.Module, world: World) -> float:
 def counted_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that this rank counts in the gradient norm: what several stages have is counted with the first."""
     inside = model.language_model if isinstance(model, MultimodalModel) else model
-    skipped = inside.copies.counted_elsewhere if isinstance(inside, PipelineModel) else ()
+    skipped = inside.copies.parameters_counted_elsewhere if isinstance(inside, PipelineModel) else ()
     return [parameter for parameter in model.parameters() if parameter not in skipped]
 
 

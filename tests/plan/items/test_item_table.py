@@ -54,7 +54,9 @@ def runs_of(positions: Iterable[int]) -> list[tuple[int, int]]:
 def test_places_and_targets(table: ItemTable) -> None:
     placeholders = {place for modality in table.modalities for place in row_ids(table, modality)}
     for document, length in enumerate(table.lengths):
-        assert table.covered(document, 0, length).tolist() == [(document, p) in placeholders for p in range(length)]
+        assert table.placeholder_mask(document, 0, length).tolist() == [
+            (document, p) in placeholders for p in range(length)
+        ]
         assert table.placeholders(document).tolist() == [p for p in range(length) if (document, p) in placeholders]
         assert table.runs(document, ("image",)) == runs_of(p for d, p in row_ids(table, "image") if d == document)
         assert table.runs(document, ("audio", "image")) == runs_of(p for d, p in placeholders if d == document)

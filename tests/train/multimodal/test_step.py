@@ -85,7 +85,7 @@ def dense(documents: ItemDocuments, encoder: nn.Module | None = None) -> tuple[T
     total, sums, targets = torch.zeros((), dtype=torch.float64), list[float](), 0
     for document, length in enumerate(documents.lengths):
         table = documents.item_table
-        hidden = table.covered(document, 0, length).astype(bool)
+        hidden = table.placeholder_mask(document, 0, length).astype(bool)
         positions, tokens = np.arange(length), documents[document]
         wanted = tokens.labels(positions) if isinstance(tokens, Document) else tokens
         ids = torch.from_numpy(np.where(hidden, 0, tokens[positions]))

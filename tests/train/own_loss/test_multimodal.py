@@ -69,7 +69,7 @@ def dense(kind: str) -> tuple[float, dict[str, Tensor], list[float]]:
 def _rows(docs: ItemDocuments, number: int, model: Any, encoder: Any) -> Rows:
     length, document = docs.lengths[number], docs[number]
     positions = np.arange(length)
-    covered = docs.item_table.covered(number, 0, length).astype(bool)
+    covered = docs.item_table.placeholder_mask(number, 0, length).astype(bool)
     embeddings = model.get_input_embeddings()(torch.from_numpy(np.where(covered, 0, document[positions])))
     for index, item in enumerate(docs.items):
         if item.document == number:
@@ -92,7 +92,7 @@ def step(rank: int, home: Layout, settings: dict[str, Any], wanted: dict[str, An
         encoder = Encoder(module=module, world=beside, **settings)
         model = MultimodalModel({"image": encoder}, prepare(language_model(), world, probe=False), world)
         targets = sum(int(document.targets) for document in docs.tokens)
-        covered = [np.flatnonzero(docs.item_table.covered(d, 0, n)) for d, n in enumerate(docs.lengths)]
+        covered = [np.flatnonzero(docs.item_table.placeholder_mask(d, 0, n)) for d, n in enumerate(docs.lengths)]
         targets -= sum(int((docs[d].labels(x[x > 0]) != -100).sum()) for d, x in enumerate(covered))
         plan = plan_dynamic(docs.lengths, home, targets=targets, max_tokens_per_slot=60)
         for kind, (value, gradients, sums) in wanted.items():

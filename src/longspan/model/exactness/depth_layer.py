@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.layers import decoder_layers
-from longspan.model.mtp.layer_inputs import CopiedLayer, NotedLayer, depends_on_parameters, without_layers
+from longspan.model.mtp.layer_inputs import CopiedLayer, NotedLayer, copy_without_layers, depends_on_parameters
 from longspan.model.seams.meta_pass import run_on_meta
 
 
@@ -34,10 +34,10 @@ def _note_layers(model: PreTrainedModel) -> list[NotedLayer] | None:
     """Stand-ins for the layers, after a forward pass with gradients that called each; None if none succeeds."""
     for outputs in (0, 1, 2):
         embedded = _rows(model)
-        bare, layers = without_layers(model, embedded, outputs)
+        bare, layers = copy_without_layers(model, embedded, outputs)
         with suppress(Exception):  # whatever a forward raises
             out = run_on_meta(bare, None, gradients=True)[0]
-            noted = [layer for layer in layers if isinstance(layer, NotedLayer) and layer.note.reached]
+            noted = [layer for layer in layers if isinstance(layer, NotedLayer) and layer.note.is_set]
             if len(noted) == len(layers) and out.shape[-2:] == embedded.shape[-2:]:
                 return noted
     return None
@@ -71,7 +71,7 @@ def _last_alone(model: PreTrainedModel, last: int, outputs: int) -> int:
 
 def _runs(model: PreTrainedModel, outputs: int, layers: Container[int]) -> bool:
     try:
-        run_on_meta(without_layers(model, _rows(model), outputs, keep=layers)[0], None)
+        run_on_meta(copy_without_layers(model, _rows(model), outputs, keep=layers)[0], None)
     except Exception:  # whatever a forward raises
         return False
     return True

@@ -39,7 +39,7 @@ class MtpBlocks(nn.ModuleList):
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Hidden states (1, T, D) through all of them, each called with the same arguments."""
         for block in self:
-            hidden = hidden_states_in(block(hidden, *args, **kwargs))
+            hidden = take_hidden_states(block(hidden, *args, **kwargs))
         return hidden
 
 
@@ -58,10 +58,10 @@ class MtpDepth(nn.Module):
     def forward(self, embedded: Tensor, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Embeddings of later tokens and hidden states of the depth before, (1, T, D) each, to hidden states."""
         x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
-        return self.post_norm(hidden_states_in(self.mtp_block(x, *args, **kwargs)))
+        return self.post_norm(take_hidden_states(self.mtp_block(x, *args, **kwargs)))
 
 
-def hidden_states_in(output: Any) -> Tensor:
+def take_hidden_states(output: Any) -> Tensor:
     """The hidden states in what a decoder layer returns: all of it, or the first of several things."""
     return output if isinstance(output, Tensor) else output[0]
 

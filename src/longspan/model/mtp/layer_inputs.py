@@ -46,7 +46,7 @@ class Note:
         self.call: LayerCall = ((), {})
 
     @property
-    def reached(self) -> bool:
+    def is_set(self) -> bool:
         """Whether the layer was called."""
         return self.hidden_states is not None
 
@@ -78,7 +78,7 @@ class _Embedded(nn.Module):
         return self.rows
 
 
-def without_layers(
+def copy_without_layers(
     model: PreTrainedModel, embedded: Tensor, outputs: int, *, keep: Container[int] = ()
 ) -> tuple[Any, list[nn.Module]]:
     """The module around a model's decoder layers with stand-ins for them, and these; layers `keep` are themselves.
@@ -132,7 +132,7 @@ class LayerInputs:
                     "mtp.depths = 0)"
                 )
             return call
-        bare, layers = without_layers(self._model, embedded, self._copied.outputs)
+        bare, layers = copy_without_layers(self._model, embedded, self._copied.outputs)
         named = dict(zip(signature(bare.forward).parameters, args, strict=False)) | dict(kwargs)
         others = {name: value for name, value in named.items() if not (name == "input_ids" or _depends_on_rows(value))}
         bare.forward(input_ids=ids[None], **others)

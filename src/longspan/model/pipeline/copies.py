@@ -150,7 +150,7 @@ class StageCopies:
         return [place.parameter for place in next(places, ())]
 
     @property
-    def counted_elsewhere(self) -> set[nn.Parameter]:
+    def parameters_counted_elsewhere(self) -> set[nn.Parameter]:
         """The trained copies that another rank counts in the gradient norm: that of the first stage that has one."""
         pairs = zip(self._places, self._counted, strict=True)
         return {places[0].parameter for places, counted in pairs if places and counted != self._position}

@@ -216,7 +216,7 @@ def make_schedule(
 
 def _kind(pipeline_settings: PipelineSettings, micro_batches: int, *, backward: bool) -> Any:
     """torch's class for this schedule."""
-    if pipeline_settings.folded:
+    if pipeline_settings.is_folded:
         return ScheduleZBVZeroBubble
     if pipeline_settings.schedule == "zero_bubble" and backward:
         return ScheduleInterleavedZeroBubble

@@ -31,7 +31,7 @@ class PipelineSettings:
             raise PlanError(f"virtual_stages is {count}; a rank holds at least one pipeline stage")
         if self.pp == 1 and count > 1:
             raise PlanError(f"virtual_stages is {count} with pp 1; interleaved stages need a pipeline: use pp 2")
-        if self.folded and count != 2:
+        if self.is_folded and count != 2:
             raise PlanError(
                 f"pipeline_schedule 'zbv' folds two stages onto each rank, virtual_stages is {count}; use 2, or "
                 "'zero_bubble'"
@@ -43,18 +43,18 @@ class PipelineSettings:
         return self.pp * self.virtual_stages
 
     @property
-    def folded(self) -> bool:
+    def is_folded(self) -> bool:
         """Whether stages go down the ranks and up again, so that the first rank holds the last stage too."""
         return self.schedule == "zbv"
 
     @property
     def loss_place(self) -> int:
         """The pipeline position of the ranks that hold the last stage."""
-        return 0 if self.folded else self.pp - 1
+        return 0 if self.is_folded else self.pp - 1
 
     def stages_at(self, place: int) -> tuple[int, ...]:
         """The stages, in model order, that the ranks at a pipeline position hold: round and round, or folded."""
-        if self.folded:
+        if self.is_folded:
             return place, self.stages - 1 - place
         return tuple(range(place, self.stages, self.pp))
 

@@ -139,15 +139,15 @@ class Cost:
         """This cost for groups of a partition, which matters only to the states of a hybrid."""
         return dataclasses.replace(self, states=self.states.for_partition(partition)) if self.states else self
 
-    def scaled(self, factor: float, source: str) -> "Cost":
+    def scale_times(self, factor: float, source: str) -> "Cost":
         """The cost of a machine on which everything takes `factor` times as long."""
         constants = {
             name: value / factor if name.endswith("_per_second") else value * factor
             for name, value in self.constants().items()
             if name not in ("ring_bytes", "exchange_bytes")
         }
-        forward = self.forward and self.forward.scaled(factor, source)
-        states = self.states and self.states.scaled(factor)
+        forward = self.forward and self.forward.scale_times(factor, source)
+        states = self.states and self.states.scale_times(factor)
         return dataclasses.replace(self, **constants, source=source, forward=forward, states=states)
 
     def work_seconds(self, tokens: ArrayLike, squares: ArrayLike) -> Floats:

@@ -120,7 +120,7 @@ class StateCost:
         """The cost where a share of the layers runs forward again in backward, its exchanges included."""
         return self._times({name: 1 + share * part for name, part in _FORWARD.items()})
 
-    def scaled(self, factor: float) -> "StateCost":
+    def scale_times(self, factor: float) -> "StateCost":
         """The cost of a machine on which everything takes `factor` times as long."""
         return self._times({name: factor for name in self.constants() if name.endswith("_seconds")})
 

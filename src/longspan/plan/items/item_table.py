@@ -114,7 +114,7 @@ class ItemTable:
     def __hash__(self) -> int:
         return hash((self.lengths, self.items))
 
-    def covered(self, document: int, start: int, stop: int) -> NDArray[np.bool_]:
+    def placeholder_mask(self, document: int, start: int, stop: int) -> NDArray[np.bool_]:
         """Whether each position from start to stop of a document is a placeholder: (stop - start,) bool."""
         keys = np.arange(start, stop) + document * self._stride
         span = np.searchsorted(self._spans.start, keys, side="right") - 1

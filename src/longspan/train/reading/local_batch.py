@@ -151,7 +151,7 @@ def prefix_of(document: Any, number: int, length: int, items: ItemTable | None =
         if isinstance(document, Labelled):
             targets = np.asarray(document.labels(positions)) != NO_TARGET
         if items is not None:
-            targets = targets & ~items.covered(number, start, int(positions[-1]) + 1)
+            targets = targets & ~items.placeholder_mask(number, start, int(positions[-1]) + 1)
         if targets.any():
             return start + int(targets.argmax())
     return length

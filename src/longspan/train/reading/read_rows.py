@@ -134,7 +134,7 @@ class _Reader:
     def read(self, document: int, start: int, stop: int, row: int, *, length: int) -> None:
         """Read positions from start to stop of a document into the rows from `row` on."""
         end = min(stop + len(self._at_depth), length)  # a row predicts nothing where its document ends before
-        hidden = None if self._items is None else self._items.covered(document, start, end)
+        hidden = None if self._items is None else self._items.placeholder_mask(document, start, end)
         positions, value = np.arange(start, end), self._documents[document]
         tokens = self._tokens(value, document, positions, hidden)
         labels = self._labels(value, document, positions[1:], tokens[1:], hidden)
