@@ -73,7 +73,7 @@ def test_curves_are_drawn_from_their_record(bench: str, tmp_path: Path) -> None:
 
 def test_degrees_of_the_page_on_evaluation_are_drawn_by_its_command(tmp_path: Path) -> None:
     (command,) = re.findall(
-        r"^longspan (simulate .*--plot) docs/(.*)$", (ROOT / "docs/evaluation.md").read_text(), re.M
+        r"^longspan (plan --compare .*--plot) docs/(.*)$", (ROOT / "docs/evaluation.md").read_text(), re.M
     )
     assert main([*command[0].split(), str(tmp_path / "drawn.svg")]) == 0
     assert (tmp_path / "drawn.svg").read_text() == (ROOT / "docs" / command[1]).read_text()

@@ -248,7 +248,7 @@ def test_a_failed_save_is_told_on_every_rank(tmp_path: Path) -> None:
 
 def test_options_are_one_value_and_keywords_win(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare_model, "prepare_language_model", lambda model, world, options: options)
-    monkeypatch.setattr(prepare_model, "try_rows_of_calls", lambda model: None)
+    monkeypatch.setattr(prepare_model, "try_rows_at_first_call", lambda model: None)
     model: Any = object()
     options: Any = prepare(model, model, options=PrepareOptions(probe=False, recompute_layers=2), recompute_layers=1)
     assert options == PrepareOptions(probe=False, recompute_layers=1)

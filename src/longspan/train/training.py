@@ -232,8 +232,9 @@ class Training:
         if self.config.lora.dropout:  # masks of a step, whatever ran before it in this process
             torch.manual_seed(zlib.crc32(repr((config.seed, step, self.world.rank)).encode()))
         schedule = Schedule.of(config)
+        rate = schedule.lr_at(step)
         for group in self.optimizer.param_groups:
-            group["lr"] = schedule.lr_at(step) * (group["initial_lr"] / schedule.lr)
+            group["lr"] = rate * (group["initial_lr"] / schedule.lr) if rate else 0.0
         return run_step(
             self.model,
             plan,

@@ -5,7 +5,7 @@ import pytest
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import plan_dynamic
-from longspan.plan.items import encoder_shape as encoder_cost
+from longspan.plan.items import encoder_cost
 
 
 def test_by_hand() -> None:

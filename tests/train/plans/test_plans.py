@@ -49,7 +49,7 @@ def test_a_measured_cost_decides_about_plans(tmp_path: Path) -> None:
     assert plan.predicted_seconds >= 5.0 * len(plan.micro_batches)
     path.unlink()  # a run keeps its cost
     assert (
-        PlanChoice.evaluation(run_of(replace(measured, eval_context_parallel_size=2)))
+        PlanChoice.evaluation(run_of(measured.with_evaluation(context_parallel_size=2)))
         .plan((9, 9), HOME)
         .predicted_seconds
         >= 5.0 / 3
@@ -82,7 +82,7 @@ def test_without_a_cost_plans_on_gpus_are_priced_for_the_model(tmp_path: Path) -
 
 def test_tensor_parallel_ranks_share_the_cost_of_a_slot() -> None:
     context = replace(DYNAMIC, node_size=4)
-    cost, evaluated = slot_cost(Cost(), 2), run_of(replace(context, eval_context_parallel_size=2))
+    cost, evaluated = slot_cost(Cost(), 2), run_of(context.with_evaluation(context_parallel_size=2))
     for choice, expected in (
         (PlanChoice.training(run_of(context)), cost),
         (PlanChoice.evaluation(evaluated), cost.forward_only().under("p2p", 2)),
@@ -105,12 +105,14 @@ def test_a_free_step_pays_for_the_closing_of_its_home() -> None:
 
 @pytest.mark.parametrize("planner", ["fixed", "padded", "dynamic"])
 def test_each_half_deals_out_rows_in_its_own_way(planner: Literal["fixed", "padded", "dynamic"]) -> None:
-    context = ContextConfig(planner=planner, partition="contiguous", eval_planner=planner, max_tokens_per_slot=256)
+    context = ContextConfig(planner=planner, partition="contiguous", max_tokens_per_slot=256).with_evaluation(
+        planner=planner
+    )
     training, evaluation = PlanChoice.training(run_of(context)), PlanChoice.evaluation(run_of(context))
     plans = [choice.plan((1000, 30), Layout(4)) for choice in (replace(training, degree=4), evaluation)]
     found = [{group.partition for batch in plan.micro_batches for group in batch.groups} for plan in plans]
     assert "contiguous" in found[0] and found[1] == {"zigzag"}
-    other = PlanChoice.evaluation(run_of(replace(context, eval_partition="contiguous")))
+    other = PlanChoice.evaluation(run_of(context.with_evaluation(partition="contiguous")))
     (group,) = other.at_degree(2, longest=1000).plan((1000,), Layout(4)).micro_batches[0].groups
     assert group.shares.rows(1).tolist() == list(range(500, 1000))
 
