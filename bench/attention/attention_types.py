@@ -22,7 +22,7 @@ from longspan.bench.benches import BenchFlags
 from longspan.bench.record import show_record, where_it_ran
 from longspan.cli.flags import Switch, parse_flags
 from longspan.cli.processes import run_on_ranks
-from longspan.errors import ConfigError, counted
+from longspan.errors import ConfigError, plural
 from longspan.report.plain_text import bytes_text, markdown_table, text_table
 
 TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -157,7 +157,7 @@ def _title(record: dict[str, Any]) -> str:
     packed += ", sinks" if record.get("sinks") else ""
     packed += f", longspan's rows {record['partition']}" if record.get("partition", "zigzag") != "zigzag" else ""
     return (
-        f"Causal attention over {counted(record['ranks'], 'rank')} ({record['backend']}): {record['heads']} query and "
+        f"Causal attention over {plural(record['ranks'], 'rank')} ({record['backend']}): {record['heads']} query and "
         f"{record['key_value_heads']} key/value heads of {record['head_size']}, {record['dtype']}{packed}, "
         f"kernel {record['kernel']}"
     )

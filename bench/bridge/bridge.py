@@ -27,7 +27,7 @@ from bridge_record import as_markdown
 from bridge_time import Settings, measure
 
 from longspan.bench.record import open_record, write_record
-from longspan.cli.processes import processes_of, reports_here, run_on_ranks, under_torchrun
+from longspan.cli.processes import has_torchrun, processes_of, reports_here, run_on_ranks
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
         record = open_record(f"bridge {name}", None, "none", Path(__file__).parent)
         record |= {"rows": list(bytes_table() if flags.bytes else plan_rows(flags.plan_rows))}
         _finish(record, flags.out)
-    elif flags.nodes > 1 and not under_torchrun():
+    elif flags.nodes > 1 and not has_torchrun():
         _finish(run_on_nodes(flags.nodes, flags.ranks, flags.timeout), None)
     else:
         record = _measured(flags)
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def _measured(flags: argparse.Namespace) -> dict[str, Any]:
-    processes = processes_of(0 if under_torchrun() else flags.ranks, flags.device, on_gpus=0, on_cpus=4)
+    processes = processes_of(0 if has_torchrun() else flags.ranks, flags.device, on_gpus=0, on_cpus=4)
     if processes.ranks not in CASES:
         sys.exit(f"{processes.ranks} ranks; there are layouts for {' and '.join(map(str, CASES))}")
     settings = Settings(

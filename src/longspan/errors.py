@@ -19,16 +19,16 @@ LongspanError
 import reprlib
 
 
-def counted(number: int, noun: str, plural: str = "s") -> str:
-    """A number and what it counts, as messages and reports write them.
+def plural(number: int, noun: str, ending: str = "s") -> str:
+    """A number with its noun, in singular or plural, as messages and reports write them.
 
-    >>> counted(1, "rank"), counted(4096, "micro-batch", "es")
+    >>> plural(1, "rank"), plural(4096, "micro-batch", "es")
     ('1 rank', '4,096 micro-batches')
     """
-    return f"{number:,} {noun}{'' if number == 1 else plural}"
+    return f"{number:,} {noun}{'' if number == 1 else ending}"
 
 
-def shortened(value: object) -> str:
+def short_text(value: object) -> str:
     """A value as a message shows it: on one line, and of long ones the two ends.
 
     >>> shortened([7] * 100)

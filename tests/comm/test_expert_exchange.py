@@ -24,7 +24,7 @@ def _row(sender: int, member: int, i: int) -> float:
 def _travel(rank: int, table: list[list[int]]) -> tuple[list[list[int]], list[float], list[float]]:
     """Counts that this rank learns, the rows that arrive, and the gradient of those sent: 2 x the arrived place + 1."""
     with World(Layout(ranks=3), backend=backend()) as world:
-        channel = world.channels.between(range(3))
+        channel = world.channels.find_channel(range(3))
         counts = exchange_counts(torch.tensor(table[rank], device=world.device), channel)
         going = [_row(rank, m, i) for m, n in enumerate(table[rank]) for i in range(n)]
         x = torch.tensor(going, dtype=torch.float64, device=world.device).unsqueeze(1).expand(-1, 2).contiguous()
@@ -51,7 +51,7 @@ def _refused(rank: int) -> None:
     with World(Layout(ranks=1)) as world:
         for sends, receives in (([3], [2]), ([1, 1], [2]), ([2], [])):
             with pytest.raises(CommError, match="all_to_all_rows got 2 rows to send as"):
-                all_to_all_rows(torch.zeros(2, 1), sends, receives, world.channels.between((0,)))
+                all_to_all_rows(torch.zeros(2, 1), sends, receives, world.channels.find_channel((0,)))
 
 
 def test_counts_that_do_not_fit_are_refused() -> None:

@@ -48,7 +48,7 @@ def walk(rank: int, how: str) -> None:
             if how == "raise":
                 raise KeyError("boom")
             time.sleep(60)
-        channel, x = world.channels.between((0, 1, 2, 3)), torch.ones(5, device=world.device)
+        channel, x = world.channels.find_channel((0, 1, 2, 3)), torch.ones(5, device=world.device)
         right, left = (channel.index + 1) % 4, (channel.index - 1) % 4
         channel.exchange([(right, x)], [(left, x.clone())], "ring of four").wait()
         if world.device.type == "cuda":
@@ -233,7 +233,7 @@ def hang_on_a_gpu(rank: int) -> None:
         world.step = 7
         if rank == 1:
             time.sleep(60)
-        channel, x = world.channels.between((0, 1)), torch.ones(5, device=world.device)
+        channel, x = world.channels.find_channel((0, 1)), torch.ones(5, device=world.device)
         channel.exchange([(1 - rank, x)], [(1 - rank, x.clone())], "pair").wait()
         torch.cuda.synchronize()
 

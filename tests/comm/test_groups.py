@@ -45,7 +45,7 @@ def talk(rank: int, max_groups: int) -> list[GroupRecord]:
         for dtype in DTYPES:
             for slots, counts in GATHERS:
                 if rank in slots:
-                    channel = world.channels.between(slots)
+                    channel = world.channels.find_channel(slots)
                     assert channel.ranks == slots and channel.index == slots.index(rank) and repr(channel)
                     with only_its_communicator(world, channel):
                         for check in (check_gather, check_sum, check_rows, check_shift):
@@ -159,7 +159,7 @@ def test_works_that_hold_much_are_not_kept_to_be_watched(work_bytes: int, seen: 
 def pairs(rank: int) -> None:
     """Several tensors between the same two members match in order; empty ones are dropped on both sides."""
     with World(Layout(ranks=3), backend=backend(), timeout=60) as world:
-        channel = world.channels.between((2, 0, 1))
+        channel = world.channels.find_channel((2, 0, 1))
         peers = [m for m in range(3) if m != channel.index]
         sizes = (2, 0, 5)
         sends = [(m, torch.full((n,), 10.0 * channel.index + n, device=world.device)) for n in sizes for m in peers]

@@ -27,7 +27,7 @@ def blocks(owner: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 def walk(rank: int, degree: int, counts: tuple[int, ...]) -> int:
     """Go round once, sending back a gradient that names who gave it; returns the peak of live blocks."""
     with World(Layout(ranks=degree), backend=backend()) as world:
-        channel = world.channels.between(tuple(range(degree)))
+        channel = world.channels.find_channel(tuple(range(degree)))
         mine = tuple(t.to(world.device) for t in blocks(rank, counts[rank]))
         ring = RingBlocks(channel, mine, counts, "test ring")
         home = GradientRing(channel, mine, counts, "test gradients", add=add_addends, dtype=torch.float64)
@@ -69,7 +69,7 @@ def walk_subset(rank: int) -> None:
             if rank in slots:
                 me, counts = slots.index(rank), tuple(slot + 1 for slot in slots)
                 mine = (torch.full((counts[me], 2), float(rank), device=world.device),)
-                for owner, (block,) in RingBlocks(world.channels.between(slots), mine, counts, "subset"):
+                for owner, (block,) in RingBlocks(world.channels.find_channel(slots), mine, counts, "subset"):
                     assert block.shape[0] == counts[owner]
                     assert (block == slots[owner]).all()
 

@@ -234,9 +234,9 @@ def misuse(rank: int) -> None:
             (1 - rank,): f"rank {rank} is slot {rank}, which is not a member",
         }.items():
             with pytest.raises(CommError, match=message):
-                world.channels.between(slots)
-        channel = world.channels.between((0, 1))
-        assert channel is world.channels.between([0, 1]) and channel is not world.channels.between((1, 0))
+                world.channels.find_channel(slots)
+        channel = world.channels.find_channel((0, 1))
+        assert channel is world.channels.find_channel([0, 1]) and channel is not world.channels.find_channel((1, 0))
         digest = ("ab", "cd")[rank] * 32
         with pytest.raises(
             CommError, match=r"hold 2 different plans for step 0: ranks \(0\) hold abab.*ranks \(1\) hold"
@@ -245,7 +245,7 @@ def misuse(rank: int) -> None:
     x = torch.ones(1)
     for call in (
         lambda: channel.exchange([(1 - rank, x)], [(1 - rank, x)], "late"),
-        lambda: world.channels.between((0, 1)),
+        lambda: world.channels.find_channel((0, 1)),
         lambda: world.meshes.fsdp,
         lambda: world_of(world.key),
     ):
@@ -272,7 +272,7 @@ def test_a_world_that_is_not_open_says_so() -> None:
     for name in ("rank", "slot", "device", "plane"):
         with pytest.raises(CommError, match=f"this world is not open, so its {name} is not known; use it inside `with"):
             getattr(world, name)
-    for use in (lambda: bind(nothing, world), lambda: world.channels.between((0,)), lambda: world.step):
+    for use in (lambda: bind(nothing, world), lambda: world.channels.find_channel((0,)), lambda: world.step):
         with pytest.raises(CommError, match="not open"):
             use()
     with world:

@@ -50,7 +50,7 @@ def test_packs_are_the_stream_cut_at_equal_distances(
     corpus = [np.arange(length) + 100 * document for document, length in enumerate(lengths)]
     tokens = pack_to * packs
     order = packed(lengths, across=across, pack_to=pack_to, tokens=tokens)
-    stream = np.concatenate([corpus[document] for document in order.stream.at(0).ids[:400]])
+    stream = np.concatenate([corpus[document] for document in order.stream.part_at(0).ids[:400]])
     for step in (0, 3, 1):
         documents, ends = order.select(corpus, step), np.cumsum([0, *order.lengths_of_step(step)])
         assert [len(document) for document in documents] == order.lengths_of_step(step)
@@ -84,7 +84,7 @@ def dense(order: PackOrder, corpus: list[Any], *, across: bool) -> tuple[float, 
     """Loss, targets and gradients of the stock model on the second step: the stream cut by hand."""
     run, place = list[tuple[int, int, int]](), 0  # token, label, place in its document
     while len(run) < 4 * PACK:
-        document = corpus[int(order.stream.at(place).ids[place - order.stream.at(place).first])]
+        document = corpus[int(order.stream.part_at(place).ids[place - order.stream.part_at(place).first])]
         positions = np.arange(len(document))
         labels = document.labels(positions) if isinstance(document, Document) else np.asarray(document)
         ids = document[positions] if isinstance(document, Document) else np.asarray(document)

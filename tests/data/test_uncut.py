@@ -49,7 +49,7 @@ def test_packs_are_the_stream_with_each_span_whole(
     )
     order = StepOrder([len(ids) for ids in corpus], tokens_per_step=2 * pack_to, seed=1, eval_documents=1)
     packs = PackOrder(order, pack_to=pack_to, tokens_per_step=2 * pack_to, across=across, uncut=UncutSpans(*spans.T))
-    stream, read = np.concatenate([corpus[d] for d in order.stream.at(0).ids[:400]]), list[np.ndarray]()
+    stream, read = np.concatenate([corpus[d] for d in order.stream.part_at(0).ids[:400]]), list[np.ndarray]()
     for step in range(3):
         made = packs.select(corpus, step)
         assert [len(pack) for pack in made] == packs.lengths_of_step(step)
@@ -67,7 +67,7 @@ def test_packs_are_the_stream_with_each_span_whole(
 
 def _in_stream(order: StepOrder, corpus: list[np.ndarray], spans: np.ndarray) -> list[tuple[int, int]]:
     """The spans of the first 400 documents of the stream, in its tokens."""
-    documents = order.stream.at(0).ids[:400].tolist()
+    documents = order.stream.part_at(0).ids[:400].tolist()
     begins = accumulate((len(corpus[d]) for d in documents), initial=0)
     return [(begin + a, begin + b) for d, begin in zip(documents, begins, strict=False) for s, a, b in spans if s == d]
 

@@ -225,7 +225,7 @@ def test_a_grid_is_the_same_from_json_and_reads_as_a_table() -> None:
     grid = PasskeyGrid((512, 1024), (0.0, 1.0), 4, ((4, 4), (1, 3)), ((0.1, 0.1), (2.0, 0.7)), step=9, cp=2)
     assert PasskeyGrid.from_json(json.loads(json.dumps(grid.to_json()))) == grid
     assert grid.share == 12 / 16
-    assert grid.of_length(1) == 4 / 8
+    assert grid.share_of_length(1) == 4 / 8
     assert [line.split() for line in grid.table().splitlines()[1:]] == [
         ["depth", "512", "1,024"],
         ["0", "100%", "25%"],

@@ -31,7 +31,7 @@ from longspan.errors import (
     ModelError,
     NonFiniteError,
     RunFolderError,
-    counted,
+    plural,
 )
 from longspan.plan import Plan
 from longspan.plan.cost.model_cost import CPU_GBPS
@@ -360,7 +360,7 @@ def test_a_step_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path: Path,
     saved = {step_of(path) for path in (Path(config.run.dir) / "checkpoints").iterdir()}
     assert saved == ({row["step"] for row in rows} if every else {rows[-1]["step"]})
     notes = [note for note in raised.value.__notes__ if not note.startswith("rank ")]
-    steps, folder = counted(rows[-1]["step"], "step"), Path(config.run.dir) / "checkpoints"
+    steps, folder = plural(rows[-1]["step"], "step"), Path(config.run.dir) / "checkpoints"
     assert notes == ([] if every else [f"The weights after {steps} are saved in {folder}"])
 
 

@@ -51,8 +51,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard) -> None
     named = {"q": q, "k": k, "v": v}
     for name, x in named.items():
         if not isinstance(x, Tensor) or x.ndim != 3:
-            what = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-            raise AttentionError(f"{name} has {what}; attend takes (rows, heads, head size), without a batch dim")
+            form = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise AttentionError(f"{name} has {form}; attend takes (rows, heads, head size), without a batch dim")
         _check_plain(name, x)
     _check_same(named)
     if q.device != shard.device:
@@ -97,12 +97,12 @@ def check_features(arguments: Arguments) -> None:
         raise AttentionError(
             f"dropout is {dropout!r}; give the probability that a weight is dropped, from 0 to below 1"
         )
-    for name, value, what in (
+    for name, value, meaning in (
         ("window", arguments.window, "how many positions a query sees"),
         ("chunk", arguments.chunk, "how many positions of a document see each other"),
     ):
         if value is not None and not is_count(value):
-            raise AttentionError(f"{name} is {value!r}; it is {what}, at least 1, or None")
+            raise AttentionError(f"{name} is {value!r}; it is {meaning}, at least 1, or None")
         if value is not None and not arguments.causal:
             raise AttentionError(f"{name} {value} looks back from each position; it needs causal=True")
     for name, value in (("softcap", arguments.softcap), ("scale", arguments.scale)):

@@ -107,7 +107,7 @@ def attend(
         layer=layer,
         kernel=kernel,
     )
-    call = _cached_call(q, k, v, sinks, shard, arguments)
+    call = _find_call(q, k, v, sinks, shard, arguments)
     if dropout:
         check_capture(dropout)
         call = replace(call, dropout=Dropout(dropout, _seed(dropout_seed, shard, layer), first_head))
@@ -120,7 +120,7 @@ def _as_key(argument: Any) -> Any:
     return tuple(argument) if isinstance(argument, Iterable) and not isinstance(argument, str) else argument
 
 
-def _cached_call(
+def _find_call(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: SequenceShard, arguments: Arguments
 ) -> AttentionCall:
     """The packed call, cached by shard: a model makes the same call in every layer, and checks take time."""

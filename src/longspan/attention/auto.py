@@ -130,8 +130,10 @@ def _estimate(
     """One layer forward and backward on the fullest member: `inner` members exchange heads, `around` blocks."""
     inner, around = sizes
     inside_speed, across_speed = machine.inside_bytes_per_second, machine.across_bytes_per_second
-    heads_stay_inside = all(_in_one_node(group.slots[i : i + inner], node_size) for i in range(0, group.degree, inner))
-    blocks_stay_inside = all(_in_one_node(group.slots[i::inner], node_size) for i in range(inner))
+    heads_stay_inside = all(
+        _spans_one_node(group.slots[i : i + inner], node_size) for i in range(0, group.degree, inner)
+    )
+    blocks_stay_inside = all(_spans_one_node(group.slots[i::inner], node_size) for i in range(inner))
     attention, exposed = _attention_seconds(kind, sizes, group, call, machine), 0.0
     if inner > 1:
         exposed += (
@@ -185,7 +187,7 @@ def _pairs(stop: Integers, length: Integers, call: AttentionCall) -> Floats:
     return rows * limited - limited**2 / 2
 
 
-def _in_one_node(slots: tuple[int, ...], node_size: int) -> bool:
+def _spans_one_node(slots: tuple[int, ...], node_size: int) -> bool:
     return len({slot // node_size for slot in slots}) == 1
 
 

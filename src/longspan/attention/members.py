@@ -68,13 +68,13 @@ class Members:
     def channel(self) -> Channel:
         """Around the ring: every `inner`-th member of the group. Raises CommError where the world has been left."""
         slots = self.part.group.slots[self.part.member % self.inner :: self.inner]
-        return world_of(self.part.world_key).channels.between(slots)
+        return world_of(self.part.world_key).channels.find_channel(slots)
 
     @cached_property
     def inner_channel(self) -> Channel:
         """The neighbours that act as one with this rank."""
         slots = self.part.group.slots[self.member * self.inner : (self.member + 1) * self.inner]
-        return world_of(self.part.world_key).channels.between(slots)
+        return world_of(self.part.world_key).channels.find_channel(slots)
 
     # ---- who holds which rows
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from longspan.errors import DataError, counted
+from longspan.errors import DataError, plural
 from longspan.layout import Integers, Partition
 from longspan.layout.packing import NO_TARGET
 from longspan.plan.items import Item, ItemTable
@@ -38,7 +38,7 @@ class ItemDocuments:
         count = None if callable(read) else len(read)
         if count is not None and count != len(self.items):
             raise DataError(
-                f"read has {counted(count, 'value')} for {counted(len(self.items), 'item')}; give what the "
+                f"read has {plural(count, 'value')} for {plural(len(self.items), 'item')}; give what the "
                 "encoder is given for each item, in their order"
             )
         _ = self.item_table
@@ -81,7 +81,7 @@ def items_at_placeholders(
     """
     if len(rows) != len(tokens):
         raise DataError(
-            f"rows of items are given for {counted(len(rows), 'document')}, there are {len(tokens)}; give one list "
+            f"rows of items are given for {plural(len(rows), 'document')}, there are {len(tokens)}; give one list "
             "for each document, empty where it has no item"
         )
     items: list[Item] = []
@@ -89,8 +89,8 @@ def items_at_placeholders(
         places = np.flatnonzero(np.asarray(tokens[document]) == placeholder)
         if len(places) != sum(counts) or any(count < 1 for count in counts):
             raise DataError(
-                f"document {document} has {counted(len(places), 'placeholder')} of {modality} (token id "
-                f"{placeholder}), its {counted(len(counts), 'item')} have {sum(counts)} rows ({list(counts)}); the "
+                f"document {document} has {plural(len(places), 'placeholder')} of {modality} (token id "
+                f"{placeholder}), its {plural(len(counts), 'item')} have {sum(counts)} rows ({list(counts)}); the "
                 "processor that made the token ids and the encoder must agree"
             )
         for part in np.split(places, np.cumsum(counts)[:-1]) if len(counts) else []:

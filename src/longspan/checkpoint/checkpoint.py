@@ -45,7 +45,7 @@ from longspan.checkpoint.files import (
 from longspan.checkpoint.storage import HashingWriter, PatientReader
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
-from longspan.errors import CheckpointError, CommError, counted
+from longspan.errors import CheckpointError, CommError, plural
 from longspan.model.adapters import adapter_entries, adapter_of
 from longspan.model.vision.join import are_of_both
 
@@ -139,9 +139,9 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer | N
     state, stored = run_on_first_rank(world, lambda: (read_state(path), _names_in(path)), CheckpointError)
     tensors = tensors_to_fill(model, optimizer)
     weights = {name for names in world.control.gather_objects(list(tensors["model"])) for name in names}
-    _check_names(path, _under("model.", stored), weights)
+    _check_names(path, _names_under("model.", stored), weights)
     if optimizer is not None:
-        moments = StoredMoments.of(_under("optimizer.", stored))
+        moments = StoredMoments.of(_names_under("optimizer.", stored))
         leave_without_moments(path, moments, model, optimizer, tensors, world)
     hyperparameters = {name: tensors["optimizer"].pop(name) for name in _hyperparameters(tensors)}
     try:
@@ -160,7 +160,7 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer | N
 
 def holds_encoders(path: Path) -> bool:
     """Whether a checkpoint is of a model with encoders. Raises CheckpointError where it cannot be read."""
-    weights = _under("model.", _names_in(path))
+    weights = _names_under("model.", _names_in(path))
     return are_of_both(weights) or any(name.startswith("encoders.") for name in weights)
 
 
@@ -226,7 +226,7 @@ def leave_without_moments(
     reports = world.control.gather_objects((lacking, others), "moments of a checkpoint")
     if lacking := sorted({name for names, _ in reports for name in names}):
         raise CheckpointError(
-            f"checkpoint {path} has no moments of {counted(len(lacking), 'parameter')} that this optimizer updates "
+            f"checkpoint {path} has no moments of {plural(len(lacking), 'parameter')} that this optimizer updates "
             f"({', '.join(lacking[:2])}), which were frozen, or in no optimizer, when it was saved; freeze them here, "
             "or load the weights alone, load_checkpoint(path, model, None, world), and begin with a new optimizer"
         )
@@ -263,7 +263,7 @@ def _names_in(path: Path) -> list[str]:
         raise CheckpointError(f"checkpoint {path}: .metadata cannot be read: {error}") from error
 
 
-def _under(prefix: str, names: Iterable[str]) -> set[str]:
+def _names_under(prefix: str, names: Iterable[str]) -> set[str]:
     return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.comm.all_ranks import LogLine
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer_files import KeptFiles
-from longspan.errors import CheckpointError, ConfigError, counted
+from longspan.errors import CheckpointError, ConfigError, plural
 from longspan.model.adapters import Adapter, adapter_in, belongs_to_adapter, peft_modules
 from longspan.model.add_depths import add_mtp
 from longspan.model.lora.save import WEIGHTS, largest_trained_modules, select_entries, write_adapter
@@ -52,7 +52,7 @@ class ExportedDepths:
         ours = cls(lambda name: name, left_out=names == "none")
         if not depths:
             return ours
-        title = f"{counted(depths, 'depth')} of multi-token prediction"
+        title = f"{plural(depths, 'depth')} of multi-token prediction"
         if ours.left_out:
             log(f"{title}: left out")
             return ours

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from longspan.cli.flags import Switch, parse_flags
 from longspan.cli.machine import machine, machine_text
 from longspan.cli.processes import Device, processes_of, reports_here, usable_gpus
-from longspan.errors import LongspanError, counted
+from longspan.errors import LongspanError, plural
 from longspan.report.plain_text import bytes_text, seconds_text, text_table
 from longspan.run.result import versions
 
@@ -190,7 +190,7 @@ def _list_text(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) 
 
 def rank_checks(details: dict[str, Any]) -> Iterator[Check]:
     """The process groups that were made, and every comparison with the stock model."""
-    where = f"{counted(details['ranks'], 'rank')} on {details['device'].split(':')[0]}, {details['backend']}"
+    where = f"{plural(details['ranks'], 'rank')} on {details['device'].split(':')[0]}, {details['backend']}"
     for record in details["groups"]:
         name = f"{record['kind']} of {len(record['ranks'])}"
         yield Check("group", name, f"made in {seconds_text(record['seconds'])} ({where})", None)
@@ -221,7 +221,7 @@ def _run_ranks(flags: DoctorFlags) -> dict[str, Any]:
     )
     ranks, backend = processes.ranks, processes.backend
     if reports_here() and sys.stderr.isatty():
-        print(f"comparing a small model with the stock one on {counted(ranks, 'rank')} ({backend}) …", file=sys.stderr)
+        print(f"comparing a small model with the stock one on {plural(ranks, 'rank')} ({backend}) …", file=sys.stderr)
     return compare_preset(processes, flags.timeout_seconds)
 
 

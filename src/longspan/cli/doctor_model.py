@@ -14,14 +14,14 @@ import torch
 from transformers import PreTrainedConfig
 
 from longspan.cli.machine import set_gpu_environment
-from longspan.cli.processes import Processes, processes_of, reports_here, run_on_ranks, under_torchrun, usable_gpus
+from longspan.cli.processes import Processes, has_torchrun, processes_of, reports_here, run_on_ranks, usable_gpus
 from longspan.doctor.cases import Case, CaseSet, DTypeName, cases_named, contiguous_cases, every_type, image_cases
-from longspan.doctor.images import without_videos
+from longspan.doctor.images import why_no_videos
 from longspan.doctor.kernels import KernelLine, kernel_lines
 from longspan.doctor.outcomes import Proof, outcome_text, proof_json, proof_text
 from longspan.doctor.proof import InWorld, Ranks, run_proof
 from longspan.doctor.which_model import find_configuration, reads_images
-from longspan.errors import CommError, LongspanError, counted
+from longspan.errors import CommError, LongspanError, plural
 from longspan.model.exactness.small_copies import reads_images_alone, shrink_configuration
 from longspan.model.presets import preset_config
 from longspan.plan.cost.model_shape import has_mixers
@@ -91,7 +91,7 @@ def compare_preset(processes: Processes, timeout: float) -> dict[str, Any]:
 def _places(flags: ProofFlags) -> Iterator[Processes]:
     """The processes of each proof: on the GPUs, or on CPUs; on both where there is one GPU, which has no degrees."""
     gpus, both = usable_gpus(), False
-    if flags.backend == "auto" and not flags.world and not under_torchrun():
+    if flags.backend == "auto" and not flags.world and not has_torchrun():
         both = gpus == 1
     if gpus == 0 or both or flags.backend == "gloo":
         yield processes_of(flags.world, "cuda" if flags.backend == "nccl" else "cpu", on_gpus=1, on_cpus=LOCAL_RANKS)
@@ -126,7 +126,7 @@ def _cases(flags: ProofFlags, processes: Processes, config: PreTrainedConfig) ->
 def _run(config: PreTrainedConfig, cases: list[Case], processes: Processes, timeout: float) -> Proof:
     set_gpu_environment("")
     show = reports_here() and sys.stderr.isatty()
-    launch = _run_under_torchrun if under_torchrun() else None
+    launch = _run_under_torchrun if has_torchrun() else None
     return run_proof(config, cases, Ranks(processes.ranks, processes.backend, timeout, show, launch))
 
 
@@ -148,14 +148,14 @@ def _model(config: PreTrainedConfig, small: PreTrainedConfig, processes: Process
 
 def _heading(model: dict[str, Any]) -> str:
     size = f"{model['layers']} layers, hidden size {model['hidden_size']}"
-    return f"{model['model_type']}, a small copy ({size}) on {counted(model['ranks'], 'rank')} ({model['backend']})"
+    return f"{model['model_type']}, a small copy ({size}) on {plural(model['ranks'], 'rank')} ({model['backend']})"
 
 
 def _videos(small: PreTrainedConfig) -> str:
     """What cases with images have of videos; "" for a model without videos."""
     if not reads_images(small) or not isinstance(getattr(small, "video_token_id", None), int):
         return ""
-    why = without_videos(small)
+    why = why_no_videos(small)
     return f"no videos: {why}" if why else "one of the documents with images has videos too"
 
 

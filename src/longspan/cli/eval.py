@@ -11,9 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from longspan.cli.evaluation.flags import EvalFlags, make_request, parse_eval
 from longspan.cli.evaluation.output import check_writable, result_tables, write_documents, write_folder, write_picture
-from longspan.cli.processes import processes_of, reports_here, run_on_ranks, say, under_torchrun
+from longspan.cli.processes import has_torchrun, processes_of, reports_here, run_on_ranks, say
 from longspan.corpus.files import find_root
-from longspan.errors import counted
+from longspan.errors import plural
 from longspan.evaluation.saved.comparison import results_record
 from longspan.evaluation.saved.fit import fit_evaluations
 from longspan.evaluation.saved.request import EvalRequest, SubjectResult
@@ -66,7 +66,7 @@ class EvalDisplay:
         tenths = LINES * done // max(count, 1)
         if tenths > self._tenths.get(title, 0) or time.monotonic() - self._written >= LINE_SECONDS:
             self._tenths[title] = tenths
-            self.log(f"{title}: {done:,} of {counted(count, 'micro-batch', 'es')}")
+            self.log(f"{title}: {done:,} of {plural(count, 'micro-batch', 'es')}")
 
     def _advance(self, title: str, done: int, count: int) -> None:
         if self._bar is None:
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     with processes.note_errors():
         request = make_request(argv, flags, processes.ranks)
         check_request(request, processes.ranks)
-    if not under_torchrun():
+    if not has_torchrun():
         for _, path in request.paths:
             find_root(path, key="--data")
     if reports_here():

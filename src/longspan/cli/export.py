@@ -11,7 +11,7 @@ import tyro
 from tyro.conf import Positional
 
 from longspan.cli.flags import Switch, parse_flags
-from longspan.errors import counted
+from longspan.errors import plural
 from longspan.evaluation.saved.targets import split_run
 from longspan.files import as_json
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _text(written: "Exported") -> str:
     return (
-        f"step {written.step} of {written.checkpoint} is in {written.folder}: {counted(written.tensors, 'tensor')} of "
+        f"step {written.step} of {written.checkpoint} is in {written.folder}: {plural(written.tensors, 'tensor')} of "
         f"{written.parameters / 1e6:,.1f} M weights in {written.dtype}, {written.bytes / 1e6:,.1f} MB in "
-        f"{counted(written.files, 'file')}"
+        f"{plural(written.files, 'file')}"
     )

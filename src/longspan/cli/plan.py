@@ -24,7 +24,7 @@ from longspan.cli.plans.planning import (
     with_weights,
     write_file,
 )
-from longspan.errors import ConfigError, PlanError, counted
+from longspan.errors import ConfigError, PlanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.cost.model_cost import with_spans
@@ -84,7 +84,7 @@ def _plan_step(flags: PlanFlags) -> int:
     plan, reason = make_plan(flags, lengths, _with_images(flags, lengths, cost))
     seconds = time.perf_counter() - began
     notes = [
-        f"{counted(len(lengths), 'document')} from {source}, planned in {seconds:.3f} s",
+        f"{plural(len(lengths), 'document')} from {source}, planned in {seconds:.3f} s",
         *([UNPRICED] if flags.mode == "free" and not cost.closing_seconds else []),
         *([reason] if reason else []),
         *type_notes(flags),
@@ -123,7 +123,7 @@ def _plan_with_options(flags: PlanFlags, kind: str, lengths: Sequence[int], home
 
 
 def _write_files(flags: PlanFlags, plan: Plan, source: str) -> list[str]:
-    title = f"plan of {counted(len(plan.lengths), 'document')} from {source}"
+    title = f"plan of {plural(len(plan.lengths), 'document')} from {source}"
     for path in flags.plot:
         _draw(plan, path, title)
     if flags.trace:

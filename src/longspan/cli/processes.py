@@ -11,7 +11,7 @@ from typing import Any, Literal, TextIO
 
 from longspan.cli.machine import find_gpus, set_gpu_environment
 from longspan.comm import run_local
-from longspan.errors import ConfigError, LongspanError, counted
+from longspan.errors import ConfigError, LongspanError, plural
 from longspan.launch.launch import usable_cores
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -46,20 +46,20 @@ def processes_of(
     """
     if world < 0:
         raise ConfigError(f"--world is {world}; give the number of processes to start, or leave it out")
-    if under_torchrun() and world:
+    if has_torchrun() and world:
         raise ConfigError(
             f"--world {world} starts processes, but torchrun has started {os.environ['WORLD_SIZE']}; leave it out"
         )
     gpus = 0 if device == "cpu" else usable_gpus()
     if device == "cuda" and not gpus:
         raise ConfigError(f"torch finds no GPU here, and GPUs are asked for; use {for_cpus}")
-    if under_torchrun():
+    if has_torchrun():
         ranks, here = int(os.environ["WORLD_SIZE"]), ranks_on_this_host()
     else:
         ranks = here = world or (on_gpus or gpus if gpus else on_cpus)
     if here > gpus > 0:
         raise ConfigError(
-            f"{counted(here, 'process', 'es')} on this machine need a GPU each, and it has {counted(gpus, 'GPU')}; "
+            f"{plural(here, 'process', 'es')} on this machine need a GPU each, and it has {plural(gpus, 'GPU')}; "
             f"start at most {gpus}, or give {for_cpus} for processes on CPUs"
         )
     return Processes(ranks, "nccl", _gpu_note(here, gpus)) if gpus else Processes(ranks, "gloo", _core_note(here))
@@ -67,11 +67,11 @@ def processes_of(
 
 def _gpu_note(ranks: int, gpus: int) -> str:
     """What is started, or under torchrun how many GPUs stay idle."""
-    if under_torchrun():
+    if has_torchrun():
         all_of_them = f"torchrun --nproc-per-node {gpus} uses all"
         return f"{ranks} of {gpus} GPUs used, {gpus - ranks} idle: {all_of_them}" if ranks < gpus else ""
     if ranks < gpus:
-        used = f"{counted(ranks, 'process', 'es')}, one GPU each"
+        used = f"{plural(ranks, 'process', 'es')}, one GPU each"
         return f"{used}; {gpus - ranks} of {gpus} GPUs idle, --world {gpus} uses all"
     return "1 process on 1 GPU" if gpus == 1 else f"{gpus} processes, one on each GPU; --world N starts N of them"
 
@@ -80,7 +80,7 @@ def _core_note(ranks: int) -> str:
     cores = usable_cores()
     if ranks <= cores:
         return ""
-    return f"{ranks} processes on {counted(cores, 'core')}: they take turns, so a step takes longer than with fewer"
+    return f"{ranks} processes on {plural(cores, 'core')}: they take turns, so a step takes longer than with fewer"
 
 
 def usable_gpus() -> int:
@@ -88,7 +88,7 @@ def usable_gpus() -> int:
     return find_gpus().count
 
 
-def under_torchrun() -> bool:
+def has_torchrun() -> bool:
     """Whether this process is one of torchrun's."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
@@ -100,7 +100,7 @@ def ranks_on_this_host() -> int:
 
 def reports_here() -> bool:
     """Whether this process prints results: the launcher, or torchrun's first rank."""
-    return not under_torchrun() or os.environ["RANK"] == "0"
+    return not has_torchrun() or os.environ["RANK"] == "0"
 
 
 def say(note: str, stream: TextIO) -> None:
@@ -117,6 +117,6 @@ def run_on_ranks(
     `compile_cache` is the folder in which GPUs' compiled kernels are kept ("": the user's).
     """
     set_gpu_environment(compile_cache)
-    if under_torchrun():
+    if has_torchrun():
         return fn(int(os.environ["RANK"]), *args)
     return run_local(fn, ranks, args, timeout=timeout)[0]

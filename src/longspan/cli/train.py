@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from longspan.cli.flags import parse_train
-from longspan.cli.processes import processes_of, reports_here, run_on_ranks, say, under_torchrun
+from longspan.cli.processes import has_torchrun, processes_of, reports_here, run_on_ranks, say
 from longspan.config.sections import RunConfig
 from longspan.launch.stop_signals import Interrupted
 from longspan.run.checks.check_data import check_files
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     ranks = processes.ranks
     with processes.note_errors():
         check_config(config, ranks)
-    if not under_torchrun():
+    if not has_torchrun():
         check_files(config)
     say(processes.note, sys.stderr if flags.json else sys.stdout)
     args = (config, ranks, processes.backend, flags.json)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistError, DistStoreError, HashStore, PrefixStore, ProcessGroup, Store
 
-from longspan.errors import CommError, counted
+from longspan.errors import CommError, plural
 from longspan.layout.layout import short
 
 BOTH = "cpu:gloo,cuda:nccl"  # tensors on GPUs through NCCL, the host's integers through gloo
@@ -47,7 +47,7 @@ def allow_open_files(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < need:
         warnings.warn(
-            f"this process may open {allowed:,} files, and a world of {counted(size, 'rank')} opens up to {need:,}: "
+            f"this process may open {allowed:,} files, and a world of {plural(size, 'rank')} opens up to {need:,}: "
             f"{CONNECTIONS} connections to each other rank and {OTHER_FILES} more; raise the hard limit "
             f"(`ulimit -Hn {need}`, or LimitNOFILE of the service that starts the ranks)",
             RuntimeWarning,
@@ -71,8 +71,8 @@ def choose_device(backend: str | None, device: torch.device | str | None, local_
         index = local_rank if chosen.index is None else chosen.index
         if index >= count:
             raise CommError(
-                f"local rank {local_rank} needs cuda:{index}, but this host shows {counted(count, 'CUDA device')}; "
-                f"start at most {counted(count, 'rank')} per host, or use backend='gloo' (--device cpu)"
+                f"local rank {local_rank} needs cuda:{index}, but this host shows {plural(count, 'CUDA device')}; "
+                f"start at most {plural(count, 'rank')} per host, or use backend='gloo' (--device cpu)"
             )
         chosen = torch.device("cuda", index)
         torch.cuda.set_device(chosen)
@@ -117,7 +117,7 @@ def wait_for_all_ranks(store: Store, place: Place, timeout: float) -> str:
         store.add(opened, 1)
     except DistError as error:
         raise CommError(
-            f"rank {place.rank} could not open a world of {counted(place.size, 'rank')}: their store does not answer; "
+            f"rank {place.rank} could not open a world of {plural(place.size, 'rank')}: their store does not answer; "
             f"check that the process which serves it (torchrun, or rank 0) runs ({error})"
         ) from error
     return prefix
@@ -148,7 +148,7 @@ def _absent(here: Store, place: Place, timeout: float) -> CommError:
     who = [f"rank(s) {short(absent)} did not come"] if absent else []
     who += [f"rank(s) {short(left)} came and left again"] if left else []
     return CommError(
-        f"rank {place.rank} could not open the world of {counted(place.size, 'rank')} in {timeout:g} s: "
+        f"rank {place.rank} could not open the world of {plural(place.size, 'rank')} in {timeout:g} s: "
         f"{' and '.join(who) or 'the last came too late'}; start them all, or give more time"
     )
 
@@ -161,7 +161,7 @@ def init_default_group(place: Place, store: Store, backend: str, timeout: float)
         )
     except RuntimeError as error:
         raise CommError(
-            f"rank {place.rank} could not connect to the others of {counted(place.size, 'rank')}, which all came, in "
+            f"rank {place.rank} could not connect to the others of {plural(place.size, 'rank')}, which all came, in "
             f"{timeout:g} s; check that the hosts reach each other, or name the network in GLOO_SOCKET_IFNAME ({error})"
         ) from error
 

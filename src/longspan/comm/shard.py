@@ -277,7 +277,7 @@ class _Gather(torch.autograd.Function):
         ctx.shard = shard
         world = world_of(shard.world_key)
         channel, counts = (
-            world.channels.between(range(world.home.slots)),
+            world.channels.find_channel(range(world.home.slots)),
             counts_of_slots(shard.micro_batch, world.home.slots),
         )
         local = x_local.detach()[: counts[shard.slot]].contiguous()

@@ -34,7 +34,7 @@ from longspan.comm.rendezvous import (
     wait_until_destroyed,
 )
 from longspan.comm.watch import Watch
-from longspan.errors import CommError, counted
+from longspan.errors import CommError, plural
 from longspan.layout import Coordinates, Layout
 from longspan.layout.layout import short
 from longspan.plan import Plan
@@ -238,7 +238,7 @@ def _torchrun_place(home: Layout) -> Place:
         return Place(0, 1, 0, "")
     if absent:
         raise CommError(
-            f"the home has {counted(len(home.ranks), 'rank')}, but {' and '.join(absent)} "
+            f"the home has {plural(len(home.ranks), 'rank')}, but {' and '.join(absent)} "
             f"{'is' if len(absent) == 1 else 'are'} not set; start the ranks with `torchrun --nproc-per-node "
             f"{len(home.ranks)}`, which sets {', '.join(TORCHRUN_SETS)} and LOCAL_RANK, or with longspan.comm.run_local"
         )
@@ -266,6 +266,6 @@ def _check_size(home: Layout, size: int) -> None:
             "1 process was started, rank 0" if size == 1 else f"{size:,} processes were started, ranks 0 to {size - 1}"
         )
         raise CommError(
-            f"the home has {counted(len(home.ranks), 'rank')} {short(home.ranks)}, but {came}; start "
-            f"{counted(len(home.ranks), 'process', 'es')}, or make the home of those started: Layout(ranks={size})"
+            f"the home has {plural(len(home.ranks), 'rank')} {short(home.ranks)}, but {came}; start "
+            f"{plural(len(home.ranks), 'process', 'es')}, or make the home of those started: Layout(ranks={size})"
         )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from longspan.config.keys import AUTO, NOT_GIVEN, AtLeast, NonNegativeInt, PositiveFloat
-from longspan.errors import DataError, counted
+from longspan.errors import DataError, plural
 
 PASSKEY = "passkey"  # the path of an evaluation set that is made, not read
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -33,8 +33,8 @@ def check_passkey(lengths: Sequence[int], depths: Sequence[float], samples: int)
     """Raise DataError for lengths, depths or samples that make no documents."""
     if not lengths or not depths or samples < 1:
         raise DataError(
-            f"passkey retrieval of {counted(len(lengths), 'length')}, {counted(len(depths), 'depth')} and "
-            f"{counted(samples, 'sample')} has no document; give at least one of each"
+            f"passkey retrieval of {plural(len(lengths), 'length')}, {plural(len(depths), 'depth')} and "
+            f"{plural(samples, 'sample')} has no document; give at least one of each"
         )
     if outside := [depth for depth in depths if not 0 <= depth <= 1]:
         raise DataError(

@@ -22,7 +22,7 @@ from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer, reload_with
 from longspan.data.documents import Corpus
 from longspan.data.images import ImageTable
 from longspan.data.manifest import FILE, Manifest, Record, read_record
-from longspan.errors import DataError, counted
+from longspan.errors import DataError, plural
 from longspan.files import write_atomically
 
 ROWS = "rows"  # the folder of documents without stored tokens, in the corpus's folder
@@ -179,7 +179,7 @@ class _CorpusOfRun:
         self._log('its tokens are not kept (data.cache = "none"): rows are tokenized when they are read')
         if compressed := [file.name for file in self._files if file.name.endswith((".gz", ".zst"))]:
             self._log(
-                f"{counted(len(compressed), 'file')} ({compressed[0]}) must be decompressed up to each row that is "
+                f"{plural(len(compressed), 'file')} ({compressed[0]}) must be decompressed up to each row that is "
                 "read, half of it in the mean; parquet and plain files need not"
             )
         return folder

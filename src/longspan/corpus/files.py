@@ -19,7 +19,7 @@ from stat import S_ISREG
 
 from longspan.corpus.row_files import SUFFIXES
 from longspan.data.manifest import SourceFile
-from longspan.errors import DataError, counted
+from longspan.errors import DataError, plural
 from longspan.files import write_atomically
 
 LogLine = Callable[[str], None]
@@ -205,7 +205,7 @@ def _parts(state: Path, names: list[str]) -> list[str]:
         )
     if absent := [part for part in parts if Path(part).name != part or not (state.parent / part).is_file()]:
         raise DataError(
-            f"{state} names {counted(len(parts), 'file')}, of which {len(absent)} are not in its folder: "
+            f"{state} names {plural(len(parts), 'file')}, of which {len(absent)} are not in its folder: "
             f"{', '.join(absent[:3])}; save the data set again"
         )
     return parts

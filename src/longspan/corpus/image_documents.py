@@ -24,7 +24,7 @@ from longspan.corpus.images.processor import Processor, load_processor
 from longspan.data.document import Pack
 from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.images import ImageTable
-from longspan.errors import DataError, ModelError, counted
+from longspan.errors import DataError, ModelError, plural
 from longspan.model.exactness.image_trial import video_tokens
 from longspan.model.vision.image_arguments import check_images
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
@@ -169,7 +169,7 @@ def show_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus
     takes_images = getattr(model, "vision_config", None) is not None
     if images is not None and not takes_images:
         raise DataError(
-            f"{counted(len(images), 'image')} stand in the documents, and {type(model).__name__} is of a model that "
+            f"{plural(len(images), 'image')} stand in the documents, and {type(model).__name__} is of a model that "
             "takes none; train one that does, or leave them out of the rows"
         )
     shown = None
@@ -228,7 +228,7 @@ def _check(corpus: Corpus, table: ImageTable, tokens: ImageTokens, processor: Pr
         first = table[int(wrong[0])]
         raise DataError(
             f"document {first.document} ({corpus.origin(first.document)}) has "
-            f"{counted(first.image.rows, 'placeholder')} for its image of patches {first.image.grid}, of which the "
+            f"{plural(first.image.rows, 'placeholder')} for its image of patches {first.image.grid}, of which the "
             f"model makes {rows[int(inverse.reshape(-1)[wrong[0]])]} rows; {processor.name} and the model must agree: "
             "use the model folder's own processor, with image sizes and merges of the configuration"
         )

@@ -16,7 +16,7 @@ from longspan.corpus.store.streamed import open_corpus
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer
 from longspan.corpus.tokenizer_files import vocabulary_files
 from longspan.data.documents import Corpus
-from longspan.errors import DataError, counted
+from longspan.errors import DataError, plural
 from longspan.files import naming_file
 from longspan.model import PRESETS
 
@@ -54,14 +54,12 @@ def build_shared_corpus(
 def corpus_line(corpus: Corpus, paths: Sequence[str]) -> str:
     """Describe the size of a corpus, for the console."""
     manifest = corpus.manifest
-    parts = [f"{counted(len(corpus.sources), 'file')} of {', '.join(paths)}"]
+    parts = [f"{plural(len(corpus.sources), 'file')} of {', '.join(paths)}"]
     if set(manifest.kinds) != {"text"}:
-        parts.append(
-            f"{counted(manifest.rows, 'row')} of {', '.join(map(display_kind, dict.fromkeys(manifest.kinds)))}"
-        )
-    parts += [counted(len(corpus), "document"), counted(int(corpus.lengths.sum()), "token")]
+        parts.append(f"{plural(manifest.rows, 'row')} of {', '.join(map(display_kind, dict.fromkeys(manifest.kinds)))}")
+    parts += [plural(len(corpus), "document"), plural(int(corpus.lengths.sum()), "token")]
     if manifest.images:
-        parts.append(counted(manifest.images, "image"))
+        parts.append(plural(manifest.images, "image"))
     if corpus.targets is not None:
         parts.append(f"{int(corpus.targets.sum()):,} of them targets")
     return ", ".join(parts)

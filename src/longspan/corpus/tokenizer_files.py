@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from longspan.corpus.images.without_torchvision import FILES
-from longspan.errors import DataError, shortened
+from longspan.errors import DataError, short_text
 from longspan.model.weights.hf_folder import TOKENIZER_FILES, VOCABULARIES
 
 GENERATION = "generation_config.json"
@@ -57,7 +57,7 @@ def ends_of_generation(folder: Path) -> set[int]:
         raise DataError(f"{file} is no JSON object: {error}") from error
     ids = [i for i in (named if isinstance(named, list) else [named]) if i is not None]
     if wrong := [i for i in ids if type(i) is not int or not 0 <= i < 1 << 32]:
-        raise DataError(f"{file} has eos_token_id {shortened(wrong[0])}; give the id of a token, or a list of them")
+        raise DataError(f"{file} has eos_token_id {short_text(wrong[0])}; give the id of a token, or a list of them")
     return {*ids}
 
 

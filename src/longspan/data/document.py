@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.data.permutation import Integers
-from longspan.errors import DataError, shortened
+from longspan.errors import DataError, short_text
 from longspan.layout.packing import NO_TARGET
 
 
@@ -114,7 +114,7 @@ def _as_array(name: str, values: Any) -> npt.NDArray[Any]:
         return np.asarray(values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"{name} of a document is {shortened(values)}, which is no array: {error}; give one number, or one for "
+            f"{name} of a document is {short_text(values)}, which is no array: {error}; give one number, or one for "
             "each token"
         ) from error
 
@@ -145,7 +145,7 @@ def _read_numbers(name: str, value: Any, length: int) -> npt.NDArray[np.float64]
         if isinstance(error, DataError):
             raise
         raise DataError(
-            f"{name!r} of a document is {shortened(value)}; give a number, or one for each token"
+            f"{name!r} of a document is {short_text(value)}; give a number, or one for each token"
         ) from error
     if array.ndim > 1 or (array.ndim == 1 and len(array) != length):
         raise DataError(

@@ -120,7 +120,7 @@ class StepOrder:
         start, end = self._starts(block)[index : index + 2]
         ids = list[Integers]()
         while start < end:
-            part = self.stream.at(start)
+            part = self.stream.part_at(start)
             ids.append(part.ids[start - part.first : end - part.first])
             start += len(ids[-1])
         return np.concatenate(ids)
@@ -136,14 +136,14 @@ class StepOrder:
 
     def _end(self, start: int) -> int:
         """Return where the step that begins at a place ends: after all documents that fit, at least one."""
-        part, left = self.stream.at(start), self._budget
+        part, left = self.stream.part_at(start), self._budget
         index = start - part.first
         while True:
             fits = int(np.searchsorted(part.ends, part.ends[index] + left, side="right")) - 1
             if fits < len(part.ids):
                 return max(part.first + fits, start + 1)
             left -= int(part.ends[fits] - part.ends[index])
-            part, index = self.stream.after(part), 0
+            part, index = self.stream.next_part(part), 0
 
 
 def sample_documents(count: int, most: int, seed: int) -> tuple[int, ...]:
@@ -235,7 +235,7 @@ class PackOrder:
             begins.append(part.before + part.ends[first:last])
             if part.before + part.ends[-1] >= end:
                 break
-            part = self.stream.after(part)
+            part = self.stream.next_part(part)
         documents, document_begins = np.concatenate(ids), np.concatenate(begins)
         cuts = np.union1d(np.maximum(document_begins, borders[0]), borders[:-1])
         cuts = cuts[cuts < borders[-1]]

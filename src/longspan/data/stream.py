@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from longspan.data.arrays import as_pickled, from_pickled
 from longspan.data.permutation import Epochs, FirstEpochs, Integers, Shuffled
-from longspan.errors import DataError, counted
+from longspan.errors import DataError, plural
 
 HELD_OUT, EPOCH, EVAL_SET = 0, 1, 2  # which of the seed's streams
 FIRST_ORDER, ORDER = 1, 3  # the order of earlier versions, which their resumed runs keep, and that of new runs
@@ -75,7 +75,7 @@ def shuffled_sources(
         left_out = held_out[(held_out >= first) & (held_out < stop)]
         if stop - first <= len(left_out):
             raise DataError(
-                f"data.sources[{number}] has {counted(stop - first, 'document')}, of which data.eval_documents holds "
+                f"data.sources[{number}] has {plural(stop - first, 'document')}, of which data.eval_documents holds "
                 f"out {len(left_out)}: nothing is left to train on; leave the source out, or hold out fewer"
             )
         tokens = int(lengths[first:stop].sum(dtype=np.int64)) - int(lengths[left_out].sum(dtype=np.int64))
@@ -109,7 +109,7 @@ class _Mark(NamedTuple):
 class DocumentStream:
     """The endless stream of documents, indexed by place or by token.
 
-    >>> DocumentStream(lengths, sources).at(0).ids[:2]      # the first two documents
+    >>> DocumentStream(lengths, sources).part_at(0).ids[:2]      # the first two documents
     array([40, 17])
 
     Parts are computed one after the other, and their beginnings are kept: some bytes for 16,384 documents. A stream
@@ -140,7 +140,7 @@ class DocumentStream:
         """The tokens of these documents."""
         return sum(source.tokens for source in self.sources)
 
-    def at(self, place: int) -> StreamPart:
+    def part_at(self, place: int) -> StreamPart:
         """Return the part that contains a place."""
         while self._places[-1] <= place:
             self._part(len(self._marks) - 1)
@@ -152,9 +152,9 @@ class DocumentStream:
             self._part(len(self._marks) - 1)
         return self._part(bisect_right(self._tokens, token) - 1)
 
-    def after(self, part: StreamPart) -> StreamPart:
+    def next_part(self, part: StreamPart) -> StreamPart:
         """Return the part that follows another."""
-        return self.at(part.first + len(part.ids))
+        return self.part_at(part.first + len(part.ids))
 
     def tokens_of_sources(self, ids: Integers, tokens: Integers) -> list[int]:
         """Sum tokens of documents by source."""
@@ -180,7 +180,7 @@ class DocumentStream:
 
     def tokens_before(self, place: int) -> int:
         """Return the tokens of all documents before a place."""
-        part = self.at(place)
+        part = self.part_at(place)
         return part.before + int(part.ends[place - part.first])
 
     def _make_part(self, number: int) -> StreamPart:

@@ -97,7 +97,7 @@ class UncutBorders:
         while len(borders) <= _STRIDE * self._packs:
             border += self._size
             while border >= part.before + part.ends[-1]:
-                part = self._stream.after(part)
+                part = self._stream.next_part(part)
             starts, stops = self._part_spans(part.first)
             span = bisect_right(starts, border) - 1
             if span >= 0 and border < stops[span]:
@@ -109,7 +109,7 @@ class UncutBorders:
 
     def _find_spans(self, first: int) -> tuple[list[int], list[int]]:
         """Return the starts and stops, in tokens of the stream, of the spans in the part that begins at this place."""
-        part: StreamPart = self._stream.at(first)
+        part: StreamPart = self._stream.part_at(first)
         place, starts, stops = self._spans.find(part.ids)
         begins = part.before + part.ends[place]
         return (begins + starts).tolist(), (begins + stops).tolist()

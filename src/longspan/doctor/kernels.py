@@ -37,7 +37,7 @@ def kernel_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
 
     Raises what the model's own code raises where it cannot be made or run so, ModelError where it is refused.
     """
-    calls = record_model(_without_memory(config)).calls
+    calls = record_model(_drop_memory(config)).calls
     kinds: dict[tuple[int, int, int | None, float | None], list[RecordedCall]] = {}
     for call in calls:
         kinds.setdefault((call.head_size, call.value_size, call.window, call.softcap), []).append(call)
@@ -48,7 +48,7 @@ def kernel_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
     return tuple(lines)
 
 
-def _without_memory(config: PreTrainedConfig) -> PreTrainedModel:
+def _drop_memory(config: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
         automatic = AutoModelForImageTextToText if reads_images_alone(config) else AutoModelForCausalLM
         model = automatic.from_config(type(config).from_dict(config.to_dict()), dtype=torch.bfloat16)

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from longspan.doctor.cases import Case
-from longspan.errors import counted
+from longspan.errors import plural
 from longspan.report.plain_text import text_table
 
 Status = Literal["exact", "refused", "wrong", "crashed", "not built"]
@@ -87,7 +87,7 @@ def verdict(proof: Proof, seconds: float) -> str:
     }
     parts = [f"{number} {status}" for status, number in numbers.items() if number]
     word = "proven" if proof.good else "NOT proven"
-    return f"{word} on this machine: of {counted(len(proof.outcomes), 'case')} {', '.join(parts)} ({seconds:.0f} s)"
+    return f"{word} on this machine: of {plural(len(proof.outcomes), 'case')} {', '.join(parts)} ({seconds:.0f} s)"
 
 
 def outcome_text(outcome: Outcome) -> str:

@@ -13,7 +13,7 @@ from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_first_rank
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, with_evaluations
-from longspan.errors import ConfigError, PlanError, counted
+from longspan.errors import ConfigError, PlanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost
 from longspan.plan.simulate.evaluation import which_degree
@@ -37,7 +37,7 @@ def choose_degree(
     try:
         comparison = which_degree(lengths, home, options=choice.options_on(home), vpp=vpp)
     except PlanError as error:
-        ranks = counted(len(home.ranks), "rank")
+        ranks = plural(len(home.ranks), "rank")
         raise ConfigError(f'{choice.degree_key} is "auto" on {ranks}: {error}') from error
     best = comparison.best
     options = replace(

@@ -17,7 +17,7 @@ from torch import nn
 
 from longspan.comm import World, raise_first_error
 from longspan.data.documents import CorpusDocuments
-from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, PlanError, counted
+from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, PlanError, plural
 from longspan.evaluation.metrics import EvaluationOptions, Mean, MeasuredDocuments, check_metrics
 from longspan.evaluation.passkey import PasskeyDocuments
 from longspan.evaluation.result import Evaluation
@@ -114,8 +114,8 @@ def _result(inputs: StepInputs, totals: Totals, options: EvaluationOptions) -> E
         plan=plan,
         name=options.name,
         metrics=metrics,
-        by_position=totals.by_position(plan.lengths),
-        by_length=totals.by_length(plan.lengths, targets),
+        by_position=totals.bucket_by_position(plan.lengths),
+        by_length=totals.bucket_by_length(plan.lengths, targets),
         document_losses=tuple(
             Mean(loss, count) for loss, count in zip(totals.documents.tolist(), targets, strict=True)
         ),
@@ -265,7 +265,7 @@ class Portions:
         if not why and options.seconds is not None and seconds > options.seconds:
             why = f"its time limit of {options.seconds:g} s is over"
         if why:
-            count = counted(len(self.plan.micro_batches), "micro-batch", "es")
+            count = plural(len(self.plan.micro_batches), "micro-batch", "es")
             name = f" of {options.name}" if options.name else ""
             return EvaluationStopped(
                 f"the evaluation{name} after step {options.step} was stopped after {done:,} of {count} "

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.config.keys import object_named
-from longspan.errors import ConfigError, EvaluationError, counted
+from longspan.errors import ConfigError, EvaluationError, plural
 
 
 class TargetRows(NamedTuple):
@@ -123,7 +123,7 @@ def check_columns(name: str, made: Any, rows: int) -> Tensor:
         values, counts = (column.double() for column in made)
         return torch.stack([values.where(counts != 0, 0.0), counts])
     raise EvaluationError(
-        f"the metric of documents {name!r} gave {str(made)[:200]} for {counted(rows, 'row')}; return (values, counts), "
+        f"the metric of documents {name!r} gave {str(made)[:200]} for {plural(rows, 'row')}; return (values, counts), "
         f"two tensors of shape ({rows},); a row that does not count has the count 0"
     )
 

@@ -199,14 +199,14 @@ class PasskeyDocuments(Sequence[PasskeyDocument]):
         """What `evaluate` measures of each document: wrong tokens of its answer, and their losses."""
         starts = torch.tensor([document.answer_start for document in self.documents])
 
-        def in_answer(rows: TargetRows) -> Tensor:
+        def is_in_answer(rows: TargetRows) -> Tensor:
             return rows.positions + 1 >= starts.to(rows.positions.device)[rows.documents]
 
         def wrong(rows: TargetRows) -> tuple[Tensor, Tensor]:
-            return rows.logits.argmax(-1) != rows.targets, in_answer(rows)
+            return rows.logits.argmax(-1) != rows.targets, is_in_answer(rows)
 
         def loss(rows: TargetRows) -> tuple[Tensor, Tensor]:
-            return rows.losses, in_answer(rows)
+            return rows.losses, is_in_answer(rows)
 
         return {"passkey_wrong": wrong, "passkey_loss": loss}
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from longspan.errors import counted
+from longspan.errors import plural
 from longspan.plan import Plan
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class PasskeyGrid:
         """The share of all keys that were retrieved."""
         return sum(map(sum, self.retrieved)) / self.documents
 
-    def of_length(self, index: int) -> float:
+    def share_of_length(self, index: int) -> float:
         """The share of keys that were retrieved from documents of `lengths[index]`."""
         return sum(self.retrieved[index]) / (len(self.depths) * self.samples)
 
@@ -153,8 +153,8 @@ def comparison_table(evaluations: Sequence[Evaluation]) -> str:
     """The losses of one set of weights at several degrees, with their relative difference to the first, as text."""
     first = evaluations[0]
     lines = [
-        f"evaluation loss of the weights after step {first.step}: {counted(first.documents, 'document')}, "
-        f"{counted(first.tokens, 'token')}",
+        f"evaluation loss of the weights after step {first.step}: {plural(first.documents, 'document')}, "
+        f"{plural(first.tokens, 'token')}",
         f"{'cp':>4}  {'loss':>14}  {'relative difference':>20}  {'micro-batches':>13}  {'seconds':>8}  plan",
     ]
     for evaluation in evaluations:

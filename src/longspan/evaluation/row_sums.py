@@ -153,14 +153,14 @@ class Totals(NamedTuple):
     bytes: int
     failures: int
 
-    def by_position(self, lengths: Sequence[int]) -> tuple[Bucket, ...]:
+    def bucket_by_position(self, lengths: Sequence[int]) -> tuple[Bucket, ...]:
         """The loss of rows at positions in each bucket that has any; `documents` are those that reach it."""
         targets = np.asarray(lengths) - 1
         reach = [int((targets > edge).sum()) for edge in self.edges.tolist()]
         loss, rows = self.positions
         return _buckets(self.edges, [Mean(*pair) for pair in zip(loss.tolist(), rows.tolist(), strict=True)], reach)
 
-    def by_length(self, lengths: Sequence[int], targets: Sequence[int]) -> tuple[Bucket, ...]:
+    def bucket_by_length(self, lengths: Sequence[int], targets: Sequence[int]) -> tuple[Bucket, ...]:
         """The loss of documents whose length is in each bucket that has any; `targets` is what each predicts."""
         bucket = np.searchsorted(self.edges, np.asarray(lengths, dtype=np.int64), side="right") - 1
         size = len(self.edges)

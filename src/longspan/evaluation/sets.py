@@ -25,7 +25,7 @@ from longspan.corpus.run_corpus import configured_tokenizer, open_shared_corpus
 from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.step_order import sample_documents
-from longspan.errors import DataError, counted
+from longspan.errors import DataError, plural
 from longspan.evaluation.metrics import Metric
 from longspan.evaluation.passkey import PasskeyDocuments, passkey_documents
 from longspan.files import naming_file
@@ -66,10 +66,9 @@ class EvaluationSet:
         targets = getattr(self.documents, "targets", None)
         of_them = "" if targets is None else f" ({targets:,} of them targets)"
         size = (
-            f"{counted(len(lengths), 'document')} of {counted(sum(lengths), 'token')}{of_them}, longest "
-            f"{max(lengths):,}"
+            f"{plural(len(lengths), 'document')} of {plural(sum(lengths), 'token')}{of_them}, longest {max(lengths):,}"
         )
-        when = f"every {counted(every, 'step')} and after the last" if every else "after the last step"
+        when = f"every {plural(every, 'step')} and after the last" if every else "after the last step"
         return f"evaluation set {self.name}: {size}; evaluated {when}"
 
 
@@ -117,7 +116,7 @@ def files_in_both(training: Corpus, evaluated: EvaluationSet) -> str:
     both = [source.name for source in corpus.sources if source.sha256 in trained]
     if not both:
         return ""
-    some = f"{len(both)} of {counted(len(corpus.sources), 'file')} ({', '.join(both[:3])})"
+    some = f"{len(both)} of {plural(len(corpus.sources), 'file')} ({', '.join(both[:3])})"
     return f"evaluation set {evaluated.name}: {some} are in the training data too, so its loss is partly of texts seen"
 
 

@@ -125,7 +125,7 @@ class LocalRank:
         self.pipe.send_bytes(pickle.dumps(task))
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         return self.death is not None or (self.answer is not None and not self.answer.ok)
 
 
@@ -209,7 +209,7 @@ class LocalRanks:
         rank.receive()
         if rank.death is not None:
             self.store.set(f"{DEAD_KEY}{rank.index}", rank.death)
-        if rank.failed:
+        if rank.has_failed:
             self.failed.append(rank)
 
     def _first_failure(self, timeout: float | None) -> BaseException | None:
@@ -223,7 +223,7 @@ class LocalRanks:
                 error.add_note(f"rank {first.index} was at:\n{where}")
         else:
             error = first.answer.error(first.index)
-        for rank in [rank for rank in self.ranks if rank is not first and (rank.failed or rank.waiting)][:4]:
+        for rank in [rank for rank in self.ranks if rank is not first and (rank.has_failed or rank.waiting)][:4]:
             end = rank.answer.summary if rank.answer else rank.death or "was still running and was killed"
             error.add_note(f"rank {rank.index}: {end}")
         return error

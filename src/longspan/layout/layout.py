@@ -10,7 +10,7 @@ from functools import cached_property
 from operator import index
 from typing import NamedTuple, SupportsIndex
 
-from longspan.errors import LayoutError, counted
+from longspan.errors import LayoutError, plural
 
 
 class Coordinates(NamedTuple):
@@ -60,7 +60,7 @@ class Layout:
         if world % model:
             fit = [count for count in (world // model * model, (world // model + 1) * model) if count]
             raise LayoutError(
-                f"{counted(world, 'rank')} {'is' if world == 1 else 'are'} not divisible by "
+                f"{plural(world, 'rank')} {'is' if world == 1 else 'are'} not divisible by "
                 f"tp {self.tp} x pp {self.pp} = {model}; "
                 f"use {' or '.join(map(str, fit))} ranks, or other degrees"
             )
@@ -68,8 +68,8 @@ class Layout:
             if self.slots % degree:
                 fit = [d for d in range(1, self.slots + 1) if self.slots % d == 0]
                 raise LayoutError(
-                    f"{name} {degree} does not divide {counted(self.slots, 'slot')} "
-                    f"({counted(world, 'rank')} / tp {self.tp} / pp {self.pp}); use one of {fit}"
+                    f"{name} {degree} does not divide {plural(self.slots, 'slot')} "
+                    f"({plural(world, 'rank')} / tp {self.tp} / pp {self.pp}); use one of {fit}"
                 )
 
     @property

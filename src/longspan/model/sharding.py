@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from longspan.comm import World
 from longspan.comm.groups.channel import wide
 from longspan.errors import ModelError
-from longspan.model.weights.local_tensors import local_tensor, without_earlier_gradients
+from longspan.model.weights.local_tensors import local_tensor, set_earlier_gradients_aside
 
 _RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()  # whether it frees parameters after forward
 _GATHERED_BYTES: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -254,7 +254,7 @@ def gradients_summed_over_slots(model: nn.Module, world: World) -> Iterator[None
         yield
         return
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with without_earlier_gradients(parameters):
+    with set_earlier_gradients_aside(parameters):
         yield
         _add_absent_gradients(parameters, world)
         for bucket in _buckets([local_tensor(p.grad) for p in parameters if p.grad is not None]):
@@ -286,7 +286,7 @@ def _sum_over_slots(gradients: Sequence[Tensor], world: World) -> None:
 
     Half precision is summed in float32.
     """
-    channel = world.channels.between(tuple(range(world.home.slots)))
+    channel = world.channels.find_channel(tuple(range(world.home.slots)))
     flat = wide(torch.cat([gradient.flatten() for gradient in gradients]))
     counts = [len(part) for part in flat.tensor_split(channel.degree)]
     part = channel.reduce_scatter(flat, counts, "sum of gradients").wait()

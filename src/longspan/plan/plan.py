@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from longspan.errors import LayoutError, PlanError, counted
+from longspan.errors import LayoutError, PlanError, plural
 from longspan.layout import check_lengths
 from longspan.plan.check import MODES, check_choice, check_comm_types, check_count, check_hierarchy, check_size
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
@@ -222,8 +222,8 @@ def _header(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
     spread = f"{lengths[0]:,} to {lengths[-1]:,} rows{median}" if lengths else "none"
     fullest = int(times.rows.max(initial=0))
     return [
-        f"{plan.planner} plan, {plan.mode}: {counted(plan.slots, 'slot')}, "
-        f"{counted(len(plan.micro_batches), 'micro-batch', 'es')}, {cap} rows a slot",
+        f"{plan.planner} plan, {plan.mode}: {plural(plan.slots, 'slot')}, "
+        f"{plural(len(plan.micro_batches), 'micro-batch', 'es')}, {cap} rows a slot",
         f"  documents   {len(plan.lengths):>14,}   {spread}",
         f"  tokens      {plan.tokens:>14,}   {plan.targets:,} targets",
         f"  predicted   {_seconds(times.step_seconds):>14}   {_ratio_to_bound(plan, times)}",
@@ -256,7 +256,7 @@ def _lines(plan: Plan, times: Timeline, limit: int) -> list[str]:
     lines = [f"  micro-batch   {'groups':<{width}}   {'tokens':>11}   fullest slot      seconds    idle"]
     for before, m in zip([-1, *shown], shown, strict=False):
         if m - before > 1:
-            lines.append(f"            …   {counted(m - before - 1, 'more micro-batch', 'es')}")
+            lines.append(f"            …   {plural(m - before - 1, 'more micro-batch', 'es')}")
         batch, longest = plan.micro_batches[m], _seconds(float(np.max(times.busy[m], initial=0.0)))
         lines.append(
             f"  {m:>11}   {groups[m]:<{width}}   {batch.tokens:>11,}   {int(times.rows[m].max()):>12,}"

@@ -6,7 +6,7 @@ It is made of results.json and of pictures that come with it.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from longspan.errors import counted
+from longspan.errors import plural
 from longspan.report.chart import chart_figure
 from longspan.report.evaluation_sections import HELD_OUT, bucket_charts
 from longspan.report.markup import page, section, tag, text
@@ -39,7 +39,7 @@ def _sections(record: Mapping[str, Any], pictures: Sequence[str]) -> Iterator[st
 
 def _header(record: Mapping[str, Any]) -> str:
     degrees = [f"{key} {degree}" for key, degree in record["parallel"].items() if degree > 1]
-    lines = [" · ".join([*_model(record), counted(record["world"], "rank"), *degrees])]
+    lines = [" · ".join([*_model(record), plural(record["world"], "rank"), *degrees])]
     lines += [
         f"{change['key']} {change['before']} became {change['now']} ({change['why']})" for change in record["changes"]
     ]
@@ -84,7 +84,7 @@ def _difference(difference: Mapping[str, Any], names: Sequence[str]) -> str:
     words = (
         f"{unit} of {other} minus that of {first}: {difference['difference']:+.6f}"
         f"{'' if error is None else f' ± {error:.6f} (standard error over documents)'}; {difference['lower']:,} of "
-        f"{counted(difference['documents'], 'document')} have a lower value."
+        f"{plural(difference['documents'], 'document')} have a lower value."
     )
     rows = [("all", difference["first"], difference["other"], difference["documents"])]
     rows += [(f"{start:,} to {last:,}", a, b, documents) for start, last, a, b, documents in difference["by_length"]]

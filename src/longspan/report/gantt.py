@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from longspan.errors import counted
+from longspan.errors import plural
 from longspan.plan import Cost, Group, Plan
 from longspan.report.bars import Bar, Panel, PlanBars, Summary, Unit, group_times, plan_bars
 from longspan.report.markup import label, tag
@@ -46,7 +46,7 @@ def gantt_svg(plan: Plan, cost: Cost | None = None, *, unit: Unit = "seconds", l
         viewBox=f"0 0 {WIDTH} {canvas.bottom + _BOTTOM:.0f}",
         tabindex=0,
         role="img",
-        aria_label=f"{counted(plan.slots, 'slot')} over {axis}. Arrow keys read the documents.",
+        aria_label=f"{plural(plan.slots, 'slot')} over {axis}. Arrow keys read the documents.",
         data_plan=json.dumps(_hover_data(plan, bars, cost), separators=(",", ":")),
     )
 
@@ -107,7 +107,7 @@ class _Canvas:
 
     def summary(self, part: Summary) -> str:
         slots = ranges_text(range(part.slot, part.slot + part.slots))
-        info = [counted(part.documents, "short document"), counted(part.tokens, "token")]
+        info = [plural(part.documents, "short document"), plural(part.tokens, "token")]
         info.append(f"micro-batch {part.micro_batch}, slots {slots}")
         if part.slots > 1 and self.picture.unit == "seconds":
             info.append(f"busy until {self.write_time(part.least)} to {self.write_time(part.most)}")
@@ -196,7 +196,7 @@ def _group_facts(group: Group, micro_batch: int, seconds: str) -> list[object]:
 def chrome_trace(plan: Plan, cost: Cost | None = None) -> str:
     """The plan as Chrome-trace JSON (chrome://tracing, Perfetto): one thread a slot, one event a document."""
     process, thread = {"ph": "M", "name": "process_name", "pid": 0}, {"ph": "M", "name": "thread_name", "pid": 0}
-    events: list[dict[str, Any]] = [process | {"args": {"name": f"longspan plan of {counted(plan.slots, 'slot')}"}}]
+    events: list[dict[str, Any]] = [process | {"args": {"name": f"longspan plan of {plural(plan.slots, 'slot')}"}}]
     events += [thread | {"tid": slot, "args": {"name": f"slot {slot}"}} for slot in range(plan.slots)]
     for bar in plan_bars(plan, cost).bars:
         group = plan.micro_batches[bar.micro_batch].groups[bar.group]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from longspan.config.data_sections import PASSKEY
-from longspan.errors import counted
+from longspan.errors import plural
 from longspan.evaluation.result import PasskeyGrid
 from longspan.report.chart import COLORS, Chart, Series, chart_figure
 from longspan.report.markup import label, tag, text
@@ -82,7 +82,7 @@ def _drawing(grid: PasskeyGrid, name: str) -> Iterator[str]:
 
 def _heading(grid: PasskeyGrid, name: str) -> str:
     of_set = f" ({name})" if name not in ("", PASSKEY) else ""
-    keys = f"{sum(map(sum, grid.retrieved)):,} of {counted(grid.documents, 'key')} retrieved"
+    keys = f"{sum(map(sum, grid.retrieved)):,} of {plural(grid.documents, 'key')} retrieved"
     return f"Passkey retrieval{of_set}: {keys}"
 
 
@@ -93,7 +93,7 @@ def _cell(grid: PasskeyGrid, i: int, j: int) -> str:
     x, y = LEFT + CELL * i, TOP + ROW * j
     tip = (
         f"{grid.lengths[i]:,} tokens, depth {grid.depths[j]:g}: {grid.retrieved[i][j]} of "
-        f"{counted(grid.samples, 'key')}, loss of an answer's token {grid.losses[i][j]:.4f}"
+        f"{plural(grid.samples, 'key')}, loss of an answer's token {grid.losses[i][j]:.4f}"
     )
     box = tag("rect", x=x + 1, y=y + 1, width=CELL - 2, height=ROW - 2, rx=4, fill=color)
     number = label(f"{100 * share:.0f}%", x + CELL / 2, y + ROW / 2 + 4, "middle", "on-dark" if dark else "on-light")
@@ -139,7 +139,7 @@ def _chart_over_steps(grids: Sequence[PasskeyGrid], name: str) -> Chart:
     """The share of keys over steps, a curve for each length."""
     steps = np.array([grid.step for grid in grids])
     series = (
-        Series(f"{length:,} tokens", steps, np.array([grid.of_length(i) for grid in grids]), i % COLORS, "marks")
+        Series(f"{length:,} tokens", steps, np.array([grid.share_of_length(i) for grid in grids]), i % COLORS, "marks")
         for i, length in enumerate(grids[0].lengths)
     )
     title = f"Keys retrieved ({name})" if name else "Keys retrieved"

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from longspan.errors import counted
+from longspan.errors import plural
 from longspan.plan import Cost, Plan
 from longspan.report.gantt import WIDTH, gantt_svg
 from longspan.report.markup import PATTERNS, key, label, style_sheet, tag, text
@@ -113,7 +113,7 @@ def _plan_facts(plan: Plan, took: float | None) -> Iterator[tuple[str, str]]:
     yield "planner", f"{plan.planner}, {plan.mode}"
     yield "documents", f"{len(plan.lengths):,}, longest {max(plan.lengths, default=0):,}"
     yield "tokens", f"{plan.tokens:,}"
-    yield "micro-batches", f"{len(plan.micro_batches)} on {counted(plan.slots, 'slot')}"
+    yield "micro-batches", f"{len(plan.micro_batches)} on {plural(plan.slots, 'slot')}"
     if degrees:
         yield "degrees", ", ".join(map(str, degrees)) if len(degrees) <= 6 else f"{degrees[0]} to {degrees[-1]}"
     yield "rows used", f"{100 * plan.efficiency:.0f}% of the fullest slot's"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longspan.errors import ConfigError, counted
+from longspan.errors import ConfigError, plural
 from longspan.plan import Cost, Plan
 from longspan.report.bars import FILLS, Bar, PlanBars, Unit, plan_bars
 
@@ -110,7 +110,7 @@ def _title(plan: Plan) -> str:
     bound = f" · {ratio:.3f} × the lower bound" if ratio else ""
     seconds = f" · {plan.predicted_seconds:.3g} s" if plan.cost.source else ""
     return (
-        f"{plan.planner} plan · {counted(len(plan.lengths), 'document')}, {counted(plan.tokens, 'token')} on "
-        f"{counted(plan.slots, 'slot')} · "
-        f"{counted(len(plan.micro_batches), 'micro-batch', 'es')}{seconds}{bound}"
+        f"{plan.planner} plan · {plural(len(plan.lengths), 'document')}, {plural(plan.tokens, 'token')} on "
+        f"{plural(plan.slots, 'slot')} · "
+        f"{plural(len(plan.micro_batches), 'micro-batch', 'es')}{seconds}{bound}"
     )

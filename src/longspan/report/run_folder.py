@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longspan.errors import ConfigError, PlanError, counted
+from longspan.errors import ConfigError, PlanError, plural
 from longspan.evaluation.result import PasskeyGrid
 from longspan.plan import Plan
 from longspan.report.passkey import passkey_grids
@@ -229,16 +229,16 @@ def _metric_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     rows, damaged = rows_and_damage(metrics)
     if not rows:
         raise ConfigError(
-            f"{metrics} holds no step ({counted(damaged, 'unreadable line')}); the run ended before its first step"
+            f"{metrics} holds no step ({plural(damaged, 'unreadable line')}); the run ended before its first step"
         )
-    return rows, [f"{counted(damaged, 'line')} of metrics.jsonl could not be read and left out"] if damaged else []
+    return rows, [f"{plural(damaged, 'line')} of metrics.jsonl could not be read and left out"] if damaged else []
 
 
 def _samples(file: Path, notes: list[str]) -> tuple[dict[str, Any], ...]:
     """The rows of samples.jsonl; none if there is no such file."""
     rows, damaged = rows_and_damage(file) if file.is_file() else ([], 0)
     if damaged:
-        notes.append(f"{counted(damaged, 'line')} of {file.name} could not be read and left out")
+        notes.append(f"{plural(damaged, 'line')} of {file.name} could not be read and left out")
     return tuple(row for row in rows if all(key in row for key in SAMPLE_KEYS))
 
 

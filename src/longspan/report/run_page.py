@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from longspan.errors import counted
+from longspan.errors import plural
 from longspan.report.chart import Chart, Series, chart_figure
 from longspan.report.evaluation_sections import SAME, both_widths, evaluation_sections, relative_spread, samples_section
 from longspan.report.markup import section, tag, text
@@ -252,7 +252,7 @@ def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
     seconds = finite(run.train["seconds"])
     if len(seconds):
         tokens, targets = (finite(run.train[name]).sum() for name in ("tokens", "targets"))
-        detail = f"{counted(len(seconds), 'step')}, {number_text(tokens)} tokens, {number_text(targets)} targets"
+        detail = f"{plural(len(seconds), 'step')}, {number_text(tokens)} tokens, {number_text(targets)} targets"
         yield "time in steps", seconds_text(float(seconds.sum())), detail
     memory = finite(run.train["memory_bytes"])
     if len(memory) and memory.max() > 0:

@@ -144,7 +144,7 @@ class Evaluations:
     records: Records
     stop: StopSignal
 
-    def after_step(self, done: int, *, unless_recorded: bool = False) -> str:
+    def evaluate_due(self, done: int, *, unless_recorded: bool = False) -> str:
         """Evaluate the sets that are due after so many steps; returns the signal that came meanwhile, or ""."""
         for entry in self.run.sets:
             if not is_due(done, entry.config.every) or (unless_recorded and self._is_recorded(entry, done)):
@@ -156,7 +156,7 @@ class Evaluations:
                 return signal
         return ""
 
-    def after_last_step(self) -> Final:
+    def evaluate_at_end(self) -> Final:
         """Evaluate all sets, the held-out documents at every degree; each is recorded once, however often it is run."""
         done, at_degrees, named = self.run.config.train.steps, list[Evaluation](), list[Evaluation]()
         for entry in self.run.sets:

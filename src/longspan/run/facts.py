@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longspan.errors import counted
+from longspan.errors import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +83,11 @@ class RunFacts:
         for reason in self.evaluated.splitlines():
             yield "evaluation", reason.removeprefix("evaluation ")
         held_out = f", {self.held_out:,} of them held out" if self.held_out else ""
-        documents = f"{counted(self.documents, 'document')} of {counted(self.tokens, 'token')}"
+        documents = f"{plural(self.documents, 'document')} of {plural(self.tokens, 'token')}"
         yield "data", f"{documents}, longest {self.longest:,}{held_out}"
         done = f", of which {self.done:,} are done" if self.done else ""
         yield "steps", f"{self.steps:,}{done}, each of up to {self.tokens_per_step:,} tokens"
-        if resumed := [f"at step {step:,} on {counted(ranks, 'rank')}" for step, ranks in self.sessions if step]:
+        if resumed := [f"at step {step:,} on {plural(ranks, 'rank')}" for step, ranks in self.sessions if step]:
             yield "resumed", ", ".join(resumed)
         yield "optimizer", f"{self.optimizer}, lr {self.lr:g} at most"
         yield (
@@ -101,7 +101,7 @@ class RunFacts:
 
     def _device_text(self) -> str:
         if self.device == "CPU":
-            cores = f"{counted(self.ranks, 'process', 'es')} on {counted(self.cores, 'CPU core')}"
+            cores = f"{plural(self.ranks, 'process', 'es')} on {plural(self.cores, 'CPU core')}"
             return f"{cores}{_on_hosts(self.hosts)}, {self.backend}"
         peak = f"; MFU is of {self.peak_tflops:g} TFLOP/s each" if self.peak_tflops and not self.uncounted else ""
         return f"{self.ranks} x {self.device}{_on_hosts(self.hosts)}, {self.backend}{peak}"
@@ -125,7 +125,7 @@ def facts_text(facts: RunFacts) -> str:
 
 def _degrees(home: dict[str, int]) -> Iterator[str]:
     """The slots of a home, and its other degrees that are above 1."""
-    yield counted(home["slots"], "slot")
+    yield plural(home["slots"], "slot")
     yield from (f"{name} {degree}" for name, degree in home.items() if name != "slots" and degree > 1)
 
 

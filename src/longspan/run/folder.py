@@ -19,7 +19,7 @@ from typing import TextIO
 from longspan.checkpoint.checkpoint import save_checkpoint
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank
-from longspan.errors import CheckpointError, LongspanError, NonFiniteError, RunFolderError, counted
+from longspan.errors import CheckpointError, LongspanError, NonFiniteError, RunFolderError, plural
 from longspan.files import naming_file
 from longspan.run.run_data import TrainingRun
 
@@ -128,7 +128,7 @@ class Saves:
             self.save(keep_all=True)
         except LongspanError as error:  # a disk that is full, or a rank that died meanwhile
             return f"What was trained since step {self._saved} is lost: {error}"
-        return f"The weights after {counted(self.done, 'step')} are saved in {self._run.checkpoints}"
+        return f"The weights after {plural(self.done, 'step')} are saved in {self._run.checkpoints}"
 
 
 def is_due(done: int, every: int) -> bool:

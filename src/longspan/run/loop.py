@@ -102,7 +102,7 @@ class _Loop:
         """Run the remaining steps; returns the number of steps done, and the signal that stopped them ("" for none)."""
         run, settings, saves, stopped = self.run, self.run.config.train, Saves(self.run), ""
         if run.done < settings.steps:
-            stopped = self.evaluations.after_step(run.done, unless_recorded=True)
+            stopped = self.evaluations.evaluate_due(run.done, unless_recorded=True)
         with saves.save_before_errors():
             while saves.done < settings.steps and not stopped:
                 self.display.begin_step(saves.done + 1)
@@ -116,7 +116,7 @@ class _Loop:
                 if stopped or saves.due(minutes_over=minutes_over):
                     saves.save()  # before an evaluation, in which the step would be lost; it changes no weights
                 if saves.done < settings.steps and not stopped:
-                    stopped = self.evaluations.after_step(saves.done)
+                    stopped = self.evaluations.evaluate_due(saves.done)
                     if stopped:
                         saves.save_rest()
         return saves.done, stopped
@@ -132,7 +132,7 @@ class _Loop:
         dtype = run_on_every_rank(run.world, lambda: read_configuration(run.dir).dtype, ModelError)
         dtype = None if run.config.lora.rank else dtype
         save_model(run.model, run.dir / "model", run.world, KeptFiles(run.dir), dtype=dtype)
-        return self.evaluations.after_last_step()
+        return self.evaluations.evaluate_at_end()
 
 
 def _plans(run: TrainingRun) -> PlanAhead:

@@ -8,13 +8,13 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
 
-from longspan.errors import counted
+from longspan.errors import plural
 from longspan.evaluation.result import PasskeyGrid
 
 LINE_SECONDS = 30.0  # where there is no terminal, no longer without a line
 BAR, LEAST_BAR, REMAINING, SLACK = 24, 8, 7, 5  # columns of a terminal; figures may become longer by some
 
-_COUNT = TextColumn("{task.fields[what]} {task.completed}/{task.total}")
+_COUNT = TextColumn("{task.fields[title]} {task.completed}/{task.total}")
 
 
 class ProgressDisplay:
@@ -87,16 +87,16 @@ class ProgressDisplay:
         subject = f"evaluation of {name}: loss" if name else "evaluation loss"
         self.log(
             f"{self._step(row)}  {subject} {row['eval_loss']:.6f} at cp {row['cp']} "
-            f"({', '.join([counted(tokens, 'token'), *_metrics(row)])}, in {seconds:.1f} s)"
+            f"({', '.join([plural(tokens, 'token'), *_metrics(row)])}, in {seconds:.1f} s)"
         )
         if "passkey" in row:
             self.log(PasskeyGrid.from_json(row["passkey"]).table())
 
     def show_evaluating(self, name: str, done: int, count: int) -> None:
         """Show how many micro-batches of an evaluation are done, and how many it has."""
-        what = f"evaluation of {name}" if name else "evaluation"
+        title = f"evaluation of {name}" if name else "evaluation"
         if self._stream is None or self._plain:
-            self._begin(f"{what}, {done:,} of {counted(count, 'micro-batch', 'es')} done", again=done > 0)
+            self._begin(f"{title}, {done:,} of {plural(count, 'micro-batch', 'es')} done", again=done > 0)
             return
         if self._evaluating is None:
             self._bar_alone = self._progress is None
@@ -105,7 +105,7 @@ class ProgressDisplay:
                     _COUNT, BarColumn(BAR), TimeRemainingColumn(), console=Console(file=self._stream)
                 )
                 self._progress.start()
-            self._evaluating = self._progress.add_task("", total=count, what=what)
+            self._evaluating = self._progress.add_task("", total=count, title=title)
         assert self._progress is not None
         self._progress.update(self._evaluating, completed=done)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan import __version__
-from longspan.errors import counted
+from longspan.errors import plural
 from longspan.evaluation.result import Evaluation, comparison_table, sets_table
 from longspan.files import json_values
 
@@ -70,7 +70,7 @@ class TrainResult:
         uniform = math.log(self.vocab_size)
         share = 100 * self.last_loss / uniform
         steps = min(LAST_STEPS, self.done)
-        mean = f"mean loss of the last {counted(steps, 'step') if steps > 1 else 'step'}: {self.last_loss:.4f}"
+        mean = f"mean loss of the last {plural(steps, 'step') if steps > 1 else 'step'}: {self.last_loss:.4f}"
         lines = (
             [f"{mean} ({share:.1f} % of ln {self.vocab_size:,} = {uniform:.3f}, the loss of a uniform guess)"]
             if self.done

@@ -8,7 +8,7 @@ import torch
 
 from longspan.comm import World
 from longspan.config.sections import MtpSection
-from longspan.errors import counted
+from longspan.errors import plural
 from longspan.launch.launch import usable_cores
 from longspan.model.execution import Execution, execution_of
 from longspan.model.multimodal.multimodal_model import MultimodalModel
@@ -94,8 +94,8 @@ def _session_list(run: TrainingRun) -> tuple[tuple[int, int], ...]:
 
 def _count_parameters(run: TrainingRun) -> tuple[int, int, int]:
     """Number of parameters: of the whole model, each once; on the rank that holds most; trained."""
-    counted = counted_parameters(run.model)  # of this rank's stages
-    whole, trained = sum(p.numel() for p in counted), sum(p.numel() for p in counted if p.requires_grad)
+    plural = counted_parameters(run.model)  # of this rank's stages
+    whole, trained = sum(p.numel() for p in plural), sum(p.numel() for p in plural if p.requires_grad)
     here = sum(local_tensor(parameter).numel() for parameter in run.model.parameters())
     of_ranks = run.world.control.gather_objects((run.world.coordinates.pp, whole, trained, here))
     of_stages = {pp: (whole, trained) for pp, whole, trained, _ in of_ranks}
@@ -113,7 +113,7 @@ def _mixers_text(execution: Execution, device: torch.device, partition: str) -> 
     if not execution.mixers:
         return ""
     kernels = kernels_here(execution.compute_dtype, device, execution.mixer_kernels)
-    layers = f"{counted(execution.mixers, 'state-space layer')} in {kernels}"
+    layers = f"{plural(execution.mixers, 'state-space layer')} in {kernels}"
     if partition == "contiguous":
         return f"{layers}; at most one state a slot and group is sent"
     return f"{layers}; two states a document and slot are sent, at most one in all with context.partition contiguous"
@@ -121,7 +121,7 @@ def _mixers_text(execution: Execution, device: torch.device, partition: str) -> 
 
 def _mtp_text(mtp: MtpSection) -> str:
     """The depths of multi-token prediction; "" if there are none."""
-    depths = counted(mtp.depths, "depth")
+    depths = plural(mtp.depths, "depth")
     return f"{depths} of multi-token prediction, loss weight {mtp.loss_weight:g}" if mtp.depths else ""
 
 
@@ -133,9 +133,9 @@ def _encoder_text(run: TrainingRun) -> str:
     (encoder,) = run.model.encoder_settings.values()
     parameters = sum(parameter.numel() for parameter in encoder.module.parameters())
     trained = {"all": "all trained", "projector": "its projector trained", "none": "not trained"}[settings.train]
-    slots = counted(encoder.world.home.slots, "slot") + (f" of tp {settings.tp}" if settings.tp > 1 else "")
+    slots = plural(encoder.world.home.slots, "slot") + (f" of tp {settings.tp}" if settings.tp > 1 else "")
     waves = f", at most {settings.max_rows:,} rows of a slot at once" if settings.max_rows else ""
-    return f"{parameters:,} parameters on {slots}, {trained}; {counted(count, 'image')}{waves}"
+    return f"{parameters:,} parameters on {slots}, {trained}; {plural(count, 'image')}{waves}"
 
 
 def _device_facts(world: World) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def _plan_text(run: TrainingRun) -> str:
     """How steps and evaluations are planned."""
     free = ", free" if run.config.context.mode == "free" else ""
     cap = run.choice.options.max_tokens_per_slot
-    rows = f"at most {counted(cap, 'row')} a slot" if cap else "any number of rows a slot"
+    rows = f"at most {plural(cap, 'row')} a slot" if cap else "any number of rows a slot"
     evaluated = f"; evaluation {_degree_text(run.evaluation_choice)}" if run.held_out else ""
     return f"{_degree_text(run.choice)}{free}, {rows}{evaluated}"
 

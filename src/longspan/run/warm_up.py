@@ -21,7 +21,7 @@ from longspan.comm import World
 from longspan.comm.all_ranks import LogLine
 from longspan.comm.watch import is_out_of_memory
 from longspan.data.document import synthetic_documents
-from longspan.errors import ConfigError, counted
+from longspan.errors import ConfigError, plural
 from longspan.model.multimodal.multimodal_model import language_model_of
 from longspan.model.prepared import vocabulary_size
 from longspan.plan import Group, MicroBatch, Plan
@@ -175,7 +175,7 @@ def warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, 
     """
     started, device = time.perf_counter(), training.world.device
     work = warm_up_plans(plans, evaluation, in_flight=training.world.home.pp * training.config.parallel.vpp)
-    kinds, steps = counted(work.kinds, "kind") + " of groups", counted(len(plans), "coming step")
+    kinds, steps = plural(work.kinds, "kind") + " of groups", plural(len(plans), "coming step")
     log(f"compiling kernels and finding memory: {kinds} in {steps}{' and evaluation' if evaluation else ''}")
     try:
         allocate_adam_states(training.optimizer)

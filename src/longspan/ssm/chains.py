@@ -48,7 +48,7 @@ class Chains:
     @property
     def channel(self) -> Channel:
         """Among the members. Raises CommError where the world has been left."""
-        return world_of(self.part.world_key).channels.between(self.part.group.slots)
+        return world_of(self.part.world_key).channels.find_channel(self.part.group.slots)
 
     @cached_property
     def runs(self) -> Runs:

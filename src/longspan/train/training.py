@@ -21,7 +21,7 @@ from longspan.comm import World
 from longspan.config.defaults import compute_dtype, encoder_default
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig
-from longspan.errors import ConfigError, counted
+from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
 from longspan.model import PRESETS, EncoderHome, load_model, prepare, preset_config
 from longspan.model.experts.router import RouterCoefficients
@@ -170,7 +170,7 @@ def make_optimizer(config: RunConfig, world: World, model: AnyModel) -> Optimize
     if config.train.stochastic_rounding:
         optimizer = StochasticRounding(choice, model, world, rates)
     else:
-        optimizer = choice.over(parameter_groups(model, choice.name, choice.weight_decay, rates))
+        optimizer = choice.build(parameter_groups(model, choice.name, choice.weight_decay, rates))
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer
@@ -255,6 +255,6 @@ def _check_layers(config: RunConfig, model: PreTrainedModel) -> None:
     for choice in (PlanChoice.training(config), *sets):
         if len(choice.comm_types) not in (1, layers):
             raise ConfigError(
-                f"{choice.comm_type_key} lists {counted(len(choice.comm_types), 'type')}, "
-                f"the model has {counted(layers, 'layer')}; give one type, or one for each layer"
+                f"{choice.comm_type_key} lists {plural(len(choice.comm_types), 'type')}, "
+                f"the model has {plural(layers, 'layer')}; give one type, or one for each layer"
             )

@@ -124,10 +124,10 @@ def test_arguments_are_read_as_json_and_reach_the_class() -> None:
     assert parse_arguments("torch.optim.Adam", ["betas=[0.8, 0.9]"]) == {"betas": (0.8, 0.9)}
     model = torch.nn.Linear(2, 2)
     choice = OptimizerChoice("sgd", 0.1, 0.0, tuple(parse_arguments("sgd", texts).items()))
-    (group,) = choice.over(model.parameters()).param_groups
+    (group,) = choice.build(model.parameters()).param_groups
     assert (group["momentum"], group["nesterov"], group["lr"]) == (0.9, True, 0.1)
     with pytest.raises(ConfigError, match=r"'sgd' refuses its parameters or arguments .*Nesterov momentum requires"):
-        OptimizerChoice("sgd", 0.1, 0.0, (("nesterov", True),)).over(model.parameters())
+        OptimizerChoice("sgd", 0.1, 0.0, (("nesterov", True),)).build(model.parameters())
     with pytest.raises(ConfigError, match=r"knows no weight decay; set train.weight_decay to 0"):
         parameter_groups(model, "torch.optim.Rprop", 0.1)
 

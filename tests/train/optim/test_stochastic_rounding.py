@@ -59,7 +59,7 @@ def _trained(kind: str, choice: OptimizerChoice, steps: int) -> Tensor:
     model = model.to(torch.float32 if kind == "float32" else torch.bfloat16)
     before = model.weight.detach().float().clone()
     world: Any = SimpleNamespace(seed=3, step=0)
-    optimizer = StochasticRounding(choice, model, world) if kind == "by chance" else choice.over(model.parameters())
+    optimizer = StochasticRounding(choice, model, world) if kind == "by chance" else choice.build(model.parameters())
     for step in range(steps):
         world.step = step + 1
         model.weight.grad = gradient.to(model.weight)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from longspan.comm import World
-from longspan.errors import counted
+from longspan.errors import plural
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.experts.router import RouterCoefficients
@@ -71,7 +71,7 @@ class Combination:
     def refusal(self) -> str | None:
         """What says that there is no such combination."""
         if self.slots % self.ep:
-            return f"ep {self.ep} does not divide {counted(self.slots, 'slot')}"
+            return f"ep {self.ep} does not divide {plural(self.slots, 'slot')}"
         return "has no experts to deal out" if self.ep > 1 and self.family == "qwen3" else None
 
     @property

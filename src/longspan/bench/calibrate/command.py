@@ -12,8 +12,8 @@ from longspan.bench.calibrate.fit import Calibration, Sample, calibrate
 from longspan.bench.calibrate.ranks import CalibrationSettings, calibrate_ranks
 from longspan.cli.flags import Switch, parse_flags
 from longspan.cli.machine import machine, machine_text
-from longspan.cli.processes import ranks_on_this_host, reports_here, run_on_ranks, under_torchrun
-from longspan.errors import ConfigError, counted
+from longspan.cli.processes import has_torchrun, ranks_on_this_host, reports_here, run_on_ranks
+from longspan.errors import ConfigError, plural
 from longspan.plan import Cost
 from longspan.report.plain_text import text_table
 from longspan.run.result import versions
@@ -150,7 +150,7 @@ def make_record(
 def record_text(record: dict[str, Any]) -> str:
     """A record for a terminal: predicted against measured, then the constants."""
     head = (
-        f"{record['model']} in {record['dtype']} on {counted(record['ranks'], 'rank')} ({record['backend']}), "
+        f"{record['model']} in {record['dtype']} on {plural(record['ranks'], 'rank')} ({record['backend']}), "
         f"{machine_text(record['machine'])}"
     )
     rows = [
@@ -182,7 +182,7 @@ def _summary(rows: Sequence[dict[str, Any]]) -> str:
 def _processes(flags: CalibrateFlags) -> tuple[int, str]:
     """The number of processes and their backend. Raises ConfigError for processes on several hosts."""
     ranks, backend = flags.processes(CPU_RANKS)
-    if under_torchrun() and (local := ranks_on_this_host()) != ranks:
+    if has_torchrun() and (local := ranks_on_this_host()) != ranks:
         raise ConfigError(
             f"torchrun has started {ranks} processes, {local} of them on this host; calibrate on one host, and give "
             "--across_gbps for the links between hosts"

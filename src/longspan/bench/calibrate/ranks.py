@@ -200,7 +200,7 @@ class _Bench:
 
     def _wire(self, rows: int) -> Trial:
         """Blocks of keys and values around all slots, without attention."""
-        channel = self.world.channels.between(range(self.world.home.slots))
+        channel = self.world.channels.find_channel(range(self.world.home.slots))
         block = tuple(self._rows(rows, self.shape.key_value_heads).detach() for _ in "kv")
         counts = (rows,) * channel.degree
 

@@ -34,13 +34,13 @@ def read_documents(flags: StepFlags, config: RunConfig, slots: int, *, gpu: bool
     if flags.lengths or has_source:
         return StepDocuments(*read_lengths(flags, slots))
     if flags.config:
-        return _of_first_step(config)
+        return _read_first_step(config)
     if not gpu:
         return StepDocuments(CPU_LENGTHS, "given")
     raise ConfigError("give documents: --lengths 65536, --lengths FILE.json, --distribution lognorm, --data or --same")
 
 
-def _of_first_step(config: RunConfig) -> StepDocuments:
+def _read_first_step(config: RunConfig) -> StepDocuments:
     """The documents of a run's first step, whose lengths its corpus tells."""
     from longspan.data.documents import Corpus
     from longspan.train.plans.order import step_order_of

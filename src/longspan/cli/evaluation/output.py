@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longspan.errors import ConfigError, counted
+from longspan.errors import ConfigError, plural
 from longspan.evaluation.result import comparison_table
 from longspan.evaluation.saved.comparison import (
     HOME,
@@ -88,7 +88,7 @@ def _tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]:
     if pairs:
         yield "\n".join(_difference_line(difference, first, other) for difference, other in pairs)
     for result in results:
-        yield f"{_title(result)} on {counted(ranks, 'rank')}\n{_evaluations(result)}"
+        yield f"{_title(result)} on {plural(ranks, 'rank')}\n{_evaluations(result)}"
         yield from (f"passkey at cp {grid.cp}, {grid.table()}" for _, grid in retrieval_grids([result]))
     for name in dict.fromkeys(of_set.evaluation.name for of_set in first.sets):
         at_degrees = [of_set.evaluation for of_set in first.sets if of_set.evaluation.name == name]
@@ -167,7 +167,7 @@ def _difference(difference: Difference, first: SubjectResult, other: SubjectResu
         f"{difference.name or HELD_OUT}: {unit} of {other.weights.title} beside {first.weights.title}",
         f"difference {difference.difference:+.6f}{_error(difference.standard_error)}; of documents, each counted once, "
         f"{difference.document_difference:+.6f}{_error(difference.document_standard_error)}",
-        f"{difference.lower:,} of {counted(difference.documents, 'document')} have a lower value",
+        f"{difference.lower:,} of {plural(difference.documents, 'document')} have a lower value",
     ]
     if difference.unit == "bits_per_byte":
         lines.append("the tokenizers differ: losses per token and perplexities cannot be compared, bits per byte can")

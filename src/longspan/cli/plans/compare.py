@@ -32,7 +32,7 @@ from longspan.cli.plans.planning import (
     with_weights,
     write_file,
 )
-from longspan.errors import ConfigError, counted
+from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan
 from longspan.plan.planners.options import PlanOptions
@@ -96,10 +96,10 @@ def compare(flags: CompareFlags) -> int:
         return 0
     home = home_of(flags)
     lengths, source = read_lengths(flags, home.slots)
-    documents, tokens = counted(len(lengths), "document"), counted(sum(lengths), "token")
+    documents, tokens = plural(len(lengths), "document"), plural(sum(lengths), "token")
     title = (
         f"{documents} ({tokens}, longest {max(lengths):,}) from {source}\n"
-        f"{counted(len(home.ranks), 'rank')} = {counted(home.slots, 'slot')} x tp {home.tp} x pp {home.pp}"
+        f"{plural(len(home.ranks), 'rank')} = {plural(home.slots, 'slot')} x tp {home.tp} x pp {home.pp}"
     )
     if flags.which_eval_degree:
         _show_degrees(flags, title, lengths, home)

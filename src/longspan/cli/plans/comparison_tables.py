@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from longspan.cli.plans.planning import UNPRICED
-from longspan.errors import counted
+from longspan.errors import plural
 from longspan.plan import Plan, slot_rows
 from longspan.plan.simulate.compare import NamedSimulation
 from longspan.plan.simulate.evaluation import DegreeComparison
@@ -54,7 +54,7 @@ def title_of_saved_plans(rows: Sequence[NamedSimulation]) -> str:
     total = sum(simulation.seconds for _, simulation in simulations)
     together = f", {seconds_text(total)} together" if _have_seconds(rows) else ""
     sources = ", ".join(dict.fromkeys(simulation.cost.source or NO_MACHINE for _, simulation in simulations))
-    return f"{counted(len(rows), 'saved plan')}{together}, priced for {sources}"
+    return f"{plural(len(rows), 'saved plan')}{together}, priced for {sources}"
 
 
 def comparison_table(title: str, rows: Sequence[NamedSimulation], checkpointing: Checkpointing) -> str:
@@ -202,11 +202,11 @@ def _fastest(comparison: DegreeComparison, accumulation: int) -> str:
     count = len(best.planned.plan.lengths)
     faster = first.filled_seconds / best.planned.seconds
     return (
-        f"cp {first.cp}, filled up to {counted(accumulation, 'micro-batch', 'es')} a pass to keep the pipeline full: "
-        f"{first.filled_steps:,} document-steps for {counted(count, 'document')}, "
+        f"cp {first.cp}, filled up to {plural(accumulation, 'micro-batch', 'es')} a pass to keep the pipeline full: "
+        f"{first.filled_steps:,} document-steps for {plural(count, 'document')}, "
         f"{seconds_text(first.filled_seconds)}.\n"
         f"cp {best.cp}, planned: each document once, {count:,} document-steps in "
-        f"{counted(len(best.planned.plan.micro_batches), 'micro-batch', 'es')}, {seconds_text(best.planned.seconds)} "
+        f"{plural(len(best.planned.plan.micro_batches), 'micro-batch', 'es')}, {seconds_text(best.planned.seconds)} "
         f"({faster:.1f} times faster).\n{comparison.reason()}"
     )
 

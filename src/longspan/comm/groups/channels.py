@@ -57,7 +57,7 @@ class CommunicatorChoice:
 class Channels:
     """The channels of one rank, `world.channels`: between slots of its plane, and along the axes of its home.
 
-    >>> world.channels.between((0, 1)).all_gather(x, counts, "gather of x").wait()
+    >>> world.channels.find_channel((0, 1)).all_gather(x, counts, "gather of x").wait()
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Channels:
         self._choice = CommunicatorChoice(max_groups)
         self._by_slots: dict[tuple[int, ...], Channel] = {}
 
-    def between(self, slots: Sequence[int]) -> Channel:
+    def find_channel(self, slots: Sequence[int]) -> Channel:
         """How these slots talk in this rank's plane. Raises CommError where this rank's slot is not one of them."""
         slots = tuple(slots)
         if slots not in self._by_slots:
@@ -121,7 +121,7 @@ class Channels:
         """
         home = self._home
         if self._plane == home.ranks:
-            return self.between(range(home.slots))
+            return self.find_channel(range(home.slots))
         self._groups.make_parent("everyone", [home.ranks], "everyone")
         channel = Channel(self._groups, home.ranks, home.ranks.index(self._rank), self._device, "everyone")
         self._warm_up(channel)
@@ -130,11 +130,11 @@ class Channels:
     def make_parents(self) -> None:
         """Make the groups on which the slots of every plane talk point to point; entered by all ranks."""
         self._groups.make_parent("plane", self._home.planes(), "parent")
-        self._warm_up(self.between(range(self._home.slots)))
+        self._warm_up(self.find_channel(range(self._home.slots)))
 
     def connect_pairs(self) -> None:
         """Let every two slots of a plane exchange a number: NCCL connects two ranks at their first message, slowly."""
-        channel = self.between(range(self._home.slots))
+        channel = self.find_channel(range(self._home.slots))
         others = [index for index in range(channel.degree) if index != channel.index]
         if self._device.type == "cuda" and others:
             x = torch.zeros(1, device=self._device)

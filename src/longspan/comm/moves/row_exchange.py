@@ -72,7 +72,7 @@ class RowExchange:
             "partial_over_slots": [tuple(members) for members in slots],
             "identical": None,
         }
-        self._there, self._back = _cached_moves(exchange, channel, gradient != "none", groups.get(gradient))
+        self._there, self._back = _find_moves(exchange, channel, gradient != "none", groups.get(gradient))
 
     def __call__(self, x: Tensor) -> Tensor:
         """(rows of have here, …) to (rows of need here, …)."""
@@ -117,7 +117,7 @@ def forget_moves() -> None:
     _remembered.clear()
 
 
-def _cached_moves(exchange: Exchange, channel: Channel, back: bool, groups: Groups | None) -> _Moves:
+def _find_moves(exchange: Exchange, channel: Channel, back: bool, groups: Groups | None) -> _Moves:
     """The moves of an exchange there and, where anything flows back, back; remembered by their layout."""
     key = exchange, back, None if groups is None else tuple(map(tuple, groups))
     with _remembering:

@@ -46,7 +46,7 @@ class ChatEncoding:
         tools = read_tools(values.get("tools"))
         check_counts(kinds_of_parts(messages), media, "its messages")
         if not self.settings.parse_special_tokens:
-            pattern = self._turn_tokens(tools).between
+            pattern = self._turn_tokens(tools).any_token
             check_strings(messages, "messages", pattern)
             check_strings(tools, "tools", pattern)
         else:
@@ -99,10 +99,10 @@ class ChatEncoding:
         Several texts can form a token together that is in none of them.
         """
         tokens = self._turn_tokens(tools)
-        if tokens.between is None or tokens.is_harmless([messages, tools]):
+        if tokens.any_token is None or tokens.is_harmless([messages, tools]):
             return
         harmless = self.template.render(*tokens.make_harmless([messages, tools])).text
-        here, there = tokens.between.findall(text), tokens.between.findall(harmless)
+        here, there = tokens.any_token.findall(text), tokens.any_token.findall(harmless)
         if here != there:
             counts = {name: (here.count(name), there.count(name)) for name in sorted({*here, *there})}
             others = ", ".join(f"{a} {name} in place of {b}" for name, (a, b) in counts.items() if a != b)

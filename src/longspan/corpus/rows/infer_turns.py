@@ -181,7 +181,7 @@ def _turn_spans(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) ->
             f"its chat template writes messages[{min(others)}] into {name}, so that it would be learnt as what the "
             "assistant says; give its texts and its calls as messages of their own"
         )
-    for token in tokens.between.finditer(conversation.text, start, end) if tokens.between else ():
+    for token in tokens.any_token.finditer(conversation.text, start, end) if tokens.any_token else ():
         if token.group() in tokens.ends and token.end() < end:
             yield start, token.end()
             if (start := _skip_prompt(conversation.text, token.end(), tokens)) is None:

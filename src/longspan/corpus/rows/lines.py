@@ -9,7 +9,7 @@ from longspan.corpus.rows.turn_tokens import any_of_pattern
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.document import NO_TARGET
 from longspan.data.manifest import SHORTEST, LeftOut
-from longspan.errors import counted
+from longspan.errors import plural
 
 _WORDS = ("Zq0user", "Zq1assistant")
 
@@ -70,7 +70,7 @@ def special_line(special: dict[str, int], *, parsed: bool) -> str:
     """Report how often the names of special tokens occur in texts."""
     named = ", ".join(f"{name} ({count:,})" for name, count in list(special.items())[:5])
     more = f" and {len(special) - 5} others" if len(special) > 5 else ""
-    times = counted(sum(special.values()), "time")
+    times = plural(sum(special.values()), "time")
     read = "are read as these tokens" if parsed else "are read as plain text"
     hint = "data.parse_special_tokens = " + ("false reads plain text" if parsed else "true parses them")
     return f"names of special tokens stand in the texts {times}: {named}{more}; they {read} ({hint})"
@@ -79,7 +79,7 @@ def special_line(special: dict[str, int], *, parsed: bool) -> str:
 def names_line(name: str, texts: int) -> str:
     """Report in how many texts `<image>`, say, is plain text."""
     return (
-        f"{name} stands in {counted(texts, 'text')}, and is read as these {len(name)} characters there: their rows "
+        f"{name} stands in {plural(texts, 'text')}, and is read as these {len(name)} characters there: their rows "
         f'have no key "{name.strip("<>")}s", or parts of messages that name what is shown (docs/multimodal.md)'
     )
 
@@ -87,12 +87,12 @@ def names_line(name: str, texts: int) -> str:
 def unseen_line(left_out: LeftOut, turns: Turns) -> str | None:
     """Report what of assistant turns is no target, as the chat template leaves it out or it is blank; None: nothing."""
     unseen = {"thought": left_out.unseen_thoughts, "other text": left_out.unseen_texts}
-    parts = [counted(count, name) for name, count in unseen.items() if count]
+    parts = [plural(count, name) for name, count in unseen.items() if count]
     lines = [f"not in the rendered texts, so no targets: {' and '.join(parts)} of assistant turns"] * bool(parts)
     if left_out.unseen_thoughts and turns == "together":
         lines.append('data.turns = "split" trains each turn as at inference, with its thought if the template has it')
     if left_out.blank_turns:
-        lines.append(f"no targets, as they are blank: {counted(left_out.blank_turns, 'assistant turn')}")
+        lines.append(f"no targets, as they are blank: {plural(left_out.blank_turns, 'assistant turn')}")
     return "; ".join(lines) or None
 
 
@@ -108,24 +108,24 @@ def left_out_lines(
     """Yield a line for each way in which something is cut or left out, with numbers and the `key` that decides it."""
     if left_out.cut_texts:
         yield (
-            f"cut {counted(left_out.cut_texts, 'text')} of {counted(left_out.cut_tokens, 'token')} into "
-            f"{counted(left_out.cut_documents, 'document')} of at most {longest:,} tokens "
+            f"cut {plural(left_out.cut_texts, 'text')} of {plural(left_out.cut_tokens, 'token')} into "
+            f"{plural(left_out.cut_documents, 'document')} of at most {longest:,} tokens "
             f"({key}; 0 cuts none)"
         )
     if left_out.short_texts or left_out.lost_tokens:
         yield (
-            f"left out {counted(left_out.short_texts, 'text')} of fewer than {SHORTEST} tokens, and ends of cut texts: "
-            f"{counted(left_out.lost_tokens, 'token')} in all"
+            f"left out {plural(left_out.short_texts, 'text')} of fewer than {SHORTEST} tokens, and ends of cut texts: "
+            f"{plural(left_out.lost_tokens, 'token')} in all"
         )
     if left_out.masked_parts:
-        yield f"left out {counted(left_out.masked_parts, 'part')} of cut texts in which no token is a target ({key})"
+        yield f"left out {plural(left_out.masked_parts, 'part')} of cut texts in which no token is a target ({key})"
     if left_out.masked_rows:
-        yield f"left out {counted(left_out.masked_rows, 'row')} in which no token is a target"
+        yield f"left out {plural(left_out.masked_rows, 'row')} in which no token is a target"
     if left_out.bad_rows:
         more = f"; and {left_out.bad_rows - len(bad):,} more" if left_out.bad_rows > len(bad) else ""
-        yield f'left out {counted(left_out.bad_rows, "bad row")} (data.on_bad = "skip"): {"; ".join(bad)}{more}'
+        yield f'left out {plural(left_out.bad_rows, "bad row")} (data.on_bad = "skip"): {"; ".join(bad)}{more}'
     if other_kinds:
         kinds = ", ".join(f"{kind} ({count:,})" for kind, count in list(other_kinds.items())[:5])
-        yield f"left out {counted(sum(other_kinds.values()), 'file')} of kinds that are not read: {kinds}"
+        yield f"left out {plural(sum(other_kinds.values()), 'file')} of kinds that are not read: {kinds}"
     if not_utf8:
-        yield f"left out {counted(len(not_utf8), 'file')}, not UTF-8: {', '.join(not_utf8[:5])}"
+        yield f"left out {plural(len(not_utf8), 'file')}, not UTF-8: {', '.join(not_utf8[:5])}"

@@ -15,7 +15,7 @@ from typing import Any
 from longspan.corpus.images.image_file import ImageFile, VideoFile
 from longspan.corpus.rows.row_media import TIMES, RowMedia, check_entry_keys, read_image_entry, read_video_entry
 from longspan.corpus.rows.sample import Row, RowError, strings, type_name
-from longspan.errors import counted
+from longspan.errors import plural
 
 PARTS = {kind: {"type": kind} for kind in ("image", "video")}
 NAMED = {kind: f"<{kind}>" for kind in (*PARTS, "audio")}  # in a text of a row with a key of the kind
@@ -200,7 +200,7 @@ def check_counts(named: Sequence[str], media: RowMedia, where: str) -> None:
             raise RowError(f"{where} name audio {count} times, which is not read here; leave the row out")
         advice = f'; a row without the key "{kind}s" has {NAMED[kind]} as text' if not there else ""
         raise RowError(
-            f"{where} name {counted(count, kind)}, and the row has {there}; give one "
+            f"{where} name {plural(count, kind)}, and the row has {there}; give one "
             f'{{"type": "{kind}"}}, or {NAMED[kind]} in a text, for each of "{kind}s", in their order{advice}'
         )
 

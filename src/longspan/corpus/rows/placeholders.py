@@ -25,7 +25,7 @@ from longspan.corpus.rows.turn_tokens import any_of_pattern
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.document import NO_TARGET
 from longspan.data.images import SampleImage, join_paths, join_stamps
-from longspan.errors import DataError, counted
+from longspan.errors import DataError, plural
 
 # Part of the digest of placeholders: it changes with the rules by which texts name images.
 _RULES = "images are named by parts, else by texts of rows with a key for them"
@@ -114,10 +114,10 @@ class RowImages:
         for kind, files in (("image", media.images), ("video", media.videos)):
             if kinds.count(kind) != len(files):
                 raise RowError(
-                    f"its chat template writes {counted(kinds.count(kind), 'placeholder')} {tokens[kind]} for "
-                    f"{counted(len(files), kind)}; mend the template of {self.tokenizer.folder}"
+                    f"its chat template writes {plural(kinds.count(kind), 'placeholder')} {tokens[kind]} for "
+                    f"{plural(len(files), kind)}; mend the template of {self.tokenizer.folder}"
                 )
-        shown = tuple(self._show(name, file, len(media.images)) for name, file in media.in_order(kinds))
+        shown = tuple(self._show(name, file, len(media.images)) for name, file in media.iterate_files(kinds))
         sizes = [len(token) for token in marks]
         starts = np.cumsum([len(piece) for piece in pieces[:-1]]) + np.cumsum([0, *sizes[:-1]])[: len(sizes)]
         grown = np.cumsum([0, *(len(made.text) - size for made, size in zip(shown, sizes, strict=True))])
@@ -166,8 +166,8 @@ class RowImages:
         counts = [self._count_placeholders(made.text, placeholder) for made in shown]
         if len(places) != sum(counts) or not all(counts):
             raise RowError(
-                f"{counted(len(places), 'placeholder')} (token id {placeholder}) for "
-                f"{counted(len(shown), kind)} of {sum(counts)} rows ({counts[:8]}); the processor and the "
+                f"{plural(len(places), 'placeholder')} (token id {placeholder}) for "
+                f"{plural(len(shown), kind)} of {sum(counts)} rows ({counts[:8]}); the processor and the "
                 f"tokenizer of {self.tokenizer.folder} must agree, and its texts hold none of their own"
             )
         parts = np.split(places, np.cumsum(counts)[:-1]) if counts else []
@@ -185,7 +185,7 @@ class RowImages:
         size, (groups, height, width) = self._videos.group, grid
         if len(places) % groups:
             raise RowError(
-                f"videos[{number}] has {counted(len(places), 'placeholder')} for {groups} groups of frames; the "
+                f"videos[{number}] has {plural(len(places), 'placeholder')} for {groups} groups of frames; the "
                 f"processor of {self.tokenizer.folder} must write as many for each"
             )
         for group, part in enumerate(np.split(places, groups)):

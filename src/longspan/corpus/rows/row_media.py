@@ -17,7 +17,7 @@ from urllib.parse import unquote, unquote_to_bytes
 
 from longspan.corpus.images.image_file import ImageFile, VideoFile, shorten_path
 from longspan.corpus.rows.sample import RowError, preview, type_name
-from longspan.errors import DataError, counted
+from longspan.errors import DataError, plural
 
 _LONGEST_PATH = 4096  # characters, which no system takes more of
 _BASE64 = re.compile(r"(?:iVBORw0|/9j/|R0lGOD|UklGR)[A-Za-z0-9+/\s]{64,}={0,2}\s*")  # of PNG, JPEG, GIF and WebP
@@ -129,7 +129,7 @@ class RowMedia:
             except DataError as error:
                 raise RowError(f"{name}: {error}") from error
 
-    def in_order(self, kinds: Sequence[str]) -> Iterator[tuple[str, ImageFile | VideoFile]]:
+    def iterate_files(self, kinds: Sequence[str]) -> Iterator[tuple[str, ImageFile | VideoFile]]:
         """Yield each with its name (`images[0]`), in the order of these kinds ("image", "video")."""
         counts = {"image": 0, "video": 0}
         for kind in kinds:
@@ -182,8 +182,8 @@ def _read_times(entry: Mapping[str, Any], frames: int, name: str) -> tuple[tuple
     if rate is not None:
         raise RowError(f"{name} has fps and timestamps, which both say when frames stand; give one of them")
     if not isinstance(times, list) or not all(map(_is_number, times)) or len(times) != frames:
-        count = counted(len(times), "number") if isinstance(times, list) else type_name(times)
-        raise RowError(f"{name} has timestamps of {count} for {counted(frames, 'frame')}; give each its second")
+        count = plural(len(times), "number") if isinstance(times, list) else type_name(times)
+        raise RowError(f"{name} has timestamps of {count} for {plural(frames, 'frame')}; give each its second")
     if any(b <= a for a, b in pairwise(times)) or times[0] < 0:
         raise RowError(f"{name} has timestamps that do not rise from 0 or later: {preview(times)}")
     spread = (times[-1] - times[0]) / (frames - 1) if frames > 1 else 1 / FPS

@@ -37,7 +37,7 @@ class TurnTokens:
     plain: frozenset[str]
 
     @cached_property
-    def between(self) -> re.Pattern[str] | None:
+    def any_token(self) -> re.Pattern[str] | None:
         """A pattern for any of the tokens, the longest first; None if there are none."""
         return any_of_pattern(self.ends | self.headers | self.special)
 
@@ -70,7 +70,7 @@ class TurnTokens:
         Another special token ends it too, if it is the only one before the next turn or the end of the text. No other
         turn may begin before the end. A turn at the end of the text needs no such token. Raises RowError otherwise.
         """
-        tokens = list(self.between.finditer(text, start, limit)) if self.between else []
+        tokens = list(self.any_token.finditer(text, start, limit)) if self.any_token else []
         inside = list(takewhile(lambda token: token.group() not in self.headers - self.ends, tokens))
         for i, token in enumerate(inside):
             if token.group() in self.ends | self.closing:

@@ -23,7 +23,7 @@ from longspan.corpus.store.workers import encode_batches
 from longspan.data.arrays import GrowingArray, GrowingCodes
 from longspan.data.images import ImageWriter
 from longspan.data.manifest import SHORTEST, LeftOut, Manifest, SourceFile, SourceLines
-from longspan.errors import DataError, counted
+from longspan.errors import DataError, plural
 from longspan.launch.launch import usable_cores
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ class _Progress:
     def _line(self, writer: _Writer, read: int) -> str:
         seconds = max(time.monotonic() - self._began, 1e-3)
         return (
-            f"tokenized {read / 1e6:,.1f} of {self._total / 1e6:,.1f} MB: {counted(writer.tokens, 'token')}, "
+            f"tokenized {read / 1e6:,.1f} of {self._total / 1e6:,.1f} MB: {plural(writer.tokens, 'token')}, "
             f"{writer.tokens / seconds:,.0f} a second"
         )
 
@@ -271,7 +271,7 @@ def _empty(recipe: Recipe, manifest: Manifest) -> str:
     skipped, left_out = len(manifest.skipped), manifest.left_out
     rows = f" ({left_out.masked_rows:,} rows without a target, {left_out.bad_rows:,} bad ones)"
     return (
-        f"{recipe.path} is empty: of {counted(len(recipe.files), 'file')} {skipped} {'is' if skipped == 1 else 'are'} "
+        f"{recipe.path} is empty: of {plural(len(recipe.files), 'file')} {skipped} {'is' if skipped == 1 else 'are'} "
         f"not UTF-8, and the rest holds no text of {SHORTEST} tokens or more"
         f"{rows if left_out.masked_rows or left_out.bad_rows else ''}; give text"
     )

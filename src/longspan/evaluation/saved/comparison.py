@@ -75,7 +75,7 @@ def _difference(first: SetResult, other: SetResult, unit: Unit) -> Difference:
         document_standard_error=_error(differences - differences.mean(), scale=1),
         documents=len(lengths),
         lower=int((differences < 0).sum()),
-        by_length=tuple(_by_length(first, lengths, sums, counts)),
+        by_length=tuple(_length_rows(first, lengths, sums, counts)),
     )
 
 
@@ -98,7 +98,7 @@ def _error(residuals: np.ndarray, *, scale: float) -> float | None:
     return None if n < 2 else float(scale * math.sqrt((residuals**2).sum() / (n - 1) / n))
 
 
-def _by_length(
+def _length_rows(
     result: SetResult, lengths: np.ndarray, sums: np.ndarray, counts: np.ndarray
 ) -> Iterator[tuple[int, int, float, float, int]]:
     for bucket in result.evaluation.by_length:

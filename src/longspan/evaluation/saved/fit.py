@@ -11,7 +11,7 @@ from typing import Any
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import ContextConfig, EvalConfig, PlanSection, take_keys
 from longspan.config.sections import ParallelConfig, RunConfig, with_evaluations
-from longspan.errors import ConfigError, counted
+from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
 from longspan.plan.check import heads_allow
 from longspan.plan.hierarchy import levels_at
@@ -57,8 +57,8 @@ def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple
     """
     home = _Changing(config.parallel, "parallel.", _keys_under("parallel.", flag_keys))
     tp, pp = _stages_and_shards(config.parallel, ranks, flag_keys)
-    home.change("tp", tp, f"{counted(ranks, 'rank')}")
-    home.change("pp", pp, f"{counted(ranks, 'rank')}")
+    home.change("tp", tp, f"{plural(ranks, 'rank')}")
+    home.change("pp", pp, f"{plural(ranks, 'rank')}")
     if home.section.pp == 1:
         home.change("vpp", 1, "no pipeline")
         home.change("pipeline_schedule", "1f1b", "no pipeline")
@@ -69,10 +69,10 @@ def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple
     if not rest:
         _fit_slots(home, slots)
         least = config.context.min_dynamic_context_parallel_size
-        context.change("min_dynamic_context_parallel_size", min(least, slots), counted(slots, "slot"))
+        context.change("min_dynamic_context_parallel_size", min(least, slots), plural(slots, "slot"))
     encoder = _Changing(config.encoder, "encoder.", _keys_under("encoder.", flag_keys))
     degrees = [tp for tp in _divisors(config.encoder.tp) if ranks % tp == 0]  # its heads are dealt out evenly to these
-    encoder.change("tp", degrees[-1], f"{counted(ranks, 'rank')}")
+    encoder.change("tp", degrees[-1], f"{plural(ranks, 'rank')}")
     config = replace(config, parallel=home.section, context=context.section, encoder=encoder.section)
     return config, (*home.changes, *context.changes, *encoder.changes)
 
@@ -80,11 +80,11 @@ def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple
 def _fit_slots(home: _Changing, slots: int) -> None:
     """Copies of the weights that divide the slots, and shares of experts that divide the slots of a copy."""
     parallel: ParallelConfig = home.section
-    home.change("dp_replicate", _nearest(parallel.dp_replicate, _divisors(slots)), counted(slots, "slot"))
+    home.change("dp_replicate", _nearest(parallel.dp_replicate, _divisors(slots)), plural(slots, "slot"))
     width, rest = divmod(slots, home.section.dp_replicate)
     if not rest:
         shared = [ep for ep in _divisors(width) if parallel.ep % ep == 0]  # experts are dealt out evenly to these
-        home.change("ep", _nearest(parallel.ep, shared), f"{counted(width, 'slot')} of each copy of the weights")
+        home.change("ep", _nearest(parallel.ep, shared), f"{plural(width, 'slot')} of each copy of the weights")
 
 
 def _stages_and_shards(parallel: ParallelConfig, ranks: int, flag_keys: Collection[str]) -> tuple[int, int]:
@@ -105,7 +105,7 @@ def fit_set(
     the run's. A max_tokens_per_slot of "auto" is ROWS, which is no change.
     """
     fit = _Changing(entry, entry.prefix, _keys_under("context.eval_", flag_keys))
-    types, slots = PlanChoice.evaluation(config, entry).comm_types, counted(home.slots, "slot")
+    types, slots = PlanChoice.evaluation(config, entry).comm_types, plural(home.slots, "slot")
     degrees = [fits for fits in _divisors(home.slots) if heads_allow(fits, heads, types, home.tp)]
     degree = min(config.context.max_dynamic_context_parallel_size or home.slots, home.slots)
     if isinstance(entry.context_parallel_size, str):  # "auto", chosen once the cost is known
@@ -160,7 +160,7 @@ def fit_evaluations(config: RunConfig, names: Collection[str], home: Layout, fla
 
 def changes_line(changes: Sequence[Change], ranks: int) -> str:
     """The changes to the run's layout in one line; empty if there are none."""
-    return f"on {counted(ranks, 'rank')}: {'; '.join(map(str, changes))}" if changes else ""
+    return f"on {plural(ranks, 'rank')}: {'; '.join(map(str, changes))}" if changes else ""
 
 
 def _keys_under(prefix: str, flag_keys: Collection[str]) -> set[str]:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from longspan.attention import AttentionCall, Mask, choose
 from longspan.attention.call import Dropout
 from longspan.attention.kernels import find_kernel
-from longspan.errors import AttentionError, ModelError, counted
+from longspan.errors import AttentionError, ModelError, plural
 from longspan.model.parts import modes_restored
 from longspan.model.seams.attention_record import Probe, RecordedCall, check_calls
 from longspan.model.seams.meta_pass import VALUES_READ, run_on_meta
@@ -127,7 +127,7 @@ def _training_draws(model: PreTrainedModel, training: _Pass) -> tuple[str, ...]:
 
 
 def _words(calls: Mapping[str, int]) -> tuple[str, ...]:
-    return tuple(f"{name} ({counted(number, 'call')})" for name, number in sorted(calls.items()))
+    return tuple(f"{name} ({plural(number, 'call')})" for name, number in sorted(calls.items()))
 
 
 class _CallNames(TorchFunctionMode):

@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from longspan.errors import ModelError, counted
+from longspan.errors import ModelError, plural
 from longspan.model.exactness.small_image_values import least_layers, small_image_values
 from longspan.model.exactness.small_layers import choose_layers, small_periods
 from longspan.model.exactness.small_values import OVERRIDES, SCALED_FROM, Sizes, alternatives, small_values
@@ -62,7 +62,7 @@ def shrink_configuration(
             errors.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
     raise ModelError(
         f"no small copy of {type(config).__name__} can be made: {errors[0]}; "
-        f"of {counted(len(errors), 'attempt')} none was built, the last said {errors[-1]}; "
+        f"of {plural(len(errors), 'attempt')} none was built, the last said {errors[-1]}; "
         "add what the class needs to longspan/model/exactness/small_values.py, or give a small configuration of your "
         "own"
     )

@@ -160,7 +160,7 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, w
     world = world_of(layer.shard.world_key)
     rows = _real_rows(experts, layer.shard, len(hidden_states), world)
     first = world.slot // world.home.ep * world.home.ep
-    channel = world.channels.between(range(first, first + world.home.ep)) if world.home.ep > 1 else None
+    channel = world.channels.find_channel(range(first, first + world.home.ep)) if world.home.ep > 1 else None
     if len(rows) == len(hidden_states):
         return _mix(experts, hidden_states, chosen, weights, channel)
     x, chosen, weights = (tensor.index_select(0, rows) for tensor in (hidden_states, chosen, weights))

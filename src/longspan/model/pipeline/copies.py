@@ -22,7 +22,7 @@ from longspan.comm import World
 from longspan.comm.groups.channel import sum_parts
 from longspan.errors import ModelError
 from longspan.model.layers import shallow_module
-from longspan.model.weights.local_tensors import add_gradient, local_tensor, without_earlier_gradients
+from longspan.model.weights.local_tensors import add_gradient, local_tensor, set_earlier_gradients_aside
 
 
 class SharedParameter(NamedTuple):
@@ -169,7 +169,7 @@ class StageCopies:
         All ranks of the home enter. A parameter that no stage used keeps no gradient.
         """
         copies = [place.parameter for places in self._places for place in places if place.parameter.requires_grad]
-        with without_earlier_gradients(copies):
+        with set_earlier_gradients_aside(copies):
             yield
             if not self._shared:
                 return

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from longspan.comm import World
 from longspan.comm.moves.tp_collectives import tp_copy, tp_copy_parameter, tp_place, tp_sum
-from longspan.errors import ModelError, counted
+from longspan.errors import ModelError, plural
 from longspan.model.adapters import is_adapted
 from longspan.model.tensor_parallel.family_plans import ROWWISE
 from longspan.model.tensor_parallel.mixer_parts import MixerParts, mixer_parts, reads_inputs, tensors_at
@@ -50,7 +50,7 @@ def refuse_unknown_norm(name: str, norm: Any) -> None:
         equal = False
     if not equal:
         raise ModelError(
-            f"{name} ({type(norm).__name__}) is not an RMS norm over {counted(groups, 'group')} of features, before or "
+            f"{name} ({type(norm).__name__}) is not an RMS norm over {plural(groups, 'group')} of features, before or "
             "after its gate, and its features would be on several tensor-parallel ranks; use tp 1"
         )
 

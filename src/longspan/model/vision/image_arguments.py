@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
-from longspan.errors import DataError, ModelError, counted
+from longspan.errors import DataError, ModelError, plural
 from longspan.model.vision.image_tokens import ImageInput, model_class
 
 PIXELS, GRIDS, SIZES = "pixel_values", "image_grid_thw", "image_sizes"
@@ -73,7 +73,7 @@ def image_arguments(model: Any, inputs: Sequence[ImageInput], like: Tensor) -> d
     filled = SIZES in arguments or MASK in names
     for name, parts in ({PIXELS: [image.pixels for image in inputs]} | names).items():
         if len(parts) != len(inputs):
-            raise DataError(f"{len(parts)} of {counted(len(inputs), 'image')} have {name}; give it of each")
+            raise DataError(f"{len(parts)} of {plural(len(inputs), 'image')} have {name}; give it of each")
         arguments[name] = _concatenate(name, [_cast_inputs(part, like) for part in parts], filled)
     if MASK in image_parameters(model) and arguments[PIXELS].ndim == 4:  # Idefics: (documents, tiles, 3, H, W)
         arguments |= {name: arguments[name][None] for name in (PIXELS, MASK) if name in arguments}
@@ -108,7 +108,7 @@ def _concatenate(name: str, parts: Sequence[Tensor], filled: bool) -> Tensor:
     if len(shapes) > 1:
         argument = "pixels" if name == PIXELS else name
         raise DataError(
-            f"{counted(len(parts), 'image')} have {argument} of {len(shapes)} shapes ({sorted(shapes)[:3]} after the "
+            f"{plural(len(parts), 'image')} have {argument} of {len(shapes)} shapes ({sorted(shapes)[:3]} after the "
             "first dim); an image processor makes one"
         )
     return torch.cat([*parts])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import MODEL_MAPPING, AutoModel, PreTrainedConfig
 
-from longspan.errors import DataError, ModelError, counted
+from longspan.errors import DataError, ModelError, plural
 
 IMAGE, VIDEO = 1, 2  # of mm_token_type_ids, where text is 0
 Ids = npt.NDArray[np.int64]
@@ -53,7 +53,7 @@ def placeholders_in_runs(ids: Ids, placeholder: int, rows: Sequence[int], media:
     runs = (edges[1::2] - edges[::2]).tolist()
     if runs != list(rows):
         raise DataError(
-            f"the document has {counted(len(runs), 'run')} of placeholders (token id {placeholder}) of {runs[:8]} "
+            f"the document has {plural(len(runs), 'run')} of placeholders (token id {placeholder}) of {runs[:8]} "
             f"tokens, its {media} make {list(rows)[:8]} rows; positions are counted by run: put the placeholders of "
             "each between tokens of text, as the model's processor does"
         )
@@ -136,7 +136,7 @@ class ImageTokens:
     def kinds(self, ids: npt.NDArray[np.int64], grids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """What each token (T,) is: text 0, image 1. Raises DataError for runs that are not those of the images."""
         rows = [self.rows(tuple(grid)) for grid in grids.tolist()]
-        return IMAGE * placeholders_in_runs(ids, self.placeholder, rows, counted(len(rows), "image"))
+        return IMAGE * placeholders_in_runs(ids, self.placeholder, rows, plural(len(rows), "image"))
 
 
 def image_tokens(config: PreTrainedConfig) -> ImageTokens:

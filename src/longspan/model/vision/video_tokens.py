@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from longspan.errors import DataError, ModelError, counted
+from longspan.errors import DataError, ModelError, plural
 from longspan.model.vision.image_tokens import (
     VIDEO,
     Grid,
@@ -106,7 +106,7 @@ class VideoTokens:
         ids, grids = np.asarray(ids, dtype=np.int64), np.asarray(grids, dtype=np.int64).reshape(-1, 3)
         rows = [part if self.apart else [sum(part)] for part in (self.rows(video.grid) for video in videos)]
         of_videos = placeholders_in_runs(
-            ids, self.placeholder, [n for part in rows for n in part], counted(len(videos), "video")
+            ids, self.placeholder, [n for part in rows for n in part], plural(len(videos), "video")
         )
         config, model = self.images.config, model_class(self.images.config)
         media = {_GRIDS: torch.tensor([video.grid for video in videos])}

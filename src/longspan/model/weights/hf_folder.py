@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging
 
-from longspan.errors import ModelError, counted
+from longspan.errors import ModelError, plural
 from longspan.model.presets import PRESETS
 
 FAST_TOKENIZER = "tokenizer.json"
@@ -115,7 +115,7 @@ def _files_in_index(folder: Path, index: Path) -> list[Path]:
         raise ModelError(f"{index} is damaged: {type(error).__name__}: {error}") from error
     if outside:
         raise ModelError(
-            f"{index} names {counted(len(outside), 'file')} outside its folder ({outside[0]}), which are not read; put "
+            f"{index} names {plural(len(outside), 'file')} outside its folder ({outside[0]}), which are not read; put "
             "them, or links to them, into the folder"
         )
     if missing := [name for name in files if not (folder / name).is_file()]:

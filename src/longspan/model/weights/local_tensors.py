@@ -65,7 +65,7 @@ def add_gradient(leaf: Tensor, gradient: Tensor | None) -> None:
 
 
 @contextmanager
-def without_earlier_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def set_earlier_gradients_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Inside, `.grad` holds what backward passes inside give; the gradients of earlier ones are added at the end.
 
     After an error inside, `.grad` is what it was before.

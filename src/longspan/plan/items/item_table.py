@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from longspan.errors import DataError, counted
+from longspan.errors import DataError, plural
 from longspan.layout.layout import short
 from longspan.layout.packing import is_integer
 from longspan.layout.segments import Integers, Segments, as_read_only, expand
@@ -182,7 +182,7 @@ class ItemTable:
         if not 0 <= item.document < len(self.lengths):
             raise DataError(
                 f"item {index} ({item.modality}) is of document {item.document}; there are "
-                f"{counted(len(self.lengths), 'document')}"
+                f"{plural(len(self.lengths), 'document')}"
             )
         length, end = self.lengths[item.document], 0
         for start, stop in item.spans:

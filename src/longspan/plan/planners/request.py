@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longspan.errors import PlanError, counted
+from longspan.errors import PlanError, plural
 from longspan.layout import Layout, check_lengths
 from longspan.plan.check import (
     MODES,
@@ -111,8 +111,8 @@ class Request(PlanOptions):
             fit = [str(d) for d in range(1, self.slots + 1) if self.slots % d == 0]
             listed = ", ".join(fit[:-1]) + (" or " if len(fit) > 1 else "") + fit[-1]
             raise PlanError(
-                f"cp {cp} does not divide {counted(self.slots, 'slot')} "
-                f"({counted(len(home.ranks), 'rank')} / tp {home.tp} / pp {home.pp}); use {listed}"
+                f"cp {cp} does not divide {plural(self.slots, 'slot')} "
+                f"({plural(len(home.ranks), 'rank')} / tp {home.tp} / pp {home.pp}); use {listed}"
             )
         sizes = self.hierarchical_context_parallel_sizes
         check_hierarchy(self.types, (sizes, max(1, cp // sizes)) if isinstance(sizes, int) else sizes, cp)
@@ -130,7 +130,7 @@ class Request(PlanOptions):
         multiple = f" in multiples of {self.row_multiple}" if self.row_multiple > 1 else ""
         raise PlanError(
             f"document {self.lengths.index(longest)} has {longest} rows, more than the {self.rows * cp} that cp {cp} x "
-            f"max_tokens_per_slot {self.max_tokens_per_slot} hold{multiple} ({counted(over, 'such document')}); raise "
+            f"max_tokens_per_slot {self.max_tokens_per_slot} hold{multiple} ({plural(over, 'such document')}); raise "
             f"max_tokens_per_slot to {self._least_cap(longest, cp)}, {limit or 'raise cp'}, or cut the document"
         )
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from longspan.errors import PlanError, counted
+from longspan.errors import PlanError, plural
 from longspan.layout import Layout, check_lengths
 from longspan.plan.check import check_comm_types, heads_allow
 from longspan.plan.dynamic import plan_dynamic
@@ -129,7 +129,7 @@ class DegreeComparison:
         others = [choice for choice in self.choices if choice in by_time[1 : 1 + NAMED]]
         more = len(by_time) - 1 - len(others)
         kind = f", {best.cp_comm_type}" if best.cp > 1 else ""
-        documents = counted(len(best.planned.plan.lengths), "document")
+        documents = plural(len(best.planned.plan.lengths), "document")
         slower = ", ".join(f"cp {choice.cp} {self._time(choice.planned)}" for choice in others)
         slower += f", {more} more slower" if more else ""
         dynamic = [f"dynamic plan {self._time(self.dynamic)}"] if self.dynamic else []
@@ -215,7 +215,7 @@ def _refusal(evaluation: _Evaluation, cp: int) -> str:
     """Why an evaluation cannot run at a degree; "" where it can."""
     options, longest = evaluation.options, max(evaluation.lengths)
     if longest > cp * (evaluation.cap // options.row_multiple * options.row_multiple):
-        return f"cp {cp} holds {counted(cp * evaluation.cap, 'row')}, the longest document has {longest:,}"
+        return f"cp {cp} holds {plural(cp * evaluation.cap, 'row')}, the longest document has {longest:,}"
     if not heads_allow(cp, options.heads, check_comm_types(options.cp_comm_type), evaluation.home.tp):
         return f"cp {cp} does not divide {(options.heads or 0) // evaluation.home.tp} query heads"
     return ""

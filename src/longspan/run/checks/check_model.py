@@ -10,7 +10,7 @@ from longspan.config.file import nearest
 from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.model_sections import PARTS, PROJECTOR, RANDOM, TOWER, MtpSection
 from longspan.config.sections import EncoderSection, LoraSection, RunConfig
-from longspan.errors import ConfigError, counted
+from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
 from longspan.model import PRESETS
 from longspan.plan.cost.model_shape import read_experts
@@ -169,7 +169,7 @@ def check_encoder(config: RunConfig, home: Layout) -> None:
     if len(home.ranks) % encoder.tp:
         fit = ", ".join(str(tp) for tp in range(1, len(home.ranks) + 1) if len(home.ranks) % tp == 0)
         are = "is" if len(home.ranks) == 1 else "are"
-        raise ConfigError(f"encoder.tp is {encoder.tp}, and there {are} {counted(len(home.ranks), 'rank')}; use {fit}")
+        raise ConfigError(f"encoder.tp is {encoder.tp}, and there {are} {plural(len(home.ranks), 'rank')}; use {fit}")
     if encoder.train == "none" and encoder.lr and not parts_with_adapter(config):
         raise ConfigError(f'encoder.lr is {encoder.lr:g} and encoder.train is "none"; leave out one of them')
 

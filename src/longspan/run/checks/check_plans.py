@@ -8,7 +8,7 @@ from longspan.config.file import nearest
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig
-from longspan.errors import ConfigError, counted
+from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
 from longspan.model import PRESETS
 from longspan.plan.check import COMM_TYPES
@@ -109,8 +109,8 @@ def _check_degree(choice: PlanChoice, home: Layout) -> None:
     fit = [d for d in range(1, home.slots + 1) if home.slots % d == 0]
     ranks = choice.degree * home.tp * home.pp
     raise ConfigError(
-        f"{choice.degree_key} {choice.degree} does not divide {counted(home.slots, 'slot')} "
-        f"({counted(len(home.ranks), 'rank')} / tp {home.tp} / pp {home.pp}); "
+        f"{choice.degree_key} {choice.degree} does not divide {plural(home.slots, 'slot')} "
+        f"({plural(len(home.ranks), 'rank')} / tp {home.tp} / pp {home.pp}); "
         f"use {' or '.join(map(str, fit))}, or start a multiple of {ranks} processes (--world {ranks}, or torchrun)"
     )
 
@@ -131,4 +131,4 @@ def _room_for(longest: int, choice: PlanChoice, home: Layout) -> str:
         wider = f' ({choice.degree_key} = {home.slots} or {choice.prefix}planner = "dynamic")'
     elif choice.planner == "dynamic" and 0 < choice.max_degree < home.slots:
         wider = " (context.max_dynamic_context_parallel_size = 0)"
-    return f"It needs {-(-longest // home.slots):,} rows of each of all {counted(home.slots, 'slot')}{wider}"
+    return f"It needs {-(-longest // home.slots):,} rows of each of all {plural(home.slots, 'slot')}{wider}"

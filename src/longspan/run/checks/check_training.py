@@ -147,4 +147,4 @@ def _try(train: TrainConfig) -> None:
 
     from longspan.train.optim.optimizer import OptimizerChoice, parameter_groups
 
-    OptimizerChoice.of(train).over(parameter_groups(nn.Linear(2, 2, bias=False), train.optimizer, train.weight_decay))
+    OptimizerChoice.of(train).build(parameter_groups(nn.Linear(2, 2, bias=False), train.optimizer, train.weight_decay))

@@ -58,7 +58,7 @@ class _Chunks:
     def back(self, x: Tensor) -> Tensor:
         """(1, L, …) as rows (T, …)."""
         rows = x.squeeze(0)
-        return rows if self.runs.padded is None else rows.index_select(0, self.runs.in_padded)
+        return rows if self.runs.padded is None else rows.index_select(0, self.runs.padded_places)
 
     def entering(self, states: Tensor) -> Tensor:
         """The state (1, N, H, V, K) that enters each chunk, from those (R, H, V, K) that enter runs."""

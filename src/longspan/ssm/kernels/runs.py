@@ -88,7 +88,7 @@ class LocalRuns:
         return self._device(np.where(np.arange(self.chunk) < self._sizes[:, None], rows, self.rows).reshape(-1))
 
     @cached_property
-    def in_padded(self) -> Tensor:
+    def padded_places(self) -> Tensor:
         """(T,) int64: the place of each row among `padded`."""
         chunk = np.repeat(np.arange(len(self._first_rows)), self._sizes)
         return self._device(chunk * self.chunk + np.arange(self.rows) - self._first_rows[chunk])

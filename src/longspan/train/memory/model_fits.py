@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.comm.all_ranks import run_on_every_rank
 from longspan.config.sections import RunConfig
-from longspan.errors import ConfigError, ModelError, counted
+from longspan.errors import ConfigError, ModelError, plural
 from longspan.layout import Layout
 from longspan.model.layers import decoder_layers, layers_of_stages
 from longspan.model.mtp.depths import mtp_blocks
@@ -164,7 +164,7 @@ def _check(config: RunConfig, needed: NeededBytes, room: Room, home: Layout) -> 
     figures = ", ".join(f"{name} {_gib(size)}" for name, size in parts if size)
     raise ConfigError(
         f"the model does not fit: a rank needs at least {_gib(needed.total)} before any activation ({figures}; "
-        f"parameters over {counted(needed.shards, 'shard')}), and {room.where} has {_gib(room.size)} free; "
+        f"parameters over {plural(needed.shards, 'shard')}), and {room.where} has {_gib(room.size)} free; "
         + _cure(config, needed, room, home)
     )
 
@@ -181,7 +181,7 @@ def _cure(config: RunConfig, needed: NeededBytes, room: Room, home: Layout) -> s
         keys.append("parallel.reshard_after_forward = true")
     if shards := needed.shards_that_fit(room.size):
         gpus = shards * home.dp_replicate * home.tp * home.pp
-        return f"at least {counted(gpus, 'such GPU')} would do, or try {' or '.join(keys)}"
+        return f"at least {plural(gpus, 'such GPU')} would do, or try {' or '.join(keys)}"
     return f"no number of such GPUs would do with these keys, for what is gathered has no room; try {' or '.join(keys)}"
 
 

@@ -59,7 +59,7 @@ def states_to_come(choice: OptimizerChoice, model: nn.Module) -> int:
 def _bytes_of_states(choice: OptimizerChoice, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> int:
     parameter = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
     parameter.grad = torch.zeros_like(parameter)
-    optimizer = choice.over([parameter])
+    optimizer = choice.build([parameter])
     optimizer.step()
     return sum(x.numel() * x.element_size() for x in tree_leaves(optimizer.state[parameter]) if isinstance(x, Tensor))
 

@@ -73,7 +73,7 @@ def _draw(shape: Sequence[int], *, seed: int) -> Tensor:
 def _difference(choice: OptimizerChoice, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> str:
     """What sharded parameters become otherwise than whole ones, or "" where nothing."""
     before = [whole.detach().clone() for _, whole in pairs]
-    optimizers = [choice.over([{"params": [pair[i] for pair in pairs]}]) for i in (0, 1)]
+    optimizers = [choice.build([{"params": [pair[i] for pair in pairs]}]) for i in (0, 1)]
     for step in range(1, STEPS + 1):
         for sharded, whole in pairs:
             whole.grad = _draw(whole.shape, seed=step).to(whole)

@@ -31,7 +31,7 @@ class OptimizerChoice:
     """An optimizer's class and what it is called with.
 
     >>> choice = OptimizerChoice.of(TrainConfig(optimizer="torch.optim.NAdam"))
-    >>> optimizer = choice.over(parameter_groups(model, choice.weight_decay))
+    >>> optimizer = choice.build(parameter_groups(model, choice.weight_decay))
     """
 
     name: str
@@ -52,7 +52,7 @@ class OptimizerChoice:
         """The optimizer's class."""
         return optimizer_class(self.name)
 
-    def over(self, parameters: Iterable[Any]) -> Optimizer:
+    def build(self, parameters: Iterable[Any]) -> Optimizer:
         """The optimizer over parameters, or groups of them. Raises ConfigError where its class refuses these."""
         settings: dict[str, Any] = {"lr": self.lr, **dict(self.arguments)}
         if self.name == "adamw":
@@ -90,7 +90,7 @@ def build_optimizer(
     check_arguments(name, arguments)
     rates = lr if isinstance(lr, Mapping) else {"": lr}
     groups = parameter_groups(model, name, weight_decay, rates)
-    return OptimizerChoice(name, max(rates.values(), default=0.0), weight_decay, tuple(arguments.items())).over(groups)
+    return OptimizerChoice(name, max(rates.values(), default=0.0), weight_decay, tuple(arguments.items())).build(groups)
 
 
 def parameter_groups(

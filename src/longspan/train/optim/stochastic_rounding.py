@@ -35,9 +35,9 @@ class StochasticRounding(Optimizer):
     def __init__(
         self, choice: OptimizerChoice, model: nn.Module, world: World, rates: Mapping[str, float] | None = None
     ) -> None:
-        optimizer = choice.over(parameter_groups(model, choice.name, choice.weight_decay, rates))
+        optimizer = choice.build(parameter_groups(model, choice.name, choice.weight_decay, rates))
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._wide = choice.over([nn.Parameter(torch.zeros(1, 1))])  # steps on the float32 copy of one parameter
+        self._wide = choice.build([nn.Parameter(torch.zeros(1, 1))])  # steps on the float32 copy of one parameter
         self._world, self._parts = world, _parts(model)
         self._last_step, self._draws = -1, 0
 

@@ -12,7 +12,7 @@ from longspan.config.keys import AUTO
 from longspan.config.plan_section import EvalConfig, PlanSection
 from longspan.config.sections import ContextConfig, ParallelConfig, RunConfig, held_out_set
 from longspan.data.step_order import PackOrder, StepOrder
-from longspan.errors import ConfigError, LongspanError, PlanError, counted
+from longspan.errors import ConfigError, LongspanError, PlanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import heads_allow
@@ -235,7 +235,7 @@ class PlanChoice:
             fixed = self.planner != "dynamic"
             degree = f"{self.degree_key} {self.degree or AUTO}"
             keys = f"{degree} and {rows} do not suit" if fixed else f"{rows} does not suit"
-            raise ConfigError(f"{keys} {title} on {counted(len(home.ranks), 'rank')}: {error}") from error
+            raise ConfigError(f"{keys} {title} on {plural(len(home.ranks), 'rank')}: {error}") from error
 
     def _cost(self, home: Layout) -> Cost:
         """The cost of a slot, whose tensor-parallel ranks share it; in free mode with the closing of a step."""

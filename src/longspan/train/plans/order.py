@@ -11,7 +11,7 @@ from longspan.data.documents import Corpus
 from longspan.data.step_order import PackOrder, StepOrder
 from longspan.data.stream import EQUAL_CUTS, ORDER, Mixture
 from longspan.data.uncut import UncutSpans
-from longspan.errors import ConfigError, counted
+from longspan.errors import ConfigError, plural
 from longspan.train.optim.schedule import Schedule
 
 FEW_STEPS = 50  # a run of epochs with fewer gets advice on how to have more
@@ -28,8 +28,8 @@ def with_steps_of_epochs(config: RunConfig, order: StepOrder | PackOrder, log: L
     config = with_steps(config, steps)
     Schedule.of(config.train)
     log(
-        f"train.epochs {config.train.epochs:g}: {counted(steps, 'step')} over {counted(documents, 'document')} "
-        f"({counted(tokens, 'token')}), in place of train.steps; {config.train.warmup_steps} of warm-up"
+        f"train.epochs {config.train.epochs:g}: {plural(steps, 'step')} over {plural(documents, 'document')} "
+        f"({plural(tokens, 'token')}), in place of train.steps; {config.train.warmup_steps} of warm-up"
     )
     if steps < FEW_STEPS:
         log(_few_steps_line(config, order))
@@ -41,7 +41,7 @@ def _few_steps_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
     tokens, taken = int(config.train.epochs * order.stream.tokens), config.train.tokens_per_step
     least = int(order.lengths.max()) if isinstance(order, StepOrder) else config.data.pack_to
     fewer = max(tokens // FEW_STEPS, least)
-    line = f"few updates: {counted(config.train.steps, 'step')} of up to {taken:,} tokens may change little; "
+    line = f"few updates: {plural(config.train.steps, 'step')} of up to {taken:,} tokens may change little; "
     if tokens // fewer <= config.train.steps:
         return line + "more epochs (train.epochs), or more documents, make more"
     return line + f"--train.tokens_per_step {fewer} makes at least {tokens // fewer} of the same documents"
@@ -97,10 +97,10 @@ def _uncut(config: RunConfig, corpus: Corpus) -> UncutSpans | None:
 def documents_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
     """How many documents are trained on, how often the run's steps read them, and how many are held out of that."""
     steps, tokens = config.train.steps, order.stream.tokens
-    line = f"{counted(order.stream.documents, 'document')} to train on, of {counted(tokens, 'token')}"
+    line = f"{plural(order.stream.documents, 'document')} to train on, of {plural(tokens, 'token')}"
     if not config.train.epochs:  # their number of steps has a line of its own
         times = config.train.tokens_per_step * steps / tokens
-        line += f", which {counted(steps, 'step')} read about {times:.3g} times"
+        line += f", which {plural(steps, 'step')} read about {times:.3g} times"
     line += f"; {len(order.evaluation)} held out (data.eval_documents)"
     if config.data.pack_to:
         within = "across documents" if config.data.pack_attention == "across" else "within documents"
@@ -122,6 +122,6 @@ def source_lines(config: RunConfig, order: StepOrder | PackOrder) -> Iterator[st
         share = source.weight / sum(other.weight for other in sources)
         yield (
             f"source {table.path}: weight {source.weight:g}, {share:.3g} of the tokens of steps; it has "
-            f"{counted(source.documents, 'document')} of {counted(source.tokens, 'token')} to train on, read about "
+            f"{plural(source.documents, 'document')} of {plural(source.tokens, 'token')} to train on, read about "
             f"{taken * share / source.tokens:.3g} times"
         )

@@ -14,7 +14,7 @@ from torch import nn
 from longspan.bridge.item_documents import item_table_of, targets_beside_items
 from longspan.comm import World
 from longspan.data.document import LabelledPack, target_count
-from longspan.errors import DataError, ModelError, PlanError, counted
+from longspan.errors import DataError, ModelError, PlanError, plural
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Plan
 from longspan.plan.items import ItemTable
@@ -65,7 +65,7 @@ class StepDocuments:
         hidden = "" if self.items is None else f" that are not placeholders of {len(self.items)} items"
         raise PlanError(
             f"the plan divides the loss by {plan.targets} targets, its {len(plan.lengths)} documents predict "
-            f"{counted(targets, 'token')}{hidden}; plan with targets={targets}, or without targets= where every token "
+            f"{plural(targets, 'token')}{hidden}; plan with targets={targets}, or without targets= where every token "
             "is predicted"
         )
 
@@ -82,7 +82,7 @@ class StepDocuments:
             )
         if len(value) != length:
             raise PlanError(
-                f"document {document} has {counted(len(value), 'token')}, the plan laid out {length}; plan from the "
+                f"document {document} has {plural(len(value), 'token')}, the plan laid out {length}; plan from the "
                 "lengths of the documents that the step is given"
             )
         return target_count(value)

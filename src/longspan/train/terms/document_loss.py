@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.comm import World, on_all_ranks, to_device
-from longspan.errors import LossError, ModelError, counted, shortened
+from longspan.errors import LossError, ModelError, plural, short_text
 from longspan.model.adapters import adapter_of, is_adapted
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import refuse_dropout_in_two_passes
@@ -49,7 +49,7 @@ class DocumentLoss:
         count = len(plan.lengths)
         if not callable(self.function):
             raise LossError(
-                f"the function of a DocumentLoss is {shortened(self.function)}; give a function of (sums, documents)"
+                f"the function of a DocumentLoss is {short_text(self.function)}; give a function of (sums, documents)"
             )
         if self.sets is None:
             return (tuple(range(count)),) if count else ()
@@ -57,11 +57,11 @@ class DocumentLoss:
         for index, documents in enumerate(sets):
             if not documents or len(set(documents)) != len(documents):
                 raise LossError(
-                    f"set {index} of a DocumentLoss is {shortened(documents)}; give each document of a set once"
+                    f"set {index} of a DocumentLoss is {short_text(documents)}; give each document of a set once"
                 )
             if min(documents) < 0 or max(documents) >= count:
                 raise LossError(
-                    f"set {index} of a DocumentLoss is {shortened(documents)}, the plan has documents 0 to "
+                    f"set {index} of a DocumentLoss is {short_text(documents)}, the plan has documents 0 to "
                     f"{count - 1}; give their numbers in the plan"
                 )
         return sets
@@ -72,7 +72,7 @@ def _list_of_sets(sets: Any) -> list[Any]:
         return list(sets)
     except TypeError as error:
         raise LossError(
-            f"the sets of a DocumentLoss are {shortened(sets)}; give a list of sets: [(0, 1), (2, 3)]"
+            f"the sets of a DocumentLoss are {short_text(sets)}; give a list of sets: [(0, 1), (2, 3)]"
         ) from error
 
 
@@ -84,7 +84,7 @@ def _numbers(index: int, documents: Any) -> tuple[int, ...]:
         return tuple(operator.index(document) for document in documents)
     except TypeError as error:
         raise LossError(
-            f"set {index} of a DocumentLoss is {shortened(documents)}; give the numbers of its documents, as integers: "
+            f"set {index} of a DocumentLoss is {short_text(documents)}; give its documents' numbers, as integers: "
             "sets=[(0, 1), (2, 3)]"
         ) from error
 
@@ -177,7 +177,7 @@ class DocumentPasses:
     def refuse_dropout(self, model: nn.Module) -> None:
         """Raise ModelError where dropout would make the two forward passes of a set differ; entered by all ranks."""
         if self._across:
-            sets = counted(len(self._across), "set")
+            sets = plural(len(self._across), "set")
             refuse_dropout_in_two_passes(model, f"{sets} of documents in several micro-batches")
         adapter = adapter_of(model)
         rate = adapter.dropout if adapter is not None and self._inside else 0.0

@@ -25,7 +25,7 @@ from longspan.config.keys import AUTO
 from longspan.config.model_sections import RANDOM
 from longspan.config.sections import RunConfig
 from longspan.data.document import NO_TARGET
-from longspan.errors import LossError, ModelError, counted, shortened
+from longspan.errors import LossError, ModelError, plural, short_text
 from longspan.model.add_depths import add_mtp
 from longspan.model.mtp.depths import depths_of
 from longspan.model.mtp.names import count_depths
@@ -52,7 +52,7 @@ class MtpLoss:
     def __post_init__(self) -> None:
         weight: Any = self.weight
         if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight) or weight < 0:
-            raise LossError(f"the weight of an MtpLoss is {shortened(weight)}; give a number from 0: 0.3, say")
+            raise LossError(f"the weight of an MtpLoss is {short_text(weight)}; give a number from 0: 0.3, say")
 
 
 def mtp_loss(config: RunConfig) -> MtpLoss | None:
@@ -118,7 +118,7 @@ class DepthsTerm(Term):
 def _agree_on_depths(mtp: Any, model: nn.Module, world: World) -> int:
     """How many depths a step of a model runs; entered by all ranks."""
     if not isinstance(mtp, MtpLoss):
-        raise LossError(f"mtp is {shortened(mtp)}; give MtpLoss(weight=0.3), or None")
+        raise LossError(f"mtp is {short_text(mtp)}; give MtpLoss(weight=0.3), or None")
     name = type(model).__name__.removeprefix("FSDP")
     depths = model.depths if isinstance(model, PipelineModel) else len(depths_of(model))
     if not depths:
@@ -167,7 +167,7 @@ def depth_weights(config: RunConfig, configuration: Any) -> Path | None:
     if named == AUTO and not available:
         return None
     raise ModelError(
-        f"mtp.depths is {depths}, and {folder} has weights of {counted(available, 'depth')} of multi-token prediction; "
+        f"mtp.depths is {depths}, and {folder} has weights of {plural(available, 'depth')} of multi-token prediction; "
         "set "
         + (f"mtp.depths = {available}, or " if available else "")
         + f'mtp.weights = "{RANDOM}" to begin with random ones'
@@ -180,4 +180,4 @@ def depths_line(config: RunConfig, configuration: Any) -> str:
     source = f"weights of {folder}" if folder else f"random weights (train.seed {config.train.seed})"
     frozen = ", which stay as they are beside their adapters" if config.lora.rank else ""
     frozen = ", trained whole beside the model's adapter" if config.mtp.train_whole else frozen
-    return f"multi-token prediction: {counted(config.mtp.depths, 'depth')}, {source}{frozen}"
+    return f"multi-token prediction: {plural(config.mtp.depths, 'depth')}, {source}{frozen}"

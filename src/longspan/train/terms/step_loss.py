@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from longspan.comm import World, on_all_ranks, raise_first_error
-from longspan.errors import LongspanError, LossError, shortened
+from longspan.errors import LongspanError, LossError, short_text
 from longspan.plan import Plan
 from longspan.train.loss import CrossEntropy
 from longspan.train.passes import Passes, Term, default_divisor
@@ -93,7 +93,7 @@ def _read(
 ) -> tuple[CrossEntropy | TokenLoss | DocumentPasses, float, str]:
     """The measure and the divisor of a step, and in words what must be the same on every rank."""
     if loss is not None and not isinstance(loss, DocumentLoss) and not callable(loss):
-        raise LossError(f"loss is {shortened(loss)}; give a function of (log_probs, at), a DocumentLoss, or None")
+        raise LossError(f"loss is {short_text(loss)}; give a function of (log_probs, at), a DocumentLoss, or None")
     if isinstance(loss, DocumentLoss):
         sets = loss.sets_of(plan)
         measure, default = DocumentPasses(loss.function, sets, plan, world, chunk_rows), float(max(len(sets), 1))
@@ -111,7 +111,7 @@ def check_divisor(divisor: Any) -> float:
         number = divisor.item()
     if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number) or number <= 0:
         raise LossError(
-            f"divisor is {shortened(divisor)}; give a positive number, the same on every rank: the number of "
+            f"divisor is {short_text(divisor)}; give a positive number, the same on every rank: the number of "
             "documents, or of targets, or of prompts"
         )
     return float(number)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from longspan.errors import ModelError, counted
+from longspan.errors import ModelError, plural
 from longspan.model.layers import architecture_name, base_of
 from longspan.model.seams.refusals import doctor_hint
 
@@ -112,7 +112,7 @@ def _reads(reads: Mapping[str, str]) -> Iterator[str]:
 
 def _other_calls(calls: Sequence[ModelCall], inputs: Mapping[str, Any]) -> Iterator[str]:
     if len(calls) != 1:
-        yield f"calls its base model {counted(len(calls), 'time')}, not once"
+        yield f"calls its base model {plural(len(calls), 'time')}, not once"
     for base, args, kwargs in calls[:1]:
         defaults = {name: parameter.default for name, parameter in signature(base.forward).parameters.items()}
         base_arguments = dict(zip(defaults, args, strict=False)) | dict(kwargs)
