@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.data.permutation import Epochs, FirstEpochs, shuffled_sample
+from longspan.data.permutation import Epochs, shuffled_sample
 
 
 @given(count=st.integers(1, 3000), seed=st.integers(0, 2**40))
@@ -49,7 +49,6 @@ def test_neighbours_are_not_neighbours_before() -> None:
 
 def test_an_epoch_never_changes() -> None:
     assert Epochs(1000, 3, 1, 0)[np.arange(2000, 2006)].tolist() == [732, 408, 832, 302, 400, 157]
-    assert FirstEpochs(1000, 3, 1)[np.arange(2000, 2006)].tolist() == [986, 273, 168, 982, 97, 756]
 
 
 @given(count=st.integers(0, 200), most=st.integers(0, 200), block=st.integers(1, 64))

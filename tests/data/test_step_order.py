@@ -7,31 +7,27 @@ import tracemalloc
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from longspan.data.step_order import StepOrder, sample_documents
-from longspan.data.stream import EQUAL_CUTS, FIRST_ORDER, ORDER, Mixture
+from longspan.data.stream import Mixture
 from longspan.errors import DataError
-from longspan.run import resume
 
 LENGTHS = np.array([2 + i * i * 37 % 898 for i in range(101)])
-VERSIONS = pytest.mark.parametrize("version", [FIRST_ORDER, ORDER])
 
 
-def order(seed: int = 3, tokens: int = 2000, held_out: int = 11, version: int = ORDER) -> StepOrder:
-    return StepOrder(LENGTHS, tokens_per_step=tokens, seed=seed, eval_documents=held_out, version=version)
+def order(seed: int = 3, tokens: int = 2000, held_out: int = 11) -> StepOrder:
+    return StepOrder(LENGTHS, tokens_per_step=tokens, seed=seed, eval_documents=held_out)
 
 
 def training(found: StepOrder) -> list[int]:
     return sorted(set(range(len(LENGTHS))) - set(found.evaluation))
 
 
-@VERSIONS
-def test_epochs_hold_every_training_document_once_and_no_held_out_one(version: int) -> None:
-    found = order(version=version)
+def test_epochs_hold_every_training_document_once_and_no_held_out_one() -> None:
+    found = order()
     assert len(found.evaluation) == 11 and found.stream.documents == 90
     assert found.stream.tokens == LENGTHS[training(found)].sum()
     stream = [d for step in range(200) for d in found.documents_of_step(step)]
@@ -40,10 +36,9 @@ def test_epochs_hold_every_training_document_once_and_no_held_out_one(version: i
     assert stream[:90] != stream[90:180]
 
 
-@VERSIONS
 @pytest.mark.parametrize("tokens", [2, 500, 2000, 10**6])
-def test_a_step_takes_as_many_documents_as_fit_and_at_least_one(tokens: int, version: int) -> None:
-    found = order(tokens=tokens, version=version)
+def test_a_step_takes_as_many_documents_as_fit_and_at_least_one(tokens: int) -> None:
+    found = order(tokens=tokens)
     stream = [found.documents_of_step(step) for step in range(130)]
     for step, (now, then) in enumerate(pairwise(stream)):
         total = LENGTHS[list(now)].sum()
@@ -73,39 +68,20 @@ def test_order_is_a_function_of_seed_and_step_alone() -> None:
     ]
     assert order(seed=4).documents_of_step(150) != ahead
     assert order().evaluation != order(seed=4).evaluation
-    assert order().evaluation == order(version=FIRST_ORDER).evaluation
 
 
-EARLIER = [(2000, 400, "37b67ae4af715b40"), (10**6, 40, "c1f89a650c309330")]
 NOW = [(2000, 400, "f097836e784b258a"), (10**6, 40, "a836d67130664009")]
 
 
-@pytest.mark.parametrize(
-    ("version", "tokens", "steps", "digest"),
-    [*((FIRST_ORDER, *row) for row in EARLIER), *((ORDER, *row) for row in NOW)],
-)
-def test_the_order_of_each_version_never_changes(version: int, tokens: int, steps: int, digest: str) -> None:
-    """Runs that were begun by earlier versions go on with the same documents, on every machine."""
+@pytest.mark.parametrize(("tokens", "steps", "digest"), NOW)
+def test_the_order_never_changes(tokens: int, steps: int, digest: str) -> None:
+    """A resumed run trains the same documents on every machine."""
     lengths = np.random.default_rng(100).integers(1, 900, size=100)
-    found = StepOrder(lengths, tokens_per_step=tokens, seed=3, eval_documents=11, version=version)
+    found = StepOrder(lengths, tokens_per_step=tokens, seed=3, eval_documents=11)
     stream = [found.documents_of_step(step) for step in range(steps)]
     trained = sorted(set(range(100)) - set(found.evaluation))
     text = json.dumps([found.evaluation, trained, stream])
     assert sha256(text.encode()).hexdigest()[:16] == digest
-
-
-@pytest.mark.parametrize(
-    ("state", "version"),
-    [({"step": 3}, FIRST_ORDER), ({"step": 3, "order": 2}, EQUAL_CUTS), ({"step": 3, "order": 3}, ORDER)],
-)
-def test_a_resumed_run_keeps_the_order_that_it_began_with(
-    state: dict[str, int], version: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world: Any = None
-    monkeypatch.setattr(resume, "run_on_first_rank", lambda world, read, error: read())
-    monkeypatch.setattr(resume, "read_state", lambda checkpoint: state)
-    assert resume.order_version(Path("step-000003"), world) == version
-    assert resume.order_version(None, world) == ORDER
 
 
 def test_an_order_holds_nothing_of_a_corpus_and_travels_as_the_name_of_its_file(tmp_path: Path) -> None:

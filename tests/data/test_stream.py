@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from longspan.data import stream
 from longspan.data.step_order import StepOrder
-from longspan.data.stream import ORDER, DocumentStream, Mixture, shuffled_sources
+from longspan.data.stream import DocumentStream, Mixture, shuffled_sources
 
 WEIGHTS = st.sampled_from([0.1, 0.3, 1.0, 2.0, 7.0])
 
@@ -38,14 +38,14 @@ def cases(draw: st.DrawFn) -> Case:
 def opened(case: Case, documents: int = 100) -> DocumentStream:
     """The stream, in parts of so many documents."""
     with patch.object(stream, "_DOCUMENTS", documents):
-        return DocumentStream(case.lengths, shuffled_sources(case.lengths, case.mixture, case.held_out, 5, ORDER))
+        return DocumentStream(case.lengths, shuffled_sources(case.lengths, case.mixture, case.held_out, 5))
 
 
 def taken(found: DocumentStream, count: int) -> list[int]:
-    ids, part = list[int](), found.at(0)
+    ids, part = list[int](), found.part_at(0)
     while len(ids) < count:
         ids += part.ids.tolist()
-        part = found.after(part)
+        part = found.next_part(part)
     return ids[:count]
 
 
@@ -94,12 +94,12 @@ def test_tokens_stand_in_the_proportion_of_weights_within_one_document(case: Cas
 def test_a_stream_is_the_same_from_any_place(case: Case, place: int, epochs: float) -> None:
     followed = taken(opened(case), 1000)
     found = opened(case)
-    part = found.at(place)
+    part = found.part_at(place)
     assert part.ids.tolist() == followed[part.first : part.first + len(part.ids)]
     assert part.before == case.lengths[followed[: part.first]].sum()
     assert found.at_token(part.before + 1).first == part.first
     again: DocumentStream = pickle.loads(pickle.dumps(found))
-    there = again.at(place)
+    there = again.part_at(place)
     assert there.ids[place - there.first] == followed[place]
     end = found.place_after(epochs)
     assert found.tokens_before(end) == case.lengths[np.array(taken(found, end), dtype=np.int64)].sum()

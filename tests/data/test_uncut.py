@@ -17,7 +17,6 @@ from longspan.bridge import items_at_placeholders
 from longspan.config.sections import DataConfig, RunConfig, TrainConfig
 from longspan.corpus.image_documents import ImagePacks, show_images
 from longspan.data.step_order import PackOrder, StepOrder
-from longspan.data.stream import EQUAL_CUTS
 from longspan.data.uncut import UncutSpans
 from longspan.errors import ConfigError
 from longspan.model.weights.hf_folder import read_configuration
@@ -174,8 +173,6 @@ def test_packs_without_room_for_an_image_are_refused() -> None:
     corpus: Any = _Documents(lengths=np.array([40, 30]), targets=None, images=images, source_of=None)
     with pytest.raises(ConfigError, match=r"data.pack_to is 19, and an image takes 20 tokens, .* set it to 20 or more"):
         step_order_of(_config(pack_to=19), corpus)
-    with pytest.raises(ConfigError, match="an older version of longspan began the run"):
-        step_order_of(_config(pack_to=20), corpus, version=EQUAL_CUTS)
 
 
 @pytest.mark.whole

@@ -36,6 +36,7 @@ from longspan.errors import (
 from longspan.plan import Plan
 from longspan.plan.cost.model_cost import CPU_GBPS
 from longspan.run import folder as run_lock
+from longspan.run import resume
 from longspan.run.checks.config_check import check_config
 from longspan.run.facts import RunFacts
 from longspan.run.loop import train
@@ -297,6 +298,10 @@ def test_one_run_at_a_time_and_a_disk_that_is_full(tmp_path: Path) -> None:
     assert f"The weights after 1 step are saved in {folder / 'checkpoints'}" in refused.value.__notes__
     state = json.loads((folder / "checkpoints" / "step-000001" / "state.json").read_text())
     assert (state["step"], state["order"]) == (1, ORDER)
+    with pytest.raises(
+        CheckpointError, match=rf"saved by a run with order 2 of documents, .* has order {ORDER}: resume"
+    ):
+        resume._check_same_run(config, state | {"order": 2}, Path("step-000001"))
 
 
 def test_a_run_that_was_killed_holds_no_folder(tmp_path: Path) -> None:

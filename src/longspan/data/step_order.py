@@ -22,7 +22,7 @@ from longspan.data.arrays import as_pickled, from_pickled
 from longspan.data.document import Pack, Piece, make_pack
 from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.permutation import Integers, shuffled_sample
-from longspan.data.stream import EVAL_SET, HELD_OUT, ORDER, DocumentStream, Mixture, shuffled_sources
+from longspan.data.stream import EVAL_SET, HELD_OUT, DocumentStream, Mixture, shuffled_sources
 from longspan.data.uncut import EqualBorders, UncutBorders, UncutSpans
 from longspan.errors import DataError
 
@@ -52,9 +52,8 @@ class StepOrder:
         eval_documents: int,
         targets: npt.NDArray[Any] | None = None,
         mixture: Mixture | None = None,
-        version: int = ORDER,
     ) -> None:
-        self.lengths, self.targets, self.version = np.asarray(lengths), targets, version
+        self.lengths, self.targets = np.asarray(lengths), targets
         if eval_documents >= len(self.lengths):
             raise DataError(
                 f"data.eval_documents {eval_documents} leaves nothing to train on: the corpus has "
@@ -62,7 +61,7 @@ class StepOrder:
             )
         held_out = np.sort(shuffled_sample(len(self.lengths), eval_documents, seed, HELD_OUT))
         self.evaluation: tuple[int, ...] = tuple(held_out.tolist())
-        self.stream = DocumentStream(self.lengths, shuffled_sources(self.lengths, mixture, held_out, seed, version))
+        self.stream = DocumentStream(self.lengths, shuffled_sources(self.lengths, mixture, held_out, seed))
         self._budget = tokens_per_step
         self._open()
 
@@ -183,7 +182,7 @@ class PackOrder:
     def __init__(
         self, order: StepOrder, *, pack_to: int, tokens_per_step: int, across: bool, uncut: UncutSpans | None = None
     ) -> None:
-        self.stream, self.evaluation, self.version = order.stream, order.evaluation, order.version
+        self.stream, self.evaluation = order.stream, order.evaluation
         self._across, packs = across, max(1, tokens_per_step // pack_to)
         self._equal = [pack_to] * packs if uncut is None else None
         self._borders = (

@@ -16,12 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.data.arrays import as_pickled, from_pickled
-from longspan.data.permutation import Epochs, FirstEpochs, Integers, Shuffled
+from longspan.data.permutation import Epochs, Integers, Shuffled
 from longspan.errors import DataError, plural
 
 HELD_OUT, EPOCH, EVAL_SET = 0, 1, 2  # which of the seed's streams
-FIRST_ORDER, ORDER = 1, 3  # the order of earlier versions, which their resumed runs keep, and that of new runs
-EQUAL_CUTS = 2  # the last order that cut packs with images at equal distances
+ORDER = 3  # the number of this order of documents, which checkpoints hold
 
 
 class Mixture(NamedTuple):
@@ -58,7 +57,7 @@ class ShuffledSource:
 
 
 def shuffled_sources(
-    lengths: npt.NDArray[Any], mixture: Mixture | None, held_out: Integers, seed: int, version: int
+    lengths: npt.NDArray[Any], mixture: Mixture | None, held_out: Integers, seed: int
 ) -> tuple[ShuffledSource, ...]:
     """Return the sources of a corpus without its held-out documents (sorted); one source without a mixture.
 
@@ -80,9 +79,7 @@ def shuffled_sources(
             )
         tokens = int(lengths[first:stop].sum(dtype=np.int64)) - int(lengths[left_out].sum(dtype=np.int64))
         count = stop - first - len(left_out)
-        is_first = version == FIRST_ORDER
-        shuffled = FirstEpochs(count, seed, EPOCH) if is_first else Epochs(count, seed, EPOCH, number)
-        sources.append(ShuffledSource(first, stop, left_out, tokens, weight, shuffled))
+        sources.append(ShuffledSource(first, stop, left_out, tokens, weight, Epochs(count, seed, EPOCH, number)))
     return tuple(sources)
 
 

@@ -19,6 +19,7 @@ from typing import TextIO
 from longspan.checkpoint.checkpoint import save_checkpoint
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank
+from longspan.data.stream import ORDER
 from longspan.errors import CheckpointError, LongspanError, NonFiniteError, RunFolderError, plural
 from longspan.files import naming_file
 from longspan.run.run_data import TrainingRun
@@ -98,7 +99,7 @@ class Saves:
     def save(self, *, keep_all: bool = False) -> None:
         """Write a checkpoint of the weights as they are; all ranks call it together."""
         run = self._run
-        state = {"config": run.config.tables(), "ranks": len(run.world.home.ranks), "order": run.order.version}
+        state = {"config": run.config.tables(), "ranks": len(run.world.home.ranks), "order": ORDER}
         keep = 0 if keep_all else run.config.run.keep_checkpoints
         save_checkpoint(run.checkpoints, run.model, run.optimizer, run.world, step=self.done, state=state, keep=keep)
         self._saved, self._since = self.done, time.monotonic()

@@ -11,8 +11,8 @@ from longspan.checkpoint.files import read_state, remove_unfinished
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_first_rank
 from longspan.config.keys import AUTO
-from longspan.config.sections import ModelConfig, RunConfig, TrainConfig
-from longspan.data.stream import FIRST_ORDER, ORDER
+from longspan.config.sections import RunConfig, TrainConfig
+from longspan.data.stream import ORDER
 from longspan.errors import CheckpointError, ConfigError
 from longspan.train.optim.schedule import Schedule
 
@@ -52,14 +52,6 @@ def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path 
     state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
     _check_same_run(config, state, checkpoint)
     return checkpoint
-
-
-def order_version(checkpoint: Path | None, world: World) -> int:
-    """The version of the order of documents, that of the run's beginning. All ranks call it together."""
-    if checkpoint is None:
-        return ORDER
-    state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
-    return state.get("order", FIRST_ORDER)
 
 
 def with_held_out_of(config: RunConfig, checkpoint: Path | None, world: World) -> RunConfig:
@@ -108,10 +100,15 @@ def _as_tuple(value: Any) -> Any:
 
 def _both_configurations(config: RunConfig, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The configuration of a checkpoint and the present one, both as JSON."""
-    return _with_preset(state.get("config", {})), _with_preset(json.loads(json.dumps(config.tables())))
+    return state.get("config", {}), json.loads(json.dumps(config.tables()))
 
 
 def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:
+    if state.get("order") != ORDER:
+        raise CheckpointError(
+            f"{path} was saved by a run with order {state.get('order')} of documents, and this version of longspan has "
+            f"order {ORDER}: resume it with the version that saved it, or set run.dir to a new folder"
+        )
     before, now = _both_configurations(config, state)
     fixed = [f"{section}.{key}" for section in _FIXED_SECTIONS for key in now[section]] + list(_FIXED_KEYS)
     fixed += ["encoder.train"] if config.lora.rank else []  # beside an adapter a checkpoint has what is trained alone
@@ -123,12 +120,6 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
                 f"{name} was {was!r} when {path} was saved and is {value!r} now; "
                 f"set it back, or set run.dir to a new folder"
             )
-
-
-def _with_preset(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with the preset that it means: older runs write one down beside a folder that wins over it."""
-    model = ModelConfig(**{key: config.get("model", {}).get(key, "") for key in ("preset", "path", "config")})
-    return {**config, "model": {**config.get("model", {}), "preset": model.preset_name}}
 
 
 def _check_finished(before: dict[str, Any], now: dict[str, Any], path: Path, log: LogLine) -> None:

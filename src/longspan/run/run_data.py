@@ -19,7 +19,6 @@ from longspan.evaluation.metrics import check_metrics, load_metrics
 from longspan.evaluation.sets import MADE, EvaluationSet, check_paths, files_in_both, open_set
 from longspan.layout import Layout
 from longspan.run.checks.check_plans import check_longest, check_longest_of_set
-from longspan.run.resume import order_version
 from longspan.train.long_documents import check_known
 from longspan.train.plans import query_heads
 from longspan.train.plans.order import documents_line, step_order_of
@@ -157,7 +156,7 @@ def open_data(
     """Open the documents of a run that resumes from a checkpoint or begins (None). Raises ConfigError or DataError."""
     check_sources(config, world, model.get_text_config().vocab_size)
     corpus = build_shared_corpus(config, world, model, resumed=checkpoint is not None, log=log)
-    order = step_order_of(config, corpus, version=order_version(checkpoint, world))
+    order = step_order_of(config, corpus)
     log(documents_line(config, order))
     sets, run_dir = open_sets(config, corpus, corpus.select(order.evaluation), world, log), Path(config.run.dir)
     sets = run_on_every_rank(

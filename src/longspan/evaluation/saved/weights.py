@@ -58,8 +58,8 @@ def _configuration(subject: Subject) -> PreTrainedConfig:
     run_dir = subject.weights.run_dir
     if run_dir is not None and not (run_dir / "config.json").is_file():
         raise CheckpointError(
-            f"{run_dir} has no config.json, which says what its model is; a run of an older version gets one when it "
-            f"is opened: longspan train {run_dir}/config.toml"
+            f"{run_dir} has no config.json, which names the class and sizes of its model; a run writes it when it "
+            f"begins: longspan train {run_dir}/config.toml"
         )
     return read_configuration(subject.folder)
 

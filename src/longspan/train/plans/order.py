@@ -9,7 +9,7 @@ from longspan.config.defaults import with_steps
 from longspan.config.sections import RunConfig
 from longspan.data.documents import Corpus
 from longspan.data.step_order import PackOrder, StepOrder
-from longspan.data.stream import EQUAL_CUTS, ORDER, Mixture
+from longspan.data.stream import Mixture
 from longspan.data.uncut import UncutSpans
 from longspan.errors import ConfigError, plural
 from longspan.train.optim.schedule import Schedule
@@ -58,8 +58,8 @@ def count_held_out(setting: int | str, documents: int) -> int:
     return min(HELD_OUT, max(1, documents // ONE_IN), documents - 1)
 
 
-def step_order_of(config: RunConfig, corpus: Corpus, *, version: int = ORDER) -> StepOrder | PackOrder:
-    """The order of a run's documents; a run that an earlier version began keeps that of its version."""
+def step_order_of(config: RunConfig, corpus: Corpus) -> StepOrder | PackOrder:
+    """The order of a run's documents."""
     data, tokens = config.data, config.train.tokens_per_step
     order = StepOrder(
         corpus.lengths,
@@ -68,16 +68,10 @@ def step_order_of(config: RunConfig, corpus: Corpus, *, version: int = ORDER) ->
         eval_documents=count_held_out(data.eval_documents, len(corpus)),
         targets=corpus.targets,
         mixture=Mixture(corpus.source_of, tuple(s.weight for s in data.sources)) if data.sources else None,
-        version=version,
     )
     if not data.pack_to:
         return order
     across, uncut = data.pack_attention == "across", _uncut(config, corpus)
-    if uncut is not None and version <= EQUAL_CUTS:
-        raise ConfigError(
-            f"an older version of longspan began the run in {config.run.dir}, and cut its packs (data.pack_to) with "
-            "images at other places; set run.dir to a new folder, with model.path as a model exported from the run"
-        )
     return PackOrder(order, pack_to=data.pack_to, tokens_per_step=tokens, across=across, uncut=uncut)
 
 
