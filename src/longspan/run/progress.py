@@ -146,7 +146,7 @@ class ProgressDisplay:
             console = Console(file=self._stream)
             self._figures, columns = _fit_to_width(row, self._steps, console.width)
             bar = Progress(*columns, console=console, refresh_per_second=4)
-            self._task = bar.add_task("", total=self._steps, completed=row["step"] - 1, what="step")
+            self._task = bar.add_task("", total=self._steps, completed=row["step"] - 1, title="step")
             bar.start()
             self._progress = bar
         figures = "  ".join(_figures(row)[: self._figures])
