@@ -16,13 +16,12 @@ from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from tokenizers import Tokenizer, models
+
+from longspan.layout import Integers
 
 PIECE, OVERLAP = 1 << 18, 1 << 13  # characters
 _RUNS = 3  # of characters of a kind; the first and the last may continue outside
-
-Integers = npt.NDArray[np.int64]
 
 
 class _Piece(NamedTuple):

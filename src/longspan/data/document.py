@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from longspan.data.permutation import Integers
 from longspan.errors import DataError, short_text
+from longspan.layout import Integers
 from longspan.layout.packing import NO_TARGET
 
 

@@ -20,8 +20,8 @@ from longspan.data.arrays import map_array
 from longspan.data.document import NO_TARGET, Pack
 from longspan.data.images import ImageTable
 from longspan.data.manifest import FILE, Manifest, Record, SourceFile, SourceLines, read_record
-from longspan.data.permutation import Integers
 from longspan.errors import DataError
+from longspan.layout import Integers
 
 # The code of a token decides its label: its own id, none, or the id code − 2.
 OWN_TOKEN, NOTHING, OTHER_TOKEN = 0, 1, 2

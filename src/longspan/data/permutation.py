@@ -6,7 +6,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-Integers = npt.NDArray[np.int64]
+from longspan.layout import Integers
+
 Words = npt.NDArray[np.uint64]
 
 _ROUNDS = 16  # fewer are not uniform over the permutations of 5 to 7 documents

@@ -21,10 +21,11 @@ import numpy.typing as npt
 from longspan.data.arrays import as_pickled, from_pickled
 from longspan.data.document import Pack, Piece, make_pack
 from longspan.data.documents import Corpus, CorpusDocuments
-from longspan.data.permutation import Integers, shuffled_sample
+from longspan.data.permutation import shuffled_sample
 from longspan.data.stream import EVAL_SET, HELD_OUT, DocumentStream, Mixture, shuffled_sources
 from longspan.data.uncut import EqualBorders, UncutBorders, UncutSpans
 from longspan.errors import DataError
+from longspan.layout import Integers
 
 _STRIDE = 64  # steps; the start of every 64th is kept
 

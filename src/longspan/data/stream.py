@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.data.arrays import as_pickled, from_pickled
-from longspan.data.permutation import Epochs, Integers, Shuffled
+from longspan.data.permutation import Epochs, Shuffled
 from longspan.errors import DataError, plural
+from longspan.layout import Integers
 
 HELD_OUT, EPOCH, EVAL_SET = 0, 1, 2  # which of the seed's streams
 ORDER = 3  # the number of this order of documents, which checkpoints hold

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from longspan.data.permutation import Integers
 from longspan.data.stream import DocumentStream, StreamPart
+from longspan.layout import Integers
 
 _STRIDE = 64  # steps; the beginning of every 64th is kept
 

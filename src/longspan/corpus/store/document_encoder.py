@@ -17,8 +17,8 @@ from longspan.corpus.rows.sample import BadRow, Row, Sample
 from longspan.data.documents import NOTHING, OTHER_TOKEN, OWN_TOKEN, encode_labels
 from longspan.data.images import PlacedImage, SampleImage
 from longspan.data.manifest import SHORTEST
-from longspan.data.permutation import Integers
 from longspan.errors import DataError
+from longspan.layout import Integers
 
 if TYPE_CHECKING:
     from longspan.corpus.rows.encoding import RowEncoding

@@ -15,8 +15,8 @@ from longspan.corpus.rows.sample import BadRow, RowSettings
 from longspan.data.arrays import map_array
 from longspan.data.documents import OWN_TOKEN, Corpus, encode_labels
 from longspan.data.manifest import Manifest, Record, SourceLines
-from longspan.data.permutation import Integers
 from longspan.errors import DataError
+from longspan.layout import Integers
 
 if TYPE_CHECKING:
     from longspan.corpus.rows.encoding import RowEncoding
