@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -21,6 +20,7 @@ from longspan.corpus.tokenizer import TextTokenizer
 from longspan.errors import DataError
 from longspan.evaluation.metrics import DocumentMetric, Mean, TargetRows
 from longspan.evaluation.result import PasskeyGrid
+from longspan.layout import Integers
 
 PASSKEY_OPENING = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "
@@ -30,8 +30,6 @@ SENTENCES = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "H
 FILLER = " ".join(SENTENCES)
 KEY = "The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = "What is the pass key? The pass key is"
-
-Ids = npt.NDArray[np.int64]
 
 
 def passkey_number(seed: int, length: int, depth: float, sample: int) -> int:
@@ -55,10 +53,10 @@ class Pieces(NamedTuple):
     """The ids of what documents of one tokenizer share, and the tokenizer for what they do not."""
 
     engine: Tokenizer
-    opening: Ids  # with what the tokenizer puts before a text
-    filler: Ids  # of all sentences, once
+    opening: Integers  # with what the tokenizer puts before a text
+    filler: Integers  # of all sentences, once
     sentence_ends: tuple[int, ...]  # where sentences end in them
-    question: Ids
+    question: Integers
 
     @classmethod
     def of(cls, tokenizer: Any) -> "Pieces":
@@ -84,11 +82,11 @@ class Pieces(NamedTuple):
             )
         return pieces
 
-    def key(self, key: int) -> Ids:
+    def key(self, key: int) -> Integers:
         """The ids of the sentences with the key."""
         return _ids_behind(self.engine, FILLER, KEY.format(key=key))[0]
 
-    def answer(self, key: int) -> Ids:
+    def answer(self, key: int) -> Integers:
         """The ids of the key behind the question: with the space before it, where that is a token of its own."""
         return _ids_behind(self.engine, QUESTION, str(key))[0]
 
@@ -106,7 +104,7 @@ def _engine(tokenizer: Any) -> Tokenizer:
     return engine
 
 
-def _ids_behind(engine: Tokenizer, context: str, piece: str) -> tuple[Ids, Ids]:
+def _ids_behind(engine: Tokenizer, context: str, piece: str) -> tuple[Integers, Integers]:
     """The ids of a piece of text behind another, and where each token ends in it, in characters (1: the space)."""
     text = f"{context} {piece}" if context else piece
     encoding = engine.encode(text, add_special_tokens=False)
@@ -131,12 +129,12 @@ class PasskeyDocument:
     depth: float
     filler: int
     key_at: int
-    answer: Ids
+    answer: Integers
 
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, positions: Any) -> Ids:
+    def __getitem__(self, positions: Any) -> Integers:
         return self.ids()[positions]
 
     @property
@@ -149,7 +147,7 @@ class PasskeyDocument:
         """The position of the answer's first token."""
         return self.length - len(self.answer)
 
-    def ids(self) -> Ids:
+    def ids(self) -> Integers:
         """All token ids."""
         filler = np.resize(self.pieces.filler, self.filler)
         key, pieces = self.pieces.key(self.key), self.pieces

@@ -5,25 +5,23 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from longspan.comm import World, to_device
 from longspan.evaluation.metrics import Bucket, EvaluationOptions, Mean, TargetRows, check_columns, check_pair
+from longspan.layout import Floats, Integers
 from longspan.train.loss import chunks_of_rows, log_probs_of_rows, rows_of_chunk
 from longspan.train.reading.read_rows import WEIGHTS, LocalBatch, documents_and_positions, target_rows
 
 FIRST_EDGE = 128  # positions and lengths below it are one bucket; the others are cut at powers of two
-Rows = npt.NDArray[np.int64]
-Sums = npt.NDArray[np.float64]
 
 
 class _Measured(NamedTuple):
     """Rows of a micro-batch that have a target: documents and positions (n,) on the host, the others on the device."""
 
-    documents: Rows
-    positions: Rows
+    documents: Integers
+    positions: Integers
     losses: list[Tensor]
     hits: list[Tensor]
     columns: list[Tensor]  # (2 M, n) values and counts of metrics of documents
@@ -41,11 +39,11 @@ class RowSums:
         self._options = options
         self._edges = edges_to(max(lengths, default=1))
         self._waiting: list[_Measured] = []
-        self._losses: Sums = np.zeros(len(lengths))  # of each document
-        self._positions: Sums = np.zeros((2, len(self._edges)))  # of each bucket: losses, rows
+        self._losses: Floats = np.zeros(len(lengths))  # of each document
+        self._positions: Floats = np.zeros((2, len(self._edges)))  # of each bucket: losses, rows
         self._bytes = self._hits = self._rows = 0
         self._metrics = torch.zeros(len(options.metrics), 2, dtype=torch.float64, device=device)
-        self._document_metrics: Sums = np.zeros((len(options.document_metrics), 2, len(lengths)))
+        self._document_metrics: Floats = np.zeros((len(options.document_metrics), 2, len(lengths)))
 
     def measure(self, batch: LocalBatch, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
         """The sum of the losses of a micro-batch's rows (T, D), from which `head` makes logits."""
@@ -70,7 +68,11 @@ class RowSums:
         return total
 
     def _chunks(
-        self, hidden: Tensor, head: Any, on_host: tuple[Rows, Rows, Rows, Rows], row_weights: Sums | None
+        self,
+        hidden: Tensor,
+        head: Any,
+        on_host: tuple[Integers, Integers, Integers, Integers],
+        row_weights: Floats | None,
     ) -> Iterator[TargetRows]:
         """Some rows at a time."""
         rows, documents, positions, targets = (to_device(values, hidden.device) for values in on_host)
@@ -143,11 +145,11 @@ class Totals(NamedTuple):
     """Sums over all ranks: losses of documents (D,), losses and rows of buckets of positions (2, B), metrics (M, 2),
     and metrics of documents (M, 2, D)."""
 
-    documents: Sums
-    positions: Sums
-    edges: Rows
-    metrics: Sums
-    document_metrics: Sums
+    documents: Floats
+    positions: Floats
+    edges: Integers
+    metrics: Floats
+    document_metrics: Floats
     rows: int
     hits: int
     bytes: int
@@ -170,13 +172,13 @@ class Totals(NamedTuple):
         return _buckets(self.edges, [Mean(*pair) for pair in zip(losses, rows, strict=True)], counts)
 
 
-def edges_to(longest: int) -> Rows:
+def edges_to(longest: int) -> Integers:
     """Where buckets begin, for positions and lengths up to `longest`: 0, 128, 256, 512, …"""
     doublings = max(0, math.ceil(math.log2(max(longest, 1) / FIRST_EDGE)) + 1)
     return np.array([0, *(FIRST_EDGE << i for i in range(doublings) if FIRST_EDGE << i <= longest)], dtype=np.int64)
 
 
-def _buckets(edges: Rows, losses: Sequence[Mean], documents: Sequence[int]) -> tuple[Bucket, ...]:
+def _buckets(edges: Integers, losses: Sequence[Mean], documents: Sequence[int]) -> tuple[Bucket, ...]:
     starts = edges.tolist()
     lasts = [*(start - 1 for start in starts[1:]), 2 * max(starts[-1], FIRST_EDGE // 2) - 1]
     made = zip(starts, lasts, losses, documents, strict=True)

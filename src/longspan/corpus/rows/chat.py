@@ -24,8 +24,7 @@ from longspan.corpus.rows.template import SOME_TOOL, ChatTemplate, Message
 from longspan.corpus.rows.turn_tokens import TurnTokens, turn_tokens
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.document import NO_TARGET
-
-Labels = npt.NDArray[np.int64]
+from longspan.layout import Integers
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class ChatEncoding:
         ids, labels = self._tokens(expanded.text, expanded.spans)
         return self.images.with_images(Sample(ids, labels, unseen=spans.unseen), expanded)
 
-    def _tokens(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[Labels, Labels]:
+    def _tokens(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[Integers, Integers]:
         """Tokenize a rendering: its ids (n,), and labels (n,) for tokens in spans."""
         encoding = self.tokenizer.parsing(True).engine.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, dtype=np.int64)

@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import MODEL_MAPPING, AutoModel, PreTrainedConfig
 
 from longspan.errors import DataError, ModelError, plural
+from longspan.layout import Integers
 
 IMAGE, VIDEO = 1, 2  # of mm_token_type_ids, where text is 0
-Ids = npt.NDArray[np.int64]
 
 
 def model_class(config: PreTrainedConfig | None) -> Any:
@@ -30,7 +30,9 @@ def model_class(config: PreTrainedConfig | None) -> Any:
     return mapping.get(type(config), None)
 
 
-def rope_index(model: Any, config: PreTrainedConfig | None, ids: Ids, kinds: Ids, **media: Tensor) -> Ids:
+def rope_index(
+    model: Any, config: PreTrainedConfig | None, ids: Integers, kinds: Integers, **media: Tensor
+) -> Integers:
     """The positions (3, T) of a document, ids and kinds (T,), whose images and videos have these grids and seconds.
 
     `model` is the class below the head. Whatever the model's own code raises.
@@ -42,7 +44,7 @@ def rope_index(model: Any, config: PreTrainedConfig | None, ids: Ids, kinds: Ids
     return made[0][:, 0].numpy()
 
 
-def placeholders_in_runs(ids: Ids, placeholder: int, rows: Sequence[int], media: str) -> Ids:
+def placeholders_in_runs(ids: Integers, placeholder: int, rows: Sequence[int], media: str) -> Integers:
     """1 where a token (T,) is this placeholder, else 0.
 
     Positions are counted by runs of placeholders. Raises DataError where these are not runs of so many `rows`, which

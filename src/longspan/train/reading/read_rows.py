@@ -15,9 +15,9 @@ from torch import Tensor
 from longspan.comm import SequenceShard
 from longspan.data.document import NO_TARGET, Labelled, Valued
 from longspan.errors import DataError
+from longspan.layout import Integers
 from longspan.plan.items import ItemTable
 
-Rows = npt.NDArray[np.int64]
 WEIGHTS = "weights"  # the values that multiply losses; 1 in documents that give none
 
 
@@ -31,16 +31,16 @@ class LocalBatch(NamedTuple):
     """
 
     shard: SequenceShard
-    ids: Rows
-    labels: Rows
+    ids: Integers
+    labels: Integers
     values: Mapping[str, npt.NDArray[np.float64]] = {}
     deeper: tuple["LocalBatch", ...] = ()
-    positions: Rows | None = None
+    positions: Integers | None = None
 
 
 def read_inputs_and_labels(
     documents: Any, shard: SequenceShard, vocabulary: int | None = None, items: ItemTable | None = None
-) -> tuple[Rows, Rows]:
+) -> tuple[Integers, Integers]:
     """Token ids (T,) and labels (T,) of a shard's local rows; padding rows hold id 0 and label −100.
 
     `documents[d]` is asked for the positions that this rank holds, and for the next one where a label needs it.
@@ -93,15 +93,15 @@ def read_rows(
     return reader.batch(shard)
 
 
-def target_rows(batch: LocalBatch) -> Rows:
+def target_rows(batch: LocalBatch) -> Integers:
     """The local rows (n,) that predict a token."""
     return np.flatnonzero(batch.labels != NO_TARGET)
 
 
-def documents_and_positions(shard: SequenceShard) -> tuple[Rows, Rows]:
+def documents_and_positions(shard: SequenceShard) -> tuple[Integers, Integers]:
     """The document and the position of each local row (T,), on the host; the document of padding is −1."""
-    documents: list[Rows] = []
-    positions: list[Rows] = []
+    documents: list[Integers] = []
+    positions: list[Integers] = []
     for part in shard.parts:
         segments = part.segments()
         sizes = segments.stop - segments.start
@@ -143,7 +143,7 @@ class _Reader:
             ahead = slice(depth, depth + stop - start)
             rows.fill(row, tokens[ahead], labels[ahead], {name: numbers[ahead] for name, numbers in values.items()})
 
-    def _tokens(self, ids: Any, document: int, positions: Rows, hidden: npt.NDArray[np.bool_] | None) -> Rows:
+    def _tokens(self, ids: Any, document: int, positions: Integers, hidden: npt.NDArray[np.bool_] | None) -> Integers:
         """Token ids at some positions, 0 where they are hidden. Raises DataError for what cannot be token ids."""
         ids = np.asarray(ids) if isinstance(ids, list | tuple) else ids
         tokens = np.asarray(ids[torch.from_numpy(positions) if isinstance(ids, Tensor) else positions])
@@ -154,8 +154,8 @@ class _Reader:
         return tokens.astype(np.int64)
 
     def _labels(
-        self, labelled: Any, document: int, positions: Rows, tokens: Rows, hidden: npt.NDArray[np.bool_] | None
-    ) -> Rows:
+        self, labelled: Any, document: int, positions: Integers, tokens: Integers, hidden: npt.NDArray[np.bool_] | None
+    ) -> Integers:
         """The labels of these positions: the document's, or the tokens that stand there.
 
         `hidden` are the placeholders among them and the position before them, which have none.
@@ -170,7 +170,7 @@ class _Reader:
             self._check_vocabulary(document, np.where(labels == NO_TARGET, 0, labels), positions, "the label")
         return labels
 
-    def _values(self, valued: Any, document: int, positions: Rows) -> Mapping[str, npt.NDArray[np.float64]]:
+    def _values(self, valued: Any, document: int, positions: Integers) -> Mapping[str, npt.NDArray[np.float64]]:
         """The numbers of a document at these positions. Raises DataError where others have other names."""
         values = valued.token_values(positions) if isinstance(valued, Valued) else {}
         self._names.check(document, values)
@@ -182,7 +182,7 @@ class _Reader:
                 )
         return values
 
-    def _check_vocabulary(self, document: int, ids: Rows, positions: Rows, noun: str) -> None:
+    def _check_vocabulary(self, document: int, ids: Integers, positions: Integers, noun: str) -> None:
         """Raise DataError for ids that are none of the vocabulary."""
         size = self._vocabulary
         outside = (ids < 0) | (ids >= (np.iinfo(np.int64).max if size is None else size))
@@ -202,7 +202,7 @@ class _Arrays:
         self.labels = np.full(rows, NO_TARGET, dtype=np.int64)
         self.values = dict[str, npt.NDArray[np.float64]]()
 
-    def fill(self, row: int, ids: Rows, labels: Rows, values: Mapping[str, npt.NDArray[np.float64]]) -> None:
+    def fill(self, row: int, ids: Integers, labels: Integers, values: Mapping[str, npt.NDArray[np.float64]]) -> None:
         """Put them into the rows from `row` on; as many labels and values as there are."""
         self.ids[row : row + len(ids)] = ids
         predicted = slice(row, row + len(labels))
@@ -212,7 +212,7 @@ class _Arrays:
             self.values.setdefault(name, np.full(len(self.ids), ones))[predicted] = numbers
 
 
-def _check_integers(document: int, values: npt.NDArray[Any], positions: Rows, rule: str) -> None:
+def _check_integers(document: int, values: npt.NDArray[Any], positions: Integers, rule: str) -> None:
     if values.shape != positions.shape or values.dtype.kind not in "iu":
         raise DataError(
             f"document {document} gave {values.dtype} of shape {values.shape} for {len(positions)} positions; {rule}, "

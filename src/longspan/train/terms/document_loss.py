@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from longspan.comm import World, on_all_ranks, to_device
 from longspan.errors import LossError, ModelError, plural, short_text
+from longspan.layout import Floats
 from longspan.model.adapters import adapter_of, is_adapted
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import refuse_dropout_in_two_passes
@@ -23,7 +23,6 @@ from longspan.train.terms.log_probs import log_probs_of_passes
 from longspan.train.terms.token_loss import BatchTargets
 
 SetFunction = Callable[[Tensor, tuple[int, ...]], Tensor]
-Sums = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def _numbers(index: int, documents: Any) -> tuple[int, ...]:
         ) from error
 
 
-def loss_of_sets(function: SetFunction, sets: Sequence[tuple[int, ...]], sums: Sums) -> tuple[float, Sums]:
+def loss_of_sets(function: SetFunction, sets: Sequence[tuple[int, ...]], sums: Floats) -> tuple[float, Floats]:
     """The sum of the losses of some sets, and its derivative by the sum of each of all documents (D,).
 
     Raises LossError where the function gives no scalar.
@@ -127,7 +126,7 @@ class SameOnRanks:
         self._sums = np.full((2, 2), -np.inf)  # (kind of sets, loss or coefficients); -inf: this rank has none
         self._sizes = np.zeros((2, 2))
 
-    def add(self, loss: float, coefficients: Sums, *, inside: bool) -> None:
+    def add(self, loss: float, coefficients: Floats, *, inside: bool) -> None:
         """Take the loss of some sets, and the coefficients of all documents (D,)."""
         weights = 1.0 + np.sqrt(np.arange(1, len(coefficients) + 1)) % 1.0  # unlike for every document
         sums, kind = np.array([loss, coefficients @ weights]), int(inside)
@@ -157,7 +156,7 @@ class DocumentPasses:
         self.forward_twice = 0  # micro-batches that look_ahead runs
         self._check = SameOnRanks()
         self._function, self._plan, self._world, self._chunk_rows = function, plan, world, chunk_rows
-        self._coefficients: Sums = np.zeros(len(plan.lengths))  # of sets that are not in one micro-batch
+        self._coefficients: Floats = np.zeros(len(plan.lengths))  # of sets that are not in one micro-batch
         self._loss_ahead = 0.0
         self._index = {
             document: index
@@ -233,7 +232,7 @@ class DocumentPasses:
         groups = batch.shard.micro_batch.groups
         return self._inside.get(self._index[groups[0].documents[0]], []) if groups else []
 
-    def _run_sets(self, sets: Sequence[tuple[int, ...]], sums: Sums) -> tuple[float, Sums]:
+    def _run_sets(self, sets: Sequence[tuple[int, ...]], sums: Floats) -> tuple[float, Floats]:
         if self.error is None:
             try:
                 loss, coefficients = loss_of_sets(self._function, sets, sums)

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from longspan.comm import World
+from longspan.layout import Floats
 from longspan.train.loss import Head, chunked_log_probs
 from longspan.train.passes import Passes, run_passes
 from longspan.train.reading.read_rows import LocalBatch
 from longspan.train.terms.token_loss import BatchTargets
-
-Numbers = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,10 +25,10 @@ class TokenLogProbs:
     """
 
     lengths: tuple[int, ...]
-    values: Numbers
-    sums: Numbers
+    values: Floats
+    sums: Floats
 
-    def of(self, document: int) -> Numbers:
+    def of(self, document: int) -> Floats:
         """Of each token of a document (length,), at its own position; 0 where there is no label, and at position 0."""
         start = self._starts[document]
         return self.values[start : start + self.lengths[document]]
