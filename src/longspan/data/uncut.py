@@ -97,7 +97,7 @@ class UncutBorders:
     def _borders(self, block: int) -> Integers:
         """Return the borders of 64 steps, and the one at which the next steps begin."""
         border, borders = self._begins[block], array("q", [self._begins[block]])
-        part = self._stream.at_token(border)
+        part = self._stream.part_at_token(border)
         while len(borders) <= _STRIDE * self._packs:
             border += self._size
             while border >= part.before + part.ends[-1]:
