@@ -64,9 +64,7 @@ def has_processor(folder: Path | None) -> bool:
 def load_stock_processor(folder: Path) -> Any:
     """Load the stock processor with its parts for images and text only."""
     from transformers import AutoTokenizer
-    from transformers.models.auto.image_processing_auto import (
-        AutoImageProcessor,
-    )  # 5.17 exports it only with torchvision
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor  # transformers' needs torchvision
 
     stock = _stock_class(_class_name(folder))
 
