@@ -96,8 +96,8 @@ def test_figures_follow_from_the_plan_and_the_clock() -> None:
         "predicted_seconds": round(plan.predicted_seconds, 6),
         "bound_share": round(plan.lower_bound_seconds / seconds, 6),
     }
-    assert list(replace(figures, peak=None, priced_here=False).of(plan, seconds)) == ["tflops"]
-    assert replace(figures, shape=None, priced_here=False).of(plan, seconds) == {}
+    assert list(replace(figures, peak=None, priced_here=False).step_figures(plan, seconds)) == ["tflops"]
+    assert replace(figures, shape=None, priced_here=False).step_figures(plan, seconds) == {}
 
 
 @pytest.mark.parametrize(
