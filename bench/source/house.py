@@ -3,6 +3,7 @@
 python bench/source/house.py                                  this checkout
 python bench/source/house.py --against PATH_OF_ANOTHER        two checkouts in one table, as bench/records/house-2.md
 python bench/source/house.py --check                          the names of functions and locals, as in `make check`
+python bench/source/house.py --draw 20261124                  30 functions at random, to read and judge
 
 Code lines are those without blank lines, comments and docstrings. `attend` is called forward and backward once on two
 processes (p2p), and once more, with the geometry of its shard cached. A text step is the second `run_step` of a tiny
@@ -13,6 +14,7 @@ import argparse
 import ast
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -196,13 +198,28 @@ def main() -> None:
     flags.add_argument("--against", type=Path, help="another checkout of longspan, measured before this one")
     flags.add_argument("--json", action="store_true")
     flags.add_argument("--check", action="store_true", help="print names that are not allowed, and exit 1")
+    flags.add_argument("--draw", type=int, metavar="SEED", help="print 30 functions of more than 4 lines, at random")
     options = flags.parse_args()
+    if options.draw is not None:
+        print(*draw_functions(Path(__file__).parents[2], options.draw), sep="\n")
+        return
     if options.check:
         sys.exit(check_names(Path(__file__).parents[2]))
     here = Path(__file__).parents[2]
     roots = [root for root in (options.against, here) if root is not None]
     measures = [measure(root.resolve()) for root in roots]
     print(json.dumps(measures, indent=2) if options.json else "\n".join(_tables(measures)))
+
+
+def draw_functions(root: Path, seed: int) -> list[str]:
+    """Path, line and name of 30 functions and methods of more than 4 lines, drawn from all in that order."""
+    functions = [
+        (str(path.relative_to(root)), node.lineno, node.name)
+        for path in (root / "src/longspan").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno + 1 > 4
+    ]
+    return [f"{path}:{line} {name}" for path, line, name in random.Random(seed).sample(sorted(functions), 30)]
 
 
 def check_names(root: Path) -> int:

@@ -272,7 +272,7 @@ def hidden_by_torch_flash(launch: Launch) -> bool:
     As torch 2.11 reads them (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp and mask.h): a limit
     of as many keys as the longest tile has is none, and none beside another is as many keys as that.
     """
-    longest = torch_flash._longest(launch)[1]
+    longest = torch_flash._max_lengths(launch)[1]
     limits = [-1 if x is None or x >= longest else x for x in (launch.left, launch.right)]
     left, right = (x if x >= 0 or max(limits) < 0 else longest for x in limits)
     for tile in launch.tiles:

@@ -97,7 +97,7 @@ def test_a_stream_is_the_same_from_any_place(case: Case, place: int, epochs: flo
     part = found.part_at(place)
     assert part.ids.tolist() == followed[part.first : part.first + len(part.ids)]
     assert part.before == case.lengths[followed[: part.first]].sum()
-    assert found.at_token(part.before + 1).first == part.first
+    assert found.part_at_token(part.before + 1).first == part.first
     again: DocumentStream = pickle.loads(pickle.dumps(found))
     there = again.part_at(place)
     assert there.ids[place - there.first] == followed[place]

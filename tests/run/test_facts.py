@@ -90,14 +90,14 @@ def test_figures_follow_from_the_plan_and_the_clock() -> None:
     figures = StepFigures(shape=shape, devices=2, peak=1e-6, priced_here=True)
     seconds = 0.5
     flops = 6 * 1000 * 30 + 12 * 64 * 2 * (55 + 210)
-    assert figures.of(plan, seconds) == {
+    assert figures.step_figures(plan, seconds) == {
         "tflops": pytest.approx(flops / seconds / 2 / 1e12, rel=1e-5),
         "mfu": pytest.approx(flops / seconds / 2 / 1e6, abs=1e-6),
         "predicted_seconds": round(plan.predicted_seconds, 6),
         "bound_share": round(plan.lower_bound_seconds / seconds, 6),
     }
-    assert list(replace(figures, peak=None, priced_here=False).of(plan, seconds)) == ["tflops"]
-    assert replace(figures, shape=None, priced_here=False).of(plan, seconds) == {}
+    assert list(replace(figures, peak=None, priced_here=False).step_figures(plan, seconds)) == ["tflops"]
+    assert replace(figures, shape=None, priced_here=False).step_figures(plan, seconds) == {}
 
 
 @pytest.mark.parametrize(

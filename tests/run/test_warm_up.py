@@ -19,7 +19,7 @@ from longspan.run import warm_up as warm_up_run
 from longspan.run.metrics_log import read_metrics
 from longspan.run.warm_up import (
     allocate_adam_states,
-    kind_of,
+    kind_of_group,
     repeat_on_all_slots,
     smallest_of_each_kind,
     warm_up,
@@ -84,7 +84,7 @@ def test_losses_are_the_same_to_the_last_bit(tmp_path: Path, home: str) -> None:
 
 def test_kinds_of_groups() -> None:
     def kind(*lengths: int, slots: int = 2, **changes: Any) -> Any:
-        return kind_of(Group(tuple(range(slots)), tuple(range(len(lengths))), lengths, **changes))
+        return kind_of_group(Group(tuple(range(slots)), tuple(range(len(lengths))), lengths, **changes))
 
     assert kind(4096) == kind(9000) != kind(4096, 4096) == kind(9000, 4, 1) != kind(9000, 3, 1)
     assert kind(*[4096] * 256) != kind(*[4096] * 257)
@@ -98,10 +98,10 @@ def test_every_slot_meets_every_kind(slots: int) -> None:
     plans = [plan_fixed(LENGTHS, Layout(slots), cp=slots, max_tokens_per_slot=1024)]
     plans.append(plan_dynamic(LENGTHS, Layout(slots), max_tokens_per_slot=400 if slots > 1 else 1024))
     work = warm_up_plans(plans, plans[1], in_flight=2)
-    kinds = {kind_of(group) for plan in plans for batch in plan.micro_batches for group in batch.groups}
+    kinds = {kind_of_group(group) for plan in plans for batch in plan.micro_batches for group in batch.groups}
     for slot in range(slots):
         groups = [group for batch in work.kinds_of_training.micro_batches for group in batch.groups]
-        assert {kind_of(group) for group in groups if slot in group.slots} == kinds
+        assert {kind_of_group(group) for group in groups if slot in group.slots} == kinds
     assert work.kinds == len(kinds) and len(work.kinds_of_training.micro_batches) % 2 == 0
     assert work.kinds_of_training.max_tokens_per_slot is None and work.first == plans[0]
     most = max(int(plan.timeline().rows.max()) for plan in plans)

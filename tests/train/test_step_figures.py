@@ -29,20 +29,21 @@ def test_images_count() -> None:
     plan = plan_fixed([40, 24], Layout(2), cp=1, cost=COST)
     times = EncoderTimes(seconds=0.5, tower_seconds=0.4, balance=1.25, predicted_seconds=0.1, predicted_balance=1.1)
     figures = StepFigures(shape=TEXT, images=TOWER, devices=2, peak=1e-3, priced_here=True)
-    found = figures.of(plan, 2.0, [4, 6], times)
+    found = figures.step_figures(plan, 2.0, [4, 6], times)
     flops = model_flops(TEXT, [40, 24]) + TOWER.flops([4, 6])
     assert found["tflops"] == float(f"{flops / 2.0 / 2 / 1e12:.6g}") and found["mfu"] == round(flops / 4e12 / 1e-3, 6)
     assert found["encoder_share"] == 0.25 and found["encoder_balance"] == 1.25
     assert found["predicted_encoder_share"] == round(0.1 / 0.5, 4) and found["predicted_encoder_balance"] == 1.1
-    spans = StepFigures(shape=replace(TEXT, span_layers=2), images=TOWER, devices=2).of(plan, 2.0, [4, 6])["tflops"]
+    with_spans = StepFigures(shape=replace(TEXT, span_layers=2), images=TOWER, devices=2)
+    spans = with_spans.step_figures(plan, 2.0, [4, 6])["tflops"]
     assert spans == float(f"{(flops + 12 * 64 * 2 * (6 + 15)) / 2.0 / 2 / 1e12:.6g}")  # pairs inside images
     assert found["predicted_seconds"] == 0.5 and found["bound_share"] == round((plan.lower_bound_seconds + 0.1) / 2, 6)
 
 
 def test_images_without_a_price_leave_no_share_of_the_peak() -> None:
     plan = plan_fixed([40, 24], Layout(2), cp=1, cost=COST)
-    assert "tflops" not in StepFigures(shape=TEXT, devices=2).of(plan, 2.0, [4])
-    assert "tflops" in StepFigures(shape=TEXT, devices=2).of(plan, 2.0)
+    assert "tflops" not in StepFigures(shape=TEXT, devices=2).step_figures(plan, 2.0, [4])
+    assert "tflops" in StepFigures(shape=TEXT, devices=2).step_figures(plan, 2.0)
 
 
 def test_parts_add_up() -> None:

@@ -37,12 +37,13 @@ class Mask(NamedTuple):
 
 
 def is_narrow(mask: Mask, lengths: Sequence[int], degree: int) -> bool:
-    """Whether so little is seen of other members' rows that sending those is cheaper than a ring.
+    """Return whether a member sees so few rows of the others that sending only those is cheaper than a ring.
 
-    Judged only from lengths, and so the same on every member: a document lies in at most 2 · degree runs, each of
-    which sees at most window − 1 rows before it, or those from the start of its chunk on (taken for equal runs).
-    Narrow: at most half of the rows that would go round a ring, and at most twice the member's own rows, which is what
-    a ring holds of others.
+    The answer depends only on lengths, so it is the same on every member. A document lies in at most 2 · degree runs.
+    With a window, each run sees at most window − 1 rows before it. With chunks, it sees the rows from the start of its
+    chunk on; here the runs count as equally long. The sum of these rows is a bound on the foreign rows. The mask is
+    narrow if that bound is at most half of the rows that a ring would send, and at most twice the rows of the members:
+    a ring holds that many rows of others.
     """
     if degree == 1 or (mask.window is None and mask.chunk is None):
         return False

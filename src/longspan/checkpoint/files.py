@@ -58,7 +58,7 @@ def prune(root: Path, keep: int) -> None:
 
     Damaged ones, as far as sizes and what `note_damage` wrote tell, are not counted among the good.
     """
-    remove_unfinished(root)
+    remove_unfinished_saves(root)
     good = [path for path in complete_checkpoints(root) if _looks_good(path)]
     if keep and len(good) > keep:
         oldest = step_of(good[keep - 1])
@@ -66,7 +66,7 @@ def prune(root: Path, keep: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_unfinished(root: Path, log: LogLine = lambda _: None) -> None:
+def remove_unfinished_saves(root: Path, log: LogLine = lambda _: None) -> None:
     """Remove what interrupted saves left, and log each. Not while another process may be saving there."""
     for path in _steps(root):
         if path.name.endswith(PARTIAL):

@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
             rows = [asdict(check) for check in checks]
             print(json.dumps({"good": good, "seconds": seconds, "checks": rows, "ranks": details}, indent=1))
         else:
-            print(_text(checks, good, seconds))
+            print(_checks_text(checks, good, seconds))
     return 0 if good else 1
 
 
@@ -232,7 +232,7 @@ def _prove(flags: DoctorFlags) -> int:
     return prove_model(flags.model, how)
 
 
-def _text(checks: Sequence[Check], good: bool, seconds: float) -> str:
+def _checks_text(checks: Sequence[Check], good: bool, seconds: float) -> str:
     marks = {True: "✓", False: "✗", None: "·"}
     table = text_table(
         ("", "area", "check", "found"), [(marks[c.good], c.area, c.name, c.found) for c in checks], left=4

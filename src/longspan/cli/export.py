@@ -12,7 +12,7 @@ from tyro.conf import Positional
 
 from longspan.cli.flags import Switch, parse_flags
 from longspan.errors import plural
-from longspan.evaluation.saved.targets import split_run
+from longspan.evaluation.saved.targets import split_target
 from longspan.files import as_json
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class ExportFlags:
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     flags = parse_flags(ExportFlags, argv, "longspan export")
-    run_dir, checkpoint = split_run(Path(flags.checkpoint))
+    run_dir, checkpoint = split_target(Path(flags.checkpoint))
     from longspan.checkpoint.export import export_checkpoint
 
     log = partial(print, file=sys.stderr if flags.json else sys.stdout, flush=True)

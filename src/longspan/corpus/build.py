@@ -140,7 +140,7 @@ class _CorpusOfRun:
         _check_saved(tokenizer, self._run_dir)
         for line in describe_rows(self._settings, recipe):
             self._log(line)
-        documents = self._documents(recipe)
+        documents = self._build_documents(recipe)
         if (unstored := self._folder / ROWS) != documents:
             shutil.rmtree(unstored, ignore_errors=True)
         record = Record(
@@ -160,7 +160,7 @@ class _CorpusOfRun:
             self._log(special_line(corpus.manifest.special, parsed=corpus.manifest.parse_special_tokens))
         return corpus
 
-    def _documents(self, recipe: Recipe) -> Path:
+    def _build_documents(self, recipe: Recipe) -> Path:
         """Return the folder of the documents of this recipe: in the cache, or without a cache in the run's folder."""
         build = partial(build_documents, recipe, log=self._log)
         if self._cache is not None:

@@ -227,7 +227,7 @@ class PackOrder:
     def _pieces(self, step: int) -> _StepPieces:
         borders = self._borders.step_borders(step)
         begin, end = int(borders[0]), int(borders[-1])
-        part, ids, begins = self.stream.at_token(begin), list[Integers](), list[Integers]()
+        part, ids, begins = self.stream.part_at_token(begin), list[Integers](), list[Integers]()
         while True:
             first = max(0, int(np.searchsorted(part.ends, begin - part.before, side="right")) - 1)
             last = int(np.searchsorted(part.ends[:-1], end - part.before))

@@ -144,8 +144,11 @@ class DocumentStream:
             self._part(len(self._marks) - 1)
         return self._part(bisect_right(self._places, place) - 1)
 
-    def at_token(self, token: int) -> StreamPart:
-        """Return the part that contains a token."""
+    def part_at_token(self, token: int) -> StreamPart:
+        """Return the part that contains a token.
+
+        Each call of `_part` in the loop computes the next part and appends where the part after it begins.
+        """
         while self._tokens[-1] <= token:
             self._part(len(self._marks) - 1)
         return self._part(bisect_right(self._tokens, token) - 1)

@@ -84,7 +84,11 @@ class UncutBorders:
         return self._block(block)[index * self._packs : (index + 1) * self._packs + 1]
 
     def steps_to(self, token: int) -> int:
-        """Return how many steps take the first `token` tokens of the stream."""
+        """Return how many steps take the first `token` tokens of the stream.
+
+        Each call of `_block` in the loop computes the next 64 steps and appends where the steps after them begin to
+        `_begins`.
+        """
         while self._begins[-1] < token:
             self._block(len(self._begins) - 1)
         block = max(0, bisect_left(self._begins, token) - 1)
@@ -93,7 +97,7 @@ class UncutBorders:
     def _borders(self, block: int) -> Integers:
         """Return the borders of 64 steps, and the one at which the next steps begin."""
         border, borders = self._begins[block], array("q", [self._begins[block]])
-        part = self._stream.at_token(border)
+        part = self._stream.part_at_token(border)
         while len(borders) <= _STRIDE * self._packs:
             border += self._size
             while border >= part.before + part.ends[-1]:

@@ -169,7 +169,7 @@ def _set_up(spec: Spec, out: Descriptor, err: Descriptor) -> None:
     log = (spec.folder / f"rank-{spec.rank}.txt").open("w")
     faulthandler.register(signal.SIGUSR2, file=log, all_threads=False)
     faulthandler.enable(file=log)  # a rank that dies of a fault in a library leaves its stack
-    threading.Thread(target=_follow_the_launcher, name="launcher watch", daemon=True).start()
+    threading.Thread(target=_end_with_launcher, name="launcher watch", daemon=True).start()
     if spec.task is not None:  # before anything of torch is used
         os.environ.clear()
         os.environ.update(spec.task.environment)
@@ -179,8 +179,8 @@ def _set_up(spec: Spec, out: Descriptor, err: Descriptor) -> None:
     torch.set_num_threads(spec.threads)
 
 
-def _follow_the_launcher() -> None:
-    """End with the launcher, also when it is killed."""
+def _end_with_launcher() -> None:
+    """End this process when the launcher ends, also if the launcher is killed."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])

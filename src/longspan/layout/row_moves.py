@@ -59,7 +59,7 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
     often, for then their copies differ.
     """
     summed, groups = groups is not None, [range(len(source.members))] if groups is None else list(map(sorted, groups))
-    once = [blocks[_firsts(blocks, source)] for blocks in source.members]
+    once = [blocks[_first_occurrences(blocks, source)] for blocks in source.members]
     repeats = [len(distinct) < len(blocks) for distinct, blocks in zip(once, source.members, strict=True)]
     if summed:
         _check_copies(source, [group for group in groups if len(group) > 1 and any(repeats[m] for m in group)])
@@ -67,7 +67,7 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
     leaving = _leaving(target, once, me, next(group for group in groups if me in group))
     places, several, more = _addends(arriving, target, me, groups)
     begin = np.empty(len(source.size), dtype=np.int64)  # of each block here, in x
-    begin[once[me]] = source.places(me)[_firsts(source.members[me], source)]
+    begin[once[me]] = source.places(me)[_first_occurrences(source.members[me], source)]
     return RowMoves(
         folds=_folds(source, me, begin) if summed and repeats[me] else (),
         leaves=_rows(begin, np.concatenate(leaving), source.size),
@@ -86,7 +86,7 @@ def _arriving(target: Blocks, once: Sequence[Integers], me: int, groups: Groups)
 
     Of each group one member brings a block: this one itself where it can, else members in turn.
     """
-    needed = target.members[me][_firsts(target.members[me], target)]
+    needed = target.members[me][_first_occurrences(target.members[me], target)]
     order = np.full(len(target.size), -1, dtype=np.int64)
     order[needed] = np.arange(len(needed))
     arriving = [blocks[order[blocks] >= 0] for blocks in once]
@@ -114,7 +114,7 @@ def _leaving(target: Blocks, once: Sequence[Integers], me: int, group: Sequence[
         if member in group:
             holder[once[member]] = member
             blocks = blocks[holder[blocks] != member]
-        blocks = blocks[_firsts(blocks, target)]
+        blocks = blocks[_first_occurrences(blocks, target)]
         leaving.append(blocks[_turn(blocks, several, member) == turn[blocks]])
     return leaving
 
@@ -200,8 +200,11 @@ def _rows(begin: Integers, blocks: Integers, size: Integers) -> Integers:
     return expand(begin[blocks], begin[blocks] + size[blocks])
 
 
-def _firsts(blocks: Integers, among: Blocks) -> Flags:
-    """Which of these blocks are not repeated before: numpy keeps the last of several values that are assigned."""
+def _first_occurrences(blocks: Integers, among: Blocks) -> Flags:
+    """Return for each of these blocks whether it is the first of its kind in the list.
+
+    The assignment goes in reverse, because numpy keeps the last of several values that are assigned to one index.
+    """
     place = np.empty(len(among.size), dtype=np.int64)
     place[blocks[::-1]] = np.arange(len(blocks) - 1, -1, -1)
     return place[blocks] == np.arange(len(blocks))

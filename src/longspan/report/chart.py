@@ -96,7 +96,7 @@ def chart_svg(chart: Chart) -> str:
 
 def _elements(chart: Chart, drawn: Sequence[Series], frame: _Frame) -> Iterator[str]:
     yield _axes(chart, frame)
-    yield from _curves(drawn, frame)
+    yield from _draw_curves(drawn, frame)
     yield _references(chart, frame)
     yield from _notes(chart, frame)
 
@@ -203,8 +203,8 @@ def _notes(chart: Chart, frame: _Frame) -> Iterator[str]:
         yield label(words, start, float(frame.up(y)) + 22, "start", "label halo strong")
 
 
-def _curves(drawn: Sequence[Series], frame: _Frame) -> Iterator[str]:
-    """The curves, and over them all marks, each where its value is."""
+def _draw_curves(drawn: Sequence[Series], frame: _Frame) -> Iterator[str]:
+    """Draw all curves, then all marks on top of them. A series of one point gets a mark and no visible curve."""
     marks = list[str]()
     for series in drawn:
         points = list(zip(frame.across(series.x).tolist(), frame.up(series.y).tolist(), strict=True))

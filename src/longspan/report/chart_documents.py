@@ -28,7 +28,7 @@ def chart_document(chart: Chart) -> str:
     head = HEAD + LINE * len(titles)
     width, height, x, legend = chart.width, chart.height + head, 52.0, list[str]()
     for series in chart.series:
-        legend.append(_key(series, x, head - 14.0) + label(series.name, x + 14, head - 10.0, "start"))
+        legend.append(_legend_mark(series, x, head - 14.0) + label(series.name, x + 14, head - 10.0, "start"))
         x += 34 + 6.6 * len(series.name)
     return (
         tag(
@@ -48,7 +48,7 @@ def chart_document(chart: Chart) -> str:
     )
 
 
-def _key(series: Series, x: float, y: float) -> str:
+def _legend_mark(series: Series, x: float, y: float) -> str:
     """What a curve is drawn by, before its name in the legend."""
     if series.kind == "marks":
         return mark(series.color, x + 4, y, 4.0)

@@ -59,7 +59,7 @@ def evaluation_sections(run: RunFolder) -> Iterator[str]:
     sets = evaluations_by_set(run)
     if any(sets):
         yield section("Evaluation sets", *both_widths(lambda width: _sets_chart(sets, width)), _sets_table(sets))
-    charts = list(_bucket_charts(sets))
+    charts = list(_latest_bucket_charts(sets))
     if charts:
         note = (
             "Mean loss of the tokens predicted at these positions, and of whole documents of these lengths, from each "
@@ -120,8 +120,8 @@ def _metric_text(name: str, value: float) -> str:
     return f"{100 * value:.2f}%" if name == "token_accuracy" else number_text(value, 5)
 
 
-def _bucket_charts(sets: dict[str, list[EvalRow]]) -> Iterator[Chart]:
-    """Loss by position and by length of the last evaluation of every set; of a single set its first one too."""
+def _latest_bucket_charts(sets: dict[str, list[EvalRow]]) -> Iterator[Chart]:
+    """Chart loss by position and length in the last evaluation of every set; a single set shows its first one too."""
     rows = {name or HELD_OUT: of_set[-1] for name, of_set in sets.items()}
     if len(sets) == 1 and (of_set := next(iter(sets.values())))[0].step < of_set[-1].step:
         rows = {f"after step {row.step:,}": row for row in (of_set[-1], of_set[0])}

@@ -156,7 +156,8 @@ def _run_step(run: TrainingRun, plans: PlanAhead, step: int) -> tuple[dict[str, 
     if len(run.order.stream.sources) > 1:
         row["source_tokens"] = run.order.source_tokens(step)
     items = item_table_of(documents, plan.lengths)
-    row |= run.figures.of(plan, seconds, [item.rows for item in items.items] if items else (), result.encoders)
+    images = [item.rows for item in items.items] if items else ()
+    row |= run.figures.step_figures(plan, seconds, images, result.encoders)
     if result.router is not None:
         row |= {"router_balance_loss": result.router.balance, "router_z_loss": result.router.z}
     row |= {f"mtp_loss_{depth}": loss for depth, loss in enumerate(result.mtp_losses, 1)}

@@ -44,7 +44,7 @@ class ProgressDisplay:
 
     def __enter__(self) -> "ProgressDisplay":
         if self._plain:
-            self._thread = threading.Thread(target=self._break_silence, name="longspan progress", daemon=True)
+            self._thread = threading.Thread(target=self._log_while_quiet, name="longspan progress", daemon=True)
             self._thread.start()
         return self
 
@@ -131,7 +131,7 @@ class ProgressDisplay:
         """Whether the next line would be late if another step took as long as this one."""
         return time.monotonic() - self._written + row.get("seconds", 0.0) > LINE_SECONDS
 
-    def _break_silence(self) -> None:
+    def _log_while_quiet(self) -> None:
         """Write a line if there has been none for long."""
         while not self._ended.wait(min(1.0, LINE_SECONDS / 4)):
             now = time.monotonic()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.checkpoint.checkpoint import find_checkpoint
-from longspan.checkpoint.files import read_state, remove_unfinished
+from longspan.checkpoint.files import read_state, remove_unfinished_saves
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_first_rank
 from longspan.config.keys import AUTO
@@ -37,7 +37,7 @@ def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path 
     Raises CheckpointError if `run.resume` does not allow that, ConfigError if another run saved it.
     """
     root = Path(config.run.dir) / "checkpoints"
-    run_on_first_rank(world, lambda: remove_unfinished(root, log), CheckpointError)
+    run_on_first_rank(world, lambda: remove_unfinished_saves(root, log), CheckpointError)
     checkpoint = find_checkpoint(root, world, log, note=True)
     if checkpoint is None:
         if config.run.resume == "must":

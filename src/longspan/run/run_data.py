@@ -52,7 +52,7 @@ class TrainingRun(Training):
         return self.corpus.select(self.order.evaluation)
 
 
-def check_sources(config: RunConfig, world: World, vocabulary: int) -> None:
+def check_paths_and_metrics(config: RunConfig, world: World, vocabulary: int) -> None:
     """Raise on every rank, before a corpus is built, for a missing path and for an object that is not a metric."""
 
     def check() -> None:
@@ -154,7 +154,7 @@ def open_data(
     config: RunConfig, model: PreTrainedConfig, checkpoint: Path | None, world: World, log: LogLine
 ) -> RunData:
     """Open the documents of a run that resumes from a checkpoint or begins (None). Raises ConfigError or DataError."""
-    check_sources(config, world, model.get_text_config().vocab_size)
+    check_paths_and_metrics(config, world, model.get_text_config().vocab_size)
     corpus = build_shared_corpus(config, world, model, resumed=checkpoint is not None, log=log)
     order = step_order_of(config, corpus)
     log(documents_line(config, order))

@@ -51,10 +51,10 @@ class Kind(NamedTuple):
     short: int  # rows of the longest chunk, in steps; 0 where it is not short
 
 
-def kind_of(group: Group) -> Kind:
-    """The kind of a group.
+def kind_of_group(group: Group) -> Kind:
+    """Return the kind of a group: the warm-up runs the smallest group of each kind.
 
-    >>> kind_of(Group(slots=(0, 1), documents=(0,), lengths=(4096,)))
+    >>> kind_of_group(Group(slots=(0, 1), documents=(0,), lengths=(4096,)))
     Kind(degree=2, cp_comm_type='p2p', sizes=None, partition='zigzag', documents=0, whole=1, short=0)
     """
     rows, chunks = group.laid_out, 2 * group.degree
@@ -75,7 +75,7 @@ def smallest_of_each_kind(plans: Iterable[Plan], leave_out: Iterable[Kind] = ())
     smallest: dict[Kind, Group] = {}
     for plan in plans:
         for group in (group for batch in plan.micro_batches for group in batch.groups):
-            kind = kind_of(group)
+            kind = kind_of_group(group)
             if kind not in smallest or group.rows_per_slot < smallest[kind].rows_per_slot:
                 smallest[kind] = group
     for kind in leave_out:

@@ -52,7 +52,7 @@ class Chains:
 
     @cached_property
     def runs(self) -> Runs:
-        """Every run of every member; of padding rows and of a group with one member, those here."""
+        """Every run of every member, in the order of documents; only local runs for padding or for a single member."""
         segments = [self.part.segments(member) for member in range(self.degree)]
         columns = [
             (np.full(len(s), member), s.document, s.start, s.stop, s.offset) for member, s in enumerate(segments)

@@ -114,10 +114,10 @@ def causal_conv(
 ) -> Tensor:
     """y_t = Σ_i weight[:, W − 1 − i] · x_{t − i} + bias inside each document: x (T, C), weight (C, W) -> (T, C).
 
-    `silu` applies that activation to y. Half precision on a GPU runs by flash-linear-attention's kernel where it is.
+    `silu` applies that activation to y. Half precision on a GPU uses flash-linear-attention's kernel if installed.
     Every member of a group that has a part here makes the same call, and enters backward. `kernels` names packages to
     use (`kernels/packages.py`). Raises LayoutError for tensors that do not fit the shard or each other, and for a named
-    kernel that cannot, before any communication.
+    kernel that does not support this call, before any communication.
     """
     parameters = (weight,) if bias is None else (weight, bias)
     _check(x, parameters, shard)

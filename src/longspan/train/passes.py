@@ -276,9 +276,10 @@ def _run_pipeline(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 
 
 def _stage_input(passes: Passes, batch: LocalBatch, total: Tensor | None) -> StageInput:
-    """One micro-batch through the stages: the last one adds its loss to `total`, and returns its part of the step's.
+    """Return the input of the stages for one micro-batch.
 
-    Without `total` the loads of routers are counted, and there is no loss.
+    The last stage adds the loss of the micro-batch to `total` and returns its share of the loss of the step. If `total`
+    is None, the pass only counts the loads of routers and its loss is zero.
     """
     ids = to_device(batch.ids, passes.world.device)[None]
 

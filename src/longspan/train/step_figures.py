@@ -43,13 +43,13 @@ class StepFigures:
     priced_here: bool = False
     uncounted: str = ""
 
-    def of(
+    def step_figures(
         self, plan: Plan, seconds: float, images: Sequence[int] = (), encoders: EncoderTimes | None = None
     ) -> dict[str, float]:
         """The figures of a step that took so many seconds: `tflops` of a device, its share `mfu` of the peak,
         `predicted_seconds` and `bound_share`, the plan's lower bound over the seconds.
 
-        >>> figures.of(plan, 2.5)  # doctest: +SKIP
+        >>> figures.step_figures(plan, 2.5)  # doctest: +SKIP
         {'tflops': 412.0, 'mfu': 0.416582, 'predicted_seconds': 2.3, 'bound_share': 0.91}
 
         `images` are the rows of the step's images, whose FLOPs count too, and `encoders` what they took: of the step

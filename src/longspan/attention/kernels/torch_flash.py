@@ -25,7 +25,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         *(pad_heads(x, size) for x in (q, k, v)),
         *launch.cu_seqlens,
-        *_longest(launch),
+        *_max_lengths(launch),
         0.0,
         _is_causal(launch),
         False,
@@ -56,7 +56,7 @@ def _gradients(saved: Sequence[Tensor], launch: Launch, call: AttentionCall) -> 
         *tensors,
         lse.transpose(0, 1).contiguous(),
         *launch.cu_seqlens,
-        *_longest(launch),
+        *_max_lengths(launch),
         0.0,
         _is_causal(launch),
         no_dropout,
@@ -88,11 +88,12 @@ def _window(launch: Launch) -> dict[str, int]:
     return {name: limit for name, limit in limits.items() if limit is not None}
 
 
-def _longest(launch: Launch) -> tuple[int, int]:
-    """Longest tile, or more, where the kernel would take it for more than a bound.
+def _max_lengths(launch: Launch) -> tuple[int, int]:
+    """Return the kernel's max_seqlen_q and max_seqlen_k: the longest tile's rows, or more if these would be wrong.
 
-    At one query row it folds head groups into rows, and its log-sum-exp with them. Without a limit on the right of a
-    window it takes the longest tile's keys for one: too few where there are more queries (torch 2.11).
+    With max_seqlen_q 1 the kernel folds head groups into rows, and its log-sum-exp with them, so it gets at least 2. If
+    a window has no limit on its right, the kernel takes max_seqlen_k for the limit. That is too few keys if there are
+    more queries, so it gets at least as many as queries (torch 2.11).
     """
     queries, keys = launch.longest
     open_right = launch.left is not None and launch.right is None

@@ -135,7 +135,7 @@ class _Bench:
             for length in settings.lengths:
                 yield self._attention(max(length, degree), degree)
         for degree in (1, *degrees):
-            yield self._check(max(settings.lengths[-1], degree), degree)
+            yield self._check_step(max(settings.lengths[-1], degree), degree)
 
     def _steps(self, tokens: int, count: int) -> Trial:
         """Steps of `count` micro-batches in which every slot has short documents of so many tokens together."""
@@ -154,8 +154,8 @@ class _Bench:
         )
         return Trial(sample, self._step(plan))
 
-    def _check(self, length: int, degree: int) -> Trial:
-        """A step with one document for every group of so many slots, which no constant is fitted to."""
+    def _check_step(self, length: int, degree: int) -> Trial:
+        """Time a step with one document per group of `degree` slots. No constant is fitted to it: it checks the fit."""
         plan = plan_fixed([length] * (self.world.home.slots // degree), self.world.home, degree)
         turn = (degree - 1) / degree
         sample = Sample(

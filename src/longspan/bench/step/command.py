@@ -40,7 +40,7 @@ def record_text(record: dict[str, Any]) -> str:
 
 def record_markdown(record: dict[str, Any]) -> str:
     """A record for people who read bench/records."""
-    parts = f"{markdown_table(_PARTS, rows)}\n\n{_kernels(record)}" if (rows := _part_rows(record)) else ""
+    parts = f"{markdown_table(_PARTS, rows)}\n\n{_kernel_tables(record)}" if (rows := _part_rows(record)) else ""
     return (
         f"# {_title(record)}\n\n"
         f"{where_it_ran(record)}\n\n"
@@ -103,7 +103,7 @@ def _part_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
     return [(row["name"], *(f"{1e3 * row['parts'][part]:.1f}" for part in _PARTS[1:])) for row in rows]
 
 
-def _kernels(record: dict[str, Any]) -> str:
+def _kernel_tables(record: dict[str, Any]) -> str:
     """The kernels that take most of the first rank's profiled steps, by row."""
     tables = [
         f"Longest kernels of {row['name']}:\n\n"

@@ -30,7 +30,7 @@ class CommunicatorChoice:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._seen: Counter[tuple[int, ...]] = Counter()  # micro-batches in which slots that may gain were a group
+        self._seen: Counter[tuple[int, ...]] = Counter()  # how many micro-batches had these slots as a group
         self._chosen: set[tuple[int, ...]] = set()
         self._load: Counter[int] = Counter()  # communicators per slot
 

@@ -64,11 +64,12 @@ def has_processor(folder: Path | None) -> bool:
 def load_stock_processor(folder: Path) -> Any:
     """Load the stock processor with its parts for images and text only."""
     from transformers import AutoTokenizer
-    from transformers.models.auto.image_processing_auto import AutoImageProcessor  # 5.17's own name wants torchvision
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor  # transformers' needs torchvision
 
     stock = _stock_class(_class_name(folder))
 
     def parts(cls: Any, path: Any, *_: Any, **__: Any) -> list[Any]:
+        """Load only the tokenizer and the image processor; the stock method would load the video processor too."""
         loaders = {
             "tokenizer": lambda: AutoTokenizer.from_pretrained(path, **FOLDER_OPTIONS),
             "image_processor": lambda: AutoImageProcessor.from_pretrained(path, backend="pil", **FOLDER_OPTIONS),

@@ -50,12 +50,12 @@ def saved_weights(target: str) -> SavedWeights:
                 f"config.json); {adapter_folder_advice(path) or _SAVED}"
             )
         return SavedWeights(path)
-    run_dir, checkpoint = split_run(path)
+    run_dir, checkpoint = split_target(path)
     return SavedWeights(path, run_dir, checkpoint)
 
 
-def split_run(target: Path) -> tuple[Path, Path | None]:
-    """The run's folder, and the checkpoint in it if one was named. Raises CheckpointError if there is no run."""
+def split_target(target: Path) -> tuple[Path, Path | None]:
+    """Return the run's folder and, if `target` is a checkpoint, that. Raises CheckpointError if there is no run."""
     is_checkpoint = step_of(target) >= 0
     run_dir = target.resolve().parent.parent if is_checkpoint else target
     if not target.is_dir():

@@ -25,7 +25,7 @@ from longspan.model.adapters import is_adapted
 from longspan.model.tensor_parallel.family_plans import ROWWISE
 from longspan.model.tensor_parallel.mixer_parts import MixerParts, mixer_parts, reads_inputs, tensors_at
 from longspan.model.tensor_parallel.split_adapters import split_adapted
-from longspan.model.tensor_parallel.styles import View, attributes_replaced, rows_here, rowwise
+from longspan.model.tensor_parallel.styles import View, replace_attributes, rows_here, rowwise
 
 Means = Callable[[Tensor], Tensor]  # (…, features) -> the mean square of each feature's group, for each feature
 
@@ -164,7 +164,7 @@ def _show(mixer: nn.Module, views: Mapping[nn.Module, Mapping[str, View]]) -> No
         with ExitStack() as stack:
             for owner, shown in views.items():
                 values = {name: view(getattr(owner, name)) for name, view in shown.items() if hasattr(owner, name)}
-                stack.enter_context(attributes_replaced(owner, values))
+                stack.enter_context(replace_attributes(owner, values))
             return inner(*args, **kwargs)
 
     mixer.forward = forward

@@ -51,8 +51,8 @@ def leave_out(x: Tensor) -> None:
 
 
 @contextmanager
-def attributes_replaced(module: nn.Module, values: Mapping[str, object]) -> Iterator[None]:
-    """Inside, the module's attributes have these values, parameters too, which they shadow."""
+def replace_attributes(module: nn.Module, values: Mapping[str, object]) -> Iterator[None]:
+    """Give the module's attributes these values inside the `with` block; a value hides a parameter of its name."""
     attributes = vars(module)
     before = {name: attributes[name] for name in values if name in attributes}
     attributes.update(values)
@@ -83,7 +83,7 @@ def wrap_forward(
         if enter is not None:
             args, kwargs = _apply_to_first(enter, args, kwargs)
         if shown:
-            with attributes_replaced(module, {name: view(getattr(module, name)) for name, view in shown.items()}):
+            with replace_attributes(module, {name: view(getattr(module, name)) for name, view in shown.items()}):
                 out = inner(*args, **kwargs)
         else:
             out = inner(*args, **kwargs)
@@ -215,7 +215,7 @@ def split_vocabulary(embedding: nn.Embedding, world: World, *, sequence_parallel
     @wraps(inner)
     def forward(ids: Tensor) -> Tensor:
         elsewhere = (ids < first) | (ids >= first + width)  # (1, T)
-        with attributes_replaced(embedding, {"weight": local_tensor(embedding.weight), "padding_idx": own_padding}):
+        with replace_attributes(embedding, {"weight": local_tensor(embedding.weight), "padding_idx": own_padding}):
             vectors = inner((ids - first).masked_fill(elsewhere, 0))
         vectors = vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
         return tp_sum_split(vectors, key, ROWS) if sequence_parallel else tp_sum(vectors, key)

@@ -155,7 +155,7 @@ def image_tokens(config: PreTrainedConfig) -> ImageTokens:
             f"{type(config).__name__} has no image_token_id and vision_config, so it says nothing of images; use the "
             "configuration of a model from images and text to text"
         )
-    if _takes(config, "image_grid_thw") and (merge := _merge(config, vision)) is not None:
+    if _takes(config, "image_grid_thw") and (merge := _merge_size(config, vision)) is not None:
         return ImageTokens(placeholder, merge, config=config)
     if _takes(config, "image_sizes", required=True):
         return ImageTokens(placeholder, config=config, unknown="they depend on its size")
@@ -172,7 +172,7 @@ def _takes(config: PreTrainedConfig, name: str, *, required: bool = False) -> bo
     return parameter is not None and not (required and parameter.default is not Parameter.empty)
 
 
-def _merge(config: PreTrainedConfig, vision: PreTrainedConfig) -> int | None:
+def _merge_size(config: PreTrainedConfig, vision: PreTrainedConfig) -> int | None:
     """How many patches a side make one row."""
     values = [getattr(part, name, None) for part in (vision, config) for name in _MERGES]
     merge = next((value for value in values if value is not None), None)

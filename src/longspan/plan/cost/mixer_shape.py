@@ -61,7 +61,10 @@ class MixerShape:
 
     @property
     def summary_flops(self) -> int:
-        """Of a row forward in the pass that gives a run's final state from none, and what the run does to a state."""
+        """The FLOPs of a row in the forward pass that summarizes a run.
+
+        A summary is the final state that the run gives from an empty state, and what the run does to a state before it.
+        """
         if self.delta:
             return 4 * self.heads * self.key_size * (self.key_size + self.value_size)
         return 2 * self.state

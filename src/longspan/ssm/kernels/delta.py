@@ -145,9 +145,9 @@ class DeltaBackward:
         dh, dv = self._states.chunk_gradients(self._entering, self._states.leaving(leaving))
         at = run_indices(self._runs)
         arguments = {**self._read, "v": self._new, "w": self._w, "h": self._h, "dv": dv, "dh": dh}
-        reading = fla_function("ops.common.chunk_o", "chunk_bwd_dqkwg")
-        dq, dk, dw, dg = reading(**arguments, scale=self._scale, chunk_size=CHUNK, **at)
-        solved = {"k": self._k, "v": self._v, "beta": self._beta, "g": self._g, "A": self._a, "dw": dw, "du": dv}
-        more, dv, dbeta, rest = fla_function(_WY, "prepare_wy_repr_bwd")(**solved, **at)
-        dg = chunk_cumsum((dg + rest).squeeze(0), self._runs, reverse=True).unsqueeze(-1)
-        return match_inputs((dq, dk + more, dv, dg, dbeta), self._inputs)
+        outputs_backward = fla_function("ops.common.chunk_o", "chunk_bwd_dqkwg")
+        dq, dk_outputs, dw, dg_outputs = outputs_backward(**arguments, scale=self._scale, chunk_size=CHUNK, **at)
+        arguments = {"k": self._k, "v": self._v, "beta": self._beta, "g": self._g, "A": self._a, "dw": dw, "du": dv}
+        dk_wy, dv, dbeta, dg_wy = fla_function(_WY, "prepare_wy_repr_bwd")(**arguments, **at)
+        dg = chunk_cumsum((dg_outputs + dg_wy).squeeze(0), self._runs, reverse=True).unsqueeze(-1)
+        return match_inputs((dq, dk_outputs + dk_wy, dv, dg, dbeta), self._inputs)

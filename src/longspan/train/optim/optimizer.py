@@ -80,10 +80,10 @@ def build_optimizer(
 
     "adamw" (fused), "sgd" (no momentum unless given), or the dotted name of a class, such as "torch.optim.NAdam". `lr`
     is one learning rate, or those of modules by name: a parameter has that of the innermost module that is named.
-    `betas` are adamw's; `arguments` are the class's own. Weight decay applies to what multiplies (`decays`), not to
-    norms and biases. Where the model has nothing to train (a pipeline stage that is frozen, say) the optimizer has no
-    parameters. Raises ConfigError for another name, for arguments that the class does not take, for a rate of what is
-    no module, and for parameters without one.
+    `betas` are adamw's; `arguments` are the class's own. Weight decay applies to matrices and kernels of convolutions
+    (see `decays`), not to norms and biases. If the model has nothing to train (a frozen pipeline stage, say), the
+    optimizer has no parameters. Raises ConfigError for another name, for arguments that the class does not take, for a
+    rate whose name is not a module, and for parameters without a rate.
     """
     if name == "adamw":
         arguments = {"betas": betas} | arguments

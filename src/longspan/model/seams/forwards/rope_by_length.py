@@ -118,7 +118,11 @@ def _representative(rotary: nn.Module, kind: str, layer_type: str | None, length
 def _frequencies_of_length(
     rotary: nn.Module, layer_type: str | None, x: Tensor, positions: Tensor, length: int, rows: Integers
 ) -> Any:
-    """What a new module returns for some rows of documents of one length: tensors (1, rows, …)."""
+    """Return what a new module gives for some rows of documents of one length: tensors (1, rows, …).
+
+    The module takes the largest position plus one for the length. These rows may lack the last position of the
+    document, so the position `length` − 1 is appended, and its result is dropped.
+    """
     here = positions if len(rows) == positions.shape[1] else positions[:, to_device(rows, positions.device)]
     with_last = torch.cat([here, here.new_full((1, 1), length - 1)], dim=1)
     return tree_map(lambda out: out[:, :-1], _as_new(rotary)(x, with_last, **_layer_type_argument(layer_type)))
