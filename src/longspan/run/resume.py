@@ -11,7 +11,7 @@ from longspan.checkpoint.files import read_state, remove_unfinished_saves
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_first_rank
 from longspan.config.keys import AUTO
-from longspan.config.sections import RunConfig, TrainConfig
+from longspan.config.sections import ModelConfig, RunConfig, TrainConfig
 from longspan.data.stream import ORDER
 from longspan.errors import CheckpointError, ConfigError
 from longspan.train.optim.schedule import Schedule
@@ -100,7 +100,7 @@ def _as_tuple(value: Any) -> Any:
 
 def _both_configurations(config: RunConfig, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The configuration of a checkpoint and the present one, both as JSON."""
-    return state.get("config", {}), json.loads(json.dumps(config.tables()))
+    return _with_preset(state.get("config", {})), _with_preset(json.loads(json.dumps(config.tables())))
 
 
 def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:
@@ -120,6 +120,12 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
                 f"{name} was {was!r} when {path} was saved and is {value!r} now; "
                 f"set it back, or set run.dir to a new folder"
             )
+
+
+def _with_preset(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with the preset that it means: a default one may be left out or named."""
+    model = ModelConfig(**{key: config.get("model", {}).get(key, "") for key in ("preset", "path", "config")})
+    return {**config, "model": {**config.get("model", {}), "preset": model.preset_name}}
 
 
 def _check_finished(before: dict[str, Any], now: dict[str, Any], path: Path, log: LogLine) -> None:

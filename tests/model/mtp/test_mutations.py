@@ -43,7 +43,7 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
         "[self.enorm(embedded), self.hnorm(hidden)]",
         "[self.hnorm(hidden), self.enorm(embedded)]",
     ),
-    "no last norm": (DEPTHS, "self.post_norm(take_hidden_states(", "(hidden_states_in("),
+    "no last norm": (DEPTHS, "self.post_norm(take_hidden_states(", "(take_hidden_states("),
 }
 
 INPUTS = "model.mtp.layer_inputs"
