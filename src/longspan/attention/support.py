@@ -23,17 +23,17 @@ TYPE_ROWS: tuple[tuple[str, ...], ...] = (
         "D − 1 blocks; under a narrow window only the rows that are seen",
         "D − 1 blocks again, and D gradients of blocks in float32",
         "three blocks at most, whatever D",
-        "q, k, v, out and log-sum-exp of the own rows",
+        "q, k, v, out and log-sum-exp of its own rows",
         "any",
         "the next block travels while one is computed",
     ),
     (
         "`all_gather`",
         "every member receives all blocks, in document order",
-        "the own block to D − 1 members",
+        "its own block to D − 1 members",
         "the same, and gradients of all rows to their owners in float32",
         "D blocks, or as many key/value heads of them as `max_gather_bytes` holds",
-        "q, k, v, out and log-sum-exp of the own rows",
+        "q, k, v, out and log-sum-exp of its own rows",
         "any",
         "in slices of heads: the next slice travels while one is computed",
     ),
@@ -42,9 +42,9 @@ TYPE_ROWS: tuple[tuple[str, ...], ...] = (
         "heads for rows (Ulysses): each member has all rows for N / D heads",
         "(D − 1) / D of q, k, v and out",
         "(D − 1) / D of dout and of the gradients of q, k, v",
-        "D · T rows of 1 / D of the heads: as many numbers as its own",
-        "q, k, v, out and log-sum-exp as exchanged, as many numbers as the own",
-        "D divides N; with fewer key/value heads than members, heads go to several",
+        "D · T rows of 1 / D of the heads: as many numbers as its own rows have",
+        "q, k, v, out and log-sum-exp as exchanged, as many numbers as its own rows have",
+        "D divides N; with fewer key/value heads than members, a head goes to several members",
         "large tensors in slices of heads: the next slice travels while one is computed",
     ),
     (
@@ -63,15 +63,18 @@ TYPE_ROWS: tuple[tuple[str, ...], ...] = (
 _FEATURE_ROWS: tuple[tuple[str, str], ...] = (
     ("causal and full attention", "`causal=`; of one document"),
     ("packed documents", "any lengths, any degree; an empty share takes part in communication"),
-    ("sliding window", "`window=`, causal; what no query sees is not computed, under a narrow window not sent"),
+    (
+        "sliding window",
+        "`window=`, causal; keys that no query sees are not computed and, under a narrow window, not sent",
+    ),
     (
         "chunks",
-        "`chunk=`, causal; every so many positions of a document see each other alone; else as a window",
+        "`chunk=`, causal; rows attend only within their chunk of so many positions; otherwise as a window",
     ),
     (
         "spans",
-        "`shard.with_spans`, causal; rows of a run, as an image's tokens, see its later rows too; keys come as for the "
-        "causal mask",
+        "`shard.with_spans`, causal; rows of a span, such as an image's tokens, also see its later rows; keys are sent "
+        "as for the causal mask",
     ),
     ("sinks", "`sinks=`; joined once to the sum over all keys, with a gradient over the local rows"),
     ("softcap", "`softcap=`"),
