@@ -130,11 +130,11 @@ def kernel_checks() -> Iterator[Check]:
     """Which attention kernel runs for each device and dtype, and why the others do not run here."""
     import torch
 
-    from longspan.attention import KERNELS, AttentionCall
+    from longspan.attention import KERNELS, AttendCall
 
     for device in _devices():
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
-            call = AttentionCall(1, 1, 128, 128, dtype, torch.device(device), one_document=True)
+            call = AttendCall(1, 1, 128, 128, dtype, torch.device(device), one_document=True)
             able = [kernel.name for kernel in KERNELS if kernel.suits(call)]
             name = f"{device.split(':')[0]} {str(dtype).removeprefix('torch.')}"
             alternatives = f" (also {', '.join(able[1:])})" if len(able) > 1 else ""
@@ -154,10 +154,10 @@ def _lacking(kernel: "Kernel") -> str:
     """Why a kernel runs on no device of this machine; "" where it runs on one."""
     import torch
 
-    from longspan.attention import AttentionCall
+    from longspan.attention import AttendCall
 
     dtype = kernel.dtypes[0]
-    calls = [AttentionCall(1, 1, 64, 64, dtype, torch.device(d), deterministic=False) for d in _devices()]
+    calls = [AttendCall(1, 1, 64, 64, dtype, torch.device(d), deterministic=False) for d in _devices()]
     lacks = [kernel.lacks(call) for call in calls]
     return "" if "" in lacks else lacks[-1]
 

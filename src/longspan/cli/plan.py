@@ -27,7 +27,7 @@ from longspan.cli.plans.planning import (
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
-from longspan.plan.cost.model_cost import with_spans
+from longspan.plan.cost.cost_changes import with_spans
 from longspan.plan.items.encoder_shape import EncoderLoad, EncoderShape
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.simulate.type_and_partition import plan_with_partition

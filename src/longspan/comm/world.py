@@ -37,13 +37,13 @@ from longspan.comm.watch import Watch
 from longspan.errors import CommError, plural
 from longspan.layout import Coordinates, Layout
 from longspan.layout.layout import short
-from longspan.plan import Plan
+from longspan.plan import Machine, Plan
 
 TORCHRUN_SETS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 MEMBERS = ("control", "channels", "process_groups", "meshes", "watch")  # through which an open world talks
 KNOWN_WHEN_OPEN = {"rank", "coordinates", "slot", "plane", "device", "backend", "max_groups", "node_size", "seed"}
-KNOWN_WHEN_OPEN.update(MEMBERS)
+KNOWN_WHEN_OPEN.update((*MEMBERS, "machine"))
 
 _keys = count()
 _worlds: dict[int, "World"] = {}  # those that are open
@@ -121,6 +121,7 @@ class World:
         self.device = choose_device(backend, device, place.local_rank)
         self.backend = BOTH if self.device.type == "cuda" else "gloo"
         self.max_groups = max_groups if max_groups is not None else 4 if self.device.type == "cuda" else 0
+        self.machine = Machine.known("H200") if self.device.type == "cuda" else Machine.of_cpus()
 
     def _open(self, place: Place, store: Store, prefix: str) -> None:
         """Make what the ranks talk through, with keys of this prefix in their store."""

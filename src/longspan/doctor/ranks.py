@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from longspan.attention import choose_type
 from longspan.comm import World
 from longspan.doctor.cases import TEXTS, Case, Packed, plan_of
 from longspan.doctor.images import item_documents
@@ -208,7 +207,8 @@ class CaseRun:
         heads = int(config.num_attention_heads)
         kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
         call = replace(calls[0], heads=heads, kv_heads=kv_heads)
-        return choose_type(plan.micro_batches[0].groups[0], call, node_size=self.world.node_size).reasons
+        group, machine = plan.micro_batches[0].groups[0], self.world.machine
+        return machine.explain_type(group, call.sizes, node_size=self.world.node_size)
 
 
 def _rank_levels(levels: Levels, world: World) -> Levels:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from longspan.attention import AttentionCall
+from longspan.attention import AttendCall
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.adapters import model_inside
@@ -148,7 +148,7 @@ def _connect(model: PreTrainedModel, mixer_kernels: tuple[str, ...]) -> None:
 
 
 def _execution(
-    model: PreTrainedModel, placement: Placement, calls: tuple[AttentionCall, ...], options: PrepareOptions
+    model: PreTrainedModel, placement: Placement, calls: tuple[AttendCall, ...], options: PrepareOptions
 ) -> Execution:
     """The types and kernels that the model computes with."""
     dtype, reduce_dtype = placement.dtype_of(model), placement.reduce_dtype_of(model)

@@ -32,7 +32,7 @@ from longspan.model.seams.call_rules import refuse_randomness
 from longspan.model.weights.fill import empty_model, images_class
 from longspan.model.weights.hf_folder import no_progress_bars, weight_files
 from longspan.plan import Cost
-from longspan.plan.cost.model_cost import with_spans
+from longspan.plan.cost.cost_changes import with_spans
 from longspan.run.checks.check_model import check_images
 from longspan.run.resume import check_steps_left, checkpoint_to_resume, rate_line, with_held_out_of
 from longspan.run.run_data import RunData, TrainingRun, open_data, with_rows

@@ -17,7 +17,7 @@ from longspan.model.execution import execution_of
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.vision.join import find_trained_part
 from longspan.plan import Cost, Plan
-from longspan.plan.cost.model_cost import H200_SOURCE
+from longspan.plan.cost.machine import Machine
 from longspan.plan.cost.model_flops import model_flops, peak_tflops
 from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.items.encoder_shape import EncoderShape, Trained
@@ -102,7 +102,7 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
         frozen=adapter_of(model) is not None,
         devices=len(world.home.ranks),
         peak=peak_tflops(device, _product_dtype(execution_of(model).compute_dtype)),
-        priced_here=bool(config.context.cost) or (cost.source == H200_SOURCE and "H200" in device),
+        priced_here=bool(config.context.cost) or (cost.source == Machine.known("H200").source and "H200" in device),
         uncounted=uncounted,
     )
 

@@ -15,7 +15,6 @@ from longspan.data.step_order import StepOrder
 from longspan.layout import Layout
 from longspan.plan import Cost
 from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200
-from longspan.plan.simulate.simulate import slot_cost
 from longspan.train.plans import PlanChoice, StepPlanner, cost_of_run, plans_of_steps
 
 LENGTHS = np.random.default_rng(0).integers(2, 400, 80)
@@ -82,7 +81,7 @@ def test_without_a_cost_plans_on_gpus_are_priced_for_the_model(tmp_path: Path) -
 
 def test_tensor_parallel_ranks_share_the_cost_of_a_slot() -> None:
     context = replace(DYNAMIC, node_size=4)
-    cost, evaluated = slot_cost(Cost(), 2), run_of(context.with_evaluation(context_parallel_size=2))
+    cost, evaluated = Cost().shared_by(2), run_of(context.with_evaluation(context_parallel_size=2))
     for choice, expected in (
         (PlanChoice.training(run_of(context)), cost),
         (PlanChoice.evaluation(evaluated), cost.forward_only().under("p2p", 2)),

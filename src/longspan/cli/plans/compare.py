@@ -39,7 +39,7 @@ from longspan.plan.planners.options import PlanOptions
 from longspan.plan.simulate.compare import NamedSimulation, PlannerComparison
 from longspan.plan.simulate.evaluation import which_degree
 from longspan.plan.simulate.row_bytes import QWEN3_8B, Checkpointing, RowBytes
-from longspan.plan.simulate.simulate import simulate, slot_cost
+from longspan.plan.simulate.simulate import simulate
 from longspan.plan.simulate.type_and_partition import type_of
 from longspan.report.markup import page, tag
 
@@ -127,7 +127,7 @@ def home_of(flags: CompareFlags) -> Layout:
 def _slot_price(flags: CompareFlags) -> tuple[Cost, int]:
     """The cost of a slot, and the slots of a host."""
     price = read_price(flags, training=not (flags.evaluation or flags.which_eval_degree))
-    return slot_cost(price, flags.tp), max(1, flags.node_size // flags.tp)
+    return price.shared_by(flags.tp), max(1, flags.node_size // flags.tp)
 
 
 def _comparison_options(flags: CompareFlags, home: Layout) -> PlanOptions:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from longspan.attention import AttentionCall, Mask, choose
+from longspan.attention import AttendCall, Mask, choose
 from longspan.attention.call import Dropout
 from longspan.attention.kernels import find_kernel
 from longspan.errors import AttentionError, ModelError, plural
@@ -201,7 +201,7 @@ def check_kernel(
     *,
     device: torch.device,
     dtype: torch.dtype,
-) -> tuple[AttentionCall, ...]:
+) -> tuple[AttendCall, ...]:
     """The different calls among `recorded`, which this kernel (None: one kernel or another) can do.
 
     Tensors will be of `dtype` on `device`; in training calls have the dropout of their layer. Raises AttentionError for
@@ -209,10 +209,10 @@ def check_kernel(
     """
     if name is not None:
         find_kernel(name)
-    calls: dict[AttentionCall, None] = {}
+    calls: dict[AttendCall, None] = {}
     for of_layer in recorded:
         sizes, mask = (of_layer.head_size, of_layer.value_size), Mask(window=of_layer.window, chunk=of_layer.chunk)
-        call = AttentionCall(1, 1, *sizes, dtype, device, mask, softcap=of_layer.softcap)
+        call = AttendCall(1, 1, *sizes, dtype, device, mask, softcap=of_layer.softcap)
         try:
             choose(call, name)
         except AttentionError as error:

@@ -164,7 +164,7 @@ def simulate(
 
     >>> simulate(plan, pp=4).bubble
 
-    The cost is the plan's own unless given; `slot_cost(cost, tp)` makes that of tensor-parallel slots. `backward` None
+    The cost is the plan's own unless given; `cost.shared_by(tp)` makes that of tensor-parallel slots. `backward` None
     runs the passes that the plan's own cost is of; an evaluation is priced by `Cost.forward_only`. Raises PlanError for
     a free plan on more than one stage, whose micro-batches do not move together, and where backward passes are asked of
     a cost without them.
@@ -202,21 +202,6 @@ def simulate_run(plans: Sequence[Plan], **how: int | bool | Cost | RowBytes | No
     >>> sum(step.seconds for step in simulate_run(plans, pp=2))
     """
     return tuple(simulate(plan, **how) for plan in plans)  # pyright: ignore[reportArgumentType]
-
-
-def slot_cost(cost: Cost, tp: int) -> Cost:
-    """The cost of a slot of `tp` tensor-parallel ranks: compute and keys and values divide, latencies do not."""
-    if isinstance(tp, bool) or tp < 1:
-        raise PlanError(f"tp is {tp!r}; a degree is an integer of at least 1")
-    return replace(
-        cost,
-        linear_seconds=cost.linear_seconds / tp,
-        attention_seconds=cost.attention_seconds / tp,
-        ring_bytes=cost.ring_bytes / tp,
-        exchange_bytes=cost.exchange_bytes / tp,
-        states=cost.states and cost.states.shared_by(tp),
-        forward=cost.forward and slot_cost(cost.forward, tp),
-    )
 
 
 def _cost_of_passes(cost: Cost, backward: bool) -> Cost:

@@ -16,13 +16,13 @@ from longspan.errors import ConfigError, LongspanError, PlanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import heads_allow
-from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200, read_cost, with_recomputation
+from longspan.plan.cost.cost_changes import with_recomputation
+from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200, read_cost
 from longspan.plan.hierarchy import levels_at
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.planners.options import PlanKeywords
 from longspan.plan.simulate.evaluation import plan_evaluation, widest_degree
-from longspan.plan.simulate.simulate import slot_cost
-from longspan.plan.simulate.type_and_partition import group_cost, options_at_degree
+from longspan.plan.simulate.type_and_partition import options_at_degree
 
 
 def row_multiple_of(parallel: ParallelConfig) -> int:
@@ -125,7 +125,6 @@ class PlanChoice:
         """
         options = _section_options(config.context, config, cost or cost_of(config.context), heads)
         options = replace(options, mode=config.context.mode)
-        options = replace(options, cost=group_cost(options.cost, options))
         return cls._from_section(config.context, config, options, "context.", weights, weight_bytes)
 
     @classmethod
@@ -239,7 +238,7 @@ class PlanChoice:
 
     def _cost(self, home: Layout) -> Cost:
         """The cost of a slot, whose tensor-parallel ranks share it; in free mode with the closing of a step."""
-        cost = slot_cost(self.options.cost, home.tp)
+        cost = self.options.cost.shared_by(home.tp)
         if self.options.mode == "lockstep" or not self.weights:
             return cost
         gathered, reduced = self.weight_bytes, max(4, self.weight_bytes)

@@ -25,7 +25,6 @@ from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules
 from longspan.plan import MicroBatch, Plan
 from longspan.plan.items import EncoderPlanning, ItemTable, NeededBy, plan_items
-from longspan.plan.simulate.simulate import slot_cost
 from longspan.train.passes import Term
 from longspan.train.reading.local_batch import read_agreed
 from longspan.train.reading.read_rows import LocalBatch
@@ -176,7 +175,7 @@ def _encoder_planning(encoder: Encoder) -> EncoderPlanning:
         home=encoder.world.home,
         max_rows_per_slot=encoder.max_rows_per_slot,
         max_cp=encoder.max_cp,
-        cost=slot_cost(encoder.cost, encoder.world.home.tp),
+        cost=encoder.cost.shared_by(encoder.world.home.tp),
     )
 
 
