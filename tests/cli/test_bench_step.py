@@ -37,7 +37,7 @@ def test_steps_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert row["tokens_per_second_per_device"] == pytest.approx(80 / row["seconds"] / 2)
         assert sum(row["parts"].values()) >= 2 * row["parts"]["step"] > 0 and row["parts"]["attention"] > 0
     assert "missing" in peer and {"machine", "versions", "command", "cost", "configuration"} <= record.keys()
-    assert record["lengths"] == [40, 24, 9, 7] and record["shape"]["layers"] == 2
+    assert record["node_size"] == 2 and record["lengths"] == [40, 24, 9, 7] and record["shape"]["layers"] == 2
     table = out.with_suffix(".md").read_text()
     assert table == record_markdown(record) and "| longspan fixed |" in table
     assert "recomputation full, the model's own norms, float32" in table and "Longest kernels of longspan" in table

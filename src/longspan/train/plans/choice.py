@@ -264,15 +264,16 @@ def _section_options(section: PlanSection, config: RunConfig, cost: Cost, heads:
     """The planners' options that a plan section gives.
 
     Rows are dealt out in zigzag if their partition is not chosen yet ("auto"), as slots have as many rows either way.
-    A limit of rows "auto" is none yet.
+    A limit of rows "auto" is none yet. Until a world is open (`with_node_size`), hosts of size "auto" have the usual 8
+    slots, which no plan that is only checked depends on.
     """
-    cap = section.max_tokens_per_slot
+    cap, node_size = section.max_tokens_per_slot, config.context.node_size
     return PlanOptions(
         max_tokens_per_slot=None if isinstance(cap, str) else cap or None,
         cp_comm_type=section.cp_comm_type or "p2p",
         hierarchical_context_parallel_sizes=section.hierarchical_context_parallel_sizes,
         cost=cost,
-        node_size=config.context.node_size,
+        node_size=PlanOptions.node_size if isinstance(node_size, str) else node_size,
         row_multiple=row_multiple_of(config.parallel),
         partition="contiguous" if section.partition == "contiguous" else "zigzag",
         heads=heads,
