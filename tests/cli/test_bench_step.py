@@ -24,7 +24,7 @@ def test_steps_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     out, cost = tmp_path / "records" / "s.json", tmp_path / "cost.json"
     cost.write_text(json.dumps(Cost(linear_seconds=1e-4).to_json()))
     words = ["--world", "2", "--lengths", "40,24,9,7", "--repeats", "1", "--warmup", "0", "--peers", "--out", str(out)]
-    words += ["--context.max_tokens_per_slot", "40", "--context.cost", str(cost)]
+    words += ["--context.max_tokens_per_slot", "40", "--run.machine", str(cost)]
     words += ["--train.activation_checkpointing", "full", "--train.fused_norms", "off", "--profile"]
     assert main(["bench", "step", *words, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)

@@ -85,7 +85,7 @@ def test_a_run_on_two_hosts_keeps_its_groups_inside_them(tmp_path: Path) -> None
     slow = Cost(linear_seconds=1e-3, inside_bytes_per_second=1e12, across_bytes_per_second=1e5)  # a host's own links
     (tmp_path / "machine.json").write_text(json.dumps(slow.to_json()))
     few = {"train__steps": 2, "train__eval_every": 0, "data__eval_documents": 0, "train__tokens_per_step": 64}
-    config = small_config(tmp_path, context__planner="dynamic", context__cost=str(tmp_path / "machine.json"), **few)
+    config = small_config(tmp_path, context__planner="dynamic", run__machine=str(tmp_path / "machine.json"), **few)
     shown, *_ = run_ranks(on_hosts, 4, config, 4, 2)
     plans = [Plan.from_json(path.read_text()) for path in sorted((tmp_path / "run" / "plans").glob("step-*.json"))]
     assert len(plans) == 2 and all(plan.node_size == 2 and not groups_across(plan, 2) for plan in plans)
@@ -108,17 +108,20 @@ def test_an_older_run_goes_on_with_the_worlds_hosts_and_a_line(tmp_path: Path) -
     config = small_config(tmp_path, train__steps=1, **few)
     assert run_ranks(on_hosts, 2, config, 2, 2)
     folder = tmp_path / "run"
+    (machine := tmp_path / "machine.json").write_text(json.dumps(Cost(micro_batch_seconds=0.5).to_json()))
     first, last = (folder / "checkpoints" / f"step-00000{step}" for step in (1, 2))
     as_before(first)
     old = replace(config, context=replace(config.context, node_size=8), train=replace(config.train, steps=2))
-    (folder / "config.toml").write_text(to_toml(old))
+    text = to_toml(old).replace('machine = ""\n', "").replace("[context]\n", f'[context]\ncost = "{machine}"\n')
+    (folder / "config.toml").write_text(text)  # with the former name of run.machine, too
     shown, _ = run_ranks(on_hosts, 2, load_config(folder / "config.toml"), 2, 2)
     line = (
         "context.node_size was 8 when {} was saved, the default of older versions; plans are made for this world now, "
     )
     assert shown.count(f"{line.format(first)}of 2 slots a host\n") == 1
     assert load_config(folder / "config.toml").context.node_size == "auto"
-    assert json.loads((folder / "run.json").read_text())["node_size"] == 2
+    facts = json.loads((folder / "run.json").read_text())
+    assert (facts["node_size"], facts["priced_for"]) == (2, str(machine))
     as_before(last)
     shown, _ = run_ranks(on_hosts, 2, old, 2, 2)
     assert line.format(last) in shown and "the run has come to its end" in shown
@@ -127,9 +130,10 @@ def test_an_older_run_goes_on_with_the_worlds_hosts_and_a_line(tmp_path: Path) -
 
 
 def as_before(checkpoint: Path) -> None:
-    """Write into a checkpoint's state the number that every configuration had before."""
+    """Write into a checkpoint's state what every configuration had before."""
     state, manifest = (json.loads((checkpoint / name).read_text()) for name in ("state.json", "manifest.json"))
-    state["config"]["context"]["node_size"] = 8
+    state["config"]["context"] |= {"node_size": 8, "cost": ""}
+    del state["config"]["run"]["machine"]
     (checkpoint / "state.json").write_text(json.dumps(state))
     manifest["files"]["state.json"] = _digest(checkpoint / "state.json")
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))

@@ -111,8 +111,6 @@ class ContextConfig(PlanSection):
     node_size: Annotated[int | str, AtLeast(1)] = AUTO
     """Slots of one host, whose links plans take as fast; auto: those of the world (LOCAL_WORLD_SIZE / tp), with which a
     number must agree."""
-    cost: str = ""
-    """File of longspan bench calibrate: what steps cost here; empty: on GPUs the model on H200s (docs/planning.md)."""
     mode: Literal["lockstep", "free"] = "lockstep"
     """In training, who waits: lockstep: all slots for the slowest of a micro-batch; free: those that share a group."""
     plan_ahead: NonNegativeInt = 2
