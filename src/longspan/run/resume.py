@@ -66,7 +66,7 @@ def with_held_out_of(config: RunConfig, checkpoint: Path | None, world: World) -
     return replace(config, data=replace(config.data, eval_documents=state["config"]["data"]["eval_documents"]))
 
 
-def without_old_node_size(config: RunConfig, checkpoint: Path | None, world: World, log: LogLine) -> RunConfig:
+def drop_old_node_size(config: RunConfig, checkpoint: Path | None, world: World, log: LogLine) -> RunConfig:
     """The configuration with "auto" for a `context.node_size` that older versions had by default; entered by all ranks.
 
     They wrote the number into config.toml, whatever hosts the run had. A line is logged where this world has others.

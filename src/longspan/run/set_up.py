@@ -37,9 +37,9 @@ from longspan.run.checks.check_model import check_images
 from longspan.run.resume import (
     check_steps_left,
     checkpoint_to_resume,
+    drop_old_node_size,
     rate_line,
     with_held_out_of,
-    without_old_node_size,
 )
 from longspan.run.run_data import RunData, TrainingRun, open_data, with_rows
 from longspan.train.long_documents import configuration_for
@@ -143,7 +143,7 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     """
     directory = Path(config.run.dir)
     checkpoint = checkpoint_to_resume(config, world, log)
-    config = without_old_node_size(with_held_out_of(config, checkpoint, world), checkpoint, world, log)
+    config = drop_old_node_size(with_held_out_of(config, checkpoint, world), checkpoint, world, log)
     node_size, config = config.context.node_size, with_node_size(config, world)
     if config.model.path and checkpoint is None:
         run_on_every_rank(world, lambda: weight_files(Path(config.model.path)), ModelError)

@@ -16,10 +16,10 @@ def with_node_size(config: RunConfig, world: World) -> RunConfig:
 
     Raises ConfigError for another number, on every rank, since all ranks of a world have one node size.
     """
-    given, slots = config.context.node_size, world.node_size
-    if given not in (AUTO, slots):
+    number, slots = config.context.node_size, world.node_size
+    if number not in (AUTO, slots):
         raise ConfigError(
-            f"context.node_size is {given}, and this world has {plural(slots, 'slot')} a host "
+            f"context.node_size is {number}, and this world has {plural(slots, 'slot')} a host "
             f'(LOCAL_WORLD_SIZE / tp); use {slots}, or "{AUTO}", its default'
         )
     return replace(config, context=replace(config.context, node_size=slots))
