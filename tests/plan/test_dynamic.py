@@ -127,12 +127,11 @@ def random_case(rng: random.Random) -> tuple[list[int], int, dict]:
     lengths = [1 + int(min(scale, most - 1) * rng.random() ** bend) for _ in range(rng.choice([1, 2, 3, 8, 30]))]
     if rng.random() < 0.2:
         lengths = [most] * len(lengths)
-    sizes = [size for size in (1, 2, 4, 8) if size >= slots or slots % size == 0 or size == 8]
     arguments = {
         "max_tokens_per_slot": cap,
         "min_cp": min_cp,
         "max_cp": max_cp,
-        "node_size": rng.choice(sizes),
+        "node_size": rng.choice([1, 2, 3, 4, 8]),
         "micro_batch_multiple": rng.choice([1, 1, 2, 4]),
         "row_multiple": row_multiple,
         "mode": rng.choice(["lockstep", "free"]),
@@ -289,7 +288,6 @@ BAD = [
     ({"min_cp": 0}, "min_cp is 0"),
     ({"max_cp": 0}, "max_cp is 0"),
     ({"max_cp": True}, "max_cp is True"),
-    ({"node_size": 3}, "node_size 3 does not divide 8 slots; use one of 1, 2, 4, 8"),
     ({"node_size": 0}, "node_size is 0"),
     ({"max_tokens_per_slot": 0}, "max_tokens_per_slot is 0"),
     ({"max_tokens_per_slot": 7, "row_multiple": 8}, "max_tokens_per_slot 7 is below row_multiple 8"),

@@ -11,7 +11,7 @@ import torch
 from longspan.attention import AttendCall, Mask
 from longspan.attention.call import Dropout
 from longspan.comm import World
-from longspan.config.sections import ContextConfig, RunConfig
+from longspan.config.sections import RunConfig, RunSection
 from longspan.layout import Layout
 from longspan.model import execution, load_model, prepare
 from longspan.model.execution import Execution, execution_of
@@ -118,7 +118,7 @@ def test_a_prediction_stands_beside_the_steps_of_its_own_machine_alone(
     types = Execution(torch.float32, torch.bfloat16, torch.float32, ())
     model = cast(Any, SimpleNamespace(config=CONFIG, execution=types))
     world = cast(World, SimpleNamespace(home=Layout(2)))
-    figures = model_figures(RunConfig(context=ContextConfig(cost=file)), model, world, cost)
+    figures = model_figures(RunConfig(run=RunSection(machine=file)), model, world, cost)
     assert figures.priced_here is here
     assert (figures.peak is None) == (device == "CPU")
     unpriced = cast(Any, SimpleNamespace(config={**CONFIG, "mamba_d_state": 8}, execution=types))

@@ -10,7 +10,7 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
 from longspan.config.defaults import resolve_defaults
-from longspan.config.keys import keys_of, with_values
+from longspan.config.keys import FORMER_KEYS, keys_of, with_values
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, SourceConfig, section_kinds
 from longspan.errors import ConfigError
@@ -29,9 +29,11 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, object] 
     and for a value of the wrong type. Whether the values fit together is checked by `check_config`.
     """
     config = RunConfig() if path is None else read_file(path)
+    tables: dict[str, Any] = {}
     for key, value in (overrides or {}).items():
         section, _, name = key.partition(".")
-        config = _with_section(config, section, {name: value} if name else value, source="the overrides")
+        tables[section] = {**tables.get(section, {}), name: value} if name else value
+    config = _with_tables(config, tables, source="the overrides")
     return resolve_defaults(config)
 
 
@@ -44,10 +46,7 @@ def read_file(path: str | Path) -> RunConfig:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; give a TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
-    config = RunConfig()
-    for section, values in tables.items():
-        config = _with_section(config, section, values, source=str(path))
-    return config
+    return _with_tables(RunConfig(), tables, source=str(path))
 
 
 def config_keys() -> tuple[str, ...]:
@@ -77,6 +76,33 @@ def to_toml(config: RunConfig) -> str:
         for title, keys in tables
     )
     return "\n".join(texts).replace("\x7f", "\\u007f")
+
+
+def _with_tables(config: RunConfig, tables: Mapping[str, Any], source: str) -> RunConfig:
+    for section, values in _with_present_names(tables, source).items():
+        config = _with_section(config, section, values, source=source)
+    return config
+
+
+def _with_present_names(tables: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The tables, with present names of keys that had others; a former key that is empty gives nothing.
+
+    Raises ConfigError for a key that is given by both of its names.
+    """
+    present = dict(tables)
+    for old, new in FORMER_KEYS.items():
+        (section, key), (section_now, key_now) = old.split("."), new.split(".")
+        table, table_now = present.get(section), present.get(section_now, {})
+        if not (isinstance(table, Mapping) and isinstance(table_now, Mapping)) or key not in table:
+            continue
+        present[section] = {name: value for name, value in table.items() if name != key}
+        if table[key] and table_now.get(key_now):
+            raise ConfigError(
+                f"{old} and {new} are both given in {source}: {old} is the former name of {new}; leave {old} out"
+            )
+        if table[key]:
+            present[section_now] = {**table_now, key_now: table[key]}
+    return present
 
 
 def _with_section(config: RunConfig, section: str, values: object, *, source: str) -> RunConfig:

@@ -17,6 +17,7 @@ from longspan.errors import ConfigError
 Section = TypeVar("Section", bound=Any)
 AUTO = "auto"  # a value that the run chooses
 NOT_GIVEN = -1  # of a number whose default depends on other keys; of a word it is ""
+FORMER_KEYS = {"context.cost": "run.machine"}  # former names, which are still read, and the present ones
 FIRST = ("name", "path")  # keys that begin a table
 
 

@@ -23,7 +23,8 @@ class RunFacts:
     their degree, if cost chose it; `mixers` is how state-space layers run, `mtp` which tokens
     further ahead are predicted, `encoder` where images are encoded, "" without any; `rows` is why a hybrid's rows are
     dealt out as they are, where their cost chose; `caution` is what a user of these devices would want to change, ""
-    for nothing; `sessions` are the steps that were done when each began, and its ranks, this one last.
+    for nothing; `node_size` is the slots of a host, 0 in files of older versions; `sessions` are the steps that were
+    done when each began, and its ranks, this one last.
     """
 
     model: str
@@ -64,6 +65,7 @@ class RunFacts:
     encoder: str = ""
     rows: str = ""
     caution: str = ""
+    node_size: int = 0
     sessions: tuple[tuple[int, int], ...] = ()
 
     def lines(self) -> Iterator[tuple[str, str]]:
@@ -75,7 +77,7 @@ class RunFacts:
         sums = f"gradients summed in {self.reduce_dtype}"
         yield "precision", f"parameters {self.parameter_dtype}, compute {self.compute_dtype}, {sums}"
         yield "devices", self._device_text()
-        yield "home", ", ".join((*_degrees(self.home), *(["sequence-parallel"] if self.sequence_parallel else [])))
+        yield "home", ", ".join(self._home_words())
         yield "attention", f"{self.comm_types}; kernel {'; '.join(self.kernels) or 'chosen in the first pass'}"
         some = {"mixers": self.mixers, "mtp": self.mtp, "encoder": self.encoder, "rows": self.rows}
         yield from ((name, text) for name, text in some.items() if text)
@@ -99,6 +101,13 @@ class RunFacts:
         if self.caution:
             yield "caution", self.caution
 
+    def _home_words(self) -> Iterator[str]:
+        """The slots of the home (of several hosts: those of one too), and its other degrees that are above 1."""
+        of_host = f" ({self.node_size} a host)" if self.hosts > 1 and self.node_size else ""
+        yield plural(self.home["slots"], "slot") + of_host
+        yield from (f"{name} {degree}" for name, degree in self.home.items() if name != "slots" and degree > 1)
+        yield from ["sequence-parallel"] * self.sequence_parallel
+
     def _device_text(self) -> str:
         if self.device == "CPU":
             cores = f"{plural(self.ranks, 'process', 'es')} on {plural(self.cores, 'CPU core')}"
@@ -121,12 +130,6 @@ def facts_text(facts: RunFacts) -> str:
     lines = list(facts.lines())
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
-
-
-def _degrees(home: dict[str, int]) -> Iterator[str]:
-    """The slots of a home, and its other degrees that are above 1."""
-    yield plural(home["slots"], "slot")
-    yield from (f"{name} {degree}" for name, degree in home.items() if name != "slots" and degree > 1)
 
 
 def _on_hosts(hosts: int) -> str:

@@ -143,6 +143,7 @@ def _device_facts(world: World) -> dict[str, Any]:
     return {
         "device": device_name(world),
         "ranks": ranks,
+        "node_size": world.node_size,
         "hosts": -(-ranks // (world.node_size * world.home.tp)),
         "cores": usable_cores(),
         "backend": "nccl" if gpu else "gloo",

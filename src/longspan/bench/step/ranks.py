@@ -24,6 +24,7 @@ from longspan.plan.cost.model_flops import model_flops
 from longspan.plan.cost.model_shape import ModelShape
 from longspan.run.result import versions
 from longspan.train.memory.rows_that_fit import measure_rows
+from longspan.train.plans.node_size import with_node_size
 from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
 
 
@@ -31,6 +32,7 @@ def step_ranks(rank: int, settings: StepSettings) -> dict[str, Any]:
     """Open a world, time every planner and the peer; the record, equal on every rank."""
     backend = None if settings.backend == "nccl" else "gloo"
     with World(settings.home, backend=backend, timeout=settings.flags.timeout_seconds) as world:
+        settings = replace(settings, config=with_node_size(settings.config, world))
         record = _empty_record(settings, world)
         for name, measure in _cases(settings, world):
             row = {"name": name} | measure()

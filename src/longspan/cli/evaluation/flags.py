@@ -15,7 +15,15 @@ from longspan.config.file import load_config
 from longspan.config.keys import NOT_GIVEN
 from longspan.config.model_sections import EncoderLayout
 from longspan.config.plan_section import PlanSection
-from longspan.config.sections import ContextConfig, DataConfig, LoraSection, ModelConfig, ParallelConfig, RunConfig
+from longspan.config.sections import (
+    ContextConfig,
+    DataConfig,
+    LoraSection,
+    MachineSection,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+)
 from longspan.errors import ConfigError
 from longspan.evaluation.saved.fit import find_set, fit_home
 from longspan.evaluation.saved.request import EvalRequest, Subject
@@ -86,6 +94,7 @@ class EvalFlags:
     parallel: FlagConversionOff[ParallelConfig] = field(default_factory=ParallelConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
     encoder: EncoderLayout = field(default_factory=EncoderLayout)
+    run: MachineSection = field(default_factory=MachineSection)
     world: int = 0
     """Processes to start on this machine; 0: one for each GPU (CUDA_VISIBLE_DEVICES), one without GPUs, or those of
     torchrun."""
@@ -101,6 +110,7 @@ def parse_eval(argv: Sequence[str], config: RunConfig | None = None) -> EvalFlag
     if config is not None:
         encoder = EncoderLayout(config.encoder.tp, config.encoder.max_rows)
         sections = {"parallel": config.parallel, "context": config.context, "encoder": encoder}
+        sections["run"] = MachineSection(config.run.machine)
     return parse_flags(EvalFlags, argv, PROG, EvalFlags(target=tyro.MISSING, **sections))
 
 
@@ -166,6 +176,7 @@ def _with_layout_of(config: RunConfig, other: RunConfig) -> RunConfig:
         eval=config.eval,
         train=replace(other.train, eval_metrics=config.train.eval_metrics),
         encoder=replace(other.encoder, tp=config.encoder.tp, max_rows=config.encoder.max_rows),
+        run=replace(other.run, machine=config.run.machine),
     )
 
 
@@ -212,6 +223,7 @@ def _subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, *, ba
         model = ModelConfig(path=str(weights.path), **_set_values(flags.model))
         config = RunConfig(model, DataConfig(max_document_tokens=0), flags.parallel, flags.context)
         config = replace(config, encoder=replace(config.encoder, **asdict(flags.encoder)))
+        config = replace(config, run=replace(config.run, machine=flags.run.machine))
         return Subject(weights, resolve_defaults(config))
     flags = parse_eval(argv, config)
     config = replace(
@@ -220,7 +232,7 @@ def _subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, *, ba
         parallel=flags.parallel,
         context=flags.context,
         encoder=replace(config.encoder, **asdict(flags.encoder)),
-        run=replace(config.run, dir=str(weights.run_dir)),
+        run=replace(config.run, dir=str(weights.run_dir), machine=flags.run.machine),
     )
     config = replace(config, lora=LoraSection()) if base else config
     return Subject(replace(weights, base=base), config)

@@ -146,7 +146,7 @@ def _simulate_saved_plans(flags: CompareFlags) -> Iterator[NamedSimulation]:
     cost, _ = _slot_price(flags)
     for file in _plan_files(flags.plans):
         plan = Plan.from_json(file.read_bytes())
-        price = cost if flags.cost or flags.model else plan.cost
+        price = cost if flags.machine or flags.model else plan.cost
         price = with_weights(price, flags, slots=plan.slots, node_size=plan.node_size, tp=flags.tp)
         passes: dict[str, Any] = {"backward": plan.cost.passes != "forward" and not flags.evaluation}
         passes |= {"pp": flags.pp, "vpp": flags.vpp, "row_bytes": _row_bytes(flags, plan)}

@@ -37,7 +37,7 @@ LEAST_DIFFERENCE = 5e-4  # of two plans, that is worth a number
 NO_MACHINE = "no machine"
 UNTIMED = (
     "relative: the plans are of a run on CPUs, whose speed nothing told; the numbers only compare plans.\n"
-    "--cost FILE, of longspan bench calibrate, or --model FOLDER, on H200s, makes seconds of them"
+    "--machine FILE, of longspan bench calibrate, or --model FOLDER, on H200s, makes seconds of them"
 )
 _CLOSING_NOTE = """\
 closing: share of a free step that gathers sharded parameters before it and sums their gradients after it."""

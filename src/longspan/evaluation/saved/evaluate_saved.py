@@ -24,13 +24,14 @@ from longspan.evaluation.evaluate import evaluate
 from longspan.evaluation.metrics import EvaluationOptions, Metric, load_metrics
 from longspan.evaluation.passkey import PasskeyDocuments
 from longspan.evaluation.saved.choose_sets import choose_sets, tokenizer_digest
-from longspan.evaluation.saved.fit import Change, changes_line, find_set, fit_set
+from longspan.evaluation.saved.fit import Change, changes_line, find_set, fit_node_size, fit_set
 from longspan.evaluation.saved.request import EvalRequest, SetResult, SubjectResult
 from longspan.evaluation.saved.sets import NamedDocuments
 from longspan.evaluation.saved.weights import CheckedWeights, check_weights, fit_positions, load_saved_model
 from longspan.plan import Cost
 from longspan.train.memory.rows_that_fit import read_rows_of_run
 from longspan.train.plans import PlanChoice, cost_of_run, query_heads
+from longspan.train.plans.node_size import with_node_size
 from longspan.train.plans.partition import with_usual_partition
 from longspan.train.training import AnyModel
 
@@ -94,7 +95,9 @@ def _fit(
     first, heads = request.subjects[0], query_heads(configuration)
     context = first.config.context if first.weights.run_dir is None else read_rows_of_run(first.config).context
     config = with_usual_partition(replace(checked.subject.config, context=context))
-    entries, changes = list[EvalConfig](), dict.fromkeys(request.home_changes)
+    config, of_hosts = fit_node_size(config, world.node_size, request.flag_keys)
+    config = with_node_size(config, world)
+    entries, changes = list[EvalConfig](), dict.fromkeys((*request.home_changes, *of_hosts))
     for of_name in sets:
         entry = find_set(config, of_name.name if of_name.name in request.sets else "", request.flag_keys)
         of_set = longest if request.paths else max(of_name.documents.lengths)

@@ -96,6 +96,16 @@ def _stages_and_shards(parallel: ParallelConfig, ranks: int, flag_keys: Collecti
     return max(pairs, key=lambda pair: (pair[0] * pair[1], pair[0]), default=(parallel.tp, parallel.pp))
 
 
+def fit_node_size(
+    config: RunConfig, node_size: int, flag_keys: Collection[str]
+) -> tuple[RunConfig, tuple[Change, ...]]:
+    """The configuration for hosts of so many slots, in place of those that the run had, which no flag set."""
+    context = _Changing(config.context, "context.", _keys_under("context.", flag_keys))
+    if config.context.node_size != AUTO:
+        context.change("node_size", node_size, f"hosts of {plural(node_size, 'slot')}")
+    return replace(config, context=context.section), tuple(context.changes)
+
+
 def fit_set(
     config: RunConfig, entry: EvalConfig, home: Layout, heads: int | None, longest: int, flag_keys: Collection[str]
 ) -> tuple[EvalConfig, tuple[Change, ...]]:

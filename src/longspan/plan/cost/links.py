@@ -79,7 +79,7 @@ class Wire:
         size = np.asarray(size, dtype=np.float64)
         sizes, seconds = np.array(self.samples).T
         beyond = np.maximum(size - sizes[-1], 0.0) / self.bytes_per_second
-        within: Floats = np.interp(size, sizes, seconds)
+        within = np.asarray(np.interp(size, sizes, seconds), dtype=np.float64)
         return np.where(size > 0, within + beyond, 0.0)
 
     def scale_times(self, factor: float) -> "Wire":

@@ -51,7 +51,8 @@ def _check_bounds(values: Any, kind: type[Any], prefix: str, leave_out: Collecti
             raise ConfigError(f"{prefix}{key} is 1; a document of one token predicts nothing: use 2 or more")
         if isinstance(value, str):
             if value != AUTO:
-                number = {"eval_documents": "a number of documents"}.get(key, "a number of rows")
+                units = {"eval_documents": "documents", "node_size": "slots"}
+                number = f"a number of {units.get(key, 'rows')}"
                 number = "a degree" if key.endswith("parallel_size") else number
                 raise ConfigError(f'{prefix}{key} is {value!r}; give {number}, or "{AUTO}"')
             continue
