@@ -39,7 +39,7 @@ def main() -> None:
         record |= {"rows": list(bytes_table() if flags.bytes else plan_rows(flags.plan_rows))}
         _finish(record, flags.out)
     elif flags.nodes > 1 and not has_torchrun():
-        _finish(run_on_nodes(flags.nodes, flags.ranks, flags.timeout), None)
+        _finish(run_on_nodes(flags.nodes, flags.ranks, flags.timeout, cpu=flags.device == "cpu"), None)
     else:
         record = _measured(flags)
         if flags.results is not None and reports_here():
