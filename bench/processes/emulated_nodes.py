@@ -112,7 +112,7 @@ class EmulatedNodes:
                 stdout=out,
                 stderr=None if out is None else subprocess.STDOUT,
                 start_new_session=True,  # a terminal's Ctrl-C comes through this process
-                preexec_fn=_end_with_parent,
+                preexec_fn=_end_with_parent,  # noqa: PLW1509 (no threads run here)
                 env=self._environment(node, interface),
             )
 

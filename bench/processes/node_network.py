@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import ClassVar, NoReturn
 
 _INSIDE = "LONGSPAN_NODE_NETWORK"  # set in a process that `enter_namespace` has started
@@ -92,8 +93,8 @@ def _may_unshare() -> bool:
 
 
 def _wait_for_namespace(process: subprocess.Popen[bytes]) -> None:
-    here, end = os.readlink("/proc/self/ns/net"), time.monotonic() + 10
-    while os.readlink(f"/proc/{process.pid}/ns/net") == here:
+    here, end = Path("/proc/self/ns/net").readlink(), time.monotonic() + 10
+    while Path(f"/proc/{process.pid}/ns/net").readlink() == here:
         if process.poll() is not None or time.monotonic() > end:
             raise OSError("a node could not enter a network namespace")
         time.sleep(0.01)
