@@ -63,12 +63,14 @@ def run_command(nodes: Nodes, words: Sequence[str], network: NodeNetwork | None)
             log.unlink()
         folder.rmdir()
         return 0
-    if first is None:
+    files = ", ".join(f"node {node}: {log}" for node, log in enumerate(logs) if log is not None)
+    if passing.numbers:
+        _say(f"ended by {signal.Signals(passing.numbers[0]).name}; output of {files}")
         return 128 + passing.numbers[0]
+    assert first is not None
     status = emulated.processes[first].returncode
-    files = ", ".join(str(log) for log in logs if log is not None)
-    _say(f"node {first} {_end(status)}; the output of the other node{'s' * (nodes.count > 2)} is in {files}")
-    return 128 + passing.numbers[0] if passing.numbers else status if status > 0 else 128 - status
+    _say(f"node {first} {_end(status)}; output of {files}")
+    return status if status > 0 else 128 - status
 
 
 def torchrun_words(command: Sequence[str]) -> list[str]:

@@ -93,8 +93,10 @@ class FailureReports:
             time.sleep(0.05)
 
     def first_node(self) -> str:
-        """Rank 0's node, where torchrun serves the store, as the end of a message; empty if all ranks are on one."""
-        return f": {self.nodes.describe(self.nodes.ranks[0])}, as it seems" if self.nodes is not None else ""
+        """Where the store is served, by rank 0 or its torchrun, as the end of a message; empty if there is one node."""
+        if self.nodes is None:
+            return ""
+        return f"; it was served on {self.nodes.names[0]}, with ranks {short(self.nodes.ranks[0])}"
 
     def _deaths(self, missing: Sequence[int]) -> dict[int, str]:
         """How missing ranks died, where a launcher has posted it."""
