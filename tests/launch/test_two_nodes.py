@@ -15,7 +15,9 @@ import pytest
 from bench.processes import two_nodes
 from bench.processes.node_network import missing_permission
 from bench.processes.two_nodes import bytes_per_second, torchrun_words
+from torch.distributed import HashStore
 
+from longspan.comm.failure_reports import FailureReports
 from longspan.comm.nodes import Nodes
 from longspan.config.file import to_toml
 from longspan.plan import Plan
@@ -152,5 +154,9 @@ def test_ranks_with_their_nodes() -> None:
     nodes = Nodes(("node 0", "node 1", "node 2"), ((0, 1), (2, 3), (4, 5)))
     assert nodes.describe([2, 3]) == "all ranks (2, 3) of node 1"
     assert nodes.describe([5, 0, 1]) == "all ranks (0, 1) of node 0 and rank(s) (5) of node 2"
+    reports = FailureReports(0, range(6), HashStore(), "world")
+    assert reports.first_node() == ""
+    reports.nodes = nodes
+    assert reports.first_node() == "; it was served on node 0, with ranks (0, 1)"
     many = Nodes(tuple(f"node {i}" for i in range(12)), tuple((i,) for i in range(12)))
     assert many.describe(range(1, 12)).endswith("all ranks (8) of node 8 and 3 more nodes")
