@@ -50,7 +50,7 @@ def _children(pid: int) -> Iterator[int]:
 
 
 def _wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + 90
+    end = time.monotonic() + 150
     while not condition():
         assert process.poll() is None and time.monotonic() < end, process.communicate(timeout=5)
         time.sleep(0.05)
@@ -69,8 +69,8 @@ def test_a_node_that_dies_is_named_and_one_node_goes_on(tmp_path: Path) -> None:
     started = time.monotonic()
     for pid in dying:
         os.kill(pid, signal.SIGKILL)
-    out, err = nodes.communicate(timeout=60)
-    assert nodes.returncode == 128 + signal.SIGKILL and time.monotonic() - started < 50
+    out, err = nodes.communicate(timeout=100)
+    assert nodes.returncode == 128 + signal.SIGKILL and time.monotonic() - started < 90
     assert re.search(r"error \(rank 0\): .* all ranks \(2, 3\) of node 1 \(host .*\) do not answer: killed", err), err
     (log,) = re.findall(r"node 1 was killed by SIGKILL; output of node 1: (.*)", err)
     assert "step      1/100000" in out and Path(log).is_file() and not [pid for pid in dying if _lives(pid)]
@@ -95,7 +95,7 @@ def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     _wait_for(lambda: len(_sleeping(nodes.pid)) == 2, nodes)
     everything = [*_children(nodes.pid)]
     os.killpg(nodes.pid, signal.SIGINT)
-    out, err = nodes.communicate(timeout=60)
+    out, err = nodes.communicate(timeout=100)
     assert nodes.returncode == 128 + signal.SIGINT and out == "here 0\n"
     (log,) = re.findall(r"ended by SIGINT; output of node 1: (.*)", err)
     assert Path(log).read_text().startswith("here 1\n") and not [pid for pid in everything if _lives(pid)]
