@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
+from longspan.comm.nodes import Nodes
 from longspan.comm.rendezvous import new_connection
 from longspan.launch.rank_process import DEAD_KEY
 from longspan.layout.layout import short
@@ -31,6 +32,7 @@ class FailureReports:
     def __init__(self, rank: int, ranks: Sequence[int], root: Store, prefix: str) -> None:
         self._rank, self._ranks, self._root, self._prefix = rank, tuple(ranks), root, prefix
         self._store = PrefixStore(prefix, root)
+        self.nodes: Nodes | None = None  # where the ranks run, once the world is open
         self._answered, self._answered_at = 0, -math.inf  # the last report that this rank answered for, and when
         self._answering = threading.Lock()
 
@@ -87,8 +89,14 @@ class FailureReports:
             missing = [rank for rank in self._ranks if rank not in answers and rank not in departures]
             deaths = self._deaths(missing)
             if len(deaths) == len(missing) or time.monotonic() > deadline:
-                return _text(answers, departures, missing, deaths)
+                return self._text(answers, departures, missing, deaths)
             time.sleep(0.05)
+
+    def first_node(self) -> str:
+        """Where the store is served, by rank 0 or its torchrun, as the end of a message; empty if there is one node."""
+        if self.nodes is None:
+            return ""
+        return f"; it was served on {self.nodes.names[0]}, with ranks {short(self.nodes.ranks[0])}"
 
     def _deaths(self, missing: Sequence[int]) -> dict[int, str]:
         """How missing ranks died, where a launcher has posted it."""
@@ -112,16 +120,18 @@ class FailureReports:
             time.sleep(0.05)
         return self._store.get(key).decode()
 
-
-def _text(answers: dict[int, str], departures: dict[int, Any], missing: list[int], deaths: dict[int, str]) -> str:
-    causes = [entry for entry in departures.values() if not entry["echo"]]
-    lines = [f"rank {entry['rank']} left with {entry['error']}" for entry in causes[:NAMED]]
-    lines += [f"rank {rank} does not answer: it {deaths[rank]}" for rank in list(deaths)[:NAMED]]
-    silent = [rank for rank in missing if rank not in deaths]
-    if silent:
-        lines.append(f"rank(s) {short(silent)} do not answer: killed, cut off or stopped")
-    answering = [rank for rank in sorted(answers) if rank not in departures]
-    lines += [f"rank {rank} is {answers[rank]}" for rank in answering[:NAMED]]
-    if len(answering) > NAMED:
-        lines.append(f"{len(answering) - NAMED} more ranks answer")
-    return "; ".join(lines)
+    def _text(
+        self, answers: dict[int, str], departures: dict[int, Any], missing: list[int], deaths: dict[int, str]
+    ) -> str:
+        causes = [entry for entry in departures.values() if not entry["echo"]]
+        lines = [f"rank {entry['rank']} left with {entry['error']}" for entry in causes[:NAMED]]
+        lines += [f"rank {rank} does not answer: it {deaths[rank]}" for rank in list(deaths)[:NAMED]]
+        silent = [rank for rank in missing if rank not in deaths]
+        if silent:
+            who = f"rank(s) {short(silent)}" if self.nodes is None else self.nodes.describe(silent)
+            lines.append(f"{who} do not answer: killed, cut off or stopped")
+        answering = [rank for rank in sorted(answers) if rank not in departures]
+        lines += [f"rank {rank} is {answers[rank]}" for rank in answering[:NAMED]]
+        if len(answering) > NAMED:
+            lines.append(f"{len(answering) - NAMED} more ranks answer")
+        return "; ".join(lines)

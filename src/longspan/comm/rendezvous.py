@@ -32,6 +32,7 @@ class Place:
     size: int
     local_rank: int
     address: str  # empty where a single process needs no store
+    node: str = ""  # the name of its node, for messages
 
 
 def allow_open_files(size: int) -> None:
@@ -125,7 +126,7 @@ def wait_for_all_ranks(store: Store, place: Place, timeout: float) -> str:
 
 def _all_come(here: Store, place: Place, timeout: float) -> bool:
     """Whether all came in time; if not, this process has taken itself off again."""
-    here.set(f"rank/{place.rank}", "came")
+    here.set(f"rank/{place.rank}", place.node)
     if here.add("came", 1) == place.size:
         here.set("all", "")
         return True

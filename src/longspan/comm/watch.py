@@ -165,7 +165,8 @@ class Watch:
         try:
             return self.reports.report(self.activity(), since)
         except RuntimeError:
-            return "the store does not answer, so the rank or launcher that served it is gone"
+            served = "the store does not answer, so the rank or launcher that served it is gone"
+            return served + self.reports.first_node()
 
 
 def _past(query: Callable[[], bool]) -> bool:

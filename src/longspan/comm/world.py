@@ -7,6 +7,7 @@ plans; how ranks talk is in what a world has: `control_group`, `groups/channels`
 import os
 from contextlib import ExitStack
 from itertools import count
+from socket import gethostname
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -21,6 +22,7 @@ from longspan.comm.failure_reports import FailureReports
 from longspan.comm.groups.channels import Channels
 from longspan.comm.groups.meshes import Meshes
 from longspan.comm.groups.process_groups import ByRanks, ProcessGroups
+from longspan.comm.nodes import read_nodes
 from longspan.comm.rendezvous import (
     BOTH,
     Place,
@@ -146,8 +148,15 @@ class World:
             )
             self.channels.make_parents()
             # As the home's first rank sees them, for every rank must choose alike: slots of a node, and the seed.
-            nodes = max(1, _ranks_of_node(len(self.home.ranks)) // self.home.tp)
-            self.node_size, self.seed = self.control.broadcast_object((nodes, torch.initial_seed()))
+            slots = max(1, _ranks_of_node(len(self.home.ranks)) // self.home.tp)
+            nodes = (
+                read_nodes(store, prefix, place.size)
+                if reports is not None and place.rank == self.home.ranks[0]
+                else None
+            )
+            self.node_size, self.seed, nodes = self.control.broadcast_object((slots, torch.initial_seed(), nodes))
+            if reports is not None:
+                reports.nodes = nodes
         except BaseException as error:
             self._leave(error)
             raise
@@ -246,14 +255,20 @@ def _torchrun_place(home: Layout) -> Place:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _check_size(home, size)
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    return Place(rank, size, int(os.environ.get("LOCAL_RANK", rank)), address)
+    return Place(rank, size, int(os.environ.get("LOCAL_RANK", rank)), address, _node_name())
 
 
 def _existing_place(home: Layout) -> Place:
     """This process's place in the default process group, which somebody else initialised."""
     _check_size(home, dist.get_world_size())
     rank = dist.get_rank()
-    return Place(rank, dist.get_world_size(), int(os.environ.get("LOCAL_RANK", rank)), "")
+    return Place(rank, dist.get_world_size(), int(os.environ.get("LOCAL_RANK", rank)), "", _node_name())
+
+
+def _node_name() -> str:
+    """This machine in messages: torchrun's number of the node, if torchrun started this process, and the host."""
+    number = os.environ.get("GROUP_RANK")
+    return f"host {gethostname()}" if number is None else f"node {number} (host {gethostname()})"
 
 
 def _ranks_of_node(ranks: int) -> int:
