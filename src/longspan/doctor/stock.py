@@ -1,7 +1,7 @@
 """The stock model's answer to documents one by one, in one process: loss, routers, every gradient.
 
 Its attention is transformers' eager one, the only one with every model's soft caps and sinks. In float64 the casts to
-float32 inside models are left out, on both sides of a comparison (`float64.py`).
+float32 inside models are left out, on both sides of a comparison (`whole_float64`).
 """
 
 import copy

@@ -127,8 +127,13 @@ def run_step(
         sums = _reduce(model, passes, batches, loss_sum)
         loss_of_step = sums.loss / passes.divisor
         if optimizer is not None:
-            blame = lambda: [name for term in terms for name in term.not_finite()]  # noqa: E731
-            check_finite(model, world, loss=loss_of_step, norm=sums.norm, not_finite=blame)
+            check_finite(
+                model,
+                world,
+                loss=loss_of_step,
+                norm=sums.norm,
+                not_finite=lambda: [name for term in terms for name in term.not_finite()],
+            )
             if max_grad_norm is not None:
                 clip_gradients(model.parameters(), max_grad_norm, sums.norm)
             optimizer.step()

@@ -36,7 +36,7 @@ def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> Non
     """Raise ModelError, with every reason, for an adapter that is not shown to be exact under this home.
 
     The result is the same on every rank, before the first collective. Whether tensor parallelism can split its layers
-    is checked in `tensor_parallel/adapted.py`.
+    is checked in `tensor_parallel/split_adapters.py`.
     """
     _refuse_adapted_embedding(model, world)
     reasons = [*configuration_reasons(adapter), *layer_reasons(model)]

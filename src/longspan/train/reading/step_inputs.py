@@ -107,17 +107,4 @@ def with_targets_of(documents: Any, plan: Plan) -> Plan:
     """The plan with the targets of packs that have labels, which no planner reads; of other documents it has them."""
     if not any(isinstance(document, LabelledPack) for document in documents):
         return plan
-    return replace(plan, targets=sum(targets_of_documents(documents, plan.lengths)))
-
-
-def targets_of_documents(documents: Any, lengths: Sequence[int], items: ItemTable | None = None) -> tuple[int, ...]:
-    """The targets of each document: its tokens except the first, or those with a label if it has labels.
-
-    Placeholders of `items` are none. No token is read, except the labels of placeholders.
-
-    >>> targets_of_documents([[3, 1, 4]], [3])
-    (2,)
-    """
-    if items is not None:
-        return targets_beside_items(documents, items)
-    return tuple(target_count(documents[document]) for document in range(len(lengths)))
+    return replace(plan, targets=sum(target_count(documents[document]) for document in range(len(plan.lengths))))
