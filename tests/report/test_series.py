@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.report.chart import _digits
+from longspan.report.chart import _tick_digits
 from longspan.report.plain_text import bytes_text, number_text, ranges_text, seconds_text
 from longspan.report.series import byte_ticks, log_ticks, smooth, thin, ticks
 from tests.plan.cases import bounded
@@ -54,9 +54,9 @@ def test_ticks_are_round_and_inside(low: float, width: float, count: int) -> Non
         step = found[1] - found[0]
         assert np.allclose(np.diff(found), step, rtol=1e-6)
     if width > 1e-2 * abs(low):
-        assert len({number_text(t, _digits(found)) for t in found}) == len(found)
+        assert len({number_text(t, _tick_digits(found)) for t in found}) == len(found)
     if len(found) > 1 and max(map(abs, found)) < 1e4:
-        texts = [float(number_text(t, _digits(found)).replace(",", "")) for t in found]
+        texts = [float(number_text(t, _tick_digits(found)).replace(",", "")) for t in found]
         assert np.allclose(texts, found, rtol=0, atol=2e-3 * (found[1] - found[0]))
 
 
@@ -92,4 +92,4 @@ def test_written_values(found: object, wanted: object) -> None:
 def test_ticks_of_quarter_steps_are_written_in_full() -> None:
     """7.575 is not 7.58: labels at equal distances have equal differences."""
     found = ticks(7.57, 7.69, 5)
-    assert [number_text(t, _digits(found)) for t in found] == ["7.575", "7.6", "7.625", "7.65", "7.675"]
+    assert [number_text(t, _tick_digits(found)) for t in found] == ["7.575", "7.6", "7.625", "7.65", "7.675"]

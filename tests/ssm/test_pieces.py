@@ -114,13 +114,13 @@ def test_folds_are_those_of_the_recurrence() -> None:
             "take_runs(result, before)",
         ),
         (
-            "apply_maps(later, take_runs(b, some), take_runs(states, mine))",
-            "apply_maps(later, take_runs(b, some), take_runs(b, some))",
+            "apply_maps(later, take_runs(b, with_place), take_runs(states, mine))",
+            "apply_maps(later, take_runs(b, with_place), take_runs(b, with_place))",
         ),
-        ("later @ take_runs(m, some)", "take_runs(m, some) @ later"),
+        ("later @ take_runs(m, with_place)", "take_runs(m, with_place) @ later"),
         (
-            "take_runs(result, some), take_runs(entry_gradients, mine)",
-            "take_runs(result, some), 0 * take_runs(entry_gradients, mine)",
+            "take_runs(result, with_place), take_runs(entry_gradients, mine)",
+            "take_runs(result, with_place), 0 * take_runs(entry_gradients, mine)",
         ),
         (
             "apply_maps(take_runs(transitions, mine).mT, take_runs(result, after)",
@@ -145,7 +145,7 @@ def test_programs_hold_the_columns_of_states_and_transitions(
             grids.append(grid)
             return lambda *_, **__: None
 
-    monkeypatch.setattr(maps, "_kernel", lambda name: Kernel())
+    monkeypatch.setattr(maps, "_state_kernel", lambda name: Kernel())
     keys, values = torch.zeros(1, 5, 3, size), torch.zeros(1, 5, 3, width)
     rows = {**dict.fromkeys(("q", "k", "w"), keys), **dict.fromkeys(("u", "do", "dv"), values), "g": keys[..., 0]}
     runs: Any = SimpleNamespace(lengths=(2, 3), ends=None, chunk=64)

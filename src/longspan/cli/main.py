@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [word for word in words if word != "--debug"]
     try:
         with interruptible():
-            return _run(words)
+            return _run_verb(words)
     except LongspanError as error:
         if debug:
             traceback.print_exc()
@@ -73,7 +73,7 @@ def error_line(error: LongspanError) -> str:
     return "\n".join([f"{label} {error}", *(f"  {note}" for note in notes)])
 
 
-def _run(words: list[str]) -> int:
+def _run_verb(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
         return 0

@@ -105,13 +105,13 @@ class World:
         wait_until_destroyed(self.timeout)
         self._made_default = not dist.is_initialized()
         place = _torchrun_place(self.home) if self._made_default else _existing_place(self.home)
-        self._take(place)
+        self._take_place(place)
         allow_open_files(place.size)
         store = shared_store(place, self.timeout) if self._made_default else dist.distributed_c10d._get_default_store()
         self._open(place, store, wait_for_all_ranks(store, place, self.timeout))
         return self
 
-    def _take(self, place: Place) -> None:
+    def _take_place(self, place: Place) -> None:
         """Set this rank's place and device. An error here is this rank's only: nothing was communicated yet."""
         backend, device, max_groups = self._arguments
         self.rank = place.rank

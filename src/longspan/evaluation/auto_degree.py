@@ -51,7 +51,7 @@ def choose_degree(
 def choose_degree_on_ranks(
     choice: PlanChoice, lengths: Sequence[int], world: World, log: LogLine, *, name: str = "", vpp: int = 1
 ) -> tuple[PlanChoice, str]:
-    """The same, as the first rank chooses, on every rank, and logged; all ranks call it together.
+    """Choose on the first rank as `choose_degree` does, for every rank, and log why; all ranks call it together.
 
     Hosts may round times differently, and would then evaluate at different degrees.
     """

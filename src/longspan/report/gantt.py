@@ -47,12 +47,12 @@ def gantt_svg(plan: Plan, cost: Cost | None = None, *, unit: Unit = "seconds", l
         tabindex=0,
         role="img",
         aria_label=f"{plural(plan.slots, 'slot')} over {axis}. Arrow keys read the documents.",
-        data_plan=json.dumps(_hover_data(plan, bars, cost), separators=(",", ":")),
+        data_plan=json.dumps(_tooltip_data(plan, bars, cost), separators=(",", ":")),
     )
 
 
 def write_times(cost: Cost, step_seconds: float) -> Callable[[float], str]:
-    """How times under a cost are written: as durations, or as shares of the step where it is of no machine."""
+    """A function that writes times under a cost: as durations, or as shares of the step if it is of no machine."""
     if cost.source:
         return seconds_text
     return lambda seconds: f"{100 * seconds / (step_seconds or 1.0):.0f}% of the step"
@@ -176,7 +176,7 @@ class _Canvas:
         return f"micro-batch {index}" if (panel.stop - panel.start) * self.x_scale >= 90 else str(index)
 
 
-def _hover_data(plan: Plan, bars: Sequence[Bar], cost: Cost) -> dict[str, object]:
+def _tooltip_data(plan: Plan, bars: Sequence[Bar], cost: Cost) -> dict[str, object]:
     """Data of the tooltip: for each drawn document its group, and for each such group its slots and rows."""
     times, write_time = group_times(plan, cost), write_times(cost, plan.timeline(cost).step_seconds)
     places = dict.fromkeys((bar.micro_batch, bar.group) for bar in bars)

@@ -18,7 +18,7 @@ from longspan.model import prepare, save_model
 from longspan.model.layers import layers_of_stages
 from longspan.model.parts import parts_of
 from longspan.model.pipeline.copies import StageCopies
-from longspan.model.pipeline.pipeline import PipelineModel, _origin, _run_watched
+from longspan.model.pipeline.pipeline import PipelineModel, _original_error, _run_watched
 from longspan.model.pipeline.schedules import ScheduledStage
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.pipeline.stages import Stage, StageInput, cut, refuse_inexact
@@ -420,9 +420,9 @@ def test_the_model_s_error_is_found_behind_what_torch_wraps_around_it() -> None:
 
     model, cause = ValueError("rows do not fit"), KeyError("rows")
     wrapped = RuntimeError("[Stage 1] failed to run forward"), RuntimeError("in stage 1: 3 values")
-    assert _origin(chain(*wrapped, model)) is model
-    assert _origin(chain(wrapped[0], chain(model, cause))) is model  # what the model itself chains stays
-    assert _origin(RuntimeError("a collective failed")) is None
+    assert _original_error(chain(*wrapped, model)) is model
+    assert _original_error(chain(wrapped[0], chain(model, cause))) is model  # what the model itself chains stays
+    assert _original_error(RuntimeError("a collective failed")) is None
 
 
 WRAPPED = [  # what torch's schedule raises, what it wraps, what comes out

@@ -63,7 +63,10 @@ def comparison_table(title: str, rows: Sequence[NamedSimulation], checkpointing:
     free = [simulation for _, simulation in simulations if simulation.plan.mode == "free"]
     names = ["plan", "type", "seconds" if timed else "relative", "x bound", "micro-batches", "bubble", "idle"]
     names += ["peak rows", f"kept, {checkpointing}", "sent inside", "sent across", *(["closing"] if free else [])]
-    lines = [(name, type_of(s.plan), *_columns(s), *([_closing(s)] if free else [])) for name, s in simulations]
+    lines = [
+        (name, type_of(s.plan), *_simulation_cells(s), *([_closing_share(s)] if free else []))
+        for name, s in simulations
+    ]
     failed = [f"{name}: not possible: {reason}" for name, reason in rows if isinstance(reason, str)]
     notes = [_COMPARISON_NOTE.format(activations=_ACTIVATIONS[checkpointing]), *([_CLOSING_NOTE] if free else [])]
     if not all(simulation.closing_seconds for simulation in free):
@@ -104,7 +107,7 @@ def comparison_picture(title: str, rows: Sequence[NamedSimulation]) -> str:
 
 
 def _bar_words(simulation: Simulation, timed: bool) -> str:
-    """What stands behind the bar of a plan."""
+    """The words behind the bar of a plan."""
     bound = f"{simulation.seconds / simulation.lower_bound_seconds:.3f} x bound"
     return " · ".join(
         filter(None, [seconds_text(simulation.seconds) if timed else "", type_of(simulation.plan), bound])
@@ -112,7 +115,7 @@ def _bar_words(simulation: Simulation, timed: bool) -> str:
 
 
 def comparison_json(title: str, rows: Sequence[NamedSimulation]) -> str:
-    """The same as a JSON object."""
+    """Simulations as a JSON object."""
     plans = [{"name": name} | ({"error": s} if isinstance(s, str) else _plan_object(s)) for name, s in rows]
     return json.dumps({"title": title, "plans": plans}, indent=1)
 
@@ -125,7 +128,7 @@ def _have_seconds(rows: Sequence[NamedSimulation]) -> bool:
     return all(simulation.cost.source for _, simulation in _simulations(rows))
 
 
-def _columns(simulation: Simulation) -> tuple[str, ...]:
+def _simulation_cells(simulation: Simulation) -> tuple[str, ...]:
     return (
         f"{simulation.seconds:.4g}",
         f"{simulation.seconds / simulation.lower_bound_seconds:.3f}",
@@ -139,7 +142,7 @@ def _columns(simulation: Simulation) -> tuple[str, ...]:
     )
 
 
-def _closing(simulation: Simulation) -> str:
+def _closing_share(simulation: Simulation) -> str:
     if simulation.plan.mode == "lockstep":
         return "none"
     share = simulation.closing_seconds / simulation.seconds
@@ -212,7 +215,7 @@ def _fastest(comparison: DegreeComparison, accumulation: int) -> str:
 
 
 def degrees_json(title: str, comparison: DegreeComparison) -> str:
-    """The same as a JSON object."""
+    """The degrees of an evaluation as a JSON object."""
     rows = [
         {
             "cp": c.cp,
@@ -258,12 +261,12 @@ def degrees_picture(title: str, comparison: DegreeComparison) -> str:
     planned = Series("planned, each once", places, _array([c.planned.seconds for c in choices]), 1, "marks")
     first, dynamic = choices[0], comparison.dynamic
     lines = [(first.filled_seconds, f"cp {first.cp}, filled up: {seconds_text(first.filled_seconds)}")]
-    same = dynamic is not None and abs(dynamic.seconds / best.planned.seconds - 1) < SAME
-    if dynamic and not same:
+    is_same_time = dynamic is not None and abs(dynamic.seconds / best.planned.seconds - 1) < SAME
+    if dynamic and not is_same_time:
         lines.append((dynamic.seconds, f"dynamic plan: {seconds_text(dynamic.seconds)}"))
     kind = f", {best.cp_comm_type}" if best.cp > 1 else ""
     faster = f"{first.filled_seconds / best.planned.seconds:.1f} times faster than cp {first.cp} filled up"
-    also = ", as the dynamic plan" if same else ""
+    also = ", as the dynamic plan" if is_same_time else ""
     words = f"cp {best.cp}{kind}: {seconds_text(best.planned.seconds)}{also}; {faster}"
     doubled = all(b.cp == 2 * a.cp for a, b in pairwise(choices))
     chart = Chart(

@@ -79,16 +79,16 @@ class ProcessGroups:
         """
         backend = backend or self._backend
         purpose = "messages" if kind in AHEAD else kind if kind in ("control", "pipeline") else "meshes"
-        alike = self._shareable.setdefault((tuple(sorted(ranks)), backend, self._timeout, purpose), [])
-        shareable = next((one for one in alike if one not in self._used), None)
+        candidates = self._shareable.setdefault((tuple(sorted(ranks)), backend, self._timeout, purpose), [])
+        shareable = next((candidate for candidate in candidates if candidate not in self._used), None)
         if shareable is None:
-            shareable = Shareable(self._new(ranks, kind, backend))
-            alike.append(shareable)
+            shareable = Shareable(self._new_group(ranks, kind, backend))
+            candidates.append(shareable)
         shareable.users += 1
         self._used.append(shareable)
         return shareable.group
 
-    def _new(self, ranks: Sequence[int], kind: str, backend: str) -> ProcessGroup | None:
+    def _new_group(self, ranks: Sequence[int], kind: str, backend: str) -> ProcessGroup | None:
         started, timeout = time.monotonic(), timedelta(seconds=self._timeout)
         options = _high_priority_options(timeout) if kind in AHEAD and "nccl" in backend else None
         with self.watch.during(f"making the {kind} group", ranks):
@@ -128,9 +128,9 @@ class ProcessGroups:
         """Drop every reference, so that the groups can be freed; returns those to destroy, which no world shares."""
         for shareable in self._used:
             shareable.users -= 1
-        unused = [one.group for one in self._used if one.users == 0 and one.group is not None]
-        for alike in self._shareable.values():
-            alike[:] = [one for one in alike if one.users]
+        unused = [candidate.group for candidate in self._used if candidate.users == 0 and candidate.group is not None]
+        for shareables in self._shareable.values():
+            shareables[:] = [candidate for candidate in shareables if candidate.users]
         self._used.clear()
         self._parents.clear()
         self._by_ranks.clear()

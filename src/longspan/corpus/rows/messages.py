@@ -132,10 +132,10 @@ class Field(NamedTuple):
 
 def texts_of_messages(messages: Sequence[Mapping[str, Any]]) -> list[Field]:
     """List the texts of messages, the last argument of each tool call, and blank contents of all but assistants."""
-    return [field for i, message in enumerate(messages) for field in _texts(i, message)]
+    return [field for i, message in enumerate(messages) for field in _text_fields(i, message)]
 
 
-def _texts(i: int, message: Mapping[str, Any]) -> Iterator[Field]:
+def _text_fields(i: int, message: Mapping[str, Any]) -> Iterator[Field]:
     thought = next((key for key in _THOUGHTS if _is_text(message.get(key))), None)
     if thought is not None and message.get("role") == "assistant":
         yield Field(i, (thought,), message[thought])
@@ -169,15 +169,15 @@ def _call_field(i: int, number: int, call: Mapping[str, Any]) -> Field:
 def replace_field(messages: Sequence[Mapping[str, Any]], field: Field, value: Any) -> list[Mapping[str, Any]]:
     """Return the messages with another value of a field."""
     changed = list(messages)
-    changed[field.message] = _put(messages[field.message], field.path, value)
+    changed[field.message] = _put_value(messages[field.message], field.path, value)
     return changed
 
 
-def _put(inside: Any, path: tuple[str | int, ...], value: Any) -> Any:
+def _put_value(inside: Any, path: tuple[str | int, ...], value: Any) -> Any:
     if not path:
         return value
     copy = list(inside) if isinstance(inside, list) else dict(inside)
-    copy[path[0]] = _put(inside[path[0]], path[1:], value)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    copy[path[0]] = _put_value(inside[path[0]], path[1:], value)  # pyright: ignore[reportArgumentType, reportCallIssue]
     return copy
 
 

@@ -36,7 +36,7 @@ def split_encoder(
     module; to be installed where blocks have the forward that they keep.
     """
     _ = world.meshes.tp  # made by all ranks together
-    trials = [SplitTrial(name, unit, world) for name, unit in _units(module, blocks, parts)]
+    trials = [SplitTrial(name, unit, world) for name, unit in _units_of_trials(module, blocks, parts)]
     linears = [part.module.get_submodule(name) for part in parts for name in part.styles]
     split = {id(module) for linear in linears for module in linear.modules()}  # an adapter's too
     for part in parts:
@@ -77,7 +77,7 @@ def _local_counts(part: SplitModule, tp: int) -> dict[str, Any]:
     return dict.fromkeys(part.local_attributes, lambda count: count // tp)
 
 
-def _units(
+def _units_of_trials(
     module: nn.Module, blocks: Mapping[str, nn.Module], parts: Sequence[SplitModule]
 ) -> Iterator[tuple[str, nn.Module]]:
     """What a trial calls: one block of each kind, and one of each kind of parts outside blocks, by name."""

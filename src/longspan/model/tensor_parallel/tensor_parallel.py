@@ -112,8 +112,8 @@ def split_over_tp(
     placed = _check_plan(model, world.home.tp, sequence_parallel=sequence_parallel)
     _ = world.meshes.tp  # made by all ranks together
     shared = places_of_shared(model)
-    _split_vocabulary(model, placed, world, sequence_parallel=sequence_parallel)
-    mixtures = _mixtures(model)
+    _split_head_and_embedding(model, placed, world, sequence_parallel=sequence_parallel)
+    mixtures = _mixture_prefixes(model)
     head = model.get_output_embeddings()
     for name, module, style, parameter in placed:
         in_parts = sequence_parallel and not name.startswith(mixtures)
@@ -153,8 +153,8 @@ def _split_linear(linear: nn.Linear, style: str, world: World, *, sequence_paral
         _SPLITS[style](linear, world)
 
 
-def _mixtures(model: PreTrainedModel) -> tuple[str, ...]:
-    """Beginnings of the names of what lies in blocks of experts, which get all rows under sequence parallelism too."""
+def _mixture_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
+    """Prefixes of the names of modules inside blocks of experts, which get all rows also under sequence parallelism."""
     layers = layers_and_depths(model).items()
     return tuple(
         f"{n}.{child}." for n, layer in layers for child, module in layer.named_children() if experts_of(module)
@@ -169,7 +169,7 @@ def _wrap_blocks(model: nn.Module, placed: list[StyledModule], world: World, *, 
         wrap_forward(model.get_submodule(name), enter=copied if name.startswith(whole) else gathered)
 
 
-def _split_vocabulary(
+def _split_head_and_embedding(
     model: PreTrainedModel, placed: list[StyledModule], world: World, *, sequence_parallel: bool
 ) -> None:
     """Split the head, with a tied embedding, where tp divides the vocabulary; otherwise every rank holds it whole.

@@ -127,9 +127,9 @@ def join_parts(
     encoder_world = world.open_inner(settings.home) if isinstance(settings.home, Layout) else settings.home
     if weights is not None:
         weights.of(parts.encoder).fill([parts.encoder], encoder_world)
-    again = int(settings.recompute) + int(bool(settings.activation_checkpointing))
+    recomputed_passes = int(settings.recompute) + int(bool(settings.activation_checkpointing))
     cost = settings.cost or image_cost(
-        language_model.config, parts.encoder, again=again, gpu=world.device.type == "cuda"
+        language_model.config, parts.encoder, again=recomputed_passes, gpu=world.device.type == "cuda"
     )
     pack_attention(parts.encoder)
     module: nn.Module = prepare_encoder(

@@ -142,10 +142,10 @@ def _folder_or_preset() -> str:
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
     """Inside, transformers shows no progress of files."""
-    shown = logging.is_progress_bar_enabled()
+    was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if was_enabled:
             logging.enable_progress_bar()

@@ -15,7 +15,7 @@ _OF_ADAMW = ("betas", "eps")
 
 
 def check_numbers(config: RunConfig, *, training: bool) -> None:
-    """Raise ConfigError for a number outside its bounds, and for a word that stands for none."""
+    """Raise ConfigError for a number outside its bounds, and for a word in its place that is not known."""
     for section, kind in section_kinds().items():
         leave_out = _optional_keys(config, section, training=training)
         _check_bounds(getattr(config, section), kind, f"{section}.", leave_out)
@@ -138,10 +138,10 @@ def check_optimizer(config: RunConfig) -> None:
             f'{config.model.dtype}"; leave it out, or use model.dtype = "bfloat16"'
         )
     if train.optimizer != "adamw" or train.optimizer_arguments:
-        _try(train)
+        _try_optimizer(train)
 
 
-def _try(train: TrainConfig) -> None:
+def _try_optimizer(train: TrainConfig) -> None:
     """Raise ConfigError for an optimizer that refuses its arguments over a matrix, which every model has."""
     from torch import nn  # which --help does without
 

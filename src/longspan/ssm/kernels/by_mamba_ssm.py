@@ -27,7 +27,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def mamba_lacks(recurrence: Recurrence) -> str:
-    """What it would need; "" for nothing."""
+    """What a recurrence would need for these kernels; "" if nothing."""
     if recurrence.delta:
         return "a recurrence without a delta term"
     if recurrence.dtype not in _DTYPES:
@@ -108,8 +108,8 @@ class MambaBackward:
         self._inputs, self._scale, self._states = inputs, scale, saved.states.mT.contiguous()
         self._chunks = chunks = _Chunks(inputs, runs, scale)
         self._dout = chunks.laid_out(saved.dout.to(inputs.v.dtype))
-        reading = _function("ssd_chunk_scan", "_chunk_scan_bwd_dstates")
-        self._read = reading(chunks.c, chunks.sums, self._dout, dtype=torch.float32).squeeze(0)
+        gradients_of_states = _function("ssd_chunk_scan", "_chunk_scan_bwd_dstates")
+        self._read = gradients_of_states(chunks.c, chunks.sums, self._dout, dtype=torch.float32).squeeze(0)
         self._h = inputs.v[:0]
 
     def entry_gradients(self, runs: Integers) -> Tensor:
@@ -131,12 +131,12 @@ class MambaBackward:
             *inside, chunks.b, products, self._dout, dh
         )
         db, to_end = _function("ssd_chunk_state", "_chunk_state_bwd_db")(*inside, dh, B=chunks.b, ngroups=groups)
-        reading = _function("ssd_chunk_scan", "_chunk_scan_bwd_dC")
-        dc, from_start = reading(self._h, chunks.sums, self._dout, C=chunks.c, ngroups=groups)
+        gradients_of_c = _function("ssd_chunk_scan", "_chunk_scan_bwd_dC")
+        dc, from_start = gradients_of_c(self._h, chunks.sums, self._dout, C=chunks.c, ngroups=groups)
         pairs = _function("ssd_chunk_scan", "_chunk_scan_bwd_dcb")(*inside, self._dout, ngroups=groups)
-        both = _function("ssd_bmm", "_bmm_chunk_bwd")
-        dk = both(chunks.c, pairs, residual=db, out=torch.empty_like(chunks.b))
-        dq = both(chunks.b, pairs.mT, residual=dc, out=torch.empty_like(chunks.c))
+        gradients_of_products = _function("ssd_bmm", "_bmm_chunk_bwd")
+        dk = gradients_of_products(chunks.c, pairs, residual=db, out=torch.empty_like(chunks.b))
+        dq = gradients_of_products(chunks.b, pairs.mT, residual=dc, out=torch.empty_like(chunks.c))
         from_start[..., -1] += self._whole_decay_gradients(dh)
         stable = _function("ssd_chunk_scan", "_chunk_scan_bwd_ddAcs_stable")
         dg = stable(*inside, self._dout, products) + to_end + from_start.flip(-1).cumsum(-1).flip(-1)

@@ -33,9 +33,9 @@ class KimiForward:
 
     def outputs(self, states: Tensor) -> Tensor:
         """See `Forward`."""
-        h, new, entering = self._states.chunk_states(states)
+        h, new_values, entering = self._states.chunk_states(states)
         self.activations = (*self.activations, entering)
-        arguments = {"q": self._q, "v": new, "g": self._g, "A": self._qk, "h": h, "scale": self._scale}
+        arguments = {"q": self._q, "v": new_values, "g": self._g, "A": self._qk, "h": h, "scale": self._scale}
         out = fla_function("ops.gla.chunk", "chunk_gla_fwd_o_gk")
         return out(**arguments, chunk_size=CHUNK, **run_indices(self._runs)).squeeze(0)
 
@@ -50,8 +50,8 @@ class KimiBackward:
         self._do = saved.dout.to(inputs.v.dtype).contiguous().unsqueeze(0)
         q, k, v, _, beta = batch_of_one(inputs)
         at = run_indices(self._runs)
-        again = fla_function("ops.kda.wy_fast", "recompute_w_u_fwd")
-        w, _, qg, kg = again(q=q, k=k, v=v, beta=beta, A=self._kk, gk=self._g, **at)
+        recompute = fla_function("ops.kda.wy_fast", "recompute_w_u_fwd")
+        w, _, qg, kg = recompute(q=q, k=k, v=v, beta=beta, A=self._kk, gk=self._g, **at)
         inside = fla_function("ops.kda.chunk_bwd", "chunk_kda_bwd_dAv")
         _, dv = inside(q=q, k=k, v=v, do=self._do, A=self._qk, scale=scale, chunk_size=CHUNK, **at)
         rows = {"q": qg, "k": kg, "w": w, "gk": self._g, "do": self._do, "dv": dv}
@@ -108,9 +108,9 @@ class DeltaForward:
 
     def outputs(self, states: Tensor) -> Tensor:
         """See `Forward`."""
-        h, new, entering = self._states.chunk_states(states)
+        h, new_values, entering = self._states.chunk_states(states)
         self.activations = (*self.activations, entering)
-        arguments = {"q": self._q, "k": self._k, "v": new, "h": h, "g": self._g, "scale": self._scale}
+        arguments = {"q": self._q, "k": self._k, "v": new_values, "h": h, "g": self._g, "scale": self._scale}
         return fla_function("ops.common.chunk_o", "chunk_fwd_o")(
             **arguments, chunk_size=CHUNK, **run_indices(self._runs)
         ).squeeze(0)
@@ -125,8 +125,8 @@ class DeltaBackward:
         self._g, self._a, transitions, self._entering = saved.activations
         self._q, self._k, self._v, _, self._beta = batch_of_one(inputs)
         at = run_indices(self._runs)
-        again = fla_function(_WY, "recompute_w_u_fwd")
-        self._w, self._u = again(k=self._k, v=self._v, beta=self._beta, A=self._a, g=self._g, **at)
+        recompute = fla_function(_WY, "recompute_w_u_fwd")
+        self._w, self._u = recompute(k=self._k, v=self._v, beta=self._beta, A=self._a, g=self._g, **at)
         self._do = saved.dout.to(inputs.v.dtype).contiguous().unsqueeze(0)
         self._read = {"q": self._q, "k": self._k, "g": self._g, "do": self._do}
         inside = fla_function("ops.common.chunk_o", "chunk_bwd_dv_local")
