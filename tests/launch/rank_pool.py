@@ -45,7 +45,7 @@ class RankPool:
         payload, ranks = pickle_call(fn, args), self._running()
         try:
             ranks.call(payload, n)
-            ranks.collect(timeout, grace)
+            ranks.collect_answers(timeout, grace)
             if ranks.failure is not None:
                 raise ranks.failure
         except BaseException:

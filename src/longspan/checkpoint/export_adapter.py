@@ -125,7 +125,7 @@ def merge_by_layer(
     _check_base(run, configuration, run_dir)
     images = images_class_by_name(configuration) is not None
     model = load_run_model(run, configuration.get_text_config().vocab_size, configuration, images=images)
-    _check_tied(saved, model)
+    _refuse_tied_ends(saved, model)
     wide = torch.float64 if run.model.dtype == "float64" else torch.float32
     for _, group in groupby(_whole_weights(model), lambda entry: unit_of(entry[0])):
         yield {name: merge_weight(saved, name, tensor, wide) for name, tensor in group}
@@ -169,8 +169,8 @@ def _check_base(run: RunConfig, configuration: PreTrainedConfig, run_dir: Path) 
         )
 
 
-def _check_tied(saved: SavedAdapter, model: PreTrainedModel) -> None:
-    """Raise CheckpointError if one of two modules that share a weight is adapted, which no merged weight can be."""
+def _refuse_tied_ends(saved: SavedAdapter, model: PreTrainedModel) -> None:
+    """Raise CheckpointError if one of two modules that share a weight is adapted: the other's must not change."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     adapted_ends = [name for name, module in model.named_modules() if module in ends and name in saved.scalings]
     if adapted_ends and is_tied(model):

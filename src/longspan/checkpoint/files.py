@@ -198,6 +198,7 @@ def _read_manifest(path: Path) -> dict[str, Digest]:
 
 
 def _read_json(file: Path, path: Path) -> dict[str, Any]:
+    """Read the JSON object in a file of a checkpoint. Raises CheckpointError if it cannot be read or is damaged."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:

@@ -169,8 +169,8 @@ def kernel_report(*, as_json: bool) -> str:
     from longspan.attention import KERNELS
     from longspan.attention.support import TYPE_ROWS, feature_rows, kernel_rows
 
-    column = ["here", *(_kernel_lack(kernel) or "yes" for kernel in KERNELS)]
-    kernels = [(*row, lack) for row, lack in zip(kernel_rows(), column, strict=True)]
+    column_here = ["here", *(_kernel_lack(kernel) or "yes" for kernel in KERNELS)]
+    kernels = [(*row, lack) for row, lack in zip(kernel_rows(), column_here, strict=True)]
     tables = {"kernels": kernels, "types": TYPE_ROWS, "features": feature_rows()}
     if as_json:
         rows = {name: [dict(zip(header, row, strict=True)) for row in body] for name, (header, *body) in tables.items()}

@@ -74,6 +74,7 @@ def error_line(error: LongspanError) -> str:
 
 
 def _run_verb(words: list[str]) -> int:
+    """Run the verb that the first word names, or print help or the version; returns the exit code."""
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
         return 0

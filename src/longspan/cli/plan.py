@@ -123,6 +123,7 @@ def _plan_with_options(flags: PlanFlags, kind: str, lengths: Sequence[int], home
 
 
 def _write_files(flags: PlanFlags, plan: Plan, source: str) -> list[str]:
+    """Write the pictures and the trace that flags name; returns their paths."""
     title = f"plan of {plural(len(plan.lengths), 'document')} from {source}"
     for path in flags.plot:
         _write_picture(plan, path, title)

@@ -25,7 +25,7 @@ class AnsweringThread:
         self.watch = watch
         self._left_since: float | None = None  # when this rank first saw that another has left with an error
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="longspan failure reports", daemon=True)
+        self._thread = threading.Thread(target=self._answer_until_stopped, name="longspan failure reports", daemon=True)
 
     def start(self) -> None:
         """Begin to answer."""
@@ -38,7 +38,8 @@ class AnsweringThread:
         if self._thread.is_alive():
             self._thread.join(ANSWER_SECONDS)
 
-    def _run(self) -> None:
+    def _answer_until_stopped(self) -> None:
+        """Answer requests for reports until `stop`, and end the process if its main thread is stuck."""
         # Many ranks share one store: a thousand ranks ask it a thousand times a second, not more.
         interval = min(2.0, max(0.2, len(self.watch.ranks) / 1000))
         reports, silent_since = self.watch.reports, math.inf

@@ -28,7 +28,7 @@ class ControlGroup:
     def __init__(self, home: Layout, plane: tuple[int, ...], groups: ProcessGroups) -> None:
         self.home, self.plane = home, plane
         self._groups = groups
-        group = groups.make(home.ranks, "control", backend="gloo")
+        group = groups.make_group(home.ranks, "control", backend="gloo")
         assert group is not None
         self.group = group
 

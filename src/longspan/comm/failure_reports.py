@@ -83,6 +83,7 @@ class FailureReports:
         return self._root.check([f"{DEAD_KEY}{rank}"])
 
     def _collect_report(self, number: int) -> str:
+        """Wait until every rank has answered, left or died, or until the time for answers is over."""
         deadline = time.monotonic() + ANSWER_SECONDS
         while True:
             answers = {entry["rank"]: entry["activity"] for entry in self._entries(f"{number}/answers")}
@@ -119,6 +120,7 @@ class FailureReports:
 def _report_text(
     answers: dict[int, str], departures: dict[int, Any], missing: list[int], deaths: dict[int, str]
 ) -> str:
+    """Describe who left with an error of its own, who does not answer, and what the others do."""
     causes = [entry for entry in departures.values() if not entry["echo"]]
     lines = [f"rank {entry['rank']} left with {entry['error']}" for entry in causes[:NAMED]]
     lines += [f"rank {rank} does not answer: it {deaths[rank]}" for rank in list(deaths)[:NAMED]]

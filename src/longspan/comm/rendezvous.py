@@ -142,6 +142,7 @@ def _all_come(here: Store, place: Place, timeout: float) -> bool:
 
 
 def _absence_error(here: Store, place: Place, timeout: float) -> CommError:
+    """The error of a process whose world was not complete in time: which ranks are absent, and which left."""
     peers = [rank for rank in range(place.size) if rank != place.rank]
     absent = [rank for rank in peers if not here.check([f"rank/{rank}"])]
     departed = [rank for rank in peers if rank not in absent and here.get(f"rank/{rank}") == b"left"]

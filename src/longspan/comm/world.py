@@ -108,7 +108,7 @@ class World:
         self._take_place(place)
         allow_open_files(place.size)
         store = shared_store(place, self.timeout) if self._made_default else dist.distributed_c10d._get_default_store()
-        self._open(place, store, wait_for_all_ranks(store, place, self.timeout))
+        self._open_channels(place, store, wait_for_all_ranks(store, place, self.timeout))
         return self
 
     def _take_place(self, place: Place) -> None:
@@ -122,7 +122,7 @@ class World:
         self.backend = BOTH if self.device.type == "cuda" else "gloo"
         self.max_groups = max_groups if max_groups is not None else 4 if self.device.type == "cuda" else 0
 
-    def _open(self, place: Place, store: Store, prefix: str) -> None:
+    def _open_channels(self, place: Place, store: Store, prefix: str) -> None:
         """Make what the ranks talk through, with keys of this prefix in their store."""
         reports = None
         if place.size > 1 and store.has_extended_api():  # pyright: ignore[reportAttributeAccessIssue]
@@ -148,7 +148,7 @@ class World:
             nodes = max(1, _ranks_of_node(len(self.home.ranks)) // self.home.tp)
             self.node_size, self.seed = self.control.broadcast_object((nodes, torch.initial_seed()))
         except BaseException as error:
-            self._leave(error)
+            self._leave_world(error)
             raise
 
     def __exit__(
@@ -162,9 +162,10 @@ class World:
             error = failure
             raise
         finally:
-            self._leave(error)
+            self._leave_world(error)
 
-    def _leave(self, error: BaseException | None) -> None:
+    def _leave_world(self, error: BaseException | None) -> None:
+        """Leave the world: end its thread and groups, and forget what it made. An `error` is posted for the others."""
         if error is not None:
             self.watch.leave(error)
         self._answering.stop()

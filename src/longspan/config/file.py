@@ -80,6 +80,7 @@ def to_toml(config: RunConfig) -> str:
 
 
 def _with_section(config: RunConfig, section: str, values: object, *, source: str) -> RunConfig:
+    """The configuration with these values of a section. Raises ConfigError for an unknown section or key."""
     names = [f.name for f in fields(RunConfig)]
     if section not in names:
         owners = [key for key in config_keys() if key.endswith(f".{section}")]
@@ -170,6 +171,7 @@ def _is_word(value: object) -> bool:
 
 
 def _fitting_value(value: object, option: Any) -> object | None:
+    """The value as one of the types that a key may have holds it; None if it does not fit that type."""
     if get_origin(option) is Literal:
         return value if value in get_args(option) else None
     if get_origin(option) is tuple:

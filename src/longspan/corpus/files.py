@@ -60,6 +60,7 @@ class FileSums:
         return sources
 
     def _file_sums(self, file: CorpusFile) -> SourceFile:
+        """The size, time and sum of one file; the sum is an earlier one if size and time are as they were."""
         path = str(file.path.absolute())
         try:
             stat = file.path.stat()

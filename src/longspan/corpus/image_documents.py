@@ -212,6 +212,7 @@ def with_images(documents: AnyDocuments, model: PreTrainedConfig, folder: Path) 
 
 
 def _check_rows(corpus: Corpus, table: ImageTable, tokens: ImageTokens, processor: Processor) -> None:
+    """Raise DataError if the processor writes other placeholders than the model takes, or another number of them."""
     if processor.placeholder != tokens.placeholder:
         raise DataError(
             f"{processor.name} puts token id {processor.placeholder} where images stand, and the model takes id "

@@ -71,6 +71,7 @@ class ImageReader:
         return self._load_pictures(placed, self._find_files(placed)[:1])[0]
 
     def _read_input(self, number: int) -> ImageInput:
+        """Read an image and process it. Raises DataError if its grid is not that of the corpus."""
         placed = self._table[number]
         pictures = self._load_pictures(placed, self._find_files(placed))
         try:
@@ -92,6 +93,7 @@ class ImageReader:
         return ImageInput(self._processor.videos.pixels(pictures, placed.image.grid), placed.image.grid)
 
     def _load_pictures(self, placed: PlacedImage, files: Sequence[ImageFile]) -> list[Any]:
+        """Load the pictures of these files. Raises DataError, naming the image and its frame, for a broken one."""
         pictures = list[Any]()
         for number, file in enumerate(files):
             try:

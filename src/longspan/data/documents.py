@@ -79,6 +79,7 @@ class Corpus:
         self.packs: Callable[[tuple[Pack, ...]], Sequence[Pack]] = tuple  # with images: ImagePacks
 
     def _open_columns(self, place: Path) -> None:
+        """Map the columns of the folder; without sources of documents, all are of source 0."""
         self.manifest = Manifest.from_json((place / FILE).read_text(encoding="utf-8"))
         self.sources: Sequence[SourceFile] = SourceLines(place)
         self._origins = map_array(place / "origins.npy")

@@ -114,6 +114,7 @@ class StepOrder:
         return 0 if block < 0 else block * _STRIDE + bisect_left(self._starts(block), place)
 
     def _document_ids(self, step: int) -> Integers:
+        """Return the documents of a step. Each call of `_starts` in the loop computes the next block of steps."""
         block, index = divmod(step, _STRIDE)
         while len(self._block_starts) <= block:
             self._starts(len(self._block_starts) - 1)
@@ -225,6 +226,7 @@ class PackOrder:
         return float(borders[-1]) / (steps * (len(borders) - 1))
 
     def _pieces_of_step(self, step: int) -> _StepPieces:
+        """Cut the documents of a step at its borders, and return their pieces in order."""
         borders = self._borders.step_borders(step)
         begin, end = int(borders[0]), int(borders[-1])
         part, ids, begins = self.stream.part_at_token(begin), list[Integers](), list[Integers]()

@@ -75,6 +75,7 @@ class Stock:
         return answers
 
     def _expectation(self, dtype: torch.dtype, with_routers: bool) -> Expected:
+        """The stock answer in a dtype, and the tolerance of cases that are compared with it."""
         if dtype == torch.float64:
             return self._expectation_in_float64(with_routers)
         if dtype == torch.float32:

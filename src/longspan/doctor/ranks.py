@@ -101,6 +101,7 @@ def preparation(case: Case) -> tuple[str, str, bool, int]:
 
 
 def _record_outcome(task: Task, world: World, number: int, outcome: Outcome) -> None:
+    """On the first rank, append an outcome to the record, and show it if that is wanted."""
     if world.rank != task.home.ranks[0]:
         return
     if task.record:

@@ -182,6 +182,7 @@ def _restore_states(states: list[_State]) -> None:
 
 
 def _run_stock(model: PreTrainedModel, document: np.ndarray | TrialDocument, *, with_routers: bool) -> Any:
+    """Run a model on one document, with the kinds of tokens that a wrapper of several modalities wants."""
     if isinstance(document, TrialDocument):
         return model(**stock_arguments(model, document))
     ids = torch.from_numpy(document)[None]

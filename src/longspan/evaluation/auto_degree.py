@@ -88,6 +88,7 @@ def choose_degrees(
 
 
 def _with_choice(entry: EvalConfig, choice: PlanChoice) -> EvalConfig:
+    """The set with the degree, type and levels of a choice."""
     types, sizes = choice.options.cp_comm_type, choice.options.hierarchical_context_parallel_sizes
     levels = (1, choice.degree) if sizes is None else sizes if isinstance(sizes, int) else tuple(sizes)
     return replace(

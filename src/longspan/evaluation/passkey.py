@@ -92,6 +92,7 @@ class Pieces(NamedTuple):
 
 
 def _find_engine(tokenizer: Any) -> Tokenizer:
+    """A copy of the tokenizers library's object in a tokenizer, which neither cuts nor pads texts."""
     engine = getattr(tokenizer, "engine", None) or getattr(tokenizer, "backend_tokenizer", None) or tokenizer
     if not isinstance(engine, Tokenizer):
         raise DataError(
@@ -262,6 +263,7 @@ def passkey_documents(
 
 
 def _make_document(pieces: Pieces, length: int, depth: float, key: int) -> PasskeyDocument:
+    """A document with its key at a depth. Raises DataError for a length without room for its fixed parts."""
     answer = pieces.answer(key)
     fixed = sum(map(len, (pieces.opening, pieces.key(key), pieces.question, answer)))
     if length < fixed:

@@ -157,6 +157,7 @@ class LocalRanks:
                 self._start_rank(index)
 
     def _start_rank(self, index: int) -> None:
+        """Start the process of one rank, and keep the launcher's end of its pipe."""
         own_end, rank_end = self._context.Pipe()
         task = None if self._payload is None else self._task(index, self._n, self._payload)
         args = Spec(index, task, self._threads, self.folder, self._state), rank_end, Descriptor(1), Descriptor(2)
@@ -190,19 +191,19 @@ class LocalRanks:
         environment = dict(os.environ) | torchrun_variables(n, self.store.port, self._threads)
         return Task(environment | {"RANK": str(index), "LOCAL_RANK": str(index)}, payload)
 
-    def collect(self, timeout: float | None, grace: float) -> None:
+    def collect_answers(self, timeout: float | None, grace: float) -> None:
         """Wait for every answer; after a first failure only `grace` seconds more."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        first: float | None = None
+        failed_at: float | None = None
         while waiting := {rank.pipe: rank for rank in self.ranks if rank.waiting}:
             seconds_left = None if deadline is None else deadline - time.monotonic()
             if seconds_left is not None and seconds_left <= 0:
                 break
             for pipe in connection.wait(list(waiting), seconds_left):
                 self._take_answer(waiting[pipe])  # pyright: ignore[reportArgumentType]
-            if first is None and self.failed:
-                first = time.monotonic()
-                deadline = min(first + grace, deadline or first + grace)
+            if failed_at is None and self.failed:
+                failed_at = time.monotonic()
+                deadline = min(failed_at + grace, deadline or failed_at + grace)
         self.failure = self._first_failure(timeout)
 
     def _take_answer(self, rank: LocalRank) -> None:
@@ -213,6 +214,7 @@ class LocalRanks:
             self.failed.append(rank)
 
     def _first_failure(self, timeout: float | None) -> BaseException | None:
+        """The error to raise for the ranks that failed or are late, with notes on the others; None if all answered."""
         if not self.failed:
             running = [rank for rank in self.ranks if rank.waiting]
             return self._timeout_error(running, timeout) if running else None
@@ -242,6 +244,7 @@ class LocalRanks:
         return first.killed_by in signals or isinstance(self.failure, KeyboardInterrupt)
 
     def _timeout_error(self, running: list[LocalRank], timeout: float | None) -> CommError:
+        """The error of ranks that are still running, with their stacks, which they are asked to dump."""
         for rank in running:
             rank.process.join(0)
             if rank.process.exitcode is None and rank.process.pid is not None:

@@ -98,6 +98,7 @@ class Forwarding:
         _restore(self._before)
 
     def _forward(self, number: int, _: FrameType | None) -> None:
+        """Send a first signal on to the ranks; kill them at a second one."""
         now = time.monotonic()
         if not self.sent:
             self._since = now

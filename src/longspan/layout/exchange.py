@@ -113,6 +113,7 @@ class Exchange:
         return Exchange(self.need, self.have)
 
     def _check_supply(self) -> None:
+        """Raise LayoutError if a row is needed that no rank has."""
         have, need = self.blocks
         supplied = np.zeros(len(have.size), dtype=np.bool_)
         for blocks in have.members:

@@ -56,6 +56,7 @@ class Layout:
         self._check_degrees()
 
     def _check_degrees(self) -> None:
+        """Raise LayoutError for degrees that do not divide the ranks or slots."""
         world, model = len(self.ranks), self.pp * self.tp
         if world % model:
             fitting = [count for count in (world // model * model, (world // model + 1) * model) if count]
@@ -122,6 +123,7 @@ class Layout:
 
 
 def _rank_tuple(ranks: int | Sequence[int]) -> tuple[int, ...]:
+    """The ranks of a count or a sequence. Raises LayoutError unless they are distinct integers from 0."""
     if not isinstance(ranks, Iterable):
         count = _as_integer(ranks)
         if count is None or count < 1:

@@ -277,6 +277,7 @@ def _find_runs(member: int, rows: Iterable[int]) -> Integers:
 
 
 def _row_ids(member: int, rows: object) -> Integers:
+    """The row ids of a member as an array. Raises LayoutError for anything but integers from 0."""
     if not isinstance(rows, Iterable):
         raise LayoutError(f"the rows of member {member} are {rows!r}; give a list of row ids for each member")
     array = cast(NDArray[Any], rows) if isinstance(rows, np.ndarray) else None

@@ -82,6 +82,7 @@ NO_SPANS = Spans.of({}, (), ())
 
 
 def _check_runs(spans: Iterable[Sequence[int]], document: int, length: int) -> list[tuple[int, int]]:
+    """The runs of a document as pairs. Raises LayoutError unless they are ascending, disjoint and inside it."""
     pairs, end = list(spans), 0
     for span in pairs:
         if len(span) != 2 or not all(is_integer(type(at)) for at in span):

@@ -141,6 +141,7 @@ def add_mtp(
 
 
 def _check_new_depths(model: PreTrainedModel, depths: int) -> None:
+    """Raise ModelError for a model that cannot be given depths, or for a number that is none."""
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise ModelError(f"add_mtp takes a transformers model (PreTrainedModel), got {name}")

@@ -109,6 +109,7 @@ def _preset(preset: str | None, vocab_size: int | None) -> PreTrainedConfig:
 
 
 def _draw_model(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_images: Any) -> PreTrainedModel:
+    """Draw a model on the CPU, in float32 first, so that every dtype has the same numbers."""
     automatic = AutoModelForCausalLM if with_images is None else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -141,6 +142,7 @@ def _naming_configuration(config: PreTrainedConfig) -> Iterator[None]:
 
 
 def _read_model(folder: Path, config: PreTrainedConfig | None, dtype: torch.dtype, with_images: Any) -> PreTrainedModel:
+    """Read a folder's model. Raises ModelError if it cannot be loaded, or if weights are missing."""
     weight_files(folder)
     automatic = AutoModelForCausalLM if with_images is None else AutoModelForImageTextToText
     config = config or read_configuration(folder)

@@ -158,6 +158,7 @@ def _check_encoder_adapter(encoder: nn.Module, adapter: Adapter, tp: int) -> Non
 
 
 def _encoder_reasons(encoder: nn.Module, adapter: Adapter, tp: int) -> Iterator[str]:
+    """Yield why an adapter in an encoder would not be exact under this tp."""
     modules = peft_modules(encoder)
     if copied := [name for name, module in modules.items() if is_copied(module)]:
         yield (

@@ -270,6 +270,7 @@ def _add_absent_gradients(parameters: Sequence[nn.Parameter], world: World) -> N
 
 
 def _gradient_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield gradients in buckets of one dtype and a bounded number of elements."""
     bucket: list[Tensor] = []
     for gradient in gradients:
         full = sum(g.numel() for g in bucket) + gradient.numel() > _BUCKET_ELEMENTS

@@ -145,6 +145,7 @@ def group_times(plan: Plan, cost: Cost) -> list[np.ndarray]:
 
 
 def _lay_out_seconds(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
+    """Panels and bars in time: a panel for each micro-batch, or one for all in free mode."""
     when, widths = plan.timeline(cost), group_times(plan, cost)
     bars: list[Bar] = []
     for index, micro_batch in enumerate(plan.micro_batches):
@@ -157,6 +158,7 @@ def _lay_out_seconds(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
 
 
 def _lay_out_rows(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
+    """Panels and bars in rows: each micro-batch has a panel as wide as the cap."""
     most_rows = int(slot_rows(plan.micro_batches, plan.slots).max(initial=1))
     cap = float(plan.max_tokens_per_slot or most_rows)
     panels, bars = [], []

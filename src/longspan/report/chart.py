@@ -122,6 +122,7 @@ def _thin_series(series: Series, log: bool) -> Series:
 
 
 def _fit_frame(chart: Chart, drawn: Sequence[Series]) -> _Frame:
+    """The frame in which all series and references lie, with some room above and below."""
     x = np.concatenate([s.x for s in drawn])
     y = np.concatenate([*(s.y for s in drawn), np.array([value for value, _ in chart.references])])
     low, high = float(y.min()), float(y.max())
@@ -141,6 +142,7 @@ def _fit_frame(chart: Chart, drawn: Sequence[Series]) -> _Frame:
 
 
 def _draw_axes(chart: Chart, frame: _Frame) -> str:
+    """Grid lines, ticks and names of both axes."""
     parts, marks = list[str](), _y_ticks(chart, frame)
     digits = _tick_digits(marks)
     for value in marks:

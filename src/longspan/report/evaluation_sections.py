@@ -145,6 +145,7 @@ def degrees_table(rows: Sequence[EvalRow]) -> str:
 
 
 def _degree_row(row: EvalRow, base: EvalRow, *, memory: bool) -> str:
+    """The row of a degree: its loss, and whether that equals the first degree's."""
     relative = (row.loss - base.loss) / abs(base.loss) if base.loss else 0.0
     good = abs(relative) <= SAME and row.tokens == base.tokens
     verdict = ("reference", None) if row is base else ("✓ equal", "good") if good else ("✗ differs", "bad")

@@ -42,6 +42,7 @@ def _time_factor(run: RunFolder) -> float | None:
 
 
 def _scale_plan(plan: Plan, factor: float | None) -> Plan:
+    """The plan with times multiplied by a factor; as it is if its cost is a machine's, or without a factor."""
     if plan.cost.source or factor is None:
         return plan
     source = f"{OWN_STEPS}; {FORWARD_ALONE}" if plan.cost.passes == "forward" else OWN_STEPS

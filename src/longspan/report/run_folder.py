@@ -220,6 +220,7 @@ class RunFolder:
 
 
 def _metric_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows of metrics.jsonl, and notes on damaged lines. Raises ConfigError if there is no row."""
     metrics = path / "metrics.jsonl"
     if not metrics.is_file():
         lack = "no such folder" if not path.is_dir() else "there is no metrics.jsonl in it"
@@ -243,6 +244,7 @@ def _read_samples(file: Path, notes: list[str]) -> tuple[dict[str, Any], ...]:
 
 
 def _read_json_object(path: Path, notes: list[str]) -> dict[str, Any]:
+    """The object in a file; empty if the file is missing or, with a note, damaged."""
     if not path.is_file():
         return {}
     try:
@@ -284,6 +286,7 @@ def _read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
 
 
 def _read_plans(folder: Path) -> tuple[tuple[tuple[str, Plan], ...], list[str]]:
+    """The saved plans by name, at most MAX_PLANS at even distances, and notes on damaged ones."""
     files = sorted(folder.glob("*.json"), key=lambda file: (not file.stem.startswith("step-"), file.stem))
     if len(files) > MAX_PLANS:
         index = np.unique(np.linspace(0, len(files) - 1, MAX_PLANS).round().astype(int))

@@ -233,6 +233,7 @@ def _small_figures(run: RunFolder) -> Iterator[str]:
 
 
 def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
+    """Yield name, value and detail of the figures at the top of the page."""
     loss, vocab = finite(run.train["loss"]), run.vocab_size()
     if len(loss):
         mean = float(loss[-LAST:].mean())

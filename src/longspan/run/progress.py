@@ -142,6 +142,7 @@ class ProgressDisplay:
         return f"step {row['step']:>{len(str(self._steps))}}/{self._steps}"
 
     def _advance_bar(self, row: Mapping[str, Any]) -> None:
+        """Move the bar to a step, and start it at the first."""
         if self._progress is None:
             console = Console(file=self._stream)
             self._figures_shown, columns = _fit_to_width(row, self._steps, console.width)
@@ -153,6 +154,7 @@ class ProgressDisplay:
         self._progress.update(self._task, completed=row["step"], description=figures)
 
     def _remaining_time(self, step: int) -> str:
+        """The time that the remaining steps will take, by those shown so far; "" at the first and the last."""
         now = time.monotonic()
         if self._since is None:
             self._since = (now, step)

@@ -104,6 +104,7 @@ def _both_configurations(config: RunConfig, state: dict[str, Any]) -> tuple[dict
 
 
 def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:
+    """Raise ConfigError for a key that must stay as it was when the checkpoint was saved."""
     if state.get("order") != ORDER:
         raise CheckpointError(
             f"{path} was saved by a run with order {state.get('order')} of documents, and this version of longspan has "

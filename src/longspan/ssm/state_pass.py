@@ -82,6 +82,7 @@ def refuse_no_shard(caller: str, shard: object) -> None:
 
 
 def _check_scan_inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, shard: SequenceShard) -> None:
+    """Raise LayoutError for tensors whose shapes, dtypes or devices do not fit each other and the shard."""
     refuse_no_shard("linear_scan", shard)
     for name, x in (("k", k), ("v", v), ("g", g)):
         if x.ndim != 3:

@@ -189,6 +189,7 @@ def _not_finite(tensors: dict[str, Tensor]) -> tuple[str, ...]:
 
 
 def _remedy_text(reports: dict[int, _Report], loss: float | None) -> str:
+    """What is not finite, and what to do about it: weights first, then what was read, then gradients."""
     if weights := _place_text({rank: report.weights for rank, report in reports.items()}):
         return (
             f"Weights were not finite before this step: {weights}; go on from a checkpoint with weights that are, at a "

@@ -65,6 +65,7 @@ def uses_kernels(dtype: torch.dtype, device: str) -> bool:
 
 
 def _kernel_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
+    """What `row_softmax` returns, by Triton kernels."""
     rows, vocabulary = logits.shape
     log_probs, log_total = logits.new_empty((2, rows), dtype=torch.float32).unbind()
     if rows:

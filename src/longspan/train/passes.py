@@ -179,6 +179,7 @@ def run_passes(passes: Passes, batches: Sequence[LocalBatch]) -> float:
 
 
 def _run_batches(passes: Passes, batches: Sequence[LocalBatch]) -> float:
+    """Run all passes in the model's mode for the step, and sum gradients over the slots; returns the loss."""
     model, world, backward = passes.model, passes.world, passes.backward
     run = _run_pipeline if isinstance(model, PipelineModel) else _run_model
     named = world.watch.naming("forward and backward passes", world.home.ranks)

@@ -250,6 +250,7 @@ class Training:
 
 
 def _check_layers(config: RunConfig, model: PreTrainedModel) -> None:
+    """Raise ConfigError for a list of communication types that is not as long as the model's layers."""
     layers = model.config.get_text_config().num_hidden_layers
     sets = (PlanChoice.evaluation(config, entry) for entry in (None, *config.eval))
     for choice in (PlanChoice.training(config), *sets):

@@ -83,6 +83,7 @@ def result_tables(results: Sequence[SubjectResult], ranks: int) -> str:
 
 
 def _result_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]:
+    """Yield differences first, then the table of each subject, passkey grids, and a set's degrees or buckets."""
     first = results[0]
     pairs = [(difference, other) for other in results[1:] for difference in differences(first, other)]
     if pairs:
@@ -119,6 +120,7 @@ def _evaluation_table(result: SubjectResult) -> str:
 
 
 def _evaluation_row(result: SetResult, metrics: Sequence[str]) -> list[str]:
+    """The row of one evaluation, with these metrics; "-" for a metric that it lacks."""
     evaluation = result.evaluation
     values = [evaluation.metrics[name].value if name in evaluation.metrics else None for name in metrics]
     return [
@@ -162,6 +164,7 @@ def _difference_line(difference: Difference, first: SubjectResult, other: Subjec
 
 
 def _difference_table(difference: Difference, first: SubjectResult, other: SubjectResult) -> Iterator[str]:
+    """Yield the difference of two models on one set: in words, and as a table by document length."""
     unit = difference.unit.replace("_", " ")
     lines = [
         f"{difference.name or HELD_OUT}: {unit} of {other.weights.title} beside {first.weights.title}",

@@ -143,6 +143,7 @@ def _comparison_options(flags: CompareFlags, home: Layout) -> PlanOptions:
 
 
 def _simulate_saved_plans(flags: CompareFlags) -> Iterator[NamedSimulation]:
+    """Yield the simulation of every saved plan under the flags' price or, without one, under the plan's own."""
     cost, _ = _slot_price(flags)
     for file in _plan_files(flags.plans):
         plan = Plan.from_json(file.read_bytes())
@@ -180,6 +181,7 @@ def _show_rows(flags: CompareFlags, title: str, rows: Sequence[NamedSimulation],
 
 
 def _show_degrees(flags: CompareFlags, title: str, lengths: Sequence[int], home: Layout) -> None:
+    """Print the degrees of an evaluation, and write their pictures."""
     options = _comparison_options(flags, home)
     if options.cost.states:
         options = replace(options, partition="contiguous", cost=options.cost.for_partition("contiguous"))

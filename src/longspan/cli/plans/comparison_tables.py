@@ -116,7 +116,7 @@ def _bar_words(simulation: Simulation, timed: bool) -> str:
 
 def comparison_json(title: str, rows: Sequence[NamedSimulation]) -> str:
     """Simulations as a JSON object."""
-    plans = [{"name": name} | ({"error": s} if isinstance(s, str) else _plan_object(s)) for name, s in rows]
+    plans = [{"name": name} | ({"error": s} if isinstance(s, str) else _simulation_json(s)) for name, s in rows]
     return json.dumps({"title": title, "plans": plans}, indent=1)
 
 
@@ -149,7 +149,7 @@ def _closing_share(simulation: Simulation) -> str:
     return f"{100 * share:.1f}%" if simulation.closing_seconds else "not priced"
 
 
-def _plan_object(simulation: Simulation) -> dict[str, Any]:
+def _simulation_json(simulation: Simulation) -> dict[str, Any]:
     return {
         "planner": simulation.plan.planner,
         "cp_comm_type": type_of(simulation.plan),
@@ -187,7 +187,7 @@ def degrees_table(title: str, comparison: DegreeComparison, accumulation: int) -
     ]
     if dynamic := comparison.dynamic:
         rows.append(("dynamic", "", "", "", f"{len(dynamic.plan.lengths):,}", "0", "", *_plan_cells(dynamic)))
-    lines = [title, "", text_table(names, rows), "", _fastest(comparison, accumulation)]
+    lines = [title, "", text_table(names, rows), "", _fastest_text(comparison, accumulation)]
     return "\n".join([*lines, *comparison.left_out, "", _NOTE])
 
 
@@ -200,7 +200,7 @@ def _plan_cells(simulation: Simulation) -> tuple[str, ...]:
     )
 
 
-def _fastest(comparison: DegreeComparison, accumulation: int) -> str:
+def _fastest_text(comparison: DegreeComparison, accumulation: int) -> str:
     first, best = comparison.choices[0], comparison.best
     count = len(best.planned.plan.lengths)
     faster = first.filled_seconds / best.planned.seconds
@@ -225,16 +225,16 @@ def degrees_json(title: str, comparison: DegreeComparison) -> str:
             "filled_document_steps": c.filled_steps,
             "wasted_document_steps": c.wasted_steps,
             "filled_seconds": c.filled_seconds,
-            **_evaluation_object(c.planned),
+            **_evaluation_json(c.planned),
         }
         for c in comparison.choices
     ]
-    dynamic = {"dynamic": _evaluation_object(comparison.dynamic)} if comparison.dynamic else {}
+    dynamic = {"dynamic": _evaluation_json(comparison.dynamic)} if comparison.dynamic else {}
     answer = {"title": title, "degrees": rows, "best_cp": comparison.best.cp, "reason": comparison.reason()}
     return json.dumps(answer | {"left_out": list(comparison.left_out)} | dynamic, indent=1)
 
 
-def _evaluation_object(simulation: Simulation) -> dict[str, float | int | None]:
+def _evaluation_json(simulation: Simulation) -> dict[str, float | int | None]:
     return {
         "planned_document_steps": len(simulation.plan.lengths),
         "planned_seconds": simulation.seconds,

@@ -94,6 +94,7 @@ def _read_json(path: str) -> Any:
 
 
 def _text_lengths(flags: SourceFlags) -> tuple[tuple[int, ...], str]:
+    """Lengths of the documents of --data, and the words for where they come from."""
     files = tuple(CorpusFile(0, name, file) for name, file in find_files(flags.data, key="--data").items())
     if flags.tokenizer:
         counts = _token_counts(files, flags.tokenizer)

@@ -88,6 +88,7 @@ class Meshes:
 
     @cached_property
     def _expert_root_mesh(self) -> DeviceMesh:
+        """This stage's (replicate, outer, ep), whose slices are `expert` and `ep`: `ep` neighbours have all experts."""
         home = self._home
         width = home.slots // home.dp_replicate
         if width % home.ep:
@@ -117,7 +118,7 @@ class Meshes:
         """This rank's group along an axis; every rank makes the groups of all lines in one order."""
         if axis not in self._mine:
             for line in lines.tolist():
-                group = self._groups.make(line, axis)
+                group = self._groups.make_group(line, axis)
                 if group is not None:
                     self._mine[axis] = group
         return self._mine[axis]

@@ -71,11 +71,11 @@ class ProcessGroups:
         """Share communicators with the open worlds that have the same `shareable`; before any is made."""
         self._shareable = shareable
 
-    def make(self, ranks: Sequence[int], kind: str, *, backend: str | None = None) -> ProcessGroup | None:
+    def make_group(self, ranks: Sequence[int], kind: str, *, backend: str | None = None) -> ProcessGroup | None:
         """Make one communicator; called by every rank of the world in one order. None where this rank is no member.
 
-        Callers that are members get the group; None is never handed on to torch. Where another open world has one of
-        these ranks that this world does not use yet, it is shared, and not among `made`.
+        If another open world has a communicator of these ranks for the same purpose, and this world does not use it
+        yet, it is shared; it is not among `made` then. Only members use the result: torch never gets None.
         """
         backend = backend or self._backend
         purpose = "messages" if kind in AHEAD else kind if kind in ("control", "pipeline") else "meshes"
@@ -89,6 +89,7 @@ class ProcessGroups:
         return shareable.group
 
     def _new_group(self, ranks: Sequence[int], kind: str, backend: str) -> ProcessGroup | None:
+        """Have torch make a group, and record it in `made`; None where this rank is no member."""
         started, timeout = time.monotonic(), timedelta(seconds=self._timeout)
         options = _high_priority_options(timeout) if kind in AHEAD and "nccl" in backend else None
         with self.watch.during(f"making the {kind} group", ranks):
@@ -120,7 +121,7 @@ class ProcessGroups:
     def make_parent(self, name: ParentName, lines: Sequence[Sequence[int]], kind: str) -> None:
         """Make a group of each of these tuples of ranks; this rank's becomes the parent of that name."""
         for ranks in lines:
-            group = self.make(ranks, kind)
+            group = self.make_group(ranks, kind)
             if group is not None:
                 self.set_parent(name, group)
 

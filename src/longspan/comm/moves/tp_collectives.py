@@ -119,6 +119,7 @@ def _all_reduce(x: Tensor, world_key: int, what: str) -> Tensor:
 
 
 def _all_gather(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
+    """Every rank's tensor end to end along `dim`; without a copy if no dim before it is larger than 1."""
     tp = world_of(world_key).channels.tp
     x = x.detach().contiguous()
     in_place = x.shape[:dim].numel() == 1

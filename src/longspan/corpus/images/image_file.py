@@ -70,6 +70,7 @@ class ImageFile(NamedTuple):
 
     @contextmanager
     def _open_image(self) -> "Iterator[Image]":
+        """Open the image, unread. Inside, errors of reading it become DataErrors that name it."""
         pil: Any = import_pillow()
         try:
             with pil.open(self.path or io.BytesIO(self.data)) as image:

@@ -25,6 +25,7 @@ def check_messages(value: Any, name: str = "messages", *, images: bool = False) 
 
 
 def _check_message(message: Any, name: str, images: bool) -> dict[str, Any]:
+    """Check a message: its role, content, calls, and keys about targets. Raises RowError for what is wrong."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         hint = "; from and value are called role and content here" if _is_sharegpt(message) else ""
         raise RowError(f"{name} needs an object with a string role; found {preview(message)}{hint}")
@@ -51,6 +52,7 @@ def _drop_nulls(part: Any) -> Any:
 
 
 def _check_learnt(message: Mapping[str, Any], name: str) -> None:
+    """Raise RowError for a key about targets with another value than 0 or 1, or on a message of no assistant."""
     for key, value in message.items():
         if value is not None and key in LEARNT and value not in (0, 1):
             raise RowError(
@@ -83,6 +85,7 @@ def learnt_messages(messages: Sequence[Mapping[str, Any]], first: int) -> list[i
 
 
 def _check_calls(calls: Any, name: str) -> None:
+    """Raise RowError unless these are calls, each of a function with a name."""
     if calls is None or calls == []:
         return
     if not isinstance(calls, list):
@@ -136,6 +139,7 @@ def texts_of_messages(messages: Sequence[Mapping[str, Any]]) -> list[Field]:
 
 
 def _text_fields(i: int, message: Mapping[str, Any]) -> Iterator[Field]:
+    """Yield the texts of message `i`: an assistant's thought, its content, and one field for each call."""
     thought = next((key for key in _THOUGHTS if _is_text(message.get(key))), None)
     if thought is not None and message.get("role") == "assistant":
         yield Field(i, (thought,), message[thought])
@@ -152,6 +156,7 @@ def _text_fields(i: int, message: Mapping[str, Any]) -> Iterator[Field]:
 
 
 def _call_field(i: int, number: int, call: Mapping[str, Any]) -> Field:
+    """The field of a call that is rendered last: its last argument, its arguments, or its name."""
     path: tuple[str | int, ...] = ("tool_calls", number)
     if "function" in call:
         path, call = (*path, "function"), call["function"]

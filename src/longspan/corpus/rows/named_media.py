@@ -165,6 +165,7 @@ class _PartMedia:
         return dict(PARTS[kind])
 
     def _add_media(self, kind: str, key: str, part: Mapping[str, Any], name: str) -> None:
+        """Read the image or video under a key of a part, and collect it."""
         value = part[key]
         if isinstance(value, dict) and "url" in value:
             check_entry_keys(

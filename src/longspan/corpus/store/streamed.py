@@ -78,6 +78,7 @@ class StreamedTokens:
         return self._read_row(document).codes[positions + int(self._starts[document])]
 
     def _read_row(self, document: int) -> EncodedRow:
+        """The tokens of a document's row; those of the rows used last stay in memory."""
         place = int(self._origins[document]), int(self._positions[document])
         if place in self._rows:
             self._rows.move_to_end(place)
@@ -89,6 +90,7 @@ class StreamedTokens:
         return row
 
     def _encode_row(self, document: int, file: int, position: int) -> EncodedRow:
+        """Encode a row again. Raises DataError if it gives no document now."""
         row = self._open_file(file).row_at(position)
         source = 0 if self._source_of is None else int(self._source_of[document])
         samples = [row] if isinstance(row, BadRow) else self._encoding(source).encode([row])
@@ -109,6 +111,7 @@ class StreamedTokens:
         return self._encodings[source]
 
     def _open_file(self, number: int) -> RowFile:
+        """Open a source file, or return it if it is open. Raises DataError if it changed."""
         if number not in self._files:
             source = self._sources[number]
             path = Path(source.path)

@@ -56,6 +56,7 @@ def differences(first: SubjectResult, other: SubjectResult) -> list[Difference]:
 
 
 def _difference_on_set(first: SetResult, other: SetResult, unit: Unit) -> Difference:
+    """The difference of two results, of all tokens and of documents, with standard errors by document."""
     sums, counts = (
         np.array(values).T for values in zip(*(_document_sums(result, unit) for result in (first, other)), strict=True)
     )

@@ -139,6 +139,7 @@ class _Evaluator:
         log: LogLine,
         progress: Progress,
     ) -> Iterator[SetResult]:
+        """Yield the result of each set at each degree."""
         bytes_of_ids = token_bytes(self.fit.checked.tokenizer.engine, model.config.get_text_config().vocab_size)
         for of_name, entry in zip(self.fit.sets, self.fit.entries, strict=True):
             choice = PlanChoice.evaluation(self.fit.config, entry, cost=cost, heads=query_heads(model.config))

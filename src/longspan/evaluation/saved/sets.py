@@ -123,6 +123,7 @@ def text_sets(
 
 
 def _build_corpora(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log: LogLine) -> None:
+    """Tokenize the texts at one path into a folder, and log what they are."""
     settings = CorpusSettings(data)
     try:
         folder.mkdir()
@@ -151,6 +152,7 @@ def _open_built(folder: Path) -> Corpus:
 
 
 def _check_same_files(world: World, corpora: Sequence[Corpus], hosts: Sequence[str]) -> None:
+    """Raise DataError on every rank if hosts read other files than the first."""
     sources = "".join(f"{source.name} {source.sha256}\n" for corpus in corpora for source in corpus.sources)
     digests = world.control.gather_objects(hashlib.sha256(sources.encode()).hexdigest(), "digests of texts")
     if len(set(digests)) > 1:

@@ -65,6 +65,7 @@ def _read_configuration(subject: Subject) -> PreTrainedConfig:
 
 
 def _read_tokenizer(subject: Subject, named: str, configuration: PreTrainedConfig) -> TextTokenizer:
+    """The tokenizer of the named folder, or of the weights' own. Raises DataError if it does not fit the model."""
     folder = Path(named) if named else subject.folder
     if not vocabulary_files(folder):
         raise DataError(

@@ -118,6 +118,7 @@ def layer_reasons(model: nn.Module) -> Iterator[str]:
 
 
 def _value_reasons(model: nn.Module) -> Iterator[str]:
+    """Yield the reason why parameters of an adapter have no values."""
     if is_drawn_when_prepared(model):
         return
     if "weights_to_come" in vars(model):
@@ -133,6 +134,7 @@ def _value_reasons(model: nn.Module) -> Iterator[str]:
 
 
 def _parameter_reasons(model: nn.Module) -> Iterator[str]:
+    """Yield why the parameters that require gradients are not those of an adapter to train."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         yield (

@@ -81,6 +81,7 @@ def _decoder(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, required: bool) -> ClassTrial:
+    """Try a small model of a class; that it cannot be run is a reason only if the trial is `required`."""
     try:
         model = _small_model(kind, config)
         draws = _random_draws(model)
@@ -93,6 +94,7 @@ def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, re
 
 
 def _small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """A small model of a class on the host, in float64, whose attention and mixers see single rows."""
     small = shrink_configuration(config, experts=_EXPERTS)
     torch.manual_seed(0)
     settings: Any = {"attn_implementation": _STAND_IN, "experts_implementation": "eager", "dtype": torch.float32}
@@ -168,6 +170,7 @@ def _random_draws(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _reasons_of_rows(model: PreTrainedModel) -> Iterator[str]:
+    """Yield how results of rows in pieces differ from those of all rows at once."""
     # What is not saved may be a log; where results depend on it, they differ below.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if name in model.state_dict()}
     whole = _run_rows(model, torch.arange(_ROWS))
@@ -197,6 +200,7 @@ def _first_difference(whole: _Pass, parts: Sequence[_Pass], order: Tensor) -> st
 
 
 def _gradient_reasons(whole: _Pass, parts: Sequence[_Pass], size: str) -> Iterator[str]:
+    """Yield the first gradient that is not the sum of those of the pieces."""
     for name, gradient in whole.gradients.items():
         pieces = [part.gradients[name] for part in parts]
         present = [piece for piece in pieces if piece is not None]

@@ -49,6 +49,7 @@ def _meta_rows(model: PreTrainedModel) -> Tensor:
 
 
 def _refuse_streams(model: PreTrainedModel, layer: NotedLayer) -> None:
+    """Raise ModelError if layers take several streams of hidden states, which depths do not have."""
     states, size = layer.note.hidden_states, _meta_rows(model).shape[-1]
     shape = () if states is None else tuple(states.shape)
     if shape != (1, 2, size):

@@ -70,6 +70,7 @@ def _try_images_once(config: PreTrainedConfig, modality: str, make_documents: _D
 
 
 def _reasons_of_images(config: PreTrainedConfig, make_documents: _Documents) -> Iterator[str]:
+    """Yield how a small model with images differs from its two parts, or why it cannot be run."""
     try:
         model = tiny_model(shrink_configuration(config, images=True), torch.float64, images=True).train()
         documents = make_documents(model)
@@ -143,6 +144,7 @@ def _add_to_rows(places: Tensor, part: Tensor, _: Any, __: Any, out: Any) -> Any
 
 
 def _difference_reasons(whole: _Pass, parts: _Pass) -> Iterator[str]:
+    """Yield how logits, or the first gradient, of the model in parts differ from those of the whole model."""
     size = "(found with a small model of its class, whole and in parts)"
     errors = [relative_error(a, b) for a, b in zip(parts.logits, whole.logits, strict=True)]
     if max(errors) > _TOLERANCE:

@@ -76,6 +76,7 @@ def make_trial_rows(world: World, parts: int, table: PositionTable | None) -> tu
 def _rows_of_documents(
     world: World, parts: int, lengths: Sequence[int], documents: Sequence[int], *, others: bool
 ) -> TrialRows:
+    """The rows of one pass: these documents on every slot, once for each of `parts` ranks."""
     starts = np.cumsum([0, *lengths])
     of_part = np.concatenate([np.arange(starts[d], starts[d + 1]) for d in documents])
     numbers = np.concatenate([part * COUNT + of_part for part in range(parts)])

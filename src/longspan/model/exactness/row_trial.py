@@ -134,6 +134,7 @@ class _Trial:
         )
 
     def _differences(self, stage: nn.Module, *, every_module: bool) -> Iterator[_Difference]:
+        """Yield how passes of a stage over the same rows, and over some of them, differ from its first pass."""
         model = stage.model if isinstance(stage, Stage) else stage
         first = self._run_stage(stage, self.first, None, every_module=every_module)
         for rows in self.others:
@@ -149,6 +150,7 @@ class _Trial:
     def _run_stage(
         self, stage: nn.Module, rows: TrialRows, before: ObservedPass | None, *, every_module: bool
     ) -> ObservedPass:
+        """Run a stage over rows without dropout, and observe its modules, or only its layers."""
         model: Any = stage.model if isinstance(stage, Stage) else stage
         observed = ObservedPass(rows, self.precision, before)
         devices = [self.world.device] if self.world.device.type == "cuda" else []

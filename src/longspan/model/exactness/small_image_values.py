@@ -52,6 +52,7 @@ def small_image_values(values: dict[str, Any], sizes: Sizes, base: type | None) 
 
 
 def _small_tower(vision: dict[str, Any], width: int | None) -> dict[str, Any]:
+    """The small values of a tower, whose outputs have the `width` of the text model."""
     result = {**vision, **{name: value for name, value in _TOWER.items() if vision.get(name) is not None}}
     result |= {name: width for name in _OF_TEXT if name in vision and width}
     for name in ("image_size", "patch_size"):

@@ -161,6 +161,7 @@ class _Rules:
         return self.sizes.heads if name in _KV_HEADS else None
 
     def _small_integer(self, name: str, value: int) -> int:
+        """The small value of an integer: by its name if that is known, otherwise by its ratio to widths."""
         simple = {
             **dict.fromkeys(_HEADS, self.sizes.heads),
             **dict.fromkeys(_EXPERTS, min(value, self.sizes.experts)),

@@ -75,7 +75,10 @@ def _draw_patches(base: Any, merge: int, side: Side, width: int, draw: np.random
 
 
 def _draw_packed_tiles(base: Any, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
-    """Tiles of patches (n, most, C · p²), of which the last is smaller, with a mask (n, most) and shapes (n, 2)."""
+    """Tiles of patches (n, most, C · p²), the last smaller than 3 x 3 rows, with a mask (n, most) and shapes (n, 2).
+
+    There are `side[0]` tiles, and the last one has `side[0]` x `side[1]` rows.
+    """
     factor, tiles = getattr(base.config, "downsample_factor", 1), side[0]
     shapes = torch.tensor([(3 * factor, 3 * factor)] * (tiles - 1) + [(factor * side[0], factor * side[1])])
     mask = torch.arange(9 * factor**2) < shapes.prod(1)[:, None]
@@ -210,6 +213,7 @@ def stock_arguments(model: PreTrainedModel, document: TrialDocument) -> dict[str
 def _make_document(
     tokens: ImageTokens, words: np.ndarray, images: Sequence[tuple[ImageInput, int]], draw: np.random.Generator
 ) -> TrialDocument:
+    """A document of these words with images at random places among them."""
     places = np.sort(draw.choice(np.arange(1, len(words)), size=len(images), replace=False))
     ids = list[int]()
     for part, image in zip(np.split(words, places), (*images, None), strict=True):

@@ -50,6 +50,7 @@ def split_encoder(
 
 
 def _split_linears(part: SplitModule, world: World) -> None:
+    """Split the linears of one part by their styles."""
     for name, style in part.styles.items():
         linear: Any = part.module.get_submodule(name)
         if is_adapted(linear):

@@ -187,6 +187,7 @@ def _styles_of_caller(module: nn.Module, plan: Mapping[str, str]) -> dict[str, s
 
 
 def _refuse_unknown(module: nn.Module, blocks: Mapping[str, nn.Module], styles: Mapping[str, str]) -> None:
+    """Raise ModelError, naming them, for linears in blocks that have no style."""
     unknown = [
         f"{path}.{name} ({child.in_features} to {child.out_features})"
         for path, block in blocks.items()

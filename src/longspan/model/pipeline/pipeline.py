@@ -200,6 +200,7 @@ class PipelineModel(nn.Module):
         self.probed = True
 
     def _make_schedule(self, micro_batches: int, backward: bool, world: World) -> _Schedule:
+        """The schedule for so many micro-batches with its stages, made once."""
         key = (micro_batches, backward)
         if key not in self._schedules:
             hidden, parts = self.config.get_text_config().hidden_size, call_rules(self).row_multiple
@@ -230,6 +231,7 @@ class PipelineModel(nn.Module):
         return CausalLMOutput(logits=self._send_to_all_stages(logits, shard))
 
     def _send_to_all_stages(self, made: list[Tensor], shard: SequenceShard) -> Tensor:
+        """Send the logits of the last stage to all others; returns them on every stage."""
         pipeline = world_of(self._world_key).channels.pipeline
         holder = self.pipeline_settings.loss_place
         if pipeline.index == holder:

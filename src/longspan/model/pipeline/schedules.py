@@ -146,7 +146,7 @@ class ScheduledStage(PipelineStage):
             return (), None
         (output,), (x,) = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
         gradients = bwd_kwargs["output_grads"]
-        weights = (*self.submod.parameters(), *self._leaves)  # rows of images are known as weights are: by their edges
+        weights = (*self.submod.parameters(), *self._leaves)  # gradients of images' rows are found as those of weights
         of_input, pending = backward_to_input(output, gradients and gradients[0], x, weights)
         return (of_input,), pending
 

@@ -157,6 +157,7 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def _refuse_arguments(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Raise ModelError for an argument of the stock model that means nothing over a sharded sequence."""
     architecture = architecture_name(model)
     reasons = {
         "labels": "labels would be shifted across rows that are not neighbours; use longspan.run_step",

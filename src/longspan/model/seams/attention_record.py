@@ -82,6 +82,7 @@ def check_calls(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None
 
 
 def _refuse_bypassing_layers(model: PreTrainedModel, reached: set[int]) -> None:
+    """Raise ModelError, naming them, for layers in which an attention module does not reach our attention."""
     bypassing: list[str] = []
     types = getattr(model.config.get_text_config(), "layer_types", None) or []
     for index, (name, layer) in enumerate(decoder_layers(model).items()):
@@ -112,6 +113,7 @@ def _reaches(module: nn.Module, reached: set[int]) -> bool:
 
 
 def _refuse_features(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None:
+    """Raise ModelError, naming the layer, for a call of attention that `attend` cannot do exactly."""
     names = {id(module): name for name, module in model.named_modules()}
     config = model.config.get_text_config()
     types = getattr(config, "layer_types", None) or []

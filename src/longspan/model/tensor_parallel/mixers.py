@@ -77,6 +77,7 @@ def norm_over_ranks(norm: Any, world: World) -> None:
 
 
 def _gated_norm(norm: Any, x: Tensor, gate: Tensor | None, weight: Tensor, means: Means) -> Tensor:
+    """Norm rows by these means, multiplied by SiLU of the gate before or after, as the norm's own forward does."""
     wide_dtype = torch.promote_types(x.dtype, torch.float32)
     y, gates = x.to(wide_dtype), None if gate is None else F.silu(gate.to(wide_dtype))
     gate_first = not getattr(norm, "norm_before_gate", False)
@@ -139,16 +140,17 @@ def _norm_over_features(mixer: nn.Module, parts: MixerParts) -> nn.Module | None
 
 
 def _views_of_parts(mixer: nn.Module, parts: MixerParts, world: World) -> Iterator[tuple[nn.Module, str, View]]:
-    whole: View = partial(tp_copy_parameter, world_key=world.key)
+    """Yield (module, attribute, view): the function from a mixer's attribute to what this rank's forward sees."""
+    copied: View = partial(tp_copy_parameter, world_key=world.key)
     for name, value in parts.attributes.items():
         owner, _, attribute = name.rpartition(".")
         yield mixer.get_submodule(owner), attribute, partial(_constant, value)
     for place, rows in parts.rows.items():
         for name, owner, attribute in tensors_at(mixer, place):
-            yield owner, attribute, whole if reads_inputs(name) else rows_here(owner, attribute, rows, world)
+            yield owner, attribute, copied if reads_inputs(name) else rows_here(owner, attribute, rows, world)
     for place in parts.whole:
         for _, owner, attribute in tensors_at(mixer, place):
-            yield owner, attribute, whole
+            yield owner, attribute, copied
 
 
 def _constant(value: int, _: object) -> Any:

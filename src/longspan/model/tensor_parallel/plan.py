@@ -85,6 +85,7 @@ def experts_of(layer: nn.Module) -> dict[str, nn.Module]:
 
 
 def _find_styled(model: PreTrainedModel, plan: Mapping[re.Pattern[str], str]) -> Iterator[StyledModule]:
+    """Yield what the plan gives a style, and mixers; nothing inside experts or mixers."""
     mixers = find_mixers(model)
     inside = tuple(f"{name}." for name in mixers)
     for name, module in model.named_modules():
@@ -121,6 +122,7 @@ def check_sizes(model: PreTrainedModel, placed: list[StyledModule], tp: int) -> 
 
 
 def _sizes_to_divide(model: PreTrainedModel, placed: list[StyledModule]) -> dict[str, int]:
+    """The numbers that tp must divide, by words for messages: heads, features, and parameters' own."""
     sizes = dict(_head_counts(model.config.get_text_config()))
     for name, module, style, parameter in placed:
         if style == MIXER:
@@ -181,6 +183,7 @@ def _parameters_inside(entry: StyledModule) -> Iterator[nn.Parameter]:
 def _partial_in_block(
     model: nn.Module, name: str, placed: Sequence[StyledModule], named: set[int]
 ) -> Iterator[StyledModule]:
+    """Yield the unnamed parameters of a block with summed gradients. Raises ModelError if a sum would be wrong."""
     block = model.get_submodule(name)
     unnamed = {n: p for n, p in block.named_parameters() if id(p) not in named}
     if not unnamed:

@@ -72,6 +72,7 @@ def refuse_adapter(model: PreTrainedModel, placed: Sequence[StyledModule]) -> No
 
 
 def _adapter_reasons(model: PreTrainedModel, placed: Sequence[StyledModule]) -> Iterator[str]:
+    """Yield why an adapter cannot be split over tensor-parallel ranks."""
     adapter = adapter_in(model)
     if adapter is None:
         return

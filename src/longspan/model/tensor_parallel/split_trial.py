@@ -61,6 +61,7 @@ class SplitTrial:
         unit.forward = forward
 
     def _compare_call(self, split: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Run the split block and its unsplit twin on the same inputs. Raises ModelError where they differ."""
         parameters = {name: p for name, p in self.unit.named_parameters() if p.requires_grad}
         buffers = dict(self.unit.named_buffers())
         values = {name: _whole(p) for name, p in self.unit.named_parameters()}

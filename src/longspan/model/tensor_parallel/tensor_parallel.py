@@ -86,6 +86,7 @@ def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_par
 
 
 def _check_plan(model: PreTrainedModel, tp: int, *, sequence_parallel: bool) -> list[StyledModule]:
+    """List what is split. Raises ModelError for styles and sizes that tp, or sequence parallelism, does not fit."""
     placed = list_styles(model)
     refuse_adapter(model, placed)
     check_sizes(model, placed, tp)

@@ -51,6 +51,7 @@ def find_trained_part(encoder: nn.Module) -> Trained:
 
 
 def _cost_by_parameters(config: PreTrainedConfig, encoder: nn.Module) -> Cost:
+    """The cost of a tower's rows by the parameters of its blocks, its width, and its layers with windows."""
     vision: Any = getattr(config, "vision_config", None)
     width, layers = _first(vision, _WIDTHS), _first(vision, _LAYERS)
     in_blocks = sum(p.numel() for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1)

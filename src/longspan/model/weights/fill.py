@@ -178,6 +178,7 @@ class DeferredWeights:
 
     @torch.no_grad()
     def _fill_models(self, models: Sequence[nn.Module], device: torch.device) -> None:
+        """Allocate these models and fill them; every copy of a parameter gets the same part of the source."""
         tensors = defaultdict[str, list[Tensor]](list)
         for model in models:
             allocate(model, device)

@@ -127,6 +127,7 @@ class FolderWeights:
     def _convert_part(
         self, name: str, recipe: _Recipe, slices: _Slices, parts: Mapping[str, LocalPart]
     ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters that transformers' converter makes of a recipe's tensors, or this rank's experts."""
         converter, part = deepcopy(recipe.converter), parts.get(name)
         if part is None and len(converter.target_patterns) == 1:
             return

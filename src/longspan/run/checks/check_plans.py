@@ -106,6 +106,7 @@ def _check_mixer_kernels(names: tuple[str, ...]) -> None:
 
 
 def _check_degree(choice: PlanChoice, home: Layout) -> None:
+    """Raise ConfigError, with degrees that fit, for a degree that does not divide the slots."""
     if not choice.degree or home.slots % choice.degree == 0:
         return
     fitting = [d for d in range(1, home.slots + 1) if home.slots % d == 0]

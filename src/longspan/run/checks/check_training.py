@@ -45,6 +45,7 @@ def _optional_keys(config: RunConfig, section: str, *, training: bool) -> Collec
 
 
 def _check_bounds(values: Any, kind: type[Any], prefix: str, leave_out: Collection[str] = ()) -> None:
+    """Raise ConfigError for the first value outside the bound of its key, except for keys to leave out."""
     for key, bound in ((key.name, key.bound) for key in keys_of(kind) if key.bound is not None):
         value = value_at(values, key)
         if key == "max_document_tokens" and value == 1:

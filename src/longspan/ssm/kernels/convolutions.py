@@ -220,6 +220,7 @@ _CHANNELS = 8  # their number is a multiple of it
 
 
 def _package_lacks(x: Tensor, weight: Tensor) -> str:
+    """What causal_conv1d needs that is not there; "" if nothing."""
     channels, width = weight.shape
     if x.dtype not in _DTYPES:
         return f"bfloat16, float16 or float32, got {str(x.dtype).removeprefix('torch.')}"
@@ -241,6 +242,7 @@ def _package_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isola
 def _package_backward(
     dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: Before
 ) -> ConvolutionGradients:
+    """Gradients of rows and parameters by causal_conv1d; several runs are laid out in one row."""
     rows, state = _rows_and_state(x, arrived, runs, before)
     weight, bias, silu = convolution
     is_single = len(runs.lengths) == 1

@@ -38,14 +38,15 @@ class _Chunks(NamedTuple):
 
 @lru_cache(maxsize=32)  # all layers have the same runs
 def _cut_into_chunks(lengths: tuple[int, ...], chunk: int, device: torch.device) -> _Chunks:
+    """Cut runs of these lengths into chunks, and order them: first chunks of all runs, longest runs first."""
     size, total = np.array(lengths, dtype=np.int64), sum(lengths)
     counts, starts = -(-size // chunk), np.cumsum(size) - size
     order = np.argsort(-counts, kind="stable")
     run, place = np.repeat(order, counts[order]), expand(np.zeros_like(order), counts[order])
-    first = np.argsort(place, kind="stable")  # first chunks of all runs, then second ones
-    run, place = run[first, None], place[first]
-    inside = place[:, None] * chunk + np.arange(chunk)
-    rows = np.where(inside < size[run], starts[run] + inside, total).reshape(-1)
+    by_place = np.argsort(place, kind="stable")  # first chunks of all runs, then second ones
+    run, place = run[by_place, None], place[by_place]
+    row_of_run = place[:, None] * chunk + np.arange(chunk)
+    rows = np.where(row_of_run < size[run], starts[run] + row_of_run, total).reshape(-1)
     local_numbers, back = np.flatnonzero(rows < total), np.empty(total, dtype=np.int64)
     back[rows[local_numbers]] = local_numbers
     inverse = np.argsort(order, kind="stable")

@@ -163,6 +163,7 @@ def _gathered_numbers(config: RunConfig, model: PreTrainedModel, home: Layout) -
 
 
 def _check_room(config: RunConfig, needed: NeededBytes, room: Room, home: Layout) -> None:
+    """Raise ConfigError if the model needs more bytes than a rank has."""
     if needed.total <= room.size:
         return
     parts = [("weights", needed.weights), ("gradients", needed.gradients), ("optimizer states", needed.states)]
@@ -176,6 +177,7 @@ def _check_room(config: RunConfig, needed: NeededBytes, room: Room, home: Layout
 
 
 def _remedy(config: RunConfig, needed: NeededBytes, room: Room, home: Layout) -> str:
+    """Advise what would make the model fit: keys, or a number of GPUs."""
     if not room.of_gpu:
         return "use GPUs, hosts with more memory, or a smaller model (does its configuration say all of its sizes?)"
     keys = ["a higher parallel.tp"]

@@ -83,6 +83,7 @@ def most_bytes(config: RunConfig, model: nn.Module, world: World, rows: int) -> 
 
 
 def _measure_peak(config: RunConfig, model: nn.Module, world: World, plan: Plan, documents: Any) -> int:
+    """The most bytes that a step of this plan takes on this rank, above those before it."""
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(world.device)
         bytes_before = torch.cuda.memory_allocated(world.device)

@@ -176,12 +176,12 @@ def optimizer_class(name: str) -> type[Optimizer]:
         ) from error
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise ConfigError(f"train.optimizer {name!r} is {kind!r}, no class of torch.optim.Optimizer")
-    if reason := _REFUSED.get(kind.__name__) or _class_reason(kind):
+    if reason := _REFUSED.get(kind.__name__) or _refusal_of_class(kind):
         raise ConfigError(f"train.optimizer {name!r} cannot train here: {reason}; use adamw")
     return kind
 
 
-def _class_reason(kind: type[Optimizer]) -> str:
+def _refusal_of_class(kind: type[Optimizer]) -> str:
     if not _takes(kind, "lr"):
         return "it takes no lr, which the schedule sets at every step"
     closure = inspect.signature(kind.step).parameters.get("closure")

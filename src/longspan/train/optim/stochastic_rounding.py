@@ -59,6 +59,7 @@ class StochasticRounding(Optimizer):
         self._last_step = -1
 
     def _update_parameter(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
+        """Update one parameter and its state in float32, and round both."""
         assert parameter.grad is not None
         wide_parameter = nn.Parameter(_widen(parameter.detach().clone()))
         wide_parameter.grad = _widen(parameter.grad)

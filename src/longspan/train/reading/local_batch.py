@@ -186,6 +186,7 @@ def positions_of_rows(positions_of: Callable[[int], Any], shard: SequenceShard) 
 
 
 def _check_positions(positions: Any, document: int, length: int) -> Integers | None:
+    """Positions as int64, None if there are none. Raises DataError for another shape or type."""
     if positions is None:
         return None
     positions = np.asarray(positions)

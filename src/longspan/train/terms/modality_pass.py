@@ -149,6 +149,7 @@ class ModalityPass:
         return ", ".join(map(self.items.name, wave.items[:3])) + (", …" if len(wave.items) > 3 else "")
 
     def _rows_error(self, wave: _LocalWave, output: Any) -> ModelError | None:
+        """The error of an encoder that returned other rows than the wave's items take; None if it is right."""
         names = self._names(wave)
         if not isinstance(output, Tensor) or output.ndim != 2:
             returned = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__

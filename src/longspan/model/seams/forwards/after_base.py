@@ -111,6 +111,7 @@ def _reads(reads: Mapping[str, str]) -> Iterator[str]:
 
 
 def _call_reasons(calls: Sequence[ModelCall], inputs: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how a forward calls its base model otherwise than once, with the inputs that it got."""
     if len(calls) != 1:
         yield f"calls its base model {plural(len(calls), 'time')}, not once"
     for base, args, kwargs in calls[:1]:

@@ -95,6 +95,7 @@ def add_row_loss(model: PreTrainedModel, *, probe: bool = True, required: bool =
 
 
 def _check_head(model: PreTrainedModel) -> None:
+    """Raise ModelError if a model has no head over a base model, or parameters beyond these two."""
     name, head = type(model).__name__, model.get_output_embeddings()
     if head is None or base_of(model) is model:
         raise ModelError(f"{name} has no output embedding over a base model; use a causal language model")
