@@ -54,7 +54,7 @@ class RankPool:
         return [rank.answer.value() for rank in ranks.ranks if rank.answer is not None]
 
     def _running(self) -> LocalRanks:
-        if self._ranks is not None and not self._ranks.ready(READY_SECONDS):
+        if self._ranks is not None and not self._ranks.are_ready(READY_SECONDS):
             self.close()
         if self._ranks is None:
             self._folder = tempfile.TemporaryDirectory(prefix="longspan-ranks-")

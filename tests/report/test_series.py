@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from longspan.report.chart import _tick_digits
 from longspan.report.plain_text import bytes_text, number_text, ranges_text, seconds_text
-from longspan.report.series import byte_ticks, log_ticks, smooth, thin, ticks
+from longspan.report.series import byte_ticks, log_ticks, smooth, thin_curve, ticks
 from tests.plan.cases import bounded
 
 
@@ -27,7 +27,7 @@ def test_smooth_is_the_mean_of_the_window(window: int) -> None:
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=80), st.integers(4, 10))
 def test_thinning_keeps_ends_and_extremes(values: list[float], limit: int) -> None:
     x, y = np.arange(len(values)), np.array(values)
-    tx, ty = thin(x, y, limit)
+    tx, ty = thin_curve(x, y, limit)
     assert len(tx) <= limit + 2 and (np.diff(tx) > 0).all()
     assert (tx[0], tx[-1]) == (0, len(values) - 1) and (ty.min(), ty.max()) == (y.min(), y.max())
     assert (y[tx] == ty).all()
@@ -35,11 +35,11 @@ def test_thinning_keeps_ends_and_extremes(values: list[float], limit: int) -> No
 
 def test_a_spike_survives_wherever_it_is() -> None:
     for at in range(50):
-        assert thin(np.arange(50), (np.arange(50) == at).astype(float), 6)[1].max() == 1.0, at
+        assert thin_curve(np.arange(50), (np.arange(50) == at).astype(float), 6)[1].max() == 1.0, at
 
 
 def test_thinning_drops_what_is_not_finite() -> None:
-    x, y = thin(np.arange(5), np.array([1.0, np.nan, np.inf, 2.0, 3.0]), 100)
+    x, y = thin_curve(np.arange(5), np.array([1.0, np.nan, np.inf, 2.0, 3.0]), 100)
     assert x.tolist() == [0, 3, 4] and y.tolist() == [1.0, 2.0, 3.0]
 
 

@@ -78,7 +78,7 @@ def worst(seed: int = 0) -> float:
     added, transitions = maps[..., :V].contiguous(), maps[..., V:].contiguous()
     of_runs = pieces.maps_of_runs(added, transitions, shared)
     differences = [
-        (pieces.entering(states.detach(), added, transitions) - torch.stack(entering)).abs().max(),
+        (pieces.entering_states(states.detach(), added, transitions) - torch.stack(entering)).abs().max(),
         (of_runs[1] @ states[shared] + of_runs[0] - torch.stack(final)[shared]).abs().max(),
     ]
     weights = torch.randn(len(entering), 2, K, V, generator=generator, dtype=torch.float64)  # what outputs owe
@@ -90,7 +90,7 @@ def worst(seed: int = 0) -> float:
     (exact,) = torch.autograd.grad(total, states, retain_graph=True)
     entry_gradients = weights[pieces.first : pieces.stop]
     differences.append((pieces.run_entry_gradients(entry_gradients, transitions, shared) - exact[shared]).abs().max())
-    found = pieces.leaving(leaving, entry_gradients, transitions)
+    found = pieces.leaving_gradients(leaving, entry_gradients, transitions)
     gradient, starts = leaving, np.cumsum(pieces.runs.lengths)
     for run, end in enumerate(np.cumsum(runs.lengths)):
         mine = [int(p) for p in np.flatnonzero((starts <= end) & (starts > end - runs.lengths[run]))]

@@ -105,7 +105,7 @@ class ReadsImages(ABC):
     def read_ahead(self, items: Sequence[int]) -> None:
         """Begin to read these items in threads."""
         if self.images is not None:
-            self.images.reader.ahead(self.numbers[item] for item in items)
+            self.images.reader.read_ahead(self.numbers[item] for item in items)
 
     @cached_property
     def _numbers_by_document(self) -> dict[int, list[int]]:

@@ -35,7 +35,7 @@ _MOST = 4096  # images that were read ahead and not used yet; the oldest are dro
 
 
 class ImageReader:
-    """Reads images of a corpus: `reader(number)` returns an encoder's input, `ahead(numbers)` begins to read some.
+    """Reads images of a corpus: `reader(number)` returns an encoder's input, `read_ahead(numbers)` begins to read some.
 
     `file_of` gives the number of a document's file among `sources`. Raises DataError, naming file and row, for an image
     that is gone, broken, or changed since the corpus was built. `read` counts the images that were read here.
@@ -55,7 +55,7 @@ class ImageReader:
             future = self._ahead.pop(number, None)
         return self._read_input(number) if future is None else future.result()
 
-    def ahead(self, numbers: Iterable[int]) -> None:
+    def read_ahead(self, numbers: Iterable[int]) -> None:
         """Begin to read these images in threads; errors are raised when an image is used."""
         self._pool = self._pool or ThreadPoolExecutor(THREADS, "longspan-images")
         with self._lock:

@@ -171,7 +171,7 @@ class LocalRanks:
         finally:
             rank_end.close()
 
-    def ready(self, timeout: float) -> bool:
+    def are_ready(self, timeout: float) -> bool:
         """Whether the ranks of the call before have put back what it changed, and live."""
         for rank in self.ranks:
             try:

@@ -116,7 +116,7 @@ def parameters_gathered(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def nothing_left_after_an_error(model: nn.Module) -> Iterator[None]:
+def drop_gradients_after_error(model: nn.Module) -> Iterator[None]:
     """After an error inside, FSDP2 forgets gradients that backward passes left unsummed, and frees what it gathered.
 
     It would add them to those of the next backward pass: zero_grad() does not clear them.
@@ -174,7 +174,7 @@ def _keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: boo
 
 
 @contextmanager
-def replicas_summed_at_last(model: nn.Module) -> Iterator[Callable[[], None]]:
+def sum_replicas_at_last(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Backward passes inside sum gradients over the slots of a replica, those after the yielded call over replicas too.
 
     Call it before the last backward pass: what the others leave, a shard of the gradients, is in that one's sum. After

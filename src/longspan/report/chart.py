@@ -14,7 +14,7 @@ import numpy as np
 
 from longspan.report.markup import key, label, tag, text
 from longspan.report.plain_text import bytes_text, number_text
-from longspan.report.series import byte_ticks, log_ticks, thin, ticks
+from longspan.report.series import byte_ticks, log_ticks, thin_curve, ticks
 
 Format = Literal["number", "loss", "percent", "bytes"]
 COLORS = 6  # of page.css, and curves of a chart at most
@@ -118,7 +118,7 @@ def _thin_series(series: Series, log: bool) -> Series:
     x, y = np.asarray(series.x, float), np.asarray(series.y, float)
     if log:
         y = np.where(y > 0, y, math.nan)
-    return Series(series.name, *thin(x, y, MAX_POINTS), series.color, series.kind)
+    return Series(series.name, *thin_curve(x, y, MAX_POINTS), series.color, series.kind)
 
 
 def _fit_frame(chart: Chart, drawn: Sequence[Series]) -> _Frame:

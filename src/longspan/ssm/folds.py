@@ -30,7 +30,7 @@ class ForwardFold:
         self.transitions = transitions  # backward gives them once more
         self._gathered = _GatheredSummaries(chains, self._passing, states, transitions, "states of runs")
 
-    def entering(self) -> Tensor:
+    def entering_states(self) -> Tensor:
         """The state (R, H, K, V) that enters each run of this member."""
         v = self.inputs.v
         shape = (len(self.chains.mine), *self.inputs.state_shape)
@@ -64,7 +64,7 @@ class BackwardFold:
             label = "gradients of states of runs"
             self._gathered = _GatheredSummaries(chains, chains.backward, local, transitions, label)
 
-    def leaving(self) -> Tensor:
+    def leaving_gradients(self) -> Tensor:
         """The gradient (R, H, K, V) at the final state of each run of this member."""
         passing, leaving = self._chains.backward, torch.zeros_like(self._zero)
         if not passing.any:

@@ -120,7 +120,7 @@ class _StatePass(torch.autograd.Function):
         folds = [ForwardFold(c, part, scan) for c, part, scan in zip(chains, parts, scans, strict=True)]
         outs, activations = list[Tensor](), list[tuple[Tensor, ...]]()
         for part, scan in zip(folds, scans, strict=True):
-            states = part.entering()
+            states = part.entering_states()
             outs.append(scan.outputs(states))
             activations.append((part.transitions, states, *scan.activations))
         ctx.save_for_backward(*tensors, *(x for saved in activations for x in saved))
@@ -143,7 +143,7 @@ class _StatePass(torch.autograd.Function):
             )
             entry_gradients = BackwardFold(chains, states, transitions, local.entry_gradients)
             local.prepare()
-            parts.insert(0, local.gradients(entry_gradients.leaving()))
+            parts.insert(0, local.gradients(entry_gradients.leaving_gradients()))
         present = [x for x in inputs if x is not None]
         results = [join_parts([part[i] for part in parts], x) for i, x in enumerate(present)]
         return None, None, None, *results, *([None] if inputs.beta is None else [])

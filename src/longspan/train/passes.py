@@ -24,12 +24,12 @@ from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.stages import StageInput
 from longspan.model.seams.call_rules import is_prepared
 from longspan.model.sharding import (
+    drop_gradients_after_error,
     fsdp_modules,
     gradients_summed_over_slots,
-    nothing_left_after_an_error,
     parameters_gathered,
-    replicas_summed_at_last,
     reshard,
+    sum_replicas_at_last,
 )
 from longspan.plan import MicroBatch, Plan
 from longspan.train.loss import GivenLogits
@@ -187,7 +187,7 @@ def _run_batches(passes: Passes, batches: Sequence[LocalBatch]) -> float:
         if not (backward and model.training):  # in a model that is in training mode, frozen modules keep their mode
             model.train(backward)
         if backward:
-            with gradients_summed_over_slots(model, world), nothing_left_after_an_error(model):
+            with gradients_summed_over_slots(model, world), drop_gradients_after_error(model):
                 return run(passes, batches).item()
         try:
             return run(passes, batches).item()
@@ -205,7 +205,7 @@ def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
             _forward_only(passes, batches[0 if free else 1 :], counting=True)
         if free:
             passes.fix_loads()
-        with replicas_summed_at_last(model) as sum_replicas:
+        with sum_replicas_at_last(model) as sum_replicas:
             for i, batch in enumerate(batches):
                 loss = _loss_of_batch(passes, batch)
                 if i == 0 and not free:

@@ -100,14 +100,14 @@ class Reads(NamedTuple):
 def train_and_count(rank: int, config: RunConfig, ranks: int) -> Reads:
     """Train on this rank."""
     given, ahead_of, opened = list[Any](), list[Any](), list[Any]()
-    input_of, ahead, load = ImageReader._read_input, ImageReader.ahead, ImageFile.load
+    input_of, ahead, load = ImageReader._read_input, ImageReader.read_ahead, ImageFile.load
     ImageReader._read_input = lambda self, number: given.append(number) or input_of(self, number)  # type: ignore[method-assign]
-    ImageReader.ahead = lambda self, numbers: ahead(self, [ahead_of.append(n) or n for n in numbers])  # type: ignore[method-assign, func-returns-value]
+    ImageReader.read_ahead = lambda self, numbers: ahead(self, [ahead_of.append(n) or n for n in numbers])  # type: ignore[method-assign, func-returns-value]
     ImageFile.load = lambda self: opened.append(self) or load(self)  # type: ignore[method-assign]
     try:
         train_rank(rank, config, ranks)
     finally:
-        ImageReader._read_input, ImageReader.ahead, ImageFile.load = input_of, ahead, load  # type: ignore[method-assign]
+        ImageReader._read_input, ImageReader.read_ahead, ImageFile.load = input_of, ahead, load  # type: ignore[method-assign]
     return Reads(len(given), len(ahead_of), len(opened))
 
 

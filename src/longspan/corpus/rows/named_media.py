@@ -111,7 +111,7 @@ def row_and_media(row: Row) -> tuple[dict[str, Any], RowMedia]:
     changed, named = dict(row.values), name_pattern(kinds_by_name(row.values))
     for key in _CONVERSATIONS:
         if isinstance(row.values.get(key), list):
-            changed[key] = of_parts.extract(row.values[key], key, named)
+            changed[key] = of_parts.extract_media(row.values[key], key, named)
     media = RowMedia(by_key.images or of_parts.images, by_key.videos or of_parts.videos)
     for kind, names, entries in (
         ("image", by_key.images, of_parts.images),
@@ -132,7 +132,7 @@ class _PartMedia:
         self.images, self.videos = list[ImageFile](), list[VideoFile]()
         self._folder, self._counts = folder, Counter[str]()
 
-    def extract(self, messages: Sequence[Any], key: str, name_pattern: re.Pattern[str]) -> list[Any]:
+    def extract_media(self, messages: Sequence[Any], key: str, name_pattern: re.Pattern[str]) -> list[Any]:
         """Replace media by bare parts in messages, and by parts in texts with one of the `name_pattern`."""
         changed = list[Any]()
         for i, message in enumerate(messages):

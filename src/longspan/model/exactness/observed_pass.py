@@ -158,7 +158,7 @@ class ObservedPass:
         """Note a value that is not a module's."""
         self._note(name, 0, x, None)
 
-    def worst(self) -> dict[Key, float]:
+    def read_errors(self) -> dict[Key, float]:
         """The error of every tensor; all are read from the device at once."""
         if not self.errors:
             return {}

@@ -141,7 +141,7 @@ class _Trial:
             same_shapes = len(rows.numbers) == len(self.first.numbers)
             comparison = "the same" if same_shapes else f"{len(rows.numbers)} of them in another order"
             observed = self._run_stage(stage, rows, first, every_module=every_module)
-            shares = observed.worst()
+            shares = observed.read_errors()
             tolerance = self.precision.tolerance(same_shapes=same_shapes)
             if (key := _first_culprit(shares)) is not None:
                 name = _module_words(model, key.module)

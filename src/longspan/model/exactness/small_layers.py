@@ -22,12 +22,12 @@ _MOST = 6
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """The layers, of `count`, that a small copy has; `cut` gives the values of a configuration for them."""
+    """The layers, of `count`, that a small copy has; `value_of` gives the values of a configuration for them."""
 
     count: int
     layers: tuple[int, ...]
 
-    def cut(self, name: str, value: Any) -> Any:
+    def value_of(self, name: str, value: Any) -> Any:
         """The value of one attribute for the chosen layers; values that do not depend on layers stay."""
         if name in LAYER_COUNTS and value == self.count:
             return len(self.layers)

@@ -25,7 +25,7 @@ from longspan.model.parts import parts_of
 from longspan.model.pipeline.copies import StageCopies
 from longspan.model.pipeline.schedules import ScheduledStage, make_schedule
 from longspan.model.pipeline.settings import PipelineSettings
-from longspan.model.pipeline.stages import Stage, StageInput, cut, refuse_dependent_layers, refuse_inexact
+from longspan.model.pipeline.stages import Stage, StageInput, cut_model, refuse_dependent_layers, refuse_inexact
 from longspan.model.seams.attention_record import check_recorded_calls, record_calls
 from longspan.model.seams.call_rules import call_rules
 from longspan.model.sharding import reshard
@@ -253,7 +253,7 @@ def cut_into_stages(model: PreTrainedModel, world: World, pipeline_settings: Pip
     layers = layers_of_stages(len(getattr(decoder_of(model), parts.layers)), pipeline_settings.stages)
     refuse_inexact(model, parts)
     refuse_dependent_layers(model, parts, layers)
-    return cut(model, parts, layers, pipeline_settings.stages_at(world.coordinates.pp))
+    return cut_model(model, parts, layers, pipeline_settings.stages_at(world.coordinates.pp))
 
 
 def _run_watched(step: Callable[[], None], world: World) -> None:

@@ -216,7 +216,9 @@ def stage_models(model: PreTrainedModel, parts: ModelParts, layers: Sequence[ran
     return [shallow_copy(model, parts, indices, first=i == 0, last=i == last) for i, indices in enumerate(layers)]
 
 
-def cut(model: PreTrainedModel, parts: ModelParts, layers: Sequence[range], mine: Sequence[int]) -> tuple[Stage, ...]:
+def cut_model(
+    model: PreTrainedModel, parts: ModelParts, layers: Sequence[range], mine: Sequence[int]
+) -> tuple[Stage, ...]:
     """This rank's stages of a model, whose other modules are freed: afterwards the model itself is of no use.
 
     Each has its own copy of a parameter that several stages have. Raises ModelError, before anything is changed, for

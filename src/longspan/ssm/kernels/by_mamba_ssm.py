@@ -40,15 +40,15 @@ class _Chunks:
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
         self.runs = runs.with_chunks(_CHUNK)
-        self.c = self.laid_out(inputs.q if scale == 1.0 else inputs.q * scale)
-        self.b, self.x = self.laid_out(inputs.k), self.laid_out(inputs.v)
-        g = self.laid_out(inputs.g).view(self.runs.chunks, _CHUNK, -1)
+        self.c = self.lay_out(inputs.q if scale == 1.0 else inputs.q * scale)
+        self.b, self.x = self.lay_out(inputs.k), self.lay_out(inputs.v)
+        g = self.lay_out(inputs.g).view(self.runs.chunks, _CHUNK, -1)
         self.sums = g.cumsum(1).permute(2, 0, 1).contiguous().unsqueeze(0)
         self.whole = self.sums[0, :, :, -1].t().contiguous()  # (N, H)
         self.base_two = self.whole / math.log(2)
         self.steps = self.sums.new_ones(1).expand(self.sums.shape)  # dt: values come multiplied by it
 
-    def laid_out(self, rows: Tensor) -> Tensor:
+    def lay_out(self, rows: Tensor) -> Tensor:
         """(T, ·, ·) as (1, L, ·, ·), zero where a run's last chunk has no row."""
         places = self.runs.padded
         if places is not None:
@@ -60,7 +60,7 @@ class _Chunks:
         rows = x.squeeze(0)
         return rows if self.runs.padded is None else rows.index_select(0, self.runs.padded_places)
 
-    def entering(self, states: Tensor) -> Tensor:
+    def entering_states(self, states: Tensor) -> Tensor:
         """The state (1, N, H, V, K) that enters each chunk, from those (R, H, V, K) that enter runs."""
         h = self.x.new_empty((1, self.runs.chunks, *states.shape[1:]))
         scan_chunks(self.additions(), self.base_two, states, self.runs, into=h)
@@ -94,7 +94,7 @@ class MambaForward:
     def outputs(self, states: Tensor) -> Tensor:
         """See `Forward`."""
         chunks = self._chunks
-        h = chunks.entering(states.mT.contiguous())
+        h = chunks.entering_states(states.mT.contiguous())
         out, _ = _function("ssd_chunk_scan", "_chunk_scan_fwd")(
             chunks.products(), chunks.x, chunks.steps, chunks.sums, chunks.c, h
         )
@@ -107,7 +107,7 @@ class MambaBackward:
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
         self._inputs, self._scale, self._states = inputs, scale, saved.states.mT.contiguous()
         self._chunks = chunks = _Chunks(inputs, runs, scale)
-        self._dout = chunks.laid_out(saved.dout.to(inputs.v.dtype))
+        self._dout = chunks.lay_out(saved.dout.to(inputs.v.dtype))
         gradients_of_states = _function("ssd_chunk_scan", "_chunk_scan_bwd_dstates")
         self._read = gradients_of_states(chunks.c, chunks.sums, self._dout, dtype=torch.float32).squeeze(0)
         self._h = inputs.v[:0]
@@ -119,7 +119,7 @@ class MambaBackward:
 
     def prepare(self) -> None:
         """The states of chunks, once more."""
-        self._h = self._chunks.entering(self._states)
+        self._h = self._chunks.entering_states(self._states)
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
         """See `Backward`."""

@@ -74,7 +74,7 @@ class KimiBackward:
             scale=self._scale,
             initial_state=self._entering,
             do=self._do,
-            dht=self._states.leaving(leaving),
+            dht=self._states.leaving_gradients(leaving),
             g=self._g,
             chunk_size=CHUNK,
             **run_indices(self._runs),
@@ -142,7 +142,7 @@ class DeltaBackward:
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
         """See `Backward`."""
-        dh, dv = self._states.chunk_gradients(self._entering, self._states.leaving(leaving))
+        dh, dv = self._states.chunk_gradients(self._entering, self._states.leaving_gradients(leaving))
         indices = run_indices(self._runs)
         arguments = {**self._read, "v": self._new, "w": self._w, "h": self._h, "dv": dv, "dh": dh}
         outputs_backward = fla_function("ops.common.chunk_o", "chunk_bwd_dqkwg")

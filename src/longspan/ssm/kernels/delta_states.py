@@ -94,7 +94,7 @@ class DeltaStates:
 
     def chunk_states(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """From the states that enter runs: those that enter chunks, values that rows add, states that enter pieces."""
-        entering = self._pieces.entering(states, self._states, self.transitions)
+        entering = self._pieces.entering_states(states, self._states, self.transitions)
         return *states_of_chunks(self._rows, entering, self._pieces.runs), entering
 
 
@@ -118,10 +118,10 @@ class DeltaGradients:
         """See `Backward`."""
         return self._pieces.run_entry_gradients(self._map_gradients(), self._transitions, runs)
 
-    def leaving(self, leaving: Tensor) -> Tensor:
+    def leaving_gradients(self, leaving: Tensor) -> Tensor:
         """The gradient at each piece's final state."""
         entry_gradients = self._map_gradients() if self._pieces.cut else None
-        return self._pieces.leaving(leaving, entry_gradients, self._transitions)
+        return self._pieces.leaving_gradients(leaving, entry_gradients, self._transitions)
 
     def chunk_gradients(self, states: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients at the states that leave chunks, and at the values that rows add, from those of pieces."""

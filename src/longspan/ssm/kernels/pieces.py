@@ -61,7 +61,7 @@ class Pieces:
             m = _replace_rows(m, with_place, later @ take_runs(m, with_place))
         return b, m
 
-    def entering(self, of_runs: Tensor, states: Tensor, transitions: Tensor) -> Tensor:
+    def entering_states(self, of_runs: Tensor, states: Tensor, transitions: Tensor) -> Tensor:
         """The state that enters each piece, from those (R, H, K, V) that enter runs, and B and M of pieces."""
         if not self.cut:
             return of_runs
@@ -90,7 +90,7 @@ class Pieces:
             result = _replace_rows(result, with_place, entered)
         return result
 
-    def leaving(self, leaving: Tensor, entry_gradients: Tensor | None, transitions: Tensor) -> Tensor:
+    def leaving_gradients(self, leaving: Tensor, entry_gradients: Tensor | None, transitions: Tensor) -> Tensor:
         """The gradient at each piece's final state, from those (R, H, K, V) at the final states of runs."""
         if entry_gradients is None or not self.cut:
             return leaving

@@ -175,8 +175,8 @@ def measure(
         budget -= images.held
     probes = _Probes(config, language_model_of(model), world, budget, below)
     probes.run(probes.first, warm=True)
-    probes.run(probes.second())
-    third_rows = probes.nearer()
+    probes.run(probes.second_rows())
+    third_rows = probes.third_rows()
     if third_rows > probes.most:
         probes.run(third_rows)
     return probes.fit_rows()
@@ -214,14 +214,14 @@ class _Probes:
         bytes_here = most_bytes(self._config, self._model, self._world, rows)
         return self._world.control.gather_objects(max(bytes_here, 1), f"the bytes of a probe of {rows} rows")
 
-    def second(self) -> int:
+    def second_rows(self) -> int:
         """The rows of the second probe: more than the first had if they surely fit, otherwise half as many."""
         rows, bytes_of_ranks = self._probed[0]
         room = min(budget / bytes_of_rank for budget, bytes_of_rank in zip(self._budgets, bytes_of_ranks, strict=True))
         larger = self._round(min(self._sizes[1], rows * room, self._limit / 2))
         return larger if larger >= rows + rows // 4 else self._round(rows / 2)
 
-    def nearer(self) -> int:
+    def third_rows(self) -> int:
         """Half of the rows that fit by now."""
         return self._round(min(self.fit_rows().rows / 2, FARTHEST * self.most, self._limit / 2))
 

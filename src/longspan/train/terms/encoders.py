@@ -134,7 +134,7 @@ class Encoding:
             with self._clock.timing("phases"), self._naming("encoders, and rows to their owners"):
                 self._raise_agreed([part.encode() for part in self._parts])
                 for part in self._parts:
-                    part.deliver(micro_batches, batches)
+                    part.deliver_rows(micro_batches, batches)
             yield
             with self._clock.timing("phases"), self._naming("gradients to encoders, and their backward passes"):
                 for part in reversed(self._parts):

@@ -17,7 +17,7 @@ from longspan.errors import ModelError
 from longspan.layout.segments import Integers
 from longspan.model.multimodal.encoder import Encoder
 from longspan.model.parts import modes_restored
-from longspan.model.sharding import gradients_summed_over_slots, replicas_summed_at_last, reshard
+from longspan.model.sharding import gradients_summed_over_slots, reshard, sum_replicas_at_last
 from longspan.plan import Group, MicroBatch
 from longspan.plan.items import ItemTable, ModalityPlan, Wave
 from longspan.train.reading.read_rows import LocalBatch
@@ -168,7 +168,7 @@ class ModalityPass:
             )
         return None
 
-    def deliver(self, micro_batches: Sequence[MicroBatch], batches: Sequence[LocalBatch]) -> None:
+    def deliver_rows(self, micro_batches: Sequence[MicroBatch], batches: Sequence[LocalBatch]) -> None:
         """Exchange the rows of every wave, and give the shard of each of these micro-batches its own."""
         arrived: list[Tensor] = []
         for wave in self.waves:
@@ -226,7 +226,7 @@ class ModalityPass:
         """Bring the gradients of every wave back, the last first, and run the encoder's backward pass."""
         if not self.trains or not self.waves:
             return
-        with replicas_summed_at_last(self.encoder.module) as sum_replicas:
+        with sum_replicas_at_last(self.encoder.module) as sum_replicas:
             for wave in reversed(self.waves):
                 if wave is self.waves[0]:
                     sum_replicas()
