@@ -53,13 +53,13 @@ class FileSums:
         """Return size, time and sum of each file, read if necessary. Raises DataError for an unreadable file."""
         last_line, sources = time.monotonic(), list[SourceFile]()
         for file in files:
-            sources.append(self._file_sums(file))
+            sources.append(self._source_file(file))
             if time.monotonic() - last_line > _NEWS_SECONDS:
                 last_line = time.monotonic()
                 log(f"read {len(sources):,} files to see what they hold")
         return sources
 
-    def _file_sums(self, file: CorpusFile) -> SourceFile:
+    def _source_file(self, file: CorpusFile) -> SourceFile:
         """The size, time and sum of one file; the sum is an earlier one if size and time are as they were."""
         path = str(file.path.absolute())
         try:

@@ -153,7 +153,7 @@ class CaseRun:
         except LongspanError as error:  # the same on every rank: nothing was sent yet
             return Outcome(case, "refused", message=str(error), seconds=time.perf_counter() - began)
         with precision(self.dtype, whole=self.whole):
-            loss, errors = self._gradient_errors(case, plan, expected.answer)
+            loss, errors = self._step_errors(case, plan, expected.answer)
         parameter = max(errors, key=lambda name: errors[name], default="")
         gradient = errors.get(parameter)
         self._began = time.perf_counter()
@@ -179,7 +179,7 @@ class CaseRun:
             router_statistics(self.model, self.world, plan.tokens, ROUTER)
         return plan
 
-    def _gradient_errors(self, case: Case, plan: Plan, stock: Answer) -> tuple[float, dict[str, float]]:
+    def _step_errors(self, case: Case, plan: Plan, stock: Answer) -> tuple[float, dict[str, float]]:
         """Errors of the loss and of each gradient, the worst of all ranks."""
         if case.evaluation:
             loss = evaluate(self.model, self.documents, plan, self.world).loss

@@ -233,8 +233,8 @@ SMALL_SHARE = 1e-3
 def gradient_errors(gradients: dict[str, Tensor], stock: Answer) -> dict[str, float]:
     """The relative error of each of these gradients; infinite for one that is not finite.
 
-    A gradient smaller than a thousandth of all together is compared with that thousandth: of keys' biases without
-    rotary positions, say, it is zero up to rounding.
+    A gradient smaller than a thousandth of all together is compared with that thousandth: the gradient of a key's
+    bias without rotary positions, for example, is zero up to rounding.
     """
     floor = SMALL_SHARE * stock.norm or 1e-30
     errors: dict[str, float] = {}

@@ -96,7 +96,7 @@ def check_metrics(
     vocabulary: int | None,
     device: torch.device,
 ) -> None:
-    """Try a copy of each metric on two made rows of logits; one that cannot be copied is left to its first rows.
+    """Try a copy of each metric on two example rows; a metric that cannot be copied is not tried.
 
     Raises EvaluationError, naming the metric, where it gives no (sum, count).
     """

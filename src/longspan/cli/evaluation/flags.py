@@ -96,7 +96,7 @@ class EvalFlags:
 
 
 def parse_eval(argv: Sequence[str], config: RunConfig | None = None) -> EvalFlags:
-    """The flags of `eval`; what they do not give of the layout is as in a run's configuration."""
+    """The flags of `eval`. With a run's configuration, keys of the layout that no flag gives have its values."""
     sections: dict[str, Any] = {}
     if config is not None:
         encoder = EncoderLayout(config.encoder.tp, config.encoder.max_rows)

@@ -156,7 +156,7 @@ class _PartMedia:
             return part
         keys = ("type", *_BRING[kind], *(("index",) if kind == "image" else TIMES))
         check_entry_keys(part, keys, name)
-        self._check_index(part.get("index"), kind, name)
+        self._count_part(part.get("index"), kind, name)
         media_keys = [key for key in _BRING[kind] if part.get(key) not in (None, "")]
         if len(media_keys) > 1:
             raise RowError(f"{name} brings {' and '.join(media_keys)}; give one of them")
@@ -177,8 +177,8 @@ class _PartMedia:
         else:
             self.images.append(read_image_entry({"bytes": value} if key == "base64" else value, self._folder, name))
 
-    def _check_index(self, index: Any, kind: str, name: str) -> None:
-        """Raise RowError for a part whose index is not that of the next image."""
+    def _count_part(self, index: Any, kind: str, name: str) -> None:
+        """Count an image or video in a part. Raises RowError if the part has another index than the next one's."""
         if index is not None and index != self._counts[kind]:
             raise RowError(
                 f"{name} has index {index!r}, and is image {self._counts[kind]} of the row, from 0; images are named "

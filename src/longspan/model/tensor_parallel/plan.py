@@ -107,7 +107,7 @@ def _style(plan: Mapping[re.Pattern[str], str], name: str) -> str | None:
     return None if style in _WITHOUT_EFFECT else style
 
 
-def check_sizes(model: PreTrainedModel, placed: list[StyledModule], tp: int) -> None:
+def check_tp_sizes(model: PreTrainedModel, placed: list[StyledModule], tp: int) -> None:
     """Raise ModelError, with the sizes that would fit, where tp does not divide heads or intermediate sizes."""
     sizes = _sizes_to_divide(model, placed)
     wrong = {count: size for count, size in sizes.items() if size % tp}

@@ -26,7 +26,7 @@ from longspan.model.tensor_parallel import family_plans as tp_style
 from longspan.model.tensor_parallel.mixers import check_mixer, split_mixer
 from longspan.model.tensor_parallel.plan import (
     StyledModule,
-    check_sizes,
+    check_tp_sizes,
     experts_of,
     list_styles,
     partial_parameters,
@@ -89,7 +89,7 @@ def _check_plan(model: PreTrainedModel, tp: int, *, sequence_parallel: bool) -> 
     """List what is split. Raises ModelError for styles and sizes that tp, or sequence parallelism, does not fit."""
     placed = list_styles(model)
     refuse_adapter(model, placed)
-    check_sizes(model, placed, tp)
+    check_tp_sizes(model, placed, tp)
     for name, module, style, _ in placed:
         if style == tp_style.MIXER:
             check_mixer(name, module, tp)

@@ -35,7 +35,7 @@ def rope_index(
 ) -> Integers:
     """The positions (3, T) of a document, ids and kinds (T,), whose images and videos have these grids and seconds.
 
-    `model` is the class below the head. Whatever the model's own code raises.
+    `model` is the class below the head. Errors of the model's own code are not caught.
     """
     bare = model.__new__(model)  # the method reads the configuration and nothing else of the model
     object.__setattr__(bare, "config", config)

@@ -50,7 +50,7 @@ class _Chunks:
 
     def lay_out(self, rows: Tensor) -> Tensor:
         """(T, ·, ·) as (1, L, ·, ·), zero where a run's last chunk has no row."""
-        places = self.runs.padded
+        places = self.runs.padded_rows
         if places is not None:
             rows = torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))]).index_select(0, places)
         return rows.contiguous().unsqueeze(0)
@@ -58,7 +58,7 @@ class _Chunks:
     def back(self, x: Tensor) -> Tensor:
         """(1, L, …) as rows (T, …)."""
         rows = x.squeeze(0)
-        return rows if self.runs.padded is None else rows.index_select(0, self.runs.padded_places)
+        return rows if self.runs.padded_rows is None else rows.index_select(0, self.runs.padded_places)
 
     def entering_states(self, states: Tensor) -> Tensor:
         """The state (1, N, H, V, K) that enters each chunk, from those (R, H, V, K) that enter runs."""

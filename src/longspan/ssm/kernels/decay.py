@@ -158,8 +158,8 @@ def chunk_additions(keys: Tensor, values: Tensor, weight: Tensor, runs: LocalRun
     faded = (values * weight).to(values.dtype)
     rows = []
     for x in (keys, faded):
-        if runs.padded is not None:
-            x = torch.cat([x, x.new_zeros((1, *x.shape[1:]))]).index_select(0, runs.padded)
+        if runs.padded_rows is not None:
+            x = torch.cat([x, x.new_zeros((1, *x.shape[1:]))]).index_select(0, runs.padded_rows)
         rows.append(x.reshape(runs.chunks, CHUNK, groups, -1).transpose(1, 2).flatten(0, 1))  # (N · G, C, ·)
     sums = torch.bmm(rows[0].mT, rows[1], out_dtype=torch.float32)
     return sums.view(runs.chunks, groups, size, -1)

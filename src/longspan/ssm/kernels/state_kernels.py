@@ -67,7 +67,10 @@ def maps_kernel(
     COLUMNS: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
 ):
-    """One program has COLUMNS of a head's B or M, of one run, and goes through its chunks."""
+    """One program has COLUMNS of a head's B or M, of one run, and goes through its chunks.
+
+    Columns of B begin at zeros and take the values u. Columns of M begin as those of the identity, and take no values.
+    """
     first_of_units: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS * COLUMNS
     head, run = tl.program_id(1), tl.program_id(2).to(tl.int64)
     first = tl.load(ends + run)
