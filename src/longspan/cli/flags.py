@@ -43,7 +43,7 @@ _SECTIONS = ConstructorRegistry()
 
 @_SECTIONS.struct_rule
 def _flags_of_section(info: StructTypeInfo) -> StructConstructorSpec | None:
-    """How tyro makes a section that has another one inside: by flags for the keys of both, as files name them."""
+    """Have tyro make a section that has another one inside by flags for the keys of both, as files name them."""
     kind: Any = info.type
     if kind is not ContextConfig:
         return None

@@ -72,16 +72,20 @@ class FailureReports:
         first = self._store.compare_set(f"{number}/requested", "", me) == me.encode()
         self.answer(number, activity)
         if first:
-            report = self._collect(number)
+            report = self._collect_report(number)
             self._store.set(f"{number}/report", report)
             return report
-        return self._read(f"{number}/report", ANSWER_SECONDS + 2) or "another rank requested one, and did not post it"
+        return (
+            self._wait_for_key(f"{number}/report", ANSWER_SECONDS + 2)
+            or "another rank requested one, and did not post it"
+        )
 
     def has_died(self, rank: int) -> bool:
         """Whether a launcher has posted that a rank died; False under those that post nothing, such as torchrun."""
         return self._root.check([f"{DEAD_KEY}{rank}"])
 
-    def _collect(self, number: int) -> str:
+    def _collect_report(self, number: int) -> str:
+        """Wait until every rank has answered, left or died, or until the time for answers is over."""
         deadline = time.monotonic() + ANSWER_SECONDS
         while True:
             answers = {entry["rank"]: entry["activity"] for entry in self._entries(f"{number}/answers")}
@@ -111,7 +115,7 @@ class FailureReports:
     def _append(self, key: str, entry: dict[str, Any]) -> None:
         self._store.append(key, json.dumps(entry) + "\n")  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _read(self, key: str, seconds: float) -> str | None:
+    def _wait_for_key(self, key: str, seconds: float) -> str | None:
         """The value of a key, waited for with short questions: a blocking read would stop the answering thread too."""
         deadline = time.monotonic() + seconds
         while not self._store.check([key]):

@@ -107,13 +107,13 @@ class World:
         wait_until_destroyed(self.timeout)
         self._made_default = not dist.is_initialized()
         place = _torchrun_place(self.home) if self._made_default else _existing_place(self.home)
-        self._take(place)
+        self._take_place(place)
         allow_open_files(place.size)
         store = shared_store(place, self.timeout) if self._made_default else dist.distributed_c10d._get_default_store()
-        self._open(place, store, wait_for_all_ranks(store, place, self.timeout))
+        self._open_channels(place, store, wait_for_all_ranks(store, place, self.timeout))
         return self
 
-    def _take(self, place: Place) -> None:
+    def _take_place(self, place: Place) -> None:
         """Set this rank's place and device. An error here is this rank's only: nothing was communicated yet."""
         backend, device, max_groups = self._arguments
         self.rank = place.rank
@@ -125,7 +125,7 @@ class World:
         self.max_groups = max_groups if max_groups is not None else 4 if self.device.type == "cuda" else 0
         self.machine = Machine.known("H200") if self.device.type == "cuda" else Machine.of_cpus()
 
-    def _open(self, place: Place, store: Store, prefix: str) -> None:
+    def _open_channels(self, place: Place, store: Store, prefix: str) -> None:
         """Make what the ranks talk through, with keys of this prefix in their store."""
         reports = None
         if place.size > 1 and store.has_extended_api():  # pyright: ignore[reportAttributeAccessIssue]
@@ -158,7 +158,7 @@ class World:
             if reports is not None:
                 reports.nodes = nodes
         except BaseException as error:
-            self._leave(error)
+            self._leave_world(error)
             raise
 
     def __exit__(
@@ -172,9 +172,10 @@ class World:
             error = failure
             raise
         finally:
-            self._leave(error)
+            self._leave_world(error)
 
-    def _leave(self, error: BaseException | None) -> None:
+    def _leave_world(self, error: BaseException | None) -> None:
+        """Leave the world: end its thread and groups, and forget what it made. An `error` is posted for the others."""
         if error is not None:
             self.watch.leave(error)
         self._answering.stop()

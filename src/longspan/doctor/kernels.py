@@ -44,7 +44,7 @@ def kernel_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
     lines: list[KernelLine] = []
     for (size, value_size, window, softcap), of_kind in kinds.items():
         call = AttendCall(1, 1, size, value_size, dtype, device, Mask(window=window), softcap=softcap)
-        lines.append(KernelLine(_words(of_kind[0]), len(of_kind), _here(call), _on_gpus(call)))
+        lines.append(KernelLine(_call_words(of_kind[0]), len(of_kind), _kernel_here(call), _kernels_on_gpus(call)))
     return tuple(lines)
 
 
@@ -58,22 +58,22 @@ def _drop_memory(config: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def _words(call: RecordedCall) -> str:
+def _call_words(call: RecordedCall) -> str:
     sizes = f"heads of {call.head_size}"
     values = "" if call.value_size == call.head_size else f" with values of {call.value_size}"
     asks = {"a window": call.window is not None, "a soft cap": call.softcap is not None, "sinks": call.sinks}
-    return ", ".join([sizes + values, *(feature for feature, there in asks.items() if there)])
+    return ", ".join([sizes + values, *(feature for feature, is_asked in asks.items() if is_asked)])
 
 
-def _here(call: AttendCall) -> str:
-    where = f"({call.device.type}, {str(call.dtype).removeprefix('torch.')})"
+def _kernel_here(call: AttendCall) -> str:
+    place = f"({call.device.type}, {str(call.dtype).removeprefix('torch.')})"
     try:
-        return f"{choose(call).name} {where}"
+        return f"{choose(call).name} {place}"
     except AttentionError as error:
-        return f"none {where}: {error}"
+        return f"none {place}: {error}"
 
 
-def _on_gpus(call: AttendCall) -> str:
+def _kernels_on_gpus(call: AttendCall) -> str:
     """The kernels that the table has for it, the first that a GPU has running; "" where `here` is a GPU."""
     if call.device.type == "cuda":
         return ""

@@ -38,26 +38,26 @@ class Execution:
         """The kernels that run, in words: one for all layers, or one for each kind of layer that takes another."""
         by_words: dict[str, list[AttendCall]] = {}
         for call in self.calls:
-            by_words.setdefault(self._words(call), []).append(call)
+            by_words.setdefault(self._kernel_words(call), []).append(call)
         if len(by_words) < 2:
             return tuple(by_words)
         return tuple(f"{words} ({_layers(calls)})" for words, calls in by_words.items())
 
     def why_slow(self) -> str:
-        """Why no faster kernel than `reference` runs on a GPU, where that is so; else ""."""
+        """The reason why no faster kernel than `reference` runs on a GPU; "" if a faster one runs, and on a CPU."""
         for call in self.calls:
             if call.device.type == "cuda" and choose(call, self.kernel).name == "reference":
                 kind = f"{str(call.dtype).removeprefix('torch.')}, heads of {call.head_size}"
                 return f"the slow reference kernel is all that can do {kind}{_features(call)} here"
         return ""
 
-    def _words(self, call: AttendCall) -> str:
+    def _kernel_words(self, call: AttendCall) -> str:
         """The kernel of a layer, and the other one that groups of one document may take."""
-        several, one = (
+        several, single = (
             choose(replace(call, one_document=one_document and call.mask.chunk is None), self.kernel).name
             for one_document in (False, True)
         )
-        return several if several == one else f"{one} where each group has one document, else {several}"
+        return several if several == single else f"{single} where each group has one document, else {several}"
 
 
 def execution_of(model: nn.Module) -> Execution:

@@ -71,24 +71,24 @@ class RunFacts:
     def lines(self) -> Iterator[tuple[str, str]]:
         """Name and text of each line, for the console and the report."""
         experts = f", {self.experts_of_token} of {self.experts} experts a token" if self.experts else ""
-        sizes = f"{_size(self.parameters)} parameters, {_size(self.parameters_of_rank)} on a rank"
-        sizes += f", {_size(self.trained)} trained" if self.trained else ""
+        sizes = f"{_size_text(self.parameters)} parameters, {_size_text(self.parameters_of_rank)} on a rank"
+        sizes += f", {_size_text(self.trained)} trained" if self.trained else ""
         yield "model", f"{self.model}: {sizes}{experts}"
         sums = f"gradients summed in {self.reduce_dtype}"
         yield "precision", f"parameters {self.parameter_dtype}, compute {self.compute_dtype}, {sums}"
         yield "devices", self._device_text()
         yield "home", ", ".join(self._home_words())
         yield "attention", f"{self.comm_types}; kernel {'; '.join(self.kernels) or 'chosen in the first pass'}"
-        some = {"mixers": self.mixers, "mtp": self.mtp, "encoder": self.encoder, "rows": self.rows}
-        yield from ((name, text) for name, text in some.items() if text)
+        optional = {"mixers": self.mixers, "mtp": self.mtp, "encoder": self.encoder, "rows": self.rows}
+        yield from ((name, text) for name, text in optional.items() if text)
         yield "plans", self.plans + (f"; priced for {self.priced_for}" if self.priced_for else "")
         for reason in self.evaluated.splitlines():
             yield "evaluation", reason.removeprefix("evaluation ")
         held_out = f", {self.held_out:,} of them held out" if self.held_out else ""
         documents = f"{plural(self.documents, 'document')} of {plural(self.tokens, 'token')}"
         yield "data", f"{documents}, longest {self.longest:,}{held_out}"
-        done = f", of which {self.done:,} are done" if self.done else ""
-        yield "steps", f"{self.steps:,}{done}, each of up to {self.tokens_per_step:,} tokens"
+        done_text = f", of which {self.done:,} are done" if self.done else ""
+        yield "steps", f"{self.steps:,}{done_text}, each of up to {self.tokens_per_step:,} tokens"
         if resumed := [f"at step {step:,} on {plural(ranks, 'rank')}" for step, ranks in self.sessions if step]:
             yield "resumed", ", ".join(resumed)
         yield "optimizer", f"{self.optimizer}, lr {self.lr:g} at most"
@@ -136,7 +136,7 @@ def _on_hosts(hosts: int) -> str:
     return f", {hosts} hosts" if hosts > 1 else ""
 
 
-def _size(count: int) -> str:
+def _size_text(count: int) -> str:
     for unit, scale in (("B", 1e9), ("M", 1e6)):
         if count >= scale:
             return f"{count / scale:.3g} {unit}"

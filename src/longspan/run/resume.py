@@ -125,6 +125,7 @@ def _both_configurations(config: RunConfig, state: dict[str, Any]) -> tuple[dict
 
 
 def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:
+    """Raise ConfigError for a key that must stay as it was when the checkpoint was saved."""
     if state.get("order") != ORDER:
         raise CheckpointError(
             f"{path} was saved by a run with order {state.get('order')} of documents, and this version of longspan has "
@@ -169,5 +170,5 @@ def _check_finished(before: dict[str, Any], now: dict[str, Any], path: Path, log
             f"{'; '.join(changes.values())}. Set them back to see the run, raise train.steps to train on with them, "
             "or set run.dir to a new folder"
         )
-    shown = f", evaluated as is asked for now ({'; '.join(evaluated)})" if evaluated else ""
-    log(f"the run has come to its end: it is shown{shown}; its config.toml and what is in metrics.jsonl stay")
+    evaluated_text = f", evaluated as is asked for now ({'; '.join(evaluated)})" if evaluated else ""
+    log(f"the run has come to its end: it is shown{evaluated_text}; its config.toml and what is in metrics.jsonl stay")

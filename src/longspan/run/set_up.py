@@ -173,12 +173,12 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
             world, lambda: write_atomically(directory / "config.toml", to_toml(as_written)), RunFolderError
         )
         warn_of_lost_updates(config, log)
-    cost = _price_model(config, world, model, data.corpus, log)
+    cost = _cost_of_model(config, world, model, data.corpus, log)
     run = TrainingRun(config, world, model, optimizer, cost, data.corpus, data.order, done)
-    return _with_plans(run, data, log)
+    return _resolve_plans(run, data, log)
 
 
-def _with_plans(run: TrainingRun, data: RunData, log: LogLine) -> TrainingRun:
+def _resolve_plans(run: TrainingRun, data: RunData, log: LogLine) -> TrainingRun:
     """The run with its evaluation sets, and with "auto" resolved: partition, rows of a slot, evaluation degrees."""
     world, cost, heads = run.world, run.cost, query_heads(data.model)
     config, why_partition = choose_partition_on_ranks(run.config, run.order, world, log, cost=cost, heads=heads)
@@ -191,7 +191,7 @@ def _with_plans(run: TrainingRun, data: RunData, log: LogLine) -> TrainingRun:
     return replace(run, config=config, sets=sets, why_degrees=why, why_partition=why_partition)
 
 
-def _price_model(config: RunConfig, world: World, model: AnyModel, corpus: Corpus, log: LogLine) -> Cost:
+def _cost_of_model(config: RunConfig, world: World, model: AnyModel, corpus: Corpus, log: LogLine) -> Cost:
     cost = cost_of_run(config, model.config, log, gpu=world.device.type == "cuda")
     if corpus.images is None or not len(corpus.images):
         return cost

@@ -45,11 +45,11 @@ def evaluate_saved(request: EvalRequest, world: World, log: LogLine, progress: P
     for a metric without a count, and EvaluationStopped after a signal or beyond the time limit: on all ranks.
     """
     deadline = time.monotonic() + (request.seconds or math.inf)
-    metrics = run_on_every_rank(world, partial(_metrics, request), ConfigError)
+    metrics = run_on_every_rank(world, partial(_load_metrics, request), ConfigError)
     checked = [check_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
     sets = choose_sets(request, checked, world, log)
     pairs = zip(checked, sets, strict=True)
-    fits = [run_on_every_rank(world, partial(_fit, request, *pair, world, log), ConfigError) for pair in pairs]
+    fits = [run_on_every_rank(world, partial(_fit_subject, request, *pair, world, log), ConfigError) for pair in pairs]
     if line := changes_line(fits[0].changes, len(world.home.ranks)):
         log(line)
     results = list[SubjectResult]()
@@ -58,7 +58,7 @@ def evaluate_saved(request: EvalRequest, world: World, log: LogLine, progress: P
     return tuple(results)
 
 
-def _metrics(request: EvalRequest) -> dict[str, dict[str, Metric]]:
+def _load_metrics(request: EvalRequest) -> dict[str, dict[str, Metric]]:
     """The user's metrics of each set of the run; "" are those of all other documents."""
     entries = (find_set(request.subjects[0].config, name, request.flag_keys) for name in ("", *request.sets))
     if request.metrics:
@@ -78,15 +78,15 @@ class _Fit:
     changes: tuple[Change, ...]
 
 
-def _fit(
+def _fit_subject(
     request: EvalRequest, checked: CheckedWeights, sets: tuple[NamedDocuments, ...], world: World, log: LogLine
 ) -> _Fit:
     """Raises ConfigError where the longest document fits neither the model's positions nor a given layout."""
     name, longest = max(((s, max(s.documents.lengths)) for s in sets), key=lambda pair: pair[1])
     origin = name.documents.origins[name.longest]
     scaled = bool(request.flag_keys & {"model.rope_scaling", "model.rope_factor"})
-    made = isinstance(name.documents, PasskeyDocuments)
-    cut_by = "--passkey.lengths of at most" if made else "--max-document-tokens"
+    is_made = isinstance(name.documents, PasskeyDocuments)
+    cut_by = "--passkey.lengths of at most" if is_made else "--max-document-tokens"
     configuration = fit_positions(checked, longest, origin, scaled=scaled, log=log, cut_by=cut_by)
     folder = checked.tokenizer.folder
     sets = run_on_every_rank(
@@ -129,11 +129,11 @@ class _Evaluator:
         model.eval()
         cost = cost_of_run(fit.config, model.config, log, gpu=self.world.device.type == "cuda")
         with StopSignal() as stop:
-            sets = tuple(self._evaluate(model, step, cost, stop, log, progress))
+            sets = tuple(self._evaluate_sets(model, step, cost, stop, log, progress))
         digest = tokenizer_digest(fit.checked.tokenizer)
         return SubjectResult(fit.checked.subject.weights, fit.config, digest, sets, fit.changes)
 
-    def _evaluate(
+    def _evaluate_sets(
         self,
         model: AnyModel,
         step: int,
@@ -142,13 +142,14 @@ class _Evaluator:
         log: LogLine,
         progress: Progress,
     ) -> Iterator[SetResult]:
+        """Yield the result of each set at each degree."""
         bytes_of_ids = token_bytes(self.fit.checked.tokenizer.engine, model.config.get_text_config().vocab_size)
         for of_name, entry in zip(self.fit.sets, self.fit.entries, strict=True):
             choice = PlanChoice.evaluation(self.fit.config, entry, cost=cost, heads=query_heads(model.config))
             if not self.degrees:
                 lengths, vpp = of_name.documents.lengths, self.fit.config.parallel.vpp
                 choice, _ = choose_degree_on_ranks(choice, lengths, self.world, log, name=of_name.name, vpp=vpp)
-            text_bytes = _text_bytes(of_name, bytes_of_ids) if is_first_rank(self.world) else ()
+            text_bytes = _bytes_of_texts(of_name, bytes_of_ids) if is_first_rank(self.world) else ()
             sources = of_name.documents.origins
             for at_degree in _evaluate_at_degrees(choice, self.degrees, max(of_name.documents.lengths)):
                 options = EvaluationOptions(
@@ -181,7 +182,7 @@ def _title(fit: _Fit, of_name: NamedDocuments, choice: PlanChoice) -> str:
     return ", ".join(filter(None, words))
 
 
-def _text_bytes(of_name: NamedDocuments, bytes_of_ids: np.ndarray | None) -> tuple[int, ...]:
+def _bytes_of_texts(of_name: NamedDocuments, bytes_of_ids: np.ndarray | None) -> tuple[int, ...]:
     """The UTF-8 bytes of each document's predicted tokens: of all except its first; none if tokens have no bytes."""
     if bytes_of_ids is None:
         return ()

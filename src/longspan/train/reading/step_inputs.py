@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from longspan.bridge.item_documents import item_table_of, targets_beside_items
+from longspan.bridge.item_documents import count_targets_of_text, item_table_of
 from longspan.comm import World
 from longspan.data.document import LabelledPack, target_count
 from longspan.errors import DataError, ModelError, PlanError, plural
@@ -56,7 +56,7 @@ class StepDocuments:
         Raises PlanError for a document that is missing, is no sequence of token ids, or has another length.
         """
         counts = tuple(self._count_targets(document, length) for document, length in enumerate(self.lengths))
-        return counts if self.items is None else targets_beside_items(self.documents, self.items)
+        return counts if self.items is None else count_targets_of_text(self.documents, self.items)
 
     def check_targets(self, plan: Plan) -> None:
         """Raise PlanError where the plan divides the loss by another number of targets."""
