@@ -145,11 +145,21 @@ def price_attention(cost: AttentionRates, rows: Rows) -> AttentionPrice:
 
 
 def latency_seconds(cost: AttentionRates, degree: Floats) -> Floats:
-    """Seconds that groups of these degrees wait for messages however few rows they carry; a ring's, under "auto"."""
-    exchanging = exchanging_members(cost.cp_comm_type, cost.a2a_size, degree)
-    gathers = cost.cp_comm_type == "all_gather"
-    steps = np.minimum(degree - 1, 1) if gathers else degree / exchanging - 1
-    return cost.ring_step_seconds * (steps + (exchanging > 1))
+    """Seconds that groups of these degrees wait for messages however few rows they carry; the least, under "auto"."""
+    if cost.cp_comm_type == "auto":
+        ring, gather = _latency_of(cost, "p2p", degree), _latency_of(cost, "all_gather", degree)
+        return np.minimum(ring, gather)
+    return _latency_of(cost, cost.cp_comm_type, degree)
+
+
+def _latency_of(cost: AttentionRates, kind: str, degree: Floats) -> Floats:
+    exchanging = exchanging_members(kind, cost.a2a_size, degree)
+    steps = np.minimum(degree - 1, 1) if kind == "all_gather" else degree / exchanging - 1
+    if cost.network is None:
+        return cost.ring_step_seconds * (steps + (exchanging > 1))
+    backward = 1 if cost.passes == "forward" else 3  # in backward gradients travel too; an exchange goes both ways
+    messages = backward * steps + (2 if cost.passes == "forward" else 4) * (exchanging > 1)
+    return cost.network.layers * cost.network.step_seconds * messages
 
 
 def _exposed_by_ideal(cost: AttentionRates, rows: Rows, around: Floats, computed: Floats) -> Floats:
