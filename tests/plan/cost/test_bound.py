@@ -14,7 +14,7 @@ from longspan.plan.hierarchy import levels_at
 from tests.plan.cases import bounded, plans
 from tests.plan.cost.test_model_shape import QWEN3_8B
 
-CASES = [  # lengths, slots, cap, area, longest, crossing: a latency for each step of long documents, at the fewest slots
+CASES = [  # lengths, slots, cap, area, longest; crossing: each step of a long document at the fewest slots waits
     ([5295, 682, 3599, 1484, 2912], 6, 1024, 0.3167267261226666, 0.125821913712, 0.00522421875),
     ([36000] * 3, 16, 16384, 1.40318164, 0.649423, 0.00059326171875),
     ([65536] + [2048] * 40, 64, 8192, 0.45144165486591986, 0.8850351103999999, 0.00063),

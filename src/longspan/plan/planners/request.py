@@ -169,7 +169,7 @@ class Request(PlanOptions):
 
     def plan(self, micro_batches: Sequence[MicroBatch], planner: str, *, max_cp: int | None = None) -> Plan:
         """The checked plan of these micro-batches, with dummies up to the next multiple, its time and its bound."""
-        micro_batches = self._resolve_types(micro_batches)
+        micro_batches = self.resolve_types(micro_batches)
         dummies = max(1, len(micro_batches)) + (-max(1, len(micro_batches)) % self.micro_batch_multiple)
         batches = (*micro_batches, *[MicroBatch()] * (dummies - len(micro_batches)))
         plan = Plan(
@@ -188,7 +188,7 @@ class Request(PlanOptions):
         bound += self.cost.closing_seconds if self.mode == "free" else 0.0
         return replace(plan, predicted_seconds=seconds, lower_bound_seconds=bound)
 
-    def _resolve_types(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+    def resolve_types(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """The same with the fastest type of each group of several slots in place of "auto", with its levels.
 
         Where the query heads are unknown the groups keep "auto", which `attend` resolves when it sees them.
