@@ -1,0 +1,229 @@
+"""The record of `worth.py` as a page, the tables that README.md and docs/planning.md repeat, and the picture."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from worth_cases import NAMES, NETWORKS, PUBLISHED, SLOTS
+
+from longspan.report.chart_documents import STYLE
+from longspan.report.markup import label, tag, text
+
+Row = dict[str, Any]
+AS_GOOD = 1.03  # gains below this: one degree is as good
+NOTE = (
+    "Predicted: `Machine.known(\"H200\").with_link(\"across\", bytes_per_second=...)`, no step was run. Batches of 32K tokens "
+    "a slot, none longer than 128K, seed 7, lockstep, hosts of 8 slots. The best plan of one degree is the fastest over all "
+    "degrees that hold the longest document, and each of its groups has its fastest type, as in dynamic plans. Key/value "
+    "heads are repeated where a degree exceeds them. *Gain* is the time of that plan over the time of the dynamic one; "
+    "*allowed* is its time over the lower bound, which no plan can beat. A network below 10 GB/s goes through sockets."
+)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A table in markdown."""
+    lines = [f"| {' | '.join(head)} |", f"| {' | '.join(['---'] * len(head))} |"]
+    return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]
+
+
+def select(record: Row, **values: Any) -> list[Row]:
+    """The rows of gains that have these values, in hosts of 8 unless told."""
+    values = {"node_size": 8} | values
+    return [row for row in record["gains"].values() if all(row[name] == value for name, value in values.items())]
+
+
+def fixed_text(row: Row) -> str:
+    """The best plan of one degree in words."""
+    kinds = "/".join(kind for kind in row["fixed_types"] if kind != "one slot")
+    return f"cp {row['fixed_cp']}{f' {kinds}' if kinds else ''}"
+
+
+def gain_cell(row: Row) -> str:
+    """The gain, what is allowed, and the plan of one degree."""
+    return f"{row['gain']:.2f} of {row['fixed'] / row['bound']:.2f} ({fixed_text(row)})"
+
+
+def by_network(record: Row, names: Sequence[str], rows: Sequence[tuple[Sequence[str], Row]]) -> list[str]:
+    """A table with a column for each network; `rows` are the first cells and the values that select the gains."""
+    lines: list[Sequence[str]] = []
+    for cells, values in rows:
+        gains = {row["gbps"]: gain_cell(row) for row in select(record, **values)}
+        if gains:
+            lines.append([*cells, *(gains.get(gbps, "") for gbps in NETWORKS)])
+    return table([*names, *(f"{gbps:g} GB/s" for gbps in NETWORKS)], lines)
+
+
+def usual(**values: Any) -> Row:
+    """What selects rows of the usual case, with changes."""
+    return {"cap": 8192, "heads": "32/8"} | values
+
+
+def summary(record: Row) -> str:
+    """How many rows gain how much, in a sentence."""
+    gains = [row["gain"] for row in record["gains"].values()]
+    as_good, much = sum(gain < AS_GOOD for gain in gains), sum(gain >= 1.1 for gain in gains)
+    return (
+        f"Of {len(gains)} rows, one degree is as good (less than 3 % slower) in {as_good}, and dynamic plans are at least "
+        f"1.1 times as fast in {much}. The least gain is {min(gains):.3f}, the greatest {max(gains):.2f}."
+    )
+
+
+def markdown(record: Row) -> str:
+    """The record as a page."""
+    lines = ["# What dynamic plans are worth over the best plan of one degree", "", f"Command: `{record['command']}`.", ""]
+    lines += [NOTE, "", f"**{summary(record)}** Cells: gain of allowed (the best plan of one degree).", ""]
+    lines += ["## Networks and slots, 8K tokens a slot, 32 query and 8 key/value heads (Qwen3-8B)", ""]
+    rows = [((name, f"{n}"), usual(lengths=name, slots=n)) for name in NAMES for n in SLOTS]
+    lines += by_network(record, ("lengths", "slots"), rows)
+    lines += ["## Tokens a slot, lognormal lengths", ""]
+    rows = [((f"{c // 1024}K", f"{n}"), usual(lengths="lognorm", slots=n, cap=c)) for c in (4096, 8192, 16384, 32768) for n in (64, 256)]
+    lines += by_network(record, ("tokens a slot", "slots"), rows)
+    lines += ["## Heads, lognormal lengths, 8K tokens a slot", ""]
+    models = record["models"]
+    rows = [((f"{h}, {models[h]}", f"{n}"), usual(lengths="lognorm", slots=n, heads=h)) for h in models for n in (64, 256)]
+    lines += by_network(record, ("query/key-value heads", "slots"), rows)
+    lines += ["## Published figures of long fine-tuning sets, 64 slots", ""]
+    lines += [f"- `{name}`: {words}" for name, words in record["published_lengths"].items()]
+    lines += ["", "No whole histogram was found that could be read, so the shape between these figures is assumed.", ""]
+    lines += by_network(record, ("lengths",), [((name,), usual(lengths=name, slots=64)) for name in PUBLISHED])
+    lines += ["## One host of 8", ""]
+    one_host = [row for row in select(record, slots=8) if row["gbps"] == 50]
+    lines += table(("lengths", "tokens a slot", "gain"), [(r["lengths"], f"{r['cap'] // 1024}K", gain_cell(r)) for r in one_host])
+    lines += ["## Two emulated hosts of 4 at 2.65 GB/s", ""]
+    emulated = select(record, node_size=4)
+    lines += table(("lengths", "tokens a slot", "gain"), [(r["lengths"], f"{r['cap'] // 1024}K", gain_cell(r)) for r in emulated])
+    lines += [*published_lines(record), *emulated_lines(record), *sensitivity_lines(record)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def published_lines(record: Row) -> Iterator[str]:
+    """The published setting of dynamic context parallelism."""
+    yield from ["## The published setting of dynamic context parallelism", ""]
+    yield (
+        "Megatron-LM pull request 2000: Qwen3-30B-A3B on 32 GPUs, 3,072 tokens a rank, longest 49,152, degrees to 16; 1.48 × "
+        "is claimed there. Lengths here are lognormal, 8 × 32 × 3,072 tokens a step. The last three columns are other plans "
+        "over the dynamic one: one degree of 16 as a ring, one degree of 16 under its best type, the best degree and type."
+    )
+    head = ("GB/s", "seed", "longest", "dynamic s", "over the bound", "ring, 16", "best type, 16", "best of one degree")
+    yield ""
+    yield from table(head, [_published_cells(row) for row in record["published"].values()])
+
+
+def _published_cells(row: Row) -> tuple[str, ...]:
+    best = f"{row['over_best_fixed']:.2f} (cp {row['best_cp']})"
+    ratios = (f"{row[name]:.2f}" for name in ("over_bound", "over_ring_16", "over_fixed_16"))
+    return (f"{row['gbps']:g}", f"{row['seed']}", f"{row['longest']:,}", f"{row['dynamic']:.2f}", *ratios, best)
+
+
+def emulated_lines(record: Row) -> Iterator[str]:
+    """Which real network each emulated case stands for."""
+    yield from ["## Which real network an emulated case stands for", ""]
+    yield (
+        "Attention's FLOPs for each byte that crosses hosts grow with the rows of a document. So a document on a slow network "
+        "waits for messages as long, relative to its kernels, as a shorter one on a fast network: rows × bytes/s is the same. "
+        "One document over two hosts of 4 H200, 32 query and 8 key/value heads of 128; FLOPs a byte under `a2a`."
+    )
+    yield ""
+    rows = [row for rows in record["emulated"].values() for row in rows]
+    networks = list(rows[0]["stands_for"])
+    head = ("rows at 2.65 GB/s", "FLOPs a crossing byte", "share of time that waits, `a2a`", *(f"rows at {n} GB/s" for n in networks))
+    yield from table(head, [_emulated_cells(row) for row in rows])
+
+
+def _emulated_cells(row: Row) -> list[str]:
+    real = [f"{rows / 1024:.3g}K" for rows in row["stands_for"].values()]
+    return [f"{row['rows'] // 1024}K", f"{row['flops_per_byte']:,.0f}", f"{row['exposed']:.0%}", *real]
+
+
+def sensitivity_lines(record: Row) -> Iterator[str]:
+    """What a constant that is 20 % wrong changes."""
+    yield from ["## Does a wrong constant change the plan?", ""]
+    yield (
+        "Lognormal lengths, 8K tokens a slot, 25 GB/s a GPU between hosts. Each constant is 20 % lower (−) and higher (+). "
+        "*Moved* is the share of rows in groups of another degree or type. *Regret* is how much longer the plan that was made "
+        "with the wrong constant takes, at the right price; below 0 it is faster by chance. *One degree* is the degree that "
+        "is best at the wrong price, and its regret. No constant makes one degree the better choice unless it is named."
+    )
+    for slots, rows in record["sensitivity"].items():
+        worst = max(rows, key=lambda row: row["regret"])
+        yield from ["", f"### {int(slots):,} slots: regret at most {max(0.0, worst['regret']):.1%}", ""]
+        yield from table(("constant", "−/+", "moved", "regret", "chosen", "one degree", "its regret"), map(_sensitive_cells, rows))
+
+
+def _sensitive_cells(row: Row) -> tuple[str, ...]:
+    sign, changed = "−" if row["factor"] < 1 else "+", row["fixed_cp"] != row["fixed_cp_of_right"]
+    degree = f"{row['fixed_cp']}{' (of right: ' + str(row['fixed_cp_of_right']) + ')' if changed else ''}"
+    return (row["constant"], sign, f"{row['moved']:.0%}", f"{row['regret']:+.1%}", row["chosen"], degree, f"{row['fixed_regret']:+.1%}")
+
+
+def readme_table(record: Row) -> str:
+    """The table of README.md: gains by network and slots, of lognormal lengths and of files."""
+    rows: list[Sequence[str]] = []
+    for name, words in (("lognorm", "lognormal"), ("bimodal", "bimodal"), ("files", "source files")):
+        for gbps in NETWORKS:
+            gains = {row["slots"]: f"{row['gain']:.2f}" for row in select(record, **usual(lengths=name, gbps=gbps))}
+            rows.append((words, f"{gbps:g} GB/s", *(gains[slots] for slots in SLOTS)))
+    return "\n".join(table(("lengths", "between hosts", *(f"{slots:,} GPUs" for slots in SLOTS)), rows)).strip()
+
+
+PANEL, HEIGHT, LEFT, TOP, PLOT = 225, 300, 44, 78, 170
+COLORS = dict(zip(NAMES, range(len(NAMES)), strict=True))
+WORDS = {"lognorm": "lognormal", "bimodal": "bimodal: 90 % of 2K, 10 % of 64K", "files": "source files"}
+
+
+def picture(record: Row) -> str:
+    """Gains by slots, a panel for each network, as the text of an .svg file."""
+    most = max(row["gain"] for row in record["gains"].values() if row["lengths"] in NAMES and row["slots"] in SLOTS)
+    width = PANEL * len(NETWORKS) + 20
+    heading = "Predicted gain of dynamic plans over the best plan of one degree and type (1.0: one degree is as good)"
+    legend = [
+        part
+        for i, name in enumerate(NAMES)
+        for part in (_mark(60 + 210 * i, 46, COLORS[name]), label(WORDS[name], 70 + 210 * i, 50, "start"))
+    ]
+    panels = [part for i, gbps in enumerate(NETWORKS) for part in _panel(record, gbps, 10.0 + PANEL * i, most)]
+    footer = "GPUs (H200, hosts of 8; 32 query and 8 key/value heads, 8K tokens a slot, 32K tokens a GPU and step)"
+    return (
+        tag(
+            "svg",
+            tag("title", text(heading)),
+            tag("style", STYLE),
+            tag("rect", width=width, height=HEIGHT, fill="#fff"),
+            label(heading, 12, 22, "start", "title"),
+            *legend,
+            *panels,
+            label(footer, LEFT, HEIGHT - 10.0, "start"),
+            xmlns="http://www.w3.org/2000/svg",
+            viewBox=f"0 0 {width} {HEIGHT}",
+            role="img",
+        )
+        + "\n"
+    )
+
+
+def _panel(record: Row, gbps: float, left: float, most: float) -> Iterator[str]:
+    start, end, bottom = left + LEFT, left + PANEL - 14, TOP + PLOT
+    top_value = most * 1.06
+
+    def up(gain: float) -> float:
+        return bottom - math.log(max(gain, 0.97) / 0.97) / math.log(top_value / 0.97) * PLOT
+
+    def across(slots: int) -> float:
+        return start + 10 + SLOTS.index(slots) / (len(SLOTS) - 1) * (end - start - 20)
+
+    yield label(f"{gbps:g} GB/s between hosts", start, TOP - 10.0, "start", "strong")
+    for gain in (value for value in (1.0, 1.1, 1.25, 1.5, 2.0, 2.5, 3.0) if value <= top_value):
+        kind = "reference" if gain == 1.0 else "grid"
+        yield tag("path", class_=kind, d=f"M{start:.1f} {up(gain):.1f}H{end:.1f}")
+        yield label(f"{gain:g}", start - 6, up(gain) + 4, "end", "tick")
+    for slots in SLOTS:
+        yield label(f"{slots:,}", across(slots), bottom + 18.0, "middle", "tick")
+    for name in NAMES:
+        rows = [row for row in select(record, **usual(lengths=name, gbps=gbps)) if row["slots"] in SLOTS]
+        points = [(across(row["slots"]), up(row["gain"])) for row in sorted(rows, key=lambda row: row["slots"])]
+        yield tag("path", class_=f"curve c{COLORS[name]}", d="M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points))
+        yield from (_mark(x, y, COLORS[name]) for x, y in points)
+
+
+def _mark(x: float, y: float, color: int) -> str:
+    return tag("circle", class_=f"mark c{color}", cx=f"{x:.1f}", cy=f"{y:.1f}", r=4)
