@@ -1,7 +1,7 @@
 """What dynamic plans are worth: their predicted time under that of the best plan of one degree, by network. No GPU.
 
     python bench/plans/worth.py --out bench/records/dynamic-worth.json --plot docs/dynamic-worth.svg   # some 5 minutes
-    python bench/plans/worth.py --draw bench/records/dynamic-worth.json --plot docs/dynamic-worth.svg  # only the picture
+    python bench/plans/worth.py --draw bench/records/dynamic-worth.json --plot docs/dynamic-worth.svg  # only draw
     python bench/plans/worth.py --quick                                            # a few small rows, for a test
 
 All seconds are predictions of `Machine.known("H200").with_link("across", ...)`. The best plan of one degree is the
@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from worth_cases import EXPANDED_LATENT, LONGEST, MODELS, PUBLISHED, QWEN3_8B, Case, cases, cost_of
-from worth_page import markdown, picture
+from worth_cases import LONGEST, MODELS, PUBLISHED, Case, cases, cost_of
+from worth_page import markdown, picture, tables_of_pages
 
 from longspan import Layout, plan_dynamic, plan_fixed
 from longspan.plan import AttentionCall, Cost, Group, Machine, Plan, PlanOptions
@@ -34,6 +34,7 @@ Row = dict[str, Any]
 PUBLISHED_SEEDS, PUBLISHED_SLOTS, PUBLISHED_CAP = range(6), 32, 3072
 SENSITIVE_SLOTS = (64, 256, 1024, 8192)
 EMULATED_ROWS = (16384, 32768, 65536, 131072, 262144, 524288)
+COMMAND = "python bench/plans/worth.py --out bench/records/dynamic-worth.json --plot docs/dynamic-worth.svg"
 EMULATED_GBPS, REAL_GBPS = 2.65, (12.5, 25.0, 50.0)
 
 
@@ -59,9 +60,7 @@ class Problem:
 
     def dynamic(self, cost: Cost | None = None, **keywords: Any) -> Plan:
         """The dynamic plan, of this cost or another."""
-        return plan_dynamic(
-            self.lengths, self.home, options=self.options, cost=cost or self.options.cost, **keywords
-        )
+        return plan_dynamic(self.lengths, self.home, options=self.options, cost=cost or self.options.cost, **keywords)
 
     def fixed(self, degree: int, cost: Cost | None = None) -> Plan:
         """The plan of one degree."""
@@ -106,7 +105,7 @@ def gain_row(case: Case) -> Row:
 
 
 def published_row(gbps: float, seed: int) -> Row:
-    """The setting of Megatron-LM's pull request 2000: Qwen3-30B-A3B, 32 GPUs, 3,072 tokens a rank, 49,152 the longest."""
+    """The setting of Megatron-LM's pull request 2000: Qwen3-30B-A3B, 32 GPUs, 3,072 tokens a rank, longest 49,152."""
     longest, most = 49152, 16
     lengths = sample_lengths("lognorm", PUBLISHED_SLOTS * PUBLISHED_CAP * 8, seed=seed, longest=longest).tolist()
     options = PlanOptions(cp_comm_type="auto", heads=32, max_tokens_per_slot=PUBLISHED_CAP, cost=cost_of("32/4", gbps))
@@ -129,14 +128,13 @@ def published_row(gbps: float, seed: int) -> Row:
 
 
 def sensitivity_rows(slots: int, gbps: float = 25.0) -> Iterator[Row]:
-    """Each constant 20 % lower and higher: the dynamic plan and the best plan of one degree, priced with the right one."""
+    """Each constant 20 % lower and higher: the dynamic and the best plan of one degree, priced with the right one."""
     problem = Problem.of(Case(slots=slots, gbps=gbps))
     right = problem.options.cost
     of_dynamic = plan_sensitivity(problem.dynamic, right)
     of_fixed = plan_sensitivity(problem.best_fixed, right)
     best = degree_of(problem.best_fixed())
     for dynamic, fixed in zip(of_dynamic, of_fixed, strict=True):
-        wrong = dynamic.plan.cost
         choice = "dynamic" if dynamic.plan.predicted_seconds <= fixed.plan.predicted_seconds else "one degree"
         yield {
             "slots": slots,
@@ -149,7 +147,6 @@ def sensitivity_rows(slots: int, gbps: float = 25.0) -> Iterator[Row]:
             "fixed_cp_of_right": best,
             "fixed_regret": fixed.regret,
             "fixed_over_dynamic": fixed.plan.timeline(right).step_seconds / dynamic.plan.timeline(right).step_seconds,
-            "source": wrong.source,
         }
 
 
@@ -168,7 +165,9 @@ def emulated_rows() -> Iterator[Row]:
         }
 
 
-def run_part(record: dict[str, Any], part: str, todo: Sequence[tuple[str, Callable[[], Any]]], save: Callable[[], None]) -> None:
+def run_part(
+    record: dict[str, Any], part: str, todo: Sequence[tuple[str, Callable[[], Any]]], save: Callable[[], None]
+) -> None:
     """Compute what a part of the record lacks, and save after each."""
     rows = record.setdefault(part, {})
     for key, compute in todo:
@@ -186,7 +185,9 @@ def parts_of(quick: bool) -> dict[str, list[tuple[str, Callable[[], Any]]]]:
     return {
         "gains": [(case.key, lambda case=case: gain_row(case)) for case in chosen],
         "published": [
-            (f"{gbps:g} {seed}", lambda gbps=gbps, seed=seed: published_row(gbps, seed)) for gbps in networks for seed in seeds
+            (f"{gbps:g} {seed}", lambda gbps=gbps, seed=seed: published_row(gbps, seed))
+            for gbps in networks
+            for seed in seeds
         ],
         "emulated": [("2 x 4", lambda: list(emulated_rows()))],
         "sensitivity": [(f"{n}", lambda n=n: list(sensitivity_rows(n))) for n in slots],
@@ -198,6 +199,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few rows of few slots")
     parser.add_argument("--out", type=Path, help="a .json file; the table goes beside it")
     parser.add_argument("--draw", type=Path, help="compute nothing: read this record")
+    parser.add_argument("--tables", action="store_true", help="print the tables that README.md and docs repeat")
     parser.add_argument("--plot", type=Path, help="an .svg file for the picture")
     flags = parser.parse_args()
     source = flags.draw or flags.out
@@ -209,13 +211,19 @@ def main() -> None:
 
     if not flags.draw:
         plan_dynamic([5000, 300], Layout(8), max_tokens_per_slot=1024)
-        record |= {"bench": "worth", "command": "python bench/plans/worth.py", "models": {k: v[0] for k, v in MODELS.items()}}
+        record |= {
+            "bench": "worth",
+            "command": COMMAND,
+            "models": {k: v[0] for k, v in MODELS.items()},
+        }
         record |= {"published_lengths": PUBLISHED}
         for part, todo in parts_of(flags.quick).items():
             run_part(record, part, todo, save)
         save()
     if flags.out:
         flags.out.with_suffix(".md").write_text(markdown(record))
+    if flags.tables:
+        print("\n\n".join(tables_of_pages(record)))
     if flags.plot:
         flags.plot.write_text(picture(record))
 

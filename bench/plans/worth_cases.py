@@ -122,7 +122,9 @@ def cases() -> Iterator[Case]:
     for gbps in NETWORKS:
         yield from (Case(lengths=name, slots=slots, gbps=gbps) for name in NAMES for slots in SLOTS)
         yield from (Case(slots=slots, cap=cap, gbps=gbps) for cap in (4096, 16384, 32768) for slots in (64, 256))
-        yield from (Case(slots=slots, heads=heads, gbps=gbps) for heads in MODELS if heads != "32/8" for slots in (64, 256))
+        yield from (
+            Case(slots=slots, heads=heads, gbps=gbps) for heads in MODELS if heads != "32/8" for slots in (64, 256)
+        )
         yield from (Case(lengths=name, gbps=gbps) for name in PUBLISHED)
     yield from (Case(lengths=name, slots=8, cap=cap) for name in NAMES for cap in (8192, 16384, 32768))
     emulated = (Case(lengths=name, slots=8, cap=cap, gbps=2.65, node_size=4) for name in NAMES for cap in (8192, 16384))

@@ -11,13 +11,28 @@ from longspan.report.markup import label, tag, text
 
 Row = dict[str, Any]
 AS_GOOD = 1.03  # gains below this: one degree is as good
-NOTE = (
-    "Predicted: `Machine.known(\"H200\").with_link(\"across\", bytes_per_second=...)`, no step was run. Batches of 32K tokens "
-    "a slot, none longer than 128K, seed 7, lockstep, hosts of 8 slots. The best plan of one degree is the fastest over all "
-    "degrees that hold the longest document, and each of its groups has its fastest type, as in dynamic plans. Key/value "
-    "heads are repeated where a degree exceeds them. *Gain* is the time of that plan over the time of the dynamic one; "
-    "*allowed* is its time over the lower bound, which no plan can beat. A network below 10 GB/s goes through sockets."
-)
+NOTE = """\
+Predicted: `Machine.known("H200").with_link("across", bytes_per_second=...)`; no step was run. Batches of 32K tokens a
+slot, none longer than 128K, seed 7, lockstep, hosts of 8 slots. The best plan of one degree is the fastest over all
+degrees that hold the longest document, and each of its groups has its fastest type, as in dynamic plans. Key/value
+heads are repeated where a degree exceeds them. *Gain* is the time of that plan over the time of the dynamic one;
+*allowed* is its time over the lower bound, which no plan can beat. A network below 10 GB/s goes through sockets. Gains
+are of one draw of lengths; another seed changes them."""
+PUBLISHED_NOTE = """\
+Megatron-LM pull request 2000: Qwen3-30B-A3B on 32 GPUs, 3,072 tokens a rank, longest 49,152, degrees to 16; 1.48 × is
+claimed there. Lengths here are lognormal, 8 × 32 × 3,072 tokens a step. The last three columns are the times of other
+plans over that of the dynamic one: degree 16 as a ring, degree 16 under its best type, and the best of one degree and
+type."""
+EMULATED_NOTE = """\
+Attention's FLOPs for each byte that crosses hosts grow with the rows of a document. So a document on a slow network
+waits as long for messages, relative to its kernels, as a shorter one on a fast network: rows × bytes/s is the same.
+The table has one document over two hosts of 4 H200, 32 query and 8 key/value heads of 128; FLOPs a byte are those
+under `a2a`."""
+SENSITIVITY_NOTE = """\
+Lognormal lengths, 8K tokens a slot, 25 GB/s a GPU between hosts. Each constant is 20 % lower (−) and higher (+).
+*Moved* is the share of rows in groups of another degree or type. *Regret* is how much longer the plan that was made
+with the wrong constant takes, at the right price; below 0 it is faster by chance. *One degree* is the degree that is
+best at the wrong price, and its regret."""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -63,24 +78,44 @@ def summary(record: Row) -> str:
     gains = [row["gain"] for row in record["gains"].values()]
     as_good, much = sum(gain < AS_GOOD for gain in gains), sum(gain >= 1.1 for gain in gains)
     return (
-        f"Of {len(gains)} rows, one degree is as good (less than 3 % slower) in {as_good}, and dynamic plans are at least "
-        f"1.1 times as fast in {much}. The least gain is {min(gains):.3f}, the greatest {max(gains):.2f}."
+        f"Of {len(gains)} rows, one degree is as good (less than 3 % slower) in {as_good}, and dynamic plans are at "
+        f"least 1.1 times as fast in {much}. The least gain is {min(gains):.3f}, the greatest {max(gains):.2f}. "
+        f"Where one host holds the longest document of the step, gains are {_range(record, True)}; where it does not, "
+        f"{_range(record, False)}."
     )
+
+
+def _range(record: Row, fits: bool) -> str:
+    """The least, median and greatest gain of rows whose longest document fits a host, or does not."""
+    rows = record["gains"].values()
+    gains = sorted(row["gain"] for row in rows if (row["longest"] <= row["node_size"] * row["cap"]) == fits)
+    return f"{gains[0]:.2f} to {gains[-1]:.2f} (median {gains[len(gains) // 2]:.2f}, {len(gains)} rows)"
 
 
 def markdown(record: Row) -> str:
     """The record as a page."""
-    lines = ["# What dynamic plans are worth over the best plan of one degree", "", f"Command: `{record['command']}`.", ""]
+    lines = [
+        "# What dynamic plans are worth over the best plan of one degree",
+        "",
+        f"Command: `{record['command']}`.",
+        "",
+    ]
     lines += [NOTE, "", f"**{summary(record)}** Cells: gain of allowed (the best plan of one degree).", ""]
     lines += ["## Networks and slots, 8K tokens a slot, 32 query and 8 key/value heads (Qwen3-8B)", ""]
     rows = [((name, f"{n}"), usual(lengths=name, slots=n)) for name in NAMES for n in SLOTS]
     lines += by_network(record, ("lengths", "slots"), rows)
     lines += ["## Tokens a slot, lognormal lengths", ""]
-    rows = [((f"{c // 1024}K", f"{n}"), usual(lengths="lognorm", slots=n, cap=c)) for c in (4096, 8192, 16384, 32768) for n in (64, 256)]
+    rows = [
+        ((f"{c // 1024}K", f"{n}"), usual(lengths="lognorm", slots=n, cap=c))
+        for c in (4096, 8192, 16384, 32768)
+        for n in (64, 256)
+    ]
     lines += by_network(record, ("tokens a slot", "slots"), rows)
     lines += ["## Heads, lognormal lengths, 8K tokens a slot", ""]
     models = record["models"]
-    rows = [((f"{h}, {models[h]}", f"{n}"), usual(lengths="lognorm", slots=n, heads=h)) for h in models for n in (64, 256)]
+    rows = [
+        ((f"{h}, {models[h]}", f"{n}"), usual(lengths="lognorm", slots=n, heads=h)) for h in models for n in (64, 256)
+    ]
     lines += by_network(record, ("query/key-value heads", "slots"), rows)
     lines += ["## Published figures of long fine-tuning sets, 64 slots", ""]
     lines += [f"- `{name}`: {words}" for name, words in record["published_lengths"].items()]
@@ -88,10 +123,14 @@ def markdown(record: Row) -> str:
     lines += by_network(record, ("lengths",), [((name,), usual(lengths=name, slots=64)) for name in PUBLISHED])
     lines += ["## One host of 8", ""]
     one_host = [row for row in select(record, slots=8) if row["gbps"] == 50]
-    lines += table(("lengths", "tokens a slot", "gain"), [(r["lengths"], f"{r['cap'] // 1024}K", gain_cell(r)) for r in one_host])
+    lines += table(
+        ("lengths", "tokens a slot", "gain"), [(r["lengths"], f"{r['cap'] // 1024}K", gain_cell(r)) for r in one_host]
+    )
     lines += ["## Two emulated hosts of 4 at 2.65 GB/s", ""]
     emulated = select(record, node_size=4)
-    lines += table(("lengths", "tokens a slot", "gain"), [(r["lengths"], f"{r['cap'] // 1024}K", gain_cell(r)) for r in emulated])
+    lines += table(
+        ("lengths", "tokens a slot", "gain"), [(r["lengths"], f"{r['cap'] // 1024}K", gain_cell(r)) for r in emulated]
+    )
     lines += [*published_lines(record), *emulated_lines(record), *sensitivity_lines(record)]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -99,11 +138,7 @@ def markdown(record: Row) -> str:
 def published_lines(record: Row) -> Iterator[str]:
     """The published setting of dynamic context parallelism."""
     yield from ["## The published setting of dynamic context parallelism", ""]
-    yield (
-        "Megatron-LM pull request 2000: Qwen3-30B-A3B on 32 GPUs, 3,072 tokens a rank, longest 49,152, degrees to 16; 1.48 × "
-        "is claimed there. Lengths here are lognormal, 8 × 32 × 3,072 tokens a step. The last three columns are other plans "
-        "over the dynamic one: one degree of 16 as a ring, one degree of 16 under its best type, the best degree and type."
-    )
+    yield PUBLISHED_NOTE
     head = ("GB/s", "seed", "longest", "dynamic s", "over the bound", "ring, 16", "best type, 16", "best of one degree")
     yield ""
     yield from table(head, [_published_cells(row) for row in record["published"].values()])
@@ -118,15 +153,16 @@ def _published_cells(row: Row) -> tuple[str, ...]:
 def emulated_lines(record: Row) -> Iterator[str]:
     """Which real network each emulated case stands for."""
     yield from ["## Which real network an emulated case stands for", ""]
-    yield (
-        "Attention's FLOPs for each byte that crosses hosts grow with the rows of a document. So a document on a slow network "
-        "waits for messages as long, relative to its kernels, as a shorter one on a fast network: rows × bytes/s is the same. "
-        "One document over two hosts of 4 H200, 32 query and 8 key/value heads of 128; FLOPs a byte under `a2a`."
-    )
+    yield EMULATED_NOTE
     yield ""
     rows = [row for rows in record["emulated"].values() for row in rows]
     networks = list(rows[0]["stands_for"])
-    head = ("rows at 2.65 GB/s", "FLOPs a crossing byte", "share of time that waits, `a2a`", *(f"rows at {n} GB/s" for n in networks))
+    head = (
+        "rows at 2.65 GB/s",
+        "FLOPs a crossing byte",
+        "share of time that waits, `a2a`",
+        *(f"rows at {n} GB/s" for n in networks),
+    )
     yield from table(head, [_emulated_cells(row) for row in rows])
 
 
@@ -138,34 +174,88 @@ def _emulated_cells(row: Row) -> list[str]:
 def sensitivity_lines(record: Row) -> Iterator[str]:
     """What a constant that is 20 % wrong changes."""
     yield from ["## Does a wrong constant change the plan?", ""]
+    yield SENSITIVITY_NOTE
+    yield ""
+    rows = [row for part in record["sensitivity"].values() for row in part]
+    kept = sum(row["chosen"] == "dynamic" for row in rows)
     yield (
-        "Lognormal lengths, 8K tokens a slot, 25 GB/s a GPU between hosts. Each constant is 20 % lower (−) and higher (+). "
-        "*Moved* is the share of rows in groups of another degree or type. *Regret* is how much longer the plan that was made "
-        "with the wrong constant takes, at the right price; below 0 it is faster by chance. *One degree* is the degree that "
-        "is best at the wrong price, and its regret. No constant makes one degree the better choice unless it is named."
+        f"**In {kept} of {len(rows)} rows the dynamic plan is still predicted to be the faster choice. "
+        f"The regret is at most {max(row['regret'] for row in rows):.1%}.**"
     )
+    yield ""
     for slots, rows in record["sensitivity"].items():
         worst = max(rows, key=lambda row: row["regret"])
-        yield from ["", f"### {int(slots):,} slots: regret at most {max(0.0, worst['regret']):.1%}", ""]
-        yield from table(("constant", "−/+", "moved", "regret", "chosen", "one degree", "its regret"), map(_sensitive_cells, rows))
+        yield from [f"### {int(slots):,} slots: regret at most {max(0.0, worst['regret']):.1%}", ""]
+        yield from table(
+            ("constant", "−/+", "moved", "regret", "chosen", "one degree", "its regret"), map(_sensitive_cells, rows)
+        )
 
 
 def _sensitive_cells(row: Row) -> tuple[str, ...]:
     sign, changed = "−" if row["factor"] < 1 else "+", row["fixed_cp"] != row["fixed_cp_of_right"]
     degree = f"{row['fixed_cp']}{' (of right: ' + str(row['fixed_cp_of_right']) + ')' if changed else ''}"
-    return (row["constant"], sign, f"{row['moved']:.0%}", f"{row['regret']:+.1%}", row["chosen"], degree, f"{row['fixed_regret']:+.1%}")
+    return (
+        row["constant"],
+        sign,
+        f"{row['moved']:.0%}",
+        f"{row['regret']:+.1%}",
+        row["chosen"],
+        degree,
+        f"{row['fixed_regret']:+.1%}",
+    )
 
 
-def readme_table(record: Row) -> str:
-    """The table of README.md: gains by network and slots, of lognormal lengths and of files."""
-    rows: list[Sequence[str]] = []
-    for name, words in (("lognorm", "lognormal"), ("bimodal", "bimodal"), ("files", "source files")):
+def tables_of_pages(record: Row) -> Iterator[str]:
+    """The tables of README.md and of docs/planning.md: gains, the published setting, emulated cases, regrets."""
+    gains: list[Sequence[str]] = []
+    for name in NAMES:
         for gbps in NETWORKS:
-            gains = {row["slots"]: f"{row['gain']:.2f}" for row in select(record, **usual(lengths=name, gbps=gbps))}
-            rows.append((words, f"{gbps:g} GB/s", *(gains[slots] for slots in SLOTS)))
-    return "\n".join(table(("lengths", "between hosts", *(f"{slots:,} GPUs" for slots in SLOTS)), rows)).strip()
+            of_slots = {row["slots"]: f"{row['gain']:.2f}" for row in select(record, **usual(lengths=name, gbps=gbps))}
+            gains.append((SHORT[name], f"{gbps:g} GB/s", *(of_slots[slots] for slots in SLOTS)))
+    yield _joined(("lengths", "between hosts", *(f"{slots:,} GPUs" for slots in SLOTS)), gains)
+    yield _joined(("between hosts", *(SHORT[name] for name in NAMES)), list(_readme_rows(record)))
+    published: list[Sequence[str]] = []
+    for gbps in sorted({row["gbps"] for row in record["published"].values()}, reverse=True):
+        rows = [row for row in record["published"].values() if row["gbps"] == gbps]
+        names = ("over_bound", "over_ring_16", "over_best_fixed")
+        published.append((f"{gbps:g} GB/s", *(_span([row[name] for row in rows]) for name in names)))
+    head = ("between hosts", "dynamic over the bound", "ring of 16 over dynamic", "best of one degree over dynamic")
+    yield _joined(head, published)
+    rows = [row for rows in record["emulated"].values() for row in rows]
+    head = ("rows at 2.65 GB/s", *(f"rows at {n} GB/s" for n in rows[0]["stands_for"]))
+    yield _joined(head, [(cells[0], *cells[3:]) for cells in map(_emulated_cells, rows)])
+    regrets: list[Sequence[str]] = []
+    for slots, rows in record["sensitivity"].items():
+        worst = max(rows, key=lambda row: row["regret"])
+        changed = sum(row["fixed_cp"] != row["fixed_cp_of_right"] for row in rows)
+        sign = "20 % too low" if worst["factor"] < 1 else "20 % too high"
+        most = f"{worst['regret']:.1%} ({worst['constant']}, {sign})"
+        moved = f"{max(row['moved'] for row in rows):.0%}"
+        regrets.append((f"{int(slots):,}", moved, most, f"{changed} of {len(rows)}"))
+    yield _joined(("slots", "rows that move, at most", "longer by, at most", "another best degree"), regrets)
 
 
+def _readme_rows(record: Row) -> Iterator[Sequence[str]]:
+    """One host of 8, and two sizes of a cluster on each network."""
+
+    def cell(name: str, slots: Sequence[int], gbps: float) -> str:
+        rows = (select(record, **usual(lengths=name, slots=count, gbps=gbps))[0] for count in slots)
+        return ", ".join(f"{row['gain']:.2f}" for row in rows)
+
+    yield ("one host of 8", *(cell(name, (8,), 50.0) for name in NAMES))
+    for gbps in NETWORKS:
+        yield (f"{gbps:g} GB/s a GPU", *(cell(name, (64, 1024), gbps) for name in NAMES))
+
+
+def _joined(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(table(head, rows)).strip()
+
+
+def _span(values: Sequence[float]) -> str:
+    return f"{min(values):.2f} to {max(values):.2f}"
+
+
+SHORT = {"lognorm": "lognormal", "bimodal": "bimodal", "files": "source files"}
 PANEL, HEIGHT, LEFT, TOP, PLOT = 225, 300, 44, 78, 170
 COLORS = dict(zip(NAMES, range(len(NAMES)), strict=True))
 WORDS = {"lognorm": "lognormal", "bimodal": "bimodal: 90 % of 2K, 10 % of 64K", "files": "source files"}
@@ -173,13 +263,13 @@ WORDS = {"lognorm": "lognormal", "bimodal": "bimodal: 90 % of 2K, 10 % of 64K", 
 
 def picture(record: Row) -> str:
     """Gains by slots, a panel for each network, as the text of an .svg file."""
-    most = max(row["gain"] for row in record["gains"].values() if row["lengths"] in NAMES and row["slots"] in SLOTS)
+    most = max(row["gain"] for row in select(record, **usual()) if row["lengths"] in NAMES and row["slots"] in SLOTS)
     width = PANEL * len(NETWORKS) + 20
     heading = "Predicted gain of dynamic plans over the best plan of one degree and type (1.0: one degree is as good)"
     legend = [
         part
         for i, name in enumerate(NAMES)
-        for part in (_mark(60 + 210 * i, 46, COLORS[name]), label(WORDS[name], 70 + 210 * i, 50, "start"))
+        for part in (_mark(60 + 240 * i, 46, COLORS[name]), label(WORDS[name], 70 + 240 * i, 50, "start"))
     ]
     panels = [part for i, gbps in enumerate(NETWORKS) for part in _panel(record, gbps, 10.0 + PANEL * i, most)]
     footer = "GPUs (H200, hosts of 8; 32 query and 8 key/value heads, 8K tokens a slot, 32K tokens a GPU and step)"

@@ -134,9 +134,7 @@ def sensitivity_lines(changes: Sequence[Sensitivity]) -> list[str]:
         return []
     worst_first = sorted(changes, key=lambda change: -change.regret)
     names = ["constant", "wrong by", "rows moved", "longer by"]
-    cells = [
-        (c.constant, f"{c.factor - 1:+.0%}", f"{c.moved:.0%}", f"{max(0.0, c.regret):.2%}") for c in worst_first
-    ]
+    cells = [(c.constant, f"{c.factor - 1:+.0%}", f"{c.moved:.0%}", f"{max(0.0, c.regret):.2%}") for c in worst_first]
     return ["", "If a constant is wrong, the dynamic plan changes:", text_table(names, cells), _SENSITIVITY_NOTE]
 
 
