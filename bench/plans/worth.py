@@ -18,15 +18,17 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from worth_cases import LONGEST, MODELS, PUBLISHED, Case, cases, cost_of
-from worth_page import markdown, picture, tables_of_pages
+from worth_page import markdown, tables_of_pages
+from worth_picture import picture
 
 from longspan import Layout, plan_dynamic, plan_fixed
 from longspan.plan import AttentionCall, Cost, Group, Machine, Plan, PlanOptions
+from longspan.plan.cost.links import LEVELS
 from longspan.plan.simulate.distributions import sample_lengths
 from longspan.plan.simulate.sensitivity import plan_sensitivity, rows_by_way
 
@@ -104,6 +106,14 @@ def gain_row(case: Case) -> Row:
     }
 
 
+def without_messages(cost: Cost) -> Cost:
+    """A cost whose messages take next to no time."""
+    assert cost.network is not None
+    network = replace(cost.network, step_seconds=0.0)
+    links = {level: getattr(network, level).scale_times(1e-6) for level in LEVELS}
+    return replace(cost, network=replace(network, **links))
+
+
 def published_row(gbps: float, seed: int) -> Row:
     """The setting of Megatron-LM's pull request 2000: Qwen3-30B-A3B, 32 GPUs, 3,072 tokens a rank, longest 49,152."""
     longest, most = 49152, 16
@@ -112,7 +122,8 @@ def published_row(gbps: float, seed: int) -> Row:
     problem = Problem(lengths, Layout(PUBLISHED_SLOTS), options)
     dynamic, sixteen, best = problem.dynamic(max_cp=most), problem.fixed(most), problem.best_fixed()
     ring = plan_fixed(lengths, problem.home, most, options=options, cp_comm_type="p2p").predicted_seconds
-    seconds = dynamic.predicted_seconds
+    seconds, busy = dynamic.predicted_seconds, dynamic.timeline().busy.sum() / PUBLISHED_SLOTS
+    computed = dynamic.timeline(without_messages(options.cost)).busy.sum() / PUBLISHED_SLOTS
     return {
         "gbps": gbps,
         "seed": seed,
@@ -120,6 +131,8 @@ def published_row(gbps: float, seed: int) -> Row:
         "dynamic": seconds,
         "micro_batches": len(dynamic.micro_batches),
         "over_bound": seconds / dynamic.lower_bound_seconds,
+        "messages": float(busy - computed) / seconds,
+        "idle": float(seconds - busy) / seconds,
         "over_ring_16": ring / seconds,
         "over_fixed_16": sixteen.predicted_seconds / seconds,
         "over_best_fixed": best.predicted_seconds / seconds,

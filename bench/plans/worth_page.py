@@ -1,13 +1,9 @@
-"""The record of `worth.py` as a page, the tables that README.md and docs/planning.md repeat, and the picture."""
+"""The record of `worth.py` as a page, the tables that README.md and docs/planning.md repeat."""
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from worth_cases import NAMES, NETWORKS, PUBLISHED, SLOTS
-
-from longspan.report.chart_documents import STYLE
-from longspan.report.markup import label, tag, text
 
 Row = dict[str, Any]
 AS_GOOD = 1.03  # gains below this: one degree is as good
@@ -20,9 +16,10 @@ heads are repeated where a degree exceeds them. *Gain* is the time of that plan 
 are of one draw of lengths; another seed changes them."""
 PUBLISHED_NOTE = """\
 Megatron-LM pull request 2000: Qwen3-30B-A3B on 32 GPUs, 3,072 tokens a rank, longest 49,152, degrees to 16; 1.48 × is
-claimed there. Lengths here are lognormal, 8 × 32 × 3,072 tokens a step. The last three columns are the times of other
-plans over that of the dynamic one: degree 16 as a ring, degree 16 under its best type, and the best of one degree and
-type."""
+claimed there. Lengths here are lognormal, 8 × 32 × 3,072 tokens a step. *Messages* and *idle* are shares of the dynamic
+step: messages that kernels do not hide, inside hosts too, and waits for slower slots. The bound has no messages but the
+latency of long documents. The last three columns are the times of other plans over that of the dynamic
+one: degree 16 as a ring, degree 16 under its best type, and the best of one degree and type."""
 EMULATED_NOTE = """\
 Attention's FLOPs for each byte that crosses hosts grow with the rows of a document. So a document on a slow network
 waits as long for messages, relative to its kernels, as a shorter one on a fast network: rows × bytes/s is the same.
@@ -139,15 +136,36 @@ def published_lines(record: Row) -> Iterator[str]:
     """The published setting of dynamic context parallelism."""
     yield from ["## The published setting of dynamic context parallelism", ""]
     yield PUBLISHED_NOTE
-    head = ("GB/s", "seed", "longest", "dynamic s", "over the bound", "ring, 16", "best type, 16", "best of one degree")
+    head = (
+        "GB/s",
+        "seed",
+        "longest",
+        "dynamic s",
+        "over the bound",
+        "messages",
+        "idle",
+        "ring, 16",
+        "best type, 16",
+        "best of one degree",
+    )
     yield ""
     yield from table(head, [_published_cells(row) for row in record["published"].values()])
 
 
 def _published_cells(row: Row) -> tuple[str, ...]:
     best = f"{row['over_best_fixed']:.2f} (cp {row['best_cp']})"
-    ratios = (f"{row[name]:.2f}" for name in ("over_bound", "over_ring_16", "over_fixed_16"))
-    return (f"{row['gbps']:g}", f"{row['seed']}", f"{row['longest']:,}", f"{row['dynamic']:.2f}", *ratios, best)
+    shares = (f"{row['messages']:.0%}", f"{row['idle']:.0%}")
+    over_bound, *ratios = (f"{row[name]:.2f}" for name in ("over_bound", "over_ring_16", "over_fixed_16"))
+    return (
+        f"{row['gbps']:g}",
+        f"{row['seed']}",
+        f"{row['longest']:,}",
+        f"{row['dynamic']:.2f}",
+        over_bound,
+        *shares,
+        *ratios,
+        best,
+    )
 
 
 def emulated_lines(record: Row) -> Iterator[str]:
@@ -218,8 +236,17 @@ def tables_of_pages(record: Row) -> Iterator[str]:
     for gbps in sorted({row["gbps"] for row in record["published"].values()}, reverse=True):
         rows = [row for row in record["published"].values() if row["gbps"] == gbps]
         names = ("over_bound", "over_ring_16", "over_best_fixed")
-        published.append((f"{gbps:g} GB/s", *(_span([row[name] for row in rows]) for name in names)))
-    head = ("between hosts", "dynamic over the bound", "ring of 16 over dynamic", "best of one degree over dynamic")
+        bound, *others = (_span([row[name] for row in rows]) for name in names)
+        shares = (f"{sum(row[name] for row in rows) / len(rows):.0%}" for name in ("messages", "idle"))
+        published.append((f"{gbps:g} GB/s", bound, *shares, *others))
+    head = (
+        "between hosts",
+        "dynamic over the bound",
+        "messages that show",
+        "idle",
+        "ring of 16 over dynamic",
+        "best of one degree over dynamic",
+    )
     yield _joined(head, published)
     rows = [row for rows in record["emulated"].values() for row in rows]
     head = ("rows at 2.65 GB/s", *(f"rows at {n} GB/s" for n in rows[0]["stands_for"]))
@@ -256,64 +283,3 @@ def _span(values: Sequence[float]) -> str:
 
 
 SHORT = {"lognorm": "lognormal", "bimodal": "bimodal", "files": "source files"}
-PANEL, HEIGHT, LEFT, TOP, PLOT = 225, 300, 44, 78, 170
-COLORS = dict(zip(NAMES, range(len(NAMES)), strict=True))
-WORDS = {"lognorm": "lognormal", "bimodal": "bimodal: 90 % of 2K, 10 % of 64K", "files": "source files"}
-
-
-def picture(record: Row) -> str:
-    """Gains by slots, a panel for each network, as the text of an .svg file."""
-    most = max(row["gain"] for row in select(record, **usual()) if row["lengths"] in NAMES and row["slots"] in SLOTS)
-    width = PANEL * len(NETWORKS) + 20
-    heading = "Predicted gain of dynamic plans over the best plan of one degree and type (1.0: one degree is as good)"
-    legend = [
-        part
-        for i, name in enumerate(NAMES)
-        for part in (_mark(60 + 240 * i, 46, COLORS[name]), label(WORDS[name], 70 + 240 * i, 50, "start"))
-    ]
-    panels = [part for i, gbps in enumerate(NETWORKS) for part in _panel(record, gbps, 10.0 + PANEL * i, most)]
-    footer = "GPUs (H200, hosts of 8; 32 query and 8 key/value heads, 8K tokens a slot, 32K tokens a GPU and step)"
-    return (
-        tag(
-            "svg",
-            tag("title", text(heading)),
-            tag("style", STYLE),
-            tag("rect", width=width, height=HEIGHT, fill="#fff"),
-            label(heading, 12, 22, "start", "title"),
-            *legend,
-            *panels,
-            label(footer, LEFT, HEIGHT - 10.0, "start"),
-            xmlns="http://www.w3.org/2000/svg",
-            viewBox=f"0 0 {width} {HEIGHT}",
-            role="img",
-        )
-        + "\n"
-    )
-
-
-def _panel(record: Row, gbps: float, left: float, most: float) -> Iterator[str]:
-    start, end, bottom = left + LEFT, left + PANEL - 14, TOP + PLOT
-    top_value = most * 1.06
-
-    def up(gain: float) -> float:
-        return bottom - math.log(max(gain, 0.97) / 0.97) / math.log(top_value / 0.97) * PLOT
-
-    def across(slots: int) -> float:
-        return start + 10 + SLOTS.index(slots) / (len(SLOTS) - 1) * (end - start - 20)
-
-    yield label(f"{gbps:g} GB/s between hosts", start, TOP - 10.0, "start", "strong")
-    for gain in (value for value in (1.0, 1.1, 1.25, 1.5, 2.0, 2.5, 3.0) if value <= top_value):
-        kind = "reference" if gain == 1.0 else "grid"
-        yield tag("path", class_=kind, d=f"M{start:.1f} {up(gain):.1f}H{end:.1f}")
-        yield label(f"{gain:g}", start - 6, up(gain) + 4, "end", "tick")
-    for slots in SLOTS:
-        yield label(f"{slots:,}", across(slots), bottom + 18.0, "middle", "tick")
-    for name in NAMES:
-        rows = [row for row in select(record, **usual(lengths=name, gbps=gbps)) if row["slots"] in SLOTS]
-        points = [(across(row["slots"]), up(row["gain"])) for row in sorted(rows, key=lambda row: row["slots"])]
-        yield tag("path", class_=f"curve c{COLORS[name]}", d="M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points))
-        yield from (_mark(x, y, COLORS[name]) for x, y in points)
-
-
-def _mark(x: float, y: float, color: int) -> str:
-    return tag("circle", class_=f"mark c{color}", cx=f"{x:.1f}", cy=f"{y:.1f}", r=4)
