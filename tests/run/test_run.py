@@ -33,8 +33,7 @@ from longspan.errors import (
     RunFolderError,
     plural,
 )
-from longspan.plan import Plan
-from longspan.plan.cost.model_cost import CPU_GBPS
+from longspan.plan import Machine, Plan
 from longspan.run import folder as run_lock
 from longspan.run import resume
 from longspan.run.checks.config_check import check_config
@@ -210,7 +209,9 @@ def test_other_plans_of_the_same_tokens_have_the_same_losses(
     assert bool(plan.cost.closing_seconds) == (config.context.mode == "free")
     if plan.cost.closing_seconds:  # the other slot's half of 4 bytes a weight, and of 4 a gradient
         weights = sum(x.numel() for x in load_file(Path(config.run.dir) / "model" / "model.safetensors").values())
-        assert plan.cost.closing_seconds == pytest.approx(10e-3 + weights * 8 / 2 / (CPU_GBPS * 1e9), rel=1e-12)
+        assert plan.cost.closing_seconds == pytest.approx(
+            10e-3 + weights * 8 / 2 / Machine.cpus().inside.point.bytes_per_second, rel=1e-12
+        )
 
 
 def test_dropout_in_attention_has_the_same_losses_at_every_degree(

@@ -2,7 +2,7 @@
 
 `pack_call` checks tensors, masks, numbers and budgets, chooses how each group communicates and which kernel computes,
 and finds the members of each group. All of it runs on the host and before any communication, so that every rank can
-fail alike. A rank also chooses for groups that it is not in. What "auto" stands for is decided in `auto.py`.
+fail alike. A rank also chooses for groups that it is not in. What "auto" stands for is decided in `plan.Machine`.
 """
 
 import math

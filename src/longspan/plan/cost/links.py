@@ -114,7 +114,7 @@ class Link:
         return cls(**{kind: Wire.of(seconds, bytes_per_second * (speeds or {}).get(kind, 1.0)) for kind in KINDS})
 
     @classmethod
-    def between_hosts(cls, seconds: float, bytes_per_second: float, network: str = "") -> "Link":
+    def host_link(cls, seconds: float, bytes_per_second: float, network: str = "") -> "Link":
         """A link of this speed between hosts: through "sockets", or a "card" for each slot; "": by the speed."""
         if network not in ("", "sockets", "card"):
             raise PlanError(f"network is {network!r}; use 'sockets' or 'card' (one for each slot)")
