@@ -57,7 +57,10 @@ def test_the_first_example_says_what_the_demo_has_without_it() -> None:
     assert load_config(EXAMPLES / "first.toml") == load_config() == resolve_defaults(RunConfig())
     given = read_file(EXAMPLES / "first.toml")
     of_any_model = replace(given.encoder, train="all")
-    assert replace(given, model=replace(given.model, path="folder"), encoder=of_any_model) == load_config(
+    degrees = {"min_dynamic_context_parallel_size": 1, "max_dynamic_context_parallel_size": 0}  # none is dynamic
+    context = given.context.with_evaluation(**degrees)
+    model = replace(given.model, path="folder")
+    assert replace(given, model=model, encoder=of_any_model, context=context) == load_config(
         EXAMPLES / "first.toml", {"model.path": "folder"}
     ), "every key of the demo is in the file"
 

@@ -39,6 +39,24 @@ class PlanSection:
         ),
     ] = NOT_GIVEN
     """Slots that share a document in training (fixed and padded). Default: 1; tiny presets: 2."""
+    min_dynamic_context_parallel_size: Annotated[
+        int,
+        AtLeast(1),
+        Texts(
+            "Smallest degree that dynamic plans of evaluation may choose. Default: as in training.",
+            "As context.eval_min_dynamic_context_parallel_size. Default: the same.",
+        ),
+    ] = NOT_GIVEN
+    """Smallest degree that the dynamic planner may choose."""
+    max_dynamic_context_parallel_size: Annotated[
+        int,
+        AtLeast(0),
+        Texts(
+            "Largest degree that dynamic plans of evaluation may choose; 0: no limit. Default: as in training.",
+            "As context.eval_max_dynamic_context_parallel_size. Default: the same.",
+        ),
+    ] = NOT_GIVEN
+    """Largest degree that the dynamic planner may choose; 0: no limit."""
     max_tokens_per_slot: Annotated[
         int | str,
         AtLeast(0),
@@ -100,11 +118,9 @@ class ContextConfig(PlanSection):
 
     planner: Literal["fixed", "padded", "dynamic"] = "fixed"
     context_parallel_size: PositiveInt = NOT_GIVEN
-    hierarchical_context_parallel_sizes: int | tuple[int, ...] = (2, 2)
     min_dynamic_context_parallel_size: PositiveInt = 1
-    """Smallest degree that the dynamic planner may choose."""
     max_dynamic_context_parallel_size: NonNegativeInt = 0
-    """Largest degree that the dynamic planner may choose; 0: no limit."""
+    hierarchical_context_parallel_sizes: int | tuple[int, ...] = (2, 2)
     mixer_kernels: tuple[str, ...] = ()
     """Kernels of state-space layers that are used only where named: mamba_ssm, causal_conv1d, or only torch
     (docs/hybrid.md)."""

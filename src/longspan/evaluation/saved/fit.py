@@ -65,16 +65,13 @@ def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple
     if home.section.tp == 1:
         home.change("sequence_parallel", False, "tp 1")
     slots, rest = divmod(ranks, home.section.tp * home.section.pp)
-    context = _Changing(config.context, "context.", _keys_under("context.", flag_keys))
     if not rest:
         _fit_slots(home, slots)
-        least = config.context.min_dynamic_context_parallel_size
-        context.change("min_dynamic_context_parallel_size", min(least, slots), plural(slots, "slot"))
     encoder = _Changing(config.encoder, "encoder.", _keys_under("encoder.", flag_keys))
     degrees = [tp for tp in _divisors(config.encoder.tp) if ranks % tp == 0]  # its heads are dealt out evenly to these
     encoder.change("tp", degrees[-1], f"{plural(ranks, 'rank')}")
-    config = replace(config, parallel=home.section, context=context.section, encoder=encoder.section)
-    return config, (*home.changes, *context.changes, *encoder.changes)
+    config = replace(config, parallel=home.section, encoder=encoder.section)
+    return config, (*home.changes, *encoder.changes)
 
 
 def _fit_slots(home: _Changing, slots: int) -> None:
@@ -107,7 +104,7 @@ def fit_set(
     fit = _Changing(entry, entry.prefix, _keys_under("context.eval_", flag_keys))
     types, slots = PlanChoice.evaluation(config, entry).comm_types, plural(home.slots, "slot")
     degrees = [fits for fits in _divisors(home.slots) if heads_allow(fits, heads, types, home.tp)]
-    degree = min(config.context.max_dynamic_context_parallel_size or home.slots, home.slots)
+    degree = min(entry.max_dynamic_context_parallel_size or home.slots, home.slots)
     if isinstance(entry.context_parallel_size, str):  # "auto", chosen once the cost is known
         degree = degrees[-1]
     elif entry.planner != "dynamic":
@@ -117,6 +114,9 @@ def fit_set(
         fit.change("context_parallel_size", degree, f"{slots}{why}")
         if "a2a+p2p" in types and not isinstance(sizes, int) and math.prod(sizes) != degree:
             fit.change("hierarchical_context_parallel_sizes", levels_at(sizes, degree), f"cp {degree}")
+    else:
+        least = entry.min_dynamic_context_parallel_size
+        fit.change("min_dynamic_context_parallel_size", min(least, home.slots), slots)
     multiple = row_multiple_of(config.parallel)
     rows, cap = -(-longest // degree // multiple) * multiple, entry.max_tokens_per_slot
     if cap == AUTO:

@@ -130,5 +130,5 @@ def _room_for(longest: int, choice: PlanChoice, home: Layout) -> str:
     if choice.planner != "dynamic" and 0 < choice.degree < home.slots:
         wider = f' ({choice.degree_key} = {home.slots} or {choice.prefix}planner = "dynamic")'
     elif choice.planner == "dynamic" and 0 < choice.max_degree < home.slots:
-        wider = " (context.max_dynamic_context_parallel_size = 0)"
+        wider = f" ({choice.prefix}max_dynamic_context_parallel_size = 0)"
     return f"It needs {-(-longest // home.slots):,} rows of each of all {plural(home.slots, 'slot')}{wider}"

@@ -126,7 +126,7 @@ class PlanChoice:
         options = _section_options(config.context, config, cost or cost_of(config.context), heads)
         options = replace(options, mode=config.context.mode)
         options = replace(options, cost=group_cost(options.cost, options))
-        return cls._from_section(config.context, config, options, "context.", weights, weight_bytes)
+        return cls._from_section(config.context, options, "context.", weights, weight_bytes)
 
     @classmethod
     def evaluation(
@@ -147,22 +147,21 @@ class PlanChoice:
         section = replace(entry, partition=entry.partition or config.context.partition)
         options = _section_options(section, config, cost, heads)
         options = replace(options, cost=cost.for_partition(options.partition))
-        return cls._from_section(entry, config, options, entry.prefix)
+        return cls._from_section(entry, options, entry.prefix)
 
     @classmethod
     def _from_section(
         cls,
         section: PlanSection,
-        config: RunConfig,
         options: PlanOptions,
         prefix: str,
         weights: int = 0,
         weight_bytes: int = 2,
     ) -> "PlanChoice":
         """The planner and degree of a plan section, with these options; 0 for a degree "auto"."""
-        context, degree = config.context, section.context_parallel_size
+        degree = section.context_parallel_size
         degree = 0 if isinstance(degree, str) else degree
-        degrees = context.min_dynamic_context_parallel_size, context.max_dynamic_context_parallel_size
+        degrees = section.min_dynamic_context_parallel_size, section.max_dynamic_context_parallel_size
         return cls(section.planner, degree, *degrees, options, prefix, weights, weight_bytes)
 
     @property
