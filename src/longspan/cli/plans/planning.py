@@ -63,8 +63,8 @@ class PlanningFlags(SourceFlags):
     cp_comm_type: Literal["", "p2p", "all_gather", "a2a", "a2a+p2p", "auto"] = ""
     """How the slots of a group share attention; empty: p2p, for hybrids the fastest, with --compare the fastest of each
     row of the table; auto: chosen for each group, with --compare as if empty."""
-    hierarchical_context_parallel_sizes: tuple[int, ...] = ()
-    """With a2a+p2p: the a2a and the p2p size."""
+    hierarchical_context_parallel_sizes: int | tuple[int, ...] = ()
+    """With a2a+p2p: the a2a and the p2p size, or the a2a size of groups of any degree (2 2, or 2)."""
     cp: int = 0
     """Degree of fixed and padded plans; 0: the smallest that divides the slots and holds the longest document, with
     --compare up to five such degrees."""
