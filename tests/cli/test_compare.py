@@ -14,6 +14,7 @@ from longspan.cli.main import main
 from longspan.layout import Layout
 from longspan.plan import Cost, plan_fixed
 from longspan.plan.cost.model_cost import cost_on_h200
+from longspan.plan.plan_rows import plan_row
 from longspan.plan.simulate.distributions import sample_lengths
 from longspan.plan.simulate.simulate import simulate
 from tests.report.runs import write_run
@@ -319,6 +320,10 @@ def test_saved_plans_say_what_they_are_priced_for(tmp_path: Path, capsys: pytest
     path.write_text(plan.to_json())
     assert main([*COMPARE, "--plans", str(path)]) == 0
     assert "1 saved plan, " in (out := capsys.readouterr().out) and "priced for Qwen3-8B on GPUs of 400 TFLOP/s" in out
+    rows = tmp_path / "plans.jsonl"
+    rows.write_text("".join(plan_row(step, plan) + "\n" for step in (7, 8)))
+    assert main([*COMPARE, "--plans", str(rows), "--json"]) == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)["plans"]] == ["step 7", "step 8"]
     path.write_text(dataclasses.replace(plan, cost=dataclasses.replace(plan.cost, source="")).to_json())
     assert main([*COMPARE, "--plans", str(path)]) == 0
     out = capsys.readouterr().out

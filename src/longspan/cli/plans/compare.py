@@ -36,7 +36,7 @@ from longspan.cli.plans.planning import (
 )
 from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
-from longspan.plan import Cost, Plan
+from longspan.plan import Cost, Plan, read_plans
 from longspan.plan.planners.options import PlanOptions
 from longspan.plan.simulate.compare import NamedSimulation, PlannerComparison
 from longspan.plan.simulate.evaluation import which_degree
@@ -71,7 +71,8 @@ class CompareFlags(PlanningFlags):
     accumulation: int = 0
     """With --which-eval-degree: micro-batches that keep the pipeline full; 0: the stages."""
     plans: tuple[str, ...] = ()
-    """With --compare: simulate these saved plans instead, or those in a run's folder."""
+    """With --compare: simulate these saved plans instead, those in a run's folder, or those of all its steps
+    (RUN/plans.jsonl)."""
 
 
 def check_flags_of_comparison(flags: CompareFlags) -> None:
@@ -163,13 +164,21 @@ def _comparison_options(flags: CompareFlags, home: Layout) -> PlanOptions:
 
 def _simulate_saved_plans(flags: CompareFlags) -> Iterator[NamedSimulation]:
     cost, _ = _slot_price(flags)
-    for file in _plan_files(flags.plans):
-        plan = Plan.from_json(file.read_bytes())
+    for name, plan in _read_saved_plans(flags.plans):
         price = cost if flags.cost or flags.model else plan.cost
         price = with_weights(price, flags, slots=plan.slots, node_size=plan.node_size, tp=flags.tp)
         passes: dict[str, Any] = {"backward": plan.cost.passes != "forward" and not flags.evaluation}
         passes |= {"pp": flags.pp, "vpp": flags.vpp, "row_bytes": _row_bytes(flags, plan)}
-        yield file.stem, simulate(plan, cost=price, **passes)
+        yield name, simulate(plan, cost=price, **passes)
+
+
+def _read_saved_plans(names: Sequence[str]) -> Iterator[tuple[str, Plan]]:
+    """The plans of these files and folders, each with a name."""
+    for file in _plan_files(names):
+        if file.suffix == ".jsonl":
+            yield from ((f"step {step}", plan) for step, plan in read_plans(file))
+        else:
+            yield file.stem, Plan.from_json(file.read_bytes())
 
 
 def _plan_files(names: Sequence[str]) -> Iterator[Path]:
