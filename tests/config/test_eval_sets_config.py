@@ -97,7 +97,6 @@ READ = [
     ('[[eval]]\nname = "books"\npth = "x"', r"unknown key eval.books.pth in .*: did you mean 'path'"),
     ('[[eval]]\neval_planner = "fixed"', r"unknown key eval.1.eval_planner in .*: did you mean 'planner'"),
     ('[[eval]]\nname = "books"\nevery = "often"', r"eval.books.every is 'often' in .*; it must be an integer"),
-    ('[[eval]]\npath = "a"\n[[eval]]\nplanner = "fix"', r"eval.2.planner is 'fix' .*did you mean 'fixed'"),
     ('[eval]\nname = "books"', r"evaluation sets are tables of an array: write \[\[eval\]\]"),
     ("eval = 3", r"eval is 3 in .*write \[\[eval\]\]"),
     ('[[evals]]\nname = "books"', r"unknown section \[evals\] .*did you mean 'eval'"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from longspan.config.keys import AUTO
-from longspan.config.plan_section import ContextConfig, EvalConfig, PlanSection, take_keys
+from longspan.config.plan_section import ONE_DEGREE, ContextConfig, EvalConfig, PlanSection, take_keys
 from longspan.config.sections import ParallelConfig, RunConfig, with_evaluations
 from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
@@ -104,17 +104,17 @@ def fit_set(
     fit = _Changing(entry, entry.prefix, _keys_under("context.eval_", flag_keys))
     types, slots = PlanChoice.evaluation(config, entry).comm_types, plural(home.slots, "slot")
     degrees = [fits for fits in _divisors(home.slots) if heads_allow(fits, heads, types, home.tp)]
-    degree = min(entry.max_dynamic_context_parallel_size or home.slots, home.slots)
+    degree = PlanChoice.evaluation(config, entry).widest(home)
     if isinstance(entry.context_parallel_size, str):  # "auto", chosen once the cost is known
         degree = degrees[-1]
-    elif entry.planner != "dynamic":
+    elif entry.planner in ONE_DEGREE:
         before, sizes = entry.context_parallel_size, entry.hierarchical_context_parallel_sizes
         why = "" if home.slots % before else f", {heads} query heads under a2a"
         degree = before if "context_parallel_size" in fit.flag_keys else _nearest(before, degrees)
         fit.change("context_parallel_size", degree, f"{slots}{why}")
         if "a2a+p2p" in types and not isinstance(sizes, int) and math.prod(sizes) != degree:
             fit.change("hierarchical_context_parallel_sizes", levels_at(sizes, degree), f"cp {degree}")
-    else:
+    elif entry.planner == "dynamic":
         least = entry.min_dynamic_context_parallel_size
         fit.change("min_dynamic_context_parallel_size", min(least, home.slots), slots)
     multiple = row_multiple_of(config.parallel)

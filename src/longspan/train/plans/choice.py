@@ -9,7 +9,7 @@ from functools import cache, partial
 from typing import Any, Unpack
 
 from longspan.config.keys import AUTO
-from longspan.config.plan_section import EvalConfig, PlanSection
+from longspan.config.plan_section import ONE_DEGREE, EvalConfig, PlanSection
 from longspan.config.sections import ContextConfig, ParallelConfig, RunConfig, held_out_set
 from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError, LongspanError, PlanError, plural
@@ -23,6 +23,7 @@ from longspan.plan.planners.options import PlanKeywords
 from longspan.plan.simulate.evaluation import plan_evaluation, widest_degree
 from longspan.plan.simulate.simulate import slot_cost
 from longspan.plan.simulate.type_and_partition import group_cost, options_at_degree
+from longspan.train.plans.own import own_cost, plan_by
 
 
 def row_multiple_of(parallel: ParallelConfig) -> int:
@@ -46,14 +47,17 @@ def cost_of(context: ContextConfig) -> Cost:
 
 
 def cost_of_run(config: RunConfig, model_config: Any, log: Callable[[str], None], *, gpu: bool) -> Cost:
-    """What a run's plans are priced by: the file of `context.cost`; without one, its model on H200s or on CPUs.
+    """What plans are priced by: `context.cost_model`, else the file of `context.cost`, else the model on H200s or CPUs.
 
     >>> cost = cost_of_run(config, model.config, print, gpu=world.device.type == "cuda")  # doctest: +SKIP
 
-    What is recomputed counts. The cost on CPUs is of no machine (`Cost.source` is ""): plans are compared by it, and no
-    time is shown. A model that its configuration does not price is planned for as a Qwen3-8B, with a line in the log.
+    What is recomputed counts in a cost of its model. The cost on CPUs is of no machine (`Cost.source` is ""): plans are
+    compared by it, and no time is shown. A model that its configuration does not price is planned for as a Qwen3-8B,
+    with a line in the log.
     """
     context, train = config.context, config.train
+    if config.context.cost_model:
+        return own_cost(config.context.cost_model, model_config)
     if context.cost:
         return cost_of(context)
     try:
@@ -165,6 +169,23 @@ class PlanChoice:
         return cls(section.planner, degree, *degrees, options, prefix, weights, weight_bytes)
 
     @property
+    def has_one_degree(self) -> bool:
+        """Whether all groups of its plans have the same degree."""
+        return self.planner in ONE_DEGREE
+
+    @property
+    def planner_key(self) -> str:
+        """The key of the planner."""
+        return self.prefix + "planner"
+
+    def widest(self, home: Layout) -> int:
+        """The highest degree that a group may have; of fixed and padded plans their degree, 0 if it is "auto"."""
+        if self.has_one_degree:
+            return self.degree
+        limit = self.max_degree if self.planner == "dynamic" else 0
+        return min(limit or home.slots, home.slots)
+
+    @property
     def degree_key(self) -> str:
         """The key of the degree."""
         return self.prefix + "context_parallel_size"
@@ -212,6 +233,9 @@ class PlanChoice:
         if self.planner == "dynamic":
             max_cp, widest = self.max_degree or None, widest_degree(home, options, self.max_degree)
             make = partial(plan_dynamic, lengths, home, min_cp=self.min_degree, max_cp=max_cp)
+        elif not self.has_one_degree:
+            widest = home.slots
+            make = partial(plan_by, self.planner, self.planner_key, lengths, home)
         else:
             widest = self.degree or smallest_degree(lengths, home, options)
             if not self.degree:
@@ -231,9 +255,8 @@ class PlanChoice:
             self.plan((longest,), home)
         except LongspanError as error:
             rows = f"{self.prefix}max_tokens_per_slot {self.options.max_tokens_per_slot or 0}"
-            fixed = self.planner != "dynamic"
             degree = f"{self.degree_key} {self.degree or AUTO}"
-            keys = f"{degree} and {rows} do not suit" if fixed else f"{rows} does not suit"
+            keys = f"{degree} and {rows} do not suit" if self.has_one_degree else f"{rows} does not suit"
             raise ConfigError(f"{keys} {title} on {plural(len(home.ranks), 'rank')}: {error}") from error
 
     def _cost(self, home: Layout) -> Cost:
@@ -300,7 +323,7 @@ def planner_of_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Lay
 def plans_of_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout, *, ahead: int) -> PlanAhead:
     """The plans of a run's training steps; a context manager.
 
-    Dynamic plans are made `ahead` steps early in another process; those of the other planners take a millisecond and
-    are made when their step begins.
+    Dynamic plans and those of a planner of one's own are made `ahead` steps early in another process; fixed and padded
+    plans take a millisecond and are made when their step begins.
     """
-    return PlanAhead(planner_of_steps(choice, order, home), ahead=ahead if choice.planner == "dynamic" else 0)
+    return PlanAhead(planner_of_steps(choice, order, home), ahead=0 if choice.has_one_degree else ahead)
