@@ -115,6 +115,12 @@ def test_the_planner_and_the_cost_of_the_page_on_planning_train(
     assert plans[0].cost.source == "the model on a slow network"
 
 
+def test_the_page_on_figures_prints_what_it_says(run_page: Callable[[str], str]) -> None:
+    page, printed = (ROOT / "docs/figures.md").read_text(), run_page("figures.md")
+    expected = re.findall(r"print\(.*\)  # ([^,\n]+)", page)
+    assert len(expected) == 4 and not [words for words in expected if words not in printed]
+
+
 def test_the_page_on_fine_tuning_is_one_program(run_page: Callable[[str], str]) -> None:
     assert "targets: Light.<|endoftext|>" in run_page("fine-tuning.md")
 
@@ -234,7 +240,7 @@ def test_no_page_has_a_program_that_is_not_run() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     with_programs = {page.stem for page in pages if "```python" in page.read_text()}
     run_here = {"attention", "bridge", "evaluation", "gpu", "losses", "own-loop", "parallelism", "planning", "tour"}
-    run_here |= {"README", "doctor", "fine-tuning", "hybrid", "mtp", "multimodal", "vision-models"}
+    run_here |= {"README", "doctor", "figures", "fine-tuning", "hybrid", "mtp", "multimodal", "vision-models"}
     assert with_programs == run_here
 
 
