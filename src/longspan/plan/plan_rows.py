@@ -91,16 +91,22 @@ def _group_row(group: Group, kinds: dict[tuple[Any, ...], int]) -> list[Any]:
 
 
 def _plan_of(row: Mapping[str, Any]) -> Plan:
-    lengths = tuple(row["lengths"])
-    kinds = [tuple(tuple(x) if isinstance(x, list) else x for x in cast(list[Any], kind)) for kind in row["kinds"]]
+    lengths: tuple[int, ...] = tuple(row["lengths"])
+    kinds: list[list[Any]] = [[_tuple(x) for x in kind] for kind in row["kinds"]]
     batches = (MicroBatch(tuple(_groups(batch, kinds, lengths))) for batch in row["micro_batches"])
-    values = {name: row[name] for name in (*_NUMBERS, *_SECONDS)}
+    values: dict[str, Any] = {name: row[name] for name in (*_NUMBERS, *_SECONDS)}
     return Plan(lengths=lengths, micro_batches=tuple(batches), **values)
 
 
-def _groups(rows: Iterable[list[Any]], kinds: list[tuple[Any, ...]], lengths: tuple[int, ...]) -> Iterator[Group]:
+def _tuple(value: Any) -> Any:
+    """A tuple, as plans have it, for a list of JSON."""
+    return tuple(cast(list[Any], value)) if isinstance(value, list) else value
+
+
+def _groups(rows: Iterable[list[Any]], kinds: list[list[Any]], lengths: tuple[int, ...]) -> Iterator[Group]:
     for number, first, *rest in rows:
         listed = isinstance(first, list)
-        slots = tuple(cast(list[int], first)) if listed else tuple(range(first, first + rest[0]))
-        documents = tuple(rest if listed else rest[1:])
-        yield Group(slots, documents, tuple(lengths[d] for d in documents), *kinds[number])
+        slots: tuple[int, ...] = _tuple(first) if listed else tuple(range(first, first + rest[0]))
+        documents: tuple[int, ...] = tuple(rest if listed else rest[1:])
+        kind, sizes, partition, pad_to = kinds[number]
+        yield Group(slots, documents, tuple(lengths[d] for d in documents), kind, sizes, partition, pad_to)

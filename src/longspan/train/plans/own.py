@@ -149,13 +149,13 @@ def _try_cost(cost: Cost, name: str) -> None:
     """Raise ConfigError unless seconds and bytes of groups are arrays of finite numbers of at least 0."""
     tokens, degree = np.array([[1.0], [4096.0], [65536.0]]), np.array([1.0, 2.0, 8.0])
     inside = degree < 8
-    asked = {
+    calls = {
         "group_seconds": (tokens, tokens * tokens, degree, inside),
         "group_bytes": (tokens, degree),
         "work_seconds": (tokens, tokens * tokens),
         "latency_seconds": (degree,),
     }
-    for method, arguments in asked.items():
+    for method, arguments in calls.items():
         shape = np.broadcast_shapes(*(np.shape(argument) for argument in arguments))
         try:
             values = np.asarray(getattr(cost, method)(*arguments), dtype=np.float64)
