@@ -28,7 +28,7 @@ class ControlGroup:
     def __init__(self, home: Layout, plane: tuple[int, ...], groups: ProcessGroups) -> None:
         self.home, self.plane = home, plane
         self._groups = groups
-        group = groups.make(home.ranks, "control", backend="gloo")
+        group = groups.make_group(home.ranks, "control", backend="gloo")
         assert group is not None
         self.group = group
 
@@ -44,20 +44,24 @@ class ControlGroup:
         return self.agree_on_flags(digest, flag, what=what, hint=hint)[0]
 
     def agree_on_flags(self, digest: str, *flags: bool, what: str = "plans", hint: str = "") -> tuple[bool, ...]:
-        """The same for several flags in one message; as many on each rank."""
+        """Agree as `agree` does, with several flags in one message; every rank gives as many."""
         words = torch.frombuffer(bytearray.fromhex(digest.zfill(64)), dtype=torch.int64)
-        both = torch.cat([words, ~words, torch.tensor(flags, dtype=torch.int64)])  # max of ~w is ~(min of w)
+        message = torch.cat([words, ~words, torch.tensor(flags, dtype=torch.int64)])  # max of ~w is ~(min of w)
         with self._watch.during("comparison of plans", self.home.ranks):
-            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.group)
-        if torch.equal(both[:4], ~both[4:8]):
-            return tuple(map(bool, both[8:].tolist()))
+            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.group)
+        if torch.equal(message[:4], ~message[4:8]):
+            return tuple(map(bool, message[8:].tolist()))
         ranks_of: dict[str, list[int]] = {}
         for rank, digest_there in zip(self.home.ranks, self.gather_objects(digest), strict=True):
             ranks_of.setdefault(digest_there, []).append(rank)
-        who = "; ".join(f"ranks {short(ranks)} hold {digest_there[:12]}…" for digest_there, ranks in ranks_of.items())
+        holders = "; ".join(
+            f"ranks {short(ranks)} hold {digest_there[:12]}…" for digest_there, ranks in ranks_of.items()
+        )
         items = " and items" if what == "lists of items" else ""
         hint = hint or f"A plan must be made from the same lengths{items} and settings on every rank"
-        raise CommError(f"the ranks hold {len(ranks_of)} different {what} for step {self._watch.step}: {who}. {hint}")
+        raise CommError(
+            f"the ranks hold {len(ranks_of)} different {what} for step {self._watch.step}: {holders}. {hint}"
+        )
 
     def gather_objects(self, value: T, what: str = "gather of host values") -> list[T]:
         """Every rank's value, in the order of the home's ranks. For small host data."""
@@ -84,7 +88,7 @@ class ControlGroup:
         return self.any_ranks(flag)[0]
 
     def any_ranks(self, *flags: bool) -> tuple[bool, ...]:
-        """Of each flag, whether it is set on any rank; as many on each."""
+        """Whether each flag is set on any rank; every rank gives as many."""
         values = torch.tensor(flags, dtype=torch.int64)
         with self._watch.during("agreement on a flag", self.home.ranks):
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
@@ -100,7 +104,7 @@ class ControlGroup:
 
     def sum_over_ranks(self, values: Sequence[float], what: str = "sum over ranks") -> list[float]:
         """Sums over all ranks of the home, in float64 and in one order: the same bits on every rank."""
-        return torch.stack(list(self._gather_numbers(values, what).values())).sum(0).tolist()
+        return torch.stack(list(self._gather_floats(values, what).values())).sum(0).tolist()
 
     def sum_over_stages(self, values: Sequence[float], what: str = "sum over slots") -> list[float]:
         """Sums over the slots of all pipeline stages, in float64 and in one order: the same bits on every rank.
@@ -109,7 +113,7 @@ class ControlGroup:
         """
         if self.home.pp == 1:
             return self.sum_over_slots(values, what)
-        numbers = self._gather_numbers(values, what)
+        numbers = self._gather_floats(values, what)
         ranks = [rank for stage in range(self.home.pp) for rank in self.home.plane(pp=stage)]
         return torch.stack([numbers[rank] for rank in ranks]).sum(0).tolist()
 
@@ -134,7 +138,7 @@ class ControlGroup:
             dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self.group)
         return int(box.item())
 
-    def _gather_numbers(self, values: Sequence[float], what: str) -> dict[int, Tensor]:
+    def _gather_floats(self, values: Sequence[float], what: str) -> dict[int, Tensor]:
         """Every rank's numbers, as many on each, in float64, in ascending order of ranks."""
         local = torch.tensor(list(values), dtype=torch.float64)
         parts = [torch.empty_like(local) for _ in self.home.ranks]

@@ -57,10 +57,10 @@ def save_model(
     model, target = _find_prepared(model), Path(folder)
     kind = None if dtype is None else torch_dtype(dtype)
     with world.watch.naming(f"writing of {target}", world.home.ranks):  # its gathers are DTensor's
-        _save(model, encoders, target, world, tokenizer, kind)
+        _save_weights(model, encoders, target, world, tokenizer, kind)
 
 
-def _save(
+def _save_weights(
     model: PreTrainedModel | PipelineModel,
     encoders: Sequence[Encoder],
     target: Path,
@@ -115,7 +115,7 @@ class _TrainedModules(NamedTuple):
 
 
 def _encoder_modules_to_save(encoders: Sequence[Encoder]) -> _TrainedModules:
-    """Raises ModelError, on every rank, where modules are trained in part."""
+    """The whole modules of encoders that are trained. Raises ModelError, on every rank, for one trained in part."""
     names, states = tuple[str, ...](), list[Mapping[str, Tensor]]()
     for encoder in encoders:
         parameters = encoder.module.named_parameters()

@@ -168,8 +168,8 @@ def test_a_cost_that_prices_nothing_is_refused(name: str, message: str) -> None:
 
 
 def test_one_cost_is_enough() -> None:
-    with pytest.raises(ConfigError, match=r"cost_model is '.*slow' and context\.cost is 'c\.json'; give one"):
-        check_config(config_of(context__cost_model=f"{OWN}slow", context__cost="c.json"), 4)
+    with pytest.raises(ConfigError, match=r"cost_model is '.*slow' and run\.machine is 'c\.json'; give one"):
+        check_config(config_of(context__cost_model=f"{OWN}slow", run__machine="c.json"), 4)
 
 
 def test_a_run_with_a_planner_and_a_cost_of_its_own(tmp_path: Path) -> None:

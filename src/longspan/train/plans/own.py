@@ -105,7 +105,7 @@ def _check_heads(plan: Plan, options: PlanOptions, home: Layout) -> None:
 def check_cost(name: str, file: str) -> None:
     """Raise ConfigError for a cost that does not exist, and if there is a file of a cost too."""
     if file:
-        raise ConfigError(f"{COST_KEY} is {name!r} and context.cost is {file!r}; give one of them")
+        raise ConfigError(f"{COST_KEY} is {name!r} and run.machine is {file!r}; give one of them")
     _cost_named(name)
 
 
@@ -113,7 +113,7 @@ def _cost_named(name: str) -> Any:
     if "." not in name or name.endswith(".json"):
         raise ConfigError(
             f"{COST_KEY} is {name!r}; give a longspan.Cost or a function that returns one by its dotted name, as in "
-            "'my_module.my_cost'; a file of longspan bench calibrate is the value of context.cost"
+            "'my_module.my_cost'; a file of longspan bench calibrate is the value of run.machine"
         )
     cost = object_named(name, f"{COST_KEY} is {name!r}")
     if not isinstance(cost, Cost) and not callable(cost):
