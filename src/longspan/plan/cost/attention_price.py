@@ -148,7 +148,7 @@ def latency_seconds(cost: AttentionRates, degree: Floats) -> Floats:
     """Seconds that groups of these degrees wait for messages however few rows they carry; the least, under "auto"."""
     if cost.cp_comm_type == "auto":
         ring, gather = _latency_of(cost, "p2p", degree), _latency_of(cost, "all_gather", degree)
-        return np.asarray(np.minimum(ring, gather), dtype=np.float64)
+        return np.where(ring < gather, ring, gather)
     return _latency_of(cost, cost.cp_comm_type, degree)
 
 
