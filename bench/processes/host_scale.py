@@ -6,7 +6,9 @@ Gloo processes on this machine open a world and make the calls of a step and of 
 counts: every TCP socket of a process has counters of the bytes and of the data segments that were sent on it
 (TCP_INFO; Linux 4.19 or later), and a small message is one segment. Sockets whose other end is the store's port are the
 store's, all others lead to other ranks, so nothing that torch or gloo does in C++ is left out. Each figure is the most
-of any rank. Fits: constant, a + b log2 n, or a + b n.
+of any rank. Fits: constant, a + b log2 n, or a + b n, the first that is within 10% of every count. Processes share the
+cores, so times are not fitted. Groups of a CPU's tensors connect all ranks with all; on GPUs their messages travel over
+NCCL, which is not counted here. What gloo takes of such a group is in the rows "group on GPUs".
 """
 
 import os
@@ -14,6 +16,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
+import json
 import socket
 import stat
 import struct
@@ -39,7 +42,18 @@ from longspan.errors import CommError
 from longspan.run.result import versions
 
 DIGEST = "0f" * 32
+
+
+def calls_of_a_step(world: World) -> None:
+    """What a step of a run asks of all ranks: `World.prepare` and the reading of rows compare plans."""
+    world.control.agree(DIGEST)
+    world.control.agree(DIGEST)
+    world.control.sum_over_ranks([1.0, 2.0, 3.0])
+    world.control.any_ranks(False, False)
+
+
 CALLS: dict[str, Callable[[World], object]] = {
+    "step: all of the following, the first twice": calls_of_a_step,
     "step: comparison of plans": lambda world: world.control.agree(DIGEST),
     "step: loss and norm": lambda world: world.control.sum_over_ranks([1.0, 2.0, 3.0]),
     "step: agreement on the end": lambda world: world.control.any_ranks(False, False),
@@ -61,20 +75,24 @@ def main() -> None:
     flags.add_argument("--repeats", type=int, default=20, help="calls of each kind")
     flags.add_argument("--idle-seconds", type=float, default=10.0, help="how long the answering threads are watched")
     flags.add_argument("--extrapolate", type=int, default=8192)
+    flags.add_argument("--before", type=Path, help="a record of another commit, for two more columns")
     flags.add_argument("--out", type=Path)
     settings = flags.parse_args()
-    rows = {}
+    rows = dict[str, dict[str, float]]()
     for ranks in map(int, settings.ranks.split(",")):
         by_rank = run_local(_measured, ranks, (ranks, settings.repeats, settings.idle_seconds), timeout=3600)
-        rows[ranks] = {name: max(figures[name] for figures in by_rank) for name in by_rank[0]}
+        rows[str(ranks)] = {name: max(figures[name] for figures in by_rank) for name in by_rank[0]}
         print(f"{ranks} ranks are counted", file=sys.stderr, flush=True)
     about = {"machine": machine(), "versions": versions(), "command": " ".join(["python", *sys.argv])}
     record = {"bench": "host-scale", **about, "extrapolated to": settings.extrapolate, "rows": rows}
     record["fits"] = {
-        name: _fit({n: row[name] for n, row in rows.items()}, settings.extrapolate)
+        name: _fit({int(n): row[name] for n, row in rows.items()}, settings.extrapolate)
         for name in next(iter(rows.values()))
         if not name.endswith(TIMES)
     }
+    if settings.before is not None:
+        before = json.loads(settings.before.read_text(encoding="utf-8"))
+        record["before"] = {name: before[name] for name in ("rows", "fits")}
     if settings.out is not None:
         write_record(record, settings.out, _text(record))
     print(_text(record))
@@ -127,8 +145,11 @@ def _measured(_: int, ranks: int, repeats: int, idle_seconds: float) -> dict[str
         figures |= _opened("open, host values", traffic() - before - of_parents[0])
         figures |= _opened("open, tensors of a CPU", of_parents[0]) | _process("open")
         before = traffic()
-        _ = world.meshes.fsdp
+        assert world.meshes.fsdp.size() == ranks
         figures |= _opened("mesh of FSDP2 on a CPU", traffic() - before)
+        before = traffic()
+        world.process_groups.make(range(ranks), "replicate", backend="cpu:gloo")
+        figures |= _opened("group on GPUs, gloo", traffic() - before)
         for name, call in CALLS.items():
             figures |= _of_call(world, name, call, repeats)
         figures |= _process("after all calls") | {"after all calls: sockets to ranks": traffic().peer_sockets}
@@ -209,22 +230,32 @@ def _number(value: float) -> str:
 
 def _text(record: dict[str, Any]) -> str:
     rows, there = record["rows"], record["extrapolated to"]
+    before = record.get("before")
+    then = max(before["rows"], key=int) if before else ""
+    columns = ["of the rank with the most", *(f"{n} ranks" for n in rows), "growth", f"{there:,} ranks"]
+    columns += [f"before: {then} ranks", f"before: {there:,} ranks"] if before else []
     lines = [
         "# What a rank's host side costs, by the number of ranks",
         "",
         where_it_ran(record),
         "",
-        __doc__.split("\n\n")[2].replace("\n", " "),
+        (__doc__ or "").split("\n\n")[2].replace("\n", " ").strip(),
         "",
-        f"| of the rank with the most | {' | '.join(f'{n} ranks' for n in rows)} | growth | {there:,} ranks |",
-        "| --- " * (len(rows) + 3) + "|",
+        f"| {' | '.join(columns)} |",
+        "| --- " * len(columns) + "|",
     ]
     for name in next(iter(rows.values())):
         cells = [_number(row[name]) for row in rows.values()]
-        fit = record["fits"].get(name)
-        cells += ["", ""] if fit is None else [fit["form"], _number(fit["there"])]
+        cells += [""] * 2 if name not in record["fits"] else _fit_cells(record["fits"][name])
+        if before:
+            fit = before["fits"].get(name)
+            cells += [_number(before["rows"][then][name]), "" if fit is None else _number(fit["there"])]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _fit_cells(fit: dict[str, Any]) -> list[str]:
+    return [fit["form"], _number(fit["there"])]
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def texts(rank: int, home: Layout) -> list[Any]:
         none_of_some = None if rank % 2 == 0 else str(rank)
         odd = "".join(str(r) for r in home.ranks if r % 2)
         assert control.reduce_object(none_of_some, str.__add__, "odd ranks") == (odd or None)
-        assert control.reduce_object(None, max, "nothing") is None
+        assert control.reduce_object(None, str.__add__, "nothing") is None
         assert control.first_object([] if rank == n - 1 else None, "an empty list") == (n - 1, [])
         for source in range(n):
             assert control.broadcast_object({"from": rank, "size": "x" * 10**5}, source)["from"] == source
@@ -122,9 +122,9 @@ def requests_of_watching(rank: int) -> tuple[int, list[str]]:
     """The store requests of two seconds in which nothing happens, and what the watching thread asks."""
     asked, has_news = list[str](), FailureReports.has_news
 
-    def counted(reports: FailureReports) -> bool:
+    def counted(self: FailureReports) -> bool:
         asked.append("news")
-        return has_news(reports)
+        return has_news(self)
 
     FailureReports.has_news = counted
     with World(Layout(ranks=2), backend="gloo", timeout=60) as world:

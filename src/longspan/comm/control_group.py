@@ -70,25 +70,26 @@ class ControlGroup:
         """Whether all ranks hold the digest, and which of the flags are set on any; one value in all rounds."""
         words = torch.frombuffer(bytearray.fromhex(digest.zfill(64)), dtype=torch.int64)
         both = torch.cat([words, ~words, torch.tensor(flags, dtype=torch.int64)])  # max of ~w is ~(min of w)
-        both = self._reduced(both, torch.maximum, what)
+        both = self._reduce(both, torch.maximum, what)
         return torch.equal(both[:4], ~both[4:8]), tuple(map(bool, both[8:].tolist()))
 
     def gather_objects(self, value: T, what: str = "gather of host values") -> list[T]:
         """Every rank's value, in the order of the home's ranks. For small host data: each rank receives all of it."""
         by_rank = self.reduce_object({self._watch.rank: value}, lambda ours, theirs: ours | theirs, what)
+        assert by_rank is not None
         return [by_rank[rank] for rank in self.home.ranks]
 
-    def reduce_object(self, value: T, combine: Callable[[T, T], T], what: str) -> T:
+    def reduce_object(self, value: T | None, combine: Callable[[T, T], T], what: str) -> T | None:
         """All ranks' values combined, in the order of the home's ranks. For small host data.
 
         `combine` gets those of neighbouring runs of ranks. A value None is left out; of None only, None comes back.
         """
         with self._watch.during(what, self.home.ranks):
-            return self._rounds.reduce_object(value, combine, what)  # pyright: ignore[reportReturnType]
+            return self._rounds.reduce_object(value, combine, what)
 
     def first_object(self, value: T | None, what: str) -> tuple[int, T] | None:
         """The first rank, in the home's order, with a value that is not None, and its value; None if there is none."""
-        return self.reduce_object(None if value is None else (self._watch.rank, value), lambda first, _: first, what)
+        return self.reduce_object(None if value is None else (self._watch.rank, value), _first, what)
 
     def broadcast_object(self, value: T, source: int | None = None, what: str = "broadcast of host values") -> T:
         """The value of the `source` rank (default: the home's first). For small host data."""
@@ -98,7 +99,7 @@ class ControlGroup:
 
     def barrier(self, what: str = "barrier") -> None:
         """Wait until every rank is here."""
-        self._reduced(torch.zeros(1), torch.maximum, what)
+        self._reduce(torch.zeros(1), torch.maximum, what)
 
     def any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
@@ -106,7 +107,7 @@ class ControlGroup:
 
     def any_ranks(self, *flags: bool) -> tuple[bool, ...]:
         """Of each flag, whether it is set on any rank; as many on each."""
-        values = self._reduced(torch.tensor(flags, dtype=torch.int64), torch.maximum, "agreement on a flag")
+        values = self._reduce(torch.tensor(flags, dtype=torch.int64), torch.maximum, "agreement on a flag")
         return tuple(map(bool, values.tolist()))
 
     def sum_over_slots(self, values: Sequence[float], what: str = "sum over slots") -> list[float]:
@@ -117,7 +118,7 @@ class ControlGroup:
 
     def sum_over_ranks(self, values: Sequence[float], what: str = "sum over ranks") -> list[float]:
         """Sums over all ranks of the home, in float64 and in one order: the same bits on every rank."""
-        return self._reduced(torch.tensor(list(values), dtype=torch.float64), torch.add, what).tolist()
+        return self._reduce(torch.tensor(list(values), dtype=torch.float64), torch.add, what).tolist()
 
     def sum_over_stages(self, values: Sequence[float], what: str = "sum over slots") -> list[float]:
         """Sums over the slots of all pipeline stages, in float64 and in one order: the same bits on every rank.
@@ -133,19 +134,23 @@ class ControlGroup:
         """Sums over all ranks of an array's elements, in memory of two arrays: the same bits on every rank."""
         total = torch.from_numpy(values).clone()
         if total.nbytes < _LARGE:
-            return self._reduced(total, torch.add, what).numpy()
+            return self._reduce(total, torch.add, what).numpy()
         with self._watch.during(what, self.home.ranks):
             dist.all_reduce(total, op=dist.ReduceOp.SUM, group=self.group)
         return total.numpy()
 
     def largest_of(self, values: Sequence[float], what: str) -> list[float]:
         """The largest of all ranks' values, of each of several; as many on each rank."""
-        return self._reduced(torch.tensor(list(values), dtype=torch.float64), torch.maximum, what).tolist()
+        return self._reduce(torch.tensor(list(values), dtype=torch.float64), torch.maximum, what).tolist()
 
     def largest(self, value: int) -> int:
         """The largest of all ranks' values."""
-        return int(self._reduced(torch.tensor([value]), torch.maximum, "largest of host values").item())
+        return int(self._reduce(torch.tensor([value]), torch.maximum, "largest of host values").item())
 
-    def _reduced(self, x: Tensor, combine: Callable[[Tensor, Tensor], Tensor], what: str) -> Tensor:
+    def _reduce(self, x: Tensor, combine: Callable[[Tensor, Tensor], Tensor], what: str) -> Tensor:
         with self._watch.during(what, self.home.ranks):
             return self._rounds.reduce(x, combine, what)
+
+
+def _first(first: tuple[int, T], _: tuple[int, T]) -> tuple[int, T]:
+    return first

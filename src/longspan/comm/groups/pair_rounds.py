@@ -60,7 +60,8 @@ class PairRounds:
         """The value of the rank `source`, over the connections of the rounds."""
         self._begin(what)
         (root, from_second), exchange = self._place_of(self._ranks.index(source)), self._exchange_objects
-        if from_second and root == self._place:
+        in_pair = from_second and root == self._place
+        if in_pair and self._partner is not None:
             received = exchange(self._partner, value, sends=self._is_second, receives=not self._is_second)
             value = value if self._is_second else received
         if not self._is_second:
@@ -69,7 +70,7 @@ class PairRounds:
                 if offset in (0, bit):
                     received = exchange(self._member(bit), value, sends=offset == 0, receives=offset == bit)
                     value = received if offset == bit else value
-        if self._partner is not None and not (from_second and root == self._place):
+        if self._partner is not None and not in_pair:
             received = exchange(self._partner, value, sends=not self._is_second, receives=self._is_second)
             value = received if self._is_second else value
         return value
@@ -109,8 +110,8 @@ class PairRounds:
     def _exchange_objects(self, member: int, value: object, *, sends: bool = True, receives: bool = True) -> Any:
         """Exchange objects with a member: their sizes, and then those that are not None."""
         packed = _pack(value) if sends else torch.empty(0)
-        size = int(self._exchange(member, torch.tensor(len(packed)), sends=sends, receives=receives))
-        into = torch.empty(size if receives else 0, dtype=torch.uint8)
+        size = int(self._exchange(member, torch.tensor(len(packed), device="cpu"), sends=sends, receives=receives))
+        into = torch.empty(size if receives else 0, dtype=torch.uint8, device="cpu")
         self._transfer(member, packed, into)
         return pickle.loads(into.numpy().tobytes()) if len(into) else None
 
