@@ -67,7 +67,7 @@ CALLS: dict[str, Callable[[World], object]] = {
     "run: barrier": lambda world: world.control.barrier(),
 }
 FORMS: dict[str, Callable[[Any], Any]] = {"1": lambda n: 0 * n, "log n": np.log2, "n": lambda n: 1.0 * n}
-TIMES = ("seconds", " ms")  # of more processes than cores, so not fitted
+TIMES = " ms"  # of more processes than cores, so not fitted
 FORM_ERROR = 0.1  # of the slowest growth that is taken
 FITTED_FROM = 8  # ranks: among fewer, gloo's rings cut a message into fewer pieces
 
@@ -137,15 +137,14 @@ def traffic() -> Traffic:
 
 
 def _measured(_: int, ranks: int, repeats: int, idle_seconds: float) -> dict[str, float]:
-    before, started = traffic(), time.perf_counter()
+    before = traffic()
     of_parents = list[Traffic]()
     with mock.patch.object(Channels, "make_parents", _counting(Channels.make_parents, of_parents)):
         world = World(Layout(ranks=ranks), backend="gloo")
         world.__enter__()
     with ExitStack() as open_world:
         open_world.push(world)
-        figures = {"open: seconds": time.perf_counter() - started}
-        figures |= _opened("open, host values", traffic() - before - of_parents[0])
+        figures = _opened("open, host values", traffic() - before - of_parents[0])
         figures |= _opened("open, tensors of a CPU", of_parents[0]) | _process("open")
         before = traffic()
         assert world.meshes.fsdp.size() == ranks
