@@ -1,10 +1,17 @@
-"""What benches, tests and examples import of longspan is there; pyright reads the sources alone."""
+"""Names that no type checker reads are there: what benches, tests and examples import, and the files in prose."""
 
 import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+SOURCES = sorted(file for folder in ("src", "bench", "examples", "tests") for file in (ROOT / folder).rglob("*.py"))
+ELSEWHERE = {"mimo_mtp.py", "qwen3_next_mtp.py", "deepseek_mtp.py", "nemotron_h_mtp.py"}  # vLLM's
+FILE = re.compile(r"`([\w./-]+\.py|[\w.-]+/[\w./-]*/)`")
 
 
 @cache
@@ -29,10 +36,33 @@ def names_of(module: str) -> set[str] | None:
 
 def test_every_import_of_longspan_finds_its_name() -> None:
     wrong = []
-    for path in sorted(file for folder in ("bench", "examples", "tests") for file in (ROOT / folder).rglob("*.py")):
+    for path in (file for file in SOURCES if not file.is_relative_to(ROOT / "src")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "longspan":
                 found = names_of(node.module or "")
                 missing = [alias.name for alias in node.names if found is None or alias.name not in found]
                 wrong += [f"{path.relative_to(ROOT)}:{node.lineno}: {node.module} has no {name}" for name in missing]
+    assert not wrong, "\n".join(wrong)
+
+
+def prose_of(text: str) -> Iterator[tuple[int, str]]:
+    """The docstrings and comments of a program, with the line that each begins in."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def test_files_and_folders_in_docstrings_and_comments_exist() -> None:
+    """`call.py`, `attention/call.py`, `attention/kernels/`; a single folder may be one of a run."""
+    places = [f"/{path.relative_to(ROOT)}" for file in SOURCES for path in (file, file.parent)]
+    wrong = []
+    for path in SOURCES:
+        text = path.read_text(encoding="utf-8")
+        for line, words in prose_of(text) if FILE.search(text) else ():
+            names = set(FILE.findall(words)) - ELSEWHERE
+            missing = [name for name in names if not any(place.endswith(f"/{name.rstrip('/')}") for place in places)]
+            wrong += [f"{path.relative_to(ROOT)}:{line}: there is no {name}" for name in missing]
     assert not wrong, "\n".join(wrong)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
-from longspan.attention import KERNELS, AttentionCall, Mask
+from longspan.attention import KERNELS, AttendCall, Mask
 from longspan.attention.call import Saved
 from longspan.attention.kernels.table import Kernel
 from longspan.attention.tiles import Launch, Tile, Tiling
@@ -65,11 +65,11 @@ class Layer:
     window: int | None = None
     softcap: float | None = None
 
-    def call(self, scale: float = 1.0) -> AttentionCall:
+    def call(self, scale: float = 1.0) -> AttendCall:
         """The call of causal attention in bfloat16 on a GPU."""
         sizes = (self.heads, self.kv_heads, self.size, self.value_size)
         mask = Mask(window=self.window)
-        return AttentionCall(*sizes, torch.bfloat16, GPU, mask, scale=scale * self.size**-0.5, softcap=self.softcap)
+        return AttendCall(*sizes, torch.bfloat16, GPU, mask, scale=scale * self.size**-0.5, softcap=self.softcap)
 
 
 LAYERS = {
@@ -138,7 +138,7 @@ def errors(kernel: Kernel, layer: Layer) -> tuple[list[float], list[float]]:
     ]
 
 
-def _dense(qkv: list[Tensor], dout: Tensor, call: AttentionCall, dtype: torch.dtype) -> list[Tensor]:
+def _dense(qkv: list[Tensor], dout: Tensor, call: AttendCall, dtype: torch.dtype) -> list[Tensor]:
     """out, dq, dk and dv, document by document with all scores at once."""
     leaves = [x.to(dtype).requires_grad_() for x in qkv]
     outs = list[Tensor]()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttentionCall, Saved
+from longspan.attention.call import AttendCall, Saved
 from longspan.attention.kernels import HeadSizes, Kernel
 
 
@@ -14,12 +14,12 @@ def hollow_kernel(device: str, counts: Counter[str] | None = None) -> Kernel:
     """Gives tensors laid out like FlashAttention-4's, with whatever was in memory; `counts` its calls."""
     calls: Counter[str] = Counter() if counts is None else counts
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, launch: Any, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, launch: Any, call: AttendCall) -> tuple[Tensor, Tensor]:
         calls["forward"] += 1
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
         return q.new_empty((*q.shape[:2], v.shape[2])), lse.transpose(0, 1)
 
-    def backward(dout: Tensor, saved: Saved, launch: Any, call: AttentionCall) -> tuple[Tensor, ...]:
+    def backward(dout: Tensor, saved: Saved, launch: Any, call: AttendCall) -> tuple[Tensor, ...]:
         calls["backward"] += 1
         return torch.empty_like(saved.q), torch.empty_like(saved.k), torch.empty_like(saved.v)
 

@@ -24,7 +24,7 @@ from bench.processes.emulated_nodes import run_on_nodes
 from bridge_host import plan_rows
 from bridge_layouts import CASES, bytes_table
 from bridge_record import as_markdown
-from bridge_time import Settings, measure
+from bridge_time import BridgeSettings, measure
 
 from longspan.bench.record import open_record, write_record
 from longspan.cli.processes import has_torchrun, processes_of, reports_here, run_on_ranks
@@ -39,7 +39,7 @@ def main() -> None:
         record |= {"rows": list(bytes_table() if flags.bytes else plan_rows(flags.plan_rows))}
         _finish(record, flags.out)
     elif flags.nodes > 1 and not has_torchrun():
-        _finish(run_on_nodes(flags.nodes, flags.ranks, flags.timeout), None)
+        _finish(run_on_nodes(flags.nodes, flags.ranks, flags.timeout, cpu=flags.device == "cpu"), None)
     else:
         record = _measured(flags)
         if flags.results is not None and reports_here():
@@ -51,7 +51,7 @@ def _measured(flags: argparse.Namespace) -> dict[str, Any]:
     processes = processes_of(0 if has_torchrun() else flags.ranks, flags.device, on_gpus=0, on_cpus=4)
     if processes.ranks not in CASES:
         sys.exit(f"{processes.ranks} ranks; there are layouts for {' and '.join(map(str, CASES))}")
-    settings = Settings(
+    settings = BridgeSettings(
         ranks=processes.ranks,
         backend=processes.backend,
         nodes=flags.nodes,

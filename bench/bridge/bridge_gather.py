@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bridge_layouts import Case
+from bridge_layouts import BridgeCase
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -25,7 +25,7 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 class GatherBridge:
     """This rank's side. Made by all ranks together; what it returns is valid until the next call."""
 
-    def __init__(self, case: Case, rank: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, case: BridgeCase, rank: int, device: torch.device, dtype: torch.dtype) -> None:
         self._fan_in, self._fan_out = case.replicas
         block = case.tp * case.cp  # ranks of one replica of the language model
         replica, place = divmod(rank, block)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench.attention.attention_host import OneRank, Operators
-from bridge_layouts import CASES, Case, with_rows
+from bridge_layouts import CASES, BridgeCase, with_rows
 
 from longspan import Bridge, World
 from longspan.bridge.bridge import forget_plans
@@ -39,7 +39,7 @@ def plan_rows(totals: Sequence[int]) -> Iterator[dict[str, Any]]:
             dist.destroy_process_group()
 
 
-def _plan_seconds(case: Case, world: World) -> tuple[float, float]:
+def _plan_seconds(case: BridgeCase, world: World) -> tuple[float, float]:
     """Of a bridge between new layouts, and of one between layouts that were bridged before: the least of three."""
     seconds: tuple[list[float], list[float]] = [], []
     for _ in range(3):
@@ -51,7 +51,7 @@ def _plan_seconds(case: Case, world: World) -> tuple[float, float]:
     return min(seconds[0]), min(seconds[1])
 
 
-def _calls(case: Case, world: World) -> dict[str, float]:
+def _calls(case: BridgeCase, world: World) -> dict[str, float]:
     """Microseconds and operators of forward and of backward."""
     bridge = Bridge(case.have(), case.need(), world, gradient=case.gradient)
     x = torch.zeros(case.have().counts[0], HIDDEN, requires_grad=True)

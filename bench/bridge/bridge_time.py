@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from bridge_gather import GatherBridge
-from bridge_layouts import CASES, Case, with_rows
+from bridge_layouts import CASES, BridgeCase, with_rows
 from bridge_plain import PlainExchange, components, equal_counts
 from bridge_record import as_markdown
 from torch import Tensor
@@ -66,7 +66,7 @@ def measure(rank: int, settings: BridgeSettings) -> dict[str, Any]:
     return record
 
 
-def _row(case: Case, world: World, settings: BridgeSettings) -> dict[str, Any]:
+def _row(case: BridgeCase, world: World, settings: BridgeSettings) -> dict[str, Any]:
     """Check and time one case."""
     there = Exchange(case.have(), case.need())
     back = there.reverse()  # every row is needed, at one slot
@@ -88,7 +88,7 @@ def _row(case: Case, world: World, settings: BridgeSettings) -> dict[str, Any]:
     return row
 
 
-def _designs(case: Case, world: World) -> tuple[Runs, dict[str, tuple[Tensor, Tensor]]]:
+def _designs(case: BridgeCase, world: World) -> tuple[Runs, dict[str, tuple[Tensor, Tensor]]]:
     """Forward and backward of both designs, and what they gave in one pass: rows, and gradients of rows."""
     dtype, device = _dtype(world), world.device
     x, gradient = _inputs(case, world.rank, dtype, device)
@@ -104,7 +104,7 @@ def _designs(case: Case, world: World) -> tuple[Runs, dict[str, tuple[Tensor, Te
     return runs, {"rows": (y, gather.forward(same)), "gradients": (back, gather.backward(gradient))}
 
 
-def _inputs(case: Case, rank: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def _inputs(case: BridgeCase, rank: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Rows of this rank's encoder replica, and gradients of the rows of its slot; equal on tensor-parallel ranks."""
     random = torch.Generator(device)
     tensors = []
@@ -117,7 +117,7 @@ def _inputs(case: Case, rank: int, dtype: torch.dtype, device: torch.device) -> 
     return tensors[0].requires_grad_(), tensors[1]
 
 
-def _check(case: Case, world: World, results: dict[str, tuple[Tensor, Tensor]]) -> None:
+def _check(case: BridgeCase, world: World, results: dict[str, tuple[Tensor, Tensor]]) -> None:
     """Refuse to time what is not the same, on every rank."""
     wrong = [name for name, (ours, theirs) in results.items() if not torch.equal(ours, theirs)]
     for rank, names in enumerate(world.control.gather_objects(wrong)):
@@ -156,7 +156,7 @@ def _once(run: Callable[[], object], world: World) -> tuple[float, float]:
     return start.elapsed_time(stop) * 1e-3, host
 
 
-def _mib(case: Case, there: Exchange, back: Exchange, busiest: dict[str, int], itemsize: int) -> dict[str, Any]:
+def _mib(case: BridgeCase, there: Exchange, back: Exchange, busiest: dict[str, int], itemsize: int) -> dict[str, Any]:
     """MiB that a rank receives, mean over the ranks, and what the busiest rank sends or receives."""
     mib = case.hidden * itemsize / 2**20
     mean = {name: float(table.counts.sum()) / case.ranks for name, table in (("forward", there), ("backward", back))}

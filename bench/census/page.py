@@ -8,7 +8,7 @@ import torch
 from bench.census.images import image_section
 from bench.census.record import counts
 
-from longspan.attention import AttentionCall, Mask
+from longspan.attention import AttendCall, Mask
 from longspan.doctor.kernels import GPU, kernels_on_gpus
 
 COMMAND = "python bench/census.py --docs docs/models.md"
@@ -186,7 +186,7 @@ def kernel_of(kind: Mapping[str, Any]) -> str:
     """The first kernel that takes several documents of this kind of layer on a GPU, and its head sizes."""
     query, value, window = kind["query"], kind["value"], 1 if kind["window"] else None
     softcap = 1.0 if kind["softcap"] else None
-    call = AttentionCall(1, 1, query, value, torch.bfloat16, GPU, Mask(window=window), softcap=softcap)
+    call = AttendCall(1, 1, query, value, torch.bfloat16, GPU, Mask(window=window), softcap=softcap)
     sizes = str(query) if query == value else f"{query}/{value}"
     return f"`{kernels_on_gpus(call)[0].name}` ({sizes})"
 

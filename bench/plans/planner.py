@@ -32,7 +32,7 @@ from longspan import Layout, plan_dynamic, plan_fixed
 from longspan.cli.machine import machine, machine_text
 from longspan.plan import Cost, PlanOptions, lower_bound_seconds
 from longspan.plan.simulate.distributions import sample_lengths
-from longspan.plan.simulate.type_and_partition import options_of_types, type_of, with_price_of_type
+from longspan.plan.simulate.type_and_partition import options_of_types, type_of
 
 NAMES = ("lognorm", "bimodal", "uniform", "files", "expo")
 LONGEST = 131072
@@ -81,7 +81,7 @@ def static_plan(lengths: list[int], slots: int, cap: int) -> tuple[float, int, s
     least = min(slots, max(1, LONGEST // cap))
     options, home = PlanOptions(cp_comm_type="auto", heads=HEADS, cost=COST, max_tokens_per_slot=cap), Layout(slots)
     plans = (
-        plan_fixed(lengths, home, cp, options=with_price_of_type(typed))
+        plan_fixed(lengths, home, cp, options=typed)
         for cp in (least, 2 * least, 4 * least)
         if slots % cp == 0
         for typed in options_of_types(options, home, cp)

@@ -1,8 +1,10 @@
-"""Several torchruns of this machine that stand for nodes, of one script each with the command line of this process.
+"""Several torchruns of this machine that stand for nodes, each of the same command.
 
-Where there are GPUs, each has a part of them and its own NCCL_HOSTID, so that NCCL goes through sockets between them.
+Where there are GPUs, each node has a part of them and its own NCCL_HOSTID, so that NCCL goes through sockets between
+nodes. With a `NodeNetwork` each node has a network of its own, and a slow link to the others.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -11,51 +13,159 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
+from uuid import uuid4
 
-import torch
 from bench.processes.end_processes import end_with_workers
+from bench.processes.node_network import NodeNetwork
+
+MARK = "LONGSPAN_EMULATED_NODES"  # in the environment of all processes of the nodes, by which they are ended
+_PR_SET_PDEATHSIG = 1
 
 
-def run_on_nodes(nodes: int, ranks: int, timeout: float) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Nodes:
+    """So many nodes of so many ranks each, and the GPUs of each (empty: ranks on CPUs)."""
+
+    count: int
+    ranks: int
+    gpus: tuple[tuple[str, ...], ...] = ()
+
+    @classmethod
+    def on_this_machine(cls, count: int, ranks: int = 0, *, on_cpus: int = 4, cpu: bool = False) -> "Nodes":
+        """Nodes that share out this machine's GPUs, with `ranks` of them each (0: as many as there are).
+
+        Without GPUs, or with `cpu`, a node has `ranks` or `on_cpus` ranks. Raises ValueError if the GPUs are too few.
+        """
+        gpus = () if cpu else _visible_gpus()
+        if not gpus:
+            return cls(count, ranks or on_cpus)
+        ranks = ranks or len(gpus) // count
+        if not ranks or count * ranks > len(gpus):
+            need = f"{count} nodes of {max(1, ranks)} rank(s) need {count * max(1, ranks)} GPUs"
+            raise ValueError(f"{need}, and this machine has {len(gpus)}; give fewer ranks, or ranks on CPUs")
+        return cls(count, ranks, tuple(tuple(gpus[node * ranks : (node + 1) * ranks]) for node in range(count)))
+
+    def __str__(self) -> str:
+        return f"{self.count} nodes of {self.ranks} rank(s) each, on {'GPUs' if self.gpus else 'CPUs'}"
+
+
+class EmulatedNodes:
+    """The torchruns of some nodes, as a context that leaves none of their processes behind.
+
+    `words` is what follows torchrun's flags. Output of a node goes to its file of `logs`; None is this terminal.
+    """
+
+    def __init__(
+        self, nodes: Nodes, words: Sequence[str], logs: Sequence[Path | None], network: NodeNetwork | None = None
+    ) -> None:
+        self.nodes, self._words, self._logs, self._network = nodes, list(words), logs, network
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._mark, self._port = uuid4().hex, free_port()
+
+    def __enter__(self) -> "EmulatedNodes":
+        try:
+            for node in range(self.nodes.count):
+                self.processes.append(self._start(node))
+                if self._network is not None:
+                    self._network.join(node, self.processes[node])
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self.processes:
+            end_with_workers(process, f"{MARK}={self._mark}")
+
+    def running(self) -> list[int]:
+        """The nodes whose torchrun still runs."""
+        return [node for node, process in enumerate(self.processes) if process.poll() is None]
+
+    def failed(self) -> list[int]:
+        """The nodes whose torchrun has ended with a status that is not 0."""
+        return [node for node, process in enumerate(self.processes) if process.poll()]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every torchrun that runs, which passes it on to its ranks."""
+        for node in self.running():
+            self.processes[node].send_signal(number)
+
+    def _start(self, node: int) -> subprocess.Popen[bytes]:
+        network, log = self._network, self._logs[node]
+        address, interface = ("127.0.0.1", "lo") if network is None else (network.address(0), network.INTERFACE)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(self.nodes.count)]
+        torchrun += ["--node-rank", str(node), "--nproc-per-node", str(self.nodes.ranks)]
+        torchrun += ["--master-addr", address, "--master-port", str(self._port), *self._words]
+        with ExitStack() as stack:
+            out = None if log is None else stack.enter_context(log.open("w"))
+            return subprocess.Popen(
+                torchrun if network is None else network.inside(torchrun),
+                stdin=subprocess.DEVNULL if network is None else subprocess.PIPE,
+                stdout=out,
+                stderr=None if out is None else subprocess.STDOUT,
+                start_new_session=True,  # a terminal's Ctrl-C comes through this process
+                preexec_fn=_end_with_parent,  # noqa: PLW1509 (no threads run here)
+                env=self._environment(node, interface),
+            )
+
+    def _environment(self, node: int, interface: str) -> dict[str, str]:
+        quiet = {} if self._network is None else {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # its addresses have no names
+        environment = {"NCCL_NET": "Socket", "OMP_NUM_THREADS": "1"} | quiet | os.environ | {MARK: self._mark}
+        environment |= {"NCCL_HOSTID": f"node{node}", "NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
+        return environment | {"CUDA_VISIBLE_DEVICES": ",".join(self.nodes.gpus[node]) if self.nodes.gpus else ""}
+
+
+def run_on_nodes(nodes: int, ranks: int, timeout: float, *, cpu: bool = False) -> dict[str, Any]:
     """What the first rank writes to the file of `--results`, a flag that is added to the command line of this script.
 
     Exits with the output of the nodes where nothing is written in that many seconds.
     """
     if ranks % nodes or ranks < 2 * nodes:
         sys.exit(f"--ranks is {ranks}; give a multiple of {nodes}, at least {2 * nodes}")
+    try:
+        both = Nodes.on_this_machine(nodes, ranks // nodes, cpu=cpu)
+    except ValueError as error:
+        sys.exit(str(error))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # the nodes end too
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port, results = free.getsockname()[1], Path(folder) / "results.json"
-        free.close()
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.json"
         logs = [Path(folder) / f"node{node}.txt" for node in range(nodes)]
-        started = [_start(node, (nodes, ranks // nodes, port), results, log) for node, log in enumerate(logs)]
-        try:
+        words = [*sys.argv, "--results", str(results)]
+        with EmulatedNodes(both, words, logs) as emulated:
             end = time.monotonic() + timeout
-            while any(node.poll() is None for node in started) and time.monotonic() < end:
-                if any(node.poll() for node in started):
-                    break
+            while emulated.running() and not emulated.failed() and time.monotonic() < end:
                 time.sleep(0.1)
-        finally:
-            for node in started:
-                end_with_workers(node, str(results))
         if not results.exists():
             sys.exit("\n".join(f"{log.stem}:\n{log.read_text(errors='replace')[-4000:]}" for log in logs))
         return json.loads(results.read_text())
 
 
-def _start(node: int, sizes: tuple[int, int, int], results: Path, log: Path) -> subprocess.Popen[bytes]:
-    """One torchrun, of (nodes, ranks of each, port), with its part of the GPUs."""
-    nodes, here, port = sizes
-    environment = os.environ | {"NCCL_HOSTID": f"node{node}", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
-    if torch.cuda.is_available():
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(node * here + i) for i in range(here))
-    else:
-        environment["OMP_NUM_THREADS"] = "1"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--node-rank", str(node)]
-    torchrun += ["--nproc-per-node", str(here), "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    words = [*torchrun, *sys.argv, "--results", str(results)]
-    with log.open("w") as out:
-        return subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=environment)
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def _visible_gpus() -> tuple[str, ...]:
+    """This machine's GPUs as CUDA_VISIBLE_DEVICES names them; torch is imported only if there is a driver."""
+    if not Path("/dev/nvidiactl").exists():
+        return ()
+    import torch
+
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    count = torch.cuda.device_count()
+    return tuple(names[:count]) if len(names) >= count and names[0] else tuple(map(str, range(count)))
+
+
+def _end_with_parent() -> None:
+    """Let this process, which becomes a torchrun, get SIGTERM when its parent is gone."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

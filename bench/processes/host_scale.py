@@ -150,7 +150,7 @@ def _measured(_: int, ranks: int, repeats: int, idle_seconds: float) -> dict[str
         assert world.meshes.fsdp.size() == ranks
         figures |= _opened("mesh of FSDP2 on a CPU", traffic() - before)
         before = traffic()
-        world.process_groups.make(range(ranks), "replicate", backend="cpu:gloo")
+        world.process_groups.make_group(range(ranks), "replicate", backend="cpu:gloo")
         figures |= _opened("group on GPUs, gloo", traffic() - before)
         for name, call in CALLS.items():
             figures |= _of_call(world, name, call, repeats)

@@ -18,7 +18,7 @@ class _Control(ControlGroup):
 
     def __init__(self, home: Layout, plane: tuple[int, ...], groups: ProcessGroups) -> None:
         self.home, self.plane, self._groups = home, plane, groups
-        group = groups.make(home.ranks, "control")
+        group = groups.make_group(home.ranks, "control")
         assert group is not None
         self.group = group
 
@@ -38,7 +38,7 @@ class OneRank(World):
         self.control = _Control(home, self.plane, self.process_groups)
         self.channels = Channels(home, 0, device, self.process_groups, self.meshes, max_groups=0)
         self.process_groups.make_parent("plane", [self.plane], "parent")
-        communicator = self.process_groups.make(self.plane, "communicator")
+        communicator = self.process_groups.make_group(self.plane, "communicator")
         assert communicator is not None
         self.process_groups.add_communicator(self.plane, communicator)
         _worlds[self.key] = self

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longspan import Group, Layout, MicroBatch, World, attend, bind
-from longspan.attention import KERNELS, AttentionCall, Mask
+from longspan.attention import KERNELS, AttendCall, Mask
 from longspan.comm import SequenceShard
 from longspan.testing import backend
 
@@ -120,7 +120,7 @@ def _compare(
     everyone = bind(_batch(tuple(range(slots)), lengths, sizes), world)
     one = SequenceShard(_batch((world.slot,), lengths, None), world.slot, world.key, world.device)
     c = configuration
-    call = AttentionCall(c.heads, c.kv_heads, c.size, c.v_size, dtype, world.device, Mask(window=c.window))
+    call = AttendCall(c.heads, c.kv_heads, c.size, c.v_size, dtype, world.device, Mask(window=c.window))
     for kernel in (k.name for k in KERNELS if not k.lacks(call) and (not kernels or k.name in kernels)):
         alone = _errors(_run(configuration, tensors, one, "p2p", kernel), expected, one, None)
         for kind in TYPES:

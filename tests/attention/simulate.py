@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttentionCall, Saved, add_block, block_gradients, sum_addends
+from longspan.attention.call import AttendCall, Saved, add_block, block_gradients, sum_addends
 from longspan.attention.rows import Partial, RowSum, accumulation_dtype
 from longspan.attention.tiles import Launch
 from longspan.attention.tiles_between import Mask, tiles_between
@@ -13,7 +13,7 @@ from longspan.layout import Partition
 
 
 def simulate(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lengths: Sequence[int], degree: int, call: AttentionCall
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lengths: Sequence[int], degree: int, call: AttendCall
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out, dq, dk, dv of packed rows (S, …), where every member meets every member's block, its own first.
 

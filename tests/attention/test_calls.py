@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from longspan import Group, Layout, MicroBatch, World, bind
-from longspan.attention.call import AttentionCall
+from longspan.attention.call import AttendCall
 from longspan.attention.tiles_between import Mask
 from longspan.comm import SequenceShard
 from longspan.errors import AttentionError, CommError
@@ -43,22 +43,22 @@ def called(shard: SequenceShard, **options: Any) -> None:
 
 
 @pytest.fixture
-def packed(monkeypatch: pytest.MonkeyPatch) -> list[AttentionCall]:
+def packed(monkeypatch: pytest.MonkeyPatch) -> list[AttendCall]:
     """The calls that were checked and packed, in order."""
-    packed: list[AttentionCall] = []
+    packed: list[AttendCall] = []
     pack = module.pack_call
     monkeypatch.setattr(module, "pack_call", lambda *args: packed.append(pack(*args)) or packed[-1])
     return packed
 
 
-def launched(call: AttentionCall) -> list[str]:
+def launched(call: AttendCall) -> list[str]:
     """The mask of a call's first part and its launches, block by block."""
     members = call.parts[0].members
     return [repr(members.mask), *(repr([x.tiling for x in members.launches(owner)]) for owner in range(members.degree))]
 
 
 @pytest.mark.parametrize("window", HIDING_NOTHING, ids=str)
-def test_a_window_that_hides_nothing_is_none(packed: list[AttentionCall], window: int) -> None:
+def test_a_window_that_hides_nothing_is_none(packed: list[AttendCall], window: int) -> None:
     """It needs nothing of a kernel (cuDNN has no windows), and costs as many launches as the call without it."""
     called(split())
     called(split(), window=window)
@@ -68,20 +68,20 @@ def test_a_window_that_hides_nothing_is_none(packed: list[AttentionCall], window
 
 
 @pytest.mark.parametrize("window", [max(LENGTHS) - 1, np.int64(5)], ids=str)
-def test_a_window_that_hides_a_key_is_kept(packed: list[AttentionCall], window: int) -> None:
+def test_a_window_that_hides_a_key_is_kept(packed: list[AttendCall], window: int) -> None:
     called(split(), window=window)
     (call,) = packed
     assert call.features == {"window"} and call.parts[0].members.mask == Mask(True, int(window))
 
 
-def test_a_window_is_dropped_for_the_groups_in_which_it_hides_nothing(packed: list[AttentionCall]) -> None:
+def test_a_window_is_dropped_for_the_groups_in_which_it_hides_nothing(packed: list[AttendCall]) -> None:
     called(bound(Group((0, 1), (0,), (50,)), Group((0, 2), (1,), (500,))), window=60)
     (call,) = packed
     assert call.features == {"window"}
     assert [part.members.mask.window for part in call.parts] == [None, 60]
 
 
-def test_layers_share_what_was_checked_unless_types_are_listed_by_layer(packed: list[AttentionCall]) -> None:
+def test_layers_share_what_was_checked_unless_types_are_listed_by_layer(packed: list[AttendCall]) -> None:
     shard, listed = split(), split(cp_comm_type=("p2p", "all_gather"))
     for layer in (0, 1, 0, 1, None):
         called(shard, layer=layer)

@@ -1,7 +1,5 @@
 """Chunks: every so many positions of a document are as a document of their own, in tiles, members and estimates."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -9,12 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan import Group
-from longspan.attention.auto import estimates_of
-from longspan.attention.call import AttentionCall
 from longspan.attention.members import Members
-from longspan.attention.tiles_between import Mask, is_narrow, tiles_between
+from longspan.attention.tiles_between import Mask, tiles_between
 from longspan.comm.shard_part import ShardPart
 from longspan.layout import Partition, Segments
+from longspan.plan.cost.attention_price import is_narrow
 from tests.attention.test_tiles import assert_one_launch, seen, whole
 from tests.mutation import mutated
 
@@ -122,19 +119,8 @@ NARROW = [((4096,), 8, 256, True), ((4096,), 8, 512, True), ((4096,), 8, 1024, T
 
 @pytest.mark.parametrize(("lengths", "degree", "chunk", "narrow"), [*NARROW, ((4096,), 1, 64, False)])
 def test_chunks_are_narrow_where_less_is_sent_than_round_a_ring(lengths, degree, chunk, narrow):
-    assert is_narrow(Mask(chunk=chunk), lengths, degree) == narrow
+    assert is_narrow(lengths, degree, None, chunk) == narrow
 
 
 def test_a_chunk_of_the_longest_document_is_none():
     assert Mask(chunk=40).within((40, 7)) == Mask() and Mask(True, 50, 39).within((40, 7)) == Mask(chunk=39)
-
-
-def test_estimates_count_a_chunks_pairs():
-    call, group = AttentionCall(32, 8, 128, 128), Group((0, 1, 2, 3), (0,), (65536,))
-    whole_documents = Group((0, 1, 2, 3), tuple(range(8)), (8192,) * 8)
-    in_chunks = estimates_of(group, replace(call, mask=Mask(chunk=8192)), node_size=8)
-    for chunked, packed, full in zip(
-        in_chunks, estimates_of(whole_documents, call, node_size=8), estimates_of(group, call, node_size=8), strict=True
-    ):
-        assert chunked.attention < full.attention / 2
-        assert chunked.cp_comm_type != "a2a" or chunked.attention == pytest.approx(packed.attention)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan.attention import KERNELS, AttentionCall, choose
+from longspan.attention import KERNELS, AttendCall, choose
 from longspan.attention.call import Saved
 from longspan.attention.kernels import cpu_flash, cudnn, reference, torch_flash
 from longspan.attention.members import Members
@@ -27,7 +27,7 @@ MASKS = [{"causal": True}, {"causal": False}, {"causal": True, "window": 1}, {"c
 
 
 def usable(dtype, window=None, softcap=None):
-    call = AttentionCall(1, 1, 16, 16, dtype, DEVICE, Mask(window=window), softcap=softcap)
+    call = AttendCall(1, 1, 16, 16, dtype, DEVICE, Mask(window=window), softcap=softcap)
     return [kernel for kernel in KERNELS if not kernel.lacks(call)]
 
 
@@ -45,7 +45,7 @@ def errors(kernel, dtype, heads, lengths, degree, seed=0, device=DEVICE, **optio
     expected.backward(dout.double())
     numbers = {"scale": options.get("scale", size**-0.5), "softcap": options.get("softcap")}
     mask = Mask(options.get("causal", True), options.get("window"))
-    call = AttentionCall(n, kv, size, v_size, dtype, device, mask, **numbers, kernel=kernel)
+    call = AttendCall(n, kv, size, v_size, dtype, device, mask, **numbers, kernel=kernel)
     results = simulate(q, k, v, dout, lengths, degree, call)
     return [relative_error(f, w) for f, w in zip(results, [expected, *(x.grad for x in leaves)], strict=True)]
 
@@ -115,7 +115,7 @@ def test_kernels_at_the_head_sizes_of_models(name, options):
     shape, cuda, lengths = FULL_SIZES[name], torch.device("cuda"), (700, 1, 323)
     bound = dense_errors(torch.bfloat16, shape, lengths, cuda, **options)
     features = {"softcap": options.get("softcap"), "mask": Mask(options.get("causal", True), options.get("window"))}
-    call = AttentionCall(*shape, torch.bfloat16, cuda, **features)
+    call = AttendCall(*shape, torch.bfloat16, cuda, **features)
     kernels = [kernel for kernel in KERNELS if not kernel.lacks(call)]
     assert kernels[0].name != "reference", f"no kernel of GPUs for {name} with {options}"
     for kernel in kernels:
@@ -146,7 +146,7 @@ def torch_kernel(name):
 
 
 def scaled(scale):
-    return AttentionCall(4, 2, 8, 8, torch.float64, scale=scale)
+    return AttendCall(4, 2, 8, 8, torch.float64, scale=scale)
 
 
 def cudnn_on_the_cpu(monkeypatch):
@@ -219,7 +219,7 @@ def test_torch_flash_sums_gradients_of_some_heads_at_a_time(monkeypatch):
     for most, calls in ((2**31 - 1, 1), (4 * 133 * 64, 2), (3 * 133 * 64, 3)):
         monkeypatch.setattr(torch_flash, "MOST", most)
         counts.clear()
-        joined = torch_flash.backward(torch.randn(5, 6, 12), saved, launch, AttentionCall(6, 3, 20, 12))
+        joined = torch_flash.backward(torch.randn(5, 6, 12), saved, launch, AttendCall(6, 3, 20, 12))
         assert len(counts) == calls and max(counts) <= most
         assert all(torch.equal(x, y) for x, y in zip(joined, (q, k, v), strict=True))
 
@@ -239,7 +239,7 @@ def takes_these_arguments(kernel):
             torch.empty(shape, device="meta", dtype=torch.bfloat16)
             for shape in ((rows, 4, 20), (keys, 2, 20), (keys, 2, 12))
         )
-        call = AttentionCall(4, 2, 20, 12, scale=0.1)
+        call = AttendCall(4, 2, 20, 12, scale=0.1)
         out, lse = kernel.forward(q, k, v, launch, call)
         assert (out.shape, lse.shape, lse.dtype) == ((rows, 4, 12), (rows, 4), torch.float32)
         gradients = kernel.backward(out.to(q.dtype), Saved(q, k, v, out, lse), launch, call)
@@ -247,11 +247,11 @@ def takes_these_arguments(kernel):
 
 
 REFUSED = [
-    ("nothing", AttentionCall(1, 1, 8, 8, torch.float32), "kernel 'nothing' is unknown; available here: cpu_flash"),
-    ("torch_flash", AttentionCall(1, 1, 8, 8, torch.bfloat16), "torch_flash needs cuda tensors, got cpu"),
-    ("cpu_flash", AttentionCall(1, 1, 8, 8, torch.int32), "cpu_flash needs bfloat16 or float16 or .*, got int32"),
-    ("cpu_flash", AttentionCall(1, 1, 8, 8, torch.float32, softcap=2.0), "a call without softcap"),
-    (None, AttentionCall(1, 1, 8, 8, torch.int32), "no kernel fits: fa4 needs"),
+    ("nothing", AttendCall(1, 1, 8, 8, torch.float32), "kernel 'nothing' is unknown; available here: cpu_flash"),
+    ("torch_flash", AttendCall(1, 1, 8, 8, torch.bfloat16), "torch_flash needs cuda tensors, got cpu"),
+    ("cpu_flash", AttendCall(1, 1, 8, 8, torch.int32), "cpu_flash needs bfloat16 or float16 or .*, got int32"),
+    ("cpu_flash", AttendCall(1, 1, 8, 8, torch.float32, softcap=2.0), "a call without softcap"),
+    (None, AttendCall(1, 1, 8, 8, torch.int32), "no kernel fits: fa4 needs"),
 ]
 
 
@@ -262,8 +262,8 @@ def test_a_kernel_that_cannot_is_an_error(name, call, message):
 
 
 def test_softcap_falls_to_the_kernel_that_has_it():
-    assert choose(AttentionCall(1, 1, 8, 8, torch.float32)).name == "cpu_flash"
-    assert choose(AttentionCall(1, 1, 8, 8, torch.float32, softcap=2.0)).name == "reference"
+    assert choose(AttendCall(1, 1, 8, 8, torch.float32)).name == "cpu_flash"
+    assert choose(AttendCall(1, 1, 8, 8, torch.float32, softcap=2.0)).name == "reference"
 
 
 def hidden_by_torch_flash(launch: Launch) -> bool:

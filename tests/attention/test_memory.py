@@ -13,7 +13,7 @@ import longspan.attention.ring as ring
 from longspan import Layout, World, attend, bind
 from longspan.attention import all_gather
 from longspan.attention import call as call_module
-from longspan.attention.call import AttentionCall, Dropout, Saved
+from longspan.attention.call import AttendCall, Dropout, Saved
 from longspan.attention.kernels import reference
 from longspan.attention.tiles import Launch, Tile, Tiling, Tokens
 from longspan.comm import Channel, RingBlocks
@@ -147,7 +147,7 @@ def test_the_reference_kernel_holds_no_more_of_scores_than_it_says(monkeypatch, 
     )
     for heads, kv_heads in ((4, 4), (4, 2)):
         q, k, v, dout = (torch.ones(rows, n, size, dtype=dtype) for n in (heads, kv_heads, kv_heads, heads))
-        call = AttentionCall(heads, kv_heads, size, size, dtype, scale=0.3, softcap=softcap, dropout=dropout)
+        call = AttendCall(heads, kv_heads, size, size, dtype, scale=0.3, softcap=softcap, dropout=dropout)
         out, lse = reference.forward(q, k, v, launch, call)  # tokens are made once a launch
         with Allocated() as forward:
             reference.forward(q, k, v, launch, call)

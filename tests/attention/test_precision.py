@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from longspan import Layout, World, attend, bind
-from longspan.attention import KERNELS, AttentionCall, Mask, all_to_all
+from longspan.attention import KERNELS, AttendCall, Mask, all_to_all
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import micro_batch
 from tests.attention.test_attend import needs
@@ -62,7 +62,7 @@ def test_errors_do_not_grow_from_degree_2_to_8() -> None:
 def test_errors_do_not_grow_to_degree_64(dtype: torch.dtype, growth: float) -> None:
     """Of the merge, played by one process. In half precision one rounding stands above all; sums of float32 that are
     64 pieces long are as good as the order of their addends."""
-    for kernel in (k for k in KERNELS if not k.lacks(AttentionCall(4, 2, 16, 16, dtype, DEVICE))):
+    for kernel in (k for k in KERNELS if not k.lacks(AttendCall(4, 2, 16, 16, dtype, DEVICE))):
         two = errors(kernel, dtype, (4, 2, 16, 16), (512,), 2)
         for degree in (8, 64):
             relative = errors(kernel, dtype, (4, 2, 16, 16), (512,), degree)
@@ -79,7 +79,7 @@ def repeated(rank: int, slots: int) -> dict[tuple[str, str, str], bool]:
     with World(Layout(ranks=slots), backend=backend()) as world:
         *qkv, dout = made(torch.bfloat16)
         shard = bind(micro_batch((tuple(range(slots)), LENGTHS)), world)
-        call = AttentionCall(8, 2, 16, 16, torch.bfloat16, world.device, Mask(window=9))
+        call = AttendCall(8, 2, 16, 16, torch.bfloat16, world.device, Mask(window=9))
         for kernel in (k for k in KERNELS if not k.lacks(call)):
             for kind in TYPES:
                 for options in calls:

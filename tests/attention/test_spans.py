@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan import Group, MicroBatch, attend
-from longspan.attention.call import AttentionCall
+from longspan.attention.call import AttendCall
 from longspan.attention.kernels.table import find_kernel
 from longspan.attention.members import Members
 from longspan.attention.tiles_between import Mask, span_tiles
@@ -106,7 +106,7 @@ def test_spans_that_do_not_fit_are_refused(spans, message):
 def test_a_kernel_without_windows_has_no_spans():
     cudnn = replace(find_kernel("cudnn"), devices=("cpu",))
     for window, lacks in ((None, "spans"), (4, "window")):
-        call = AttentionCall(1, 1, 64, 64, torch.bfloat16, CPU, Mask(True, window), one_document=True, spans=True)
+        call = AttendCall(1, 1, 64, 64, torch.bfloat16, CPU, Mask(True, window), one_document=True, spans=True)
         assert cudnn.lacks(call) == f"needs a call without {lacks}, got {lacks}" and not cudnn.suits(call)
 
 

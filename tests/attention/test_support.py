@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from longspan.attention import KERNELS, PATTERNS, TYPES, AttentionCall, HeadSizes, Mask, choose
+from longspan.attention import KERNELS, PATTERNS, TYPES, AttendCall, HeadSizes, Mask, choose
 from longspan.attention.support import TYPE_ROWS, fill_tables
 from longspan.errors import AttentionError
 from longspan.plan.check import COMM_TYPES
@@ -60,8 +60,8 @@ def kernel(name: str):
 CUDA = torch.device("cuda")
 
 
-def needing(dtype: torch.dtype, head_size: int, value_size: int | None = None, **options: Any) -> AttentionCall:
-    return AttentionCall(1, 1, head_size, value_size or head_size, dtype, CUDA, **options)
+def needing(dtype: torch.dtype, head_size: int, value_size: int | None = None, **options: Any) -> AttendCall:
+    return AttendCall(1, 1, head_size, value_size or head_size, dtype, CUDA, **options)
 
 
 LACKING = [
@@ -91,7 +91,7 @@ LACKING = [
 
 
 @pytest.mark.parametrize("name, call, message", LACKING, ids=str)
-def test_what_a_kernel_lacks_comes_from_its_row(name: str, call: AttentionCall, message: str) -> None:
+def test_what_a_kernel_lacks_comes_from_its_row(name: str, call: AttendCall, message: str) -> None:
     assert kernel(name).lacks(call) == message
 
 
@@ -103,15 +103,15 @@ def test_one_that_runs_documents_one_by_one_is_chosen_of_itself_for_dense_calls_
 
 
 def test_deterministic_mode_is_asked_of_torch() -> None:
-    assert not AttentionCall(1, 1, 8, 8, torch.float32).deterministic
+    assert not AttendCall(1, 1, 8, 8, torch.float32).deterministic
     torch.use_deterministic_algorithms(True)
     try:
-        assert AttentionCall(1, 1, 8, 8, torch.float32).deterministic
-        assert choose(AttentionCall(1, 1, 8, 8, torch.float32)).name == "cpu_flash"
+        assert AttendCall(1, 1, 8, 8, torch.float32).deterministic
+        assert choose(AttendCall(1, 1, 8, 8, torch.float32)).name == "cpu_flash"
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 def test_a_name_that_is_in_no_row_is_an_error() -> None:
     with pytest.raises(AttentionError, match="kernel 'fa5' is unknown; available here: cpu_flash, reference"):
-        choose(AttentionCall(1, 1, 8, 8, torch.float32), "fa5")
+        choose(AttendCall(1, 1, 8, 8, torch.float32), "fa5")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from longspan.attention import AttentionCall
+from longspan.attention import AttendCall
 from longspan.attention.call import Saved
 from longspan.attention.kernels import reference, triton_flash
 from longspan.attention.kernels.triton_flash import Blocks
@@ -66,7 +66,7 @@ def tensors(launch, size, v_size, dtype=torch.float32):
 
 def run(recorder, monkeypatch, size):
     monkeypatch.setattr(triton_flash, "_kernels", lambda: recorder)
-    launch, call = Launch(Tiling.from_tiles(TILES["causal"]), CPU), AttentionCall(4, 2, size, size)
+    launch, call = Launch(Tiling.from_tiles(TILES["causal"]), CPU), AttendCall(4, 2, size, size)
     q, k, v, dout = tensors(launch, size, size, torch.bfloat16)
     out, lse = triton_flash.forward(q, k, v, launch, call)
     triton_flash.backward(dout, Saved(q, k, v, out, lse), launch, call)
@@ -121,7 +121,7 @@ def interpreted():
         for size, v_size in SIZES:
             for softcap in (None, 2.0):
                 launch = Launch(Tiling.from_tiles(tiles), CPU)
-                call = AttentionCall(4, 2, size, v_size, torch.float32, scale=size**-0.5, softcap=softcap)
+                call = AttendCall(4, 2, size, v_size, torch.float32, scale=size**-0.5, softcap=softcap)
                 q, k, v, dout = tensors(launch, size, v_size)
                 wanted, lse = reference.forward(q, k, v, launch, call)
                 found = triton_flash.forward(q, k, v, launch, call)

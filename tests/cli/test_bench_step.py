@@ -24,7 +24,7 @@ def test_steps_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     out, cost = tmp_path / "records" / "s.json", tmp_path / "cost.json"
     cost.write_text(json.dumps(Cost(linear_seconds=1e-4).to_json()))
     words = ["--world", "2", "--lengths", "40,24,9,7", "--repeats", "1", "--warmup", "0", "--peers", "--out", str(out)]
-    words += ["--context.max_tokens_per_slot", "40", "--context.cost", str(cost)]
+    words += ["--context.max_tokens_per_slot", "40", "--run.machine", str(cost)]
     words += ["--train.activation_checkpointing", "full", "--train.fused_norms", "off", "--profile"]
     assert main(["bench", "step", *words, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
@@ -37,7 +37,7 @@ def test_steps_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert row["tokens_per_second_per_device"] == pytest.approx(80 / row["seconds"] / 2)
         assert sum(row["parts"].values()) >= 2 * row["parts"]["step"] > 0 and row["parts"]["attention"] > 0
     assert "missing" in peer and {"machine", "versions", "command", "cost", "configuration"} <= record.keys()
-    assert record["lengths"] == [40, 24, 9, 7] and record["shape"]["layers"] == 2
+    assert record["node_size"] == 2 and record["lengths"] == [40, 24, 9, 7] and record["shape"]["layers"] == 2
     table = out.with_suffix(".md").read_text()
     assert table == record_markdown(record) and "| longspan fixed |" in table
     assert "recomputation full, the model's own norms, float32" in table and "Longest kernels of longspan" in table

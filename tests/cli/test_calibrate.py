@@ -134,7 +134,7 @@ def test_two_ranks_write_a_cost_that_plans_are_priced_by(tmp_path: Path, capfd: 
     printed = capfd.readouterr()
     record = json.loads(printed.out)
     assert printed.err == f"wrote {out}\n"
-    cost = read_cost(out, "--cost")
+    cost = read_cost(out, "--machine")
     assert cost == Cost.from_json(record["cost"]) and record["ring_measured"]
     assert (cost.ring_bytes, cost.exchange_bytes) == (2 * 3 * 2 * 96 * 4, 2 * 2 * 2 * (192 + 96) * 4)
     samples = record["samples"]
@@ -145,7 +145,7 @@ def test_two_ranks_write_a_cost_that_plans_are_priced_by(tmp_path: Path, capfd: 
     for sample in samples:
         error = sample["predicted_seconds"] / sample["measured_seconds"] - 1
         assert sample["relative_error"] == pytest.approx(error)
-    assert main(["plan", "--same", "4x100", "--slots", "4", "--cp", "2", "--cost", out, "--json"]) == 0
+    assert main(["plan", "--same", "4x100", "--slots", "4", "--cp", "2", "--machine", out, "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["cost"] == record["cost"] | {"source": out}
 
 

@@ -153,7 +153,7 @@ def test_fixed_plans_are_compared_under_their_fastest_type(capsys: pytest.Captur
 
 def test_a2a_is_not_compared_where_heads_are_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cost.json").write_text("{}")
-    words = [*COMPARE, "--slots", "16", "--same", "2x40000", "--cost", str(tmp_path / "cost.json")]
+    words = [*COMPARE, "--slots", "16", "--same", "2x40000", "--machine", str(tmp_path / "cost.json")]
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "a2a and a2a+p2p are not compared" in out and "a2a+p2p (" not in out

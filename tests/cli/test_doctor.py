@@ -95,7 +95,7 @@ def test_a_failure_is_a_cross_and_exit_code_1(
     def fail(flags: object) -> dict:
         raise CommError("rank 1 left")
 
-    monkeypatch.setattr(doctor, "_run_ranks", fail)
+    monkeypatch.setattr(doctor, "_compare_small_model", fail)
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "✗  parity" in out and "rank 1 left" in out and "1 check failed" in out

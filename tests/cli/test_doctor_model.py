@@ -25,10 +25,10 @@ PLACES = [
 def test_places(gpus: int, flags: ProofFlags, places: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (processes, doctor_model):
         monkeypatch.setattr(module, "usable_gpus", lambda: gpus)
-    made, config = list(doctor_model._places(flags)), preset_config("qwen3-tiny", vocab_size=61)
+    made, config = list(doctor_model._choose_processes(flags)), preset_config("qwen3-tiny", vocab_size=61)
     assert [(place.ranks, place.backend) for place in made] == places
     for place in made:
-        dtypes = list(dict.fromkeys(case.dtype for case in doctor_model._cases(flags, place, config)))
+        dtypes = list(dict.fromkeys(case.dtype for case in doctor_model._choose_cases(flags, place, config)))
         assert dtypes == (["float64", "float32"] if place.backend == "gloo" else ["bfloat16", "float32"])
         assert doctor_model._true_heads(flags, place) == (place.backend == "nccl")
 

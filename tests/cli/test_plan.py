@@ -109,7 +109,7 @@ def test_a_tokenizer_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_the_cost_is_read(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cost.json").write_text('{"micro_batch_seconds": 2.5}')
-    words = ["--lengths", lengths, "--slots", "4", "--cost", str(tmp_path / "cost.json"), "--cp", "4"]
+    words = ["--lengths", lengths, "--slots", "4", "--machine", str(tmp_path / "cost.json"), "--cp", "4"]
     plan, _ = planned(words, capsys)
     assert plan.cost == Cost(micro_batch_seconds=2.5) and plan.predicted_seconds > 2.5
 
@@ -127,7 +127,7 @@ def test_the_closing_of_free_mode_is_priced_by_weights_and_said_where_it_is_not(
             ["--weights", "1e9", "--dp-replicate", "2"],
             Cost().with_closing(1e9, Layout(4, dp_replicate=2)).closing_seconds,
         ),
-        (["--cost", str(tmp_path / "cost.json")], 0.5),
+        (["--machine", str(tmp_path / "cost.json")], 0.5),
     ):
         plan, answer = planned([*base, *words], capsys)
         assert plan.cost.closing_seconds == answer["cost"]["closing_seconds"] == closing
@@ -183,7 +183,7 @@ BAD = [
     (["--slots", "4", "--same", "2x5", "--plot", "x.jpg"], "--plot x.jpg: a plan is drawn as .html, .svg or .png"),
     (["--slots", "4", "--same", "4x262144"], "more than the 32768 that cp 4 x max_tokens_per_slot 8192 hold"),
     (["--slots", "4", "--same", "2x5", "--tflops", "-1"], "--tflops -1: a speed must be above 0"),
-    (["--slots", "4", "--same", "2x5", "--tflops", "400", "--cost", "x"], "give one of --tflops and --cost"),
+    (["--slots", "4", "--same", "2x5", "--tflops", "400", "--machine", "x"], "give one of --tflops and --machine"),
     (["--slots", "4", "--same", "2x5", "--weights", "8e9"], "--mode is lockstep; add --mode free, or leave --weights"),
     (["--slots", "4", "--same", "2x5", "--mode", "free", "--weights", "-1"], "--weights is -1; give a model's number"),
     (["--slots", "4", "--same", "2x5", "--dp-replicate", "2"], "--dp-replicate 2 is how the weights of --weights"),
@@ -242,9 +242,9 @@ def test_under_a2a_degrees_divide_the_query_heads_of_the_model(
     fixed = ["--same", "4x9000", "--slots", "6", "--planner", "fixed", "--cp-comm-type", "a2a", "--max-tokens-per-slot"]
     plan, _ = planned([*fixed, "3000", "--heads", "10", "--slots", "20"], capsys)
     assert {group.degree for batch in plan.micro_batches for group in batch.groups} == {5}  # 4 would hold them, too
-    assert main(["plan", *words, "--cost", str(cost)]) == 0
+    assert main(["plan", *words, "--machine", str(cost)]) == 0
     assert "query heads are not known" in capsys.readouterr().out
-    assert main(["plan", *words, "--cost", str(cost), "--heads", "32"]) == 0
+    assert main(["plan", *words, "--machine", str(cost), "--heads", "32"]) == 0
     assert "not known" not in capsys.readouterr().out
 
 

@@ -185,7 +185,7 @@ def test_a_store_that_stays_silent_is_told_of_and_gpus_are_watched_on(
         time.sleep(0.05)
         said += capfd.readouterr().err
     assert "the store has not answered for 0.3 s" in said and "connection reset" in said
-    monkeypatch.setattr(AnsweringThread, "_end_a_stuck_device", lambda thread: looked.append(thread.watch.rank))
+    monkeypatch.setattr(AnsweringThread, "_end_with_stuck_device", lambda thread: looked.append(thread.watch.rank))
     while set(looked) != {0, 1}:
         time.sleep(0.05)
 

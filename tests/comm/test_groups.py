@@ -238,7 +238,7 @@ def test_messages_that_travel_beside_kernels_go_on_streams_of_high_priority(monk
     watch: Any = SimpleNamespace(rank=5, during=lambda *what: nullcontext())
     groups = ProcessGroups(backend="cpu:gloo,cuda:nccl", timeout=9.0, watch=watch)
     for kind, backend_ in (("parent", None), ("communicator", None), ("slots", None), ("tp", None), ("parent", "gloo")):
-        assert groups.make((0, 1), kind, backend=backend_) is None
+        assert groups.make_group((0, 1), kind, backend=backend_) is None
     urgent, of_a_plan, *usual = options
     assert urgent == of_a_plan == SimpleNamespace(is_high_priority_stream=True, _timeout=timedelta(seconds=9))
     assert usual == [None] * 3

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longspan.attention import KERNELS, AttentionCall
+from longspan.attention import KERNELS, AttendCall
 from longspan.attention import rows as sums
 from longspan.attention.call import Saved
 from longspan.attention.tiles import Launch, Tile, Tiling
@@ -246,7 +246,7 @@ def attention(kernel: str, device: str, elements: int) -> Errors:
     q, k, v, dout = (
         torch.empty(heads, rows, size, device=device, dtype=torch.bfloat16).normal_().transpose(0, 1) for _ in range(4)
     )
-    call = AttentionCall(heads, heads, size, size, torch.bfloat16, torch.device(device), Mask(), size**-0.5)
+    call = AttendCall(heads, heads, size, size, torch.bfloat16, torch.device(device), Mask(), size**-0.5)
     compute = next(k for k in KERNELS if k.name == kernel)
 
     def computed(tensors: Sequence[Tensor], lengths: Sequence[int]) -> Sequence[Tensor]:

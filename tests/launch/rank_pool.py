@@ -45,7 +45,7 @@ class RankPool:
         payload, ranks = pickle_call(fn, args), self._running()
         try:
             ranks.call(payload, n)
-            ranks.collect(timeout, grace)
+            ranks.collect_answers(timeout, grace)
             if ranks.failure is not None:
                 raise ranks.failure
         except BaseException:
@@ -54,7 +54,7 @@ class RankPool:
         return [rank.answer.value() for rank in ranks.ranks if rank.answer is not None]
 
     def _running(self) -> LocalRanks:
-        if self._ranks is not None and not self._ranks.ready(READY_SECONDS):
+        if self._ranks is not None and not self._ranks.are_ready(READY_SECONDS):
             self.close()
         if self._ranks is None:
             self._folder = tempfile.TemporaryDirectory(prefix="longspan-ranks-")

@@ -213,7 +213,7 @@ def test_signals_reach_the_ranks_of_a_script_and_nothing_stays_behind(tmp_path: 
 
 
 def test_an_answer_survives_an_error_that_does_not_pickle() -> None:
-    answer = rank_process._failure(AwkwardError(1, 2))
+    answer = rank_process._error_answer(AwkwardError(1, 2))
     assert answer.pickled is None and "AwkwardError: 1 and 2" in answer.text
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from longspan.attention.arguments import Arguments, comm_choices
-from longspan.attention.call import AttentionCall
+from longspan.attention.call import AttendCall
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Plan, plan_dynamic, plan_fixed, plan_padded
@@ -31,7 +31,7 @@ def attends(plan: Plan, heads: int) -> None:
     )
     for batch in plan.micro_batches:
         for layer in layers:
-            call = AttentionCall(heads=heads, kv_heads=1, head_size=8, value_size=8)
+            call = AttendCall(heads=heads, kv_heads=1, head_size=8, value_size=8)
             comm_choices(_Shard(batch), Arguments(layer=layer), call)  # type: ignore[arg-type]
 
 

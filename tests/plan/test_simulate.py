@@ -13,7 +13,7 @@ from longspan.plan import Cost, Group, MicroBatch, Plan, PlanOptions, plan_fixed
 from longspan.plan.simulate.distributions import DISTRIBUTIONS, sample_lengths
 from longspan.plan.simulate.evaluation import which_degree
 from longspan.plan.simulate.row_bytes import RowBytes
-from longspan.plan.simulate.simulate import run_pipeline, simulate, simulate_run, slot_cost
+from longspan.plan.simulate.simulate import run_pipeline, simulate, simulate_run
 from tests.plan.cases import bounded, plans
 
 # ---- pipelines
@@ -119,8 +119,9 @@ def test_ring_bytes_by_hand() -> None:
     groups = (Group((0, 1), (0,), (100,)), Group((2, 3, 4), (1,), (60,)), Group((5,), (2,), (9,), pad_to=12))
     plan = Plan(6, (100, 60, 9), (MicroBatch(groups),), 166, node_size=4)
     result = simulate(plan, cost=Cost(ring_bytes=7.0))
-    assert (result.inside_bytes, result.across_bytes) == (7.0 * 100 * 1, 7.0 * 60 * 2)
-    assert simulate(plan, cost=Cost(ring_bytes=7.0), backward=False).inside_bytes == pytest.approx(700 / 3)
+    # of the ring over slots 2, 3 and 4 two steps of three lead to another node
+    assert (result.inside_bytes, result.across_bytes) == (7.0 * 100 + 7.0 * 60 * 2 / 3, 7.0 * 60 * 4 / 3)
+    assert simulate(plan, cost=Cost(ring_bytes=7.0), backward=False).inside_bytes == pytest.approx(980 / 3)
 
 
 def test_free_plans_have_no_pipeline() -> None:
@@ -144,11 +145,11 @@ def test_a_plan_of_dummies() -> None:
 
 def test_tensor_parallel_slots_share_the_work() -> None:
     cost = Cost()
-    half = slot_cost(cost, 2)
+    half = cost.shared_by(2)
     assert half.group_seconds(1000, 10**6, 1, True) == pytest.approx(cost.group_seconds(1000, 10**6, 1, True) / 2)
-    assert half.micro_batch_seconds == cost.micro_batch_seconds and slot_cost(cost, 1) == cost
+    assert half.micro_batch_seconds == cost.micro_batch_seconds and cost.shared_by(1) == cost
     with pytest.raises(PlanError, match="tp is 0"):
-        slot_cost(cost, 0)
+        cost.shared_by(0)
 
 
 # ---- which degree
@@ -157,7 +158,7 @@ def test_tensor_parallel_slots_share_the_work() -> None:
 def test_the_case_of_8192_gpus() -> None:
     """1024 documents at cp 1 on 1024 pipelines of 4 stages: filling them costs 4096 document-steps; cp 4 needs 1024."""
     home = Layout(8192, tp=2, pp=4)
-    options = PlanOptions(cost=slot_cost(Cost(), 2), node_size=4, max_tokens_per_slot=8192)  # 8 GPUs a host
+    options = PlanOptions(cost=Cost().shared_by(2), node_size=4, max_tokens_per_slot=8192)  # 8 GPUs a host
     comparison = which_degree([8192] * 1024, home, options=options, degrees=(1, 2, 4, 8))
     by_degree = {c.cp: c for c in comparison.choices}
     assert [by_degree[cp].filled_steps for cp in (1, 2, 4, 8)] == [4096, 2048, 1024, 1024]

@@ -1,5 +1,6 @@
 """How a hybrid's rows are dealt out: by the time of plans, contiguous where that is close; a user's word is kept."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions, plan_dynamic, plan_fixed
 from longspan.plan.cost.model_cost import cost_on_h200
-from longspan.plan.simulate.type_and_partition import CLOSE, PartitionChoice, group_cost, which_partition
+from longspan.plan.simulate.type_and_partition import CLOSE, PartitionChoice, which_partition
 from tests.plan.cases import bounded
-from tests.plan.test_state_cost import HYBRID
+from tests.plan.cost.test_state_cost import HYBRID
 
 QWEN3_NEXT: dict[str, Any] = {
     "model_type": "qwen3_next",
@@ -82,11 +83,12 @@ def test_a_cost_of_no_machine_tells_no_seconds() -> None:
     assert " x as long" in weighed([2048] * 32, cost=cost).reason
 
 
-def test_other_models_are_not_priced_by_their_partition() -> None:
-    options = PlanOptions(cp_comm_type="a2a", partition="contiguous")
-    assert group_cost(Cost(), options) == Cost()
-    priced = group_cost(COST, options)
-    assert priced.cp_comm_type == "a2a" and priced.states and priced.states.partition == "contiguous"
+def test_groups_are_priced_by_their_own_type_and_partition() -> None:
+    options = PlanOptions(cost=COST, cp_comm_type="a2a", partition="contiguous")
+    plan = plan_fixed([90], Layout(2), 2, options=options)
+    assert plan.cost.cp_comm_type == "a2a" and plan.cost.states and plan.cost.states.partition == "contiguous"
+    other = replace(plan.cost.under("p2p"), states=plan.cost.states.for_partition("zigzag"))
+    assert plan.timeline(other).step_seconds == plan.timeline().step_seconds
 
 
 @settings(bounded, max_examples=10)

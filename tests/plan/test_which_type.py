@@ -4,7 +4,7 @@ import pytest
 
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions, plan_dynamic, plan_fixed
-from longspan.plan.simulate.type_and_partition import options_of_types, type_of, type_text, with_price_of_type
+from longspan.plan.simulate.type_and_partition import options_of_types, type_of, type_text
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_types_of_a_dynamic_plan() -> None:
     ways = options_of_types(options, home)
     assert [way.hierarchical_context_parallel_sizes for way in ways] == [None, None, None, 2, 4]
     for way in ways:
-        plan = plan_dynamic([7000, 900, 30], home, options=with_price_of_type(way))
+        plan = plan_dynamic([7000, 900, 30], home, options=way)
         assert plan.cost.cp_comm_type == way.cp_comm_type and type_of(plan).startswith(str(way.cp_comm_type))
     assert type_of(plan_fixed([90, 30], home, 1, options=ways[1])) == ""
 
@@ -43,5 +43,5 @@ def test_a_type_that_is_named_is_the_only_one() -> None:
     options = PlanOptions(cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=(4, 2))
     (way,) = options_of_types(options, Layout(8), 2)
     assert way.hierarchical_context_parallel_sizes == (2, 1)
-    assert with_price_of_type(way).cost == Cost().under("a2a+p2p", 2)
+    assert plan_fixed([90], Layout(8), 2, options=way).cost == Cost().under("a2a+p2p", 2)
     assert options_of_types(options, Layout(8)) == [options]

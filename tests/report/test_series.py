@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.report.chart import _digits
+from longspan.report.chart import _tick_digits
 from longspan.report.plain_text import bytes_text, number_text, ranges_text, seconds_text
-from longspan.report.series import byte_ticks, log_ticks, smooth, thin, ticks
+from longspan.report.series import byte_ticks, log_ticks, smooth, thin_curve, ticks
 from tests.plan.cases import bounded
 
 
@@ -27,7 +27,7 @@ def test_smooth_is_the_mean_of_the_window(window: int) -> None:
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=80), st.integers(4, 10))
 def test_thinning_keeps_ends_and_extremes(values: list[float], limit: int) -> None:
     x, y = np.arange(len(values)), np.array(values)
-    tx, ty = thin(x, y, limit)
+    tx, ty = thin_curve(x, y, limit)
     assert len(tx) <= limit + 2 and (np.diff(tx) > 0).all()
     assert (tx[0], tx[-1]) == (0, len(values) - 1) and (ty.min(), ty.max()) == (y.min(), y.max())
     assert (y[tx] == ty).all()
@@ -35,11 +35,11 @@ def test_thinning_keeps_ends_and_extremes(values: list[float], limit: int) -> No
 
 def test_a_spike_survives_wherever_it_is() -> None:
     for at in range(50):
-        assert thin(np.arange(50), (np.arange(50) == at).astype(float), 6)[1].max() == 1.0, at
+        assert thin_curve(np.arange(50), (np.arange(50) == at).astype(float), 6)[1].max() == 1.0, at
 
 
 def test_thinning_drops_what_is_not_finite() -> None:
-    x, y = thin(np.arange(5), np.array([1.0, np.nan, np.inf, 2.0, 3.0]), 100)
+    x, y = thin_curve(np.arange(5), np.array([1.0, np.nan, np.inf, 2.0, 3.0]), 100)
     assert x.tolist() == [0, 3, 4] and y.tolist() == [1.0, 2.0, 3.0]
 
 
@@ -54,9 +54,9 @@ def test_ticks_are_round_and_inside(low: float, width: float, count: int) -> Non
         step = found[1] - found[0]
         assert np.allclose(np.diff(found), step, rtol=1e-6)
     if width > 1e-2 * abs(low):
-        assert len({number_text(t, _digits(found)) for t in found}) == len(found)
+        assert len({number_text(t, _tick_digits(found)) for t in found}) == len(found)
     if len(found) > 1 and max(map(abs, found)) < 1e4:
-        texts = [float(number_text(t, _digits(found)).replace(",", "")) for t in found]
+        texts = [float(number_text(t, _tick_digits(found)).replace(",", "")) for t in found]
         assert np.allclose(texts, found, rtol=0, atol=2e-3 * (found[1] - found[0]))
 
 
@@ -92,4 +92,4 @@ def test_written_values(found: object, wanted: object) -> None:
 def test_ticks_of_quarter_steps_are_written_in_full() -> None:
     """7.575 is not 7.58: labels at equal distances have equal differences."""
     found = ticks(7.57, 7.69, 5)
-    assert [number_text(t, _digits(found)) for t in found] == ["7.575", "7.6", "7.625", "7.65", "7.675"]
+    assert [number_text(t, _tick_digits(found)) for t in found] == ["7.575", "7.6", "7.625", "7.65", "7.675"]

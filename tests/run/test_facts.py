@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from longspan.attention import AttentionCall, Mask
+from longspan.attention import AttendCall, Mask
 from longspan.attention.call import Dropout
 from longspan.comm import World
-from longspan.config.sections import ContextConfig, RunConfig
+from longspan.config.sections import RunConfig, RunSection
 from longspan.layout import Layout
 from longspan.model import execution, load_model, prepare
 from longspan.model.execution import Execution, execution_of
@@ -118,7 +118,7 @@ def test_a_prediction_stands_beside_the_steps_of_its_own_machine_alone(
     types = Execution(torch.float32, torch.bfloat16, torch.float32, ())
     model = cast(Any, SimpleNamespace(config=CONFIG, execution=types))
     world = cast(World, SimpleNamespace(home=Layout(2)))
-    figures = model_figures(RunConfig(context=ContextConfig(cost=file)), model, world, cost)
+    figures = model_figures(RunConfig(run=RunSection(machine=file)), model, world, cost)
     assert figures.priced_here is here
     assert (figures.peak is None) == (device == "CPU")
     unpriced = cast(Any, SimpleNamespace(config={**CONFIG, "mamba_d_state": 8}, execution=types))
@@ -132,12 +132,12 @@ def test_products_of_float32_may_be_of_a_shorter_type(monkeypatch: pytest.Monkey
     assert figures_module._product_dtype(torch.bfloat16) == "bfloat16"
 
 
-def of_calls(*calls: AttentionCall) -> Execution:
+def of_calls(*calls: AttendCall) -> Execution:
     return Execution(torch.float32, torch.float32, torch.float32, calls)
 
 
 def test_kernels_are_said_by_kind_of_layer_and_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    full, window = AttentionCall(1, 1, 64, 64), AttentionCall(1, 1, 64, 64, mask=Mask(window=128))
+    full, window = AttendCall(1, 1, 64, 64), AttendCall(1, 1, 64, 64, mask=Mask(window=128))
     assert of_calls(full, window).kernels == ("cpu_flash",) and of_calls().kernels == ()
     dropout = replace(full, dropout=Dropout(0.1, seed=0))
     assert of_calls(dropout, window).kernels == (
@@ -150,9 +150,9 @@ def test_kernels_are_said_by_kind_of_layer_and_group(monkeypatch: pytest.MonkeyP
 
 
 def test_the_slow_kernel_on_gpus_is_a_caution() -> None:
-    call = AttentionCall(1, 1, 64, 64, torch.float32, torch.device("cuda"))
+    call = AttendCall(1, 1, 64, 64, torch.float32, torch.device("cuda"))
     assert of_calls(call).why_slow() == "the slow reference kernel is all that can do float32, heads of 64 here"
-    assert of_calls(AttentionCall(1, 1, 64, 64, torch.float32)).why_slow() == ""
+    assert of_calls(AttendCall(1, 1, 64, 64, torch.float32)).why_slow() == ""
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -131,7 +131,7 @@ def test_communicators_are_made_before_the_first_pass(
     planner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr(warm_up_module, "_run", lambda training, plan, *, backward: calls.append(backward))
+    monkeypatch.setattr(warm_up_module, "_run_plan", lambda training, plan, *, backward: calls.append(backward))
     monkeypatch.setattr(warm_up_module, "allocate_adam_states", lambda optimizer: None)
     channels, control = SimpleNamespace(connect_pairs=lambda: calls.append("pairs")), SimpleNamespace(barrier=str)
     world = SimpleNamespace(home=Layout(2), device=torch.device("cpu"), channels=channels, control=control)

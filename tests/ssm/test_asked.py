@@ -169,5 +169,5 @@ def test_chunks_of_another_size_hold_the_same_rows() -> None:
     for chunk in (32, 128):
         cut = runs.with_chunks(chunk)
         assert cut is runs.with_chunks(chunk) and cut.chunks == sum(-(-n // chunk) for n in (70, 1, 64, 130))
-        rows = torch.cat([torch.arange(runs.rows), torch.tensor([-1])])[cut.padded]
+        rows = torch.cat([torch.arange(runs.rows), torch.tensor([-1])])[cut.padded_rows]
         assert torch.equal(rows[cut.padded_places], torch.arange(runs.rows)) and len(rows) == cut.chunks * chunk

@@ -78,7 +78,7 @@ def worst(seed: int = 0) -> float:
     added, transitions = maps[..., :V].contiguous(), maps[..., V:].contiguous()
     of_runs = pieces.maps_of_runs(added, transitions, shared)
     differences = [
-        (pieces.entering(states.detach(), added, transitions) - torch.stack(entering)).abs().max(),
+        (pieces.entering_states(states.detach(), added, transitions) - torch.stack(entering)).abs().max(),
         (of_runs[1] @ states[shared] + of_runs[0] - torch.stack(final)[shared]).abs().max(),
     ]
     weights = torch.randn(len(entering), 2, K, V, generator=generator, dtype=torch.float64)  # what outputs owe
@@ -90,7 +90,7 @@ def worst(seed: int = 0) -> float:
     (exact,) = torch.autograd.grad(total, states, retain_graph=True)
     entry_gradients = weights[pieces.first : pieces.stop]
     differences.append((pieces.run_entry_gradients(entry_gradients, transitions, shared) - exact[shared]).abs().max())
-    found = pieces.leaving(leaving, entry_gradients, transitions)
+    found = pieces.leaving_gradients(leaving, entry_gradients, transitions)
     gradient, starts = leaving, np.cumsum(pieces.runs.lengths)
     for run, end in enumerate(np.cumsum(runs.lengths)):
         mine = [int(p) for p in np.flatnonzero((starts <= end) & (starts > end - runs.lengths[run]))]
@@ -114,13 +114,13 @@ def test_folds_are_those_of_the_recurrence() -> None:
             "take_runs(result, before)",
         ),
         (
-            "apply_maps(later, take_runs(b, some), take_runs(states, mine))",
-            "apply_maps(later, take_runs(b, some), take_runs(b, some))",
+            "apply_maps(later, take_runs(b, with_place), take_runs(states, mine))",
+            "apply_maps(later, take_runs(b, with_place), take_runs(b, with_place))",
         ),
-        ("later @ take_runs(m, some)", "take_runs(m, some) @ later"),
+        ("later @ take_runs(m, with_place)", "take_runs(m, with_place) @ later"),
         (
-            "take_runs(result, some), take_runs(entry_gradients, mine)",
-            "take_runs(result, some), 0 * take_runs(entry_gradients, mine)",
+            "take_runs(result, with_place), take_runs(entry_gradients, mine)",
+            "take_runs(result, with_place), 0 * take_runs(entry_gradients, mine)",
         ),
         (
             "apply_maps(take_runs(transitions, mine).mT, take_runs(result, after)",
@@ -145,7 +145,7 @@ def test_programs_hold_the_columns_of_states_and_transitions(
             grids.append(grid)
             return lambda *_, **__: None
 
-    monkeypatch.setattr(maps, "_kernel", lambda name: Kernel())
+    monkeypatch.setattr(maps, "_state_kernel", lambda name: Kernel())
     keys, values = torch.zeros(1, 5, 3, size), torch.zeros(1, 5, 3, width)
     rows = {**dict.fromkeys(("q", "k", "w"), keys), **dict.fromkeys(("u", "do", "dv"), values), "g": keys[..., 0]}
     runs: Any = SimpleNamespace(lengths=(2, 3), ends=None, chunk=64)

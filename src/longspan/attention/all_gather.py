@@ -13,15 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttentionCall, Gradients, Saved, add_block, block_gradients, sink_gradient
+from longspan.attention.call import AttendCall, Gradients, Saved, add_block, block_gradients, sink_gradient
 from longspan.attention.members import Members
 from longspan.attention.rows import Partial, RowSum, accumulation_dtype, concat_heads, join_columns, sum_rows
 from longspan.comm import Addend, Handle, split_columns
+from longspan.plan.cost.attention_price import GATHER_SLICE_BYTES, GATHER_SLICES
 
 _Pair = tuple[Tensor, Tensor]
 
-SLICES = 2
-SLICE_BYTES = 128 << 20  # of the keys and values of all rows: from here on slices hide more than they cost (H200)
+SLICES, SLICE_BYTES = GATHER_SLICES, GATHER_SLICE_BYTES  # as they are priced
 
 
 class HeadSlice(NamedTuple):
@@ -58,7 +58,7 @@ def head_slices(q: Tensor, k: Tensor, v: Tensor, rows: int, budget: int | None) 
 
 
 def all_gather_forward(
-    q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttentionCall
+    q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendCall
 ) -> tuple[Tensor, list[Saved]]:
     """q (T, N, H), k (T, K, H), v (T, K, Hv) of one group's local rows."""
     slices = head_slices(q, k, v, sum(members.counts), call.max_gather_bytes)
@@ -73,9 +73,7 @@ def all_gather_forward(
     return out, [Saved(q, k, v, out, lse)]
 
 
-def all_gather_backward(
-    dout: Tensor, saved_slices: Sequence[Saved], members: Members, call: AttentionCall
-) -> Gradients:
+def all_gather_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members, call: AttendCall) -> Gradients:
     """Gradients of the local rows; those of k and v in the accumulation dtype."""
     ((q, k, v, out, lse),) = saved_slices
     slices = head_slices(q, k, v, sum(members.counts), call.max_gather_bytes)

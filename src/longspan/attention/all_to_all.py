@@ -22,11 +22,12 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttentionCall, Gradients, Saved, sum_addends
+from longspan.attention.call import AttendCall, Gradients, Saved, sum_addends
 from longspan.attention.members import Members
 from longspan.attention.ring import ring_backward, ring_forward
 from longspan.attention.rows import accumulation_dtype, copy_rows, head_views, join_columns, member_views
 from longspan.comm import Addend, Handle, split_columns
+from longspan.plan.cost.attention_price import EXCHANGE_SLICE_BYTES, EXCHANGE_SLICES
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,10 @@ class HeadSplit:
 head_split = cache(HeadSplit)  # worked out once
 
 
-SLICES = 2  # four took longer (bench/records/attention-slices-4xH200.md)
-SLICE_BYTES = 32 << 20  # of a member's queries in a slice: less would cost more in launches than it hides (H200)
+SLICES, SLICE_BYTES = EXCHANGE_SLICES, EXCHANGE_SLICE_BYTES  # as they are priced
 
 
-def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttentionCall) -> tuple[Tensor, list[Saved]]:
+def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendCall) -> tuple[Tensor, list[Saved]]:
     """q (T, N, H), k (T, K, H), v (T, K, Hv) of one group's local rows; what is saved is of one slice after another."""
     if members.inner == 1:
         return ring_forward(q, k, v, members, call)
@@ -118,7 +118,7 @@ def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: Attenti
     return out, saved
 
 
-def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: AttentionCall) -> Gradients:
+def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: AttendCall) -> Gradients:
     """Gradients of the local rows."""
     if members.inner == 1:
         return ring_backward(dout, saved, members, call)
@@ -198,7 +198,7 @@ class _Swap:
             return [slice(0, 1)]
         return [slice(0, 3)] if self.split.kv_copies == 1 else [slice(0, 1), slice(1, 3)]
 
-    def slice_call(self, call: AttentionCall, slice_index: int) -> AttentionCall:
+    def slice_call(self, call: AttendCall, slice_index: int) -> AttendCall:
         """The call for the query heads of a slice that are computed here."""
         count = self.split.member_heads // self.slices
         start = self.split.q_heads(self._me).start + slice_index * count

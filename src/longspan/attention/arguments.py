@@ -1,4 +1,4 @@
-"""The arguments of `attend`: checked, and packed into one AttentionCall for all layers of a micro-batch.
+"""The arguments of `attend`: checked, and packed into one AttendCall for all layers of a micro-batch.
 
 `pack_call` checks tensors, masks, numbers and budgets, chooses how each group communicates and which kernel computes,
 and finds the members of each group. All of it runs on the host and before any communication, so that every rank can
@@ -16,16 +16,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from longspan.attention.all_gather import gather_bytes_per_head
-from longspan.attention.auto import TYPES, choose_type
-from longspan.attention.call import AttentionCall, CallPart, Dropout, cache_of
+from longspan.attention.call import AttendCall, CallPart, Dropout, cache_of
 from longspan.attention.kernels import choose
 from longspan.attention.members import Members
 from longspan.attention.tiles_between import Mask
 from longspan.comm import SequenceShard, ShardPart, world_of
 from longspan.errors import AttentionError
 from longspan.plan import Group
+from longspan.plan.check import COMM_TYPES
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DCOMM_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Arguments(NamedTuple):
@@ -82,7 +82,7 @@ def _check_same(named: dict[str, Tensor]) -> None:
     devices = {name: str(x.device) for name, x in named.items()}
     if len(set(devices.values())) > 1:
         raise AttentionError(f"q, k and v need one device, got {_list_values(devices)}; move them before attend")
-    if named["q"].dtype not in _DTYPES:
+    if named["q"].dtype not in _DCOMM_TYPES:
         raise AttentionError(f"attend takes float16, bfloat16, float32 or float64 tensors, got {dtypes['q']}")
 
 
@@ -172,7 +172,7 @@ class CommChoice(NamedTuple):
     inner: int = 1
 
 
-def comm_choices(shard: SequenceShard, arguments: Arguments, call: AttentionCall) -> list[CommChoice]:
+def comm_choices(shard: SequenceShard, arguments: Arguments, call: AttendCall) -> list[CommChoice]:
     """How each group of the micro-batch communicates.
 
     Raises AttentionError, naming the group, for a type that is unknown, levels that do not make the degree, or heads
@@ -180,7 +180,7 @@ def comm_choices(shard: SequenceShard, arguments: Arguments, call: AttentionCall
     """
     kinds, sizes = arguments.cp_comm_type, arguments.sizes
     if not isinstance(kinds, str | tuple | None):
-        raise AttentionError(f"cp_comm_type is {kinds!r}; use one of {', '.join(TYPES)}, or one per layer")
+        raise AttentionError(f"cp_comm_type is {kinds!r}; use one of {', '.join(COMM_TYPES)}, or one per layer")
     if sizes is not None:
         if not isinstance(sizes, tuple) or len(sizes) != 2 or not all(map(is_count, sizes)):
             raise AttentionError(f"hierarchical_context_parallel_sizes is {sizes!r}; give (a2a, p2p), two sizes")
@@ -190,7 +190,7 @@ def comm_choices(shard: SequenceShard, arguments: Arguments, call: AttentionCall
     return [_comm_choice(shard, index, arguments, call) for index in range(len(shard.micro_batch.groups))]
 
 
-def _comm_choice(shard: SequenceShard, index: int, arguments: Arguments, call: AttentionCall) -> CommChoice:
+def _comm_choice(shard: SequenceShard, index: int, arguments: Arguments, call: AttendCall) -> CommChoice:
     group, where = shard.micro_batch.groups[index], f" of group {index}"
     if arguments.cp_comm_type is None:
         kind = _layer_type(group.cp_comm_type, arguments.layer, f"cp_comm_type{where}")
@@ -217,12 +217,12 @@ def _to_choice(kind: str, group: Group, sizes: Sizes | None) -> CommChoice:
     return CommChoice(kind, group.degree if kind == "a2a" else 1)
 
 
-def _resolve_auto(shard: SequenceShard, index: int, call: AttentionCall) -> CommChoice:
+def _resolve_auto(shard: SequenceShard, index: int, call: AttendCall) -> CommChoice:
     automatic, key = cache_of(shard).automatic, (index, call)
     if key not in automatic:
-        group, node_size = shard.micro_batch.groups[index], world_of(shard.world_key).node_size
-        choice = choose_type(group, call, node_size=node_size)
-        automatic[key] = _to_choice(choice.cp_comm_type, group, choice.hierarchical_context_parallel_sizes)
+        group, world = shard.micro_batch.groups[index], world_of(shard.world_key)
+        fastest = world.machine.fastest_type(group, call.sizes, node_size=world.node_size)
+        automatic[key] = _to_choice(fastest.cp_comm_type, group, fastest.sizes)
     return CommChoice(*automatic[key])
 
 
@@ -238,8 +238,8 @@ def _layer_type(kinds: str | Sequence[str], layer: int | None, name: str) -> str
 
 
 def _check_type(kind: str, where: str) -> None:
-    if kind not in TYPES:
-        raise AttentionError(f"cp_comm_type {kind!r}{where} is unknown; use one of {', '.join(TYPES)}")
+    if kind not in COMM_TYPES:
+        raise AttentionError(f"cp_comm_type {kind!r}{where} is unknown; use one of {', '.join(COMM_TYPES)}")
 
 
 def _check_levels(sizes: Sizes | None, degree: int, where: str) -> None:
@@ -270,7 +270,7 @@ def _heads_error(choice: CommChoice, group: Group, heads: int, where: str) -> st
 
 def pack_call(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: SequenceShard, arguments: Arguments
-) -> AttentionCall:
+) -> AttendCall:
     """The call of `attend` with these tensors and arguments. Raises AttentionError where it cannot be exact."""
     check_tensors(q, k, v, shard)
     check_features(arguments)
@@ -279,7 +279,7 @@ def pack_call(
     window, chunk = (None if x is None else int(x) for x in (arguments.window, arguments.chunk))
     mask = Mask(arguments.causal, window, chunk).within(shard.micro_batch.lengths)
     check_spans(shard, arguments)
-    call = AttentionCall(
+    call = AttendCall(
         *(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, q.device),
         mask=mask,
         scale=abs(scale) or 1.0,
@@ -301,7 +301,7 @@ def pack_call(
     return replace(call, kernel=kernel, parts=tuple(parts))
 
 
-def _pack_part(part: ShardPart, choice: CommChoice, call: AttentionCall, shard: SequenceShard) -> CallPart:
+def _pack_part(part: ShardPart, choice: CommChoice, call: AttendCall, shard: SequenceShard) -> CallPart:
     mask, cache = call.mask.within(part.group.lengths), cache_of(shard)
     key = (part.index, choice.inner, mask)
     if key not in cache.members:

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from longspan.attention.all_gather import all_gather_backward, all_gather_forward
 from longspan.attention.all_to_all import a2a_backward, a2a_forward
 from longspan.attention.arguments import Arguments, check_capture, pack_call
-from longspan.attention.call import AttentionCall, Dropout, Gradients, Saved, cache_of, mix_seed
+from longspan.attention.call import AttendCall, Dropout, Gradients, Saved, cache_of, mix_seed
 from longspan.attention.members import Members
 from longspan.attention.ring import ring_backward, ring_forward
 from longspan.attention.rows import accumulation_dtype, as_dtype, take_rows
@@ -25,8 +25,8 @@ from longspan.attention.saved_outputs import active_recording
 from longspan.comm import SequenceShard
 from longspan.comm.shard import outside_graphs
 
-Forward = Callable[[Tensor, Tensor, Tensor, Members, AttentionCall], tuple[Tensor, list[Saved]]]
-Backward = Callable[[Tensor, Sequence[Saved], Members, AttentionCall], Gradients]
+Forward = Callable[[Tensor, Tensor, Tensor, Members, AttendCall], tuple[Tensor, list[Saved]]]
+Backward = Callable[[Tensor, Sequence[Saved], Members, AttendCall], Gradients]
 
 _SAVED = len(Saved._fields)
 # How the members of a group share keys and values; both functions work on one part's local rows.
@@ -122,7 +122,7 @@ def _as_key(argument: Any) -> Any:
 
 def _find_call(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: SequenceShard, arguments: Arguments
-) -> AttentionCall:
+) -> AttendCall:
     """The packed call, cached by shard: a model makes the same call in every layer, and checks take time."""
     tensors = (q, k, v, sinks)
     if not isinstance(shard, SequenceShard) or not all(x is None or isinstance(x, Tensor) for x in tensors):
@@ -147,7 +147,7 @@ def _seed(seed: int | None, shard: SequenceShard, layer: int | None) -> int:
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttendCall) -> Tensor:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         recording, with_sinks = active_recording.get(), _with_sinks(call, sinks)
         if recording is None:
@@ -176,11 +176,11 @@ class _Attend(torch.autograd.Function):
         return dq, dk, dv, None if sinks is None else _sum_sinks([part.sinks for part in parts], sinks), None
 
 
-def _with_sinks(call: AttentionCall, sinks: Tensor | None) -> AttentionCall:
+def _with_sinks(call: AttendCall, sinks: Tensor | None) -> AttendCall:
     return call if sinks is None else replace(call, sinks=sinks)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, list[Tensor | None], list[int]]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: AttendCall) -> tuple[Tensor, list[Tensor | None], list[int]]:
     """Output (T, N, Hv) of all parts, what they save for backward, and in how many slices each does.
 
     None stands for the output of a part, which is saved as a part of the whole output.

@@ -24,6 +24,7 @@ from longspan.attention.rows import Partial, RowSum, take_rows
 from longspan.attention.tiles import Launch, Tile
 from longspan.attention.tiles_between import Mask
 from longspan.comm import Addend, SequenceShard
+from longspan.plan import AttentionCall
 
 _BITS = 31  # of the hash that are compared with the rate
 
@@ -121,7 +122,7 @@ class CallPart(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AttentionCall:
+class AttendCall:
     """What `attend` does for q (T, N, H), k (T, K, H) and v (T, K, Hv) over a shard.
 
     N, K, H and Hv are `heads`, `kv_heads`, `head_size` and `value_size`. `scale` is above 0: the sign of another is in
@@ -131,7 +132,7 @@ class AttentionCall:
     `deterministic`: the same bits again; torch's own switch by default. A caller who only looks for a
     kernel or a communication type leaves out the rest:
 
-    >>> choose(AttentionCall(32, 8, 192, 128, torch.float32)).name
+    >>> choose(AttendCall(32, 8, 192, 128, torch.float32)).name
     'cpu_flash'
     """
 
@@ -155,13 +156,27 @@ class AttentionCall:
     sinks: Tensor | None = field(default=None, compare=False)
 
     @property
+    def sizes(self) -> AttentionCall:
+        """What of it decides its time, for `Machine`, as a step with a backward pass."""
+        return AttentionCall(
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_size,
+            value_dim=self.value_size,
+            bytes_per_number=self.dtype.itemsize,
+            causal=self.mask.causal,
+            window=self.mask.window,
+            chunk=self.mask.chunk,
+        )
+
+    @property
     def features(self) -> frozenset[str]:
         """What it asks for that some kernels lack: of "window", "softcap" and "dropout"."""
         window = self.mask.window or self.spans or None  # a span is a limit on the left of keys to the right
         asked_for = {"window": window, "softcap": self.softcap, "dropout": self.dropout}
         return frozenset(name for name, value in asked_for.items() if value is not None)
 
-    def for_heads(self, start: int, stop: int) -> "AttentionCall":
+    def for_heads(self, start: int, stop: int) -> "AttendCall":
         """The same for query heads start to stop of the tensors at hand."""
         if self.sinks is None and self.dropout is None:
             return self
@@ -178,7 +193,7 @@ class AttentionCache:
 
     def __init__(self, listed_by_layer: bool) -> None:
         self.listed_by_layer = listed_by_layer  # whether a group's types are a list with one per layer
-        self.calls: dict[Any, AttentionCall] = {}
+        self.calls: dict[Any, AttendCall] = {}
         self.members: dict[tuple[int, int, Mask], Members] = {}
         self.automatic: dict[Any, tuple[str, int]] = {}
 
@@ -204,9 +219,7 @@ class Gradients(NamedTuple):
     sinks: Tensor | None
 
 
-def add_block(
-    total: Partial, q: Tensor, k: Tensor, v: Tensor, launches: tuple[Launch, ...], call: AttentionCall
-) -> None:
+def add_block(total: Partial, q: Tensor, k: Tensor, v: Tensor, launches: tuple[Launch, ...], call: AttendCall) -> None:
     """Add to `total` the attention of q (T, N, H) to this block's k (Tk, K, H), v (Tk, K, Hv)."""
     assert call.kernel is not None
     for launch in launches:
@@ -216,7 +229,7 @@ def add_block(
 
 
 def block_gradients(
-    dq: RowSum, dout: Tensor, saved: Saved, launches: tuple[Launch, ...], call: AttentionCall
+    dq: RowSum, dout: Tensor, saved: Saved, launches: tuple[Launch, ...], call: AttendCall
 ) -> list[Addend]:
     """Add a block's part of the query's gradient to `dq`; return those of its keys and values, in parts.
 

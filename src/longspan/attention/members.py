@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from longspan.attention.tiles import Launch, Tokens
-from longspan.attention.tiles_between import Mask, is_narrow, span_tiles, tiles_between
+from longspan.attention.tiles_between import Mask, span_tiles, tiles_between
 from longspan.comm import Channel, ShardPart, to_device, world_of
 from longspan.layout import Segments
 from longspan.layout.segments import Integers, expand, segments_from_runs
 from longspan.layout.spans import NO_SPANS, Spans
+from longspan.plan.cost.attention_price import is_narrow
 
 _NO_ROWS = np.empty(0, dtype=np.int64)
 
@@ -180,7 +181,7 @@ class Members:
     @cached_property
     def has_narrow_window(self) -> bool:
         """Whether members send each other the rows that are seen, instead of a ring."""
-        return is_narrow(self.mask, self.part.group.lengths, self.degree)
+        return is_narrow(self.part.group.lengths, self.degree, self.mask.window, self.mask.chunk)
 
     @cached_property
     def window_rows(self) -> WindowRows:

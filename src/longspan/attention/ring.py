@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from longspan.attention.call import (
-    AttentionCall,
+    AttendCall,
     Gradients,
     Saved,
     add_block,
@@ -30,7 +30,7 @@ from longspan.comm import Addend, GradientRing, RingBlocks, split_columns
 HALVES_BYTES = 48 << 20  # of a block's gradients: a message that is worth one more launch to hide (H200)
 
 
-def ring_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttentionCall) -> tuple[Tensor, list[Saved]]:
+def ring_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendCall) -> tuple[Tensor, list[Saved]]:
     """q (T, N, H), k (T, K, H), v (T, K, Hv) of this member's rows."""
     if members.has_narrow_window:
         return window_forward(q, k, v, members, call)
@@ -44,7 +44,7 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: Attent
     return out, [Saved(q, k, v, out, lse)]
 
 
-def ring_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members, call: AttentionCall) -> Gradients:
+def ring_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members, call: AttendCall) -> Gradients:
     """Gradients of this member's rows."""
     (saved,) = saved_slices
     if members.has_narrow_window:
@@ -58,9 +58,7 @@ def ring_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members,
     return Gradients(dq.result(), dk, dv, sink_gradient(dout, saved.out, saved.lse, call.sinks))
 
 
-def _ring_gradients(
-    dq: RowSum, dout: Tensor, saved: Saved, members: Members, call: AttentionCall
-) -> tuple[Tensor, ...]:
+def _ring_gradients(dq: RowSum, dout: Tensor, saved: Saved, members: Members, call: AttendCall) -> tuple[Tensor, ...]:
     """dk and dv, summed over the members. The own block waits for no one: its work hides the first and last message."""
     channel, keys, dtype = members.channel, (saved.k, saved.v), accumulation_dtype(saved.k.dtype)
     label = "attention ring backward, gradients"
@@ -85,7 +83,7 @@ def _slices_of_own_block(saved: Saved) -> list[slice]:
 
 
 def _own_gradients(
-    dq: RowSum, dout: Tensor, saved: Saved, members: Members, call: AttentionCall, kv_heads: slice
+    dq: RowSum, dout: Tensor, saved: Saved, members: Members, call: AttendCall, kv_heads: slice
 ) -> tuple[Tensor, Tensor]:
     """dk and dv of the own block, of some key/value heads; what their queries get is added to `dq`."""
     per_kv_head = saved.q.shape[1] // saved.k.shape[1]
@@ -99,9 +97,7 @@ def _own_gradients(
     return gradients
 
 
-def window_forward(
-    q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttentionCall
-) -> tuple[Tensor, list[Saved]]:
+def window_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendCall) -> tuple[Tensor, list[Saved]]:
     """q (T, N, H), k (T, K, H), v (T, K, Hv) of this member's rows."""
     total = Partial(q.shape[0], q.shape[1], v.shape[2], like=q)
     seen_k, seen_v = _fetch(members, (k, v), "attention window rows forward")
@@ -110,7 +106,7 @@ def window_forward(
     return out, [Saved(q, k, v, out, lse)]
 
 
-def window_backward(dout: Tensor, saved: Saved, members: Members, call: AttentionCall) -> Gradients:
+def window_backward(dout: Tensor, saved: Saved, members: Members, call: AttendCall) -> Gradients:
     """Gradients of this member's rows."""
     dq = RowSum(tuple(saved.q.shape), saved.q)
     k, v = _fetch(members, (saved.k, saved.v), "attention window rows backward")

@@ -36,27 +36,6 @@ class Mask(NamedTuple):
         return Mask(self.causal, window, chunk)
 
 
-def is_narrow(mask: Mask, lengths: Sequence[int], degree: int) -> bool:
-    """Return whether a member sees so few rows of the others that sending only those is cheaper than a ring.
-
-    The answer depends only on lengths, so it is the same on every member. A document lies in at most 2 · degree runs.
-    With a window, each run sees at most window − 1 rows before it. With chunks, it sees the rows from the start of its
-    chunk on; here the runs count as equally long. The sum of these rows is a bound on the foreign rows. The mask is
-    narrow if that bound is at most half of the rows that a ring would send, and at most twice the rows of the members:
-    a ring holds that many rows of others.
-    """
-    if degree == 1 or (mask.window is None and mask.chunk is None):
-        return False
-    rows = np.asarray(lengths, dtype=np.int64)
-    foreign_rows = (degree - 1) * rows
-    if mask.window is not None:
-        foreign_rows = np.minimum(foreign_rows, 2 * degree * min(mask.window - 1, int(rows.max())))
-    if mask.chunk is not None:
-        starts = rows[:, None] * np.arange(1, 2 * degree) // (2 * degree)
-        foreign_rows = np.minimum(foreign_rows, (starts % mask.chunk).sum(1))
-    return int(foreign_rows.sum()) <= min((degree - 1) / 2, 2) * int(rows.sum())
-
-
 class TileArrays(NamedTuple):
     """Tiles of many documents, as arrays of equal length; a limit of −1 is none."""
 

@@ -47,17 +47,17 @@ def open_record(bench: str, out: Path | None, backend: str, source: Path, **abou
     words = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(words, cwd=source, capture_output=True, text=True, check=False).stdout.strip()
     if out is not None and out.exists():
-        before = json.loads(out.read_text(encoding="utf-8"))
-        if before["commit"] == commit and before["backend"] == backend:
+        recorded = json.loads(out.read_text(encoding="utf-8"))
+        if recorded["commit"] == commit and recorded["backend"] == backend:
             for name, value in about.items():
-                if before.get(name, value) != value:
+                if recorded.get(name, value) != value:
                     raise ConfigError(
-                        f"{out} has figures of {name} {before[name]}, asked for {value}: give another --out"
+                        f"{out} has figures of {name} {recorded[name]}, asked for {value}: give another --out"
                     )
-            return before
+            return recorded
     command = " ".join(["python", *sys.argv])
-    where = {"machine": machine(), "versions": versions(), "commit": commit, "command": command, "backend": backend}
-    return {"bench": bench, **where, **about}
+    origin = {"machine": machine(), "versions": versions(), "commit": commit, "command": command, "backend": backend}
+    return {"bench": bench, **origin, **about}
 
 
 def where_it_ran(record: dict[str, Any]) -> str:

@@ -51,7 +51,7 @@ class ItemDocuments:
     @cached_property
     def targets(self) -> int:
         """How many tokens the documents predict, for the planners' `targets=`."""
-        return sum(targets_beside_items(self.tokens, self.item_table))
+        return sum(count_targets_of_text(self.tokens, self.item_table))
 
     def read(self, item: int) -> Any:
         """The encoder's input for an item."""
@@ -99,16 +99,16 @@ def items_at_placeholders(
     return items
 
 
-def targets_beside_items(documents: Any, items: ItemTable) -> tuple[int, ...]:
+def count_targets_of_text(documents: Any, items: ItemTable) -> tuple[int, ...]:
     """How many tokens each document predicts: all but the first and placeholders, those with a label where it has some.
 
     A document with labels has `targets`, their number beyond position 0, and `labels(positions)`, −100 where none is,
     which are read only for placeholders.
     """
-    return tuple(_targets_beside_items(documents[document], document, items) for document in range(len(items.lengths)))
+    return tuple(_count_targets(documents[document], document, items) for document in range(len(items.lengths)))
 
 
-def _targets_beside_items(document: Any, number: int, items: ItemTable) -> int:
+def _count_targets(document: Any, number: int, items: ItemTable) -> int:
     if not (hasattr(document, "labels") and hasattr(document, "targets")):
         return items.targets[number]
     hidden = items.placeholders(number)

@@ -78,7 +78,7 @@ def save_checkpoint(
     folder = path.with_name(path.name + PARTIAL)
     run_on_first_rank(world, lambda: create_partial(folder), CheckpointError)
     try:
-        digests = _write(folder, tensors_to_save(model, optimizer), world)
+        digests = _write_tensors(folder, tensors_to_save(model, optimizer), world)
         run_on_first_rank(
             world, lambda: publish(folder, path, {"step": step, **(state or {})}, digests), CheckpointError
         )
@@ -218,11 +218,13 @@ def leave_without_moments(
     All ranks call it together. Raises CheckpointError, on every rank, for parameters that its optimizer did not have,
     and where it was of another class.
     """
-    here = StoredMoments.of(tensors["optimizer"])
-    updated = {name: p for name, p in model.named_parameters() if name in here.moments}
+    stored_here = StoredMoments.of(tensors["optimizer"])
+    updated = {name: p for name, p in model.named_parameters() if name in stored_here.moments}
     without = [name for name in updated if name not in stored.moments]
     lacking = [name for name in without if name not in stored.settings]
-    others = [n for n in without if n not in lacking and not stored.moments and stored.settings[n] != here.settings[n]]
+    others = [
+        n for n in without if n not in lacking and not stored.moments and stored.settings[n] != stored_here.settings[n]
+    ]
     reports = world.control.gather_objects((lacking, others), "moments of a checkpoint")
     if lacking := sorted({name for names, _ in reports for name in names}):
         raise CheckpointError(
@@ -242,7 +244,7 @@ def leave_without_moments(
         del moments[name]
 
 
-def _write(folder: Path, tensors: dict[str, Any], world: World) -> list[dict[str, Digest]]:
+def _write_tensors(folder: Path, tensors: dict[str, Any], world: World) -> list[dict[str, Digest]]:
     """Write the files of all ranks; returns the size and hash of each rank's."""
     writer = HashingWriter(folder, world)
     try:

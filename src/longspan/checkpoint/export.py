@@ -101,7 +101,7 @@ def export_checkpoint(
     is a model's and `overwrite` is true: then its weights, configuration and tokenizer are replaced.
     """
     check_target(folder, overwrite=overwrite)
-    config, run = _configuration(run_dir), load_config(run_dir / "config.toml")
+    config, run = _stock_configuration(run_dir), load_config(run_dir / "config.toml")
     if merge and not run.lora.rank:
         refuse_merge(run_dir)
     checkpoint = _good_checkpoint(run_dir / "checkpoints", checkpoint, log)
@@ -118,10 +118,10 @@ def export_checkpoint(
                 kind = kind if dtype == "auto" else torch_dtype(dtype)
                 written = write_saved_adapter(saved, partial, run_dir, kind)
             else:
-                kind, groups = empty.dtype, _groups(checkpoint, empty, depths)
+                kind, groups = empty.dtype, _weight_groups(checkpoint, empty, depths)
                 if saved is not None:
                     groups = map(depths.select, merge_by_layer(saved, run, config, run_dir))
-                written = _write(partial, empty, _log_progress(groups, log), run_dir, depths)
+                written = _write_weights(partial, empty, _log_progress(groups, log), run_dir, depths)
     except ModelError as error:
         raise CheckpointError(f"checkpoint {checkpoint} does not fit the run's model: {error}") from error
     step, name = int(read_state(checkpoint)["step"]), str(kind).removeprefix("torch.")
@@ -151,7 +151,7 @@ def staging_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _configuration(run_dir: Path) -> PreTrainedConfig:
+def _stock_configuration(run_dir: Path) -> PreTrainedConfig:
     """The stock configuration of a run's model. Raises CheckpointError if the run has none."""
     if not (run_dir / "config.json").is_file():
         raise CheckpointError(
@@ -176,7 +176,7 @@ def _good_checkpoint(root: Path, checkpoint: Path | None, log: LogLine) -> Path:
     return newest
 
 
-def _write(
+def _write_weights(
     partial: Path, empty: PreTrainedModel, groups: Iterator[dict[str, Tensor]], run_dir: Path, depths: ExportedDepths
 ) -> WeightTotals:
     """Write the weights of a whole model, and the other files of its folder."""
@@ -188,26 +188,29 @@ def _write(
     return written
 
 
-def _groups(checkpoint: Path, empty: PreTrainedModel, depths: ExportedDepths) -> Iterator[dict[str, Tensor]]:
+def _weight_groups(checkpoint: Path, empty: PreTrainedModel, depths: ExportedDepths) -> Iterator[dict[str, Tensor]]:
     """The weights of a checkpoint that are exported, those of a layer together, as they were stored."""
     stored = depths.select(_weights_in(checkpoint))
     stored_names = names_by_stock_name(stored)  # a vision-language model's are stored by the names of its two modules
-    stored, weights = {name: stored[there] for name, there in stored_names.items()}, dict(empty.state_dict())
-    if more := sorted(stored.keys() - weights.keys()):
-        raise ModelError(f"it has {len(more)} weights that the model has not: {', '.join(more[:4])}")
+    stored, weights = (
+        {name: stored[stored_name] for name, stored_name in stored_names.items()},
+        dict(empty.state_dict()),
+    )
+    if unknown := sorted(stored.keys() - weights.keys()):
+        raise ModelError(f"it has {len(unknown)} weights that the model has not: {', '.join(unknown[:4])}")
     place = {unit: i for i, unit in enumerate(dict.fromkeys(map(unit_of, weights)))}
     for _, group in groupby(sorted(stored, key=lambda name: (place[unit_of(name)], name)), unit_of):
         names = {stored_names[name]: name for name in group}
-        tensors = _read(checkpoint, {there: stored[name] for there, name in names.items()})
-        yield {name: tensors[there] for there, name in names.items()}
+        tensors = _read_group(checkpoint, {stored_name: stored[name] for stored_name, name in names.items()})
+        yield {name: tensors[stored_name] for stored_name, name in names.items()}
 
 
 def _tensors(checkpoint: Path) -> dict[str, Tensor]:
     """All tensors under "model." in a checkpoint: those of an adapter are few."""
-    return _read(checkpoint, _weights_in(checkpoint))
+    return _read_group(checkpoint, _weights_in(checkpoint))
 
 
-def _read(checkpoint: Path, stored: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+def _read_group(checkpoint: Path, stored: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
     try:
         with warnings.catch_warnings(action="ignore"):  # that there is one process

@@ -89,7 +89,7 @@ class SavedAdapter(NamedTuple):
 
 def read_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mapping[str, Tensor]) -> SavedAdapter:
     """A run's adapter, of these tensors. Raises CheckpointError for tensors that [lora] does not describe."""
-    tensors = {name: stored[there] for name, there in names_by_stock_name(stored).items()}
+    tensors = {name: stored[stored_name] for name, stored_name in names_by_stock_name(stored).items()}
     stock = empty_model(configuration, torch.float32, images_class_by_name(configuration))
     empty = add_configured_depths(run, stock, read=False)
     modules = largest_trained_modules(empty, {name for name in tensors if not belongs_to_adapter(name)})
@@ -125,9 +125,9 @@ def merge_by_layer(
     _check_base(run, configuration, run_dir)
     images = images_class_by_name(configuration) is not None
     model = load_run_model(run, configuration.get_text_config().vocab_size, configuration, images=images)
-    _check_tied(saved, model)
+    _refuse_tied_ends(saved, model)
     wide = torch.float64 if run.model.dtype == "float64" else torch.float32
-    for _, group in groupby(_weights(model), lambda entry: unit_of(entry[0])):
+    for _, group in groupby(_whole_weights(model), lambda entry: unit_of(entry[0])):
         yield {name: merge_weight(saved, name, tensor, wide) for name, tensor in group}
 
 
@@ -142,7 +142,7 @@ def merge_weight(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dt
     return weight.to(dtype) + saved.scalings[linear] * (second @ first)
 
 
-def _weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def _whole_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """The whole weights of a model, those that are yet to come one at a time."""
     weights = pop_deferred_weights(model)
     if weights is None:
@@ -169,8 +169,8 @@ def _check_base(run: RunConfig, configuration: PreTrainedConfig, run_dir: Path) 
         )
 
 
-def _check_tied(saved: SavedAdapter, model: PreTrainedModel) -> None:
-    """Raise CheckpointError if one of two modules that share a weight is adapted, which no merged weight can be."""
+def _refuse_tied_ends(saved: SavedAdapter, model: PreTrainedModel) -> None:
+    """Raise CheckpointError if one of two modules that share a weight is adapted: the other's must not change."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     adapted_ends = [name for name, module in model.named_modules() if module in ends and name in saved.scalings]
     if adapted_ends and is_tied(model):

@@ -120,12 +120,12 @@ def check_sizes(path: Path) -> dict[str, Digest]:
     """The files of a checkpoint, by its manifest. Raises CheckpointError for one that is missing or of another size."""
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
-    files = _manifest(path)
+    files = _read_manifest(path)
     for name, (size, _) in files.items():
         if not (path / name).is_file():
             raise CheckpointError(f"checkpoint {path}: {name} is missing")
-        if (now := (path / name).stat().st_size) != size:
-            raise CheckpointError(f"checkpoint {path}: {name} has {now} bytes, {size} were written")
+        if (size_on_disk := (path / name).stat().st_size) != size:
+            raise CheckpointError(f"checkpoint {path}: {name} has {size_on_disk} bytes, {size} were written")
     return files
 
 
@@ -133,8 +133,8 @@ def check_contents(path: Path, files: Mapping[str, Digest]) -> None:
     """Raise CheckpointError for the first of these files of a checkpoint that holds other bytes than were written."""
     with ThreadPoolExecutor(max_workers=4) as pool:
         digests = pool.map(_digest, [path / name for name in files])
-        for (name, (_, sha256)), (_, now) in zip(files.items(), digests, strict=True):
-            if now != sha256:
+        for (name, (_, sha256)), (_, digest) in zip(files.items(), digests, strict=True):
+            if digest != sha256:
                 raise CheckpointError(f"checkpoint {path}: {name} has other contents than were written")
 
 
@@ -154,12 +154,12 @@ def read_state(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
     check_format(path)
-    return _json(path / STATE, path)
+    return _read_json(path / STATE, path)
 
 
 def check_format(path: Path) -> None:
     """Raise CheckpointError for a checkpoint that another version of longspan wrote in another format."""
-    version = _json(path / MANIFEST, path).get("format")
+    version = _read_json(path / MANIFEST, path).get("format")
     if version is None:
         raise CheckpointError(
             f"checkpoint {path}: it was written before longspan 0.1 ({MANIFEST} names no format); export it with the "
@@ -186,10 +186,10 @@ def _looks_good(path: Path) -> bool:
     return not (path / DAMAGED).exists()
 
 
-def _manifest(path: Path) -> dict[str, Digest]:
+def _read_manifest(path: Path) -> dict[str, Digest]:
     """The files that the manifest of a checkpoint names. Raises CheckpointError for one that is damaged or too old."""
     check_format(path)
-    files = _json(path / MANIFEST, path).get("files")
+    files = _read_json(path / MANIFEST, path).get("files")
     if not isinstance(files, dict) or not files:
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} names no files")
     if not all(isinstance(digest, list) and len(digest) == 2 for digest in files.values()):
@@ -197,7 +197,8 @@ def _manifest(path: Path) -> dict[str, Digest]:
     return files
 
 
-def _json(file: Path, path: Path) -> dict[str, Any]:
+def _read_json(file: Path, path: Path) -> dict[str, Any]:
+    """Read the JSON object in a file of a checkpoint. Raises CheckpointError if it cannot be read or is damaged."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,7 +1,7 @@
 """How the ranks' own files of a checkpoint are written and read: torch's file system storage, with three additions.
 
 A file is hashed while it is written, so that no rank reads it again for that. Reading and writing are not under the
-time-out of collectives (`patience`). An error of the disk names its file.
+time-out of collectives (`waiting_for_all`). An error of the disk names its file.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.futures import Future
 
 from longspan.checkpoint.files import Digest
-from longspan.comm import World, patience
+from longspan.comm import World, waiting_for_all
 from longspan.errors import CheckpointError
 from longspan.files import naming_file, os_error_text
 
@@ -38,7 +38,7 @@ class HashingWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         """As torch writes; entered by all ranks."""
-        with patience(self._world):
+        with waiting_for_all(self._world):
             return super().write_data(plan, planner)
 
 
@@ -54,7 +54,7 @@ class PatientReader(FileSystemReader):
 
         Entered by all ranks.
         """
-        with patience(self._world), naming_file(Path(self.path)):
+        with waiting_for_all(self._world), naming_file(Path(self.path)):
             return super().read_data(plan, planner)
 
 
@@ -101,10 +101,10 @@ class _HashedFile(io.FileIO):
     def write(self, data: Any) -> int | None:
         """Write what the system takes of `data`; returns how many bytes."""
         try:
-            taken = super().write(data)
+            written = super().write(data)
         except OSError as error:
             self.refused = error
             raise
-        self.sha256.update(memoryview(data).cast("B")[:taken])
-        self.size += taken or 0
-        return taken
+        self.sha256.update(memoryview(data).cast("B")[:written])
+        self.size += written or 0
+        return written

@@ -74,12 +74,12 @@ def main(argv: Sequence[str]) -> int:
         print(kernel_report(as_json=flags.json))
         return 0
     if flags.model:
-        return _prove(flags)
+        return _prove_named_model(flags)
     began = time.perf_counter()
     checks = [*version_checks(versions()), *device_checks(), *kernel_checks()]
     details: dict[str, Any] = {}
     try:
-        details = _run_ranks(flags)
+        details = _compare_small_model(flags)
         checks += rank_checks(details)
     except LongspanError as error:
         checks.append(Check("parity", "comparison", str(error), False))
@@ -102,9 +102,11 @@ def version_checks(installed: dict[str, str]) -> Iterator[Check]:
             yield Check("version", name, text, None)
             continue
         number = tuple(int(part) for part in text.split("+")[0].split(".")[:2])
-        needed = f"{'.'.join(map(str, least))} or later" + (f", below {'.'.join(map(str, below))}" if below else "")
+        needed_text = f"{'.'.join(map(str, least))} or later" + (
+            f", below {'.'.join(map(str, below))}" if below else ""
+        )
         good = number >= least and (below is None or number < below)
-        yield Check("version", name, text if good else f"{text}; needs {needed}", good)
+        yield Check("version", name, text if good else f"{text}; needs {needed_text}", good)
     missing = [name for name in ("torch", "transformers", "numpy") if name not in installed]
     yield from (Check("version", name, "not installed", False) for name in missing)
 
@@ -114,15 +116,15 @@ def device_checks() -> Iterator[Check]:
     import torch
     import torch.distributed as dist
 
-    here = machine()
-    yield Check("device", "host", machine_text({k: v for k, v in here.items() if k != "gpus"}), None)
-    for index, name in enumerate(here.get("gpus", ())):
+    facts = machine()
+    yield Check("device", "host", machine_text({k: v for k, v in facts.items() if k != "gpus"}), None)
+    for index, name in enumerate(facts.get("gpus", ())):
         memory = bytes_text(torch.cuda.get_device_properties(index).total_memory)
         yield Check("device", f"cuda:{index}", f"{name}, {memory}", None)
     yield Check("backend", "gloo", "available" if dist.is_gloo_available() else "missing", dist.is_gloo_available())
     gpus, nccl = torch.cuda.device_count(), dist.is_nccl_available()
     without = "built in, no GPU that torch can use" if nccl else "not in this torch build"
-    nccl_state = f"available, {here['nccl']}" if "nccl" in here else without
+    nccl_state = f"available, {facts['nccl']}" if "nccl" in facts else without
     yield Check("backend", "nccl", nccl_state, nccl if gpus > 1 else None)
 
 
@@ -130,17 +132,17 @@ def kernel_checks() -> Iterator[Check]:
     """Which attention kernel runs for each device and dtype, and why the others do not run here."""
     import torch
 
-    from longspan.attention import KERNELS, AttentionCall
+    from longspan.attention import KERNELS, AttendCall
 
     for device in _devices():
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
-            call = AttentionCall(1, 1, 128, 128, dtype, torch.device(device), one_document=True)
+            call = AttendCall(1, 1, 128, 128, dtype, torch.device(device), one_document=True)
             able = [kernel.name for kernel in KERNELS if kernel.suits(call)]
             name = f"{device.split(':')[0]} {str(dtype).removeprefix('torch.')}"
             alternatives = f" (also {', '.join(able[1:])})" if len(able) > 1 else ""
             yield Check("kernel", name, able[0] + alternatives if able else "none", bool(able))
     for kernel in KERNELS:
-        if lack := _lacking(kernel):
+        if lack := _kernel_lack(kernel):
             yield Check("kernel", kernel.name, f"not here: {lack}", None)
 
 
@@ -150,14 +152,14 @@ def _devices() -> list[str]:
     return ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
 
 
-def _lacking(kernel: "Kernel") -> str:
+def _kernel_lack(kernel: "Kernel") -> str:
     """Why a kernel runs on no device of this machine; "" where it runs on one."""
     import torch
 
-    from longspan.attention import AttentionCall
+    from longspan.attention import AttendCall
 
     dtype = kernel.dtypes[0]
-    calls = [AttentionCall(1, 1, 64, 64, dtype, torch.device(d), deterministic=False) for d in _devices()]
+    calls = [AttendCall(1, 1, 64, 64, dtype, torch.device(d), deterministic=False) for d in _devices()]
     lacks = [kernel.lacks(call) for call in calls]
     return "" if "" in lacks else lacks[-1]
 
@@ -167,8 +169,8 @@ def kernel_report(*, as_json: bool) -> str:
     from longspan.attention import KERNELS
     from longspan.attention.support import TYPE_ROWS, feature_rows, kernel_rows
 
-    here = ["here", *(_lacking(kernel) or "yes" for kernel in KERNELS)]
-    kernels = [(*row, lack) for row, lack in zip(kernel_rows(), here, strict=True)]
+    column_here = ["here", *(_kernel_lack(kernel) or "yes" for kernel in KERNELS)]
+    kernels = [(*row, lack) for row, lack in zip(kernel_rows(), column_here, strict=True)]
     tables = {"kernels": kernels, "types": TYPE_ROWS, "features": feature_rows()}
     if as_json:
         rows = {name: [dict(zip(header, row, strict=True)) for row in body] for name, (header, *body) in tables.items()}
@@ -190,16 +192,16 @@ def _list_text(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) 
 
 def rank_checks(details: dict[str, Any]) -> Iterator[Check]:
     """The process groups that were made, and every comparison with the stock model."""
-    where = f"{plural(details['ranks'], 'rank')} on {details['device'].split(':')[0]}, {details['backend']}"
+    place = f"{plural(details['ranks'], 'rank')} on {details['device'].split(':')[0]}, {details['backend']}"
     for record in details["groups"]:
         name = f"{record['kind']} of {len(record['ranks'])}"
-        yield Check("group", name, f"made in {seconds_text(record['seconds'])} ({where})", None)
+        yield Check("group", name, f"made in {seconds_text(record['seconds'])} ({place})", None)
     for row in details["parity"]:
         yield Check("parity", row["name"], row["found"], row["good"])
-    yield from _choices(details["parity"])
+    yield from _type_choices(details["parity"])
 
 
-def _choices(parity: Sequence[dict[str, Any]]) -> Iterator[Check]:
+def _type_choices(parity: Sequence[dict[str, Any]]) -> Iterator[Check]:
     """The ranks of each level of hierarchical groups, and what `auto` chose; once for all dtypes."""
     for row in {(f["cp"], f["cp_comm_type"], str(f.get("sizes"))): f for f in parity}.values():
         for levels in row.get("levels", ()):
@@ -208,7 +210,7 @@ def _choices(parity: Sequence[dict[str, Any]]) -> Iterator[Check]:
             yield Check("group", f"cp {row['cp']}, auto", row["why"][-1], None)
 
 
-def _run_ranks(flags: DoctorFlags) -> dict[str, Any]:
+def _compare_small_model(flags: DoctorFlags) -> dict[str, Any]:
     """The comparison of a small Qwen3 with the stock model, as a JSON object. Raises CommError if ranks failed."""
     from longspan.cli.doctor_model import compare_preset
 
@@ -225,11 +227,13 @@ def _run_ranks(flags: DoctorFlags) -> dict[str, Any]:
     return compare_preset(processes, flags.timeout_seconds)
 
 
-def _prove(flags: DoctorFlags) -> int:
+def _prove_named_model(flags: DoctorFlags) -> int:
     from longspan.cli.doctor_model import ProofFlags, prove_model
 
-    how = ProofFlags(flags.cases, flags.head_size, flags.world, flags.backend, flags.timeout_seconds, flags.json)
-    return prove_model(flags.model, how)
+    proof_flags = ProofFlags(
+        flags.cases, flags.head_size, flags.world, flags.backend, flags.timeout_seconds, flags.json
+    )
+    return prove_model(flags.model, proof_flags)
 
 
 def _checks_text(checks: Sequence[Check], good: bool, seconds: float) -> str:

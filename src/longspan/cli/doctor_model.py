@@ -53,16 +53,18 @@ def prove_model(name: str, flags: ProofFlags) -> int:
     began = time.perf_counter()
     config = find_configuration(name)
     proofs, models = list[Proof](), list[dict[str, Any]]()
-    for processes in _places(flags):
-        small = shrink_configuration(config, true_heads=_true_heads(flags, processes), images=reads_images(config))
-        models.append(_model(config, small, processes))
-        proofs.append(_run(small, _cases(flags, processes, config), processes, flags.timeout))
+    for processes in _choose_processes(flags):
+        small_config = shrink_configuration(
+            config, true_heads=_true_heads(flags, processes), images=reads_images(config)
+        )
+        models.append(_model_facts(config, small_config, processes))
+        proofs.append(_run_cases(small_config, _choose_cases(flags, processes, config), processes, flags.timeout))
     outcomes, worlds = (tuple(x for p in proofs for x in getattr(p, name)) for name in ("outcomes", "worlds"))
     proof = Proof(outcomes, worlds, text_suffices=not reads_images_alone(config))
     seconds = time.perf_counter() - began
     if reports_here():
         device = torch.device("cuda" if models[-1]["backend"] == "nccl" else "cpu")
-        lines, note = _kernels(config, device)
+        lines, note = _kernel_text(config, device)
         if flags.json:
             model = {"name": name, "copies": models, "kernels": [asdict(line) for line in lines], "note": note}
             print(json.dumps(proof_json(proof, model, seconds), indent=1, ensure_ascii=False))
@@ -80,7 +82,7 @@ def compare_preset(processes: Processes, timeout: float) -> dict[str, Any]:
     config = preset_config("qwen3-tiny", vocab_size=VOCABULARY)
     cases = [case for cp in DEGREES if processes.ranks % cp == 0 for case in every_type(cp)]
     dtypes = (_EXACT[processes.backend], _ROUNDED[processes.backend])
-    proof = _run(config, [replace(case, dtype=dtype) for dtype in dtypes for case in cases], processes, timeout)
+    proof = _run_cases(config, [replace(case, dtype=dtype) for dtype in dtypes for case in cases], processes, timeout)
     if not proof.worlds:
         raise CommError(proof.outcomes[0].message)
     world = proof.worlds[0]
@@ -88,12 +90,12 @@ def compare_preset(processes: Processes, timeout: float) -> dict[str, Any]:
     return asdict(world) | {"groups": list(world.groups), "parity": parity}
 
 
-def _places(flags: ProofFlags) -> Iterator[Processes]:
+def _choose_processes(flags: ProofFlags) -> Iterator[Processes]:
     """The processes of each proof: on the GPUs, or on CPUs; on both where there is one GPU, which has no degrees."""
-    gpus, both = usable_gpus(), False
+    gpus, cpus_too = usable_gpus(), False
     if flags.backend == "auto" and not flags.world and not has_torchrun():
-        both = gpus == 1
-    if gpus == 0 or both or flags.backend == "gloo":
+        cpus_too = gpus == 1
+    if gpus == 0 or cpus_too or flags.backend == "gloo":
         yield processes_of(flags.world, "cuda" if flags.backend == "nccl" else "cpu", on_gpus=1, on_cpus=LOCAL_RANKS)
     if gpus and flags.backend != "gloo":
         yield processes_of(flags.world, "cuda", on_gpus=min(gpus, LOCAL_RANKS), for_cpus="--backend gloo")
@@ -104,7 +106,7 @@ def _true_heads(flags: ProofFlags, processes: Processes) -> bool:
     return flags.head_size == "true" or (flags.head_size == "auto" and processes.backend == "nccl")
 
 
-def _cases(flags: ProofFlags, processes: Processes, config: PreTrainedConfig) -> list[Case]:
+def _choose_cases(flags: ProofFlags, processes: Processes, config: PreTrainedConfig) -> list[Case]:
     """The whole set in the type that shows most there: float64 on CPUs, bfloat16 on GPUs; the basic one in another.
 
     The same with images, where the model reads them; a class that is none of text alone has the basic set of text.
@@ -123,7 +125,7 @@ def _cases(flags: ProofFlags, processes: Processes, config: PreTrainedConfig) ->
     return list(dict.fromkeys(cases))
 
 
-def _run(config: PreTrainedConfig, cases: list[Case], processes: Processes, timeout: float) -> Proof:
+def _run_cases(config: PreTrainedConfig, cases: list[Case], processes: Processes, timeout: float) -> Proof:
     set_gpu_environment("")
     show = reports_here() and sys.stderr.isatty()
     launch = _run_under_torchrun if has_torchrun() else None
@@ -134,7 +136,7 @@ def _run_under_torchrun(fn: Any, task: Any, count: int, seconds: float) -> InWor
     return run_on_ranks(fn, (task,), count, seconds)
 
 
-def _model(config: PreTrainedConfig, small: PreTrainedConfig, processes: Processes) -> dict[str, Any]:
+def _model_facts(config: PreTrainedConfig, small: PreTrainedConfig, processes: Processes) -> dict[str, Any]:
     text = small.get_text_config()
     return {
         "model_type": config.model_type,
@@ -142,7 +144,7 @@ def _model(config: PreTrainedConfig, small: PreTrainedConfig, processes: Process
         "hidden_size": text.hidden_size,
         "ranks": processes.ranks,
         "backend": processes.backend,
-        "videos": _videos(small),
+        "videos": _video_text(small),
     }
 
 
@@ -151,15 +153,15 @@ def _heading(model: dict[str, Any]) -> str:
     return f"{model['model_type']}, a small copy ({size}) on {plural(model['ranks'], 'rank')} ({model['backend']})"
 
 
-def _videos(small: PreTrainedConfig) -> str:
-    """What cases with images have of videos; "" for a model without videos."""
+def _video_text(small: PreTrainedConfig) -> str:
+    """Whether a document with images has videos, in words; "" for a model without videos."""
     if not reads_images(small) or not isinstance(getattr(small, "video_token_id", None), int):
         return ""
-    why = why_no_videos(small)
-    return f"no videos: {why}" if why else "one of the documents with images has videos too"
+    reason = why_no_videos(small)
+    return f"no videos: {reason}" if reason else "one of the documents with images has videos too"
 
 
-def _kernels(config: PreTrainedConfig, device: torch.device) -> tuple[tuple[KernelLine, ...], str]:
+def _kernel_text(config: PreTrainedConfig, device: torch.device) -> tuple[tuple[KernelLine, ...], str]:
     """The kernels at the true sizes, or why they are not known."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:

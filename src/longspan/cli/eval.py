@@ -57,7 +57,7 @@ class EvalDisplay:
             self._written = time.monotonic()
 
     def progress(self, title: str, done: int, count: int) -> None:
-        """So many micro-batches of an evaluation are done, of so many."""
+        """Show how many micro-batches of an evaluation are done, and how many it has."""
         if self._stream is None:
             return
         if self._stream.isatty():
@@ -94,11 +94,11 @@ def main(argv: Sequence[str]) -> int:
     args, cache = (request, processes.ranks, processes.backend), request.subjects[0].config.run.compile_cache
     results: tuple[SubjectResult, ...] = run_on_ranks(eval_rank, args, processes.ranks, compile_cache=cache)
     if reports_here():
-        _report(flags, results, processes.ranks)
+        _write_results(flags, results, processes.ranks)
     return 0
 
 
-def _report(flags: EvalFlags, results: Sequence[SubjectResult], ranks: int) -> None:
+def _write_results(flags: EvalFlags, results: Sequence[SubjectResult], ranks: int) -> None:
     """Write the files that flags name, and print the results."""
     record = results_record(results, ranks)
     if flags.documents:
@@ -119,7 +119,7 @@ def check_request(request: EvalRequest, ranks: int) -> Layout:
 
 
 def eval_rank(rank: int, request: EvalRequest, ranks: int, backend: str) -> tuple[SubjectResult, ...]:
-    """What one rank does."""
+    """Evaluate on one rank."""
     from longspan.comm import World
     from longspan.evaluation.saved.evaluate_saved import evaluate_saved
 

@@ -61,11 +61,11 @@ def main(argv: Sequence[str]) -> int:
         merge=flags.merge,
         mtp=flags.mtp,
     )
-    print(as_json(written.row()) if flags.json else _text(written))
+    print(as_json(written.row()) if flags.json else _export_text(written))
     return 0
 
 
-def _text(written: "Exported") -> str:
+def _export_text(written: "Exported") -> str:
     return (
         f"step {written.step} of {written.checkpoint} is in {written.folder}: {plural(written.tensors, 'tensor')} of "
         f"{written.parameters / 1e6:,.1f} M weights in {written.dtype}, {written.bytes / 1e6:,.1f} MB in "

@@ -19,7 +19,7 @@ from tyro.constructors import ConstructorRegistry, StructConstructorSpec, Struct
 from longspan.cli.processes import Device
 from longspan.config.defaults import resolve_defaults
 from longspan.config.file import choice_word, kind_text, nearest, read_file
-from longspan.config.keys import keys_of, texts_of, value_at, with_values
+from longspan.config.keys import FORMER_KEYS, keys_of, texts_of, value_at, with_values
 from longspan.config.plan_section import ContextConfig, EvalConfig
 from longspan.config.sections import (
     DataConfig,
@@ -34,6 +34,7 @@ from longspan.errors import ConfigError
 Flags = TypeVar("Flags")
 _BOOLEANS = ("true", "false", "True", "False")
 _NUMBERS = {int: "an integer", float: "a number"}
+_FORMER = {f"--{old}": f"--{new}" for old, new in FORMER_KEYS.items()} | {"--cost": "--machine"}  # former flags
 _EXAMPLES = {int: "2 4", float: "0.9 0.95", str: "first second"}  # of lists
 
 
@@ -42,7 +43,7 @@ _SECTIONS = ConstructorRegistry()
 
 @_SECTIONS.struct_rule
 def _flags_of_section(info: StructTypeInfo) -> StructConstructorSpec | None:
-    """How tyro makes a section that has another one inside: by flags for the keys of both, as files name them."""
+    """Have tyro make a section that has another one inside by flags for the keys of both, as files name them."""
     kind: Any = info.type
     if kind is not ContextConfig:
         return None
@@ -104,6 +105,7 @@ def flag_types(kind: type) -> dict[str, Any]:
 def _check_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[str]:
     """The words with true and false as Python writes them. Raises ConfigError for a flag that does not exist."""
     words: list[str] = []
+    argv = _with_present_flags(argv, types)
     for place, (word, following) in enumerate(zip(argv, [*argv, "--"][1:], strict=True), 1):
         if not word.startswith("--"):
             words.append(word if not words else _as_python(word, types.get(words[-1])))
@@ -124,6 +126,20 @@ def _check_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[
         else:
             _check_value(flag, None if following.startswith("--") else following, kind)
             words.append(flag)
+    return words
+
+
+def _with_present_flags(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
+    """The words with the present names of flags. Raises ConfigError where a flag is given by both of its names."""
+    words = list(argv)
+    flags = [word.partition("=")[0] for word in words]
+    for place, old in enumerate(flags):
+        new = _FORMER.get(old, old)
+        if old in types or new not in types:
+            continue
+        if new in flags:
+            raise ConfigError(f"{old} and {new} are both given: {old} is the former name of {new}; leave {old} out")
+        words[place] = new + words[place].removeprefix(old)
     return words
 
 

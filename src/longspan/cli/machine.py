@@ -46,6 +46,7 @@ def find_gpus() -> Gpus:
 
 @cache
 def _driver_gpus() -> Gpus:
+    """Count the GPUs by CUDA's driver, which needs no torch."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:  # no driver is installed
@@ -84,7 +85,7 @@ def set_gpu_environment(compile_cache: str = "") -> None:
         return
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
-    folder = _writable(cache_folder(compile_cache))
+    folder = _make_writable(cache_folder(compile_cache))
     major, minor = gpus.capability
     folders = {
         "TRITON_CACHE_DIR": folder / "triton",
@@ -103,7 +104,8 @@ def cache_folder(compile_cache: str = "") -> Path:
     return Path(compile_cache).expanduser().absolute() if compile_cache else cache / "longspan" / "kernels"
 
 
-def _writable(folder: Path) -> Path:
+def _make_writable(folder: Path) -> Path:
+    """Make a folder, and return it. Raises ConfigError if nothing can be written in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         writable = os.access(folder, os.W_OK)

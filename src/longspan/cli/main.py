@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [word for word in words if word != "--debug"]
     try:
         with interruptible():
-            return _run(words)
+            return _run_verb(words)
     except LongspanError as error:
         if debug:
             traceback.print_exc()
@@ -73,7 +73,8 @@ def error_line(error: LongspanError) -> str:
     return "\n".join([f"{label} {error}", *(f"  {note}" for note in notes)])
 
 
-def _run(words: list[str]) -> int:
+def _run_verb(words: list[str]) -> int:
+    """Run the verb that the first word names, or print help or the version; returns the exit code."""
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
         return 0

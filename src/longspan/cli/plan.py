@@ -27,7 +27,7 @@ from longspan.cli.plans.planning import (
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
-from longspan.plan.cost.model_cost import with_spans
+from longspan.plan.cost.cost_changes import with_spans
 from longspan.plan.items.encoder_shape import EncoderLoad, EncoderShape
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.simulate.type_and_partition import plan_with_partition
@@ -123,9 +123,10 @@ def _plan_with_options(flags: PlanFlags, kind: str, lengths: Sequence[int], home
 
 
 def _write_files(flags: PlanFlags, plan: Plan, source: str) -> list[str]:
+    """Write the pictures and the trace that flags name; returns their paths."""
     title = f"plan of {plural(len(plan.lengths), 'document')} from {source}"
     for path in flags.plot:
-        _draw(plan, path, title)
+        _write_picture(plan, path, title)
     if flags.trace:
         from longspan.report import chrome_trace
 
@@ -133,7 +134,7 @@ def _write_files(flags: PlanFlags, plan: Plan, source: str) -> list[str]:
     return [*flags.plot, *([flags.trace] if flags.trace else [])]
 
 
-def _draw(plan: Plan, path: str, title: str) -> None:
+def _write_picture(plan: Plan, path: str, title: str) -> None:
     """Write the picture of a plan as the kind of file that its name ends in."""
     from longspan.report import plan_document, plan_page, write_png
 
@@ -162,10 +163,10 @@ def _image_notes(flags: PlanFlags, plan: Plan) -> Iterator[str]:
         return
     count, rows = _parse_images(flags.images)
     shape = EncoderShape.of(flags.model)
-    if short := [n for n in plan.lengths if n < count * rows]:
+    if too_short := [n for n in plan.lengths if n < count * rows]:
         raise ConfigError(
-            f"--images {flags.images} takes {count * rows:,} tokens of each document, and {len(short)} of "
-            f"{len(plan.lengths)} are shorter (the shortest {min(short):,}); give fewer or smaller images"
+            f"--images {flags.images} takes {count * rows:,} tokens of each document, and {len(too_short)} of "
+            f"{len(plan.lengths)} are shorter (the shortest {min(too_short):,}); give fewer or smaller images"
         )
     images = [[rows] * count] * len(plan.lengths)
     load = EncoderLoad.of(plan, images, shape.cost(), max_rows=flags.max_image_rows or None)

@@ -54,19 +54,23 @@ def processes_of(
     if device == "cuda" and not gpus:
         raise ConfigError(f"torch finds no GPU here, and GPUs are asked for; use {for_cpus}")
     if has_torchrun():
-        ranks, here = int(os.environ["WORLD_SIZE"]), ranks_on_this_host()
+        ranks, ranks_here = int(os.environ["WORLD_SIZE"]), ranks_on_this_host()
     else:
-        ranks = here = world or (on_gpus or gpus if gpus else on_cpus)
-    if here > gpus > 0:
+        ranks = ranks_here = world or (on_gpus or gpus if gpus else on_cpus)
+    if ranks_here > gpus > 0:
         raise ConfigError(
-            f"{plural(here, 'process', 'es')} on this machine need a GPU each, and it has {plural(gpus, 'GPU')}; "
+            f"{plural(ranks_here, 'process', 'es')} on this machine need a GPU each, and it has {plural(gpus, 'GPU')}; "
             f"start at most {gpus}, or give {for_cpus} for processes on CPUs"
         )
-    return Processes(ranks, "nccl", _gpu_note(here, gpus)) if gpus else Processes(ranks, "gloo", _core_note(here))
+    return (
+        Processes(ranks, "nccl", _gpu_note(ranks_here, gpus))
+        if gpus
+        else Processes(ranks, "gloo", _core_note(ranks_here))
+    )
 
 
 def _gpu_note(ranks: int, gpus: int) -> str:
-    """What is started, or under torchrun how many GPUs stay idle."""
+    """A note about the processes that are started or, under torchrun, about idle GPUs."""
     if has_torchrun():
         all_of_them = f"torchrun --nproc-per-node {gpus} uses all"
         return f"{ranks} of {gpus} GPUs used, {gpus - ranks} idle: {all_of_them}" if ranks < gpus else ""

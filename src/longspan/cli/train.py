@@ -34,12 +34,14 @@ def main(argv: Sequence[str]) -> int:
         interrupted.status = config.run.stopped_status or interrupted.status
         raise
     if reports_here():
-        _show(result, "adapter, for stock peft" if config.lora.rank else "Hugging Face folder", as_json=flags.json)
+        _print_result(
+            result, "adapter, for stock peft" if config.lora.rank else "Hugging Face folder", as_json=flags.json
+        )
     return config.run.stopped_status if result.stopped else 0
 
 
 def train_rank(rank: int, config: RunConfig, ranks: int, backend: str, to_stderr: bool) -> "TrainResult":
-    """What one rank does."""
+    """Train on one rank."""
     from longspan.comm import World
     from longspan.run.loop import train
     from longspan.run.progress import ProgressDisplay
@@ -51,7 +53,7 @@ def train_rank(rank: int, config: RunConfig, ranks: int, backend: str, to_stderr
             return train(config, world, display)
 
 
-def _show(result: "TrainResult", saved: str, *, as_json: bool) -> None:
+def _print_result(result: "TrainResult", saved: str, *, as_json: bool) -> None:
     from longspan.report import write_report
 
     out = sys.stderr if as_json else sys.stdout

@@ -1,8 +1,8 @@
 """Work on the host that one rank does for all, or all do at once, so that a failure on any becomes every rank's error.
 
 Host objects only, over the world's control group. The work itself may take longer than the world's time-out, as reading
-and writing many gigabytes does: the ranks wait for each other as long as each of them still answers (`patience`). It
-must not communicate.
+and writing many gigabytes does: the ranks wait for each other as long as each of them still answers
+(`waiting_for_all`). It must not communicate.
 """
 
 import re
@@ -23,7 +23,7 @@ _BEAT = 10.0  # seconds between two signs of life, at most
 
 
 @contextmanager
-def patience(world: World) -> Iterator[None]:
+def waiting_for_all(world: World) -> Iterator[None]:
     """All ranks leave together, however long each takes inside; entered by all ranks, which do not communicate inside.
 
     Another thread meanwhile signals that this rank still works, so that the time-out bounds how long a rank may be
@@ -38,7 +38,7 @@ def patience(world: World) -> Iterator[None]:
         except BaseException as error:  # raised where the others are waited for
             failures.append(error)
 
-    thread = Thread(target=beat, name="longspan-patience", daemon=True)
+    thread = Thread(target=beat, name="longspan-waiting", daemon=True)
     thread.start()
     try:
         yield
@@ -59,7 +59,7 @@ def result_or_first_error(
     Entered by all ranks, which do not communicate in `work`. `error_of` makes the error that the ranks tell each other.
     """
     result, error = None, None
-    with patience(world):
+    with waiting_for_all(world):
         try:
             result = work()
         except Exception as failure:
@@ -78,8 +78,8 @@ def raise_first_error(world: World, error: LongspanError | None) -> None:
     if first is not None:
         rank, theirs = first
         named = rank == world.home.ranks[0] or re.search(rf"\brank {rank}\b", str(theirs))
-        where = "" if named else f" (on rank {rank})"
-        raise on_all_ranks(type(theirs)(f"{theirs}{where}")) from error
+        rank_note = "" if named else f" (on rank {rank})"
+        raise on_all_ranks(type(theirs)(f"{theirs}{rank_note}")) from error
 
 
 def on_all_ranks(error: LongspanErrorKind) -> LongspanErrorKind:
@@ -103,7 +103,7 @@ def run_on_every_rank(world: World, work: Callable[[], Result], os_error_as: typ
 
 def run_on_first_rank(world: World, work: Callable[[], Result], os_error_as: type[LongspanError]) -> Result:
     """The first rank's result of `work`, on every rank; its error is raised on every rank."""
-    with patience(world):
+    with waiting_for_all(world):
         answer: Any = result_or_error(work, os_error_as) if is_first_rank(world) else None
     result, error = world.control.broadcast_object(answer)
     if error is not None:

@@ -25,7 +25,7 @@ class AnsweringThread:
         self.watch = watch
         self._left_since: float | None = None  # when this rank first saw that another has left with an error
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="longspan failure reports", daemon=True)
+        self._thread = threading.Thread(target=self._answer_until_stopped, name="longspan failure reports", daemon=True)
 
     def start(self) -> None:
         """Begin to answer."""
@@ -38,19 +38,20 @@ class AnsweringThread:
         if self._thread.is_alive():
             self._thread.join(ANSWER_SECONDS)
 
-    def _run(self) -> None:
+    def _answer_until_stopped(self) -> None:
+        """Answer requests for reports until `stop`, and end the process if its main thread is stuck."""
         # Many ranks share one store: a thousand ranks ask it a thousand times a second, not more.
         interval = min(2.0, max(0.2, len(self.watch.ranks) / 1000))
         reports, silent_since = self.watch.reports, math.inf
         while not self._stop.wait(interval):
-            self._end_a_stuck_device()
+            self._end_with_stuck_device()
             if reports is None:
                 continue
             try:
                 if silent_since < math.inf:
                     reports.connect_again()
                 if reports.has_news():
-                    self._end_waiting_in_vain(reports)
+                    self._end_waiting_for_lost_rank(reports)
                     if number := reports.open_request():
                         reports.answer(number, self.watch.activity())
                 silent_since = math.inf
@@ -58,16 +59,16 @@ class AnsweringThread:
                 silent_since = min(silent_since, time.monotonic())
                 if time.monotonic() - silent_since >= SILENT_SECONDS:
                     reports = None
-                    self._say_that_the_store_is_silent(error)
+                    self._report_silent_store(error)
 
-    def _say_that_the_store_is_silent(self, error: RuntimeError) -> None:
+    def _report_silent_store(self, error: RuntimeError) -> None:
         _say(
             f"rank {self.watch.rank} answers for no more failure reports and does not learn of ranks that leave with "
             f"an error: the store has not answered for {SILENT_SECONDS:g} s; a collective still ends after "
             f"{self.watch.timeout:g} s, so check the process that serves the store ({one_line(error)})"
         )
 
-    def _end_a_stuck_device(self) -> None:
+    def _end_with_stuck_device(self) -> None:
         """Say which collective a GPU does not get past in time, and end this process, whose main thread may be stuck.
 
         NCCL's own watchdog ends it too, but only after a minute or more of dumping (torch 2.11).
@@ -79,9 +80,9 @@ class AnsweringThread:
         if past():
             watch.last = None if watch.last is last else watch.last
             return
-        self._end(operation, f"timed out: the GPU of rank {watch.rank} has not got past it")
+        self._end_process(operation, f"timed out: the GPU of rank {watch.rank} has not got past it")
 
-    def _end_waiting_in_vain(self, reports: FailureReports) -> None:
+    def _end_waiting_for_lost_rank(self, reports: FailureReports) -> None:
         """End this process where it waits in a collective for a rank that has left with an error.
 
         Where connections break, the main thread has raised by then. With NCCL, or where the rank that left lives on and
@@ -94,9 +95,9 @@ class AnsweringThread:
             unfinished = None if watch.last is None or watch.last[1]() else watch.last[0]
             operation = watch.current or watch.named or unfinished
             if operation is not None:
-                self._end(operation, f"a rank left {LEFT_SECONDS:g} s ago or more, and others wait for it")
+                self._end_process(operation, f"a rank left {LEFT_SECONDS:g} s ago or more, and others wait for it")
 
-    def _end(self, operation: Operation, why: str) -> None:
+    def _end_process(self, operation: Operation, why: str) -> None:
         failure = self.watch.failure(operation, RuntimeError(why))
         _say(str(failure))
         self.watch.leave(failure)

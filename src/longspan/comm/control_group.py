@@ -31,7 +31,7 @@ class ControlGroup:
     def __init__(self, home: Layout, plane: tuple[int, ...], groups: ProcessGroups) -> None:
         self.home, self.plane = home, plane
         self._groups = groups
-        group = groups.make(home.ranks, "control", backend="gloo")
+        group = groups.make_group(home.ranks, "control", backend="gloo")
         assert group is not None
         self.group = group
         self._rounds = PairRounds(group, home.ranks, groups.watch.rank)
@@ -50,17 +50,21 @@ class ControlGroup:
         return self.agree_on_flags(digest, flag, what=what, hint=hint)[0]
 
     def agree_on_flags(self, digest: str, *flags: bool, what: str = "plans", hint: str = "") -> tuple[bool, ...]:
-        """The same for several flags in one message; as many on each rank."""
+        """Agree as `agree` does, with several flags in one message; every rank gives as many."""
         same, of_any = self._compare(digest, flags, "comparison of plans")
         if same:
             return of_any
         ranks_of: dict[str, list[int]] = {}
         for rank, digest_there in zip(self.home.ranks, self.gather_objects(digest), strict=True):
             ranks_of.setdefault(digest_there, []).append(rank)
-        who = "; ".join(f"ranks {short(ranks)} hold {digest_there[:12]}…" for digest_there, ranks in ranks_of.items())
+        holders = "; ".join(
+            f"ranks {short(ranks)} hold {digest_there[:12]}…" for digest_there, ranks in ranks_of.items()
+        )
         items = " and items" if what == "lists of items" else ""
         hint = hint or f"A plan must be made from the same lengths{items} and settings on every rank"
-        raise CommError(f"the ranks hold {len(ranks_of)} different {what} for step {self._watch.step}: {who}. {hint}")
+        raise CommError(
+            f"the ranks hold {len(ranks_of)} different {what} for step {self._watch.step}: {holders}. {hint}"
+        )
 
     def is_same(self, digest: str, what: str) -> bool:
         """Whether all ranks hold the same hexadecimal digest."""
@@ -69,9 +73,9 @@ class ControlGroup:
     def _compare(self, digest: str, flags: Sequence[bool], what: str) -> tuple[bool, tuple[bool, ...]]:
         """Whether all ranks hold the digest, and which of the flags are set on any; one value in all rounds."""
         words = torch.frombuffer(bytearray.fromhex(digest.zfill(64)), dtype=torch.int64)
-        both = torch.cat([words, ~words, torch.tensor(flags, dtype=torch.int64)])  # max of ~w is ~(min of w)
-        both = self._reduce(both, torch.maximum, what)
-        return torch.equal(both[:4], ~both[4:8]), tuple(map(bool, both[8:].tolist()))
+        message = torch.cat([words, ~words, torch.tensor(flags, dtype=torch.int64)])  # max of ~w is ~(min of w)
+        largest = self._reduce(message, torch.maximum, what)
+        return torch.equal(largest[:4], ~largest[4:8]), tuple(map(bool, largest[8:].tolist()))
 
     def gather_objects(self, value: T, what: str = "gather of host values") -> list[T]:
         """Every rank's value, in the order of the home's ranks. For small host data: each rank receives all of it."""
@@ -106,7 +110,7 @@ class ControlGroup:
         return self.any_ranks(flag)[0]
 
     def any_ranks(self, *flags: bool) -> tuple[bool, ...]:
-        """Of each flag, whether it is set on any rank; as many on each."""
+        """Whether each flag is set on any rank; every rank gives as many."""
         values = self._reduce(torch.tensor(flags, dtype=torch.int64), torch.maximum, "agreement on a flag")
         return tuple(map(bool, values.tolist()))
 
@@ -148,6 +152,7 @@ class ControlGroup:
         return int(self._reduce(torch.tensor([value]), torch.maximum, "largest of host values").item())
 
     def _reduce(self, x: Tensor, combine: Callable[[Tensor, Tensor], Tensor], what: str) -> Tensor:
+        """All ranks' tensors of one shape and dtype, combined in the order of the home's ranks."""
         with self._watch.during(what, self.home.ranks):
             return self._rounds.reduce(x, combine, what)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
+from longspan.comm.nodes import Nodes
 from longspan.comm.rendezvous import new_connection
 from longspan.launch.rank_process import DEAD_KEY
 from longspan.layout.layout import short
@@ -31,6 +32,7 @@ class FailureReports:
     def __init__(self, rank: int, ranks: Sequence[int], root: Store, prefix: str) -> None:
         self._rank, self._ranks, self._root, self._prefix = rank, tuple(ranks), root, prefix
         self._store = PrefixStore(prefix, root)
+        self.nodes: Nodes | None = None  # where the ranks run, once the world is open
         self._answered, self._answered_at = 0, -math.inf  # the last report that this rank answered for, and when
         self._answering = threading.Lock()
 
@@ -74,16 +76,20 @@ class FailureReports:
         first = self._store.compare_set(f"{number}/requested", "", me) == me.encode()
         self.answer(number, activity)  # and with it the news
         if first:
-            report = self._collect(number)
+            report = self._collect_report(number)
             self._store.set(f"{number}/report", report)
             return report
-        return self._read(f"{number}/report", ANSWER_SECONDS + 2) or "another rank requested one, and did not post it"
+        return (
+            self._wait_for_key(f"{number}/report", ANSWER_SECONDS + 2)
+            or "another rank requested one, and did not post it"
+        )
 
     def has_died(self, rank: int) -> bool:
         """Whether a launcher has posted that a rank died; False under those that post nothing, such as torchrun."""
         return self._root.check([f"{DEAD_KEY}{rank}"])
 
-    def _collect(self, number: int) -> str:
+    def _collect_report(self, number: int) -> str:
+        """Wait until every rank has answered, left or died, or until the time for answers is over."""
         deadline = time.monotonic() + ANSWER_SECONDS
         while True:
             answers = {entry["rank"]: entry["activity"] for entry in self._entries(f"{number}/answers")}
@@ -91,8 +97,14 @@ class FailureReports:
             missing = [rank for rank in self._ranks if rank not in answers and rank not in departures]
             deaths = self._deaths(missing)
             if len(deaths) == len(missing) or time.monotonic() > deadline:
-                return _text(answers, departures, missing, deaths)
+                return self._text(answers, departures, missing, deaths)
             time.sleep(0.05)
+
+    def first_node(self) -> str:
+        """Where the store is served, by rank 0 or its torchrun, as the end of a message; empty if there is one node."""
+        if self.nodes is None:
+            return ""
+        return f"; it was served on {self.nodes.names[0]}, with ranks {short(self.nodes.ranks[0])}"
 
     def _deaths(self, missing: Sequence[int]) -> dict[int, str]:
         """How missing ranks died, where a launcher has posted it."""
@@ -108,7 +120,7 @@ class FailureReports:
         self._store.append(key, json.dumps(entry) + "\n")  # pyright: ignore[reportAttributeAccessIssue]
         self._store.set("news", "")
 
-    def _read(self, key: str, seconds: float) -> str | None:
+    def _wait_for_key(self, key: str, seconds: float) -> str | None:
         """The value of a key, waited for with short questions: a blocking read would stop the answering thread too."""
         deadline = time.monotonic() + seconds
         while not self._store.check([key]):
@@ -117,16 +129,18 @@ class FailureReports:
             time.sleep(0.05)
         return self._store.get(key).decode()
 
-
-def _text(answers: dict[int, str], departures: dict[int, Any], missing: list[int], deaths: dict[int, str]) -> str:
-    causes = [entry for entry in departures.values() if not entry["echo"]]
-    lines = [f"rank {entry['rank']} left with {entry['error']}" for entry in causes[:NAMED]]
-    lines += [f"rank {rank} does not answer: it {deaths[rank]}" for rank in list(deaths)[:NAMED]]
-    silent = [rank for rank in missing if rank not in deaths]
-    if silent:
-        lines.append(f"rank(s) {short(silent)} do not answer: killed, cut off or stopped")
-    answering = [rank for rank in sorted(answers) if rank not in departures]
-    lines += [f"rank {rank} is {answers[rank]}" for rank in answering[:NAMED]]
-    if len(answering) > NAMED:
-        lines.append(f"{len(answering) - NAMED} more ranks answer")
-    return "; ".join(lines)
+    def _text(
+        self, answers: dict[int, str], departures: dict[int, Any], missing: list[int], deaths: dict[int, str]
+    ) -> str:
+        causes = [entry for entry in departures.values() if not entry["echo"]]
+        lines = [f"rank {entry['rank']} left with {entry['error']}" for entry in causes[:NAMED]]
+        lines += [f"rank {rank} does not answer: it {deaths[rank]}" for rank in list(deaths)[:NAMED]]
+        silent = [rank for rank in missing if rank not in deaths]
+        if silent:
+            who = f"rank(s) {short(silent)}" if self.nodes is None else self.nodes.describe(silent)
+            lines.append(f"{who} do not answer: killed, cut off or stopped")
+        answering = [rank for rank in sorted(answers) if rank not in departures]
+        lines += [f"rank {rank} is {answers[rank]}" for rank in answering[:NAMED]]
+        if len(answering) > NAMED:
+            lines.append(f"{len(answering) - NAMED} more ranks answer")
+        return "; ".join(lines)

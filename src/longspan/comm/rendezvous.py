@@ -36,6 +36,7 @@ class Place:
     size: int
     local_rank: int
     address: str  # empty where a single process needs no store
+    node: str = ""  # the name of its node, for messages
 
 
 def allow_open_files(size: int) -> None:
@@ -117,7 +118,7 @@ def wait_for_all_ranks(store: Store, place: Place, timeout: float) -> str:
     try:
         prefix = f"longspan/world {store.add(opened, 0)}"
         if not _all_come(PrefixStore(prefix, store), place, timeout):
-            raise _absent(PrefixStore(prefix, store), place, timeout)
+            raise _absence_error(PrefixStore(prefix, store), place, timeout)
         store.add(opened, 1)
     except DistError as error:
         raise CommError(
@@ -129,7 +130,7 @@ def wait_for_all_ranks(store: Store, place: Place, timeout: float) -> str:
 
 def _all_come(here: Store, place: Place, timeout: float) -> bool:
     """Whether all came in time; if not, this process has taken itself off again."""
-    here.set(f"rank/{place.rank}", "came")
+    here.set(f"rank/{place.rank}", place.node)
     if here.add("came", 1) == place.size:
         here.set("all", "")
         return True
@@ -145,15 +146,16 @@ def _all_come(here: Store, place: Place, timeout: float) -> bool:
     return True
 
 
-def _absent(here: Store, place: Place, timeout: float) -> CommError:
+def _absence_error(here: Store, place: Place, timeout: float) -> CommError:
+    """The error of a process whose world was not complete in time: which ranks are absent, and which left."""
     peers = [rank for rank in range(place.size) if rank != place.rank]
     absent = [rank for rank in peers if not here.check([f"rank/{rank}"])]
-    left = [rank for rank in peers if rank not in absent and here.get(f"rank/{rank}") == b"left"]
-    who = [f"rank(s) {short(absent)} did not come"] if absent else []
-    who += [f"rank(s) {short(left)} came and left again"] if left else []
+    departed = [rank for rank in peers if rank not in absent and here.get(f"rank/{rank}") == b"left"]
+    causes = [f"rank(s) {short(absent)} did not come"] if absent else []
+    causes += [f"rank(s) {short(departed)} came and left again"] if departed else []
     return CommError(
         f"rank {place.rank} could not open the world of {plural(place.size, 'rank')} in {timeout:g} s: "
-        f"{' and '.join(who) or 'the last came too late'}; start them all, or give more time"
+        f"{' and '.join(causes) or 'the last came too late'}; start them all, or give more time"
     )
 
 
@@ -213,7 +215,7 @@ def destroy_groups(groups: Sequence[ProcessGroup], *, default: bool, patient: bo
         thread = threading.Thread(target=destroy, name="longspan leaving", daemon=True)
         thread.start()
         thread.join(1.0)
-        _being_destroyed[:] = [other for other in (*_being_destroyed, thread) if other.is_alive()]
+        _being_destroyed[:] = [running for running in (*_being_destroyed, thread) if running.is_alive()]
 
 
 def wait_until_destroyed(timeout: float) -> None:

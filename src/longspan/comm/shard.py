@@ -184,8 +184,8 @@ class SequenceShard(Immutable):
 
     def _with_spans(self, spans: tuple[Spans, ...] | None) -> "SequenceShard":
         shard = object.__new__(SequenceShard)
-        same = {name: getattr(self, name) for name in self.__slots__}
-        shard._set(**{**same, "spans": spans, "derived": Derived()})
+        values = {name: getattr(self, name) for name in self.__slots__}
+        shard._set(**{**values, "spans": spans, "derived": Derived()})
         return shard
 
     @property
@@ -246,7 +246,7 @@ class SequenceShard(Immutable):
 
 
 def bind(micro_batch: MicroBatch, world: World) -> SequenceShard:
-    """What this rank does in `micro_batch`. Never communicates.
+    """Bind a micro-batch to this rank: which of its rows the rank has, and with whom. Never communicates.
 
     Raises PlanError where the micro-batch names slots that the home does not have, CommError where the world is not
     open.
@@ -264,9 +264,9 @@ def bind(micro_batch: MicroBatch, world: World) -> SequenceShard:
 def _check_fill(fill: float, dtype: torch.dtype) -> None:
     if dtype.is_floating_point or dtype.is_complex:
         return
-    least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    if not (least <= fill <= most and fill == int(fill)):
-        raise LayoutError(f"scatter cannot fill {dtype} with {fill}; give a whole number from {least} to {most}")
+    lowest, highest = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    if not (lowest <= fill <= highest and fill == int(fill)):
+        raise LayoutError(f"scatter cannot fill {dtype} with {fill}; give a whole number from {lowest} to {highest}")
 
 
 class _Gather(torch.autograd.Function):

@@ -25,7 +25,7 @@ class StopSignal:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignal":
-        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        self._before = {number: signal.signal(number, self._note_signal) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -36,7 +36,7 @@ class StopSignal:
         """Why this rank would stop what takes long, in words; "" where it received nothing."""
         return f"{self.received} was received" if self.received else ""
 
-    def _note(self, number: int, _: FrameType | None) -> None:
+    def _note_signal(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
         if self.received and now - self._at > SAME_PRESS:
             raise Interrupted(number)

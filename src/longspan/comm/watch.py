@@ -119,14 +119,14 @@ class Watch:
         A collective that is captured in a CUDA graph does not run now, and has no state to query.
         """
         if self._passed is not None and not torch.cuda.is_current_stream_capturing():
-            self.last = operation, lambda: _past(lambda: all(work.is_completed() for work in works))
+            self.last = operation, lambda: _has_passed(lambda: all(work.is_completed() for work in works))
 
     def mark(self, operation: Operation) -> None:
-        """The same for a collective without works at hand: the device is past it when the stream is past this point."""
+        """Note a collective without works at hand: the device is past it when the stream is past this point."""
         if self._passed is not None and not torch.cuda.is_current_stream_capturing():
             self._passed.record()
             passed = self._passed
-            self.last = operation, lambda: _past(passed.query)
+            self.last = operation, lambda: _has_passed(passed.query)
 
     def leave(self, error: BaseException) -> None:
         """Tell the others, before this rank goes, that it leaves with an error."""
@@ -136,10 +136,10 @@ class Watch:
     def failure(self, operation: Operation, error: BaseException) -> CommError:
         """The error to raise for a collective that failed here, with a failure report."""
         seconds = time.monotonic() - operation.started
-        how = "timed out" if "timed out" in str(error).lower() else "failed"
+        outcome = "timed out" if "timed out" in str(error).lower() else "failed"
         failure = CommError(
-            f"{operation} {how} on rank {self.rank} after {seconds:.1f} s (limit {self.timeout:g} s). "
-            f"Failure report: {self._report(operation.started)}. The backend said: {one_line(error)}"
+            f"{operation} {outcome} on rank {self.rank} after {seconds:.1f} s (limit {self.timeout:g} s). "
+            f"Failure report: {self._failure_report(operation.started)}. The backend said: {one_line(error)}"
         )
         failure.seen_from_outside = True  # type: ignore[attr-defined]
         return failure
@@ -158,18 +158,19 @@ class Watch:
             return self.reports is not None and self.reports.has_died(rank)
         return False
 
-    def _report(self, since: float) -> str:
+    def _failure_report(self, since: float) -> str:
         """The report of a collective entered at `since`: the first rank that notices requests it, all read it."""
         if self.reports is None:
             return "this process has no store to ask through"
         try:
             return self.reports.report(self.activity(), since)
         except RuntimeError:
-            return "the store does not answer, so the rank or launcher that served it is gone"
+            served = "the store does not answer, so the rank or launcher that served it is gone"
+            return served + self.reports.first_node()
 
 
-def _past(query: Callable[[], bool]) -> bool:
-    """Whether the device is past a collective, or has failed, which the main thread hears of when it next asks it."""
+def _has_passed(query: Callable[[], bool]) -> bool:
+    """Whether the device is past a collective or has failed; the main thread gets the error at its next call."""
     try:
         return query()
     except RuntimeError:

@@ -7,6 +7,7 @@ plans; how ranks talk is in what a world has: `control_group`, `groups/channels`
 import os
 from contextlib import ExitStack
 from itertools import count
+from socket import gethostname
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -21,6 +22,7 @@ from longspan.comm.failure_reports import FailureReports
 from longspan.comm.groups.channels import Channels
 from longspan.comm.groups.meshes import Meshes
 from longspan.comm.groups.process_groups import ByRanks, ProcessGroups
+from longspan.comm.nodes import read_nodes
 from longspan.comm.rendezvous import (
     BOTH,
     Place,
@@ -37,13 +39,13 @@ from longspan.comm.watch import Watch
 from longspan.errors import CommError, plural
 from longspan.layout import Coordinates, Layout
 from longspan.layout.layout import short
-from longspan.plan import Plan
+from longspan.plan import Machine, Plan
 
 TORCHRUN_SETS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 MEMBERS = ("control", "channels", "process_groups", "meshes", "watch")  # through which an open world talks
 KNOWN_WHEN_OPEN = {"rank", "coordinates", "slot", "plane", "device", "backend", "max_groups", "node_size", "seed"}
-KNOWN_WHEN_OPEN.update(MEMBERS)
+KNOWN_WHEN_OPEN.update((*MEMBERS, "machine"))
 
 _keys = count()
 _worlds: dict[int, "World"] = {}  # those that are open
@@ -105,13 +107,13 @@ class World:
         wait_until_destroyed(self.timeout)
         self._made_default = not dist.is_initialized()
         place = _torchrun_place(self.home) if self._made_default else _existing_place(self.home)
-        self._take(place)
+        self._take_place(place)
         allow_open_files(place.size)
         store = shared_store(place, self.timeout) if self._made_default else dist.distributed_c10d._get_default_store()
-        self._open(place, store, wait_for_all_ranks(store, place, self.timeout))
+        self._open_channels(place, store, wait_for_all_ranks(store, place, self.timeout))
         return self
 
-    def _take(self, place: Place) -> None:
+    def _take_place(self, place: Place) -> None:
         """Set this rank's place and device. An error here is this rank's only: nothing was communicated yet."""
         backend, device, max_groups = self._arguments
         self.rank = place.rank
@@ -121,8 +123,9 @@ class World:
         self.device = choose_device(backend, device, place.local_rank)
         self.backend = BOTH if self.device.type == "cuda" else "gloo"
         self.max_groups = max_groups if max_groups is not None else 4 if self.device.type == "cuda" else 0
+        self.machine = Machine.known("H200") if self.device.type == "cuda" else Machine.of_cpus()
 
-    def _open(self, place: Place, store: Store, prefix: str) -> None:
+    def _open_channels(self, place: Place, store: Store, prefix: str) -> None:
         """Make what the ranks talk through, with keys of this prefix in their store."""
         reports = None
         if place.size > 1 and store.has_extended_api():  # pyright: ignore[reportAttributeAccessIssue]
@@ -145,10 +148,17 @@ class World:
             )
             self.channels.make_parents()
             # As the home's first rank sees them, for every rank must choose alike: slots of a node, and the seed.
-            nodes = max(1, _ranks_of_node(len(self.home.ranks)) // self.home.tp)
-            self.node_size, self.seed = self.control.broadcast_object((nodes, torch.initial_seed()))
+            slots = max(1, _ranks_of_node(len(self.home.ranks)) // self.home.tp)
+            nodes = (
+                read_nodes(store, prefix, place.size)
+                if reports is not None and place.rank == self.home.ranks[0]
+                else None
+            )
+            self.node_size, self.seed, nodes = self.control.broadcast_object((slots, torch.initial_seed(), nodes))
+            if reports is not None:
+                reports.nodes = nodes
         except BaseException as error:
-            self._leave(error)
+            self._leave_world(error)
             raise
 
     def __exit__(
@@ -162,9 +172,10 @@ class World:
             error = failure
             raise
         finally:
-            self._leave(error)
+            self._leave_world(error)
 
-    def _leave(self, error: BaseException | None) -> None:
+    def _leave_world(self, error: BaseException | None) -> None:
+        """Leave the world: end its thread and groups, and forget what it made. An `error` is posted for the others."""
         if error is not None:
             self.watch.leave(error)
         self._answering.stop()
@@ -245,14 +256,20 @@ def _torchrun_place(home: Layout) -> Place:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _check_size(home, size)
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    return Place(rank, size, int(os.environ.get("LOCAL_RANK", rank)), address)
+    return Place(rank, size, int(os.environ.get("LOCAL_RANK", rank)), address, _node_name())
 
 
 def _existing_place(home: Layout) -> Place:
     """This process's place in the default process group, which somebody else initialised."""
     _check_size(home, dist.get_world_size())
     rank = dist.get_rank()
-    return Place(rank, dist.get_world_size(), int(os.environ.get("LOCAL_RANK", rank)), "")
+    return Place(rank, dist.get_world_size(), int(os.environ.get("LOCAL_RANK", rank)), "", _node_name())
+
+
+def _node_name() -> str:
+    """This machine in messages: torchrun's number of the node, if torchrun started this process, and the host."""
+    number = os.environ.get("GROUP_RANK")
+    return f"host {gethostname()}" if number is None else f"node {number} (host {gethostname()})"
 
 
 def _ranks_of_node(ranks: int) -> int:

@@ -88,7 +88,7 @@ def resolve_defaults(config: RunConfig) -> RunConfig:
     context = config.context
     context = replace(context, evaluation=inherit(context.evaluation, context, context))
     config = replace(config, context=context)
-    return replace(config, eval=tuple(_complete(entry, config) for entry in config.eval))
+    return replace(config, eval=tuple(_complete_set(entry, config) for entry in config.eval))
 
 
 def encoder_default(config: RunConfig) -> Literal["all", "none"]:
@@ -140,7 +140,7 @@ def _with_defaults(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:
     return config
 
 
-def _complete(entry: EvalConfig, config: RunConfig) -> EvalConfig:
+def _complete_set(entry: EvalConfig, config: RunConfig) -> EvalConfig:
     """An evaluation set with a value for every key, of a configuration that has one for every other."""
     entry, parent = inherit(entry, config.context.evaluation, config.context), held_out_set(config)
     keys = ("max_document_tokens", "every", "metrics", "max_seconds")
@@ -151,10 +151,10 @@ def settings_line(config: RunConfig) -> str:
     """The values that decide most about a run, in one line; of evaluation those that are not as in training."""
     shown = _SHOWN
     if config.train.epochs:  # from which steps and warm-up follow, once the corpus is known
-        rest = tuple(key for key in _SHOWN["train"] if key not in ("steps", "warmup_steps"))
-        shown = _SHOWN | {"train": ("epochs", *rest)}
+        train_keys = tuple(key for key in _SHOWN["train"] if key not in ("steps", "warmup_steps"))
+        shown = _SHOWN | {"train": ("epochs", *train_keys)}
     words = [
-        f"[{section}] {', '.join(f'{key} = {_text(getattr(getattr(config, section), key))}' for key in keys)}"
+        f"[{section}] {', '.join(f'{key} = {_value_text(getattr(getattr(config, section), key))}' for key in keys)}"
         for section, keys in shown.items()
     ]
     if config.lora.rank:
@@ -163,14 +163,14 @@ def settings_line(config: RunConfig) -> str:
         words.append(f"[mtp] depths = {config.mtp.depths}, loss_weight = {config.mtp.loss_weight:g}")
     context = config.context
     other = [
-        f"eval_{key} = {_text(getattr(context.evaluation, key))}"
+        f"eval_{key} = {_value_text(getattr(context.evaluation, key))}"
         for key in _SHOWN["context"]
         if getattr(context, key) != getattr(context.evaluation, key)
     ]
     return "; ".join([*words, ", ".join(other) or "evaluation as in training"])
 
 
-def _text(value: object) -> str:
+def _value_text(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

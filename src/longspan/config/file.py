@@ -10,7 +10,7 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
 from longspan.config.defaults import resolve_defaults
-from longspan.config.keys import keys_of, with_values
+from longspan.config.keys import FORMER_KEYS, keys_of, with_values
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, SourceConfig, section_kinds
 from longspan.errors import ConfigError
@@ -29,9 +29,11 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, object] 
     and for a value of the wrong type. Whether the values fit together is checked by `check_config`.
     """
     config = RunConfig() if path is None else read_file(path)
+    tables: dict[str, Any] = {}
     for key, value in (overrides or {}).items():
         section, _, name = key.partition(".")
-        config = _with_section(config, section, {name: value} if name else value, source="the overrides")
+        tables[section] = {**tables.get(section, {}), name: value} if name else value
+    config = _with_tables(config, tables, source="the overrides")
     return resolve_defaults(config)
 
 
@@ -44,10 +46,7 @@ def read_file(path: str | Path) -> RunConfig:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; give a TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
-    config = RunConfig()
-    for section, values in tables.items():
-        config = _with_section(config, section, values, source=str(path))
-    return config
+    return _with_tables(RunConfig(), tables, source=str(path))
 
 
 def config_keys() -> tuple[str, ...]:
@@ -59,9 +58,9 @@ def config_keys() -> tuple[str, ...]:
 def nearest(name: str, names: Iterable[str], *, prefix: str = "") -> str:
     """A hint for a mistyped name: the nearest known one, or all of them. A `prefix` that all share is not compared."""
     names = tuple(names)
-    bare = [other.removeprefix(prefix) for other in names]
-    close = difflib.get_close_matches(name.removeprefix(prefix), bare, n=1, cutoff=0.5)
-    return f"did you mean {prefix + close[0]!r}?" if close else f"known: {', '.join(names)}"
+    bare = [known_name.removeprefix(prefix) for known_name in names]
+    matches = difflib.get_close_matches(name.removeprefix(prefix), bare, n=1, cutoff=0.5)
+    return f"did you mean {prefix + matches[0]!r}?" if matches else f"known: {', '.join(names)}"
 
 
 def to_toml(config: RunConfig) -> str:
@@ -79,7 +78,35 @@ def to_toml(config: RunConfig) -> str:
     return "\n".join(texts).replace("\x7f", "\\u007f")
 
 
+def _with_tables(config: RunConfig, tables: Mapping[str, Any], source: str) -> RunConfig:
+    for section, values in _with_present_names(tables, source).items():
+        config = _with_section(config, section, values, source=source)
+    return config
+
+
+def _with_present_names(tables: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The tables, with present names of keys that had others; a former key that is empty gives nothing.
+
+    Raises ConfigError for a key that is given by both of its names.
+    """
+    present = dict(tables)
+    for old, new in FORMER_KEYS.items():
+        (section, key), (section_now, key_now) = old.split("."), new.split(".")
+        table, table_now = present.get(section), present.get(section_now, {})
+        if not (isinstance(table, Mapping) and isinstance(table_now, Mapping)) or key not in table:
+            continue
+        present[section] = {name: value for name, value in table.items() if name != key}
+        if table[key] and table_now.get(key_now):
+            raise ConfigError(
+                f"{old} and {new} are both given in {source}: {old} is the former name of {new}; leave {old} out"
+            )
+        if table[key]:
+            present[section_now] = {**table_now, key_now: table[key]}
+    return present
+
+
 def _with_section(config: RunConfig, section: str, values: object, *, source: str) -> RunConfig:
+    """The configuration with these values of a section. Raises ConfigError for an unknown section or key."""
     names = [f.name for f in fields(RunConfig)]
     if section not in names:
         owners = [key for key in config_keys() if key.endswith(f".{section}")]
@@ -99,7 +126,7 @@ def _with_section(config: RunConfig, section: str, values: object, *, source: st
 
 def _data_sources(tables: object, source: str) -> tuple[SourceConfig, ...]:
     """The sources of the tables [[data.sources]]."""
-    listed = _array(tables, "data.sources", source, "sources", "path and weight")
+    listed = _read_tables(tables, "data.sources", source, "sources", "path and weight")
     return tuple(
         _with_keys(SourceConfig(), f"data.sources[{number}]", table, source, _eval_key_hint)
         for number, table in enumerate(listed)
@@ -108,14 +135,14 @@ def _data_sources(tables: object, source: str) -> tuple[SourceConfig, ...]:
 
 def _eval_sets(tables: object, source: str) -> tuple[EvalConfig, ...]:
     """The evaluation sets of the tables [[eval]]."""
-    listed = _array(tables, "eval", source, "evaluation sets", "name, path and other keys of the set")
+    listed = _read_tables(tables, "eval", source, "evaluation sets", "name, path and other keys of the set")
     return tuple(
         _with_keys(EvalConfig(), f"eval.{table.get('name') or number}", table, source, _eval_key_hint)
         for number, table in enumerate(listed, 1)
     )
 
 
-def _array(tables: object, name: str, source: str, title: str, keys: str) -> Sequence[Mapping[str, Any]]:
+def _read_tables(tables: object, name: str, source: str, title: str, keys: str) -> Sequence[Mapping[str, Any]]:
     """The tables of an array. Raises ConfigError, with what they are and which keys they have, for anything else."""
     if not isinstance(tables, list | tuple) or not all(isinstance(table, Mapping) for table in tables):
         raise ConfigError(
@@ -136,7 +163,7 @@ def _with_keys(section: Any, label: str, values: Mapping[str, object], source: s
 
 
 def _key_hint(section: str, key: str, siblings: Iterable[str]) -> str:
-    elsewhere = [other for other in config_keys() if other.endswith(f".{key}")]
+    elsewhere = [known_key for known_key in config_keys() if known_key.endswith(f".{key}")]
     return f"did you mean {elsewhere[0]!r}?" if elsewhere else nearest(key, siblings).replace("'", f"'{section}.", 1)
 
 
@@ -150,7 +177,7 @@ def _convert(key: str, value: object, kind: Any, source: str) -> object:
     if value in ([], ()) and get_origin(kind) is tuple and get_args(kind)[-1] is ...:  # in a choice of kinds it is none
         return ()
     for option in get_args(kind) if isinstance(kind, UnionType) else (kind,):
-        fitting = _fitting(value, option)
+        fitting = _fitting_value(value, option)
         if fitting is not None:
             return fitting
     hint = ""
@@ -169,12 +196,13 @@ def _is_word(value: object) -> bool:
     return isinstance(value, bool | str)
 
 
-def _fitting(value: object, option: Any) -> object | None:
+def _fitting_value(value: object, option: Any) -> object | None:
+    """The value as one of the types that a key may have holds it; None if it does not fit that type."""
     if get_origin(option) is Literal:
         return value if value in get_args(option) else None
     if get_origin(option) is tuple:
         items = value if isinstance(value, list | tuple) else ()
-        inner = [_fitting(item, get_args(option)[0]) for item in items]
+        inner = [_fitting_value(item, get_args(option)[0]) for item in items]
         if get_args(option)[-1] is not ... and len(inner) != len(get_args(option)):
             return None
         return tuple(inner) if inner and None not in inner else None

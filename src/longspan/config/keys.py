@@ -17,6 +17,7 @@ from longspan.errors import ConfigError
 Section = TypeVar("Section", bound=Any)
 AUTO = "auto"  # a value that the run chooses
 NOT_GIVEN = -1  # of a number whose default depends on other keys; of a word it is ""
+FORMER_KEYS = {"context.cost": "run.machine"}  # former names, which are still read, and the present ones
 FIRST = ("name", "path")  # keys that begin a table
 
 
@@ -90,7 +91,7 @@ def value_at(section: Any, key: str) -> Any:
     >>> value_at(RunConfig().context, "eval_planner")
     ''
     """
-    inner, name = _place(section, key)
+    inner, name = _find_section(section, key)
     return getattr(getattr(section, inner), name) if inner else getattr(section, name)
 
 
@@ -98,7 +99,7 @@ def with_values(section: Section, values: Mapping[str, Any]) -> Section:
     """A section with other values of keys, as files name the keys."""
     changes: dict[str, Any] = {}
     for key, value in values.items():
-        inner, name = _place(section, key)
+        inner, name = _find_section(section, key)
         if inner:
             changes[inner] = replace(changes.get(inner, getattr(section, inner)), **{name: value})
         else:
@@ -117,7 +118,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _place(section: Any, key: str) -> tuple[str, str]:
+def _find_section(section: Any, key: str) -> tuple[str, str]:
     """The section inside this one that has a key ("": none), and the key's name there."""
     names = [field.name for field in fields(section)]
     if key not in names:

@@ -108,10 +108,9 @@ class ContextConfig(PlanSection):
     mixer_kernels: tuple[str, ...] = ()
     """Kernels of state-space layers that are used only where named: mamba_ssm, causal_conv1d, or only torch
     (docs/hybrid.md)."""
-    node_size: PositiveInt = 8
-    """Slots of one host: what the plan's cost model takes as near."""
-    cost: str = ""
-    """File of longspan bench calibrate: what steps cost here; empty: on GPUs the model on H200s (docs/planning.md)."""
+    node_size: Annotated[int | str, AtLeast(1)] = AUTO
+    """Slots of one host, whose links plans take as fast; auto: those of the world (LOCAL_WORLD_SIZE / tp), with which a
+    number must agree."""
     mode: Literal["lockstep", "free"] = "lockstep"
     """In training, who waits: lockstep: all slots for the slowest of a micro-batch; free: those that share a group."""
     plan_ahead: NonNegativeInt = 2

@@ -71,10 +71,10 @@ _COLUMNS = ("| key | type | default | meaning |", "|---|---|---|---|")
 def reference() -> str:
     """The whole page, in Markdown: a table of the keys that most runs set, and one of the others of each section."""
     kinds = section_kinds()
-    often = [_row(name, kinds[name.partition(".")[0]], name.partition(".")[2]) for name in OFTEN]
-    sections = (_section(f"[{name}]", kind, _others(name, kind)) for name, kind in kinds.items())
+    often = [_key_row(name, kinds[name.partition(".")[0]], name.partition(".")[2]) for name in OFTEN]
+    sections = (_section_text(f"[{name}]", kind, _others(name, kind)) for name, kind in kinds.items())
     arrays = ((TABLES, SourceConfig), ("eval", EvalConfig))
-    tables = (_section(f"[[{name}]]", kind, keys_of(kind)) for name, kind in arrays)
+    tables = (_section_text(f"[[{name}]]", kind, keys_of(kind)) for name, kind in arrays)
     return "\n".join([_HEAD, *_COLUMNS, *often, "", _RARELY, *sections, *tables])
 
 
@@ -82,12 +82,12 @@ def _others(section: str, kind: type) -> Iterable[Key]:
     return (key for key in keys_of(kind) if f"{section}.{key.name}" not in (*OFTEN, TABLES))
 
 
-def _section(title: str, kind: Any, keys: Iterable[Key]) -> str:
-    rows = [_row(key.name, kind, key.name) for key in keys]
+def _section_text(title: str, kind: Any, keys: Iterable[Key]) -> str:
+    rows = [_key_row(key.name, kind, key.name) for key in keys]
     return "\n".join([f"### {title}", "", inspect.getdoc(kind) or "", "", *_COLUMNS, *rows, ""])
 
 
-def _row(title: str, kind: type, name: str) -> str:
+def _key_row(title: str, kind: type, name: str) -> str:
     """The row of a key of a section: its title, type with bound, default and text."""
     (key,) = (key for key in keys_of(kind) if key.name == name)
     limit = (

@@ -28,6 +28,7 @@ __all__ = [
     "DataConfig",
     "EncoderSection",
     "LoraSection",
+    "MachineSection",
     "ModelConfig",
     "MtpSection",
     "ParallelConfig",
@@ -116,8 +117,16 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class RunSection:
-    """The run's folder and how it behaves."""
+class MachineSection:
+    """The machine that plans are priced for."""
+
+    machine: str = ""
+    """File of longspan bench calibrate: what steps cost here; empty: on GPUs the model on H200s (docs/planning.md)."""
+
+
+@dataclass(frozen=True)
+class RunSection(MachineSection):
+    """The run's folder, the machine that its plans are priced for, and how it behaves."""
 
     dir: str = "runs/first"
     """Folder of the run: config, corpus, metrics, plans, checkpoints, report."""

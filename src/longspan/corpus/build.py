@@ -83,37 +83,39 @@ class _CorpusOfRun:
         if tokenizer is None:
             tokenizer = self._load_or_train_tokenizer(changed=bool(changes))
         recipe = make_recipe(self._settings, self._files, self._sources, tokenizer)
-        old = self._old
-        same = old is not None and old.key == recipe.key and (old.documents == ROWS) is not recipe.stored
-        if old is not None and same and not changes and _is_whole(self._folder / old.documents):
+        recorded = self._old
+        is_same = (
+            recorded is not None and recorded.key == recipe.key and (recorded.documents == ROWS) is not recipe.stored
+        )
+        if recorded is not None and is_same and not changes and _is_whole(self._folder / recorded.documents):
             return open_corpus(self._folder)
-        if resumed and old is not None and old.key != recipe.key:
+        if resumed and recorded is not None and recorded.key != recipe.key:
             raise DataError(_describe_changes(self._run_dir, ["its rows become other tokens than they did"]))
-        return self._build(recipe, tokenizer)
+        return self._build_corpus(recipe, tokenizer)
 
     def _compare_settings(self, tokenizer: TextTokenizer | None) -> list[str]:
         """List the keys and tokens that differ from those that the corpus was built with."""
-        if (old := self._old) is None:
+        if (recorded := self._old) is None:
             return []
         values, changes = self._settings.deciding_values(), list[str]()
         defaults = {field.name: field.default for field in fields(DataConfig)}  # of keys that the record lacks
-        for key in old.asked.keys() | values.keys():
-            before, now = old.asked.get(key, defaults.get(key)), values.get(key)
-            if before != now:
+        for key in recorded.asked.keys() | values.keys():
+            old_value, new_value = recorded.asked.get(key, defaults.get(key)), values.get(key)
+            if old_value != new_value:
                 prefix = self._settings.prefix if key in ("path", "max_document_tokens") else "data."
-                changes.append(f"{prefix}{key} was {before!r} and is {now!r}")
-        if tokenizer is not None and tokenizer.digest != old.tokenizer_digest:
+                changes.append(f"{prefix}{key} was {old_value!r} and is {new_value!r}")
+        if tokenizer is not None and tokenizer.digest != recorded.tokenizer_digest:
             changes.append("the tokenizer is another one")
-        elif tokenizer is not None and old.around != _around(tokenizer):
-            changes.append(f"a text stood in {' '.join(old.around)} and stands in {' '.join(_around(tokenizer))}")
-        if tokenizer is None and (size := self._settings.data.vocab_size) < old.tokenizer_size:
-            changes.append(f"data.vocab_size is {size}, the tokenizer has {old.tokenizer_size} entries")
+        elif tokenizer is not None and recorded.around != _around(tokenizer):
+            changes.append(f"a text stood in {' '.join(recorded.around)} and stands in {' '.join(_around(tokenizer))}")
+        if tokenizer is None and (size := self._settings.data.vocab_size) < recorded.tokenizer_size:
+            changes.append(f"data.vocab_size is {size}, the tokenizer has {recorded.tokenizer_size} entries")
         return sorted(changes)
 
     def _compare_files(self) -> list[str]:
         """List the source files, or some images, that differ from those that the corpus was built from."""
-        before = None if self._old is None else self._old.sources(self._folder)
-        changes = [] if before is None else differences(before, self._sources)
+        old_sources = None if self._old is None else self._old.sources(self._folder)
+        changes = [] if old_sources is None else differences(old_sources, self._sources)
         return changes or list(islice(self._compare_images(), 3))
 
     def _compare_images(self) -> Iterator[str]:
@@ -133,7 +135,7 @@ class _CorpusOfRun:
         trained = train_tokenizer(sample_texts(self._files), data.vocab_size)
         return reload_with_config(trained, self._run_dir / "config.json")
 
-    def _build(self, recipe: Recipe, tokenizer: TextTokenizer) -> Corpus:
+    def _build_corpus(self, recipe: Recipe, tokenizer: TextTokenizer) -> Corpus:
         """Build or find the documents of this recipe and record them in the run's folder."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
         tokenizer.parsing(recipe.encodings[0].settings.parse_special_tokens).save_pretrained(self._run_dir)
@@ -171,8 +173,8 @@ class _CorpusOfRun:
             self._log(f"its tokens are {'kept' if built else 'already'} in {folder} (data.cache)")
             return folder
         partial_folder, folder = self._folder / f"{ROWS}.partial", self._folder / ROWS
-        for old in (partial_folder, folder):
-            shutil.rmtree(old, ignore_errors=True)
+        for old_folder in (partial_folder, folder):
+            shutil.rmtree(old_folder, ignore_errors=True)
         self._folder.mkdir(parents=True, exist_ok=True)
         build(partial_folder)
         partial_folder.rename(folder)
@@ -231,8 +233,8 @@ def _around(tokenizer: TextTokenizer) -> tuple[str, ...]:
 
 
 def _describe_changes(run_dir: Path, changes: list[str]) -> str:
-    more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
+    more_text = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
     return (
-        f"the corpus of {run_dir} changed since the run began: {'; '.join(changes[:3])}{more}; "
+        f"the corpus of {run_dir} changed since the run began: {'; '.join(changes[:3])}{more_text}; "
         f"restore it, or set run.dir to a new folder"
     )

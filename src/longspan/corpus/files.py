@@ -53,13 +53,14 @@ class FileSums:
         """Return size, time and sum of each file, read if necessary. Raises DataError for an unreadable file."""
         last_line, sources = time.monotonic(), list[SourceFile]()
         for file in files:
-            sources.append(self._source(file))
+            sources.append(self._source_file(file))
             if time.monotonic() - last_line > _NEWS_SECONDS:
                 last_line = time.monotonic()
                 log(f"read {len(sources):,} files to see what they hold")
         return sources
 
-    def _source(self, file: CorpusFile) -> SourceFile:
+    def _source_file(self, file: CorpusFile) -> SourceFile:
+        """The size, time and sum of one file; the sum is an earlier one if size and time are as they were."""
         path = str(file.path.absolute())
         try:
             stat = file.path.stat()
@@ -68,9 +69,9 @@ class FileSums:
                 raise DataError(
                     f"{file.name} of the corpus ({file.path}) is no regular file; give one, or leave it out"
                 )
-            old = self._sums.get(path)
-            if old is not None and (old.bytes, old.modified_ns) == (stat.st_size, stat.st_mtime_ns):
-                return SourceFile(file.name, old.bytes, old.modified_ns, old.sha256, path)
+            earlier = self._sums.get(path)
+            if earlier is not None and (earlier.bytes, earlier.modified_ns) == (stat.st_size, stat.st_mtime_ns):
+                return SourceFile(file.name, earlier.bytes, earlier.modified_ns, earlier.sha256, path)
             return SourceFile(file.name, stat.st_size, stat.st_mtime_ns, file_sha256(file.path), path)
         except UnicodeEncodeError as error:
             raise DataError(f"the path {path!r} of a file of the corpus is not UTF-8; give it another name") from error
@@ -99,13 +100,13 @@ def file_sha256(path: Path) -> str:
 
 def differences(before: Iterable[SourceFile], now: Iterable[SourceFile]) -> list[str]:
     """Describe how the files of a corpus differ from those that it was built from, one phrase per file."""
-    old, new = _index_by_name(before), _index_by_name(now)
-    changes = [f"{name} is gone" for name in old.keys() - new.keys()]
-    changes += [f"{name} is new" for name in new.keys() - old.keys()]
-    for name in old.keys() & new.keys():
-        if old[name].bytes != new[name].bytes:
-            changes.append(f"{name} had {old[name].bytes} bytes and has {new[name].bytes}")
-        elif old[name].sha256 != new[name].sha256:
+    old_sums, new_sums = _index_by_name(before), _index_by_name(now)
+    changes = [f"{name} is gone" for name in old_sums.keys() - new_sums.keys()]
+    changes += [f"{name} is new" for name in new_sums.keys() - old_sums.keys()]
+    for name in old_sums.keys() & new_sums.keys():
+        if old_sums[name].bytes != new_sums[name].bytes:
+            changes.append(f"{name} had {old_sums[name].bytes} bytes and has {new_sums[name].bytes}")
+        elif old_sums[name].sha256 != new_sums[name].sha256:
             changes.append(f"{name} has other contents")
     return sorted(changes)
 
@@ -128,11 +129,11 @@ def find_files(path: str, *, leave_out: Sequence[Path] = (), key: str = "data.pa
     root = find_root(path, key=key)
     if root.is_file():
         return {root.name: root}
-    walk = _walk(root, stdlib=path == STDLIB, leave_out=leave_out)
+    walk = _walk_sources(root, stdlib=path == STDLIB, leave_out=leave_out)
     files = dict(sorted((name, file) for name, file in walk if name.endswith(SUFFIXES)))
     if not files:
-        instead = next(filter(None, map(_hint, files_of_other_kinds(path, leave_out=leave_out))), "")
-        raise DataError(f"{key} {path!r} holds no file of {_kinds()}{instead}; give a folder that does")
+        instead = next(filter(None, map(_suffix_hint, files_of_other_kinds(path, leave_out=leave_out))), "")
+        raise DataError(f"{key} {path!r} holds no file of {_suffix_text()}{instead}; give a folder that does")
     return files
 
 
@@ -140,9 +141,11 @@ def find_root(path: str, *, key: str = "data.path") -> Path:
     """Find the folder or file of a corpus. Raises DataError if it does not exist or is a file of another kind."""
     root = Path(sysconfig.get_path("stdlib")) if path == STDLIB else Path(path).expanduser()
     if not root.exists():
-        raise DataError(f"{key} {path!r} does not exist; give {STDLIB!r}, or a folder or file of {_kinds()}")
+        raise DataError(f"{key} {path!r} does not exist; give {STDLIB!r}, or a folder or file of {_suffix_text()}")
     if root.is_file() and not root.name.endswith(SUFFIXES):
-        raise DataError(f"{key} {path!r} ends in {root.suffix!r}; a file must be one of {_kinds()}{_hint(root.name)}")
+        raise DataError(
+            f"{key} {path!r} ends in {root.suffix!r}; a file must be one of {_suffix_text()}{_suffix_hint(root.name)}"
+        )
     return root
 
 
@@ -151,36 +154,40 @@ def files_of_other_kinds(path: str, *, leave_out: Sequence[Path] = ()) -> dict[s
     root = Path(path).expanduser()
     if path == STDLIB or not root.is_dir():
         return {}
-    names = [file for _, file in _walk(root, stdlib=False, leave_out=leave_out) if not file.name.endswith(SUFFIXES)]
+    names = [
+        file for _, file in _walk_sources(root, stdlib=False, leave_out=leave_out) if not file.name.endswith(SUFFIXES)
+    ]
     return dict(Counter(file.suffix or file.name for file in names).most_common())
 
 
-def _walk(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Iterator[tuple[str, Path]]:
+def _walk_sources(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Iterator[tuple[str, Path]]:
     """Yield the files of a folder that may be sources, with their names in it."""
     hidden = {"__pycache__"} | (_NOT_STDLIB if stdlib else set())
     skip = {folder.resolve() for folder in leave_out}
-    for here, names in _folders(
+    for directory, names in _walk_folders(
         root, lambda path: path.name in hidden or path.name[0] == "." or path.resolve() in skip
     ):
         if _SPLITS in names:
-            raise DataError(f"{here} holds several splits of a data set; give one of {_splits(here)}")
-        for name in _parts(here / _STATE, names) if _STATE in names else names:
+            raise DataError(f"{directory} holds several splits of a data set; give one of {_split_folders(directory)}")
+        for name in _files_with_rows(directory / _STATE, names) if _STATE in names else names:
             is_source = name.endswith(".py") and not name.startswith("_sysconfigdata") if stdlib else name[0] != "."
             if is_source:
-                yield (here / name).relative_to(root).as_posix(), here / name
+                yield (directory / name).relative_to(root).as_posix(), directory / name
 
 
-def _folders(root: Path, is_left_out: Callable[[Path], bool]) -> Iterator[tuple[Path, list[str]]]:
+def _walk_folders(root: Path, is_left_out: Callable[[Path], bool]) -> Iterator[tuple[Path, list[str]]]:
     """Yield a folder and those in it, with the names of their files; each once, those of symbolic links last."""
     seen, places = set[tuple[int, int]](), [root]
     for place in places:
         for folder, folders, names in os.walk(place, onerror=_raise_unreadable):
-            here, stat = Path(folder), Path(folder).stat()
-            inside = [] if (stat.st_dev, stat.st_ino) in seen else [n for n in folders if not is_left_out(here / n)]
-            places += [here / name for name in sorted(inside) if (here / name).is_symlink()]
-            folders[:] = [name for name in inside if not (here / name).is_symlink()]
+            directory, stat = Path(folder), Path(folder).stat()
+            inside = (
+                [] if (stat.st_dev, stat.st_ino) in seen else [n for n in folders if not is_left_out(directory / n)]
+            )
+            places += [directory / name for name in sorted(inside) if (directory / name).is_symlink()]
+            folders[:] = [name for name in inside if not (directory / name).is_symlink()]
             if (stat.st_dev, stat.st_ino) not in seen:
-                yield here, names
+                yield directory, names
             seen.add((stat.st_dev, stat.st_ino))
 
 
@@ -188,7 +195,7 @@ def _raise_unreadable(error: OSError) -> None:
     raise DataError(f"cannot list the folder {error.filename} of the corpus: {error.strerror}") from error
 
 
-def _parts(state: Path, names: list[str]) -> list[str]:
+def _files_with_rows(state: Path, names: list[str]) -> list[str]:
     """Return the `names` of files with rows in a folder that `save_to_disk` wrote; in another folder all names.
 
     `map`, `shuffle` and `select` of datasets leave other files there.
@@ -211,7 +218,7 @@ def _parts(state: Path, names: list[str]) -> list[str]:
     return parts
 
 
-def _splits(root: Path) -> str:
+def _split_folders(root: Path) -> str:
     """List the folders of the splits of a data set."""
     try:
         names: list[str] = json.loads((root / _SPLITS).read_text(encoding="utf-8"))["splits"]
@@ -220,12 +227,12 @@ def _splits(root: Path) -> str:
         raise DataError(f"{root / _SPLITS} does not name its splits: {type(error).__name__}: {error}") from error
 
 
-def _hint(name: str) -> str:
+def _suffix_hint(name: str) -> str:
     """Advise on a file whose name ends nearly as those that are read."""
     if name.lower().endswith(SUFFIXES):
         return ", in small letters"
     return "; rows of JSON are read one object a line, as .jsonl" if name.lower().endswith(".json") else ""
 
 
-def _kinds() -> str:
+def _suffix_text() -> str:
     return " ".join(SUFFIXES)

@@ -24,7 +24,7 @@ def kind_of_files(files: Sequence[CorpusFile], *, skip_bad: bool) -> Kind:
     """
     rows, bad = list[Row](), list[BadRow]()
     for file in files[:FIRST_FILES]:
-        for row in islice(_read_file(file), FIRST_ROWS):
+        for row in islice(_rows_of_file(file), FIRST_ROWS):
             if skip_bad and not _has_kind(row):
                 continue
             if isinstance(row, BadRow):
@@ -39,27 +39,27 @@ def kind_of_files(files: Sequence[CorpusFile], *, skip_bad: bool) -> Kind:
 
 def sample_texts(files: Sequence[CorpusFile]) -> Iterator[str]:
     """Yield texts to train a tokenizer on: SAMPLE_CHARACTERS characters of files in a fixed shuffled order."""
-    left = SAMPLE_CHARACTERS
+    budget = SAMPLE_CHARACTERS
     order = np.argsort(np.random.PCG64(0).random_raw(len(files)), kind="stable")
     for number in order:
-        for row in _read_file(files[number]):
-            text = "" if isinstance(row, BadRow) else _text(row.values)
-            yield text[:left]
-            left -= len(text)
-            if left <= 0:
+        for row in _rows_of_file(files[number]):
+            text = "" if isinstance(row, BadRow) else _texts_in(row.values)
+            yield text[:budget]
+            budget -= len(text)
+            if budget <= 0:
                 return
 
 
 def text_sizes(files: Sequence[CorpusFile]) -> Iterator[int]:
     """Yield the bytes of the texts of each row. Raises DataError for a bad row."""
     for file in files:
-        for row in _read_file(file):
+        for row in _rows_of_file(file):
             if isinstance(row, BadRow):
                 raise DataError(f"{row.where}: {row.reason}")
-            yield len(_text(row.values).encode())
+            yield len(_texts_in(row.values).encode())
 
 
-def _read_file(file: CorpusFile) -> Iterator[Row | BadRow]:
+def _rows_of_file(file: CorpusFile) -> Iterator[Row | BadRow]:
     """Yield the rows of a file; a text that is not UTF-8 has none."""
     for chunk in row_file(file.name, file.path).chunks():
         try:
@@ -76,11 +76,11 @@ def _has_kind(row: Row | BadRow) -> bool:
         return False
 
 
-def _text(value: Any) -> str:
+def _texts_in(value: Any) -> str:
     """Return the text of a row, or all texts in it; a lone surrogate is left out."""
     if isinstance(value, dict):
         text = value.get("text")
-        return _text(text) if isinstance(text, str) else "\n".join(filter(None, map(_text, value.values())))
+        return _texts_in(text) if isinstance(text, str) else "\n".join(filter(None, map(_texts_in, value.values())))
     if isinstance(value, list):
-        return "\n".join(_text(inner) for inner in value if isinstance(inner, dict | str))
+        return "\n".join(_texts_in(inner) for inner in value if isinstance(inner, dict | str))
     return value.encode(errors="ignore").decode() if isinstance(value, str) else ""

@@ -105,7 +105,7 @@ class ReadsImages(ABC):
     def read_ahead(self, items: Sequence[int]) -> None:
         """Begin to read these items in threads."""
         if self.images is not None:
-            self.images.reader.ahead(self.numbers[item] for item in items)
+            self.images.reader.read_ahead(self.numbers[item] for item in items)
 
     @cached_property
     def _numbers_by_document(self) -> dict[int, list[int]]:
@@ -172,21 +172,21 @@ def show_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus
             f"{plural(len(images), 'image')} stand in the documents, and {type(model).__name__} is of a model that "
             "takes none; train one that does, or leave them out of the rows"
         )
-    shown = None
+    shown_images = None
     if images is not None:
         processor, tokens = load_processor(folder.absolute()), image_tokens(model)
-        _check(corpus, images, tokens, processor)
+        _check_rows(corpus, images, tokens, processor)
         check_images(model, processor.fields)
-        videos = _video_tokens(model, processor) if (images.column("frame") >= 0).any() else None
+        videos = _tokens_of_videos(model, processor) if (images.column("frame") >= 0).any() else None
         reader = ImageReader(images, processor, corpus.sources, corpus.file_of)
-        shown = ShownImages(corpus, images, reader, tokens, videos)
+        shown_images = ShownImages(corpus, images, reader, tokens, videos)
     if takes_images:
-        corpus.selects = partial(ImageDocuments, images=shown)
-        corpus.packs = partial(ImagePacks, images=shown)
+        corpus.selects = partial(ImageDocuments, images=shown_images)
+        corpus.packs = partial(ImagePacks, images=shown_images)
     return corpus
 
 
-def _video_tokens(model: PreTrainedConfig, processor: Processor) -> VideoTokens:
+def _tokens_of_videos(model: PreTrainedConfig, processor: Processor) -> VideoTokens:
     """Return the model's tokens of videos. Raises DataError if the processor writes others."""
     try:
         videos = video_tokens(model)
@@ -211,7 +211,8 @@ def with_images(documents: AnyDocuments, model: PreTrainedConfig, folder: Path) 
     return cast(AnyDocuments, show_images(documents.corpus, model, folder).select(documents.ids))
 
 
-def _check(corpus: Corpus, table: ImageTable, tokens: ImageTokens, processor: Processor) -> None:
+def _check_rows(corpus: Corpus, table: ImageTable, tokens: ImageTokens, processor: Processor) -> None:
+    """Raise DataError if the processor writes other placeholders than the model takes, or another number of them."""
     if processor.placeholder != tokens.placeholder:
         raise DataError(
             f"{processor.name} puts token id {processor.placeholder} where images stand, and the model takes id "

@@ -35,7 +35,7 @@ _MOST = 4096  # images that were read ahead and not used yet; the oldest are dro
 
 
 class ImageReader:
-    """Reads images of a corpus: `reader(number)` returns an encoder's input, `ahead(numbers)` begins to read some.
+    """Reads images of a corpus: `reader(number)` returns an encoder's input, `read_ahead(numbers)` begins to read some.
 
     `file_of` gives the number of a document's file among `sources`. Raises DataError, naming file and row, for an image
     that is gone, broken, or changed since the corpus was built. `read` counts the images that were read here.
@@ -53,45 +53,47 @@ class ImageReader:
         """Return the encoder's input for an image."""
         with self._lock:
             future = self._ahead.pop(number, None)
-        return self._input(number) if future is None else future.result()
+        return self._read_input(number) if future is None else future.result()
 
-    def ahead(self, numbers: Iterable[int]) -> None:
+    def read_ahead(self, numbers: Iterable[int]) -> None:
         """Begin to read these images in threads; errors are raised when an image is used."""
         self._pool = self._pool or ThreadPoolExecutor(THREADS, "longspan-images")
         with self._lock:
             for number in numbers:
                 if number not in self._ahead:
-                    self._ahead[number] = self._pool.submit(self._input, number)
+                    self._ahead[number] = self._pool.submit(self._read_input, number)
             while len(self._ahead) > _MOST:
                 self._ahead.popitem(last=False)[1].cancel()
 
     def picture(self, number: int) -> Any:
         """Return the upright image in three channels (PIL); of a group of frames the first."""
         placed = self._table[number]
-        return self._load(placed, self._files(placed)[:1])[0]
+        return self._load_pictures(placed, self._find_files(placed)[:1])[0]
 
-    def _input(self, number: int) -> ImageInput:
+    def _read_input(self, number: int) -> ImageInput:
+        """Read an image and process it. Raises DataError if its grid is not that of the corpus."""
         placed = self._table[number]
-        pictures = self._load(placed, self._files(placed))
+        pictures = self._load_pictures(placed, self._find_files(placed))
         try:
-            image = self._process(placed, pictures)
+            image = self._process_pictures(placed, pictures)
         except DataError as error:
-            raise DataError(f"{self._where(placed)}: {error}") from error
+            raise DataError(f"{self._name_of(placed)}: {error}") from error
         self.read += 1
         if (image.grid or (0, 0, 0)) != placed.image.grid:
             raise DataError(
-                f"{self._where(placed)}: its patches are {image.grid} and were {placed.image.grid} when the corpus was "
-                "made; restore it, or start a run in a new folder"
+                f"{self._name_of(placed)}: its patches are {image.grid} and were {placed.image.grid} when the corpus "
+                "was made; restore it, or start a run in a new folder"
             )
         return image
 
-    def _process(self, placed: PlacedImage, pictures: Sequence[Any]) -> ImageInput:
+    def _process_pictures(self, placed: PlacedImage, pictures: Sequence[Any]) -> ImageInput:
         """Process pictures for the encoder; the grid of a group of frames was decided by all frames of its video."""
         if placed.image.frame < 0:
             return self._processor.image(pictures[0], placed.image.among)
         return ImageInput(self._processor.videos.pixels(pictures, placed.image.grid), placed.image.grid)
 
-    def _load(self, placed: PlacedImage, files: Sequence[ImageFile]) -> list[Any]:
+    def _load_pictures(self, placed: PlacedImage, files: Sequence[ImageFile]) -> list[Any]:
+        """Load the pictures of these files. Raises DataError, naming the image and its frame, for a broken one."""
         pictures = list[Any]()
         for number, file in enumerate(files):
             try:
@@ -99,12 +101,12 @@ class ImageReader:
             except DataError as error:
                 frame = f", frame {placed.image.frame + number + 1}" if placed.image.frame >= 0 else ""
                 raise DataError(
-                    f'{self._where(placed)}{frame}: {error} (a run in a new folder with data.check_images = "pixels" '
+                    f'{self._name_of(placed)}{frame}: {error} (a run in a new folder with data.check_images = "pixels" '
                     'finds such images before its first step, and with data.on_bad = "skip" leaves their rows out)'
                 ) from error
         return pictures
 
-    def _files(self, placed: PlacedImage) -> list[ImageFile]:
+    def _find_files(self, placed: PlacedImage) -> list[ImageFile]:
         """Find the bytes of an image or of a group of frames: in files, or in its row, which is read again."""
         if placed.image.path:
             return [ImageFile(path) for path in split_paths(placed.image.path)]
@@ -113,7 +115,7 @@ class ImageReader:
         try:
             media = RowMedia() if isinstance(row, BadRow) else read_row_media(row)
         except RowError as error:
-            raise DataError(f"{self._where(placed)}: {error}") from error
+            raise DataError(f"{self._name_of(placed)}: {error}") from error
         number, frame = placed.image.number, placed.image.frame
         if frame < 0:
             files = list(media.images[number : number + 1])
@@ -122,11 +124,11 @@ class ImageReader:
             files = frames[frame : frame + self._processor.videos.group]
         if not files:
             raise DataError(
-                f"{self._where(placed)}: its row is another one than when the corpus was made; restore the file"
+                f"{self._name_of(placed)}: its row is another one than when the corpus was made; restore the file"
             )
         return files
 
-    def _where(self, placed: PlacedImage) -> str:
+    def _name_of(self, placed: PlacedImage) -> str:
         name = self._sources[self._file_of(placed.document)].name
         kind = "row" if name.endswith((".parquet", ".arrow")) else "the line at byte"
         number = placed.position + 1 if kind == "row" else placed.position

@@ -76,8 +76,8 @@ def _find_seam(text: str, left: _Piece, right: _Piece, first: int) -> tuple[int,
     c, d = np.searchsorted(right.spans[:, 0], (begin, end))
     if not (first < a < at < b and min(_count_runs(text[begin:middle]), _count_runs(text[middle:end])) >= _RUNS):
         return None
-    same = np.array_equal(left.ids[a:b], right.ids[c:d]) and np.array_equal(left.spans[a:b], right.spans[c:d])
-    return (int(at), int(c + at - a)) if same else None
+    is_equal = np.array_equal(left.ids[a:b], right.ids[c:d]) and np.array_equal(left.spans[a:b], right.spans[c:d])
+    return (int(at), int(c + at - a)) if is_equal else None
 
 
 def _count_runs(text: str) -> int:

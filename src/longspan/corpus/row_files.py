@@ -47,12 +47,12 @@ class LineFile:
         """Read the row whose line begins at this byte."""
         with readable(self.name, self.path):
             if self._stream is None or (_is_compressed(self.name) and self._stream.tell() > position):
-                self._stream = self._open()
+                self._stream = self._open_lines()
             _skip_to(self._stream, position, seekable=not _is_compressed(self.name))
             line = self._stream.readline()
         return parse_line(line, f"{self.name}, byte {position}", parent_folder(self.path))
 
-    def _open(self) -> BinaryIO:
+    def _open_lines(self) -> BinaryIO:
         raw = self.path.open("rb")
         self._close()
         self._close = weakref.finalize(self, raw.close)
@@ -134,7 +134,7 @@ def _skip_to(stream: BinaryIO, position: int, *, seekable: bool) -> None:
     if seekable:
         stream.seek(position)
         return
-    while (left := position - stream.tell()) > 0 and stream.read(min(left, CHUNK_BYTES)):
+    while (distance := position - stream.tell()) > 0 and stream.read(min(distance, CHUNK_BYTES)):
         pass
 
 
@@ -188,8 +188,8 @@ class ArrowFile:
     def chunks(self) -> Iterator[Chunk]:
         """Yield its rows in order, some at a time."""
         first, size = 0, self.path.stat().st_size
-        rows = self._table.num_rows
-        for batch in self._table.to_batches():
+        rows = self._table_in_file.num_rows
+        for batch in self._table_in_file.to_batches():
             step = max(1, CHUNK_BYTES * len(batch) // max(batch.nbytes, 1))
             for start in range(0, len(batch), step):
                 piece = batch.slice(start, step)
@@ -199,11 +199,12 @@ class ArrowFile:
 
     def row_at(self, position: int) -> Row:
         """Read the row of this number."""
-        (record,) = self._table.slice(position, 1).to_pylist()
+        (record,) = self._table_in_file.slice(position, 1).to_pylist()
         return Row(f"{self.name}, row {position + 1}", values_of_record(record), parent_folder(self.path))
 
     @cached_property
-    def _table(self) -> Any:
+    def _table_in_file(self) -> Any:
+        """The table of the file, in Arrow's stream or file format, mapped into memory."""
         pyarrow: Any = import_reader("pyarrow", self.name)
 
         def read(path: Path) -> Any:

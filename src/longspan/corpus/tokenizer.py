@@ -83,8 +83,8 @@ class TextTokenizer:
         """Encode each text, with the tokens around it."""
         in_pieces = has_pieces(self.engine)
         long = [in_pieces and len(text) > PIECE for text in texts]
-        short = [text for text, pieces in zip(texts, long, strict=True) if not pieces]
-        encodings = iter(self.engine.encode_batch_fast(short, add_special_tokens=True))
+        whole_texts = [text for text, pieces in zip(texts, long, strict=True) if not pieces]
+        encodings = iter(self.engine.encode_batch_fast(whole_texts, add_special_tokens=True))
         return [
             self._encode_long(text) if pieces else np.array(next(encodings).ids + self.end_of_text, dtype=np.int64)
             for text, pieces in zip(texts, long, strict=True)
@@ -226,10 +226,10 @@ def _make_tokenizer(engine: Tokenizer, end: int | None) -> TextTokenizer:
     engine.no_truncation()
     engine.no_padding()
     engine.encode_special_tokens = True
-    return TextTokenizer(engine, end, _digest(engine))
+    return TextTokenizer(engine, end, _engine_digest(engine))
 
 
-def _digest(engine: Tokenizer) -> str:
+def _engine_digest(engine: Tokenizer) -> str:
     """Return the SHA-256 of the engine without its post-processor (transformers writes an empty one in two ways)."""
     decides: dict[str, object] = json.loads(engine.to_str())
     del decides["post_processor"]
@@ -245,7 +245,7 @@ def token_bytes(engine: Tokenizer, rows: int = 0) -> npt.NDArray[np.int64] | Non
     a space before it), the bytes of the changed text are counted.
     """
     settings: dict[str, Any] = json.loads(engine.to_str())
-    kinds = set(_kinds(settings.get("decoder"))) | set(_kinds(settings.get("pre_tokenizer")))
+    kinds = set(_component_types(settings.get("decoder"))) | set(_component_types(settings.get("pre_tokenizer")))
     byte_level = "ByteLevel" in kinds
     if not byte_level and _SPACE not in json.dumps(settings.get("decoder"), ensure_ascii=False):
         return None
@@ -261,9 +261,11 @@ def token_bytes(engine: Tokenizer, rows: int = 0) -> npt.NDArray[np.int64] | Non
     return counts
 
 
-def _kinds(settings: Any) -> list[str]:
+def _component_types(settings: Any) -> list[str]:
     """List the types of a decoder or pre-tokenizer and of those in it."""
     if not isinstance(settings, dict):
         return []
-    inner = [kind for values in settings.values() if isinstance(values, list) for v in values for kind in _kinds(v)]
+    inner = [
+        kind for values in settings.values() if isinstance(values, list) for v in values for kind in _component_types(v)
+    ]
     return [str(settings.get("type")), *inner]

@@ -19,7 +19,7 @@ def vocabulary_files(folder: Path) -> list[str]:
 def copy_tokenizer_files(source: Path, target: Path) -> None:
     """Copy the tokenizer's files byte for byte, with chat templates, and replace those of another one in `target`."""
     for name in (*TOKENIZER_FILES, *FILES):
-        _replace(source / name, target / name)
+        _replace_with_copy(source / name, target / name)
 
 
 class KeptFiles:
@@ -32,7 +32,7 @@ class KeptFiles:
         """Copy them into a model's folder."""
         copy_tokenizer_files(self._folder, folder)
         if (self._folder / GENERATION).is_file():
-            _replace(self._folder / GENERATION, folder / GENERATION)
+            _replace_with_copy(self._folder / GENERATION, folder / GENERATION)
 
 
 def keep_generation(source: Path | None, folder: Path) -> None:
@@ -40,7 +40,7 @@ def keep_generation(source: Path | None, folder: Path) -> None:
     if source is None or not (source / GENERATION).is_file():
         (folder / GENERATION).unlink(missing_ok=True)
     else:
-        _replace(source / GENERATION, folder / GENERATION)
+        _replace_with_copy(source / GENERATION, folder / GENERATION)
 
 
 def ends_of_generation(folder: Path) -> set[int]:
@@ -61,7 +61,8 @@ def ends_of_generation(folder: Path) -> set[int]:
     return {*ids}
 
 
-def _replace(source: Path, target: Path) -> None:
+def _replace_with_copy(source: Path, target: Path) -> None:
+    """Put a copy of a file or folder in place of the target; remove the target if there is no source."""
     if source.exists() and target.exists() and source.samefile(target):
         return
     if target.is_dir():

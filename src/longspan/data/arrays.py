@@ -90,7 +90,7 @@ class GrowingCodes:
         """Write the codes of the next `tokens` tokens."""
         if codes is not None:
             if codes.dtype.itemsize > self._dtype.itemsize:
-                self._widen()
+                self._widen_codes()
             self._file = self._file or self._path.open("wb")
             self._file.seek(self._tokens * self._dtype.itemsize)
             self._file.write(codes.astype(self._dtype).data)
@@ -102,15 +102,16 @@ class GrowingCodes:
             self._file.truncate(self._tokens * self._dtype.itemsize)
             self._file.close()
 
-    def _widen(self) -> None:
+    def _widen_codes(self) -> None:
+        """Write the codes so far again with four bytes each; further codes have four bytes."""
         narrow, self._dtype = self._path.with_suffix(".narrow"), np.dtype(np.int32)
         if self._file is None:
             return
         self._file.close()
         self._path.rename(narrow)
         self._file = self._path.open("wb")
-        with narrow.open("rb") as old:
-            while block := old.read(_BLOCK):
+        with narrow.open("rb") as narrow_file:
+            while block := narrow_file.read(_BLOCK):
                 self._file.write(np.frombuffer(block, np.uint8).astype(np.int32).data)
         narrow.unlink()
 

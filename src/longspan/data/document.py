@@ -185,8 +185,12 @@ class Pack:
 
     def __getitem__(self, positions: Integers) -> Integers:
         ids = np.empty(len(positions), dtype=np.int64)
-        for document, there, here in self._runs(positions):
-            ids[here] = np.asarray(document)[there] if isinstance(document, list | tuple) else document[there]
+        for document, piece_positions, places in self._runs(positions):
+            ids[places] = (
+                np.asarray(document)[piece_positions]
+                if isinstance(document, list | tuple)
+                else document[piece_positions]
+            )
         return ids
 
     def _runs(self, positions: Integers) -> list[tuple[Any, Integers, Integers]]:
@@ -194,8 +198,8 @@ class Pack:
         of_piece = np.searchsorted(self.ends, positions, side="right")
         runs = list[tuple[Any, Integers, Integers]]()
         for number in np.unique(of_piece).tolist():
-            here, piece = np.flatnonzero(of_piece == number), self.pieces[number]
-            runs.append((piece.document, positions[here] - int(self.ends[number]) + piece.stop, here))
+            places, piece = np.flatnonzero(of_piece == number), self.pieces[number]
+            runs.append((piece.document, positions[places] - int(self.ends[number]) + piece.stop, places))
         return runs
 
 
@@ -205,8 +209,8 @@ class LabelledPack(Pack):
     def labels(self, positions: Integers) -> Integers:
         """Return the token id to predict at each position (n,), −100 for none."""
         labels = np.empty(len(positions), dtype=np.int64)
-        for document, there, here in self._runs(positions):
-            labels[here] = document.labels(there)
+        for document, piece_positions, places in self._runs(positions):
+            labels[places] = document.labels(piece_positions)
         return labels
 
     @cached_property

@@ -66,7 +66,7 @@ class Corpus:
                 "makes them anew, with data.cache as a folder on storage that all its machines share"
             )
         try:
-            self._open(place)
+            self._open_columns(place)
             self._tokens = self._find_tokens(place, folder, record, make_tokens)
         except (OSError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, DataError):
@@ -78,7 +78,8 @@ class Corpus:
         )
         self.packs: Callable[[tuple[Pack, ...]], Sequence[Pack]] = tuple  # with images: ImagePacks
 
-    def _open(self, place: Path) -> None:
+    def _open_columns(self, place: Path) -> None:
+        """Map the columns of the folder; without sources of documents, all are of source 0."""
         self.manifest = Manifest.from_json((place / FILE).read_text(encoding="utf-8"))
         self.sources: Sequence[SourceFile] = SourceLines(place)
         self._origins = map_array(place / "origins.npy")

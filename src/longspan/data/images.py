@@ -77,7 +77,7 @@ class ImageWriter:
 
     def append(self, images: Sequence[PlacedImage], documents: int) -> None:
         """Write the images of further documents; `documents` is how many are written already."""
-        rows = [_row(placed, documents) for placed in images]
+        rows = [_table_row(placed, documents) for placed in images]
         for number, column in enumerate(self._columns.values()):
             column.append(np.array([row[number] for row in rows]))
         for placed in images:
@@ -175,7 +175,7 @@ def _file(folder: Path, column: str) -> Path:
     return folder / f"image_{column}.npy"
 
 
-def _row(placed: PlacedImage, documents: int) -> tuple[float, ...]:
+def _table_row(placed: PlacedImage, documents: int) -> tuple[float, ...]:
     """The values of an image in the order of the columns."""
     image = placed.image
     place = (documents + placed.document, image.start, image.stop, image.rows, *image.grid)

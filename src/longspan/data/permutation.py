@@ -46,25 +46,25 @@ class Epochs:
         if (epochs == epochs[:1]).all():
             epochs = epochs[:1]
         keys = [_hash_words(key + epochs * _GOLDEN) for key in self._keys]
-        cells = self._permute(cells, keys)
+        cells = self._permute_cells(cells, keys)
         while (beyond := cells >= np.uint64(self._count)).any():
-            cells[beyond] = self._permute(cells[beyond], [key if len(key) == 1 else key[beyond] for key in keys])
+            cells[beyond] = self._permute_cells(cells[beyond], [key if len(key) == 1 else key[beyond] for key in keys])
         return cells.astype(np.int64)
 
-    def _permute(self, cells: Words, keys: list[Words]) -> Words:
+    def _permute_cells(self, cells: Words, keys: list[Words]) -> Words:
         """Permute cells of the rectangle; each round moves rows by columns or columns by rows."""
         width = np.uint64(self._width)
         row = cells // width
         column = cells - row * width
         for turn, key in enumerate(keys):
             if turn % 2:
-                column = _move(column, row, key, self._width)
+                column = _shift_by_hash(column, row, key, self._width)
             else:
-                row = _move(row, column, key, self._height)
+                row = _shift_by_hash(row, column, key, self._height)
         return row * width + column
 
 
-def _move(values: Words, by: Words, key: Words, size: int) -> Words:
+def _shift_by_hash(values: Words, by: Words, key: Words, size: int) -> Words:
     """Return (value + hash of `by` and a key) modulo size, for values below size."""
     moved = _hash_words(by + key)
     moved >>= _HALF
@@ -96,9 +96,9 @@ def shuffled_sample(count: int, most: int, *seed: int, block: int = 2**17) -> In
     generator = np.random.PCG64(list(seed))
     bits, ids = np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.int64)
     for start in range(0, count, block):
-        more = generator.random_raw(min(block, count - start))
-        candidates = np.flatnonzero(more < bits[-1]) if len(bits) == most > 0 else np.arange(len(more))
-        bits, ids = np.concatenate([bits, more[candidates]]), np.concatenate([ids, candidates + start])
+        new_bits = generator.random_raw(min(block, count - start))
+        candidates = np.flatnonzero(new_bits < bits[-1]) if len(bits) == most > 0 else np.arange(len(new_bits))
+        bits, ids = np.concatenate([bits, new_bits[candidates]]), np.concatenate([ids, candidates + start])
         smallest = np.argsort(bits, kind="stable")[:most]
         bits, ids = bits[smallest], ids[smallest]
     return ids

@@ -82,15 +82,15 @@ class StepOrder:
 
     def documents_of_step(self, step: int) -> tuple[int, ...]:
         """Return the document ids of a step; steps count from 0."""
-        return tuple(self._ids(step).tolist())
+        return tuple(self._document_ids(step).tolist())
 
     def lengths_of_step(self, step: int) -> list[int]:
         """Return the tokens of each document of a step."""
-        return self.lengths[self._ids(step)].tolist()
+        return self.lengths[self._document_ids(step)].tolist()
 
     def targets_of_step(self, step: int) -> int | None:
         """Count the tokens that the documents of a step predict; None: all but the first of each."""
-        return None if self.targets is None else int(self.targets[self._ids(step)].sum(dtype=np.int64))
+        return None if self.targets is None else int(self.targets[self._document_ids(step)].sum(dtype=np.int64))
 
     def select(self, corpus: Corpus, step: int) -> CorpusDocuments:
         """Return the documents of a step, as its plan numbers them."""
@@ -98,7 +98,7 @@ class StepOrder:
 
     def source_tokens(self, step: int) -> list[int]:
         """Return the tokens of each source in a step."""
-        ids = self._ids(step)
+        ids = self._document_ids(step)
         return self.stream.tokens_of_sources(ids, self.lengths[ids])
 
     def steps_of_epochs(self, epochs: float) -> int:
@@ -113,7 +113,8 @@ class StepOrder:
         block = bisect_left(self._block_starts, place) - 1
         return 0 if block < 0 else block * _STRIDE + bisect_left(self._starts(block), place)
 
-    def _ids(self, step: int) -> Integers:
+    def _document_ids(self, step: int) -> Integers:
+        """Return the documents of a step. Each call of `_starts` in the loop computes the next block of steps."""
         block, index = divmod(step, _STRIDE)
         while len(self._block_starts) <= block:
             self._starts(len(self._block_starts) - 1)
@@ -129,20 +130,20 @@ class StepOrder:
         """Return the place in the stream at which each step of a block begins, and the first step after it."""
         starts = [self._block_starts[block]]
         while len(starts) <= _STRIDE:
-            starts.append(self._end(starts[-1]))
+            starts.append(self._end_of_step(starts[-1]))
         if block == len(self._block_starts) - 1:
             self._block_starts.append(starts[-1])
         return starts
 
-    def _end(self, start: int) -> int:
+    def _end_of_step(self, start: int) -> int:
         """Return where the step that begins at a place ends: after all documents that fit, at least one."""
-        part, left = self.stream.part_at(start), self._budget
+        part, tokens_left = self.stream.part_at(start), self._budget
         index = start - part.first
         while True:
-            fits = int(np.searchsorted(part.ends, part.ends[index] + left, side="right")) - 1
-            if fits < len(part.ids):
-                return max(part.first + fits, start + 1)
-            left -= int(part.ends[fits] - part.ends[index])
+            last = int(np.searchsorted(part.ends, part.ends[index] + tokens_left, side="right")) - 1
+            if last < len(part.ids):
+                return max(part.first + last, start + 1)
+            tokens_left -= int(part.ends[last] - part.ends[index])
             part, index = self.stream.next_part(part), 0
 
 
@@ -194,7 +195,7 @@ class PackOrder:
         """Return the tokens of each document of a step, for a planner."""
         if self._across and self._equal is not None:
             return list(self._equal)
-        pieces = self._pieces(step)
+        pieces = self._pieces_of_step(step)
         lengths = pieces.stops - pieces.starts
         return (np.bincount(pieces.packs, lengths).astype(np.int64) if self._across else lengths).tolist()
 
@@ -204,7 +205,7 @@ class PackOrder:
 
     def select(self, corpus: Any, step: int) -> Sequence[Pack]:
         """Return the documents of a step, as its plan numbers them."""
-        documents, starts, stops, packs = (values.tolist() for values in self._pieces(step))
+        documents, starts, stops, packs = (values.tolist() for values in self._pieces_of_step(step))
         pieces = [Piece(corpus[d], start, stop) for d, start, stop in zip(documents, starts, stops, strict=True)]
         borders = np.searchsorted(packs, np.arange(packs[-1] + 2)) if self._across else np.arange(len(pieces) + 1)
         packed = tuple(make_pack(tuple(pieces[a:b])) for a, b in pairwise(borders.tolist()))
@@ -212,7 +213,7 @@ class PackOrder:
 
     def source_tokens(self, step: int) -> list[int]:
         """Return the tokens of each source in a step."""
-        pieces = self._pieces(step)
+        pieces = self._pieces_of_step(step)
         return self.stream.tokens_of_sources(pieces.documents, pieces.stops - pieces.starts)
 
     def steps_of_epochs(self, epochs: float) -> int:
@@ -224,7 +225,8 @@ class PackOrder:
         borders = self._borders.step_borders(steps - 1)
         return float(borders[-1]) / (steps * (len(borders) - 1))
 
-    def _pieces(self, step: int) -> _StepPieces:
+    def _pieces_of_step(self, step: int) -> _StepPieces:
+        """Cut the documents of a step at its borders, and return their pieces in order."""
         borders = self._borders.step_borders(step)
         begin, end = int(borders[0]), int(borders[-1])
         part, ids, begins = self.stream.part_at_token(begin), list[Integers](), list[Integers]()

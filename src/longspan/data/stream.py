@@ -119,7 +119,7 @@ class DocumentStream:
         rates = [source.weight * source.documents / source.tokens for source in sources]  # of documents
         self._counts = [max(1, int(_DOCUMENTS * rate / sum(rates))) for rate in rates]
         self._marks, self._places, self._tokens = [_Mark((0,) * len(sources), (0,) * len(sources))], [0], [0]
-        self._part = lru_cache(maxsize=2)(self._make_part)
+        self._part = lru_cache(maxsize=2)(self._merge_part)
 
     def __getstate__(self) -> tuple[Any, ...]:
         return as_pickled(self.lengths), self.sources
@@ -164,19 +164,19 @@ class DocumentStream:
 
     def place_after(self, epochs: float) -> int:
         """Return the first place before which every source gave each of its documents `epochs` times."""
-        needed = [_ceil(epochs * source.documents) for source in self.sources]
-        if len(needed) == 1 or not any(needed):
-            return sum(needed)
+        needed_counts = [_ceil(epochs * source.documents) for source in self.sources]
+        if len(needed_counts) == 1 or not any(needed_counts):
+            return sum(needed_counts)
         number = 0
-        while any(map(int.__lt__, self._marks[number].documents, needed)):
+        while any(map(int.__lt__, self._marks[number].documents, needed_counts)):
             number += 1
             if number == len(self._marks):
                 self._part(number - 1)
-        part, before = self._part(number - 1), self._marks[number - 1].documents
+        part, counts_before = self._part(number - 1), self._marks[number - 1].documents
         return part.first + max(
-            int(np.flatnonzero(part.source == source)[count - had - 1]) + 1
-            for source, (had, count) in enumerate(zip(before, needed, strict=True))
-            if count > had
+            int(np.flatnonzero(part.source == source)[count - count_before - 1]) + 1
+            for source, (count_before, count) in enumerate(zip(counts_before, needed_counts, strict=True))
+            if count > count_before
         )
 
     def tokens_before(self, place: int) -> int:
@@ -184,25 +184,25 @@ class DocumentStream:
         part = self.part_at(place)
         return part.before + int(part.ends[place - part.first])
 
-    def _make_part(self, number: int) -> StreamPart:
+    def _merge_part(self, number: int) -> StreamPart:
         """Merge documents of all sources, until the first source has given all of its candidates."""
         mark = self._marks[number]
         runs = [self._run(source, mark) for source in range(len(self.sources))]
         shares = [run.tokens / source.weight for run, source in zip(runs, self.sources, strict=True)]
-        until = min(share[-1] for share in shares)
-        taken = [int(np.searchsorted(share, until)) for share in shares]
-        order = np.argsort(_join(shares, taken), kind="stable")
-        ids = _join([run.ids for run in runs], taken)[order]
+        end_share = min(share[-1] for share in shares)
+        counts = [int(np.searchsorted(share, end_share)) for share in shares]
+        order = np.argsort(_join(shares, counts), kind="stable")
+        ids = _join([run.ids for run in runs], counts)[order]
         part = StreamPart(
             self._places[number],
             self._tokens[number],
             ids,
             self._ends(ids),
-            np.repeat(np.arange(len(runs)), taken)[order],
+            np.repeat(np.arange(len(runs)), counts)[order],
         )
         if number == len(self._marks) - 1:
-            documents = (had + new for had, new in zip(mark.documents, taken, strict=True))
-            tokens = (int(run.tokens[new]) for run, new in zip(runs, taken, strict=True))
+            documents = (earlier + count for earlier, count in zip(mark.documents, counts, strict=True))
+            tokens = (int(run.tokens[count]) for run, count in zip(runs, counts, strict=True))
             self._keep(_Mark(tuple(documents), tuple(tokens)))
         return part
 

@@ -77,7 +77,10 @@ class UncutBorders:
         return UncutBorders, (self._stream, self._spans, self._size, self._packs)
 
     def step_borders(self, step: int) -> Integers:
-        """Return where the packs of a step begin, and where the last one ends (packs + 1,)."""
+        """Return where the packs of a step begin, and where the last one ends (packs + 1,).
+
+        Each call of `_block` in the loop computes the next 64 steps, and where the steps after them begin.
+        """
         block, index = divmod(step, _STRIDE)
         while len(self._begins) <= block:
             self._block(len(self._begins) - 1)

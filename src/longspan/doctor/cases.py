@@ -50,7 +50,7 @@ class Case:
         degrees = [f"{key} {getattr(self, key)}" for key in ("tp", "pp", "ep") if getattr(self, key) > 1]
         cp = {"one": f"cp {self.cp}", "several": f"several micro-batches, cp 1 to {self.cp}", "dynamic": "dynamic plan"}
         kind = self.cp_comm_type + (f" {self.sizes}" if self.sizes else "")
-        more = {
+        features = {
             f"{self.partition} rows": self.partition != "zigzag",
             "sequence parallel": self.sequence_parallel,
             f"{self.recompute} recomputation": self.recompute != "none",
@@ -59,7 +59,7 @@ class Case:
         }
         images = [f"images (encoder tp {self.encoder})" if self.encoder > 1 else "images"] if self.encoder else []
         return ", ".join(
-            [self.dtype, *images, *degrees, cp[self.plan], kind, *(text for text, there in more.items() if there)]
+            [self.dtype, *images, *degrees, cp[self.plan], kind, *(text for text, is_set in features.items() if is_set)]
         )
 
     @property
@@ -93,17 +93,17 @@ def cases_named(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("flo
     """
     if name not in get_args(CaseSet):
         raise ConfigError(f"there is no set of cases {name!r}; use one of {', '.join(get_args(CaseSet))}")
-    made = _basic(ranks) if name == "basic" else _whole(ranks)
-    return tuple(replace(case, dtype=dtype) for dtype in dtypes for case in made)
+    cases = _basic_cases(ranks) if name == "basic" else _all_cases(ranks)
+    return tuple(replace(case, dtype=dtype) for dtype in dtypes for case in cases)
 
 
 def contiguous_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
-    """Those with runs of rows a slot, as hybrids are dealt out: gathered, in a plan of several degrees, by heads."""
+    """Cases in which each slot has a run of rows, as for hybrids: gathered, in a plan of several degrees, by heads."""
     widest = min(4 if name == "whole" else 3, ranks)
-    made = [Case(cp=min(2, widest), cp_comm_type="all_gather"), Case(cp=widest, plan="several")]
+    cases = [Case(cp=min(2, widest), cp_comm_type="all_gather"), Case(cp=widest, plan="several")]
     if name == "whole" and ranks % widest == 0:
-        made.append(Case(cp=widest, cp_comm_type="a2a"))
-    return tuple(replace(case, dtype=dtype, partition="contiguous") for dtype in dtypes for case in made)
+        cases.append(Case(cp=widest, cp_comm_type="a2a"))
+    return tuple(replace(case, dtype=dtype, partition="contiguous") for dtype in dtypes for case in cases)
 
 
 def image_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
@@ -116,7 +116,7 @@ def image_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("flo
     return tuple(cases)
 
 
-def _basic(ranks: int) -> list[Case]:
+def _basic_cases(ranks: int) -> list[Case]:
     degrees = [cp for cp in (2, 3) if cp <= ranks] or [1]
     first = degrees[0]
     return [
@@ -127,7 +127,7 @@ def _basic(ranks: int) -> list[Case]:
     ]
 
 
-def _whole(ranks: int) -> list[Case]:
+def _all_cases(ranks: int) -> list[Case]:
     degrees = [cp for cp in (1, 2, 3, 4) if cp <= ranks]
     widest = degrees[-1]
     cases = [case for cp in degrees for case in every_type(cp) if ranks % cp == 0 or "a2a" not in case.cp_comm_type]
@@ -218,11 +218,15 @@ def _several_plan(case: Case, home: Layout, of: Packed) -> Plan:
 
     Where the home has fewer slots, its last stands for those that it lacks.
     """
-    everyone, rest = tuple(range(home.slots)), list(range(6, len(of.lengths)))
+    everyone, remaining = tuple(range(home.slots)), list(range(6, len(of.lengths)))
     first = MicroBatch((_group(case, (0,), [0, 1], of),))
-    wide, single, last = _group(case, everyone[: case.cp], [2, 3], of), _group(case, (0,), [4], of), (home.slots - 1,)
-    second = MicroBatch((wide, single, _group(case, last, [5], of)))
-    third = MicroBatch((_group(case, everyone, rest, of),))
+    shared_group, single, last = (
+        _group(case, everyone[: case.cp], [2, 3], of),
+        _group(case, (0,), [4], of),
+        (home.slots - 1,),
+    )
+    second = MicroBatch((shared_group, single, _group(case, last, [5], of)))
+    third = MicroBatch((_group(case, everyone, remaining, of),))
     return _check_plan(case, home, of, first, second, third, MicroBatch())
 
 

@@ -43,7 +43,7 @@ def why_no_videos(config: PreTrainedConfig) -> str:
 
 
 def item_documents(config: PreTrainedConfig, documents: Sequence[TrialDocument]) -> ItemDocuments:
-    """The same as `run_step` takes them."""
+    """The documents as `run_step` takes them."""
     ids = [document.ids for document in documents]
     of_images, of_videos = zip(*(_apart(document, document.rows) for document in documents), strict=True)
     items = items_at_placeholders(ids, image_tokens(config).placeholder, of_images)

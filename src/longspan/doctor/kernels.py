@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
-from longspan.attention import KERNELS, AttentionCall, Mask, choose
+from longspan.attention import KERNELS, AttendCall, Mask, choose
 from longspan.attention.kernels.table import Kernel
 from longspan.errors import AttentionError
 from longspan.model.exactness.meta_record import record_model
@@ -43,8 +43,8 @@ def kernel_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
         kinds.setdefault((call.head_size, call.value_size, call.window, call.softcap), []).append(call)
     lines: list[KernelLine] = []
     for (size, value_size, window, softcap), of_kind in kinds.items():
-        call = AttentionCall(1, 1, size, value_size, dtype, device, Mask(window=window), softcap=softcap)
-        lines.append(KernelLine(_words(of_kind[0]), len(of_kind), _here(call), _on_gpus(call)))
+        call = AttendCall(1, 1, size, value_size, dtype, device, Mask(window=window), softcap=softcap)
+        lines.append(KernelLine(_call_words(of_kind[0]), len(of_kind), _kernel_here(call), _kernels_on_gpus(call)))
     return tuple(lines)
 
 
@@ -58,22 +58,22 @@ def _drop_memory(config: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def _words(call: RecordedCall) -> str:
+def _call_words(call: RecordedCall) -> str:
     sizes = f"heads of {call.head_size}"
     values = "" if call.value_size == call.head_size else f" with values of {call.value_size}"
     asks = {"a window": call.window is not None, "a soft cap": call.softcap is not None, "sinks": call.sinks}
-    return ", ".join([sizes + values, *(feature for feature, there in asks.items() if there)])
+    return ", ".join([sizes + values, *(feature for feature, is_asked in asks.items() if is_asked)])
 
 
-def _here(call: AttentionCall) -> str:
-    where = f"({call.device.type}, {str(call.dtype).removeprefix('torch.')})"
+def _kernel_here(call: AttendCall) -> str:
+    place = f"({call.device.type}, {str(call.dtype).removeprefix('torch.')})"
     try:
-        return f"{choose(call).name} {where}"
+        return f"{choose(call).name} {place}"
     except AttentionError as error:
-        return f"none {where}: {error}"
+        return f"none {place}: {error}"
 
 
-def _on_gpus(call: AttentionCall) -> str:
+def _kernels_on_gpus(call: AttendCall) -> str:
     """The kernels that the table has for it, the first that a GPU has running; "" where `here` is a GPU."""
     if call.device.type == "cuda":
         return ""
@@ -82,7 +82,7 @@ def _on_gpus(call: AttentionCall) -> str:
     return ", else ".join(words) or "none"
 
 
-def kernels_on_gpus(call: AttentionCall) -> list[Kernel]:
+def kernels_on_gpus(call: AttendCall) -> list[Kernel]:
     """Those that the table gives to such a call of several documents in bfloat16 on a GPU, whatever is here."""
     on_gpu = replace(call, device=GPU, dtype=torch.bfloat16)
     return [k for k in KERNELS if not replace(k, missing=lambda device: "").lacks(on_gpu) and not k.one_document_only]

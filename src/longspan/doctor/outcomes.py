@@ -74,7 +74,9 @@ class Proof:
 
 def proof_text(proof: Proof, heading: Sequence[str], seconds: float) -> str:
     """The heading, a line for each case, and a verdict."""
-    rows = [(_mark(outcome), outcome.case.name, outcome.status, outcome_text(outcome)) for outcome in proof.outcomes]
+    rows = [
+        (_status_mark(outcome), outcome.case.name, outcome.status, outcome_text(outcome)) for outcome in proof.outcomes
+    ]
     table = text_table(("", "case", "result", "found"), rows, left=4)
     return "\n".join([*heading, "", table, "", verdict(proof, seconds)])
 
@@ -108,5 +110,5 @@ def proof_json(proof: Proof, model: dict[str, Any], seconds: float) -> dict[str,
     return {"good": proof.good, "seconds": seconds, "model": model, "cases": rows, "worlds": worlds}
 
 
-def _mark(outcome: Outcome) -> str:
+def _status_mark(outcome: Outcome) -> str:
     return "✓" if outcome.status == "exact" else "·" if outcome.good else "✗"

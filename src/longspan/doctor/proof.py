@@ -69,30 +69,31 @@ class Stock:
         for name, with_routers, with_images in keys:
             stock = Stock(self.config, self.images) if with_images else self
             try:
-                answers[name, with_routers, with_images] = stock._expect(getattr(torch, name), with_routers)
+                answers[name, with_routers, with_images] = stock._expectation(getattr(torch, name), with_routers)
             except Exception as error:
                 answers[name, with_routers, with_images] = error_text(error)
         return answers
 
-    def _expect(self, dtype: torch.dtype, with_routers: bool) -> Expected:
+    def _expectation(self, dtype: torch.dtype, with_routers: bool) -> Expected:
+        """The stock answer in a dtype, and the tolerance of cases that are compared with it."""
         if dtype == torch.float64:
-            return self._exact(with_routers)
+            return self._expectation_in_float64(with_routers)
         if dtype == torch.float32:
-            answer = self._answer(dtype, dtype, with_routers)
+            answer = self._stock_answer(dtype, dtype, with_routers)
             return Expected(answer, self._float32_bound(answer, with_routers), whole=False)
         stock = self._every_expert_stock
-        answer, half = (stock._answer(dtype, compute, with_routers) for compute in (torch.float32, dtype))
+        answer, half = (stock._stock_answer(dtype, compute, with_routers) for compute in (torch.float32, dtype))
         return Expected(answer, ROUNDING * _worst(half, answer), whole=False, every_expert=stock is not self)
 
     @cached_property
     def _every_expert_stock(self) -> "Stock":
-        """Of the model whose rows get every expert; this one where it has none to choose, or cannot run so."""
+        """The stock model whose rows get every expert; this one if it has no experts to choose, or cannot run so."""
         every = with_every_expert(self.config)
         if every is self.config:
             return self
         stock = Stock(every, self.documents)
         try:
-            stock._answer(torch.bfloat16, torch.bfloat16, False)
+            stock._stock_answer(torch.bfloat16, torch.bfloat16, False)
         except Exception:  # of the model's own code
             return self
         return stock
@@ -103,7 +104,7 @@ class Stock:
         for whole in (True, False):  # scans and norms in float64 too, where the model's code can
             try:
                 with precision(torch.float64, whole=whole):
-                    exact = self._answer(torch.float32, torch.float64, with_routers)
+                    exact = self._stock_answer(torch.float32, torch.float64, with_routers)
             except (RuntimeError, TypeError):  # two types in one product, say
                 continue
             between = ROUNDING * _worst(answer, exact)
@@ -111,17 +112,17 @@ class Stock:
             return max(least, between) if between <= (MOST_BESIDE_ROUTERS if routed else MOST_ROUNDING) else least
         return least
 
-    def _exact(self, with_routers: bool) -> Expected:
-        """In float64 all through, where the model's code can."""
+    def _expectation_in_float64(self, with_routers: bool) -> Expected:
+        """The answer in float64 throughout, if the model's code allows it."""
         try:
             with precision(torch.float64, whole=True):
-                answer = self._answer(torch.float64, torch.float64, with_routers)
+                answer = self._stock_answer(torch.float64, torch.float64, with_routers)
             return Expected(answer, EXACT[torch.float64], whole=True)
         except (RuntimeError, TypeError):  # two types in one product, say
-            answer = self._answer(torch.float64, torch.float64, with_routers, attention="sdpa")
+            answer = self._stock_answer(torch.float64, torch.float64, with_routers, attention="sdpa")
             return Expected(answer, EXACT[torch.float64], whole=False)
 
-    def _answer(
+    def _stock_answer(
         self, weights: torch.dtype, compute: torch.dtype, with_routers: bool, attention: str = "eager"
     ) -> Answer:
         router = ROUTER if with_routers else NO_ROUTER
@@ -162,14 +163,14 @@ def prove(config: PreTrainedConfig, cases: Sequence[Case], ranks: int, *, backen
 
 
 def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> Proof:
-    """The same on these ranks, with the facts of their worlds."""
+    """The outcome of every case on these ranks, with the facts of their worlds."""
     outcomes: dict[int, Outcome] = {}
     worlds: list[WorldFacts] = []
     try:
         documents = documents_for(config, LENGTHS)
     except Exception as error:
         return Proof(tuple(Outcome(case, "not built", message=error_text(error)) for case in cases))
-    images, refusal = _images(config, cases)
+    images, refusal = _image_documents(config, cases)
     expected = Stock(config, documents, images).answers(cases)
     for number, case in enumerate(cases):
         if case.encoder and refusal is not None:
@@ -186,7 +187,9 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> 
     return Proof(tuple(outcomes[number] for number in range(len(cases))), tuple(worlds))
 
 
-def _images(config: PreTrainedConfig, cases: Sequence[Case]) -> tuple[tuple[TrialDocument, ...], Outcome | None]:
+def _image_documents(
+    config: PreTrainedConfig, cases: Sequence[Case]
+) -> tuple[tuple[TrialDocument, ...], Outcome | None]:
     """The documents with images where cases want them, or why there are none."""
     first = next((case for case in cases if case.encoder), None)
     if first is None:
@@ -220,19 +223,19 @@ def _group_by_home(
 def _run_home(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[int, Outcome]:
     """The outcomes of a home's cases, in as many worlds as it takes."""
     outcomes: dict[int, Outcome] = {}
-    left = list(task.cases)
+    pending = list(task.cases)
     with tempfile.TemporaryDirectory(prefix="longspan-proof-") as folder:
-        while left:
-            record = Path(folder) / f"{len(left)}.jsonl"
-            done, failure = _run_world(replace(task, cases=tuple(left), record=str(record)), ranks, worlds)
-            outcomes |= done
-            left = [(number, case) for number, case in left if number not in outcomes]
-            if left and failure is not None:
-                number, case = left.pop(0)
+        while pending:
+            record = Path(folder) / f"{len(pending)}.jsonl"
+            finished, failure = _run_world(replace(task, cases=tuple(pending), record=str(record)), ranks, worlds)
+            outcomes |= finished
+            pending = [(number, case) for number, case in pending if number not in outcomes]
+            if pending and failure is not None:
+                number, case = pending.pop(0)
                 outcomes[number] = _failure_outcome(case, failure)
             if ranks.launch is not None:  # not ours to start again
-                after = "ranks had ended in the case before"
-                outcomes |= {number: Outcome(case, "crashed", message=after) for number, case in left}
+                reason = "ranks had ended in the case before"
+                outcomes |= {number: Outcome(case, "crashed", message=reason) for number, case in pending}
                 break
     return outcomes
 

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from longspan.attention import choose_type
 from longspan.comm import World
 from longspan.doctor.cases import TEXTS, Case, Packed, plan_of
 from longspan.doctor.images import item_documents
@@ -90,9 +89,9 @@ def run_cases(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outcome]]:
             run = CaseRun(task, world, cases[0][1])
             for number, case in cases:
                 outcomes[number] = run.outcome(case)
-                _record(task, world, number, outcomes[number])
-        made = tuple(asdict(record) for record in world.process_groups.made)
-        return WorldFacts(len(task.home.ranks), str(world.device), world.backend, made), outcomes
+                _record_outcome(task, world, number, outcomes[number])
+        groups = tuple(asdict(record) for record in world.process_groups.made)
+        return WorldFacts(len(task.home.ranks), str(world.device), world.backend, groups), outcomes
 
 
 def preparation(case: Case) -> tuple[str, str, bool, int]:
@@ -100,7 +99,8 @@ def preparation(case: Case) -> tuple[str, str, bool, int]:
     return case.dtype, case.recompute, case.sequence_parallel, case.encoder
 
 
-def _record(task: Task, world: World, number: int, outcome: Outcome) -> None:
+def _record_outcome(task: Task, world: World, number: int, outcome: Outcome) -> None:
+    """On the first rank, append an outcome to the record, and show it if that is wanted."""
     if world.rank != task.home.ranks[0]:
         return
     if task.record:
@@ -126,13 +126,13 @@ class CaseRun:
         self._began = time.perf_counter()
         try:
             with precision(self.dtype, whole=self.whole):
-                self.model = self._prepare(first)
+                self.model = self._prepare_model(first)
         except LongspanError as error:
             if isinstance(error, CommError):
                 raise
             self.refusal = str(error).partition(DOCTOR)[0]  # this is what it names
 
-    def _prepare(self, first: Case) -> nn.Module:
+    def _prepare_model(self, first: Case) -> nn.Module:
         options = PrepareOptions(activation_checkpointing=first.recompute, sequence_parallel=first.sequence_parallel)
         model = tiny_model(self.config, self.dtype, images=first.encoder > 0)
         if not first.encoder:
@@ -142,7 +142,7 @@ class CaseRun:
         return prepare(model, self.world, encoder=settings, options=options)
 
     def outcome(self, case: Case) -> Outcome:
-        """Of one case; raises what its step raises, for then other ranks may wait."""
+        """The outcome of one case; raises what its step raises, for then other ranks may wait."""
         began, self._began = self._began, time.perf_counter()
         expected = self.task.expected[case.answer]
         try:
@@ -152,7 +152,7 @@ class CaseRun:
         except LongspanError as error:  # the same on every rank: nothing was sent yet
             return Outcome(case, "refused", message=str(error), seconds=time.perf_counter() - began)
         with precision(self.dtype, whole=self.whole):
-            loss, errors = self._errors(case, plan, expected.answer)
+            loss, errors = self._step_errors(case, plan, expected.answer)
         parameter = max(errors, key=lambda name: errors[name], default="")
         gradient = errors.get(parameter)
         self._began = time.perf_counter()
@@ -165,7 +165,7 @@ class CaseRun:
             expected.tolerance,
             seconds=self._began - began,
             levels=tuple(str(_rank_levels(levels_of(group), self.world)) for group in hierarchical_groups(plan)),
-            why=self._why(case, plan),
+            why=self._choice_reason(case, plan),
         )
 
     def _plan(self, case: Case) -> Plan:
@@ -178,7 +178,7 @@ class CaseRun:
             router_statistics(self.model, self.world, plan.tokens, ROUTER)
         return plan
 
-    def _errors(self, case: Case, plan: Plan, stock: Answer) -> tuple[float, dict[str, float]]:
+    def _step_errors(self, case: Case, plan: Plan, stock: Answer) -> tuple[float, dict[str, float]]:
         """Errors of the loss and of each gradient, the worst of all ranks."""
         if case.evaluation:
             loss = evaluate(self.model, self.documents, plan, self.world).loss
@@ -187,11 +187,11 @@ class CaseRun:
         self.world.prepare(plan)
         result = run_step(self.model, plan, self.documents, self.world, router=router)
         gradients = gradients_of(self.model)
-        here = gradient_errors(
+        errors_here = gradient_errors(
             {original: gradients[name] for original, name in names_by_stock_name(gradients).items()}, stock
         )
         self.model.zero_grad()
-        of_ranks = self.world.control.gather_objects(here, "errors of gradients")
+        of_ranks = self.world.control.gather_objects(errors_here, "errors of gradients")
         errors = {name: max(of.get(name, 0.0) for of in of_ranks) for name in {n for of in of_ranks for n in of}}
         errors |= missing_errors(set(errors), stock)
         losses = [loss_error(result.loss, stock.loss)]
@@ -199,7 +199,7 @@ class CaseRun:
             losses += [loss_error(a, b) for a, b in zip(result.router, stock.routers, strict=True)]
         return max(losses), errors
 
-    def _why(self, case: Case, plan: Plan) -> tuple[str, ...]:
+    def _choice_reason(self, case: Case, plan: Plan) -> tuple[str, ...]:
         """Why `auto` chose its type for the first group of the plan."""
         calls = execution_of(self.model).calls
         if case.cp_comm_type != "auto" or not calls:
@@ -208,7 +208,8 @@ class CaseRun:
         heads = int(config.num_attention_heads)
         kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
         call = replace(calls[0], heads=heads, kv_heads=kv_heads)
-        return choose_type(plan.micro_batches[0].groups[0], call, node_size=self.world.node_size).reasons
+        group, machine = plan.micro_batches[0].groups[0], self.world.machine
+        return machine.explain_type(group, call.sizes, node_size=self.world.node_size)
 
 
 def _rank_levels(levels: Levels, world: World) -> Levels:

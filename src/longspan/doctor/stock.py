@@ -1,7 +1,7 @@
 """The stock model's answer to documents one by one, in one process: loss, routers, every gradient.
 
 Its attention is transformers' eager one, the only one with every model's soft caps and sinks. In float64 the casts to
-float32 inside models are left out, on both sides of a comparison (`float64.py`).
+float32 inside models are left out, on both sides of a comparison (`whole_float64`).
 """
 
 import copy
@@ -133,10 +133,10 @@ def stock_answer(
     model: Any = stock_model(config, weights, attention, images=images).to(compute or weights)  # pyright: ignore[reportArgumentType]
     of_documents = [torch.from_numpy(document_labels(document)) for document in documents]
     targets, losses, rows = sum(int((labels != NO_LABEL).sum()) for labels in of_documents), [], []
-    made = _states(model)
+    states = _module_states(model)
     for document, labels in zip(documents, of_documents, strict=True):
-        _put_back(made)
-        output = _run(model, document, with_routers=router.any)
+        _restore_states(states)
+        output = _run_stock(model, document, with_routers=router.any)
         logits = output.logits[0, :-1]
         logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
         losses.append(F.cross_entropy(logits, labels, reduction="sum").double() / targets)
@@ -165,7 +165,7 @@ def stock_model(
 _State = tuple[nn.Module, dict[str, Any], dict[str, Tensor | None]]
 
 
-def _states(model: nn.Module) -> list[_State]:
+def _module_states(model: nn.Module) -> list[_State]:
     """What modules hold except parameters: numbers, texts and buffers."""
     plain = bool | int | float | str | None
     return [
@@ -174,23 +174,24 @@ def _states(model: nn.Module) -> list[_State]:
     ]
 
 
-def _put_back(states: list[_State]) -> None:
+def _restore_states(states: list[_State]) -> None:
     """Have a model forget the documents that it saw: rotary frequencies of type "dynamic" stay those of the longest."""
     for module, values, buffers in states:
         vars(module).update(values)
         module._buffers.update(buffers)
 
 
-def _run(model: PreTrainedModel, document: np.ndarray | TrialDocument, *, with_routers: bool) -> Any:
+def _run_stock(model: PreTrainedModel, document: np.ndarray | TrialDocument, *, with_routers: bool) -> Any:
+    """Run a model on one document, with the kinds of tokens that a wrapper of several modalities wants."""
     if isinstance(document, TrialDocument):
         return model(**stock_arguments(model, document))
     ids = torch.from_numpy(document)[None]
     wrapper = model.config.get_text_config() is not model.config  # GPT-2 would embed the kinds as tokens
     arguments = inspect.signature(model.forward).parameters if wrapper else ()
-    more: dict[str, Any] = {name: token_kinds(model, len(document)) for name in TOKEN_KINDS if name in arguments}
+    kinds: dict[str, Any] = {name: token_kinds(model, len(document)) for name in TOKEN_KINDS if name in arguments}
     if with_routers:
-        more["output_router_logits"] = True
-    return model(input_ids=ids, use_cache=False, **more)
+        kinds["output_router_logits"] = True
+    return model(input_ids=ids, use_cache=False, **kinds)
 
 
 def _router_logits(output: Any, config: PreTrainedConfig) -> tuple[Tensor, ...]:
@@ -205,8 +206,8 @@ def _router_losses(model: PreTrainedModel, layers: tuple[Tensor, ...]) -> tuple[
     config = model.config.get_text_config()
     rows = torch.cat([layer.double() for layer in layers])  # (layers T, E)
     top_k = int(getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None) or 0)
-    chosen = F.one_hot(rows.topk(top_k).indices, rows.shape[1]).double()
-    balance = rows.shape[1] * (chosen.sum((0, 1)) / len(rows) * rows.softmax(-1).mean(0)).sum()
+    one_hot = F.one_hot(rows.topk(top_k).indices, rows.shape[1]).double()
+    balance = rows.shape[1] * (one_hot.sum((0, 1)) / len(rows) * rows.softmax(-1).mean(0)).sum()
     of_family = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     if of_family is not None:
         detached = tuple(layer.detach().float() for layer in layers)
@@ -232,15 +233,15 @@ SMALL_SHARE = 1e-3
 def gradient_errors(gradients: dict[str, Tensor], stock: Answer) -> dict[str, float]:
     """The relative error of each of these gradients; infinite for one that is not finite.
 
-    A gradient smaller than a thousandth of all together is compared with that thousandth: of keys' biases without
-    rotary positions, say, it is zero up to rounding.
+    A gradient smaller than a thousandth of all together is compared with that thousandth: the gradient of a key's
+    bias without rotary positions, for example, is zero up to rounding.
     """
-    least = SMALL_SHARE * stock.norm or 1e-30
+    floor = SMALL_SHARE * stock.norm or 1e-30
     errors: dict[str, float] = {}
     for name, gradient in gradients.items():
         exact = stock.gradients.get(name)
         exact = torch.zeros_like(gradient) if exact is None else exact
-        error = float((gradient - exact).norm() / max(float(exact.norm()), least))
+        error = float((gradient - exact).norm() / max(float(exact.norm()), floor))
         errors[name] = error if error == error else float("inf")
     return errors
 

@@ -37,7 +37,7 @@ def find_configuration(name: str) -> PreTrainedConfig:
     if isinstance(named, type) and issubclass(named, PreTrainedConfig):
         return _check_model(named(), name)
     if not isinstance(named, type) or getattr(named, "config_class", None) is None:
-        raise ConfigError(f"there is no folder, class of transformers or model_type {name!r}; {_near(name)}")
+        raise ConfigError(f"there is no folder, class of transformers or model_type {name!r}; {_similar_names(name)}")
     return _class_configuration(named, name)
 
 
@@ -45,12 +45,12 @@ def _class_configuration(architecture: Any, name: str) -> PreTrainedConfig:
     config: PreTrainedConfig = architecture.config_class()
     if "." in name:
         register(config, architecture)
-    made = _classes(_check_model(config, name))
-    if architecture in made:
+    classes = _classes(_check_model(config, name))
+    if architecture in classes:
         return config
     raise ConfigError(
-        f"{name} is not the language model of {type(config).__name__}, which is {made[0].__name__}; "
-        f"use --model {made[0].__name__}"
+        f"{name} is not the language model of {type(config).__name__}, which is {classes[0].__name__}; "
+        f"use --model {classes[0].__name__}"
     )
 
 
@@ -83,15 +83,15 @@ def _check_model(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
     if not _classes(config):
         raise ConfigError(
             f"{name}: transformers has no causal language model for {type(config).__name__}, nor one from images and "
-            f"text to text; {_near(name)}"
+            f"text to text; {_similar_names(name)}"
         )
     return config
 
 
-def _near(name: str) -> str:
+def _similar_names(name: str) -> str:
     """Model types and classes with names like this one."""
     types = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     by_word = {word.lower(): word for word in sorted({*types, *map(str, types.values())})}
-    near = get_close_matches(name.rpartition(".")[2].lower(), list(by_word), n=4, cutoff=0.5)
-    names = f"did you mean {', '.join(by_word[word] for word in near)}? " if near else ""
+    matches = get_close_matches(name.rpartition(".")[2].lower(), list(by_word), n=4, cutoff=0.5)
+    names = f"did you mean {', '.join(by_word[word] for word in matches)}? " if matches else ""
     return f"{names}Give a folder with a config.json, a class such as Qwen3ForCausalLM, or a model_type such as qwen3"

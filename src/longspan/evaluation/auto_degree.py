@@ -51,7 +51,7 @@ def choose_degree(
 def choose_degree_on_ranks(
     choice: PlanChoice, lengths: Sequence[int], world: World, log: LogLine, *, name: str = "", vpp: int = 1
 ) -> tuple[PlanChoice, str]:
-    """The same, as the first rank chooses, on every rank, and logged; all ranks call it together.
+    """Choose on the first rank as `choose_degree` does, for every rank, and log why; all ranks call it together.
 
     Hosts may round times differently, and would then evaluate at different degrees.
     """
@@ -88,6 +88,7 @@ def choose_degrees(
 
 
 def _with_choice(entry: EvalConfig, choice: PlanChoice) -> EvalConfig:
+    """The set with the degree, type and levels of a choice."""
     types, sizes = choice.options.cp_comm_type, choice.options.hierarchical_context_parallel_sizes
     levels = (1, choice.degree) if sizes is None else sizes if isinstance(sizes, int) else tuple(sizes)
     return replace(

@@ -72,7 +72,7 @@ def evaluate(
         )
     widest = max((group.degree for batch in plan.micro_batches for group in batch.groups), default=1)
     result = replace(
-        _result(inputs, totals, options),
+        _make_result(inputs, totals, options),
         cp=widest if isinstance(choice, Plan) or choice.planner == "dynamic" else choice.degree,
         seconds=time.perf_counter() - started,
         activation_bytes=None if memory.bytes is None else world.control.largest(memory.bytes - portions.gathered),
@@ -83,7 +83,7 @@ def evaluate(
 
 
 def _check_inputs(model: nn.Module, documents: Any, choice: PlanChoice | Plan, world: World) -> StepInputs:
-    """What the evaluation runs over, under a plan that is given, or made by a choice."""
+    """Check what an evaluation runs over, under a given plan or one that a choice makes, and return it."""
     if isinstance(choice, Plan):
         return check_step(model, choice, documents, world, backward=False)
     language_model = model
@@ -95,7 +95,7 @@ def _check_inputs(model: nn.Module, documents: Any, choice: PlanChoice | Plan, w
     return check_step(model, plan, documents, world, backward=False)
 
 
-def _result(inputs: StepInputs, totals: Totals, options: EvaluationOptions) -> Evaluation:
+def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions) -> Evaluation:
     """The result, without its degree, seconds and bytes."""
     plan, targets = inputs.plan, inputs.documents.targets
     loss = math.fsum(totals.documents.tolist())
@@ -261,15 +261,15 @@ class Portions:
                 check_metrics(options.metrics, options.document_metrics, vocabulary, device)
             except EvaluationError as error:
                 return error
-        why = options.stopped() if options.stopped is not None else ""
-        if not why and options.seconds is not None and seconds > options.seconds:
-            why = f"its time limit of {options.seconds:g} s is over"
-        if why:
+        reason = options.stopped() if options.stopped is not None else ""
+        if not reason and options.seconds is not None and seconds > options.seconds:
+            reason = f"its time limit of {options.seconds:g} s is over"
+        if reason:
             count = plural(len(self.plan.micro_batches), "micro-batch", "es")
             name = f" of {options.name}" if options.name else ""
             return EvaluationStopped(
                 f"the evaluation{name} after step {options.step} was stopped after {done:,} of {count} "
-                f"({seconds:.1f} s): {why}; nothing of it is recorded, and the model is as it was"
+                f"({seconds:.1f} s): {reason}; nothing of it is recorded, and the model is as it was"
             )
         return self._metric_error()
 

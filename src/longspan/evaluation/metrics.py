@@ -96,7 +96,7 @@ def check_metrics(
     vocabulary: int | None,
     device: torch.device,
 ) -> None:
-    """Try a copy of each metric on two made rows of logits; one that cannot be copied is left to its first rows.
+    """Try a copy of each metric on two example rows; a metric that cannot be copied is not tried.
 
     Raises EvaluationError, naming the metric, where it gives no (sum, count).
     """
@@ -108,13 +108,13 @@ def check_metrics(
         except Exception:
             continue
         try:
-            made = copy(_example_rows(vocabulary or 8, device))
+            example = copy(_example_rows(vocabulary or 8, device))
         except Exception as error:
             raise EvaluationError(
                 f"the metric {name!r} failed on two made rows (logits of shape (2, {vocabulary or 8})): "
                 f"{type(error).__name__}: {error}"
             ) from error
-        _ = check_columns(name, made, 2) if name in document_metrics else check_pair(name, made)
+        _ = check_columns(name, example, 2) if name in document_metrics else check_pair(name, example)
 
 
 def check_columns(name: str, made: Any, rows: int) -> Tensor:
@@ -146,7 +146,7 @@ class _Copier(pickle.Pickler):
         return len(self.shared) - 1
 
     def reducer_override(self, obj: Any) -> Any:
-        """How a function with something around it is made again."""
+        """Describe to pickle how a function is made again with the values of its closure."""
         if not isinstance(obj, FunctionType):
             return NotImplemented
         around = [cell.cell_contents for cell in obj.__closure__ or ()]
@@ -159,7 +159,7 @@ def _function(code: CodeType, module: str, around: Sequence[Any]) -> FunctionTyp
 
 
 def copy_metric(metric: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of a metric, so that what it keeps of made rows is not kept. Raises whatever it cannot be copied for."""
+    """A copy of a metric, so that what it keeps of made rows is not kept. Raises the error with which copying fails."""
     file = BytesIO()
     copier = _Copier(file)
     copier.dump(metric)

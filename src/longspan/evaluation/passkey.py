@@ -64,7 +64,7 @@ class Pieces(NamedTuple):
 
         Raises DataError for another object, and for a tokenizer that writes different keys with the same ids.
         """
-        engine = _engine(tokenizer)
+        engine = _find_engine(tokenizer)
         first = TextTokenizer(engine, None, "").around[0]
         filler, stops = _ids_behind(engine, FILLER, FILLER)
         ends = np.cumsum([len(sentence) + 1 for sentence in SENTENCES])
@@ -91,7 +91,8 @@ class Pieces(NamedTuple):
         return _ids_behind(self.engine, QUESTION, str(key))[0]
 
 
-def _engine(tokenizer: Any) -> Tokenizer:
+def _find_engine(tokenizer: Any) -> Tokenizer:
+    """A copy of the tokenizers library's object in a tokenizer, which neither cuts nor pads texts."""
     engine = getattr(tokenizer, "engine", None) or getattr(tokenizer, "backend_tokenizer", None) or tokenizer
     if not isinstance(engine, Tokenizer):
         raise DataError(
@@ -253,7 +254,7 @@ def passkey_documents(
     check_passkey(lengths, depths, samples)
     pieces = Pieces.of(tokenizer)
     documents = tuple(
-        _document(pieces, length, depth, passkey_number(seed, length, depth, sample))
+        _make_document(pieces, length, depth, passkey_number(seed, length, depth, sample))
         for length in lengths
         for depth in depths
         for sample in range(samples)
@@ -261,7 +262,8 @@ def passkey_documents(
     return PasskeyDocuments(documents, lengths, depths, samples)
 
 
-def _document(pieces: Pieces, length: int, depth: float, key: int) -> PasskeyDocument:
+def _make_document(pieces: Pieces, length: int, depth: float, key: int) -> PasskeyDocument:
+    """A document with its key at a depth. Raises DataError for a length without room for its fixed parts."""
     answer = pieces.answer(key)
     fixed = sum(map(len, (pieces.opening, pieces.key(key), pieces.question, answer)))
     if length < fixed:
@@ -270,10 +272,12 @@ def _document(pieces: Pieces, length: int, depth: float, key: int) -> PasskeyDoc
             f"tokens of this tokenizer without any filler; use lengths above {fixed}"
         )
     filler = length - fixed
-    return PasskeyDocument(pieces, key, length, depth, filler, _nearest_end(pieces, depth * filler, filler), answer)
+    return PasskeyDocument(
+        pieces, key, length, depth, filler, _nearest_sentence_end(pieces, depth * filler, filler), answer
+    )
 
 
-def _nearest_end(pieces: Pieces, place: float, filler: int) -> int:
+def _nearest_sentence_end(pieces: Pieces, place: float, filler: int) -> int:
     """The end of a sentence of the filler, or of the whole, that is nearest to a place in it."""
     start = int(place) // len(pieces.filler) * len(pieces.filler)
     ends = [end for end in (start, *(start + end for end in pieces.sentence_ends), filler) if end <= filler]

@@ -56,7 +56,7 @@ class RowSums:
         targets = batch.labels[rows]
         measured = _Measured(documents, positions, [], [], [])
         weights = batch.values[WEIGHTS][rows] if WEIGHTS in batch.values else None
-        for chunk in self._chunks(hidden, head, (rows, documents, positions, targets), weights):
+        for chunk in self._chunks_of_rows(hidden, head, (rows, documents, positions, targets), weights):
             measured.losses.append(chunk.losses)
             measured.hits.append(chunk.logits.argmax(-1) == chunk.targets)
             measured.columns.append(self._add_metrics(chunk))
@@ -67,7 +67,7 @@ class RowSums:
             self._bytes += int(token_bytes[targets].sum())
         return total
 
-    def _chunks(
+    def _chunks_of_rows(
         self,
         hidden: Tensor,
         head: Any,
@@ -119,11 +119,11 @@ class RowSums:
 
     def sum_over_ranks(self, world: World, *, failed: bool = False) -> "Totals":
         """The sums over all ranks, the same on each; `failed`: this rank has an error, which all then learn of."""
-        once = world.coordinates.tp == 0  # tensor-parallel ranks of a slot hold the same
+        counts_here = world.coordinates.tp == 0  # tensor-parallel ranks of a slot hold the same
         numbers = [float(self._rows), float(self._hits), float(self._bytes)]
         metrics, of_documents = self._metrics.cpu().numpy(), self._document_metrics
         parts = [self._losses, self._positions.ravel(), metrics.ravel(), of_documents.ravel(), np.array(numbers)]
-        flat = np.concatenate([*(part * once for part in parts), [float(failed)]])
+        flat = np.concatenate([*(part * counts_here for part in parts), [float(failed)]])
         flat = world.control.sum_of_arrays(flat, "sums of an evaluation")
         documents, positions, metrics, of_documents, numbers, failures = np.split(
             flat, np.cumsum([part.size for part in parts])
@@ -160,7 +160,9 @@ class Totals(NamedTuple):
         targets = np.asarray(lengths) - 1
         reach = [int((targets > edge).sum()) for edge in self.edges.tolist()]
         loss, rows = self.positions
-        return _buckets(self.edges, [Mean(*pair) for pair in zip(loss.tolist(), rows.tolist(), strict=True)], reach)
+        return _make_buckets(
+            self.edges, [Mean(*pair) for pair in zip(loss.tolist(), rows.tolist(), strict=True)], reach
+        )
 
     def bucket_by_length(self, lengths: Sequence[int], targets: Sequence[int]) -> tuple[Bucket, ...]:
         """The loss of documents whose length is in each bucket that has any; `targets` is what each predicts."""
@@ -169,7 +171,7 @@ class Totals(NamedTuple):
         losses = np.bincount(bucket, weights=self.documents, minlength=size).tolist()
         rows = np.bincount(bucket, weights=np.asarray(targets), minlength=size).tolist()
         counts = np.bincount(bucket, minlength=size).tolist()
-        return _buckets(self.edges, [Mean(*pair) for pair in zip(losses, rows, strict=True)], counts)
+        return _make_buckets(self.edges, [Mean(*pair) for pair in zip(losses, rows, strict=True)], counts)
 
 
 def edges_to(longest: int) -> Integers:
@@ -178,8 +180,8 @@ def edges_to(longest: int) -> Integers:
     return np.array([0, *(FIRST_EDGE << i for i in range(doublings) if FIRST_EDGE << i <= longest)], dtype=np.int64)
 
 
-def _buckets(edges: Integers, losses: Sequence[Mean], documents: Sequence[int]) -> tuple[Bucket, ...]:
+def _make_buckets(edges: Integers, losses: Sequence[Mean], documents: Sequence[int]) -> tuple[Bucket, ...]:
     starts = edges.tolist()
     lasts = [*(start - 1 for start in starts[1:]), 2 * max(starts[-1], FIRST_EDGE // 2) - 1]
-    made = zip(starts, lasts, losses, documents, strict=True)
-    return tuple(Bucket(*values) for values in made if values[3])
+    columns = zip(starts, lasts, losses, documents, strict=True)
+    return tuple(Bucket(*values) for values in columns if values[3])

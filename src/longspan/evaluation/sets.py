@@ -61,7 +61,7 @@ class EvaluationSet:
         return replace(self, documents=with_images(self.documents, model, folder))
 
     def line(self) -> str:
-        """How much it holds, for the console."""
+        """A line about its documents and targets, for the console."""
         lengths, every = self.documents.lengths, self.config.every
         targets = getattr(self.documents, "targets", None)
         of_them = "" if targets is None else f" ({targets:,} of them targets)"
@@ -72,7 +72,7 @@ class EvaluationSet:
         return f"evaluation set {self.name}: {size}; evaluated {when}"
 
 
-def _passkey_set(entry: EvalConfig, config: RunConfig) -> EvaluationSet:
+def _make_passkey_set(entry: EvalConfig, config: RunConfig) -> EvaluationSet:
     passkey = entry.passkey(config.train.seed)
     tokenizer = load_tokenizer(Path(config.run.dir))
     documents = passkey_documents(tokenizer, passkey.lengths, passkey.depths, passkey.samples, passkey.seed)
@@ -80,7 +80,7 @@ def _passkey_set(entry: EvalConfig, config: RunConfig) -> EvaluationSet:
 
 
 # What makes the set of a path that stands for no files; entered by all ranks, and the same on each.
-MADE: dict[str, Callable[[EvalConfig, RunConfig], EvaluationSet]] = {PASSKEY: _passkey_set}
+MADE: dict[str, Callable[[EvalConfig, RunConfig], EvaluationSet]] = {PASSKEY: _make_passkey_set}
 
 
 def check_paths(config: RunConfig, world: World) -> None:
@@ -113,11 +113,11 @@ def files_in_both(training: Corpus, evaluated: EvaluationSet) -> str:
     corpus = evaluated.documents.corpus
     evaluated_sums = {source.sha256 for source in corpus.sources}
     trained = {source.sha256 for source in training.sources if source.sha256 in evaluated_sums}
-    both = [source.name for source in corpus.sources if source.sha256 in trained]
-    if not both:
+    shared = [source.name for source in corpus.sources if source.sha256 in trained]
+    if not shared:
         return ""
-    some = f"{len(both)} of {plural(len(corpus.sources), 'file')} ({', '.join(both[:3])})"
-    return f"evaluation set {evaluated.name}: {some} are in the training data too, so its loss is partly of texts seen"
+    count = f"{len(shared)} of {plural(len(corpus.sources), 'file')} ({', '.join(shared[:3])})"
+    return f"evaluation set {evaluated.name}: {count} are in the training data too, so its loss is partly of texts seen"
 
 
 def _settings(config: RunConfig, entry: EvalConfig) -> CorpusSettings:

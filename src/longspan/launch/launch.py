@@ -49,12 +49,12 @@ def run_local(
     if n < 1:
         raise CommError(f"{n} ranks were asked for; give a count of at least 1")
     payload = pickle_call(fn, args)
-    with tempfile.TemporaryDirectory(prefix="longspan-ranks-") as folder, _no_server_of_an_interrupted_start():
+    with tempfile.TemporaryDirectory(prefix="longspan-ranks-") as folder, _kill_server_on_interrupt():
         ranks = LocalRanks(n, Path(folder), threads or max(1, usable_cores() // n), payload)
         try:
             ranks.start()
             with Forwarding(ranks) as forwarding:
-                ranks.collect(timeout, grace)
+                ranks.collect_answers(timeout, grace)
         finally:
             ranks.end()
     if ranks.failure is not None:
@@ -65,8 +65,8 @@ def run_local(
 
 
 @contextmanager
-def _no_server_of_an_interrupted_start() -> Iterator[None]:
-    """End the fork server too if ranks are interrupted while they start: it may import for long, for nobody."""
+def _kill_server_on_interrupt() -> Iterator[None]:
+    """Kill the fork server too if ranks are interrupted while they start: nobody needs what it goes on importing."""
     try:
         yield
     except KeyboardInterrupt:

@@ -55,17 +55,17 @@ def start_fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["longspan.launch.no_collections", *PRELOAD])
     name = "PYTORCH_NVML_BASED_CUDA_CHECK"
-    before = os.environ.get(name)
+    old_value = os.environ.get(name)
     os.environ[name] = "1"
     resource_tracker.ensure_running()  # starting it, Python (3.11 to 3.13) unblocks the signals
     try:
         with block_signals():
             forkserver.ensure_running()
     finally:
-        if before is None:
+        if old_value is None:
             del os.environ[name]
         else:
-            os.environ[name] = before
+            os.environ[name] = old_value
     return context
 
 
@@ -154,23 +154,24 @@ class LocalRanks:
         for index in range(self._n):
             # The first waits for the fork server, and may be interrupted.
             with block_signals() if index else nullcontext():
-                self._start(index)
+                self._start_rank(index)
 
-    def _start(self, index: int) -> None:
-        here, there = self._context.Pipe()
+    def _start_rank(self, index: int) -> None:
+        """Start the process of one rank, and keep the launcher's end of its pipe."""
+        own_end, rank_end = self._context.Pipe()
         task = None if self._payload is None else self._task(index, self._n, self._payload)
-        args = Spec(index, task, self._threads, self.folder, self._state), there, Descriptor(1), Descriptor(2)
+        args = Spec(index, task, self._threads, self.folder, self._state), rank_end, Descriptor(1), Descriptor(2)
         process = self._context.Process(target=rank_main, args=args, name=f"rank {index}")
         try:
             process.start()
-            self._all.append(LocalRank(index, process, here))
+            self._all.append(LocalRank(index, process, own_end))
         except BaseException:
-            here.close()  # a process that comes to be all the same learns from it that nobody waits for it
+            own_end.close()  # a process that comes to be all the same learns from it that nobody waits for it
             raise
         finally:
-            there.close()
+            rank_end.close()
 
-    def ready(self, timeout: float) -> bool:
+    def are_ready(self, timeout: float) -> bool:
         """Whether the ranks of the call before have put back what it changed, and live."""
         for rank in self.ranks:
             try:
@@ -190,22 +191,22 @@ class LocalRanks:
         environment = dict(os.environ) | torchrun_variables(n, self.store.port, self._threads)
         return Task(environment | {"RANK": str(index), "LOCAL_RANK": str(index)}, payload)
 
-    def collect(self, timeout: float | None, grace: float) -> None:
+    def collect_answers(self, timeout: float | None, grace: float) -> None:
         """Wait for every answer; after a first failure only `grace` seconds more."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        first: float | None = None
+        failed_at: float | None = None
         while waiting := {rank.pipe: rank for rank in self.ranks if rank.waiting}:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
+            seconds_left = None if deadline is None else deadline - time.monotonic()
+            if seconds_left is not None and seconds_left <= 0:
                 break
-            for pipe in connection.wait(list(waiting), left):
-                self._take(waiting[pipe])  # pyright: ignore[reportArgumentType]
-            if first is None and self.failed:
-                first = time.monotonic()
-                deadline = min(first + grace, deadline or first + grace)
+            for pipe in connection.wait(list(waiting), seconds_left):
+                self._take_answer(waiting[pipe])  # pyright: ignore[reportArgumentType]
+            if failed_at is None and self.failed:
+                failed_at = time.monotonic()
+                deadline = min(failed_at + grace, deadline or failed_at + grace)
         self.failure = self._first_failure(timeout)
 
-    def _take(self, rank: LocalRank) -> None:
+    def _take_answer(self, rank: LocalRank) -> None:
         rank.receive()
         if rank.death is not None:
             self.store.set(f"{DEAD_KEY}{rank.index}", rank.death)
@@ -213,14 +214,15 @@ class LocalRanks:
             self.failed.append(rank)
 
     def _first_failure(self, timeout: float | None) -> BaseException | None:
+        """The error to raise for the ranks that failed or are late, with notes on the others; None if all answered."""
         if not self.failed:
             running = [rank for rank in self.ranks if rank.waiting]
-            return self._too_late(running, timeout) if running else None
-        first = self._first_failed()
+            return self._timeout_error(running, timeout) if running else None
+        first = self._culprit()
         if first.death is not None or first.answer is None:
             error: BaseException = CommError(f"rank {first.index} of {len(self.ranks)} {first.death}")
-            if where := _dump(self.folder, first.index):
-                error.add_note(f"rank {first.index} was at:\n{where}")
+            if stacks := _dump(self.folder, first.index):
+                error.add_note(f"rank {first.index} was at:\n{stacks}")
         else:
             error = first.answer.error(first.index)
         for rank in [rank for rank in self.ranks if rank is not first and (rank.has_failed or rank.waiting)][:4]:
@@ -228,7 +230,7 @@ class LocalRanks:
             error.add_note(f"rank {rank.index}: {end}")
         return error
 
-    def _first_failed(self) -> LocalRank:
+    def _culprit(self) -> LocalRank:
         """The rank whose failure counts: a killed one, before an error of its own, before what others saw of it."""
         return min(
             self.failed, key=lambda rank: 0 if rank.death else 2 if rank.answer and rank.answer.consequence else 1
@@ -238,10 +240,11 @@ class LocalRanks:
         """Whether these signals, which were sent to the ranks, are why they failed."""
         if not signals or not self.failed:
             return False
-        first = self._first_failed()
+        first = self._culprit()
         return first.killed_by in signals or isinstance(self.failure, KeyboardInterrupt)
 
-    def _too_late(self, running: list[LocalRank], timeout: float | None) -> CommError:
+    def _timeout_error(self, running: list[LocalRank], timeout: float | None) -> CommError:
+        """The error of ranks that are still running, with their stacks, which they are asked to dump."""
         for rank in running:
             rank.process.join(0)
             if rank.process.exitcode is None and rank.process.pid is not None:
@@ -249,13 +252,13 @@ class LocalRanks:
         deadline = time.monotonic() + 3
         while time.monotonic() < deadline and not all(_dump(self.folder, rank.index) for rank in running):
             time.sleep(0.05)
-        where = "".join(
+        stacks = "".join(
             f"\nrank {rank.index} was at:\n{_dump(self.folder, rank.index) or '  (not known)'}" for rank in running
         )
         names = ", ".join(str(rank.index) for rank in running)
         return CommError(
             f"after {timeout:g} seconds, rank(s) {names} of {len(self.ranks)} were still running and were killed; "
-            f"give more time, or see where they were:{where}"
+            f"give more time, or see where they were:{stacks}"
         )
 
     def signal(self, number: int) -> None:
@@ -266,7 +269,7 @@ class LocalRanks:
                 os.kill(rank.process.pid, number)
 
     def end(self) -> None:
-        """Leave no process behind, whatever happened; ranks that have answered end by themselves."""
+        """End every process, whatever happened; ranks that have answered end by themselves."""
         for rank in self.ranks:
             if rank.waiting:
                 rank.process.kill()

@@ -111,22 +111,22 @@ class RankError(Exception):
 
 
 def rank_main(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Descriptor) -> None:
-    """The whole life of a rank."""
+    """Run a rank from its start to its end."""
     if not spec.folder.is_dir():  # the launcher was interrupted while it waited for this process
         os._exit(0)
-    _set_up(spec, out, err)
+    _set_up_process(spec, out, err)
     if spec.task is not None:
         if not pipe.poll():  # nothing comes through it but its end, where the launcher was interrupted
-            _answer(spec.rank, spec.task, pipe)
+            _answer_call(spec.rank, spec.task, pipe)
     else:
         assert spec.state is not None
-        _serve(spec.rank, spec.state(), pipe)
+        _serve_calls(spec.rank, spec.state(), pipe)
     pipe.close()
     util._run_finalizers(0)  # pyright: ignore[reportAttributeAccessIssue]  (of locks, such as tqdm's, and pools)
     os._exit(0)  # no destructor may wait for a rank that is gone
 
 
-def _answer(rank: int, task: Task, pipe: connection.Connection) -> None:
+def _answer_call(rank: int, task: Task, pipe: connection.Connection) -> None:
     """Make one call and send what it returned or raised; signals are heeded only in the call."""
     os.environ.clear()
     os.environ.update(task.environment)
@@ -136,26 +136,26 @@ def _answer(rank: int, task: Task, pipe: connection.Connection) -> None:
             result = fn(rank, *args)
         message = Answer(True, pickle.dumps(result))
     except BaseException as error:
-        message = _failure(error)
+        message = _error_answer(error)
     sys.stdout.flush()
     sys.stderr.flush()
     pipe.send_bytes(pickle.dumps(message))
 
 
-def _serve(rank: int, state: State, pipe: connection.Connection) -> None:
+def _serve_calls(rank: int, state: State, pipe: connection.Connection) -> None:
     """Make one call after another until the launcher closes the pipe; a call sees nothing of the calls before it."""
     while True:
         try:
             task: Task = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):  # the launcher has closed the pipe
             return
-        _answer(rank, task, pipe)
+        _answer_call(rank, task, pipe)
         state.restore()
         with suppress(OSError):
             pipe.send_bytes(READY)
 
 
-def _set_up(spec: Spec, out: Descriptor, err: Descriptor) -> None:
+def _set_up_process(spec: Spec, out: Descriptor, err: Descriptor) -> None:
     """Own process group (signals come only from the launcher), the launcher's output and threads.
 
     What the fork server imported is no garbage: collections pass over it, and its memory stays shared.
@@ -189,7 +189,7 @@ def _end_with_launcher() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _failure(error: BaseException) -> Answer:
+def _error_answer(error: BaseException) -> Answer:
     text = "".join(traceback.format_exception(error))
     summary = f"{type(error).__name__}: {error}".strip()
     consequence = bool(getattr(error, "seen_from_outside", False))

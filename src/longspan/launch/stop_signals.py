@@ -45,30 +45,30 @@ def interruptible() -> Iterator[None]:
             raise Interrupted(number)
 
     heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = _handle(interrupt, heeded)
+    old_handlers = _set_handler(interrupt, heeded)
     try:
         yield
     finally:
-        _restore(before)
+        _restore(old_handlers)
 
 
 def block_signals() -> AbstractContextManager[None]:
     """While open, signals wait; a process that is started inside gets none until it opens `unblock_signals`."""
-    return _masked(signal.SIG_BLOCK)
+    return _signals_masked(signal.SIG_BLOCK)
 
 
 def unblock_signals() -> AbstractContextManager[None]:
     """While open, signals reach this thread; those that came before do so now."""
-    return _masked(signal.SIG_UNBLOCK)
+    return _signals_masked(signal.SIG_UNBLOCK)
 
 
 @contextmanager
-def _masked(how: int) -> Iterator[None]:
-    before = signal.pthread_sigmask(how, SIGNALS)
+def _signals_masked(how: int) -> Iterator[None]:
+    old_mask = signal.pthread_sigmask(how, SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 class Ranks(Protocol):
@@ -91,13 +91,14 @@ class Forwarding:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Forwarding":
-        self._before = _handle(self._forward, SIGNALS)
+        self._before = _set_handler(self._forward, SIGNALS)
         return self
 
     def __exit__(self, *_: object) -> None:
         _restore(self._before)
 
     def _forward(self, number: int, _: FrameType | None) -> None:
+        """Send a first signal on to the ranks; kill them at a second one."""
         now = time.monotonic()
         if not self.sent:
             self._since = now
@@ -118,7 +119,7 @@ class Forwarding:
         signal.raise_signal(self.received)
 
 
-def _handle(handler: Any, numbers: Any) -> dict[int, Any]:
+def _set_handler(handler: Any, numbers: Any) -> dict[int, Any]:
     """Set a handler of signals, where this thread may; returns those that were there."""
     if threading.current_thread() is not threading.main_thread():
         return {}

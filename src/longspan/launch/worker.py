@@ -41,16 +41,16 @@ class Worker:
     def __init__(
         self, serve: Serve, *, environment: Mapping[str, str] | None = None, own_session: bool = False
     ) -> None:
-        self.connection, there = Pipe()
-        arguments = [str(there.fileno()), str(os.getpid()), serve.__module__, serve.__name__]
+        self.connection, worker_end = Pipe()
+        arguments = [str(worker_end.fileno()), str(os.getpid()), serve.__module__, serve.__name__]
         self.process = subprocess.Popen(
             [sys.executable, "-c", _START, *arguments],
             stdin=subprocess.DEVNULL,
-            pass_fds=[there.fileno()],
+            pass_fds=[worker_end.fileno()],
             env={**os.environ, **(environment or {})},
             start_new_session=own_session,
         )
-        there.close()
+        worker_end.close()
         self.connection.send([str(Path(folder).absolute()) for folder in sys.path])
 
     def end(self, patience: float = 0.0) -> None:

@@ -92,7 +92,7 @@ class Exchange:
         return as_read_only(np.array([self.moves(rank).sends for rank in range(self.degree)]))
 
     def moves(self, rank: int) -> RowMoves:
-        """What one rank does."""
+        """The rows that one rank sends, receives and keeps."""
         self._check(rank)
         if rank not in self._moves:
             have, need = self.blocks
@@ -113,6 +113,7 @@ class Exchange:
         return Exchange(self.need, self.have)
 
     def _check_supply(self) -> None:
+        """Raise LayoutError if a row is needed that no rank has."""
         have, need = self.blocks
         supplied = np.zeros(len(have.size), dtype=np.bool_)
         for blocks in have.members:

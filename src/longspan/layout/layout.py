@@ -56,20 +56,21 @@ class Layout:
         self._check_degrees()
 
     def _check_degrees(self) -> None:
+        """Raise LayoutError for degrees that do not divide the ranks or slots."""
         world, model = len(self.ranks), self.pp * self.tp
         if world % model:
-            fit = [count for count in (world // model * model, (world // model + 1) * model) if count]
+            fitting = [count for count in (world // model * model, (world // model + 1) * model) if count]
             raise LayoutError(
                 f"{plural(world, 'rank')} {'is' if world == 1 else 'are'} not divisible by "
                 f"tp {self.tp} x pp {self.pp} = {model}; "
-                f"use {' or '.join(map(str, fit))} ranks, or other degrees"
+                f"use {' or '.join(map(str, fitting))} ranks, or other degrees"
             )
         for name, degree in (("ep", self.ep), ("dp_replicate", self.dp_replicate)):
             if self.slots % degree:
-                fit = [d for d in range(1, self.slots + 1) if self.slots % d == 0]
+                fitting = [d for d in range(1, self.slots + 1) if self.slots % d == 0]
                 raise LayoutError(
                     f"{name} {degree} does not divide {plural(self.slots, 'slot')} "
-                    f"({plural(world, 'rank')} / tp {self.tp} / pp {self.pp}); use one of {fit}"
+                    f"({plural(world, 'rank')} / tp {self.tp} / pp {self.pp}); use one of {fitting}"
                 )
 
     @property
@@ -122,13 +123,14 @@ class Layout:
 
 
 def _rank_tuple(ranks: int | Sequence[int]) -> tuple[int, ...]:
+    """The ranks of a count or a sequence. Raises LayoutError unless they are distinct integers from 0."""
     if not isinstance(ranks, Iterable):
-        count = _integer(ranks)
+        count = _as_integer(ranks)
         if count is None or count < 1:
             raise LayoutError(f"ranks is {ranks!r}; give a count of at least 1 or a sequence of distinct ranks")
         return tuple(range(count))
     values: tuple[object, ...] = tuple(ranks)
-    integers = tuple(rank for rank in map(_integer, values) if rank is not None and rank >= 0)
+    integers = tuple(rank for rank in map(_as_integer, values) if rank is not None and rank >= 0)
     if not values or len(integers) != len(values) or len(set(integers)) != len(integers):
         raise LayoutError(f"ranks must be distinct integers from 0, at least one; got {short(values)}")
     return integers
@@ -136,13 +138,13 @@ def _rank_tuple(ranks: int | Sequence[int]) -> tuple[int, ...]:
 
 def check_degree(name: str, value: object) -> int:
     """A degree or count as a Python integer of at least 1; anything else raises LayoutError naming it."""
-    degree = _integer(value)
+    degree = _as_integer(value)
     if degree is None or degree < 1:
         raise LayoutError(f"{name} is {value!r}; {name} is an integer of at least 1")
     return degree
 
 
-def _integer(value: object) -> int | None:
+def _as_integer(value: object) -> int | None:
     """The value as a Python integer where it is one (numpy's count, a bool or a float does not), else None."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None

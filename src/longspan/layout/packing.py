@@ -47,6 +47,7 @@ def check_lengths(lengths: Iterable[object], *, what: str = "length") -> tuple[i
 
 
 def _to_list(lengths: Iterable[object], what: str) -> list[object]:
+    """Lengths as a list. Raises LayoutError for what has no elements, or several dimensions."""
     if isinstance(lengths, np.ndarray):
         array = cast(NDArray[Any], lengths)
         if array.ndim != 1:

@@ -191,7 +191,7 @@ class _Zigzag(_FromLengths):
         turn = (np.arange(len(length), dtype=np.uint64) * GOLDEN >> np.uint64(63)).astype(np.int64)
         return _DocumentShares(length, base, extra, first, turn)
 
-    def _cuts(self, member: int) -> tuple[Integers, Integers]:
+    def _rows_before(self, member: int) -> tuple[Integers, Integers]:
         """Rows of each document in the early and in the late chunks of all members before this one."""
         length, base, extra, first, turn = self._document_shares
         extras = np.clip(member - first, 0, extra) + np.clip(first + extra - self.degree, 0, member)
@@ -201,8 +201,8 @@ class _Zigzag(_FromLengths):
         return early, length - (rows - early)
 
     def _make_segments(self, member: int) -> Segments:
-        early_start, late_stop = self._cuts(member)
-        early_stop, late_start = self._cuts(member + 1)
+        early_start, late_stop = self._rows_before(member)
+        early_stop, late_start = self._rows_before(member + 1)
         document = np.repeat(np.arange(len(self.lengths), dtype=np.int64), 2)
         start = np.stack([early_start, late_start], axis=1).reshape(-1)
         stop = np.stack([early_stop, late_stop], axis=1).reshape(-1)
@@ -250,17 +250,17 @@ class _Given(Partition):
         raise LayoutError("a partition from rows knows no documents; use runs(member), or make it from lengths")
 
     @cached_property
-    def _digest(self) -> bytes:
+    def _rows_digest(self) -> bytes:
         digest = hashlib.blake2b(digest_size=16)
         for runs in self.member_runs:
             digest.update(len(runs).to_bytes(8, "little") + runs.tobytes())
         return digest.digest()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Given) and self._digest == other._digest
+        return isinstance(other, _Given) and self._rows_digest == other._rows_digest
 
     def __hash__(self) -> int:
-        return hash(self._digest)
+        return hash(self._rows_digest)
 
     def __reduce__(self) -> tuple[object, ...]:
         return Partition.from_rows, ([self.rows(member) for member in range(self.degree)],)
@@ -277,6 +277,7 @@ def _find_runs(member: int, rows: Iterable[int]) -> Integers:
 
 
 def _row_ids(member: int, rows: object) -> Integers:
+    """The row ids of a member as an array. Raises LayoutError for anything but integers from 0."""
     if not isinstance(rows, Iterable):
         raise LayoutError(f"the rows of member {member} are {rows!r}; give a list of row ids for each member")
     array = cast(NDArray[Any], rows) if isinstance(rows, np.ndarray) else None

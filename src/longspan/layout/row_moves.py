@@ -59,29 +59,29 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
     often, for then their copies differ.
     """
     summed, groups = groups is not None, [range(len(source.members))] if groups is None else list(map(sorted, groups))
-    once = [blocks[_first_occurrences(blocks, source)] for blocks in source.members]
-    repeats = [len(distinct) < len(blocks) for distinct, blocks in zip(once, source.members, strict=True)]
+    distinct_blocks = [blocks[_first_occurrences(blocks, source)] for blocks in source.members]
+    repeats = [len(distinct) < len(blocks) for distinct, blocks in zip(distinct_blocks, source.members, strict=True)]
     if summed:
         _check_copies(source, [group for group in groups if len(group) > 1 and any(repeats[m] for m in group)])
-    arriving = _arriving(target, once, me, groups)
-    leaving = _leaving(target, once, me, next(group for group in groups if me in group))
-    places, several, more = _addends(arriving, target, me, groups)
+    arriving = _arriving_blocks(target, distinct_blocks, me, groups)
+    leaving = _leaving_blocks(target, distinct_blocks, me, next(group for group in groups if me in group))
+    places, several, further = _addends(arriving, target, me, groups)
     begin = np.empty(len(source.size), dtype=np.int64)  # of each block here, in x
-    begin[once[me]] = source.places(me)[_first_occurrences(source.members[me], source)]
+    begin[distinct_blocks[me]] = source.places(me)[_first_occurrences(source.members[me], source)]
     return RowMoves(
-        folds=_folds(source, me, begin) if summed and repeats[me] else (),
+        folds=_folds_of_repeats(source, me, begin) if summed and repeats[me] else (),
         leaves=_rows(begin, np.concatenate(leaving), source.size),
         sends=tuple(int(source.size[blocks].sum()) for blocks in leaving),
         receives=tuple(int(source.size[blocks].sum()) if m != me else 0 for m, blocks in enumerate(arriving)),
         stays=_rows(begin, arriving[me], source.size),
         places=places,
         several=several,
-        more=more,
+        more=further,
         widened=summed and any(repeats),
     )
 
 
-def _arriving(target: Blocks, once: Sequence[Integers], me: int, groups: Groups) -> list[Integers]:
+def _arriving_blocks(target: Blocks, once: Sequence[Integers], me: int, groups: Groups) -> list[Integers]:
     """For each member, the blocks that it brings here, in the order in which they are first needed.
 
     Of each group one member brings a block: this one itself where it can, else members in turn.
@@ -91,22 +91,22 @@ def _arriving(target: Blocks, once: Sequence[Integers], me: int, groups: Groups)
     order[needed] = np.arange(len(needed))
     arriving = [blocks[order[blocks] >= 0] for blocks in once]
     for group in groups:
-        several, before = _holders([arriving[member] for member in group], target)
-        here = np.zeros(len(target.size), dtype=np.bool_)
-        here[arriving[me] if me in group else needed[:0]] = True
-        for member, turn in zip(group, before, strict=True):
+        several, rank_of_holder = _count_holders([arriving[member] for member in group], target)
+        is_here = np.zeros(len(target.size), dtype=np.bool_)
+        is_here[arriving[me] if me in group else needed[:0]] = True
+        for member, turn in zip(group, rank_of_holder, strict=True):
             blocks = arriving[member]
             if member != me:
-                blocks = blocks[(_turn(blocks, several, me) == turn) & ~here[blocks]]
+                blocks = blocks[(_choose_holder(blocks, several, me) == turn) & ~is_here[blocks]]
             arriving[member] = blocks[np.argsort(order[blocks])]
     return arriving
 
 
-def _leaving(target: Blocks, once: Sequence[Integers], me: int, group: Sequence[int]) -> list[Integers]:
+def _leaving_blocks(target: Blocks, once: Sequence[Integers], me: int, group: Sequence[int]) -> list[Integers]:
     """For each member, the blocks that this one brings it, in the order in which that member first needs them."""
-    several, before = _holders([once[member] for member in group], target)
+    several, rank_of_holder = _count_holders([once[member] for member in group], target)
     turn = np.full(len(target.size), -1, dtype=np.int64)
-    turn[once[me]] = before[group.index(me)]
+    turn[once[me]] = rank_of_holder[group.index(me)]
     holder = np.full(len(target.size), -1, dtype=np.int64)
     leaving = list[Integers]()
     for member, blocks in enumerate(target.members):
@@ -115,20 +115,20 @@ def _leaving(target: Blocks, once: Sequence[Integers], me: int, group: Sequence[
             holder[once[member]] = member
             blocks = blocks[holder[blocks] != member]
         blocks = blocks[_first_occurrences(blocks, target)]
-        leaving.append(blocks[_turn(blocks, several, member) == turn[blocks]])
+        leaving.append(blocks[_choose_holder(blocks, several, member) == turn[blocks]])
     return leaving
 
 
-def _holders(once: Sequence[Integers], blocks: Blocks) -> tuple[Integers, list[Integers]]:
+def _count_holders(once: Sequence[Integers], blocks: Blocks) -> tuple[Integers, list[Integers]]:
     """How many of these members have each block; for each member's blocks, how many members before it have them."""
-    several, before = np.zeros(len(blocks.size), dtype=np.int64), list[Integers]()
+    several, holders_before = np.zeros(len(blocks.size), dtype=np.int64), list[Integers]()
     for numbers in once:
-        before.append(several[numbers])
+        holders_before.append(several[numbers])
         several[numbers] += 1
-    return several, before
+    return several, holders_before
 
 
-def _turn(blocks: Integers, several: Integers, receiver: int) -> Integers:
+def _choose_holder(blocks: Integers, several: Integers, receiver: int) -> Integers:
     """Which of the members that have a block brings it to a receiver: blocks are spread evenly over them."""
     count = several[blocks]
     spread = (blocks.astype(np.uint64) * GOLDEN >> np.uint64(32)).astype(np.int64) * count >> 32
@@ -141,7 +141,7 @@ def _addends(
     """`places`, `several` and `more` of RowMoves."""
     first, count = np.full(len(target.size), -1, dtype=np.int64), np.zeros(len(target.size), dtype=np.int64)
     later = [np.empty((3, 0), dtype=np.int64)]
-    begin = _begins([int(target.size[blocks].sum()) for blocks in arriving], me)
+    begin = _pool_begins([int(target.size[blocks].sum()) for blocks in arriving], me)
     for member in (member for group in groups for member in group):
         blocks = arriving[member]
         sizes = target.size[blocks]
@@ -154,10 +154,10 @@ def _addends(
     places[np.repeat(first[needed] < 0, target.size[needed])] = -1
     summed = np.flatnonzero(count[needed] > 1)
     several = expand(target.places(me)[summed], target.places(me)[summed] + target.size[needed[summed]])
-    return places, several, _more(np.concatenate(later, axis=1), needed[summed], target.size)
+    return places, several, _further_addends(np.concatenate(later, axis=1), needed[summed], target.size)
 
 
-def _begins(counts: Sequence[int], me: int) -> Integers:
+def _pool_begins(counts: Sequence[int], me: int) -> Integers:
     """Where in the pool the rows of each member begin: those that arrive, member after member, then those that stay."""
     arriving = np.array(counts, dtype=np.int64)
     arriving[me] = 0
@@ -166,7 +166,7 @@ def _begins(counts: Sequence[int], me: int) -> Integers:
     return begins
 
 
-def _more(later: Integers, summed: Integers, size: Integers) -> tuple[Placement, ...]:
+def _further_addends(later: Integers, summed: Integers, size: Integers) -> tuple[Placement, ...]:
     """Second, third, … addends of the blocks that have several, from columns (block, begin in the pool, number)."""
     target = np.cumsum(size[summed]) - size[summed]
     rounds = list[Placement]()
@@ -174,13 +174,15 @@ def _more(later: Integers, summed: Integers, size: Integers) -> tuple[Placement,
         begin = np.full(len(size), -1, dtype=np.int64)
         blocks, begins, _ = later[:, later[2] == number]
         begin[blocks] = begins
-        again = begin[summed] >= 0
-        sizes = size[summed[again]]
-        rounds.append(Placement(_rows(begin, summed[again], size), expand(target[again], target[again] + sizes)))
+        has_addend = begin[summed] >= 0
+        sizes = size[summed[has_addend]]
+        rounds.append(
+            Placement(_rows(begin, summed[has_addend], size), expand(target[has_addend], target[has_addend] + sizes))
+        )
     return tuple(rounds)
 
 
-def _folds(source: Blocks, me: int, begin: Integers) -> tuple[Placement, ...]:
+def _folds_of_repeats(source: Blocks, me: int, begin: Integers) -> tuple[Placement, ...]:
     """Second, third, … occurrences of each row here, round by round, to be added to its first."""
     blocks, places = source.members[me], source.places(me)
     order = np.argsort(blocks, kind="stable")
@@ -189,9 +191,10 @@ def _folds(source: Blocks, me: int, begin: Integers) -> tuple[Placement, ...]:
     rounds = [order[number == k] for k in range(1, int(number.max(initial=0)) + 1)]
     return tuple(
         Placement(
-            expand(places[again], places[again] + source.size[blocks[again]]), _rows(begin, blocks[again], source.size)
+            expand(places[repeats], places[repeats] + source.size[blocks[repeats]]),
+            _rows(begin, blocks[repeats], source.size),
         )
-        for again in rounds
+        for repeats in rounds
     )
 
 

@@ -88,9 +88,9 @@ class Segments:
         return segments_from_runs, (self.document, self.start, self.stop)
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{s.document}[{s.start}:{s.stop}]" for s, _ in zip(self, range(6), strict=False))
-        more = f", … {len(self)} runs" if len(self) > 6 else ""
-        return f"Segments({shown}{more}; {self.rows} rows)"
+        first_runs = ", ".join(f"{s.document}[{s.start}:{s.stop}]" for s, _ in zip(self, range(6), strict=False))
+        more_text = f", … {len(self)} runs" if len(self) > 6 else ""
+        return f"Segments({first_runs}{more_text}; {self.rows} rows)"
 
 
 def segments_from_runs(document: Integers, start: Integers, stop: Integers) -> Segments:

@@ -39,7 +39,7 @@ class Spans:
         rows = [
             (index, start, stop)
             for index, (document, length) in enumerate(zip(documents, lengths, strict=True))
-            for start, stop in _check_spans(by_document.get(document, ()), document, length)
+            for start, stop in _check_runs(by_document.get(document, ()), document, length)
             if stop - start > 1
         ]
         table = np.array(rows, dtype=np.int64).reshape(-1, 3)
@@ -81,7 +81,8 @@ class Spans:
 NO_SPANS = Spans.of({}, (), ())
 
 
-def _check_spans(spans: Iterable[Sequence[int]], document: int, length: int) -> list[tuple[int, int]]:
+def _check_runs(spans: Iterable[Sequence[int]], document: int, length: int) -> list[tuple[int, int]]:
+    """The runs of a document as pairs. Raises LayoutError unless they are ascending, disjoint and inside it."""
     pairs, end = list(spans), 0
     for span in pairs:
         if len(span) != 2 or not all(is_integer(type(at)) for at in span):

@@ -32,7 +32,7 @@ from longspan.plan.cost.layers import types_of_depth
 
 def draw_depths(model: PreTrainedModel, mtp: MtpDepths, seed: int) -> None:
     """Draw random weights as transformers initialises them, the same on every rank and under every home."""
-    _fill(model, mtp, _Drawn(model, mtp, seed))
+    _fill_depths(model, mtp, _Drawn(model, mtp, seed))
 
 
 def read_depths(model: PreTrainedModel, mtp: MtpDepths, folder: Path) -> None:
@@ -41,15 +41,15 @@ def read_depths(model: PreTrainedModel, mtp: MtpDepths, folder: Path) -> None:
     rename = partial(to_our_name, layers=layers, blocks=len(mtp_blocks(model)) // len(mtp.layers))
     source = FolderWeights(folder, weight_files(folder), model, rename=rename, view=as_our_columns)
     names = [f"{PREFIX}.{name}" for name in mtp.state_dict()]
-    there = source.names()
-    if missing := [name for name in names if name not in there]:
+    available = source.names()
+    if missing := [name for name in names if name not in available]:
         raise ModelError(
             f"{folder} lacks {len(missing)} of {len(names)} weights of multi-token prediction of depth "
             f"{len(mtp.layers)}: {', '.join(missing[:4])} (or model.layers.{layers}.…, mtp.fc.… or "
             "model.mtp_layers.0.… and so on for them); use a folder that has them, fewer depths, or leave weights= out "
             "for random ones"
         )
-    _fill(model, mtp, source)
+    _fill_depths(model, mtp, source)
 
 
 class _Drawn:
@@ -92,7 +92,7 @@ class _Both:
 
 
 @torch.no_grad()
-def _fill(model: PreTrainedModel, mtp: MtpDepths, source: WeightSource) -> None:
+def _fill_depths(model: PreTrainedModel, mtp: MtpDepths, source: WeightSource) -> None:
     """Fill the depths now, or, of a model whose parameters have no memory yet, when `prepare` fills it."""
     if (weights := vars(model).get("weights_to_come")) is not None:
         weights.source = _Both(weights.source, source)
@@ -124,10 +124,10 @@ def add_mtp(
 
     Raises ModelError for a model that cannot have them, and for a folder that lacks their weights.
     """
-    _check(model, depths)
+    _check_new_depths(model, depths)
     copied = layer_to_copy(model)
-    layers = _layers_of_depth(model, copied)
-    mtp = MtpDepths([_depth(model, layers) for _ in range(depths)], copied)
+    layers = _find_copied_layers(model, copied)
+    mtp = MtpDepths([_make_depth(model, layers) for _ in range(depths)], copied)
     model.add_module(PREFIX, mtp)
     mtp.train(model.training)
     try:
@@ -140,7 +140,8 @@ def add_mtp(
     return model
 
 
-def _check(model: PreTrainedModel, depths: int) -> None:
+def _check_new_depths(model: PreTrainedModel, depths: int) -> None:
+    """Raise ModelError for a model that cannot be given depths, or for a number that is none."""
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise ModelError(f"add_mtp takes a transformers model (PreTrainedModel), got {name}")
@@ -152,8 +153,8 @@ def _check(model: PreTrainedModel, depths: int) -> None:
         raise ModelError(f"this {name} was prepared already; call add_mtp before prepare, which places its parameters")
     if hasattr(model, PREFIX):
         depth = len(depths_of(model))
-        has = f"multi-token prediction of depth {depth}" if depth else f"a module at {PREFIX!r}"
-        raise ModelError(f"{name} has {has} already; add depths once, to a stock model")
+        obstacle = f"multi-token prediction of depth {depth}" if depth else f"a module at {PREFIX!r}"
+        raise ModelError(f"{name} has {obstacle} already; add depths once, to a stock model")
     if model.get_output_embeddings() is None or base_of(model) is model:
         raise ModelError(f"{name} has no output embedding over a base model; use a causal language model")
     embedding, size = next(model.get_input_embeddings().parameters()), model.config.get_text_config().hidden_size
@@ -169,7 +170,7 @@ def _check(model: PreTrainedModel, depths: int) -> None:
         )
 
 
-def _layers_of_depth(model: PreTrainedModel, copied: CopiedLayer) -> list[nn.Module]:
+def _find_copied_layers(model: PreTrainedModel, copied: CopiedLayer) -> list[nn.Module]:
     """The layers that a depth has copies of: this one, or the last of each type that the configuration names."""
     layers = [*decoder_layers(model).values()]
     of_type = {str(vars(layer).get("block_type", "")): layer for layer in layers}  # of each type the last
@@ -183,17 +184,17 @@ def _layers_of_depth(model: PreTrainedModel, copied: CopiedLayer) -> list[nn.Mod
     return [of_type[kind] for kind in types] or [layers[copied.index]]
 
 
-def _depth(model: PreTrainedModel, layers: Sequence[nn.Module]) -> MtpDepth:
+def _make_depth(model: PreTrainedModel, layers: Sequence[nn.Module]) -> MtpDepth:
     """A depth with copies of these layers and of the model's last norm, whose weights are overwritten.
 
     Where the model has no norm after its layers, as where each ends with one, its hidden states are those of a layer,
     and so are a depth's: it has norms of the layer's last one's kind, and none at its end.
     """
-    after, size = norm_after_layers(model), model.config.get_text_config().hidden_size
-    weight, norm = next(layers[-1].parameters()), after or _norm_inside(model, layers[-1], size)
+    last_norm, size = norm_after_layers(model), model.config.get_text_config().hidden_size
+    weight, norm = next(layers[-1].parameters()), last_norm or _norm_inside(model, layers[-1], size)
     eh_proj = nn.Linear(2 * size, size, bias=False, device=weight.device, dtype=model.dtype)
-    norms = _copy(norm), _copy(norm), nn.Identity() if after is None else _copy(norm)
-    copies = [_copy(layer) for layer in layers]
+    norms = _copy_module(norm), _copy_module(norm), nn.Identity() if last_norm is None else _copy_module(norm)
+    copies = [_copy_module(layer) for layer in layers]
     return MtpDepth(copies[0] if len(copies) == 1 else MtpBlocks(copies), norms, eh_proj)
 
 
@@ -216,14 +217,14 @@ def _make_buffers(model: PreTrainedModel, mtp: MtpDepths, copied: CopiedLayer) -
     """Give depths the buffers of a new model: Gemma 4's layers have scales there, which were trained."""
     if not any(True for _ in persistent_buffers(mtp)):
         return
-    new = empty_model(model.config, model.dtype, type(model))
-    made = dict(persistent_buffers(_depth(new, _layers_of_depth(new, copied))))
+    new_model = empty_model(model.config, model.dtype, type(model))
+    new_buffers = dict(persistent_buffers(_make_depth(new_model, _find_copied_layers(new_model, copied))))
     for depth in mtp.layers:
         for name, buffer in persistent_buffers(depth):
-            buffer.copy_(made[name])
+            buffer.copy_(new_buffers[name])
 
 
-def _copy(module: nn.Module) -> Any:
+def _copy_module(module: nn.Module) -> Any:
     """A copy that shares configurations with the model: these name the attention function that its layers call.
 
     Raises ModelError for a forward that was set on an instance, which would go on running the original.

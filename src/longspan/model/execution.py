@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from longspan.attention import AttentionCall, choose
+from longspan.attention import AttendCall, choose
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Execution:
     parameter_dtype: torch.dtype
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
-    calls: tuple[AttentionCall, ...]
+    calls: tuple[AttendCall, ...]
     kernel: str | None = None
     mixers: int = 0
     mixer_kernels: tuple[str, ...] = ()
@@ -36,28 +36,28 @@ class Execution:
     @property
     def kernels(self) -> tuple[str, ...]:
         """The kernels that run, in words: one for all layers, or one for each kind of layer that takes another."""
-        by_words: dict[str, list[AttentionCall]] = {}
+        by_words: dict[str, list[AttendCall]] = {}
         for call in self.calls:
-            by_words.setdefault(self._words(call), []).append(call)
+            by_words.setdefault(self._kernel_words(call), []).append(call)
         if len(by_words) < 2:
             return tuple(by_words)
         return tuple(f"{words} ({_layers(calls)})" for words, calls in by_words.items())
 
     def why_slow(self) -> str:
-        """Why no faster kernel than `reference` runs on a GPU, where that is so; else ""."""
+        """The reason why no faster kernel than `reference` runs on a GPU; "" if a faster one runs, and on a CPU."""
         for call in self.calls:
             if call.device.type == "cuda" and choose(call, self.kernel).name == "reference":
                 kind = f"{str(call.dtype).removeprefix('torch.')}, heads of {call.head_size}"
                 return f"the slow reference kernel is all that can do {kind}{_features(call)} here"
         return ""
 
-    def _words(self, call: AttentionCall) -> str:
+    def _kernel_words(self, call: AttendCall) -> str:
         """The kernel of a layer, and the other one that groups of one document may take."""
-        several, one = (
+        several, single = (
             choose(replace(call, one_document=one_document and call.mask.chunk is None), self.kernel).name
             for one_document in (False, True)
         )
-        return several if several == one else f"{one} where each group has one document, else {several}"
+        return several if several == single else f"{single} where each group has one document, else {several}"
 
 
 def execution_of(model: nn.Module) -> Execution:
@@ -66,14 +66,14 @@ def execution_of(model: nn.Module) -> Execution:
     return prepared.execution
 
 
-def _layers(calls: Sequence[AttentionCall]) -> str:
+def _layers(calls: Sequence[AttendCall]) -> str:
     return "layers with " + " and ".join(dict.fromkeys(_span(call) for call in calls))
 
 
-def _span(call: AttentionCall) -> str:
+def _span(call: AttendCall) -> str:
     limits = [f"{name} {x:,}" for name, x in (("window of", call.mask.window), ("chunks of", call.mask.chunk)) if x]
     return ", ".join(limits) or "full attention"
 
 
-def _features(call: AttentionCall) -> str:
+def _features(call: AttendCall) -> str:
     return "".join(f", {feature}" for feature in sorted(call.features))

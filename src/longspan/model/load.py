@@ -74,17 +74,17 @@ def load_model(
         with_images = images_class(changed or read_configuration(folder), images)
         read = _model_to_read if sharded else _read_model
         model = read(folder, changed, kind, with_images)
-        return _check_vocabulary(model, path, vocab_size)
+        return _check_embedding_rows(model, path, vocab_size)
     if config is None:
         config = _preset(preset, vocab_size)
     elif not isinstance(config, PreTrainedConfig):
         config = read_configuration(Path(config))
     draw = _draw_model if sharded is False else _model_to_draw
     model = draw(config, kind, seed, images_class(config, images))
-    return _check_vocabulary(model, config._name_or_path or preset or "the configuration", vocab_size)
+    return _check_embedding_rows(model, config._name_or_path or preset or "the configuration", vocab_size)
 
 
-def _check_vocabulary(model: PreTrainedModel, path: str | Path, vocab_size: int | None) -> PreTrainedModel:
+def _check_embedding_rows(model: PreTrainedModel, path: str | Path, vocab_size: int | None) -> PreTrainedModel:
     vocabulary = vocabulary_size(model)
     if vocab_size is not None and vocabulary is not None and vocab_size > vocabulary:
         raise ModelError(
@@ -109,10 +109,11 @@ def _preset(preset: str | None, vocab_size: int | None) -> PreTrainedConfig:
 
 
 def _draw_model(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_images: Any) -> PreTrainedModel:
+    """Draw a model on the CPU, in float32 first, so that every dtype has the same numbers."""
     automatic = AutoModelForCausalLM if with_images is None else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        with _naming(config):
+        with _naming_configuration(config):
             model = automatic.from_config(deepcopy(config), dtype=torch.float32, trust_remote_code=False)
     for parameter in model.parameters():  # drawn in float32, so that every dtype holds the same numbers, rounded
         parameter.data = parameter.data.to(dtype)
@@ -122,14 +123,14 @@ def _draw_model(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_im
 
 def _model_to_draw(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_images: Any) -> PreTrainedModel:
     """A model without memory for its parameters, and what draws them."""
-    with _naming(config):
+    with _naming_configuration(config):
         model = empty_model(config, dtype, with_images)
     fill_when_prepared(model, RandomWeights(model, seed))
     return model
 
 
 @contextmanager
-def _naming(config: PreTrainedConfig) -> Iterator[None]:
+def _naming_configuration(config: PreTrainedConfig) -> Iterator[None]:
     """Turn what a model's class raises when it is made into a ModelError that names the configuration."""
     try:
         yield
@@ -141,6 +142,7 @@ def _naming(config: PreTrainedConfig) -> Iterator[None]:
 
 
 def _read_model(folder: Path, config: PreTrainedConfig | None, dtype: torch.dtype, with_images: Any) -> PreTrainedModel:
+    """Read a folder's model. Raises ModelError if it cannot be loaded, or if weights are missing."""
     weight_files(folder)
     automatic = AutoModelForCausalLM if with_images is None else AutoModelForImageTextToText
     config = config or read_configuration(folder)

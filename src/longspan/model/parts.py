@@ -52,8 +52,8 @@ def parts_of(model: PreTrainedModel) -> ModelParts:
     plan = getattr(model.config.get_text_config(), "base_model_pp_plan", None)
     order: list[str] = [*(plan or usual_parts(model))]
     lists = [part for part in order if isinstance(getattr(base, part, None), nn.ModuleList)]
-    here = all(isinstance(getattr(base, part, None), nn.Module) for part in order) and (plan or len(order) == 3)
-    if base is model or len(lists) != 1 or not here:
+    are_here = all(isinstance(getattr(base, part, None), nn.Module) for part in order) and (plan or len(order) == 3)
+    if base is model or len(lists) != 1 or not are_here:
         expected = f"its pipeline plan names {', '.join(order)}" if plan else f"stages need {_USUAL}"
         raise ModelError(
             f"{name} cannot be cut into pipeline stages: {expected}, its base model "
@@ -78,7 +78,7 @@ def with_outputs(model: PreTrainedModel, parts: ModelParts) -> ModelParts:
     """The parts with the number of values that the base model's forward takes from a layer, as a pass shows."""
     for outputs in (0, 1, 2):
         with suppress(Exception):  # whatever a forward raises of layers that return something else
-            _, out, (x, *_) = _trace(model, candidate := replace(parts, outputs=outputs))
+            _, out, (x, *_) = _trace_calls(model, candidate := replace(parts, outputs=outputs))
             if out.shape == x.shape:
                 return candidate
     return parts
@@ -104,13 +104,13 @@ def trace_parts(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple
     `more` are keyword arguments of the forward. Returns the calls of its parts, and whether the hidden states came out
     bit by bit as they went in; on the meta device, whether they came out in their shape.
     """
-    calls, out, returned = _trace(model, parts, **more)
+    calls, out, returned = _trace_calls(model, parts, **more)
     x = returned[0]
     equal = out.shape == x.shape and (x.is_meta or torch.equal(out, x))
-    return calls, equal and not _depend([out], returned[:-1])
+    return calls, equal and not _depends_on([out], returned[:-1])
 
 
-def _trace(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple[list[PartCall], Tensor, list[Tensor]]:
+def _trace_calls(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple[list[PartCall], Tensor, list[Tensor]]:
     """(calls of parts, last hidden states, the hidden states given and those that each call returned)."""
     bare = decoder_of(shallow_copy(model, parts, range(0), first=False, last=False))
     size = model.config.get_text_config().hidden_size
@@ -119,8 +119,8 @@ def _trace(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple[list
     returned, calls = [x], list[PartCall]()
 
     def note(part: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-        more, again = _depend([args, kwargs], returned[:-1]), _first_again(args, kwargs, returned)
-        calls.append(PartCall(part, more, again, frozenset(kwargs)))
+        reads_earlier, first_again = _depends_on([args, kwargs], returned[:-1]), _first_again(args, kwargs, returned)
+        calls.append(PartCall(part, reads_earlier, first_again, frozenset(kwargs)))
         first = out[0] if isinstance(out, tuple) else out
         returned.append(first.detach().requires_grad_())
         return (returned[-1], *out[1:]) if isinstance(out, tuple) else returned[-1]
@@ -136,20 +136,20 @@ def _trace(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple[list
 def _first_again(args: Sequence[Any], kwargs: Mapping[str, Any], returned: Sequence[Tensor]) -> int | str | None:
     """The one argument after the first that is the first of these hidden states, if no other is earlier ones."""
     arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
-    earlier = [key for key, value in arguments.items() if _depend(value, returned[:-1])]
+    earlier = [key for key, value in arguments.items() if _depends_on(value, returned[:-1])]
     if len(earlier) != 1 or earlier[0] == 0:
         return None
     value, first = arguments[earlier[0]], returned[0]
-    same = isinstance(value, Tensor) and value.shape == first.shape and (first.is_meta or torch.equal(value, first))
-    return earlier[0] if same and not _depend(value, returned[1:]) else None
+    is_first = isinstance(value, Tensor) and value.shape == first.shape and (first.is_meta or torch.equal(value, first))
+    return earlier[0] if is_first and not _depends_on(value, returned[1:]) else None
 
 
-def _depend(values: Any, tensors: Sequence[Tensor]) -> bool:
+def _depends_on(values: Any, tensors: Sequence[Tensor]) -> bool:
     """Whether any tensor among values, however deep in tuples, lists and dictionaries, was made from one of these."""
-    made = [leaf.sum() for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if not made or not tensors:
+    sums = [leaf.sum() for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not sums or not tensors:
         return False
-    gradients = torch.autograd.grad(made, tensors, retain_graph=True, allow_unused=True)
+    gradients = torch.autograd.grad(sums, tensors, retain_graph=True, allow_unused=True)
     return any(gradient is not None for gradient in gradients)
 
 
@@ -192,13 +192,13 @@ def shallow_copy(
     for name in filter(None, text_name(model).split(".")):  # a wrapper's text model is inside its base model
         base._modules[name] = shallow_module(base._modules[name])
         base = base._modules[name]
-    here = dict.fromkeys(parts.before, first or (embeds and last)) | dict.fromkeys(parts.after, last)
+    parts_here = dict.fromkeys(parts.before, first or (embeds and last)) | dict.fromkeys(parts.after, last)
     embeddings = [name for name, module in base.named_children() if module is model.get_input_embeddings()]
     for name, module in base.named_children():
         if name == parts.layers:
-            base._modules[name] = _some_layers(module, layers, parts.outputs)
-        elif name in here:
-            base._modules[name] = module if here[name] else Absent()
+            base._modules[name] = _layers_of_stage(module, layers, parts.outputs)
+        elif name in parts_here:
+            base._modules[name] = module if parts_here[name] else Absent()
         else:
             base._modules[name] = copy.deepcopy(module)  # rotary embeddings: only buffers
     entry = next((part for part in parts.before if part not in embeddings), f"{parts.layers}.0")
@@ -210,12 +210,12 @@ def shallow_copy(
     return stage
 
 
-def _some_layers(layers: nn.Module, indices: range, outputs: int) -> nn.ModuleList:
-    some: nn.ModuleList = shallow_module(layers)
+def _layers_of_stage(layers: nn.Module, indices: range, outputs: int) -> nn.ModuleList:
+    stage_layers: nn.ModuleList = shallow_module(layers)
     for i, (name, layer) in enumerate(layers._modules.items()):
         if i not in indices:
-            some._modules[name] = Absent(layer, outputs)
-    return some
+            stage_layers._modules[name] = Absent(layer, outputs)
+    return stage_layers
 
 
 def is_tied(model: PreTrainedModel) -> bool:
@@ -231,7 +231,7 @@ def embeds_at_the_end(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def modes_restored(model: nn.Module) -> Iterator[None]:
-    """Every module is in the training or evaluation mode after it that it was in before."""
+    """At the end of the `with` block, return every module to the training or evaluation mode that it was in before."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield

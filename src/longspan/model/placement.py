@@ -33,12 +33,13 @@ def shared_blocks(layers: Mapping[str, nn.Module]) -> list[list[nn.Module]]:
             users.setdefault(id(parameter), set()).add(name)
     groups: dict[tuple[int, ...], dict[int, nn.Module]] = {}
     for layer in layers.values():
-        for module in _shared_inside(layer, users):
+        for module in _shared_modules(layer, users):
             groups.setdefault(_parameters(module), {})[id(module)] = module
     return [list(group.values()) for key, group in groups.items() if len(group) == len(users[key[0]])]
 
 
-def _shared_inside(module: nn.Module, users: Mapping[int, set[str]]) -> list[nn.Module]:
+def _shared_modules(module: nn.Module, users: Mapping[int, set[str]]) -> list[nn.Module]:
+    """The outermost modules inside this one whose parameters are all of the same several layers."""
     modules: list[nn.Module] = []
     for child in module.children():
         layers = {frozenset(users[parameter]) for parameter in _parameters(child)}
@@ -46,7 +47,7 @@ def _shared_inside(module: nn.Module, users: Mapping[int, set[str]]) -> list[nn.
         if runs and len(layers) == 1 and len(next(iter(layers))) > 1:
             modules.append(child)
         else:
-            modules += _shared_inside(child, users)
+            modules += _shared_modules(child, users)
     return modules
 
 

@@ -150,14 +150,15 @@ def _check_encoder_adapter(encoder: nn.Module, adapter: Adapter, tp: int) -> Non
     if reasons := [
         *configuration_reasons(adapter),
         *layer_reasons(encoder),
-        *_reasons_of_encoder(encoder, adapter, tp),
+        *_encoder_reasons(encoder, adapter, tp),
     ]:
         raise ModelError(
             f"the adapter {adapter.name!r} of a tower or projector cannot be trained: {'; '.join(reasons)}"
         )
 
 
-def _reasons_of_encoder(encoder: nn.Module, adapter: Adapter, tp: int) -> Iterator[str]:
+def _encoder_reasons(encoder: nn.Module, adapter: Adapter, tp: int) -> Iterator[str]:
+    """Yield why an adapter in an encoder would not be exact under this tp."""
     modules = peft_modules(encoder)
     if copied := [name for name, module in modules.items() if is_copied(module)]:
         yield (

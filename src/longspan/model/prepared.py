@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from longspan.attention import AttentionCall
+from longspan.attention import AttendCall
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.adapters import model_inside
@@ -104,10 +104,10 @@ def prepare_language_model(
     evidence = check_model(model, placement, connect, stages=stages, kernel=kernel, probe=options.probe)
     assert isinstance(model, PreTrainedModel)  # others were refused
     model.config.use_cache = False
-    execution = _execution(model, placement, evidence.calls, options)
+    execution = _make_execution(model, placement, evidence.calls, options)
     # The first pass would show it on the last stage only, and the others wait.
     tried = add_row_loss(model, probe=options.probe or world.home.pp > 1, required=options.probe)
-    rules = _call_rules(model, placement, kernel, evidence)
+    rules = _make_call_rules(model, placement, kernel, evidence)
     weights = pop_deferred_weights(model)
     if world.home.pp > 1:
         prepared = _cut_and_place(model, placement, pipeline, tried=tried)
@@ -147,8 +147,8 @@ def _connect(model: PreTrainedModel, mixer_kernels: tuple[str, ...]) -> None:
     use_experts(model)
 
 
-def _execution(
-    model: PreTrainedModel, placement: Placement, calls: tuple[AttentionCall, ...], options: PrepareOptions
+def _make_execution(
+    model: PreTrainedModel, placement: Placement, calls: tuple[AttendCall, ...], options: PrepareOptions
 ) -> Execution:
     """The types and kernels that the model computes with."""
     dtype, reduce_dtype = placement.dtype_of(model), placement.reduce_dtype_of(model)
@@ -156,7 +156,7 @@ def _execution(
     return Execution(model.dtype, dtype, reduce_dtype, calls, options.attention_kernel, mixers, options.mixer_kernels)
 
 
-def _call_rules(model: PreTrainedModel, placement: Placement, kernel: str | None, evidence: Evidence) -> CallRules:
+def _make_call_rules(model: PreTrainedModel, placement: Placement, kernel: str | None, evidence: Evidence) -> CallRules:
     """The rules that every call of the model is checked against."""
     return CallRules(
         type(model).__name__,

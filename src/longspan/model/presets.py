@@ -112,17 +112,17 @@ def preset_config(name: str, *, vocab_size: int | None = None) -> "PreTrainedCon
     import transformers
 
     if name not in PRESETS:
-        raise ModelError(f"unknown model preset {name!r}{_nearest(name)}; presets: {', '.join(PRESETS)}")
+        raise ModelError(f"unknown model preset {name!r}{_nearest_preset(name)}; presets: {', '.join(PRESETS)}")
     preset = PRESETS[name]
     values = dict(preset.values)
     if not preset.rows:
-        values["vocab_size"] = _check_vocabulary(name, vocab_size)
+        values["vocab_size"] = _check_vocab_size(name, vocab_size)
     # The tokenizer decides which ids are special; the default ids of a family may lie outside a small vocabulary.
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     return getattr(transformers, preset.config_class)(**values, **special)
 
 
-def _check_vocabulary(name: str, vocab_size: int | None) -> int:
+def _check_vocab_size(name: str, vocab_size: int | None) -> int:
     if vocab_size is None:
         raise ModelError(f"preset {name} needs vocab_size, the number of ids of the tokenizer")
     if isinstance(vocab_size, bool) or int(vocab_size) != vocab_size or vocab_size < 1:
@@ -130,6 +130,6 @@ def _check_vocabulary(name: str, vocab_size: int | None) -> int:
     return int(vocab_size)
 
 
-def _nearest(name: str) -> str:
-    close = get_close_matches(name, PRESETS, n=1, cutoff=0.4)
-    return f", did you mean {close[0]!r}?" if close else ""
+def _nearest_preset(name: str) -> str:
+    matches = get_close_matches(name, PRESETS, n=1, cutoff=0.4)
+    return f", did you mean {matches[0]!r}?" if matches else ""

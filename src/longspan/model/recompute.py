@@ -52,11 +52,11 @@ class HostOffload:
 
     def __call__(self, x: Tensor) -> "OffloadedTensor":
         """Copy a tensor to the host; its memory is free once nothing else holds it."""
-        offloaded = OffloadedTensor(x, self._stream(x.device), self._last)
+        offloaded = OffloadedTensor(x, self._copy_stream(x.device), self._last)
         self._last = weakref.ref(offloaded)
         return offloaded
 
-    def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
+    def _copy_stream(self, device: torch.device) -> torch.cuda.Stream | None:
         if device.type != "cuda":
             return None
         if device not in self._streams:
@@ -70,7 +70,7 @@ class OffloadedTensor:
     def __init__(
         self, x: Tensor, stream: torch.cuda.Stream | None, before: "weakref.ref[OffloadedTensor] | None"
     ) -> None:
-        self._device, self._stream, self._before = x.device, stream, before
+        self._device, self._copy_stream, self._before = x.device, stream, before
         self._here: tuple[Tensor, torch.cuda.Event] | None = None
         self._taken = False
         x = x.detach()
@@ -85,15 +85,15 @@ class OffloadedTensor:
 
     def __call__(self) -> Tensor:
         """The tensor as it was; the tensors that were offloaded before it begin to be fetched too."""
-        if self._stream is None:
+        if self._copy_stream is None:
             return self._host.clone()
         self._taken = True
         self.fetch()
-        before = self._previous()
+        previous = self._previous()
         for _ in range(AHEAD):
-            if before is not None and not before._taken:
-                before.fetch()
-            before = None if before is None else before._previous()
+            if previous is not None and not previous._taken:
+                previous.fetch()
+            previous = None if previous is None else previous._previous()
         assert self._here is not None
         (x, arrived), self._here = self._here, None
         current = torch.cuda.current_stream(self._device)
@@ -106,13 +106,13 @@ class OffloadedTensor:
 
     def fetch(self) -> None:
         """Start to copy the tensor back, unless that has been started."""
-        if self._stream is None or self._here is not None:
+        if self._copy_stream is None or self._here is not None:
             return
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._copy_stream):
             x = torch.empty_like(self._host, device=self._device)
             x.copy_(self._host, non_blocking=True)
             arrived = torch.cuda.Event()
-            arrived.record(self._stream)
+            arrived.record(self._copy_stream)
         self._here = (x, arrived)
 
 
@@ -157,11 +157,11 @@ class Recomputation:
         cannot be recomputed.
         """
         layers = decoder_layers(model)
-        most = max(len(part) for part in layers_of_stages(len(layers), stages))
-        if not 0 <= self.layers <= most:
-            where = "are here" if stages == 1 else f"are in the largest of {stages} pipeline stages"
+        limit = max(len(part) for part in layers_of_stages(len(layers), stages))
+        if not 0 <= self.layers <= limit:
+            place = "are here" if stages == 1 else f"are in the largest of {stages} pipeline stages"
             raise ModelError(
-                f"recompute_layers is {self.layers}, {most} decoder layers {where}; use 0 (each) to {most}"
+                f"recompute_layers is {self.layers}, {limit} decoder layers {place}; use 0 (each) to {limit}"
             )
         for name, layer in layers.items() if self.kind != "none" else ():
             if not (model.supports_gradient_checkpointing and hasattr(layer, "gradient_checkpointing")):

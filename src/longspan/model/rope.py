@@ -82,9 +82,9 @@ def with_rope_scaling(config: PreTrainedConfig, kind: str, factor: float) -> Pre
             f"{name} cannot be scaled by rope {kind!r}: its configuration has no max_position_embeddings and one "
             "rope_parameters for all layers; train on shorter documents (data.max_document_tokens)"
         )
-    if (before := rope.get("rope_type", "default")) != "default":
+    if (old_type := rope.get("rope_type", "default")) != "default":
         raise ModelError(
-            f"{name} has a rope scaling of its own ({before!r}, for documents of up to {limit} tokens), and a second "
+            f"{name} has a rope scaling of its own ({old_type!r}, for documents of up to {limit} tokens), and a second "
             f"one, {kind!r}, cannot be put on it; leave model.rope_scaling empty, or edit its rope_parameters"
         )
     scaled = {key: value for key, value in rope.items() if key != "type"} | {"rope_type": kind, "factor": float(factor)}

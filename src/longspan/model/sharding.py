@@ -116,7 +116,7 @@ def parameters_gathered(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def nothing_left_after_an_error(model: nn.Module) -> Iterator[None]:
+def drop_gradients_after_error(model: nn.Module) -> Iterator[None]:
     """After an error inside, FSDP2 forgets gradients that backward passes left unsummed, and frees what it gathered.
 
     It would add them to those of the next backward pass: zero_grad() does not clear them.
@@ -130,7 +130,7 @@ def nothing_left_after_an_error(model: nn.Module) -> Iterator[None]:
                 parameter.unsharded_accumulated_grad = None
                 if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
                     whole.grad = None
-        _free(modules)
+        _free_groups(modules)
         raise
 
 
@@ -148,7 +148,7 @@ def gather_once(model: nn.Module) -> Iterator[None]:
     finally:
         for module in modules:
             module.set_reshard_after_forward(_RESHARDS[module], recurse=False)
-        _free(modules)
+        _free_groups(modules)
 
 
 def gathered_bytes(model: nn.Module) -> int:
@@ -174,7 +174,7 @@ def _keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: boo
 
 
 @contextmanager
-def replicas_summed_at_last(model: nn.Module) -> Iterator[Callable[[], None]]:
+def sum_replicas_at_last(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Backward passes inside sum gradients over the slots of a replica, those after the yielded call over replicas too.
 
     Call it before the last backward pass: what the others leave, a shard of the gradients, is in that one's sum. After
@@ -231,10 +231,10 @@ def reshard(model: nn.Module) -> None:
     Also after an error broke that pass off, which FSDP2 would otherwise take for unfinished: it would free nothing,
     and a later pass would take the gathered parameters for current ones.
     """
-    _free(fsdp_modules(model))
+    _free_groups(fsdp_modules(model))
 
 
-def _free(modules: Sequence[FSDPModule]) -> None:
+def _free_groups(modules: Sequence[FSDPModule]) -> None:
     for module in modules:
         state: Any = module._get_fsdp_state()
         state._training_state, state._state_ctx.iter_forward_root = TrainingState.IDLE, None
@@ -257,7 +257,7 @@ def gradients_summed_over_slots(model: nn.Module, world: World) -> Iterator[None
     with set_earlier_gradients_aside(parameters):
         yield
         _add_absent_gradients(parameters, world)
-        for bucket in _buckets([local_tensor(p.grad) for p in parameters if p.grad is not None]):
+        for bucket in _gradient_buckets([local_tensor(p.grad) for p in parameters if p.grad is not None]):
             _sum_over_slots(bucket, world)
 
 
@@ -269,7 +269,8 @@ def _add_absent_gradients(parameters: Sequence[nn.Parameter], world: World) -> N
             parameter.grad = torch.zeros_like(parameter)
 
 
-def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _gradient_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield gradients in buckets of one dtype and a bounded number of elements."""
     bucket: list[Tensor] = []
     for gradient in gradients:
         full = sum(g.numel() for g in bucket) + gradient.numel() > _BUCKET_ELEMENTS

@@ -44,10 +44,10 @@ def check_vision(model: nn.Module) -> None:
             f"{name} ({kind}) cannot be given images: {_REASONS.get(kind, '; '.join(reasons))}; use prepare without "
             f"encoder= for text alone{doctor_hint(model)}"
         )
-    _check_placeholder(model)
+    _check_placeholder_id(model)
 
 
-def _check_placeholder(model: PreTrainedModel) -> None:
+def _check_placeholder_id(model: PreTrainedModel) -> None:
     embedding: Any = model.get_input_embeddings()
     placeholder, rows = image_tokens(model.config).placeholder, embedding.weight.shape[0]
     if placeholder >= rows:

@@ -9,7 +9,10 @@ make one from document lengths only. Integers and numpy; no torch.
 
 from longspan.plan.cost.bound import Bound, lower_bound_seconds
 from longspan.plan.cost.cost import Cost
+from longspan.plan.cost.links import Link
+from longspan.plan.cost.machine import CostSettings, Machine
 from longspan.plan.cost.model_cost import cost_on_h200
+from longspan.plan.cost.type_price import AttentionCall, TypePrice
 from longspan.plan.dynamic import plan_dynamic
 from longspan.plan.items.encoder_shape import EncoderLoad, EncoderShape
 from longspan.plan.micro_batch import CommType, Group, MicroBatch, Mode, PartitionKind
@@ -20,12 +23,16 @@ from longspan.plan.planners.options import PlanOptions
 from longspan.plan.timeline import Timeline, predicted_seconds, slot_rows, timeline
 
 __all__ = [
+    "AttentionCall",
     "Bound",
     "CommType",
     "Cost",
+    "CostSettings",
     "EncoderLoad",
     "EncoderShape",
     "Group",
+    "Link",
+    "Machine",
     "MicroBatch",
     "Mode",
     "PartitionKind",
@@ -33,6 +40,7 @@ __all__ = [
     "PlanAhead",
     "PlanOptions",
     "Timeline",
+    "TypePrice",
     "cost_on_h200",
     "lower_bound_seconds",
     "plan_dynamic",

@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspan.plan.cost.cost import Cost
-from longspan.plan.micro_batch import MicroBatch, Mode
+from longspan.plan.micro_batch import Group, MicroBatch, Mode
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Way = tuple[str, int, str]  # communication type, a2a size, partition
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +31,8 @@ class GroupTable:
     squares: Ints  # (G,) sum of squared laid-out rows of a document
     group: Ints  # (E,) of each membership
     slot: Ints  # (E,)
+    way: Ints  # (G,) index into `ways`
+    ways: tuple[Way, ...]  # the types, a2a sizes and partitions that groups have
 
     @classmethod
     def of(cls, micro_batches: Sequence[MicroBatch]) -> "GroupTable":
@@ -40,6 +43,8 @@ class GroupTable:
         pad = np.repeat(_ints([group.pad_to or 0 for _, group in groups]), counts)
         lengths = np.fromiter(chain.from_iterable(group.lengths for _, group in groups), np.int64, len(pad))
         rows = np.where(pad > 0, pad, lengths)
+        ways: dict[Way, int] = {}
+        way = _ints([ways.setdefault(_way_of(group), len(ways)) for _, group in groups])
         return cls(
             micro_batch=_ints([m for m, _ in groups]),
             degree=degree,
@@ -48,6 +53,8 @@ class GroupTable:
             squares=_segment_sums(rows * rows, counts),
             group=np.repeat(np.arange(len(groups)), degree),
             slot=np.fromiter(chain.from_iterable(group.slots for _, group in groups), np.int64, int(degree.sum())),
+            way=way,
+            ways=tuple(ways),
         )
 
     @property
@@ -56,17 +63,45 @@ class GroupTable:
         return -(-self.tokens // self.degree)
 
     def seconds(self, cost: Cost, node_size: int) -> Floats:
-        """Seconds that each group takes of each of its slots (G,)."""
-        inside = self.inside(node_size)
-        return cost.group_seconds(self.tokens, self.squares, self.degree, inside, self.documents)
+        """Seconds that each group takes of each of its slots (G,), by its own communication type and partition."""
+        together = self.together(node_size)
+        seconds = np.zeros(len(self.degree))
+        for index, (kind, a2a_size, partition) in enumerate(self.ways):
+            here = self.way == index
+            priced = cost.under(kind, a2a_size).for_partition(partition)
+            tokens, squares, degree = self.tokens[here], self.squares[here], self.degree[here]
+            inside, documents = together[here] == degree, self.documents[here]
+            seconds[here] = priced.group_seconds(tokens, squares, degree, inside, documents, together=together[here])
+        return seconds
+
+    def seconds_under(self, cost: Cost, node_size: int) -> Floats:
+        """Seconds of each group under the type of a cost, in place of its own; inf where heads or degree forbid it."""
+        together = self.together(node_size)
+        inside = together == self.degree
+        seconds = cost.group_seconds(self.tokens, self.squares, self.degree, inside, self.documents, together=together)
+        return np.where(cost.allows(self.degree) | (self.degree == 1), seconds, np.inf)
+
+    def together(self, node_size: int) -> Ints:
+        """The fewest slots of each group that share a node; its degree if all do (G,)."""
+        if not len(self.degree):
+            return np.zeros(0, dtype=np.int64)
+        node = self.slot // node_size
+        first = np.cumsum(self.degree) - self.degree
+        starts = np.flatnonzero(np.diff(node, prepend=-1) != 0)  # of runs of slots of a group that share a node
+        starts = np.union1d(starts, first)
+        return np.minimum.reduceat(np.diff(starts, append=len(node)), np.searchsorted(starts, first))
 
     def inside(self, node_size: int) -> NDArray[np.bool_]:
         """Whether all slots of each group share a node (G,)."""
-        if not len(self.degree):
-            return np.zeros(0, dtype=np.bool_)
-        first = np.cumsum(self.degree) - self.degree
-        node = self.slot // node_size
-        return np.minimum.reduceat(node, first) == np.maximum.reduceat(node, first)
+        return self.together(node_size) == self.degree
+
+
+def _way_of(group: Group) -> Way:
+    """The type that most layers of a group have, its a2a size, and its partition."""
+    kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
+    sizes = group.hierarchical_context_parallel_sizes
+    kind = max(kinds, key=kinds.count) if group.degree > 1 else "p2p"
+    return kind, sizes[0] if sizes else 1, group.partition
 
 
 @dataclass(frozen=True, eq=False)

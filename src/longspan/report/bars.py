@@ -80,17 +80,19 @@ class PlanBars:
     def color_of(self) -> dict[int, int]:
         """A colour of FILLS for each document, the same in time and in rows; see `_document_colors`."""
         bars = self.bars if self.unit == "seconds" else plan_bars(self.plan).bars
-        large = sorted(bars, key=lambda bar: -(bar.stop - bar.start) * bar.slots)[:MOST_COLORED]
-        return dict.fromkeys(range(len(self.plan.lengths)), 0) | _document_colors(large)
+        largest_bars = sorted(bars, key=lambda bar: -(bar.stop - bar.start) * bar.slots)[:MOST_COLORED]
+        return dict.fromkeys(range(len(self.plan.lengths)), 0) | _document_colors(largest_bars)
 
     def select_bars(self, x_scale: float, y_scale: float, limit: int = 2400) -> tuple[list[Bar], list[Summary]]:
         """At most `limit` bars worth drawing at these scales (pixels a unit, pixels a slot); the others summed up."""
         areas = [(b.stop - b.start) * x_scale * b.slots * y_scale for b in self.bars]
-        fit = [i for i, b in enumerate(self.bars) if (b.stop - b.start) * x_scale >= 1.2 and b.slots * y_scale >= 3]
-        drawn = set(sorted(fit, key=lambda i: -areas[i])[:limit])
-        small = [b for i, b in enumerate(self.bars) if i not in drawn]
+        large_enough = [
+            i for i, b in enumerate(self.bars) if (b.stop - b.start) * x_scale >= 1.2 and b.slots * y_scale >= 3
+        ]
+        drawn = set(sorted(large_enough, key=lambda i: -areas[i])[:limit])
+        small_bars = [b for i, b in enumerate(self.bars) if i not in drawn]
         merge = max(1, round(3 / y_scale))
-        return [self.bars[i] for i in sorted(drawn)], list(_summaries(small, self.plan, merge, x_scale))
+        return [self.bars[i] for i in sorted(drawn)], list(_summarize_bars(small_bars, self.plan, merge, x_scale))
 
 
 def plan_bars(plan: Plan, cost: Cost | None = None, unit: Unit = "seconds") -> PlanBars:
@@ -112,7 +114,9 @@ def _document_colors(bars: Sequence[Bar]) -> dict[int, int]:
     for place, bar in enumerate(bars):
         if bar.document in colors:
             continue
-        used = {colors[bars[other].document] for other in neighbours[place] if bars[other].document in colors}
+        used = {
+            colors[bars[neighbour].document] for neighbour in neighbours[place] if bars[neighbour].document in colors
+        }
         hues = {color % HUES for color in used}
         colors[bar.document] = min(
             range(len(FILLS)), key=lambda color: (color in used, color % HUES in hues, areas[color], color)
@@ -128,9 +132,9 @@ def _neighbours(bars: Sequence[Bar]) -> list[list[int]]:
     shared = (slot[:, None] < (slot + slots)[None]) & (slot[None] < (slot + slots)[:, None])
     touching = (slot[:, None] <= (slot + slots)[None]) & (slot[None] <= (slot + slots)[:, None])
     together = (start[:, None] < stop[None]) & (start[None] < stop[:, None])
-    close = (start[:, None] <= stop[None] + gap) & (start[None] <= stop[:, None] + gap)
-    both = (shared & close) | (touching & together)
-    return [np.flatnonzero(row).tolist() for row in both]
+    is_close = (start[:, None] <= stop[None] + gap) & (start[None] <= stop[:, None] + gap)
+    are_neighbours = (shared & is_close) | (touching & together)
+    return [np.flatnonzero(row).tolist() for row in are_neighbours]
 
 
 def group_times(plan: Plan, cost: Cost) -> list[np.ndarray]:
@@ -141,11 +145,12 @@ def group_times(plan: Plan, cost: Cost) -> list[np.ndarray]:
 
 
 def _lay_out_seconds(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
+    """Panels and bars in time: a panel for each micro-batch, or one for all in free mode."""
     when, widths = plan.timeline(cost), group_times(plan, cost)
     bars: list[Bar] = []
     for index, micro_batch in enumerate(plan.micro_batches):
         begin = when.start[index] + cost.micro_batch_seconds
-        bars += _stack(index, micro_batch, begin, widths[index], cost)
+        bars += _stack_groups(index, micro_batch, begin, widths[index], cost)
     if plan.mode == "free" or not plan.micro_batches:
         return [Panel(0.0, 0.0, when.step_seconds)], bars
     starts, ends = when.start.min(axis=1).tolist(), when.end.max(axis=1).tolist()
@@ -153,18 +158,19 @@ def _lay_out_seconds(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
 
 
 def _lay_out_rows(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
-    most = int(slot_rows(plan.micro_batches, plan.slots).max(initial=1))
-    cap = float(plan.max_tokens_per_slot or most)
+    """Panels and bars in rows: each micro-batch has a panel as wide as the cap."""
+    most_rows = int(slot_rows(plan.micro_batches, plan.slots).max(initial=1))
+    cap = float(plan.max_tokens_per_slot or most_rows)
     panels, bars = [], []
     for index, micro_batch in enumerate(plan.micro_batches):
         start = index * 1.06 * cap
         widths = np.array([group.rows_per_slot for group in micro_batch.groups], float)
-        bars += _stack(index, micro_batch, np.full(plan.slots, start), widths, None)
+        bars += _stack_groups(index, micro_batch, np.full(plan.slots, start), widths, None)
         panels.append(Panel(start, start, start + cap))
     return panels, bars
 
 
-def _stack(
+def _stack_groups(
     index: int, micro_batch: MicroBatch, begin: np.ndarray, widths: np.ndarray, cost: Cost | None
 ) -> Iterator[Bar]:
     """Bars of one micro-batch: every slot's groups one after another from `begin`, the widest first."""
@@ -173,7 +179,7 @@ def _stack(
     for g in order:
         group = micro_batch.groups[g]
         slots = np.sort(np.asarray(group.slots, np.int64))
-        shares = _shares(group, cost)
+        shares = _document_shares(group, cost)
         breaks = np.flatnonzero((np.diff(slots) != 1) | (np.abs(np.diff(clock[slots])) > 1e-9)) + 1
         width = float(widths[g])
         for run in np.split(slots, breaks):
@@ -185,7 +191,7 @@ def _stack(
         clock[slots] += width
 
 
-def _shares(group: Group, cost: Cost | None) -> list[tuple[int, float]]:
+def _document_shares(group: Group, cost: Cost | None) -> list[tuple[int, float]]:
     """What part of a group's bar each document takes, longest first: by work, or by rows without a cost."""
     rows = np.asarray(group.laid_out, float)
     work = rows if cost is None else cost.linear_seconds * rows + cost.attention_seconds * rows * rows
@@ -194,7 +200,7 @@ def _shares(group: Group, cost: Cost | None) -> list[tuple[int, float]]:
     return sorted(pairs, key=lambda pair: -pair[1])
 
 
-def _summaries(small: Sequence[Bar], plan: Plan, merge: int, x_scale: float) -> Iterator[Summary]:
+def _summarize_bars(small: Sequence[Bar], plan: Plan, merge: int, x_scale: float) -> Iterator[Summary]:
     """Bars that are too small, over up to `merge` neighbouring slots of a micro-batch that begin together."""
     by_micro_batch: dict[int, list[Bar]] = {}
     for bar in small:
@@ -203,19 +209,19 @@ def _summaries(small: Sequence[Bar], plan: Plan, merge: int, x_scale: float) -> 
         first, last = np.full(plan.slots, np.inf), np.full(plan.slots, -np.inf)
         documents, tokens = np.zeros(plan.slots, np.int64), np.zeros(plan.slots, np.int64)
         for bar in bars:
-            here = slice(bar.slot, bar.slot + bar.slots)
-            first[here] = np.minimum(first[here], bar.start)
-            last[here] = np.maximum(last[here], bar.stop)
+            slots = slice(bar.slot, bar.slot + bar.slots)
+            first[slots] = np.minimum(first[slots], bar.start)
+            last[slots] = np.maximum(last[slots], bar.stop)
             documents[bar.slot] += 1
             tokens[bar.slot] += plan.lengths[bar.document]
-        for run in _runs(first, merge, x_scale):
+        for run in _runs_of_slots(first, merge, x_scale):
             start = float(first[run].min())
             size, ends = (int(documents[run].sum()), int(tokens[run].sum())), last[run]
             stops = float(ends.mean()), float(ends.min()), float(ends.max())
             yield Summary(index, int(run[0]), len(run), *size, start, *stops)
 
 
-def _runs(first: np.ndarray, merge: int, x_scale: float) -> Iterator[np.ndarray]:
+def _runs_of_slots(first: np.ndarray, merge: int, x_scale: float) -> Iterator[np.ndarray]:
     busy = np.flatnonzero(np.isfinite(first))
     if not len(busy):
         return

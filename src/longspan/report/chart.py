@@ -14,7 +14,7 @@ import numpy as np
 
 from longspan.report.markup import key, label, tag, text
 from longspan.report.plain_text import bytes_text, number_text
-from longspan.report.series import byte_ticks, log_ticks, thin, ticks
+from longspan.report.series import byte_ticks, log_ticks, thin_curve, ticks
 
 Format = Literal["number", "loss", "percent", "bytes"]
 COLORS = 6  # of page.css, and curves of a chart at most
@@ -80,37 +80,37 @@ class _Frame:
 
 
 def chart_figure(chart: Chart, *, css_class: str = "") -> str:
-    """An HTML figure: title, legend, SVG, and the crosshair's data. Says so where there is nothing to draw."""
+    """An HTML figure: title, legend, SVG, and the crosshair's data. It says so if there is nothing to draw."""
     drawn = [series for series in (_thin_series(s, chart.log) for s in chart.series) if len(series.x)]
     title = tag("b", text(chart.title)) + tag("span", text(chart.y_label), class_="unit")
-    nothing = tag("p", "nothing recorded", class_="none")
-    content = _legend(chart.series) + _drawing(chart, drawn) if drawn else nothing
+    empty_note = tag("p", "nothing recorded", class_="none")
+    content = _series_legend(chart.series) + _chart_drawing(chart, drawn) if drawn else empty_note
     return tag("figure", tag("figcaption", title), content, class_=f"chart {css_class}".strip())
 
 
 def chart_svg(chart: Chart) -> str:
     """Axes, curves and references as SVG elements in a frame of the chart's size."""
     drawn = [series for series in (_thin_series(s, chart.log) for s in chart.series) if len(series.x)]
-    return "".join(_elements(chart, drawn, _frame(chart, drawn)))
+    return "".join(_chart_elements(chart, drawn, _fit_frame(chart, drawn)))
 
 
-def _elements(chart: Chart, drawn: Sequence[Series], frame: _Frame) -> Iterator[str]:
-    yield _axes(chart, frame)
+def _chart_elements(chart: Chart, drawn: Sequence[Series], frame: _Frame) -> Iterator[str]:
+    yield _draw_axes(chart, frame)
     yield from _draw_curves(drawn, frame)
-    yield _references(chart, frame)
-    yield from _notes(chart, frame)
+    yield _draw_references(chart, frame)
+    yield from _draw_notes(chart, frame)
 
 
-def _drawing(chart: Chart, drawn: Sequence[Series]) -> str:
-    frame = _frame(chart, drawn)
+def _chart_drawing(chart: Chart, drawn: Sequence[Series]) -> str:
+    frame = _fit_frame(chart, drawn)
     return tag(
         "svg",
-        *_elements(chart, drawn, frame),
+        *_chart_elements(chart, drawn, frame),
         viewBox=f"0 0 {chart.width} {chart.height}",
         tabindex=0,
         role="img",
         aria_label=f"{chart.title}: {chart.y_label} over {chart.x_label}. Arrow keys read the values.",
-        data_chart=json.dumps(_hover_data(chart, drawn, frame), separators=(",", ":")),
+        data_chart=json.dumps(_crosshair_data(chart, drawn, frame), separators=(",", ":")),
     )
 
 
@@ -118,10 +118,11 @@ def _thin_series(series: Series, log: bool) -> Series:
     x, y = np.asarray(series.x, float), np.asarray(series.y, float)
     if log:
         y = np.where(y > 0, y, math.nan)
-    return Series(series.name, *thin(x, y, MAX_POINTS), series.color, series.kind)
+    return Series(series.name, *thin_curve(x, y, MAX_POINTS), series.color, series.kind)
 
 
-def _frame(chart: Chart, drawn: Sequence[Series]) -> _Frame:
+def _fit_frame(chart: Chart, drawn: Sequence[Series]) -> _Frame:
+    """The frame in which all series and references lie, with some room above and below."""
     x = np.concatenate([s.x for s in drawn])
     y = np.concatenate([*(s.y for s in drawn), np.array([value for value, _ in chart.references])])
     low, high = float(y.min()), float(y.max())
@@ -140,14 +141,15 @@ def _frame(chart: Chart, drawn: Sequence[Series]) -> _Frame:
     return _Frame(52, chart.width - 14, 10, chart.height - 36, (x_low, x_high), (low, high), chart.log)
 
 
-def _axes(chart: Chart, frame: _Frame) -> str:
+def _draw_axes(chart: Chart, frame: _Frame) -> str:
+    """Grid lines, ticks and names of both axes."""
     parts, marks = list[str](), _y_ticks(chart, frame)
-    digits = _digits(marks)
+    digits = _tick_digits(marks)
     for value in marks:
         y = float(frame.up(value))
         parts.append(tag("path", class_="grid", d=f"M{frame.left} {y:.1f}H{frame.right}"))
         parts.append(label(_tick(value, chart.y_format, digits), frame.left - 7, y + 3.5, "end", "tick"))
-    for value, name in _x_ticks(chart, frame):
+    for value, name in _x_tick_names(chart, frame):
         x = float(frame.across(value))
         parts.append(tag("path", class_="grid short", d=f"M{x:.1f} {frame.bottom}v4"))
         parts.append(label(name, x, frame.bottom + 17, "middle", "tick"))
@@ -161,11 +163,11 @@ def _y_ticks(chart: Chart, frame: _Frame) -> list[float]:
     return log_ticks(*frame.y) if frame.log else spaced(*frame.y, chart.height // 40)
 
 
-def _x_ticks(chart: Chart, frame: _Frame) -> list[tuple[float, str]]:
+def _x_tick_names(chart: Chart, frame: _Frame) -> list[tuple[float, str]]:
     if chart.x_names:
         return list(enumerate(chart.x_names))
     values = [value for value in ticks(*frame.x, max(3, chart.width // 110)) if value == int(value)]
-    return [(value, number_text(value, _digits(values))) for value in values]
+    return [(value, number_text(value, _tick_digits(values))) for value in values]
 
 
 def _tick(value: float, y_format: Format, digits: int) -> str:
@@ -174,16 +176,16 @@ def _tick(value: float, y_format: Format, digits: int) -> str:
     return bytes_text(value) if y_format == "bytes" else number_text(value, digits)
 
 
-def _digits(marks: Sequence[float]) -> int:
+def _tick_digits(marks: Sequence[float]) -> int:
     """Digits by which every tick is written as it is, three at least."""
     if len(marks) < 2:
         return 4
-    close = 1e-3 * (marks[1] - marks[0])
-    exact = (n for n in range(3, 16) if all(abs(float(f"{mark:.{n}g}") - mark) <= close for mark in marks))
+    tolerance = 1e-3 * (marks[1] - marks[0])
+    exact = (n for n in range(3, 16) if all(abs(float(f"{mark:.{n}g}") - mark) <= tolerance for mark in marks))
     return next(exact, 16)
 
 
-def _references(chart: Chart, frame: _Frame) -> str:
+def _draw_references(chart: Chart, frame: _Frame) -> str:
     """Lines over the whole width, and their words above or below, where no grid line goes through them."""
     parts, grid = list[str](), [float(frame.up(value)) for value in _y_ticks(chart, frame)]
     for value, words in chart.references:
@@ -195,7 +197,7 @@ def _references(chart: Chart, frame: _Frame) -> str:
     return "".join(parts)
 
 
-def _notes(chart: Chart, frame: _Frame) -> Iterator[str]:
+def _draw_notes(chart: Chart, frame: _Frame) -> Iterator[str]:
     """Words below points, that stay inside the drawing."""
     for x, y, words in chart.notes:
         width = CHARACTER * len(words)
@@ -231,7 +233,7 @@ def mark(color: int, x: float, y: float, size: float = 4.0) -> str:
     return tag("path", class_=css, d=f"M{x:.1f} {y - step:.1f}{path}")
 
 
-def _legend(series: Sequence[Series]) -> str:
+def _series_legend(series: Sequence[Series]) -> str:
     if len(series) < 2:
         return ""
     items = []
@@ -241,7 +243,7 @@ def _legend(series: Sequence[Series]) -> str:
     return tag("ul", *items, class_="legend")
 
 
-def _hover_data(chart: Chart, drawn: Sequence[Series], frame: _Frame) -> dict[str, object]:
+def _crosshair_data(chart: Chart, drawn: Sequence[Series], frame: _Frame) -> dict[str, object]:
     curves = [{"name": s.name, "color": s.color, "x": _short(s.x), "y": _short(s.y)} for s in drawn]
     axes = {"box": [frame.left, frame.right, frame.top, frame.bottom], "x": frame.x, "y": frame.y, "log": frame.log}
     return axes | {"xLabel": chart.x_label, "xNames": chart.x_names, "format": chart.y_format, "series": curves}

@@ -49,7 +49,7 @@ def chart_document(chart: Chart) -> str:
 
 
 def _legend_mark(series: Series, x: float, y: float) -> str:
-    """What a curve is drawn by, before its name in the legend."""
+    """The line or mark of a curve, which stands before its name in the legend."""
     if series.kind == "marks":
         return mark(series.color, x + 4, y, 4.0)
     return tag("path", class_=f"curve {series.kind} c{series.color}", d=f"M{x - 4:.1f} {y:.1f}h14")
@@ -86,8 +86,8 @@ def bar_document(title: str, bars: Sequence[NamedBar], unit: str, reference: tup
         tag("style", STYLE),
         tag("rect", width=WIDTH, height=round(bottom + 34), fill="#fff"),
         *(label(line, 12, 20 + LINE * i, "start", "" if i else "title") for i, line in enumerate(titles)),
-        *(part for i, bar in enumerate(bars) for part in _row(bar, top + ROW * i, scale, cut)),
-        *_reference(reference, scale, top, bottom),
+        *(part for i, bar in enumerate(bars) for part in _bar_row(bar, top + ROW * i, scale, cut)),
+        *_reference_line(reference, scale, top, bottom),
         label(unit, LEFT, bottom + 20, "start"),
         xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {WIDTH} {bottom + 34:.0f}",
@@ -95,7 +95,7 @@ def bar_document(title: str, bars: Sequence[NamedBar], unit: str, reference: tup
     )
 
 
-def _row(bar: NamedBar, y: float, scale: float, cut: float) -> Iterator[str]:
+def _bar_row(bar: NamedBar, y: float, scale: float, cut: float) -> Iterator[str]:
     width = min(bar.value * scale, WIDTH - LEFT - RIGHT + 30.0)
     yield label(bar.name, LEFT - 8, y + BAR / 2 + 4, "end", "strong")
     yield tag("rect", class_=f"mark c{bar.color}", x=LEFT, y=y, width=width, height=BAR)
@@ -104,7 +104,7 @@ def _row(bar: NamedBar, y: float, scale: float, cut: float) -> Iterator[str]:
     yield label(bar.words, LEFT + width + 8, y + BAR / 2 + 4, "start")
 
 
-def _reference(reference: tuple[float, str] | None, scale: float, top: float, bottom: float) -> Iterator[str]:
+def _reference_line(reference: tuple[float, str] | None, scale: float, top: float, bottom: float) -> Iterator[str]:
     if reference:
         x = LEFT + reference[0] * scale
         yield tag("path", class_="reference", d=f"M{x:.1f} {top - 6}V{bottom}")

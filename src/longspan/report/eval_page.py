@@ -21,15 +21,15 @@ def eval_page(record: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
 
     >>> Path("report.html").write_text(eval_page(json.loads(Path("results.json").read_text())))
     """
-    return page(f"{record['target']} · longspan", list(_sections(record, pictures)))
+    return page(f"{record['target']} · longspan", list(_eval_sections(record, pictures)))
 
 
-def _sections(record: Mapping[str, Any], pictures: Sequence[str]) -> Iterator[str]:
+def _eval_sections(record: Mapping[str, Any], pictures: Sequence[str]) -> Iterator[str]:
     models = [record, *([record["compare"]] if "compare" in record else [])]
-    yield _header(record)
-    yield section("Evaluations", _table(*_evaluations(models)))
+    yield _eval_header(record)
+    yield section("Evaluations", _table(*_evaluations_table(models)))
     for difference in record.get("compare", {}).get("differences", ()):
-        yield _difference(difference, [str(model["target"]) for model in models])
+        yield _difference_tables(difference, [str(model["target"]) for model in models])
     charts = list(_charts(models))
     if charts:
         yield section("Where the loss is", tag("div", *charts, class_="grid-2"))
@@ -37,7 +37,7 @@ def _sections(record: Mapping[str, Any], pictures: Sequence[str]) -> Iterator[st
         yield section("Passkey retrieval", tag("div", picture, class_="scroll"))
 
 
-def _header(record: Mapping[str, Any]) -> str:
+def _eval_header(record: Mapping[str, Any]) -> str:
     degrees = [f"{key} {degree}" for key, degree in record["parallel"].items() if degree > 1]
     lines = [" · ".join([*_model(record), plural(record["world"], "rank"), *degrees])]
     lines += [
@@ -53,7 +53,7 @@ def _model(model: Mapping[str, Any]) -> list[str]:
     return [f"{model['kind']}, step {model['evaluations'][0]['step']}"]
 
 
-def _evaluations(models: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+def _evaluations_table(models: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Names and rows of the table: one for each set and degree of each model."""
     rows = [(model, row) for model in models for row in model["evaluations"]]
     columns = {"eval_name", "eval_activation_bytes", *_COLUMNS, *_COUNTS}
@@ -69,7 +69,7 @@ def _evaluations(models: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[l
             _name(row),
             ", ".join(row["cp_comm_type"]) or "-",
             str(row["cp"]),
-            *(_number(row.get(key)) for key in keys),
+            *(_number_cell(row.get(key)) for key in keys),
             seconds_text(row["seconds"]),
         ]
         for model, row in rows
@@ -77,7 +77,7 @@ def _evaluations(models: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[l
     return names, cells
 
 
-def _difference(difference: Mapping[str, Any], names: Sequence[str]) -> str:
+def _difference_tables(difference: Mapping[str, Any], names: Sequence[str]) -> str:
     """Both models on one set, in all and by document length."""
     unit, error = difference["unit"].replace("_", " "), difference["standard_error"]
     first, other = names
@@ -88,7 +88,9 @@ def _difference(difference: Mapping[str, Any], names: Sequence[str]) -> str:
     )
     rows = [("all", difference["first"], difference["other"], difference["documents"])]
     rows += [(f"{start:,} to {last:,}", a, b, documents) for start, last, a, b, documents in difference["by_length"]]
-    cells = [[name, _number(a), _number(b), f"{b - a:+.6f}", f"{documents:,}"] for name, a, b, documents in rows]
+    cells = [
+        [name, _number_cell(a), _number_cell(b), f"{b - a:+.6f}", f"{documents:,}"] for name, a, b, documents in rows
+    ]
     table = _table(["tokens of the document", first, other, "difference", "documents"], cells)
     return section(f"Difference, {difference['name'] or HELD_OUT}", tag("p", text(words), class_="note"), table)
 
@@ -108,7 +110,7 @@ def _name(row: Mapping[str, Any]) -> str:
     return row.get("eval_name") or HELD_OUT
 
 
-def _number(value: Any) -> str:
+def _number_cell(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.6f}"

@@ -23,8 +23,8 @@ def bucket_charts(by_position: Mapping[str, Buckets], by_length: Mapping[str, Bu
     for (title, x_label), curves in zip(_CHARTS, (by_position, by_length), strict=True):
         firsts = sorted({bucket[0] for buckets in curves.values() for bucket in buckets})
         if len(firsts) > 1:
-            shown = enumerate(list(curves.items())[:COLORS])
-            series = tuple(_series(name, buckets, firsts, color) for color, (name, buckets) in shown)
+            first_curves = enumerate(list(curves.items())[:COLORS])
+            series = tuple(_series(name, buckets, firsts, color) for color, (name, buckets) in first_curves)
             names = tuple(map(_start_text, firsts))
             yield Chart(
                 title, series, "nats per predicted token", x_label, WIDTH, HEIGHT, x_names=names, y_format="loss"
@@ -145,6 +145,7 @@ def degrees_table(rows: Sequence[EvalRow]) -> str:
 
 
 def _degree_row(row: EvalRow, base: EvalRow, *, memory: bool) -> str:
+    """The row of a degree: its loss, and whether that equals the first degree's."""
     relative = (row.loss - base.loss) / abs(base.loss) if base.loss else 0.0
     good = abs(relative) <= SAME and row.tokens == base.tokens
     verdict = ("reference", None) if row is base else ("✓ equal", "good") if good else ("✗ differs", "bad")

@@ -47,12 +47,12 @@ def gantt_svg(plan: Plan, cost: Cost | None = None, *, unit: Unit = "seconds", l
         tabindex=0,
         role="img",
         aria_label=f"{plural(plan.slots, 'slot')} over {axis}. Arrow keys read the documents.",
-        data_plan=json.dumps(_hover_data(plan, bars, cost), separators=(",", ":")),
+        data_plan=json.dumps(_tooltip_data(plan, bars, cost), separators=(",", ":")),
     )
 
 
 def write_times(cost: Cost, step_seconds: float) -> Callable[[float], str]:
-    """How times under a cost are written: as durations, or as shares of the step where it is of no machine."""
+    """A function that writes times under a cost: as durations, or as shares of the step if it is of no machine."""
     if cost.source:
         return seconds_text
     return lambda seconds: f"{100 * seconds / (step_seconds or 1.0):.0f}% of the step"
@@ -74,6 +74,7 @@ class _Canvas:
         return _LEFT + value * self.x_scale
 
     def panels(self) -> str:
+        """The background of each micro-batch, with the time of its launch."""
         parts = []
         for panel in self.picture.panels:
             left, width = self.x(panel.start), (panel.stop - panel.start) * self.x_scale
@@ -85,6 +86,7 @@ class _Canvas:
         return "".join(parts)
 
     def bar(self, bar: Bar) -> str:
+        """The rectangle of a document on its slots, with its name if there is room."""
         x, width = self.x(bar.start), (bar.stop - bar.start) * self.x_scale
         y, tall = _TOP + bar.slot * self.height, bar.slots * self.height
         inset = 0.5 if self.height >= 5 else 0.0
@@ -106,6 +108,7 @@ class _Canvas:
         return tag("text", name, class_="name", x=x, y=y) if name and tall >= 12 else ""
 
     def summary(self, part: Summary) -> str:
+        """The rectangle of documents that are too small to draw, with words for a pointer over it."""
         slots = ranges_text(range(part.slot, part.slot + part.slots))
         info = [plural(part.documents, "short document"), plural(part.tokens, "token")]
         info.append(f"micro-batch {part.micro_batch}, slots {slots}")
@@ -125,6 +128,7 @@ class _Canvas:
         return self._slot_axis() + self._value_axis() + self._panel_names()
 
     def _slot_axis(self) -> str:
+        """The numbers of slots, as many as have room, and a line between nodes."""
         slots, parts = self.plan.slots, [label("slot", _LEFT - 8, _TOP - 9, "end")]
         every = 1 << math.ceil(math.log2(max(1.0, 13 / self.height)))
         for slot in range(0, slots, every):
@@ -137,6 +141,7 @@ class _Canvas:
         return "".join(parts)
 
     def _value_axis(self) -> str:
+        """Ticks of seconds or rows, and what they count."""
         parts = []
         seconds = self.picture.unit == "seconds"
         for start, value in self._tick_values():
@@ -162,6 +167,7 @@ class _Canvas:
         return [(panel.start, value) for panel in panels for value in values]
 
     def _panel_names(self) -> str:
+        """A line at the end of each micro-batch, and its name if there is room."""
         parts, last = [], -100.0
         for index, panel in enumerate(self.picture.panels):
             middle, edge = self.x((panel.start + panel.stop) / 2), self.x(panel.stop)
@@ -176,7 +182,7 @@ class _Canvas:
         return f"micro-batch {index}" if (panel.stop - panel.start) * self.x_scale >= 90 else str(index)
 
 
-def _hover_data(plan: Plan, bars: Sequence[Bar], cost: Cost) -> dict[str, object]:
+def _tooltip_data(plan: Plan, bars: Sequence[Bar], cost: Cost) -> dict[str, object]:
     """Data of the tooltip: for each drawn document its group, and for each such group its slots and rows."""
     times, write_time = group_times(plan, cost), write_times(cost, plan.timeline(cost).step_seconds)
     places = dict.fromkeys((bar.micro_batch, bar.group) for bar in bars)

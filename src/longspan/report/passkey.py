@@ -49,7 +49,7 @@ def passkey_pictures(grids: Sequence[tuple[str, PasskeyGrid]]) -> str:
     width = max([LEAST_WIDTH, *(LEFT + CELL * len(grid.lengths) + 20 for _, grid in grids)])
     starts = itertools.accumulate(heights, initial=0.0)
     drawings = (
-        tag("g", *_drawing(grid, name), transform=f"translate(0 {y:g})")
+        tag("g", *_grid_drawing(grid, name), transform=f"translate(0 {y:g})")
         for (name, grid), y in zip(grids, starts, strict=False)
     )
     return tag(
@@ -66,7 +66,7 @@ def passkey_pictures(grids: Sequence[tuple[str, PasskeyGrid]]) -> str:
     )
 
 
-def _drawing(grid: PasskeyGrid, name: str) -> Iterator[str]:
+def _grid_drawing(grid: PasskeyGrid, name: str) -> Iterator[str]:
     """Titles, cells and axes of a grid."""
     bottom = TOP + ROW * len(grid.depths)
     yield label(_heading(grid, name), 16, 26, "start", "heading")
@@ -76,7 +76,7 @@ def _drawing(grid: PasskeyGrid, name: str) -> Iterator[str]:
         yield label(f"{depth:g}", LEFT - 10, TOP + ROW * (j + 0.5) + 4, "end")
     for i, length in enumerate(grid.lengths):
         yield label(f"{length:,}", LEFT + CELL * (i + 0.5), bottom + 18, "middle")
-        yield from (_cell(grid, i, j) for j in range(len(grid.depths)))
+        yield from (_draw_cell(grid, i, j) for j in range(len(grid.depths)))
     yield label(AXES, LEFT, bottom + 38, "start", "soft")
 
 
@@ -86,10 +86,10 @@ def _heading(grid: PasskeyGrid, name: str) -> str:
     return f"Passkey retrieval{of_set}: {keys}"
 
 
-def _cell(grid: PasskeyGrid, i: int, j: int) -> str:
+def _draw_cell(grid: PasskeyGrid, i: int, j: int) -> str:
     """The cell of a length and a depth; a pointer over it shows its numbers."""
     share = grid.retrieved[i][j] / grid.samples
-    color, dark = _color(share)
+    color, dark = _share_color(share)
     x, y = LEFT + CELL * i, TOP + ROW * j
     tip = (
         f"{grid.lengths[i]:,} tokens, depth {grid.depths[j]:g}: {grid.retrieved[i][j]} of "
@@ -100,7 +100,7 @@ def _cell(grid: PasskeyGrid, i: int, j: int) -> str:
     return tag("g", tag("title", text(tip)), box, number)
 
 
-def _color(share: float) -> tuple[str, bool]:
+def _share_color(share: float) -> tuple[str, bool]:
     """The colour of a share, and whether it is dark."""
     red, green, blue = (round(np.interp(share, np.linspace(0, 1, len(RAMP)), part)) for part in zip(*RAMP, strict=True))
     light = sum(w * (part / 255) ** 2.2 for w, part in zip((0.2126, 0.7152, 0.0722), (red, green, blue), strict=True))
@@ -127,12 +127,12 @@ def passkey_section(grids: Sequence[tuple[str, PasskeyGrid]]) -> str:
 
 def _set_figures(grids: Sequence[tuple[str, PasskeyGrid]]) -> Iterator[str]:
     for name in dict.fromkeys(name for name, _ in grids):
-        of_set = [grid for other, grid in grids if other == name]
+        of_set = [grid for grid_name, grid in grids if grid_name == name]
         newest = of_set[-1]
         yield tag("figure", tag("div", passkey_picture(newest, name=name), class_="scroll"), class_="chart")
-        alike = [grid for grid in of_set if (grid.lengths, grid.cp) == (newest.lengths, newest.cp)]
-        if len(alike) > 1:
-            yield chart_figure(_chart_over_steps(alike, name))
+        comparable = [grid for grid in of_set if (grid.lengths, grid.cp) == (newest.lengths, newest.cp)]
+        if len(comparable) > 1:
+            yield chart_figure(_chart_over_steps(comparable, name))
 
 
 def _chart_over_steps(grids: Sequence[PasskeyGrid], name: str) -> Chart:

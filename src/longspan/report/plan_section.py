@@ -29,7 +29,7 @@ def plan_section(
     units = tag("span", *buttons, class_="switch", role="group", aria_label="unit")
     cards = (_plan_card(i, plan, cost, (took or {}).get(name), i == first) for i, (name, plan) in enumerate(plans))
     title, controls = tag("h2", "Plan of a step"), tag("div", choice, units, class_="controls")
-    return tag("section", title, controls, *cards, _legend(), id="plans")
+    return tag("section", title, controls, *cards, _plan_legend(), id="plans")
 
 
 def plan_document(plan: Plan, cost: Cost | None = None, *, title: str = "plan") -> str:
@@ -42,7 +42,7 @@ def plan_document(plan: Plan, cost: Cost | None = None, *, title: str = "plan") 
     lines = " · ".join(facts[:5]), " · ".join(facts[5:])
     entries = (
         tag("g", _with_size(drawing, 22, 12), label(words, 28, 10, "start"), transform=f"translate({x} {y})")
-        for (drawing, words), (x, y) in zip(_keys(), _places(HEAD + height), strict=True)
+        for (drawing, words), (x, y) in zip(_legend_drawings(), _places(HEAD + height), strict=True)
     )
     return tag(
         "svg",
@@ -68,16 +68,16 @@ def _places(top: float) -> Iterator[tuple[int, int]]:
     yield from ((54 + 540 * column, round(top) + 4 + 18 * row) for row in range(2) for column in range(2))
 
 
-def _legend() -> str:
+def _plan_legend() -> str:
     note = (
         "Times are predicted by the plan's cost model, not measured. Within a micro-batch the documents of the widest "
         "groups come first here, whatever a slot's own order."
     )
-    entries = (tag("li", drawing, words) for drawing, words in _keys())
+    entries = (tag("li", drawing, words) for drawing, words in _legend_drawings())
     return tag("ul", *entries, class_="legend") + tag("p", note, class_="note")
 
 
-def _keys() -> tuple[tuple[str, str], ...]:
+def _legend_drawings() -> tuple[tuple[str, str], ...]:
     """The drawing and the words of each entry of the legend."""
     box = {"width": 22, "height": 12}
     return (
@@ -102,9 +102,9 @@ def _plan_card(index: int, plan: Plan, cost: Cost | None, took: float | None, fi
     facts = (tag("div", tag("dt", text(name)), tag("dd", text(value))) for name, value in _plan_facts(plan, took))
     pictures = {unit: gantt_svg(plan, cost, unit=unit) for unit in ("seconds", "rows")}
     # Only the picture that shows is part of the document; the others wait in templates.
-    shown = pictures.pop("seconds") if first else ""
-    waiting = (tag("template", svg, data_unit=unit) for unit, svg in pictures.items())
-    content = tag("dl", *facts, class_="facts"), tag("div", shown, class_="picture scroll"), *waiting
+    first_picture = pictures.pop("seconds") if first else ""
+    templates = (tag("template", svg, data_unit=unit) for unit, svg in pictures.items())
+    content = tag("dl", *facts, class_="facts"), tag("div", first_picture, class_="picture scroll"), *templates
     return tag("div", *content, class_="plan", data_plan_index=index, hidden=not first)
 
 

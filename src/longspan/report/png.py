@@ -40,11 +40,15 @@ def write_png(plan: Plan, path: str | Path, cost: Cost | None = None, *, unit: U
     for host in range(plan.node_size, plan.slots, plan.node_size):
         axes.axhline(host, color="#555555", linewidth=1.0, linestyle=(0, (1, 3)), zorder=3)
     fills = [FILLS[picture.color_of[b.document]] for b in bars]
-    boxes, small = ([Rectangle((b.start, b.slot), b.stop - b.start, b.slots) for b in of] for of in (bars, summaries))
-    axes.add_collection(PatchCollection(small, facecolor=MANY, edgecolor="none", zorder=1))
+    boxes, summary_boxes = (
+        [Rectangle((b.start, b.slot), b.stop - b.start, b.slots) for b in of] for of in (bars, summaries)
+    )
+    axes.add_collection(PatchCollection(summary_boxes, facecolor=MANY, edgecolor="none", zorder=1))
     axes.add_collection(PatchCollection(boxes, facecolor=fills, edgecolor="white", linewidth=0.5, zorder=2))
     _name_bars(axes, picture, bars, x_scale, y_scale)
-    patches = [Rectangle((0, 0), 1, 1, facecolor=fill, edgecolor="#999999", label=name) for fill, name in _legend(unit)]
+    patches = [
+        Rectangle((0, 0), 1, 1, facecolor=fill, edgecolor="#999999", label=name) for fill, name in _legend_entries(unit)
+    ]
     figure.legend(handles=patches, loc="outside lower left", ncols=3, frameon=False, fontsize=9)
     _label_axes(axes, picture, timed=bool((cost or plan.cost).source))
     figure.savefig(path, dpi=150, facecolor="white")
@@ -72,7 +76,7 @@ def _name_bars(axes: Any, picture: PlanBars, bars: Sequence[Bar], x_scale: float
             axes.text(*middle, name, ha="center", va="center", **look)
 
 
-def _legend(unit: Unit) -> tuple[tuple[str, str], ...]:
+def _legend_entries(unit: Unit) -> tuple[tuple[str, str], ...]:
     """(colour, what it means) of each entry of the legend."""
     idle = "nothing to do" if unit == "rows" else "nothing to do, or the fixed time of a micro-batch"
     document = "a document: one block over the slots that share it, in another colour than its neighbours"
@@ -83,7 +87,7 @@ def _label_axes(axes: Any, picture: PlanBars, *, timed: bool) -> None:
     slots, seconds = picture.plan.slots, "predicted seconds" if timed else "predicted time, of no machine"
     axes.set(xlim=(0, picture.end or 1.0), ylim=(slots, 0), ylabel="slot")
     axes.set_xlabel(seconds if picture.unit == "seconds" else "rows of a slot, micro-batch after micro-batch")
-    axes.set_title(_title(picture.plan), loc="left", fontsize=11, pad=18)
+    axes.set_title(_picture_title(picture.plan), loc="left", fontsize=11, pad=18)
     if picture.plan.mode == "lockstep":
         _name_panels(axes, picture)
     if slots <= 24:
@@ -105,7 +109,7 @@ def _name_panels(axes: Any, picture: PlanBars) -> None:
             last = middle
 
 
-def _title(plan: Plan) -> str:
+def _picture_title(plan: Plan) -> str:
     ratio = plan.predicted_seconds / plan.lower_bound_seconds if plan.lower_bound_seconds else 0.0
     bound = f" · {ratio:.3f} × the lower bound" if ratio else ""
     seconds = f" · {plan.predicted_seconds:.3g} s" if plan.cost.source else ""

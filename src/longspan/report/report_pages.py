@@ -23,7 +23,7 @@ OWN_STEPS = "this run, scaled to its median step"
 
 def plans_at_run_speed(run: RunFolder) -> tuple[tuple[str, Plan], ...]:
     """The saved plans by name; those of no machine are scaled to the run's steps if any was measured."""
-    factor = _factor(run)
+    factor = _time_factor(run)
     return tuple((name, _scale_plan(plan, factor)) for name, plan in run.plans)
 
 
@@ -34,7 +34,7 @@ def step_seconds(run: RunFolder, name: str) -> float | None:
     return float(took[0]) if len(took) and took[0] > 0 else None
 
 
-def _factor(run: RunFolder) -> float | None:
+def _time_factor(run: RunFolder) -> float | None:
     """How many times as long as predicted a step took, by the median step and the median of the saved plans."""
     predicted = [plan.predicted_seconds for name, plan in run.plans if name.startswith("step ")]
     took = run.train["seconds"][run.train["seconds"] > 0]
@@ -42,6 +42,7 @@ def _factor(run: RunFolder) -> float | None:
 
 
 def _scale_plan(plan: Plan, factor: float | None) -> Plan:
+    """The plan with times multiplied by a factor; as it is if its cost is a machine's, or without a factor."""
     if plan.cost.source or factor is None:
         return plan
     source = f"{OWN_STEPS}; {FORWARD_ALONE}" if plan.cost.passes == "forward" else OWN_STEPS

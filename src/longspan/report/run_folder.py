@@ -84,8 +84,8 @@ class EvalRow:
             name=str(row.get("eval_name", "")),
             activation_bytes=int(row.get("eval_activation_bytes", 0)),
             metrics=tuple(metrics.items()),
-            by_position=_buckets(row["by_position"]),
-            by_length=_buckets(row["by_length"]),
+            by_position=_read_buckets(row["by_position"]),
+            by_length=_read_buckets(row["by_length"]),
         )
 
     @property
@@ -116,7 +116,7 @@ def number(value: object) -> float:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
 
-def _buckets(rows: object) -> tuple[BucketRow, ...]:
+def _read_buckets(rows: object) -> tuple[BucketRow, ...]:
     """The buckets that can be read, of those that have targets."""
     buckets = list[BucketRow]()
     for row in rows if isinstance(rows, list) else []:
@@ -188,9 +188,9 @@ class RunFolder:
         rows, notes = _metric_rows(path)
         train = {int(row["step"]): row for row in rows if "loss" in row}  # a resumed run repeats steps: the last counts
         evaluations = {row.place: row for row in _evaluation_rows(rows, notes)}
-        plans, plan_notes = _plans(path / "plans")
-        summary = _json_object(path / "summary.json", notes)
-        config_text, config = _config(path, notes)
+        plans, plan_notes = _read_plans(path / "plans")
+        summary = _read_json_object(path / "summary.json", notes)
+        config_text, config = _read_config(path, notes)
         steps = sorted(train)
         return cls(
             path=path,
@@ -199,12 +199,12 @@ class RunFolder:
             evaluations=tuple(evaluations[key] for key in sorted(evaluations)),
             final=tuple(_evaluation_rows(summary.get("eval_at_degrees", ()), notes)),
             passkey=passkey_grids(rows),
-            samples=_samples(path / "samples.jsonl", notes),
+            samples=_read_samples(path / "samples.jsonl", notes),
             config_text=config_text,
             config=config,
             plans=plans,
             summary=summary,
-            facts=RunFacts.from_json(_json_object(path / "run.json", notes)),
+            facts=RunFacts.from_json(_read_json_object(path / "run.json", notes)),
             notes=(*notes, *plan_notes),
         )
 
@@ -220,6 +220,7 @@ class RunFolder:
 
 
 def _metric_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows of metrics.jsonl, and notes on damaged lines. Raises ConfigError if there is no row."""
     metrics = path / "metrics.jsonl"
     if not metrics.is_file():
         lack = "no such folder" if not path.is_dir() else "there is no metrics.jsonl in it"
@@ -234,7 +235,7 @@ def _metric_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     return rows, [f"{plural(damaged, 'line')} of metrics.jsonl could not be read and left out"] if damaged else []
 
 
-def _samples(file: Path, notes: list[str]) -> tuple[dict[str, Any], ...]:
+def _read_samples(file: Path, notes: list[str]) -> tuple[dict[str, Any], ...]:
     """The rows of samples.jsonl; none if there is no such file."""
     rows, damaged = rows_and_damage(file) if file.is_file() else ([], 0)
     if damaged:
@@ -242,7 +243,8 @@ def _samples(file: Path, notes: list[str]) -> tuple[dict[str, Any], ...]:
     return tuple(row for row in rows if all(key in row for key in SAMPLE_KEYS))
 
 
-def _json_object(path: Path, notes: list[str]) -> dict[str, Any]:
+def _read_json_object(path: Path, notes: list[str]) -> dict[str, Any]:
+    """The object in a file; empty if the file is missing or, with a note, damaged."""
     if not path.is_file():
         return {}
     try:
@@ -270,7 +272,7 @@ def _evaluation_rows(rows: object, notes: list[str]) -> Iterator[EvalRow]:
             yield from [evaluation] if evaluation else []
 
 
-def _config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
+def _read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
     """The configuration as it was written, and its values if it can be read."""
     file = path / "config.toml"
     if not file.is_file():
@@ -283,7 +285,8 @@ def _config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
         return words, {}
 
 
-def _plans(folder: Path) -> tuple[tuple[tuple[str, Plan], ...], list[str]]:
+def _read_plans(folder: Path) -> tuple[tuple[tuple[str, Plan], ...], list[str]]:
+    """The saved plans by name, at most MAX_PLANS at even distances, and notes on damaged ones."""
     files = sorted(folder.glob("*.json"), key=lambda file: (not file.stem.startswith("step-"), file.stem))
     if len(files) > MAX_PLANS:
         index = np.unique(np.linspace(0, len(files) - 1, MAX_PLANS).round().astype(int))

@@ -71,7 +71,7 @@ def _degree_name(degree: str) -> str:
 
 def small_charts(run: RunFolder) -> Iterator[Chart]:
     """A chart for each figure that the run measured of its steps."""
-    curves = partial(_curves, run)
+    curves = partial(_column_curves, run)
     norm = finite(run.train["grad_norm"])
     spiky = len(norm) > 0 and float(norm.min()) > 0 and float(norm.max()) > 30 * float(np.median(norm))
     yield Chart("Speed", curves("tokens_per_second", 0), "tokens per second", zero=True)
@@ -92,19 +92,19 @@ def small_charts(run: RunFolder) -> Iterator[Chart]:
 def _share_charts(run: RunFolder) -> Iterator[Chart]:
     """How near steps come to the devices' peak and to the bound of their plans, and the encoder's part of them."""
     if len(finite(run.train["mfu"])):
-        share = _curves(run, "mfu", 3)
+        share = _column_curves(run, "mfu", 3)
         yield Chart("Model FLOPs utilisation", share, "of the device's peak", y_format="percent", zero=True)
     elif len(finite(run.train["tflops"])):
-        yield Chart("Model FLOPs", _curves(run, "tflops", 3), "TFLOP/s of a device", zero=True)
+        yield Chart("Model FLOPs", _column_curves(run, "tflops", 3), "TFLOP/s of a device", zero=True)
     if len(finite(run.train["bound_share"])):
-        share = _curves(run, "bound_share", 2)
+        share = _column_curves(run, "bound_share", 2)
         yield Chart("Share of the plan's bound", share, "lower bound / seconds", y_format="percent", zero=True)
     if len(finite(run.train["encoder_share"])):
-        both = _averages(run, [("measured", "encoder_share"), ("predicted", "predicted_encoder_share")])
-        yield Chart("Encoder", both, "share of the step", y_format="percent", zero=True)
+        encoder_series = _averages(run, [("measured", "encoder_share"), ("predicted", "predicted_encoder_share")])
+        yield Chart("Encoder", encoder_series, "share of the step", y_format="percent", zero=True)
 
 
-def _curves(run: RunFolder, name: str, color: int, window: int | None = None) -> tuple[Series, ...]:
+def _column_curves(run: RunFolder, name: str, color: int, window: int | None = None) -> tuple[Series, ...]:
     """A column's values, and their averages over as many steps (None: by the number of steps; 1: none)."""
     values, window = run.train[name], window or _window(run)
     if window == 1:
@@ -116,7 +116,7 @@ def _curves(run: RunFolder, name: str, color: int, window: int | None = None) ->
 def _averages(run: RunFolder, columns: Sequence[tuple[str, str]]) -> tuple[Series, ...]:
     """The averages of several columns, each a name to show and that of the column, in one chart."""
     window = _window(run)
-    return tuple(Series(shown, run.step, smooth(run.train[name], window), i) for i, (shown, name) in enumerate(columns))
+    return tuple(Series(label, run.step, smooth(run.train[name], window), i) for i, (label, name) in enumerate(columns))
 
 
 def _window(run: RunFolder) -> int:
@@ -131,10 +131,10 @@ HALF = 460  # width of a chart, two in a row
 
 def run_sections(run: RunFolder) -> Iterator[str]:
     """The parts of the page in order; the configuration comes last."""
-    yield _header(run)
+    yield _run_header(run)
     if run.facts is not None:
         yield section("The run", _facts(run.facts))
-    yield _figures(run)
+    yield _figure_cards(run)
     yield section("Loss", *both_widths(partial(loss_chart, run)))
     yield from evaluation_sections(run)
     if run.passkey:
@@ -148,21 +148,21 @@ def run_sections(run: RunFolder) -> Iterator[str]:
         yield tag("section", tag("details", tag("summary", "Configuration"), tag("pre", text(run.config_text))))
 
 
-def _header(run: RunFolder) -> str:
+def _run_header(run: RunFolder) -> str:
     steps = f"steps {int(run.step[0]):,} to {int(run.step[-1]):,}" if len(run.step) else "no training step"
     title = tag("p", "longspan", class_="brand") + tag("h1", text(run.name))
-    parts = [*_configuration_parts(run), steps + _ending(run)]
+    parts = [*_configuration_parts(run), steps + _ending_text(run)]
     versions = run.summary.get("versions")
-    made = [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, dict) else []
-    lines = (tag("p", text(" · ".join(line)), class_="sub") for line in (parts, made) if line)
-    story = "; ".join(_story(run))
+    version_texts = [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, dict) else []
+    lines = (tag("p", text(" · ".join(line)), class_="sub") for line in (parts, version_texts) if line)
+    story = "; ".join(_outcome_text(run))
     return tag(
         "header", title, *lines, tag("p", text(f"{story[:1].upper()}{story[1:]}."), class_="story") if story else ""
     )
 
 
-def _story(run: RunFolder) -> Iterator[str]:
-    """What came of the run: how the loss went, and whether degrees agree."""
+def _outcome_text(run: RunFolder) -> Iterator[str]:
+    """Yield the outcome of the run in words: how the loss went, and whether degrees agree."""
     loss, seconds = finite(run.train["loss"]), finite(run.train["seconds"])
     if len(loss) > 1:
         took = f" in {seconds_text(float(seconds.sum()))} of steps" if len(seconds) else ""
@@ -171,12 +171,12 @@ def _story(run: RunFolder) -> Iterator[str]:
     if not rows:
         return
     degrees, spread = ", ".join(row.degree for row in rows), relative_spread([row.loss for row in rows])
-    same = "the same" if spread <= SAME else "different"
-    many = f", {same} at degrees {degrees} to {spread:.1e}" if len(rows) > 1 else ""
-    yield f"{rows[0].loss:.4g} on documents that it never saw{many}"
+    agreement = "the same" if spread <= SAME else "different"
+    degree_text = f", {agreement} at degrees {degrees} to {spread:.1e}" if len(rows) > 1 else ""
+    yield f"{rows[0].loss:.4g} on documents that it never saw{degree_text}"
 
 
-def _ending(run: RunFolder) -> str:
+def _ending_text(run: RunFolder) -> str:
     if not run.summary:
         return ", has not finished or was interrupted"
     stopped = run.summary.get("stopped")
@@ -212,7 +212,7 @@ def _facts(facts: RunFacts) -> str:
     return tag("dl", *lines, class_="said")
 
 
-def _figures(run: RunFolder) -> str:
+def _figure_cards(run: RunFolder) -> str:
     cards = [
         tag("div", tag("dt", text(name)), tag("dd", text(value)), tag("p", text(detail)), class_="card")
         for name, value, detail in _key_figures(run)
@@ -233,6 +233,7 @@ def _small_figures(run: RunFolder) -> Iterator[str]:
 
 
 def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
+    """Yield name, value and detail of the figures at the top of the page."""
     loss, vocab = finite(run.train["loss"]), run.vocab_size()
     if len(loss):
         mean = float(loss[-LAST:].mean())
@@ -243,12 +244,12 @@ def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
     if rows:
         degrees = ", ".join(row.degree for row in rows)
         spread = relative_spread([r.loss for r in rows])
-        same = f"; degrees {degrees} differ by {spread:.1e}" if len(rows) > 1 else f"; degree {degrees}"
-        yield "evaluation loss", f"{rows[0].loss:.4f}", f"after step {rows[0].step:,}{same}"
+        degree_text = f"; degrees {degrees} differ by {spread:.1e}" if len(rows) > 1 else f"; degree {degrees}"
+        yield "evaluation loss", f"{rows[0].loss:.4f}", f"after step {rows[0].step:,}{degree_text}"
     speed = finite(run.train["tokens_per_second"])
     if len(speed):
         yield "tokens per second", number_text(float(np.median(speed))), "median of all steps"
-    yield from _shares(run)
+    yield from _share_figures(run)
     seconds = finite(run.train["seconds"])
     if len(seconds):
         tokens, targets = (finite(run.train[name]).sum() for name in ("tokens", "targets"))
@@ -259,7 +260,7 @@ def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
         yield "peak memory", bytes_text(float(memory.max())), "of a process"
 
 
-def _shares(run: RunFolder) -> Iterator[tuple[str, str, str]]:
+def _share_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
     """How near the steps come to the devices' peak, and to the bound of their plans, where these are known."""
     mfu, tflops, bound = (finite(run.train[name]) for name in ("mfu", "tflops", "bound_share"))
     median = float(np.median(tflops)) if len(tflops) else 0.0

@@ -13,13 +13,13 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
     finite = np.isfinite(values)
     total = np.concatenate(([0.0], np.cumsum(np.where(finite, values, 0.0))))
     count = np.concatenate(([0], np.cumsum(finite)))
-    here = np.arange(len(values))
-    start, stop = np.maximum(here - window // 2, 0), np.minimum(here + (window + 1) // 2, len(values))
+    places = np.arange(len(values))
+    start, stop = np.maximum(places - window // 2, 0), np.minimum(places + (window + 1) // 2, len(values))
     with np.errstate(invalid="ignore", divide="ignore"):
         return (total[stop] - total[start]) / (count[stop] - count[start])
 
 
-def thin(x: np.ndarray, y: np.ndarray, limit: int) -> Curve:
+def thin_curve(x: np.ndarray, y: np.ndarray, limit: int) -> Curve:
     """At most `limit` points of a curve: first, last, and the least and greatest value of each stretch between.
 
     Spikes survive, which an average would hide. Values that are not finite are dropped.

@@ -60,19 +60,19 @@ def image_samples(
     """
     if not isinstance(documents, ImageDocuments) or not documents.items:
         return []
-    chosen = list(dict.fromkeys(documents.ids[item.document] for item in documents.items))[:SAMPLES]
-    shown = documents.corpus.select(chosen)
-    assert isinstance(shown, ImageDocuments)
+    numbers = list(dict.fromkeys(documents.ids[item.document] for item in documents.items))[:SAMPLES]
+    samples = documents.corpus.select(numbers)
+    assert isinstance(samples, ImageDocuments)
     predictions = _Predictions()
     options = EvaluationOptions(step=step, name=name, metrics={"predictions": predictions})
-    evaluate(model, shown, choice, world, options)
+    evaluate(model, samples, choice, world, options)
     tokens_at = dict[tuple[int, int], int]()
     for tokens in world.control.gather_objects(predictions.tokens, "predicted tokens of samples"):
         tokens_at |= tokens
 
     def rows() -> list[dict[str, Any]]:
         tokenizer = load_tokenizer(folder)
-        made = (_sample_row(shown, number, tokenizer, tokens_at) for number in range(len(shown)))
+        made = (_sample_row(samples, number, tokenizer, tokens_at) for number in range(len(samples)))
         return [{"step": step, "name": name, **row} for row in made]
 
     return run_on_first_rank(world, rows, DataError)  # which alone opens the pictures
@@ -89,14 +89,14 @@ def _sample_row(
     targets = np.flatnonzero(labels[1:] != NO_TARGET) + 1
     predicted = [tokens_at.get((number, int(position) - 1), NO_TARGET) for position in targets]
     return {
-        "text": _text(documents, number, tokenizer, ids[: int(targets[0]) if len(targets) else len(ids)]),
+        "text": _text_before_answer(documents, number, tokenizer, ids[: int(targets[0]) if len(targets) else len(ids)]),
         "answer": _decode(tokenizer, labels[targets]),
         "predicted": _decode(tokenizer, predicted),
-        "images": [_picture(documents, i) for i, item in enumerate(documents.items) if item.document == number],
+        "images": [_encode_picture(documents, i) for i, item in enumerate(documents.items) if item.document == number],
     }
 
 
-def _text(documents: ImageDocuments, number: int, tokenizer: TextTokenizer, ids: Any) -> str:
+def _text_before_answer(documents: ImageDocuments, number: int, tokenizer: TextTokenizer, ids: Any) -> str:
     """The text before an answer, with `<image>` for the placeholders of each image."""
     pieces, at = list[str](), 0
     for item in documents.items:
@@ -111,7 +111,7 @@ def _decode(tokenizer: TextTokenizer, ids: Sequence[int] | Any) -> str:
     return tokenizer.engine.decode(in_vocabulary, skip_special_tokens=True)
 
 
-def _picture(documents: ImageDocuments, item: int) -> str:
+def _encode_picture(documents: ImageDocuments, item: int) -> str:
     image = documents.picture(item)
     image.thumbnail((LARGEST, LARGEST))
     buffer = io.BytesIO()
@@ -149,9 +149,9 @@ class Evaluations:
         for entry in self.run.sets:
             if not is_due(done, entry.config.every) or (unless_recorded and self._is_recorded(entry, done)):
                 continue
-            evaluation = self._evaluate(entry, self.run.choice_of(entry.config), done)
+            evaluation = self._evaluate_set(entry, self.run.choice_of(entry.config), done)
             if evaluation is not None:
-                self._record(entry, [evaluation])
+                self._record_evaluations(entry, [evaluation])
             elif signal := received_signal(self.run.world, self.stop):
                 return signal
         return ""
@@ -167,7 +167,7 @@ class Evaluations:
                 elif signal := received_signal(self.run.world, self.stop):
                     return Final(stopped=signal)
             if not self._is_recorded(entry, done):
-                self._record(entry, evaluations)
+                self._record_evaluations(entry, evaluations)
             (named if entry.name else at_degrees).extend(sorted(evaluations, key=_degree))
         self._write_samples(done)
         return Final(tuple(at_degrees), tuple(named))
@@ -184,14 +184,14 @@ class Evaluations:
     def _final_evaluations(self, entry: EvaluationSet, done: int) -> Iterator[Evaluation | None]:
         """Evaluate a set as configured and, for the held-out documents, at every other degree."""
         choice = self.run.choice_of(entry.config)
-        first = self._evaluate(entry, choice, done)
+        first = self._evaluate_set(entry, choice, done)
         yield first
         others = () if entry.name else choices_at_degrees(choice, entry.documents, self.run.world.home)
         for other in others:
             if first is None or other.degree != first.cp:
-                yield self._evaluate(entry, other, done)
+                yield self._evaluate_set(entry, other, done)
 
-    def _evaluate(self, entry: EvaluationSet, choice: PlanChoice, done: int) -> Evaluation | None:
+    def _evaluate_set(self, entry: EvaluationSet, choice: PlanChoice, done: int) -> Evaluation | None:
         """Evaluate a set under plans of `choice`; None if it was stopped."""
         settings, kernel = self.run.config.train, entry.config.attention_kernel
         options = EvaluationOptions(
@@ -221,7 +221,7 @@ class Evaluations:
         """Whether metrics.jsonl has an evaluation of this set after this step; the same on every rank."""
         return self.run.world.control.broadcast_object((done, entry.name) in self.records.metrics.evaluated)
 
-    def _record(self, entry: EvaluationSet, evaluations: Sequence[Evaluation]) -> None:
+    def _record_evaluations(self, entry: EvaluationSet, evaluations: Sequence[Evaluation]) -> None:
         """Write and show evaluations of one set after one step, at one or several degrees, and keep their plans.
 
         Losses of documents are written for the first one only: all have the same weights and documents.

@@ -23,7 +23,8 @@ class RunFacts:
     their degree, if cost chose it; `mixers` is how state-space layers run, `mtp` which tokens
     further ahead are predicted, `encoder` where images are encoded, "" without any; `rows` is why a hybrid's rows are
     dealt out as they are, where their cost chose; `caution` is what a user of these devices would want to change, ""
-    for nothing; `sessions` are the steps that were done when each began, and its ranks, this one last.
+    for nothing; `node_size` is the slots of a host, 0 in files of older versions; `sessions` are the steps that were
+    done when each began, and its ranks, this one last.
     """
 
     model: str
@@ -64,29 +65,30 @@ class RunFacts:
     encoder: str = ""
     rows: str = ""
     caution: str = ""
+    node_size: int = 0
     sessions: tuple[tuple[int, int], ...] = ()
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Name and text of each line, for the console and the report."""
         experts = f", {self.experts_of_token} of {self.experts} experts a token" if self.experts else ""
-        sizes = f"{_size(self.parameters)} parameters, {_size(self.parameters_of_rank)} on a rank"
-        sizes += f", {_size(self.trained)} trained" if self.trained else ""
+        sizes = f"{_size_text(self.parameters)} parameters, {_size_text(self.parameters_of_rank)} on a rank"
+        sizes += f", {_size_text(self.trained)} trained" if self.trained else ""
         yield "model", f"{self.model}: {sizes}{experts}"
         sums = f"gradients summed in {self.reduce_dtype}"
         yield "precision", f"parameters {self.parameter_dtype}, compute {self.compute_dtype}, {sums}"
         yield "devices", self._device_text()
-        yield "home", ", ".join((*_degrees(self.home), *(["sequence-parallel"] if self.sequence_parallel else [])))
+        yield "home", ", ".join(self._home_words())
         yield "attention", f"{self.comm_types}; kernel {'; '.join(self.kernels) or 'chosen in the first pass'}"
-        some = {"mixers": self.mixers, "mtp": self.mtp, "encoder": self.encoder, "rows": self.rows}
-        yield from ((name, text) for name, text in some.items() if text)
+        optional = {"mixers": self.mixers, "mtp": self.mtp, "encoder": self.encoder, "rows": self.rows}
+        yield from ((name, text) for name, text in optional.items() if text)
         yield "plans", self.plans + (f"; priced for {self.priced_for}" if self.priced_for else "")
         for reason in self.evaluated.splitlines():
             yield "evaluation", reason.removeprefix("evaluation ")
         held_out = f", {self.held_out:,} of them held out" if self.held_out else ""
         documents = f"{plural(self.documents, 'document')} of {plural(self.tokens, 'token')}"
         yield "data", f"{documents}, longest {self.longest:,}{held_out}"
-        done = f", of which {self.done:,} are done" if self.done else ""
-        yield "steps", f"{self.steps:,}{done}, each of up to {self.tokens_per_step:,} tokens"
+        done_text = f", of which {self.done:,} are done" if self.done else ""
+        yield "steps", f"{self.steps:,}{done_text}, each of up to {self.tokens_per_step:,} tokens"
         if resumed := [f"at step {step:,} on {plural(ranks, 'rank')}" for step, ranks in self.sessions if step]:
             yield "resumed", ", ".join(resumed)
         yield "optimizer", f"{self.optimizer}, lr {self.lr:g} at most"
@@ -98,6 +100,13 @@ class RunFacts:
             yield "no MFU", f"model FLOPs are not counted: {self.uncounted}"
         if self.caution:
             yield "caution", self.caution
+
+    def _home_words(self) -> Iterator[str]:
+        """The slots of the home (of several hosts: those of one too), and its other degrees that are above 1."""
+        of_host = f" ({self.node_size} a host)" if self.hosts > 1 and self.node_size else ""
+        yield plural(self.home["slots"], "slot") + of_host
+        yield from (f"{name} {degree}" for name, degree in self.home.items() if name != "slots" and degree > 1)
+        yield from ["sequence-parallel"] * self.sequence_parallel
 
     def _device_text(self) -> str:
         if self.device == "CPU":
@@ -123,17 +132,11 @@ def facts_text(facts: RunFacts) -> str:
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
 
 
-def _degrees(home: dict[str, int]) -> Iterator[str]:
-    """The slots of a home, and its other degrees that are above 1."""
-    yield plural(home["slots"], "slot")
-    yield from (f"{name} {degree}" for name, degree in home.items() if name != "slots" and degree > 1)
-
-
 def _on_hosts(hosts: int) -> str:
     return f", {hosts} hosts" if hosts > 1 else ""
 
 
-def _size(count: int) -> str:
+def _size_text(count: int) -> str:
     for unit, scale in (("B", 1e9), ("M", 1e6)):
         if count >= scale:
             return f"{count / scale:.3g} {unit}"

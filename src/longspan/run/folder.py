@@ -46,6 +46,7 @@ def run_lock(directory: Path, world: World, log: LogLine) -> Iterator[None]:
 
 
 def _lock_file(directory: Path, log: LogLine) -> TextIO:
+    """Open the lock file and lock it. Raises RunFolderError if another process holds the lock."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / LOCK
     file = path.open("a+", encoding="utf-8")

@@ -29,17 +29,17 @@ class WandbLogger:
         import wandb
 
         path = start.dir / FILE
-        before = json.loads(path.read_text(encoding="utf-8")) if start.done and path.is_file() else {}
+        saved = json.loads(path.read_text(encoding="utf-8")) if start.done and path.is_file() else {}
         self._done = start.done
-        self._sent = max([before.get("sent", 0), *(row["step"] for row in start.rows)]) if before else 0
+        self._sent = max([saved.get("sent", 0), *(row["step"] for row in start.rows)]) if saved else 0
         evaluated = [_evaluation_key(row) for row in start.rows if "eval_loss" in row]
-        sent_before = [tuple(entry) for entry in before.get("evaluated", ())]
+        sent_before = [tuple(entry) for entry in saved.get("evaluated", ())]
         self._evaluated = {entry for entry in (*sent_before, *evaluated) if entry[0] == self._sent}
         self._run = wandb.init(
             project=wandb.setup().settings.project or PROJECT,
             name=start.dir.resolve().name,
-            id=before.get("id"),
-            resume="allow" if before else None,
+            id=saved.get("id"),
+            resume="allow" if saved else None,
             dir=str(start.dir),
             config={**start.config, "facts": dict(start.facts)},
             settings=wandb.Settings(console="off", silent=True),
@@ -47,7 +47,7 @@ class WandbLogger:
         for kind in ("train", "eval"):
             self._run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
         # wandb's own count of rows, beyond those of earlier sessions, which an offline session cannot ask for.
-        self._next = max(self._run.step, before.get("next", 0) + len(start.rows)) if before else 0
+        self._next = max(self._run.step, saved.get("next", 0) + len(start.rows)) if saved else 0
         sent = {"sent": self._sent, "evaluated": sorted(self._evaluated), "next": self._next}
         write_atomically(path, json.dumps({"id": self._run.id, **sent}))
 

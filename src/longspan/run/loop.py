@@ -106,7 +106,7 @@ class _Loop:
         with saves.save_before_errors():
             while saves.done < settings.steps and not stopped:
                 self.display.begin_step(saves.done + 1)
-                row, plan = _run_step(run, plans, saves.done)
+                row, plan = _take_step(run, plans, saves.done)
                 saves.done += 1
                 _, failure = result_or_error(partial(self.record_step, row, plan), RunFolderError)
                 self.display.show_step(row)
@@ -140,13 +140,13 @@ def _plans(run: TrainingRun) -> PlanAhead:
     return plans_of_steps(run.choice, run.order, run.world.home, ahead=run.config.context.plan_ahead)
 
 
-def _run_step(run: TrainingRun, plans: PlanAhead, step: int) -> tuple[dict[str, Any], Plan]:
+def _take_step(run: TrainingRun, plans: PlanAhead, step: int) -> tuple[dict[str, Any], Plan]:
     """Run one optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan."""
     started = time.perf_counter()
     documents = run.order.select(run.corpus, step)
     plan = with_targets_of(documents, plans.plan(step))
     if isinstance(run.model, MultimodalModel) and step + 1 < run.config.train.steps:
-        _read_ahead(run, run.model, plans, step + 1)
+        _prepare_next_step(run, run.model, plans, step + 1)
     result = run.take_step(plan, documents, step)
     seconds = time.perf_counter() - started
     row = {"step": step + 1, "loss": result.loss, "tokens": result.tokens, "targets": result.targets}
@@ -164,7 +164,7 @@ def _run_step(run: TrainingRun, plans: PlanAhead, step: int) -> tuple[dict[str, 
     return row, plan
 
 
-def _read_ahead(run: TrainingRun, model: MultimodalModel, plans: PlanAhead, step: int) -> None:
+def _prepare_next_step(run: TrainingRun, model: MultimodalModel, plans: PlanAhead, step: int) -> None:
     """Plan the next step's waves of images and read this rank's images, in threads; errors are raised in that step.
 
     A step whose plan is not ready reads its images itself; no step waits for the plan of another.

@@ -38,7 +38,7 @@ class ProgressDisplay:
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._since: tuple[float, int] | None = None
-        self._figures = 0  # of a step, that the terminal has room for
+        self._figures_shown = 0  # of a step, that the terminal has room for
         self._evaluating: TaskID | None = None
         self._bar_alone = False  # of an evaluation, with none of steps beside it
 
@@ -77,9 +77,9 @@ class ProgressDisplay:
         if self._stream is None:
             return
         if not self._plain:
-            self._advance(row)
+            self._advance_bar(row)
         elif row["step"] % self._log_every == 0 or row["step"] in (1, self._steps) or self._is_silent(row):
-            self.log("  ".join(filter(None, (self._step(row), *_figures(row), self._remaining(row["step"])))))
+            self.log("  ".join(filter(None, (self._step(row), *_step_figures(row), self._remaining_time(row["step"])))))
 
     def show_evaluation(self, row: Mapping[str, Any]) -> None:
         """Show an evaluation, given its row of metrics."""
@@ -87,7 +87,7 @@ class ProgressDisplay:
         subject = f"evaluation of {name}: loss" if name else "evaluation loss"
         self.log(
             f"{self._step(row)}  {subject} {row['eval_loss']:.6f} at cp {row['cp']} "
-            f"({', '.join([plural(tokens, 'token'), *_metrics(row)])}, in {seconds:.1f} s)"
+            f"({', '.join([plural(tokens, 'token'), *_metric_texts(row)])}, in {seconds:.1f} s)"
         )
         if "passkey" in row:
             self.log(PasskeyGrid.from_json(row["passkey"]).table())
@@ -141,18 +141,20 @@ class ProgressDisplay:
     def _step(self, row: Mapping[str, Any]) -> str:
         return f"step {row['step']:>{len(str(self._steps))}}/{self._steps}"
 
-    def _advance(self, row: Mapping[str, Any]) -> None:
+    def _advance_bar(self, row: Mapping[str, Any]) -> None:
+        """Move the bar to a step, and start it at the first."""
         if self._progress is None:
             console = Console(file=self._stream)
-            self._figures, columns = _fit_to_width(row, self._steps, console.width)
+            self._figures_shown, columns = _fit_to_width(row, self._steps, console.width)
             bar = Progress(*columns, console=console, refresh_per_second=4)
             self._task = bar.add_task("", total=self._steps, completed=row["step"] - 1, title="step")
             bar.start()
             self._progress = bar
-        figures = "  ".join(_figures(row)[: self._figures])
+        figures = "  ".join(_step_figures(row)[: self._figures_shown])
         self._progress.update(self._task, completed=row["step"], description=figures)
 
-    def _remaining(self, step: int) -> str:
+    def _remaining_time(self, step: int) -> str:
+        """The time that the remaining steps will take, by those shown so far; "" at the first and the last."""
         now = time.monotonic()
         if self._since is None:
             self._since = (now, step)
@@ -166,21 +168,21 @@ class ProgressDisplay:
 
 def _fit_to_width(row: Mapping[str, Any], steps: int, width: int) -> tuple[int, tuple[ProgressColumn, ...]]:
     """The number of figures of a row, and the columns, that fit a terminal; the step number always shows."""
-    room, shown = width - len(f"step {steps}/{steps}"), 0
-    for figure in _figures(row):
+    room, figures_shown = width - len(f"step {steps}/{steps}"), 0
+    for figure in _step_figures(row):
         if room < len(figure) + 2:
             break
-        room, shown = room - len(figure) - 2, shown + 1
+        room, figures_shown = room - len(figure) - 2, figures_shown + 1
     columns: list[ProgressColumn] = [_COUNT, TextColumn("{task.description}")]
     if room >= REMAINING + 1:
         room -= REMAINING + 1
         columns.append(TimeRemainingColumn())
     if room >= LEAST_BAR + SLACK:
         columns.insert(1, BarColumn(bar_width=min(BAR, room - SLACK)))
-    return shown, tuple(columns)
+    return figures_shown, tuple(columns)
 
 
-def _figures(row: Mapping[str, Any]) -> list[str]:
+def _step_figures(row: Mapping[str, Any]) -> list[str]:
     """The figures of a step, the most important first, in widths that hardly change from step to step."""
     figures = [f"loss {row['loss']:.4f}", f"lr {_short(row['lr'])}", f"norm {_norm(row['grad_norm'])}"]
     figures.append(f"{row['tokens_per_second']:>5.0f} tok/s")
@@ -195,7 +197,7 @@ def _figures(row: Mapping[str, Any]) -> list[str]:
     return [*figures, _memory(row["memory_bytes"])]
 
 
-def _metrics(row: Mapping[str, Any]) -> list[str]:
+def _metric_texts(row: Mapping[str, Any]) -> list[str]:
     """The figures of an evaluation other than the loss, as far as it counted something."""
     texts = {
         "perplexity": "perplexity {:.4g}",

@@ -106,8 +106,8 @@ class GroupLog:
         """A row for each level of a group."""
         for level, slots in self._levels_here(group):
             ranks = tuple(self._world.plane[slot] for slot in slots)
-            over = "plane" if self._world.process_groups.communicator(ranks) is None else "communicator"
-            yield {"kind": "cp", "use": use, "degree": group.degree, "level": level, "ranks": ranks, "over": over}
+            carrier = "plane" if self._world.process_groups.communicator(ranks) is None else "communicator"
+            yield {"kind": "cp", "use": use, "degree": group.degree, "level": level, "ranks": ranks, "over": carrier}
 
     def _levels_here(self, group: Group) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Communication type and slots; for a2a+p2p the slots of the line of each level that contains this rank."""

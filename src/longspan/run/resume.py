@@ -13,7 +13,7 @@ from longspan.comm.all_ranks import LogLine, run_on_first_rank
 from longspan.config.keys import AUTO
 from longspan.config.sections import ModelConfig, RunConfig, TrainConfig
 from longspan.data.stream import ORDER
-from longspan.errors import CheckpointError, ConfigError
+from longspan.errors import CheckpointError, ConfigError, plural
 from longspan.train.optim.schedule import Schedule
 
 # What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
@@ -29,6 +29,10 @@ _FIXED_KEYS = (
     "train.optimizer",
     "train.optimizer_arguments",
 )
+
+# What may differ where a finished run is shown: the hosts.
+_OF_HOSTS = ("node_size",)
+_OLD_NODE_SIZE = 8
 
 
 def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path | None:
@@ -60,6 +64,23 @@ def with_held_out_of(config: RunConfig, checkpoint: Path | None, world: World) -
         return config
     state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
     return replace(config, data=replace(config.data, eval_documents=state["config"]["data"]["eval_documents"]))
+
+
+def drop_old_node_size(config: RunConfig, checkpoint: Path | None, world: World, log: LogLine) -> RunConfig:
+    """The configuration with "auto" for a `context.node_size` that older versions had by default; entered by all ranks.
+
+    They wrote the number into config.toml, whatever hosts the run had. A line is logged where this world has others.
+    """
+    if checkpoint is None or config.context.node_size != _OLD_NODE_SIZE or world.node_size == _OLD_NODE_SIZE:
+        return config
+    state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
+    if state.get("config", {}).get("context", {}).get("node_size") != _OLD_NODE_SIZE:
+        return config
+    log(
+        f"context.node_size was {_OLD_NODE_SIZE} when {checkpoint} was saved, the default of older versions; plans are "
+        f"made for this world now, of {plural(world.node_size, 'slot')} a host"
+    )
+    return replace(config, context=replace(config.context, node_size=AUTO))
 
 
 def check_steps_left(config: RunConfig, world: World, checkpoint: Path, log: LogLine) -> None:
@@ -104,6 +125,7 @@ def _both_configurations(config: RunConfig, state: dict[str, Any]) -> tuple[dict
 
 
 def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:
+    """Raise ConfigError for a key that must stay as it was when the checkpoint was saved."""
     if state.get("order") != ORDER:
         raise CheckpointError(
             f"{path} was saved by a run with order {state.get('order')} of documents, and this version of longspan has "
@@ -137,7 +159,7 @@ def _check_finished(before: dict[str, Any], now: dict[str, Any], path: Path, log
         key: f"{section}.{key} was {before[section][key]!r} and is {value!r} now"
         for section in sorted(now.keys() & before.keys() - {"run", "eval"})
         for key, value in sorted(now[section].items())
-        if key in before[section] and value not in (before[section][key], AUTO)
+        if key in before[section] and key not in _OF_HOSTS and value not in (before[section][key], AUTO)
     }
     evaluated = [changes.pop(key) for key in list(changes) if key.startswith("eval_")]
     if now["eval"] != before.get("eval", []):
@@ -148,5 +170,5 @@ def _check_finished(before: dict[str, Any], now: dict[str, Any], path: Path, log
             f"{'; '.join(changes.values())}. Set them back to see the run, raise train.steps to train on with them, "
             "or set run.dir to a new folder"
         )
-    shown = f", evaluated as is asked for now ({'; '.join(evaluated)})" if evaluated else ""
-    log(f"the run has come to its end: it is shown{shown}; its config.toml and what is in metrics.jsonl stay")
+    evaluated_text = f", evaluated as is asked for now ({'; '.join(evaluated)})" if evaluated else ""
+    log(f"the run has come to its end: it is shown{evaluated_text}; its config.toml and what is in metrics.jsonl stay")

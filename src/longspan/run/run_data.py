@@ -78,8 +78,8 @@ def open_sets(
     for entry in config.eval:
         opened = open_set(config, entry, world, log)
         log(opened.line())
-        if both := files_in_both(corpus, opened):
-            log(both)
+        if overlap := files_in_both(corpus, opened):
+            log(overlap)
         sets.append(opened)
     if not sets:
         return ()
@@ -106,8 +106,8 @@ def check_lengths(
     for entry in (s for s in sets if s.name):
         tokens, origin = entry.longest
         check_longest_of_set(config, entry.config, home, tokens, origin, heads)
-        made = entry.config.path in MADE
-        check_known(model, config.model, longest, entry.name, tokens, made=made)
+        is_made = entry.config.path in MADE
+        check_known(model, config.model, longest, entry.name, tokens, made=is_made)
 
 
 def with_rows(sets: Sequence[EvaluationSet], config: RunConfig) -> tuple[EvaluationSet, ...]:

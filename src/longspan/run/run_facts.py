@@ -96,11 +96,11 @@ def _count_parameters(run: TrainingRun) -> tuple[int, int, int]:
     """Number of parameters: of the whole model, each once; on the rank that holds most; trained."""
     plural = counted_parameters(run.model)  # of this rank's stages
     whole, trained = sum(p.numel() for p in plural), sum(p.numel() for p in plural if p.requires_grad)
-    here = sum(local_tensor(parameter).numel() for parameter in run.model.parameters())
-    of_ranks = run.world.control.gather_objects((run.world.coordinates.pp, whole, trained, here))
+    count_here = sum(local_tensor(parameter).numel() for parameter in run.model.parameters())
+    of_ranks = run.world.control.gather_objects((run.world.coordinates.pp, whole, trained, count_here))
     of_stages = {pp: (whole, trained) for pp, whole, trained, _ in of_ranks}
     wholes, all_trained = zip(*of_stages.values(), strict=True)
-    return sum(wholes), max(here for *_, here in of_ranks), sum(all_trained)
+    return sum(wholes), max(count_here for *_, count_here in of_ranks), sum(all_trained)
 
 
 def _dtype_names(execution: Execution) -> dict[str, str]:
@@ -143,6 +143,7 @@ def _device_facts(world: World) -> dict[str, Any]:
     return {
         "device": device_name(world),
         "ranks": ranks,
+        "node_size": world.node_size,
         "hosts": -(-ranks // (world.node_size * world.home.tp)),
         "cores": usable_cores(),
         "backend": "nccl" if gpu else "gloo",

@@ -32,13 +32,20 @@ from longspan.model.seams.call_rules import refuse_randomness
 from longspan.model.weights.fill import empty_model, images_class
 from longspan.model.weights.hf_folder import no_progress_bars, weight_files
 from longspan.plan import Cost
-from longspan.plan.cost.model_cost import with_spans
+from longspan.plan.cost.cost_changes import with_spans
 from longspan.run.checks.check_model import check_images
-from longspan.run.resume import check_steps_left, checkpoint_to_resume, rate_line, with_held_out_of
+from longspan.run.resume import (
+    check_steps_left,
+    checkpoint_to_resume,
+    drop_old_node_size,
+    rate_line,
+    with_held_out_of,
+)
 from longspan.run.run_data import RunData, TrainingRun, open_data, with_rows
 from longspan.train.long_documents import configuration_for
 from longspan.train.memory.rows_that_fit import measure_rows
 from longspan.train.plans import cost_of_run, query_heads
+from longspan.train.plans.node_size import with_node_size
 from longspan.train.plans.order import source_lines, with_steps_of_epochs
 from longspan.train.plans.partition import choose_partition_on_ranks
 from longspan.train.terms.mtp import add_configured_depths, depths_line
@@ -136,13 +143,15 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     """
     directory = Path(config.run.dir)
     checkpoint = checkpoint_to_resume(config, world, log)
-    config = with_held_out_of(config, checkpoint, world)
+    config = drop_old_node_size(with_held_out_of(config, checkpoint, world), checkpoint, world, log)
+    node_size, config = config.context.node_size, with_node_size(config, world)
     if config.model.path and checkpoint is None:
         run_on_every_rank(world, lambda: weight_files(Path(config.model.path)), ModelError)
     named = run_on_every_rank(world, lambda: model_configuration(config, config.data.vocab_size), ModelError)
     data = open_data(config, named, checkpoint, world, log)
     config = replace(config, data=replace(config.data, eval_documents=len(data.order.evaluation)))
-    as_written, config = config, with_steps_of_epochs(config, data.order, log)
+    as_written = replace(config, context=replace(config.context, node_size=node_size))
+    config = with_steps_of_epochs(config, data.order, log)
     for line in source_lines(config, data.order):
         log(line)
     if checkpoint is not None:
@@ -164,12 +173,12 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
             world, lambda: write_atomically(directory / "config.toml", to_toml(as_written)), RunFolderError
         )
         warn_of_lost_updates(config, log)
-    cost = _price_model(config, world, model, data.corpus, log)
+    cost = _cost_of_model(config, world, model, data.corpus, log)
     run = TrainingRun(config, world, model, optimizer, cost, data.corpus, data.order, done)
-    return _with_plans(run, data, log)
+    return _resolve_plans(run, data, log)
 
 
-def _with_plans(run: TrainingRun, data: RunData, log: LogLine) -> TrainingRun:
+def _resolve_plans(run: TrainingRun, data: RunData, log: LogLine) -> TrainingRun:
     """The run with its evaluation sets, and with "auto" resolved: partition, rows of a slot, evaluation degrees."""
     world, cost, heads = run.world, run.cost, query_heads(data.model)
     config, why_partition = choose_partition_on_ranks(run.config, run.order, world, log, cost=cost, heads=heads)
@@ -182,7 +191,7 @@ def _with_plans(run: TrainingRun, data: RunData, log: LogLine) -> TrainingRun:
     return replace(run, config=config, sets=sets, why_degrees=why, why_partition=why_partition)
 
 
-def _price_model(config: RunConfig, world: World, model: AnyModel, corpus: Corpus, log: LogLine) -> Cost:
+def _cost_of_model(config: RunConfig, world: World, model: AnyModel, corpus: Corpus, log: LogLine) -> Cost:
     cost = cost_of_run(config, model.config, log, gpu=world.device.type == "cuda")
     if corpus.images is None or not len(corpus.images):
         return cost

@@ -144,8 +144,8 @@ def allocate_adam_states(optimizer: Optimizer) -> bool:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
     finally:
-        for group, before in zip(optimizer.param_groups, settings, strict=True):
-            group |= before
+        for group, old_settings in zip(optimizer.param_groups, settings, strict=True):
+            group |= old_settings
         optimizer.zero_grad(set_to_none=True)
     for states in optimizer.state.values():
         assert set(states) <= _STATES
@@ -179,11 +179,11 @@ def warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, 
     log(f"compiling kernels and finding memory: {kinds} in {steps}{' and evaluation' if evaluation else ''}")
     try:
         allocate_adam_states(training.optimizer)
-        _connect(training, [*plans, *([evaluation] if evaluation else [])])
+        _connect_slots(training, [*plans, *([evaluation] if evaluation else [])])
         for plan in (work.kinds_of_training, work.first):
-            _run(training, plan, backward=True)
+            _run_plan(training, plan, backward=True)
         if work.evaluation is not None:
-            _run(training, work.evaluation, backward=False)
+            _run_plan(training, work.evaluation, backward=False)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -203,8 +203,8 @@ def warm_up_plans(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: 
     batches += [batch for group in groups.values() for batch in repeat_on_all_slots(group, plans[0].slots)]
     batches += batches[-1:] * (-len(batches) % in_flight)
     forward = None if evaluation is None else _forward_plan(evaluation, groups, in_flight)
-    both = [*plans, *([evaluation] if evaluation else [])]
-    return WarmUp(number_plan(batches, plans[0]), plans[0], forward, len(smallest_of_each_kind(both)))
+    all_plans = [*plans, *([evaluation] if evaluation else [])]
+    return WarmUp(number_plan(batches, plans[0]), plans[0], forward, len(smallest_of_each_kind(all_plans)))
 
 
 def _forward_plan(evaluation: Plan, warm: Iterable[Kind], in_flight: int) -> Plan:
@@ -215,7 +215,7 @@ def _forward_plan(evaluation: Plan, warm: Iterable[Kind], in_flight: int) -> Pla
     return number_plan(batches + batches[-1:] * (-len(batches) % in_flight), evaluation)
 
 
-def _connect(training: Training, plans: Sequence[Plan]) -> None:
+def _connect_slots(training: Training, plans: Sequence[Plan]) -> None:
     """Create the communicators of the coming plans; for dynamic plans connect every pair of slots."""
     world, context = training.world, training.config.context
     for plan in plans:
@@ -224,7 +224,7 @@ def _connect(training: Training, plans: Sequence[Plan]) -> None:
         world.channels.connect_pairs()
 
 
-def _run(training: Training, plan: Plan, *, backward: bool) -> None:
+def _run_plan(training: Training, plan: Plan, *, backward: bool) -> None:
     model, chunk = language_model_of(training.model), training.config.train.loss_chunk_rows
     documents = synthetic_documents(plan.lengths, vocabulary_size(model) or 2)
     router, mtp = (training.router, mtp_loss(training.config)) if backward else (None, None)

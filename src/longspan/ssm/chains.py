@@ -121,6 +121,7 @@ class Passing:
         return self._places[key]
 
     def _find_places(self, state_rows: int, transition_rows: int, starts: tuple[int, ...]) -> tuple[Integers, Integers]:
+        """The places as `places` returns them: in each member's rows its states come first, then its transitions."""
         runs = self.chains.runs
         states, transitions = np.full(len(runs.member), -1), np.full(len(runs.member), -1)
         for member, start in enumerate(starts):

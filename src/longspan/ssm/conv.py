@@ -40,7 +40,7 @@ class Halo:
 
     def __init__(self, chains: Chains, width: int) -> None:
         self._runs, self._width, self._device = chains.runs, width, chains.device
-        needs = [self._needs(member) for member in range(chains.degree)]
+        needs = [self._rows_to_fetch(member) for member in range(chains.degree)]
         me, runs = chains.member, self._runs
         owners = [runs.member[run] for run, _ in needs]
         leaving = [np.flatnonzero(owner == me) for owner in owners]
@@ -50,11 +50,11 @@ class Halo:
         self.rows = to_device(np.concatenate(rows), chains.device)
         self.travels = width > 0 and bool((runs.place > 0).any())  # whether any member sends any row
         arrived = self._arrival_table(chains, owners[me])
-        self.before = self._lay_rows(chains.lengths, arrived)
-        self.isolated = self._lay_rows(chains.lengths, np.full_like(arrived, -1))
-        self.first = self._first(chains.lengths, arrived)
+        self.before = self._lay_out_runs(chains.lengths, arrived)
+        self.isolated = self._lay_out_runs(chains.lengths, np.full_like(arrived, -1))
+        self.first = self._rows_after_arrivals(chains.lengths, arrived)
 
-    def _needs(self, member: int) -> tuple[Integers, Integers]:
+    def _rows_to_fetch(self, member: int) -> tuple[Integers, Integers]:
         """The rows before a member's runs, in held order: the run that has each, and its position."""
         runs, local = self._runs, self._runs.member_runs(member)
         first = np.maximum(runs.start[local] - self._width, 0)
@@ -69,30 +69,32 @@ class Halo:
         runs, mine, width = self._runs, chains.mine, self._width
         arrived = np.empty(len(owners), dtype=np.int64)
         arrived[np.argsort(owners, kind="stable")] = np.arange(len(owners))
-        before = np.full((len(mine), width), -1, dtype=np.int64)
+        table = np.full((len(mine), width), -1, dtype=np.int64)
         sizes = np.minimum(runs.start[mine], width)
-        before[np.arange(width) >= width - sizes[:, None]] = arrived
-        return before
+        table[np.arange(width) >= width - sizes[:, None]] = arrived
+        return table
 
-    def _lay_rows(self, lengths: Integers, arrived: Integers) -> Before:
+    def _lay_out_runs(self, lengths: Integers, arrived: Integers) -> Before:
         """Runs of these lengths, one after another, behind the rows that arrive."""
         rows, ends, count = int(lengths.sum()), np.cumsum(lengths), int((arrived >= 0).sum())
         before = np.where(arrived >= 0, rows + arrived, rows + count)
         pieces = [x for i, end in enumerate(ends.tolist()) for x in (before[i], np.arange(end - lengths[i], end))]
         source = np.concatenate([np.zeros(0, dtype=np.int64), *pieces])
-        here = np.flatnonzero(arrived >= 0)
-        run, column = np.divmod(here[np.argsort(arrived.reshape(-1)[here])], max(self._width, 1))
+        runs_with_arrivals = np.flatnonzero(arrived >= 0)
+        run, column = np.divmod(
+            runs_with_arrivals[np.argsort(arrived.reshape(-1)[runs_with_arrivals])], max(self._width, 1)
+        )
         indices = source, np.flatnonzero(source < rows), run, column + 1
         return Before(self._width, *(to_device(x, self._device) for x in indices))
 
-    def _first(self, lengths: Integers, arrived: Integers) -> FirstRows:
+    def _rows_after_arrivals(self, lengths: Integers, arrived: Integers) -> FirstRows:
         """Of the runs that rows arrive for."""
-        reading = np.flatnonzero((arrived >= 0).any(1))
-        start, count = (np.cumsum(lengths) - lengths)[reading], np.minimum(lengths[reading], self._width)
-        arrived = np.ascontiguousarray(arrived[reading])
+        readers = np.flatnonzero((arrived >= 0).any(1))
+        start, count = (np.cumsum(lengths) - lengths)[readers], np.minimum(lengths[readers], self._width)
+        arrived = np.ascontiguousarray(arrived[readers])
         rows = to_device(expand(start, start + count), self._device)
         places = (to_device(x, self._device) for x in (start, count, arrived))
-        return FirstRows(rows, self._lay_rows(count, arrived), *places)
+        return FirstRows(rows, self._lay_out_runs(count, arrived), *places)
 
 
 def halo_of(chains: Chains, width: int) -> Halo:
@@ -120,7 +122,7 @@ def causal_conv(
     kernel that does not support this call, before any communication.
     """
     parameters = (weight,) if bias is None else (weight, bias)
-    _check(x, parameters, shard)
+    _check_conv_inputs(x, parameters, shard)
     kernel = choose_convolution(x, weight, kernels)
     if kernel.name == "torch" and len({y.dtype for y in (x, *parameters)}) > 1:
         dtypes = ", ".join(str(y.dtype).removeprefix("torch.") for y in (x, *parameters))
@@ -128,7 +130,7 @@ def causal_conv(
     return _Convolved.apply(chains_of(shard), kernel, silu, x, *parameters)  # pyright: ignore[reportReturnType]
 
 
-def _check(x: Tensor, parameters: tuple[Tensor, ...], shard: SequenceShard) -> None:
+def _check_conv_inputs(x: Tensor, parameters: tuple[Tensor, ...], shard: SequenceShard) -> None:
     """Raises LayoutError: an error of a kernel would come once rows are on their way, for which others wait."""
     weight, *biases = parameters
     refuse_no_shard("causal_conv", shard)
@@ -155,16 +157,16 @@ class _Convolved(torch.autograd.Function):
         convolution = Convolution(parameters[0], parameters[1] if len(parameters) > 1 else None, silu)
         width = convolution.weight.shape[1] - 1
         rows = [x[c.part.start : c.part.stop] for c in chains]
-        started = [_send(x_part, c, width) for x_part, c in zip(rows, chains, strict=True)]
+        started = [_send_halo(x_part, c, width) for x_part, c in zip(rows, chains, strict=True)]
         outs, arrived = list[Tensor](), list[Tensor]()
         for x_part, c, handle in zip(rows, chains, started, strict=True):
             halo = halo_of(c, width)
             y = kernel.forward(x_part, convolution, c.local_runs, halo.isolated) if len(x_part) else x_part
-            before = x.new_empty((0, x.shape[1])) if handle is None else handle.wait()
-            if len(before):
-                kernel.write_first(y, x_part, before, convolution, halo.first)
+            arrived_rows = x.new_empty((0, x.shape[1])) if handle is None else handle.wait()
+            if len(arrived_rows):
+                kernel.write_first(y, x_part, arrived_rows, convolution, halo.first)
             outs.append(y)
-            arrived.append(before)
+            arrived.append(arrived_rows)
         ctx.save_for_backward(x, *parameters, *arrived)
         ctx.chains, ctx.kernel, ctx.silu, ctx.parameters = chains, kernel, silu, len(parameters)
         return join_parts(outs, x)
@@ -172,15 +174,15 @@ class _Convolved(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, *rest = ctx.saved_tensors
-        parameters, arrived = rest[: ctx.parameters], rest[ctx.parameters :]
+        x, *saved = ctx.saved_tensors
+        parameters, arrived = saved[: ctx.parameters], saved[ctx.parameters :]
         convolution = Convolution(parameters[0], parameters[1] if len(parameters) > 1 else None, ctx.silu)
         width = convolution.weight.shape[1] - 1
         parts = [
             _Part(gradients[0][c.part.start : c.part.stop], x[c.part.start : c.part.stop], before, convolution, c)
             for c, before in reversed(list(zip(ctx.chains, arrived, strict=True)))
         ]
-        started = [_send_back(part.arrived_gradients(ctx.kernel), part.chains, width) for part in parts]
+        started = [_send_halo_gradients(part.arrived_gradients(ctx.kernel), part.chains, width) for part in parts]
         of_parts = [part.gradients(ctx.kernel) for part in parts]
         for part, of_part, handle in zip(parts, of_parts, started, strict=True):
             if handle is not None:
@@ -222,7 +224,7 @@ def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
     return sum(present[1:], start=present[0]) if present else None
 
 
-def _send(x: Tensor, chains: Chains, width: int) -> Handle | None:
+def _send_halo(x: Tensor, chains: Chains, width: int) -> Handle | None:
     halo = halo_of(chains, width)
     if not halo.travels:
         return None
@@ -231,7 +233,7 @@ def _send(x: Tensor, chains: Chains, width: int) -> Handle | None:
     )
 
 
-def _send_back(gradient: Tensor, chains: Chains, width: int) -> Handle | None:
+def _send_halo_gradients(gradient: Tensor, chains: Chains, width: int) -> Handle | None:
     halo = halo_of(chains, width)
     if not halo.travels:
         return None

@@ -30,7 +30,7 @@ class ForwardFold:
         self.transitions = transitions  # backward gives them once more
         self._gathered = _GatheredSummaries(chains, self._passing, states, transitions, "states of runs")
 
-    def entering(self) -> Tensor:
+    def entering_states(self) -> Tensor:
         """The state (R, H, K, V) that enters each run of this member."""
         v = self.inputs.v
         shape = (len(self.chains.mine), *self.inputs.state_shape)
@@ -41,11 +41,13 @@ class ForwardFold:
         gathered = self._gathered.wait()
         state = entering[:0]
         for place in range(1, self._passing.local_places.stop):
-            before, runs = table[:, place - 1], table[:, place]
+            runs_before, runs = table[:, place - 1], table[:, place]
             count = int((runs >= 0).sum())  # chains that go on, which come first
-            states = gathered.states(before[:count])
-            state = states if place == 1 else apply_maps(gathered.transitions(before[:count]), state[:count], states)
-            _keep(entering, state, local_numbers[runs[:count]])
+            states = gathered.states(runs_before[:count])
+            state = (
+                states if place == 1 else apply_maps(gathered.transitions(runs_before[:count]), state[:count], states)
+            )
+            _put_local(entering, state, local_numbers[runs[:count]])
         return entering
 
 
@@ -62,7 +64,7 @@ class BackwardFold:
             label = "gradients of states of runs"
             self._gathered = _GatheredSummaries(chains, chains.backward, local, transitions, label)
 
-    def leaving(self) -> Tensor:
+    def leaving_gradients(self) -> Tensor:
         """The gradient (R, H, K, V) at the final state of each run of this member."""
         passing, leaving = self._chains.backward, torch.zeros_like(self._zero)
         if not passing.any:
@@ -79,7 +81,7 @@ class BackwardFold:
                 later = apply_maps(gathered.transitions(runs[:going_on]).mT, gradient, gradients[:going_on])
                 gradients = later if going_on == count else torch.cat([later, gradients[going_on:]])
             gradient = gradients
-            _keep(leaving, gradient, local_numbers[table[:count, place - 1]])
+            _put_local(leaving, gradient, local_numbers[table[:count, place - 1]])
         return leaving
 
 
@@ -108,13 +110,13 @@ class _GatheredSummaries:
 
     def states(self, runs: Integers) -> Tensor:
         """(n, H, K, V)."""
-        return self._some(runs, 0)
+        return self._select_runs(runs, 0)
 
     def transitions(self, runs: Integers) -> Tensor:
         """(n, H, K, K), or (n, H, 1, 1)."""
-        return self._some(runs, 1)
+        return self._select_runs(runs, 1)
 
-    def _some(self, runs: Integers, which: int) -> Tensor:
+    def _select_runs(self, runs: Integers, which: int) -> Tensor:
         first, size, shape = self._places[which][runs], self._sizes[which], (len(runs), *self._shapes[which])
         if len(first) and (np.diff(first) == size).all():
             return self._rows[int(first[0]) : int(first[-1]) + size].view(shape)
@@ -122,7 +124,7 @@ class _GatheredSummaries:
         return windows.index_select(0, index_on_device(first, self._rows.device)).view(shape)
 
 
-def _keep(into: Tensor, values: Tensor, local_numbers: Integers) -> None:
+def _put_local(into: Tensor, values: Tensor, local_numbers: Integers) -> None:
     """into[held] ← values where this member has the run."""
     local = (local_numbers >= 0).nonzero()[0]
     if len(local):

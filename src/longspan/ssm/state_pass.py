@@ -55,11 +55,11 @@ def linear_scan(
     LayoutError for tensors that do not fit the shard or each other, and for a named kernel that cannot,
     before any communication.
     """
-    _check(q, k, v, g, beta, shard)
+    _check_scan_inputs(q, k, v, g, beta, shard)
     kernel = scan_kernel(v, k.shape[-1], delta=beta is not None, by_channel=g.shape[-1] > 1, kernel_names=kernels)
-    wide = state_dtype(v.dtype)
-    rows = v.dtype if kernel.half else wide
-    dtypes = (rows, rows, rows, wide, wide)
+    wide_dtype = state_dtype(v.dtype)
+    rows = v.dtype if kernel.half else wide_dtype
+    dtypes = (rows, rows, rows, wide_dtype, wide_dtype)
     tensors = [
         None if x is None else x.to(dtype).contiguous() for x, dtype in zip((q, k, v, g, beta), dtypes, strict=True)
     ]
@@ -81,7 +81,8 @@ def refuse_no_shard(caller: str, shard: object) -> None:
         raise LayoutError(f"{caller} got {type(shard).__name__} for a shard; give bind(micro_batch, world)")
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, shard: SequenceShard) -> None:
+def _check_scan_inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, shard: SequenceShard) -> None:
+    """Raise LayoutError for tensors whose shapes, dtypes or devices do not fit each other and the shard."""
     refuse_no_shard("linear_scan", shard)
     for name, x in (("k", k), ("v", v), ("g", g)):
         if x.ndim != 3:
@@ -113,13 +114,13 @@ class _StatePass(torch.autograd.Function):
     def forward(ctx: Any, chains: tuple[Chains, ...], kernel: ScanKernel, scale: float, *tensors: Tensor) -> Tensor:
         inputs = Inputs(*tensors)
         parts = [inputs.rows(c.part.start, c.part.stop) for c in chains]
-        begun = [
+        scans = [
             _kernel_for(kernel, c).forward(part, c.local_runs, scale) for part, c in zip(parts, chains, strict=True)
         ]
-        sent = [ForwardFold(c, part, scan) for c, part, scan in zip(chains, parts, begun, strict=True)]
+        folds = [ForwardFold(c, part, scan) for c, part, scan in zip(chains, parts, scans, strict=True)]
         outs, activations = list[Tensor](), list[tuple[Tensor, ...]]()
-        for part, scan in zip(sent, begun, strict=True):
-            states = part.entering()
+        for part, scan in zip(folds, scans, strict=True):
+            states = part.entering_states()
             outs.append(scan.outputs(states))
             activations.append((part.transitions, states, *scan.activations))
         ctx.save_for_backward(*tensors, *(x for saved in activations for x in saved))
@@ -130,11 +131,11 @@ class _StatePass(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         tensors = ctx.saved_tensors  # once: recomputation gives them no second time
-        inputs, rest, dout = Inputs(*tensors[:5]), list(tensors[5:]), gradients[0]
+        inputs, activations_and_states, dout = Inputs(*tensors[:5]), list(tensors[5:]), gradients[0]
         parts = list[tuple[Tensor, ...]]()
         for chains, count in reversed(list(zip(ctx.chains, ctx.counts, strict=True))):
-            transitions, states, *activations = rest[len(rest) - count :]
-            del rest[len(rest) - count :]
+            transitions, states, *activations = activations_and_states[len(activations_and_states) - count :]
+            del activations_and_states[len(activations_and_states) - count :]
             start, stop = chains.part.start, chains.part.stop
             saved = SavedScan(states, tuple(activations), dout[start:stop])
             local = _kernel_for(ctx.kernel, chains).backward(
@@ -142,7 +143,7 @@ class _StatePass(torch.autograd.Function):
             )
             entry_gradients = BackwardFold(chains, states, transitions, local.entry_gradients)
             local.prepare()
-            parts.insert(0, local.gradients(entry_gradients.leaving()))
+            parts.insert(0, local.gradients(entry_gradients.leaving_gradients()))
         present = [x for x in inputs if x is not None]
         results = [join_parts([part[i] for part in parts], x) for i, x in enumerate(present)]
         return None, None, None, *results, *([None] if inputs.beta is None else [])

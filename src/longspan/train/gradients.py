@@ -64,8 +64,8 @@ def square_sum(parameters: Iterable[Tensor], world: World) -> float:
     gradients = [p.grad for p in parameters if p.grad is not None]
     counted = _Counted(world)
     parts = [
-        torch.stack(torch._foreach_norm(alike, 2, dtype=_wide(dtype))).double().square().sum()
-        for dtype, alike in _group_by_dtype(gradient for gradient in gradients if counted(gradient)).items()
+        torch.stack(torch._foreach_norm(of_dtype, 2, dtype=_wide(dtype))).double().square().sum()
+        for dtype, of_dtype in _group_by_dtype(gradient for gradient in gradients if counted(gradient)).items()
     ]
     return torch.stack(parts).sum().item() if parts else 0.0
 
@@ -91,9 +91,9 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: float) -
     """
     factor = max_norm / (norm + 1e-6)
     if factor < 1:
-        for dtype, alike in _group_by_dtype(p.grad for p in parameters if p.grad is not None).items():
+        for dtype, of_dtype in _group_by_dtype(p.grad for p in parameters if p.grad is not None).items():
             # A tensor of its own type: a number would be rounded to the gradients' type (torch 2.13, CPU).
-            torch._foreach_mul_(alike, torch.tensor(factor, dtype=_wide(dtype)))
+            torch._foreach_mul_(of_dtype, torch.tensor(factor, dtype=_wide(dtype)))
 
 
 class _Counted:
@@ -108,10 +108,10 @@ class _Counted:
             return self._rank == self._first
         key = gradient.device_mesh, gradient.placements
         if key not in self._by_mesh:
-            self._by_mesh[key] = self._counts_on_mesh(*key)
+            self._by_mesh[key] = self._is_first_copy(*key)
         return self._by_mesh[key]
 
-    def _counts_on_mesh(self, mesh: Any, placements: Any) -> bool:
+    def _is_first_copy(self, mesh: Any, placements: Any) -> bool:
         """Meshes that lie side by side hold copies: the one of the stage's first rank counts."""
         assert not any(placement.is_partial() for placement in placements), placements
         copies = [index for index, p in zip(mesh.get_coordinate(), placements, strict=True) if p.is_replicate()]
@@ -120,10 +120,10 @@ class _Counted:
 
 def _group_by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
     """The local parts of tensors, those of one dtype together."""
-    alike = defaultdict[torch.dtype, list[Tensor]](list)
+    by_dtype = defaultdict[torch.dtype, list[Tensor]](list)
     for x in tensors:
-        alike[x.dtype].append(local_tensor(x))
-    return alike
+        by_dtype[x.dtype].append(local_tensor(x))
+    return by_dtype
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -164,20 +164,20 @@ def check_finite(
     reports = dict(
         zip(
             world.home.ranks,
-            world.control.gather_objects(_report(model, not_finite()), "what is not finite"),
+            world.control.gather_objects(_make_report(model, not_finite()), "what is not finite"),
             strict=True,
         )
     )
     numbers = f"the gradient norm is {norm}" if loss is None else f"the loss is {loss}, the gradient norm {norm}"
     error = NonFiniteError(
-        f"step {world.step}: {numbers}; weights and optimizer are as before the step. {_advice(reports, loss)}"
+        f"step {world.step}: {numbers}; weights and optimizer are as before the step. {_remedy_text(reports, loss)}"
     )
     error.weights_are_finite = not any(report.weights for report in reports.values())
     raise on_all_ranks(error)
 
 
 @torch.no_grad()
-def _report(model: nn.Module, items: Sequence[str]) -> _Report:
+def _make_report(model: nn.Module, items: Sequence[str]) -> _Report:
     weights = {name: local_tensor(p) for name, p in model.named_parameters()}
     gradients = {name: local_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     largest = max((x.abs().max().item() for x in weights.values() if x.numel()), default=0.0)
@@ -188,8 +188,9 @@ def _not_finite(tensors: dict[str, Tensor]) -> tuple[str, ...]:
     return tuple(name for name, x in tensors.items() if not x.isfinite().all())
 
 
-def _advice(reports: dict[int, _Report], loss: float | None) -> str:
-    if weights := _where({rank: report.weights for rank, report in reports.items()}):
+def _remedy_text(reports: dict[int, _Report], loss: float | None) -> str:
+    """What is not finite, and what to do about it: weights first, then what was read, then gradients."""
+    if weights := _place_text({rank: report.weights for rank, report in reports.items()}):
         return (
             f"Weights were not finite before this step: {weights}; go on from a checkpoint with weights that are, at a "
             "lower learning rate if training made them so"
@@ -197,7 +198,7 @@ def _advice(reports: dict[int, _Report], loss: float | None) -> str:
     if items := {name: None for report in reports.values() for name in report.items}:
         more = f" and {len(items) - 3} more" if len(items) > 3 else ""
         return f"Weights are finite, what was read for {', '.join([*items][:3])}{more} is not: mend it or leave it out"
-    gradients = _where({rank: report.gradients for rank, report in reports.items()})
+    gradients = _place_text({rank: report.gradients for rank, report in reports.items()})
     too_large = (
         f"the largest weight is {max(report.largest for report in reports.values()):.3g}: where training made it that "
         "large, lower the learning rate or raise the warm-up"
@@ -209,15 +210,15 @@ def _advice(reports: dict[int, _Report], loss: float | None) -> str:
         )
     if not gradients:
         return f"Every gradient is finite, and the sum of their squares overflowed in float32; {too_large}"
-    before = "Weights are finite" if loss is None else "The loss is finite"
+    finite_text = "Weights are finite" if loss is None else "The loss is finite"
     return (
-        f"{before}, and a backward pass overflowed: {gradients}; {too_large}; otherwise look at what comes "
+        f"{finite_text}, and a backward pass overflowed: {gradients}; {too_large}; otherwise look at what comes "
         f"after that parameter (a division, root, logarithm or mask without a derivative at 0), and {_DTYPE}"
     )
 
 
-def _where(names: dict[int, tuple[str, ...]]) -> str:
-    """The ranks that have any, and the parameter nearest to the loss: backward passes go from there to the first."""
+def _place_text(names: dict[int, tuple[str, ...]]) -> str:
+    """Name the ranks that have such parameters, and the last of them, which a backward pass reaches first."""
     ranks = [rank for rank, of in names.items() if of]
     if not ranks:
         return ""

@@ -27,7 +27,7 @@ def configuration_for(
     Raises ConfigError where the document has more positions than the model, which `cut_by` shortens, ModelError where
     the model cannot be scaled.
     """
-    before, scaled = position_limit(configuration), configuration
+    old_limit, scaled = position_limit(configuration), configuration
     named = getattr(configuration.get_text_config(), "max_position_embeddings", None) or longest
     if longest > named and positions_are_left_to_mixers(configuration):
         log(
@@ -41,18 +41,18 @@ def configuration_for(
     if factor > 1:
         log(
             f"rope: {model.rope_scaling} by {factor:g}, for documents of up to {position_limit(scaled):,} tokens; the "
-            f"model knows {before:,}, and the longest document has {longest:,}"
+            f"model knows {old_limit:,}, and the longest document has {longest:,}"
         )
     elif model.rope_scaling:
         log(
-            f"rope: the longest document has {longest:,} tokens and the model knows {before:,}: "
+            f"rope: the longest document has {longest:,} tokens and the model knows {old_limit:,}: "
             f'model.rope_scaling = "{model.rope_scaling}" changes nothing'
         )
         scaled = configuration
     limit = position_limit(scaled)
     if limit is not None and longest > limit:
         cut = f"cut documents with {cut_by} {limit}"
-        raise ConfigError(f"{_too_long(configuration, model, longest, origin, limit)}, or {cut}")
+        raise ConfigError(f"{_too_long_error(configuration, model, longest, origin, limit)}, or {cut}")
     return scaled
 
 
@@ -76,15 +76,16 @@ def check_known(
         )
 
 
-def _too_long(configuration: PreTrainedConfig, model: ModelConfig, longest: int, origin: str, limit: int) -> str:
+def _too_long_error(configuration: PreTrainedConfig, model: ModelConfig, longest: int, origin: str, limit: int) -> str:
+    """The message for documents that are too long, with the factor that would make room for them."""
     need = smallest_factor(configuration, longest)
     scaling = (
         f"raise model.rope_factor to {need:g}, or leave it out"
         if model.rope_scaling
         else f'set model.rope_scaling = "yarn" (a factor of {need:g})'
     )
-    under = f" under model.rope_factor {model.rope_factor:g}" if model.rope_scaling else ""
+    scaling_text = f" under model.rope_factor {model.rope_factor:g}" if model.rope_scaling else ""
     return (
-        f"the longest document has {longest} tokens ({origin}), and the model knows {limit} positions{under} "
+        f"the longest document has {longest} tokens ({origin}), and the model knows {limit} positions{scaling_text} "
         f"(max_position_embeddings of its configuration); {scaling}"
     )

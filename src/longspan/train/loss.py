@@ -31,7 +31,8 @@ GradientOf = Callable[[Tensor], Tensor]
 
 @torch.no_grad()
 def row_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
-    """Log-probabilities (t,) of token `ids` (t,) under logits (t, V), and what makes gradients of derivatives by them.
+    """Log-probabilities (t,) of token `ids` (t,) under logits (t, V), and a function from derivatives by these to
+    the gradient of the logits.
 
     The softmax is in float32, in float64 for float64 logits, and so are the log-probabilities. The derivative of a
     row's log-probability by its logits is onehot − softmax.
@@ -40,15 +41,15 @@ def row_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
     if uses_kernels(logits.dtype, logits.device.type) and logits.stride(1) == 1:
         return _kernel_softmax(logits, ids)
     at = ids.unsqueeze(1)
-    wide = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
-    wide -= wide.amax(-1, keepdim=True)
-    target_logits = wide.gather(1, at).squeeze(1)  # (t,)
-    total = wide.exp_().sum(-1)  # (t,)
+    wide_logits = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
+    wide_logits -= wide_logits.amax(-1, keepdim=True)
+    target_logits = wide_logits.gather(1, at).squeeze(1)  # (t,)
+    total = wide_logits.exp_().sum(-1)  # (t,)
 
     def gradient_of(slopes: Tensor) -> Tensor:
-        slopes = slopes.to(wide.dtype)
-        wide.mul_((-slopes / total).unsqueeze(1)).scatter_add_(1, at, slopes.unsqueeze(1))
-        return wide.to(logits.dtype)
+        slopes = slopes.to(wide_logits.dtype)
+        wide_logits.mul_((-slopes / total).unsqueeze(1)).scatter_add_(1, at, slopes.unsqueeze(1))
+        return wide_logits.to(logits.dtype)
 
     return target_logits - total.log(), gradient_of
 
@@ -60,29 +61,30 @@ def bytes_of_logit(dtype: torch.dtype, device: str) -> int:
 
 def uses_kernels(dtype: torch.dtype, device: str) -> bool:
     """Whether kernels work on logits of a dtype on a kind of device."""
-    return device == "cuda" and dtype in _KERNEL_DTYPES and _kernels() is not None
+    return device == "cuda" and dtype in _KERNEL_DTYPES and _softmax_kernels() is not None
 
 
 def _kernel_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
+    """What `row_softmax` returns, by Triton kernels."""
     rows, vocabulary = logits.shape
     log_probs, log_total = logits.new_empty((2, rows), dtype=torch.float32).unbind()
     if rows:
         arguments = (logits, ids, log_probs, log_total, vocabulary, logits.stride(0))
-        _kernels().log_probs_of[(rows,)](*arguments, COLUMNS=_COLUMNS)
+        _softmax_kernels().log_probs_of[(rows,)](*arguments, COLUMNS=_COLUMNS)
 
     def gradient_of(slopes: Tensor) -> Tensor:
         gradient = logits.new_empty((rows, vocabulary))
         if rows:
             slopes = slopes.to(torch.float32).contiguous()
             arguments = (logits, ids, slopes, log_total, gradient, vocabulary, logits.stride(0))
-            _kernels().gradient_of[rows, -(-vocabulary // _COLUMNS)](*arguments, COLUMNS=_COLUMNS)
+            _softmax_kernels().gradient_of[rows, -(-vocabulary // _COLUMNS)](*arguments, COLUMNS=_COLUMNS)
         return gradient
 
     return log_probs, gradient_of
 
 
 @cache
-def _kernels() -> Any:
+def _softmax_kernels() -> Any:
     return None if find_spec("triton") is None else import_module("longspan.train.softmax_kernels")
 
 
@@ -162,8 +164,8 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
     The softmax is in float32 (float64 for float64 logits); rows labelled −100 add nothing and get a zero gradient.
     """
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    losses = F.cross_entropy(wide, labels, ignore_index=NO_TARGET, reduction="none")  # (T,)
+    wide_logits = logits if logits.dtype == torch.float64 else logits.float()
+    losses = F.cross_entropy(wide_logits, labels, ignore_index=NO_TARGET, reduction="none")  # (T,)
     return losses.sum(dtype=torch.float64)
 
 
@@ -290,6 +292,6 @@ def _add_to_sums(sums: list[Tensor], gradients: list[Tensor], *, last: bool) -> 
     """Sums of gradients over chunks; a single chunk's stay as they are, others are summed in float32 at least."""
     if not sums:
         return gradients if last else [x.to(torch.promote_types(x.dtype, torch.float32)) for x in gradients]
-    for total, more in zip(sums, gradients, strict=True):
-        total += more
+    for total, gradient in zip(sums, gradients, strict=True):
+        total += gradient
     return sums

@@ -24,12 +24,12 @@ from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.stages import StageInput
 from longspan.model.seams.call_rules import is_prepared
 from longspan.model.sharding import (
+    drop_gradients_after_error,
     fsdp_modules,
     gradients_summed_over_slots,
-    nothing_left_after_an_error,
     parameters_gathered,
-    replicas_summed_at_last,
     reshard,
+    sum_replicas_at_last,
 )
 from longspan.plan import MicroBatch, Plan
 from longspan.train.loss import GivenLogits
@@ -175,10 +175,11 @@ def run_passes(passes: Passes, batches: Sequence[LocalBatch]) -> float:
         for term in passes.terms:
             stack.enter_context(term.around(batches))
         ahead = sum(term.ahead(passes, batches) for term in passes.terms)
-        return ahead + _run(passes, batches)
+        return ahead + _run_batches(passes, batches)
 
 
-def _run(passes: Passes, batches: Sequence[LocalBatch]) -> float:
+def _run_batches(passes: Passes, batches: Sequence[LocalBatch]) -> float:
+    """Run all passes in the model's mode for the step, and sum gradients over the slots; returns the loss."""
     model, world, backward = passes.model, passes.world, passes.backward
     run = _run_pipeline if isinstance(model, PipelineModel) else _run_model
     named = world.watch.naming("forward and backward passes", world.home.ranks)
@@ -186,7 +187,7 @@ def _run(passes: Passes, batches: Sequence[LocalBatch]) -> float:
         if not (backward and model.training):  # in a model that is in training mode, frozen modules keep their mode
             model.train(backward)
         if backward:
-            with gradients_summed_over_slots(model, world), nothing_left_after_an_error(model):
+            with gradients_summed_over_slots(model, world), drop_gradients_after_error(model):
                 return run(passes, batches).item()
         try:
             return run(passes, batches).item()
@@ -204,9 +205,9 @@ def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
             _forward_only(passes, batches[0 if free else 1 :], counting=True)
         if free:
             passes.fix_loads()
-        with replicas_summed_at_last(model) as sum_replicas:
+        with sum_replicas_at_last(model) as sum_replicas:
             for i, batch in enumerate(batches):
-                loss = _loss(passes, batch)
+                loss = _loss_of_batch(passes, batch)
                 if i == 0 and not free:
                     passes.fix_loads()
                 if i == len(batches) - 1:
@@ -216,11 +217,11 @@ def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
                 total += loss.detach()
     if passes.backward and free and (fsdp_modules(model) or not batches):
         # Over sharded parameters this pass sums the gradients of all slots, which all enter it.
-        _loss(passes, padding_batch(passes.plan, passes.world, passes.depths)).backward()
+        _loss_of_batch(passes, padding_batch(passes.plan, passes.world, passes.depths)).backward()
     return total
 
 
-def _loss(passes: Passes, batch: LocalBatch) -> Tensor:
+def _loss_of_batch(passes: Passes, batch: LocalBatch) -> Tensor:
     """The sum of the losses of the local rows; a model of the caller's own returns logits (1, T, V)."""
     inputs = _inputs(batch) | passes.arguments() | _future_ids(passes, batch)
     if is_prepared(passes.model):
@@ -241,10 +242,10 @@ def _forward_only(passes: Passes, batches: Sequence[LocalBatch], *, counting: bo
 def _inputs(batch: LocalBatch) -> dict[str, Any]:
     shard = batch.shard
     ids = to_device(batch.ids, shard.device)[None]  # (1, T)
-    return {"input_ids": ids, "position_ids": shard.position_ids[None], "shard": shard} | _positions(batch)
+    return {"input_ids": ids, "position_ids": shard.position_ids[None], "shard": shard} | _batch_positions(batch)
 
 
-def _positions(batch: LocalBatch) -> dict[str, Tensor]:
+def _batch_positions(batch: LocalBatch) -> dict[str, Tensor]:
     """Positions (n, 1, T) that documents bring in several parts; none if they are the shard's."""
     if batch.positions is None:
         return {}
@@ -290,4 +291,4 @@ def _stage_input(passes: Passes, batch: LocalBatch, total: Tensor | None) -> Sta
         total.add_(loss.detach())
         return passes.mean(loss)
 
-    return StageInput(batch.shard, ids, make_output, passes.arguments(counting=total is None) | _positions(batch))
+    return StageInput(batch.shard, ids, make_output, passes.arguments(counting=total is None) | _batch_positions(batch))

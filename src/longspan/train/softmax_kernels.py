@@ -10,12 +10,12 @@ import triton.language as tl
 def log_probs_of(logits, ids, log_probs, log_total, vocabulary, logits_row, COLUMNS: tl.constexpr):
     """Of one row: the log of the sum of exponentials, and the log-probability of its token."""
     row = tl.program_id(0).to(tl.int64)
-    here = logits + row * logits_row
+    row_logits = logits + row * logits_row
     largest = tl.full([COLUMNS], float("-inf"), tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
     for first in range(0, vocabulary, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
-        x = tl.load(here + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
+        x = tl.load(row_logits + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
         larger = tl.maximum(largest, x)
         # Columns that saw no logit yet, or only −inf, have nothing to scale.
         finite = larger > float("-inf")
@@ -23,7 +23,7 @@ def log_probs_of(logits, ids, log_probs, log_total, vocabulary, logits_row, COLU
         largest = larger
     top = tl.max(largest, 0)
     logs = top + tl.log(tl.sum(tl.where(largest > float("-inf"), total * tl.exp(largest - top), 0.0), 0))
-    target = tl.load(here + tl.load(ids + row)).to(tl.float32)
+    target = tl.load(row_logits + tl.load(ids + row)).to(tl.float32)
     tl.store(log_total + row, logs)
     tl.store(log_probs + row, target - logs)
 
@@ -35,6 +35,6 @@ def gradient_of(logits, ids, slopes, log_total, gradient, vocabulary, logits_row
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < vocabulary
     x = tl.load(logits + row * logits_row + column, mask=inside, other=0.0).to(tl.float32)
-    one = tl.where(column == tl.load(ids + row), 1.0, 0.0)
-    made = tl.load(slopes + row) * (one - tl.exp(x - tl.load(log_total + row)))
-    tl.store(gradient + row * vocabulary + column, made.to(gradient.dtype.element_ty), mask=inside)
+    one_hot = tl.where(column == tl.load(ids + row), 1.0, 0.0)
+    result = tl.load(slopes + row) * (one_hot - tl.exp(x - tl.load(log_total + row)))
+    tl.store(gradient + row * vocabulary + column, result.to(gradient.dtype.element_ty), mask=inside)

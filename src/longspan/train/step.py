@@ -124,11 +124,16 @@ def run_step(
     for term in terms:
         term.raise_error()
     with world.watch.naming("gradient norm and optimizer", world.home.ranks):
-        sums = _reduce(model, passes, batches, loss_sum)
+        sums = _sum_over_ranks(model, passes, batches, loss_sum)
         loss_of_step = sums.loss / passes.divisor
         if optimizer is not None:
-            blame = lambda: [name for term in terms for name in term.not_finite()]  # noqa: E731
-            check_finite(model, world, loss=loss_of_step, norm=sums.norm, not_finite=blame)
+            check_finite(
+                model,
+                world,
+                loss=loss_of_step,
+                norm=sums.norm,
+                not_finite=lambda: [name for term in terms for name in term.not_finite()],
+            )
             if max_grad_norm is not None:
                 clip_gradients(model.parameters(), max_grad_norm, sums.norm)
             optimizer.step()
@@ -155,7 +160,7 @@ class _Sums(NamedTuple):
     of_terms: list[list[float]]
 
 
-def _reduce(model: nn.Module, passes: Passes, batches: Sequence[LocalBatch], loss_sum: float) -> _Sums:
+def _sum_over_ranks(model: nn.Module, passes: Passes, batches: Sequence[LocalBatch], loss_sum: float) -> _Sums:
     """Sum a step over all ranks, in one message. Raises PlanError where targets are missing."""
     part, plan, world = passes.model, passes.plan, passes.world
     squares = square_sum_of_modules(model, world) if passes.backward else 0.0
@@ -163,13 +168,16 @@ def _reduce(model: nn.Module, passes: Passes, batches: Sequence[LocalBatch], los
     targets = sum((batch.labels != NO_TARGET).sum() for batch in batches) if makes_loss else 0
     of_terms = [term.sums() for term in passes.terms]
     of_slot = [loss_sum, float(targets), *chain.from_iterable(of_terms)]
-    once = of_slot if world.coordinates.tp == 0 else [0.0] * len(of_slot)  # its tensor-parallel ranks hold the same
-    squares, loss_sum, counted, *rest = world.control.sum_over_ranks([squares, *once], "loss and gradient norm")
+    counts_here = world.coordinates.tp == 0  # the tensor-parallel ranks of a slot have the same sums
+    own_sums = of_slot if counts_here else [0.0] * len(of_slot)
+    squares, loss_sum, counted, *term_sums = world.control.sum_over_ranks(
+        [squares, *own_sums], "loss and gradient norm"
+    )
     if counted != plan.targets:
         raise PlanError(
             f"the slots counted {counted:.0f} targets, the plan has {plan.targets}; is a document left out?"
         )
-    numbers = iter(rest)
+    numbers = iter(term_sums)
     return _Sums(loss_sum, math.sqrt(squares), [list(islice(numbers, len(values))) for values in of_terms])
 
 

@@ -18,11 +18,11 @@ from longspan.train.reading.step_inputs import StepDocuments, StepInputs
 
 
 def check_step(model: nn.Module, plan: Plan, documents: Any, world: World, *, backward: bool) -> StepInputs:
-    """What a step runs over, checked. Raises ModelError, DataError or PlanError where the parts do not belong together.
+    """Check the arguments of a step, and return what it runs over.
 
-    `documents` are the caller's, or StepDocuments that were made of them. Before the first step of a model in training
-    or evaluation mode all ranks then try its rows together, which raises ModelError on every rank where they influence
-    each other outside attention.
+    Raises ModelError, DataError or PlanError if the parts do not belong together. `documents` are the caller's, or
+    StepDocuments that were made of them. Before the first step of a model in training or evaluation mode all ranks then
+    try its rows together, which raises ModelError on every rank where they influence each other outside attention.
     """
     language_model = model
     if isinstance(model, MultimodalModel):

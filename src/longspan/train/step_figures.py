@@ -17,7 +17,7 @@ from longspan.model.execution import execution_of
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.vision.join import find_trained_part
 from longspan.plan import Cost, Plan
-from longspan.plan.cost.model_cost import H200_SOURCE
+from longspan.plan.cost.machine import Machine
 from longspan.plan.cost.model_flops import model_flops, peak_tflops
 from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.items.encoder_shape import EncoderShape, Trained
@@ -56,7 +56,7 @@ class StepFigures:
         (`encoder_share`), the busiest rank over the mean (`encoder_balance`), and both as the plans predict them.
         """
         figures = self._encoder_figures(plan, seconds, encoders)
-        flops = self._flops(plan, images)
+        flops = self._flops_of_plan(plan, images)
         if flops is not None:
             tflops = flops / seconds / self.devices / 1e12
             figures["tflops"] = float(f"{tflops:.6g}")
@@ -68,7 +68,7 @@ class StepFigures:
             figures["bound_share"] = round((plan.lower_bound_seconds + in_encoders) / seconds, 6)
         return figures
 
-    def _flops(self, plan: Plan, images: Sequence[int]) -> int | None:
+    def _flops_of_plan(self, plan: Plan, images: Sequence[int]) -> int | None:
         if self.shape is None or (images and self.images is None):
             return None
         flops = model_flops(self.shape, plan.lengths, frozen=self.frozen, spans=images)
@@ -102,7 +102,7 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
         frozen=adapter_of(model) is not None,
         devices=len(world.home.ranks),
         peak=peak_tflops(device, _product_dtype(execution_of(model).compute_dtype)),
-        priced_here=bool(config.context.cost) or (cost.source == H200_SOURCE and "H200" in device),
+        priced_here=bool(config.run.machine) or (cost.source == Machine.known("H200").source and "H200" in device),
         uncounted=uncounted,
     )
 

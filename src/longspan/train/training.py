@@ -1,6 +1,6 @@
 """A model under training as one rank has it: loaded, prepared, with its optimizer, and one step of it under a plan.
 
-Nothing here needs a corpus or a run's folder: `longspan train` (`run/set_up/`, `run/loop.py`) and `longspan bench
+Nothing here needs a corpus or a run's folder: `longspan train` (`run/set_up.py`, `run/loop.py`) and `longspan bench
 step` build on the same functions, so that neither can do what the other cannot.
 """
 
@@ -86,7 +86,7 @@ def unread_model(config: RunConfig, configuration: PreTrainedConfig, *, images: 
 def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
     """The model with the new adapter that [lora] describes, as a PeftModel. Raises ModelError as `add_lora` does."""
     lora, folder = config.lora, config.model.path
-    new = NewAdapter(
+    adapter = NewAdapter(
         rank=lora.rank,
         alpha=lora.alpha,
         dropout=lora.dropout,
@@ -96,7 +96,7 @@ def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
         seed=config.train.seed,
         base=str(Path(folder).resolve()) if folder else "",
     )
-    return add_lora(model, new)
+    return add_lora(model, adapter)
 
 
 def prepare_run_model(
@@ -116,7 +116,7 @@ def prepare_run_model(
         {model.dtype, *(p.dtype for p in model.parameters() if p.requires_grad)} if config.lora.rank else {model.dtype}
     )
     if images:
-        _freeze_images(config, model)
+        _freeze_encoder(config, model)
     check_model_fits(config, model, world, kind, training=training)
     computes_in = None if dtypes == {kind} else kind
     encoder = _encoder_home(config, world, compute_dtype=computes_in) if images else None
@@ -141,7 +141,7 @@ def prepare_run_model(
     return prepared
 
 
-def _freeze_images(config: RunConfig, model: PreTrainedModel) -> None:
+def _freeze_encoder(config: RunConfig, model: PreTrainedModel) -> None:
     """Freeze what [encoder] does not train of the tower and projector of a model that is not prepared yet."""
     freeze_images(model, config.encoder.train or encoder_default(config))
 
@@ -250,6 +250,7 @@ class Training:
 
 
 def _check_layers(config: RunConfig, model: PreTrainedModel) -> None:
+    """Raise ConfigError for a list of communication types that is not as long as the model's layers."""
     layers = model.config.get_text_config().num_hidden_layers
     sets = (PlanChoice.evaluation(config, entry) for entry in (None, *config.eval))
     for choice in (PlanChoice.training(config), *sets):

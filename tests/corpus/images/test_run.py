@@ -20,7 +20,7 @@ from longspan.corpus.images.image_file import ImageFile
 from longspan.data.documents import Corpus
 from longspan.data.step_order import StepOrder
 from longspan.report import write_report
-from longspan.run.evaluations import _picture
+from longspan.run.evaluations import _encode_picture
 from longspan.run.metrics_log import read_metrics
 from longspan.testing import run_ranks
 from longspan.train.plans.order import step_order_of
@@ -100,14 +100,14 @@ class Reads(NamedTuple):
 def train_and_count(rank: int, config: RunConfig, ranks: int) -> Reads:
     """Train on this rank."""
     given, ahead_of, opened = list[Any](), list[Any](), list[Any]()
-    input_of, ahead, load = ImageReader._input, ImageReader.ahead, ImageFile.load
-    ImageReader._input = lambda self, number: given.append(number) or input_of(self, number)  # type: ignore[method-assign]
-    ImageReader.ahead = lambda self, numbers: ahead(self, [ahead_of.append(n) or n for n in numbers])  # type: ignore[method-assign, func-returns-value]
+    input_of, ahead, load = ImageReader._read_input, ImageReader.read_ahead, ImageFile.load
+    ImageReader._read_input = lambda self, number: given.append(number) or input_of(self, number)  # type: ignore[method-assign]
+    ImageReader.read_ahead = lambda self, numbers: ahead(self, [ahead_of.append(n) or n for n in numbers])  # type: ignore[method-assign, func-returns-value]
     ImageFile.load = lambda self: opened.append(self) or load(self)  # type: ignore[method-assign]
     try:
         train_rank(rank, config, ranks)
     finally:
-        ImageReader._input, ImageReader.ahead, ImageFile.load = input_of, ahead, load  # type: ignore[method-assign]
+        ImageReader._read_input, ImageReader.read_ahead, ImageFile.load = input_of, ahead, load  # type: ignore[method-assign]
     return Reads(len(given), len(ahead_of), len(opened))
 
 
@@ -154,7 +154,7 @@ def test_the_report_shows_samples(trained: tuple[RunConfig, Any]) -> None:
 
 def test_pictures_of_samples_are_small() -> None:
     documents: Any = SimpleNamespace(picture=lambda item: Image.new("RGB", (960, 200)))
-    with Image.open(io.BytesIO(base64.b64decode(_picture(documents, 0)))) as image:
+    with Image.open(io.BytesIO(base64.b64decode(_encode_picture(documents, 0)))) as image:
         assert image.size == (96, 20)
 
 

@@ -13,7 +13,7 @@ ROWS = "corpus.rows"
 SPANS, TOKENS = f"{ROWS}.infer_turns", f"{ROWS}.turn_tokens"
 MUTATIONS = {  # what is wrong -> the module, what stands there, and in its place
     "the prompt is a target": (SPANS, "return at + len(prompt)", "return at"),
-    "the prompt of another turn": (SPANS, "text.rfind(prompt, before.ends[-1], begin)", "text.find(prompt)"),
+    "the prompt of another turn": (SPANS, "text.rfind(prompt, turn_before.ends[-1], begin)", "text.find(prompt)"),
     "a thought is not the assistant's": (SPANS, "pairs.sort(key=lambda pair: pair[0])", "pairs = pairs[-1:]"),
     "the end of a turn is no target": (TOKENS, "return self._last_end(inside[i:]).end()", "return start"),
     "an end that is a token too late": (TOKENS, "self._last_end(inside[i:]).end()", "tokens[-1].end()"),

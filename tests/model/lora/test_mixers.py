@@ -134,7 +134,7 @@ MUTANTS = {
     "cp 2": ("model.seams.mixer_calls", "(v * step.unsqueeze(-1))", "(v.detach() * step.unsqueeze(-1))"),
     "tp 2": (
         "model.tensor_parallel.mixers",
-        "whole if reads_inputs(name)",
+        "copied if reads_inputs(name)",
         "(lambda x: x) if reads_inputs(name)",
     ),
 }

@@ -18,10 +18,10 @@ from longspan.model import prepare, save_model
 from longspan.model.layers import layers_of_stages
 from longspan.model.parts import parts_of
 from longspan.model.pipeline.copies import StageCopies
-from longspan.model.pipeline.pipeline import PipelineModel, _origin, _run_watched
+from longspan.model.pipeline.pipeline import PipelineModel, _original_error, _run_watched
 from longspan.model.pipeline.schedules import ScheduledStage
 from longspan.model.pipeline.settings import PipelineSettings
-from longspan.model.pipeline.stages import Stage, StageInput, cut, refuse_inexact
+from longspan.model.pipeline.stages import Stage, StageInput, cut_model, refuse_inexact
 from longspan.model.prepared import IMPLEMENTATION
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
@@ -124,7 +124,7 @@ def _stages(family: str, count: int, *mine: int) -> tuple[Stage, ...]:
     model = deep(family, torch.float64)
     parts = parts_of(model)
     refuse_inexact(model, parts)
-    stages = cut(model, parts, layers_of_stages(4, count), mine)
+    stages = cut_model(model, parts, layers_of_stages(4, count), mine)
     numbers = sum(parameter.numel() for stage in stages for parameter in stage.parameters())
     assert sum(parameter.numel() for parameter in model.parameters()) <= numbers  # the rest is freed
     return stages
@@ -158,7 +158,7 @@ def test_the_first_stage_alone_scales_embeddings(count: int) -> None:
     for index in range(count):
         model = _scaled()
         refuse_inexact(model, parts_of(model))
-        (stage,) = cut(model, parts_of(model), layers_of_stages(4, count), [index])
+        (stage,) = cut_model(model, parts_of(model), layers_of_stages(4, count), [index])
         logits = lambda model, arguments: model(**_without_shard(arguments)).logits  # noqa: E731
         x = stage(x, stage_input=StageInput(shard, ids, logits))
     assert torch.equal(x, expected)
@@ -264,7 +264,7 @@ SHARED: dict[
 def test_parameters_that_stages_share_are_found_and_copied(case: str) -> None:
     (change, expected), model = SHARED[case], deep("llama", torch.float32)
     change(model.model.layers, model.model.norm)
-    stages = cut(model, parts_of(model), layers_of_stages(4, 4), (0, 2, 3))
+    stages = cut_model(model, parts_of(model), layers_of_stages(4, 4), (0, 2, 3))
     assert {entry.names[0]: entry.stages for entry in stages[0].shared} == {
         f"model.{name}": holders for name, holders in expected.items()
     }
@@ -280,11 +280,11 @@ def test_modules_that_stages_share_in_part_are_refused() -> None:
     model = AutoModelForCausalLM.from_config(config)
     layers, parts = model.model.layers, parts_of(model)
     layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
-    assert len(cut(model, parts, layers_of_stages(4, 2), (0, 1))) == 2
+    assert len(cut_model(model, parts, layers_of_stages(4, 2), (0, 1))) == 2
     layers[3].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
     says = r"layers.3.mlp.up_proj.weight is model.layers.0.* of another .*, and model.layers.3.mlp.up_proj.bias is a"
     with pytest.raises(ModelError, match=says):
-        cut(model, parts, layers_of_stages(4, 2), (1,))
+        cut_model(model, parts, layers_of_stages(4, 2), (1,))
 
 
 # ---- with ranks
@@ -420,9 +420,9 @@ def test_the_model_s_error_is_found_behind_what_torch_wraps_around_it() -> None:
 
     model, cause = ValueError("rows do not fit"), KeyError("rows")
     wrapped = RuntimeError("[Stage 1] failed to run forward"), RuntimeError("in stage 1: 3 values")
-    assert _origin(chain(*wrapped, model)) is model
-    assert _origin(chain(wrapped[0], chain(model, cause))) is model  # what the model itself chains stays
-    assert _origin(RuntimeError("a collective failed")) is None
+    assert _original_error(chain(*wrapped, model)) is model
+    assert _original_error(chain(wrapped[0], chain(model, cause))) is model  # what the model itself chains stays
+    assert _original_error(RuntimeError("a collective failed")) is None
 
 
 WRAPPED = [  # what torch's schedule raises, what it wraps, what comes out

@@ -19,8 +19,8 @@ class _Layer(nn.Module):
     def __init__(self, inner: nn.Module | None = None, fails: bool = False) -> None:
         super().__init__()
         self.inner, self.fails, self.found = inner, fails, list[Any]()
-        self.register_forward_pre_hook(layer_arguments._enter, with_kwargs=True)
-        self.register_forward_hook(layer_arguments._leave, always_call=True)
+        self.register_forward_pre_hook(layer_arguments._note_arguments, with_kwargs=True)
+        self.register_forward_hook(layer_arguments._forget_arguments, always_call=True)
 
     def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
         if self.inner is not None:

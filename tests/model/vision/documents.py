@@ -115,7 +115,7 @@ def _image(tokens: ImageTokens, grid: Grid, draw: np.random.Generator) -> ImageI
 
 
 def documents_of(tokens: ImageTokens, name: str = "mixed") -> ItemDocuments:
-    """The same as `run_step` takes them."""
+    """The documents as `run_step` takes them."""
     documents = raw(tokens, name)
     ids = [document.ids for document in documents]
     rows = [[tokens.rows(image.grid) for image in document.images] for document in documents]

@@ -86,4 +86,4 @@ def test_a_chosen_function_stays() -> None:
 def test_other_attention_is_refused() -> None:
     x = torch.zeros(1, 2, 4, 8)
     with pytest.raises(ModelError, match=r"cu_seq_lens_q missing, dropout 0\.0, is_causal True, batch 1"):
-        image_encoder._forward(torch.nn.Identity(), x, x, x, None, is_causal=True)
+        image_encoder._packed_attention(torch.nn.Identity(), x, x, x, None, is_causal=True)

@@ -12,15 +12,22 @@ from torch.distributed.tensor import DTensor
 
 from longspan.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from longspan.comm import World
+from longspan.config.file import load_config
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
+from longspan.model.multimodal.encoder import Encoder
+from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.model.multimodal.prepare_encoder import prepare_encoder
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
 from longspan.train.optim.optimizer import OptimizerChoice
 from longspan.train.optim.stochastic_rounding import StochasticRounding, stochastically_rounded
+from longspan.train.training import make_optimizer
 from tests.model.stock import texts
+from tests.train.multimodal.encoders import encoder_of
+from tests.train.multimodal.reference import HIDDEN, language_model_of
 
 DRAWS = 20_000
 
@@ -170,3 +177,25 @@ def _over_ranks(rank: int, root: Path) -> None:
 @pytest.mark.whole
 def test_replicas_stay_equal_and_a_resumed_run_repeats_its_bits(tmp_path: Path) -> None:
     run_ranks(_over_ranks, 4, tmp_path, timeout=120)
+
+
+def _encoder_updates(rank: int) -> None:
+    with World(Layout(1), backend=backend()) as world:
+        language_model = prepare(language_model_of("qwen3", torch.bfloat16), world)
+        encoder = Encoder(module=prepare_encoder(encoder_of("image", HIDDEN, torch.bfloat16), world), world=world)
+        model = MultimodalModel({"image": encoder}, language_model, world)
+        keys = {"train.lr": 2.0**-6, "encoder.lr": 2.0**-9, "train.optimizer": "sgd", "train.weight_decay": 0.0}
+        optimizer = make_optimizer(load_config(None, keys | {"train.stochastic_rounding": True}), world, model)
+        assert isinstance(optimizer, StochasticRounding)
+        assert {group["initial_lr"] for group in optimizer.param_groups} == {2.0**-9, 2.0**-6}
+        for parameter in model.parameters():
+            local_tensor(parameter.detach()).zero_()
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            rate = 2.0**-9 if name.startswith("encoders.") else 2.0**-6
+            assert (local_tensor(parameter.detach()) == -rate).all(), name
+
+
+def test_an_encoder_has_its_own_learning_rate() -> None:
+    run_ranks(_encoder_updates, 1, timeout=120)

@@ -25,10 +25,10 @@ from tests.train.own_loss.dense import (
 
 LOSS, OWN, ALL = "train.loss", "train.terms.", "weights tokens sets all"
 DOCUMENTS, LOG_PROBS = OWN + "document_loss", OWN + "log_probs"
-SUM = 'self._world.control.sum_over_slots(local[here].tolist(), "log-probabilities of documents")'
+SUM = 'self._world.control.sum_over_slots(local[ids].tolist(), "log-probabilities of documents")'
 MUTATIONS = {  # what is wrong -> the module, what stands there, and in its place; and the losses that show it
     "nothing": (None, ""),
-    "a rank's sum dropped inside a micro-batch": ((DOCUMENTS, SUM, "local[here]"), "sets"),
+    "a rank's sum dropped inside a micro-batch": ((DOCUMENTS, SUM, "local[ids]"), "sets"),
     "a rank's sum dropped in the pass ahead": (
         (LOG_PROBS, 'world.control.sum_of_arrays(np.concatenate([values, sums]), "log-probabilities of tokens")',
          "np.concatenate([values, sums])"), "all"),
@@ -63,7 +63,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
         (OWN + "token_loss", "to_device(self.positions[part]", "to_device(self.positions[part] + 1"), "tokens"),
     "a gradient of the softmax alone": (
         ("train.loss", ".scatter_add_(1, at, slopes.unsqueeze(1))", ""), ALL),
-    "a head's gradient of one chunk": ((LOSS, "        total += more", "        pass"), ALL),
+    "a head's gradient of one chunk": ((LOSS, "        total += gradient", "        pass"), ALL),
 }  # fmt: skip
 BATCHES = (
     MicroBatch((Group((0, 1), (0, 1, 2), (13, 1, 30)),)),

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from longspan.config.defaults import resolve_defaults
-from longspan.config.sections import ContextConfig, ParallelConfig, RunConfig, TrainConfig
+from longspan.config.sections import ContextConfig, ParallelConfig, RunConfig, RunSection, TrainConfig
 from longspan.data.step_order import StepOrder
 from longspan.layout import Layout
 from longspan.plan import Cost
 from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200
-from longspan.plan.simulate.simulate import slot_cost
 from longspan.train.plans import PlanChoice, StepPlanner, cost_of_run, plans_of_steps
 
 LENGTHS = np.random.default_rng(0).integers(2, 400, 80)
@@ -43,13 +42,13 @@ def test_a_planner_that_has_travelled_makes_the_same_plans() -> None:
 def test_a_measured_cost_decides_about_plans(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     path.write_text(json.dumps({"micro_batch_seconds": 5.0, "inside_bytes_per_second": 1e6}))
-    measured = replace(DYNAMIC, cost=str(path))
-    plan = StepPlanner(PlanChoice.training(run_of(measured)), order(), HOME)(0)
+    machine = RunSection(machine=str(path))
+    plan = StepPlanner(PlanChoice.training(replace(run_of(DYNAMIC), run=machine)), order(), HOME)(0)
     assert plan != StepPlanner(PlanChoice.training(run_of(DYNAMIC)), order(), HOME)(0)
     assert plan.predicted_seconds >= 5.0 * len(plan.micro_batches)
     path.unlink()  # a run keeps its cost
     assert (
-        PlanChoice.evaluation(run_of(measured.with_evaluation(context_parallel_size=2)))
+        PlanChoice.evaluation(replace(run_of(DYNAMIC.with_evaluation(context_parallel_size=2)), run=machine))
         .plan((9, 9), HOME)
         .predicted_seconds
         >= 5.0 / 3
@@ -63,7 +62,7 @@ def test_without_a_cost_plans_on_gpus_are_priced_for_the_model(tmp_path: Path) -
     model["vocab_size"] = 1000
     on_cpus = cost_of_run(config, model, said.append, gpu=False)
     assert on_cpus == cost_on_cpus(model) and on_cpus.source == "" and not said
-    measured = replace(config, context=replace(DYNAMIC, cost=str(path)))
+    measured = replace(config, run=RunSection(machine=str(path)))
     assert cost_of_run(measured, model, said.append, gpu=True).micro_batch_seconds == 5.0
     found = cost_of_run(config, model, said.append, gpu=True)
     assert found == cost_on_h200(model) != Cost() and not said
@@ -82,7 +81,7 @@ def test_without_a_cost_plans_on_gpus_are_priced_for_the_model(tmp_path: Path) -
 
 def test_tensor_parallel_ranks_share_the_cost_of_a_slot() -> None:
     context = replace(DYNAMIC, node_size=4)
-    cost, evaluated = slot_cost(Cost(), 2), run_of(context.with_evaluation(context_parallel_size=2))
+    cost, evaluated = Cost().shared_by(2), run_of(context.with_evaluation(context_parallel_size=2))
     for choice, expected in (
         (PlanChoice.training(run_of(context)), cost),
         (PlanChoice.evaluation(evaluated), cost.forward_only().under("p2p", 2)),

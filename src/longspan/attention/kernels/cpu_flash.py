@@ -10,14 +10,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttentionCall, Saved
+from longspan.attention.call import AttendCall, Saved
 from longspan.attention.rows import accumulation_dtype, pad_heads
 from longspan.attention.tiles import DenseCall, Launch, Tile, dense_calls, visible_keys
 
 _BAND_ROWS = 256  # query rows of a band whose mask is held at once
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
     """q (Tq, N, H), k (Tk, K, H), v (Tk, K, Hv) -> out (Tq, N, Hv), lse (Tq, N)."""
     assert call.softcap is None and call.dropout is None
     head_size, dtype = v.shape[2], accumulation_dtype(q.dtype)
@@ -38,7 +38,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall
     return out[..., :head_size], lse
 
 
-def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
     assert call.softcap is None and call.dropout is None
     q, k, v, out, lse = saved

@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttentionCall, Saved
+from longspan.attention.call import AttendCall, Saved
 from longspan.attention.kernels import reference
 from longspan.attention.rows import accumulation_dtype, pad_heads
 from longspan.attention.tiles import DenseCall, Launch, Tile, Tiling, dense_calls
@@ -34,7 +34,7 @@ def missing(device: torch.device) -> str:
     return "" if major in _CAPABILITIES else f"needs compute capability 9 or 10, got {major}.{minor}"
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
     """q (Tq, N, H), k (Tk, K, H), v (Tk, K, Hv) -> out (Tq, N, Hv), lse (Tq, N) float32."""
     assert call.softcap is None and call.dropout is None
     dtype = accumulation_dtype(q.dtype)
@@ -50,7 +50,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall
     return out, lse
 
 
-def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
     assert call.softcap is None and call.dropout is None
     q, k, v, out, lse = saved

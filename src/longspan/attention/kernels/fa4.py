@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttentionCall, Saved
+from longspan.attention.call import AttendCall, Saved
 from longspan.attention.rows import pad_heads
 from longspan.attention.tiles import Launch
 
@@ -41,7 +41,7 @@ def _interface() -> Any:
     return interface
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
     """q (Tq, N, H), k (Tk, K, H), v (Tk, K, Hv) -> out (Tq, N, Hv), lse (Tq, N) float32."""
     assert call.dropout is None
     tensors, lengths = _arguments(launch, q, k, v)
@@ -53,7 +53,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall
     return out[..., : v.shape[2]], lse.transpose(0, 1)
 
 
-def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
     assert call.dropout is None
     q, k, v, out, lse = saved

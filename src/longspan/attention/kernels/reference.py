@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttentionCall, Dropout, Saved
+from longspan.attention.call import AttendCall, Dropout, Saved
 from longspan.attention.rows import accumulation_dtype
 from longspan.attention.tiles import Launch, Tile, visible_keys
 
@@ -18,7 +18,7 @@ _NUMBERS = 4
 _HASH_BYTES = 2 * 8 + 1  # of a score where dropout hashes it: two words, and whether it is kept
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
     """q (Tq, N, H), k (Tk, K, H), v (Tk, K, Hv) -> out (Tq, N, Hv), lse (Tq, N)."""
     dtype = accumulation_dtype(q.dtype)
     out = q.new_empty((len(q), q.shape[1], v.shape[2]), dtype=dtype)  # tiles hold every row once
@@ -34,7 +34,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall
     return out, lse
 
 
-def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
     q, k, v, out, lse = saved
     dtype = accumulation_dtype(q.dtype)
@@ -78,7 +78,7 @@ def _group_heads(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).unflatten(1, (kv_heads, x.shape[1] // kv_heads))
 
 
-def _scores(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
+def _scores(q: Tensor, k: Tensor, call: AttendCall) -> Tensor:
     """Scores (K, G, Tq, Tk) of all pairs, those that the mask hides too."""
     scores = torch.einsum("qkgh,skh->kgqs", q, k).mul_(call.scale)
     return scores if call.softcap is None else scores.div_(call.softcap).tanh_().mul_(call.softcap)

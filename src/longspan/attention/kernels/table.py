@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttentionCall
+from longspan.attention.call import AttendCall
 from longspan.attention.kernels import cpu_flash, cudnn, fa4, reference, torch_flash, triton_flash
 from longspan.errors import AttentionError
 
@@ -61,7 +61,7 @@ class Kernel:
     needs: str = ""
     missing: Callable[[torch.device], str] = field(default=lambda device: "", repr=False)
 
-    def lacks(self, call: AttentionCall) -> str:
+    def lacks(self, call: AttendCall) -> str:
         """Why this kernel cannot do it, as "needs …, got …"; "" where it can."""
         if call.device.type not in self.devices:
             return f"needs {' or '.join(self.devices)} tensors, got {call.device.type}"
@@ -79,7 +79,7 @@ class Kernel:
             return "needs torch.use_deterministic_algorithms(False), got deterministic mode"
         return self.missing(call.device)
 
-    def suits(self, call: AttentionCall) -> bool:
+    def suits(self, call: AttendCall) -> bool:
         """Whether it can do it and may be chosen without being named."""
         return (call.one_document or not self.one_document_only) and not self.lacks(call)
 
@@ -173,7 +173,7 @@ KERNELS: tuple[Kernel, ...] = (
 )
 
 
-def choose(call: AttentionCall, name: str | None = None) -> Kernel:
+def choose(call: AttendCall, name: str | None = None) -> Kernel:
     """The kernel of this name, or the first that suits the call.
 
     Raises AttentionError where the named kernel is unknown or cannot, or where none can.
@@ -198,6 +198,6 @@ def find_kernel(name: str, hint: str | None = None) -> Kernel:
     raise AttentionError(f"kernel {name!r} is unknown{names}")
 
 
-def _available(call: AttentionCall) -> str:
+def _available(call: AttendCall) -> str:
     able = [kernel.name for kernel in KERNELS if not kernel.lacks(call)]
     return f"available here: {', '.join(able) or 'none'}"

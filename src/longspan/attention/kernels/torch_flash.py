@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttentionCall, Saved
+from longspan.attention.call import AttendCall, Saved
 from longspan.attention.rows import concat_heads, pad_heads
 from longspan.attention.tiles import Launch
 
@@ -18,7 +18,7 @@ MOST = 2**31 - 1  # elements of the sums for dq
 _BLOCK_ROWS = 128
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
     """q (Tq, N, H), k (Tk, K, H), v (Tk, K, Hv) -> out (Tq, N, Hv), lse (Tq, N) float32."""
     assert call.softcap is None and call.dropout is None
     head_size, size = v.shape[2], _head_size(q, v)
@@ -36,7 +36,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall
     return out[..., :head_size], lse.transpose(0, 1)
 
 
-def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
     assert call.softcap is None and call.dropout is None
     q, k, v, out, lse = saved
@@ -48,7 +48,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttentionCall) ->
     return dq[..., : q.shape[2]], dk[..., : k.shape[2]], dv[..., : v.shape[2]]
 
 
-def _gradients(saved: Sequence[Tensor], launch: Launch, call: AttentionCall) -> tuple[Tensor, ...]:
+def _gradients(saved: Sequence[Tensor], launch: Launch, call: AttendCall) -> tuple[Tensor, ...]:
     """dq, dk and dv of dout, q, k, v and out, all of one head size, and lse."""
     *tensors, lse = saved
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=lse.device)  # seed and offset, unread at dropout 0

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttentionCall, Saved
+from longspan.attention.call import AttendCall, Saved
 from longspan.attention.tiles import Launch
 
 _PAIRS = 16  # (row, head) pairs whose sums one program takes
@@ -69,7 +69,7 @@ def _kernels() -> Any:
     return import_module("longspan.attention.kernels.triton_flash_kernels")
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
     """q (Tq, N, H), k (Tk, K, H), v (Tk, K, Hv) -> out (Tq, N, Hv), lse (Tq, N) float32."""
     assert call.dropout is None
     q, k, v = (_contiguous_heads(x) for x in (q, k, v))
@@ -90,7 +90,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall
     return out, lse
 
 
-def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
     assert call.dropout is None
     q, k, v, dout = (_contiguous_heads(x) for x in (saved.q, saved.k, saved.v, dout))
@@ -151,12 +151,12 @@ def _deltas(dout: Tensor, out: Tensor) -> Tensor:
     return delta
 
 
-def _scores(launch: Launch, call: AttentionCall) -> tuple[float, float, int, int]:
+def _scores(launch: Launch, call: AttendCall) -> tuple[float, float, int, int]:
     """Scale, soft cap and mask as the kernels take them; which of them there are is a constant."""
     return call.scale, call.softcap or 1.0, launch.left or 0, launch.right or 0
 
 
-def _constants(q: Tensor, v: Tensor, launch: Launch, call: AttentionCall) -> dict[str, Any]:
+def _constants(q: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> dict[str, Any]:
     return {
         "HAS_CAP": call.softcap is not None,
         "HAS_LEFT": launch.left is not None,

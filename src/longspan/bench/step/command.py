@@ -35,36 +35,36 @@ _PARTS = ("part of a profiled step, ms", *ORDER, "idle", "step")
 def record_text(record: dict[str, Any]) -> str:
     """A record for a terminal."""
     parts = f"\n\n{text_table(_PARTS, rows)}" if (rows := _part_rows(record)) else ""
-    return f"{_title(record)}\n\n{text_table(_NAMES, _rows(record))}{parts}{_missing(record)}"
+    return f"{_record_title(record)}\n\n{text_table(_NAMES, _rows(record))}{parts}{_missing_text(record)}"
 
 
 def record_markdown(record: dict[str, Any]) -> str:
     """A record for people who read bench/records."""
     parts = f"{markdown_table(_PARTS, rows)}\n\n{_kernel_tables(record)}" if (rows := _part_rows(record)) else ""
     return (
-        f"# {_title(record)}\n\n"
+        f"# {_record_title(record)}\n\n"
         f"{where_it_ran(record)}\n\n"
         f"{markdown_table(_NAMES, _rows(record))}\n\n{parts}"
         "Whole steps with forward, backward and optimizer, at learning rate 0: the loss is that of the same weights. "
         f"Seconds are the median of {record['repeats']} steps after {record['warmup']}, of the slowest rank. "
         f"Predicted under {record['cost_source']}. Model FLOPs are 6 a weight and token and causal attention, without "
-        f"recomputation; padding does not count.\n{_missing(record)}\n"
+        f"recomputation; padding does not count.\n{_missing_text(record)}\n"
     )
 
 
-def _title(record: dict[str, Any]) -> str:
+def _record_title(record: dict[str, Any]) -> str:
     shape = record["shape"]
     experts = f", {shape['experts']} experts" if shape["experts"] else ""
     offloaded = " offloaded" if record["offload"] else ""
     rows = f"{record['partition']} rows, " if record["partition"] != "zigzag" else ""
     kernels = _NORMS[record["fused_norms"]] + (", compiled norms and MLPs" if record.get("compiled") else "")
-    some = f" of {record['recompute_layers']} layers" if record["recompute_layers"] else ""
+    recompute_text = f" of {record['recompute_layers']} layers" if record["recompute_layers"] else ""
     return (
         f"Steps of {record['shape_name']} ({shape['layers']} layers, hidden {shape['hidden']}{experts}) over "
         f"{record['ranks']} ranks ({record['backend']}): {_documents_text(record)}; "
         f"{record['mode']}, {record['cp_comm_type']}, "
         f"{rows}at most {record['max_tokens_per_slot'] or 'any'} rows a slot, "
-        f"recomputation {record['recompute']}{some}{offloaded}{kernels}, "
+        f"recomputation {record['recompute']}{recompute_text}{offloaded}{kernels}, "
         f"{record['parameters']}{' computed in ' + record['compute'] if record['compute'] else ''}"
     )
 
@@ -79,10 +79,10 @@ def _documents_text(record: dict[str, Any]) -> str:
 
 
 def _rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
-    return [_row(row) for row in record["rows"] if "missing" not in row]
+    return [_record_row(row) for row in record["rows"] if "missing" not in row]
 
 
-def _row(row: dict[str, Any]) -> tuple[str, ...]:
+def _record_row(row: dict[str, Any]) -> tuple[str, ...]:
     planned = "predicted_seconds" in row
     return (
         row["name"],
@@ -117,7 +117,7 @@ def _kernel_tables(record: dict[str, Any]) -> str:
     return "".join(f"{table}\n\n" for table in tables)
 
 
-def _missing(record: dict[str, Any]) -> str:
+def _missing_text(record: dict[str, Any]) -> str:
     return "".join(f"\n- {row['name']}: not available: {row['missing']}" for row in record["rows"] if "missing" in row)
 
 

@@ -11,7 +11,7 @@ from longspan.bench.benches import BenchFlags
 from longspan.cli.flags import Switch, parse_flags
 from longspan.cli.plans.lengths import SourceFlags
 from longspan.config.file import read_file
-from longspan.config.sections import ContextConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from longspan.config.sections import ContextConfig, MachineSection, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 
 PLANNERS = ("padded", "fixed", "dynamic")
 SECTIONS = ("model", "parallel", "context", "train")
@@ -44,6 +44,7 @@ class StepFlags(BenchFlags, SourceFlags):
     train: FlagConversionOff[TrainConfig] = field(
         default_factory=lambda: TrainConfig(activation_checkpointing="selective")
     )
+    run: MachineSection = field(default_factory=MachineSection)
     peak_tflops: float = 0.0
     """Peak TFLOP/s of a device, for the model FLOPs utilisation; 0: the vendor's figure for a known GPU."""
     profile: Switch = False
@@ -65,5 +66,7 @@ def parse_step(argv: Sequence[str]) -> tuple[StepFlags, RunConfig]:
     if flags.config:
         file = read_file(flags.config)
         of_file = {name: getattr(file, name) for name in SECTIONS}
+        of_file["run"] = MachineSection(file.run.machine)
         flags = parse_flags(StepFlags, argv, "longspan bench step", replace(StepFlags(), **of_file))
-    return flags, replace(file, **{name: getattr(flags, name) for name in SECTIONS})
+    run = replace(file.run, machine=flags.run.machine)
+    return flags, replace(file, run=run, **{name: getattr(flags, name) for name in SECTIONS})

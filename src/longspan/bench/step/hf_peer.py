@@ -26,18 +26,18 @@ PEER = "Hugging Face + FSDP2 + torch context_parallel (cuDNN), full recomputatio
 @contextmanager
 def peer_step(settings: StepSettings, world: World) -> Iterator[tuple[Callable[[], None], list[float]]]:
     """A step, and the losses of those that ran. Raises ValueError for what the stack does not offer."""
-    _check(settings, world)
+    _check_stack(settings, world)
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
     set_rotate_method("allgather")
     mesh = init_device_mesh("cuda", (settings.ranks,))
-    model = _sharded(settings, world, mesh)
+    model = _shard_model(settings, world, mesh)
     optimizer = build_optimizer(model, settings.config.train.optimizer, lr=0.0)
     losses: list[float] = []
 
     def step() -> None:
-        ids, labels, positions = _inputs(settings, world)
+        ids, labels, positions = _make_inputs(settings, world)
         buffers = [ids, labels, positions]
         with (
             context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers)),
@@ -56,7 +56,7 @@ def peer_step(settings: StepSettings, world: World) -> Iterator[tuple[Callable[[
     yield step, losses
 
 
-def _check(settings: StepSettings, world: World) -> None:
+def _check_stack(settings: StepSettings, world: World) -> None:
     """Raise ValueError for what the stack does not offer."""
     if world.device.type != "cuda":
         raise ValueError("its attention kernels run on CUDA only")
@@ -66,7 +66,7 @@ def _check(settings: StepSettings, world: World) -> None:
         raise ValueError(f"{settings.lengths[0]} rows do not divide by 2 x {settings.ranks} ranks")
 
 
-def _inputs(settings: StepSettings, world: World) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _make_inputs(settings: StepSettings, world: World) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Ids, labels and positions (1, S) of the whole sequence, on every rank."""
     length = settings.lengths[0]
     positions = torch.arange(length, device=world.device)
@@ -76,7 +76,7 @@ def _inputs(settings: StepSettings, world: World) -> tuple[torch.Tensor, torch.T
     return ids[None].clone(), labels[None].clone(), positions[None].clone()
 
 
-def _sharded(settings: StepSettings, world: World, mesh: Any) -> Any:
+def _shard_model(settings: StepSettings, world: World, mesh: Any) -> Any:
     """The model with random weights, made whole on the device, then sharded."""
     torch.manual_seed(0)
     with torch.device(world.device):

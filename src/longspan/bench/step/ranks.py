@@ -24,6 +24,7 @@ from longspan.plan.cost.model_flops import model_flops
 from longspan.plan.cost.model_shape import ModelShape
 from longspan.run.result import versions
 from longspan.train.memory.rows_that_fit import measure_rows
+from longspan.train.plans.node_size import with_node_size
 from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
 
 
@@ -31,12 +32,13 @@ def step_ranks(rank: int, settings: StepSettings) -> dict[str, Any]:
     """Open a world, time every planner and the peer; the record, equal on every rank."""
     backend = None if settings.backend == "nccl" else "gloo"
     with World(settings.home, backend=backend, timeout=settings.flags.timeout_seconds) as world:
+        settings = replace(settings, config=with_node_size(settings.config, world))
         record = _empty_record(settings, world)
-        for name, measure in _cases(settings, world):
+        for name, measure in _measure_cases(settings, world):
             row = {"name": name} | measure()
             record["cost"] = row.pop("cost", record["cost"])
             record["rows"].append(row)
-            _keep(record, settings, rank)
+            _keep_row(record, settings, rank)
     return record
 
 
@@ -45,10 +47,10 @@ def _empty_record(settings: StepSettings, world: World) -> dict[str, Any]:
     return {"bench": "step", **settings.to_json(), "cost": settings.cost.to_json(), **about, "rows": []}
 
 
-def _cases(settings: StepSettings, world: World) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+def _measure_cases(settings: StepSettings, world: World) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """Every planner over one model, then the peer, once that model is gone."""
     if settings.planners:
-        training = _training(settings, world)
+        training = _make_training(settings, world)
         for batch in settings.batches():
             for planner in settings.planners:
                 yield (
@@ -61,14 +63,14 @@ def _cases(settings: StepSettings, world: World) -> Iterator[tuple[str, Callable
             torch.cuda.empty_cache()
     if settings.flags.peers:
         for batch in settings.batches():
-            yield f"{PEER}{_rows_note(batch, settings)}", partial(_peer, batch, world)
+            yield f"{PEER}{_rows_note(batch, settings)}", partial(_measure_peer, batch, world)
 
 
 def _rows_note(batch: StepSettings, settings: StepSettings) -> str:
     return f", {batch.lengths[0]:,} rows" if settings.sequences else ""
 
 
-def _training(settings: StepSettings, world: World) -> Training:
+def _make_training(settings: StepSettings, world: World) -> Training:
     """The model and optimizer of a run, by the functions that set up a run."""
     config = settings.config
     loaded = load_run_model(config, config.data.vocab_size, settings.configuration)
@@ -105,7 +107,7 @@ def _measure_planner(settings: StepSettings, planner: str, training: Training) -
     }
 
 
-def _peer(settings: StepSettings, world: World) -> dict[str, Any]:
+def _measure_peer(settings: StepSettings, world: World) -> dict[str, Any]:
     try:
         with peer_step(settings, world) as (step, losses):
             return measure_steps(settings, step, world) | {"loss": losses[0]}
@@ -144,7 +146,7 @@ def _profile_step(step: Callable[[], None], world: World) -> dict[str, Any]:
     return world.control.broadcast_object({"parts": parts | {"step": seconds}, "kernels": kernels})
 
 
-def _keep(record: dict[str, Any], settings: StepSettings, rank: int) -> None:
+def _keep_row(record: dict[str, Any], settings: StepSettings, rank: int) -> None:
     """Write and print a finished row, so that rows survive an interruption."""
     if rank:
         return

@@ -116,7 +116,7 @@ def make_settings(
 ) -> StepSettings:
     """The settings of the flags. Raises ConfigError or PlanError for impossible ones, before a process starts."""
     gpu = backend != "gloo"
-    planners, home = _planners(flags, config), home_of(config.parallel, ranks)
+    planners, home = _choose_planners(flags, config), home_of(config.parallel, ranks)
     documents = read_documents(flags, config, home.slots, gpu=gpu)
     config = config if flags.config else _with_default_model(config, gpu=gpu)
     configuration = _configuration(flags, config, max(documents.lengths))
@@ -146,7 +146,7 @@ def make_settings(
     return settings
 
 
-def _planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
+def _choose_planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
     """The planners to compare. Raises ConfigError for others, and where nothing is left to time."""
     names = ", ".join(PLANNERS)
     default = config.context.planner if flags.config else ",".join(PLANNERS)

@@ -15,7 +15,15 @@ from longspan.config.file import load_config
 from longspan.config.keys import NOT_GIVEN
 from longspan.config.model_sections import EncoderLayout
 from longspan.config.plan_section import PlanSection
-from longspan.config.sections import ContextConfig, DataConfig, LoraSection, ModelConfig, ParallelConfig, RunConfig
+from longspan.config.sections import (
+    ContextConfig,
+    DataConfig,
+    LoraSection,
+    MachineSection,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+)
 from longspan.errors import ConfigError
 from longspan.evaluation.saved.fit import find_set, fit_home
 from longspan.evaluation.saved.request import EvalRequest, Subject
@@ -86,6 +94,7 @@ class EvalFlags:
     parallel: FlagConversionOff[ParallelConfig] = field(default_factory=ParallelConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
     encoder: EncoderLayout = field(default_factory=EncoderLayout)
+    run: MachineSection = field(default_factory=MachineSection)
     world: int = 0
     """Processes to start on this machine; 0: one for each GPU (CUDA_VISIBLE_DEVICES), one without GPUs, or those of
     torchrun."""
@@ -96,21 +105,22 @@ class EvalFlags:
 
 
 def parse_eval(argv: Sequence[str], config: RunConfig | None = None) -> EvalFlags:
-    """The flags of `eval`; what they do not give of the layout is as in a run's configuration."""
+    """The flags of `eval`. With a run's configuration, keys of the layout that no flag gives have its values."""
     sections: dict[str, Any] = {}
     if config is not None:
         encoder = EncoderLayout(config.encoder.tp, config.encoder.max_rows)
         sections = {"parallel": config.parallel, "context": config.context, "encoder": encoder}
+        sections["run"] = MachineSection(config.run.machine)
     return parse_flags(EvalFlags, argv, PROG, EvalFlags(target=tyro.MISSING, **sections))
 
 
 def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalRequest:
     """The request that the flags make on so many ranks. Raises ConfigError or CheckpointError for an impossible one."""
     _check_values(flags)
-    _check_passkey(flags)
+    _check_passkey_flags(flags)
     flag_keys = read_flag_keys(argv)
-    _check_keys(flag_keys)
-    first = _subject(argv, saved_weights(flags.target), flags, base=flags.without_adapter)
+    _refuse_training_keys(flag_keys)
+    first = _make_subject(argv, saved_weights(flags.target), flags, base=flags.without_adapter)
     config, changes = fit_home(first.config, ranks, flag_keys)
     for name in flags.set:
         find_set(config, name, flag_keys)
@@ -119,8 +129,8 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
         base = flags.compare == BASE
         weights = saved_weights(flags.target if base else flags.compare)
         base |= flags.without_adapter and weights.run_dir is not None  # a folder is a whole model
-        other = _subject(argv, weights, flags, base=base)
-        subjects.append(replace(other, config=_with_layout_of(config, other.config)))
+        second = _make_subject(argv, weights, flags, base=base)
+        subjects.append(replace(second, config=_with_layout_of(config, second.config)))
     return EvalRequest(
         subjects=tuple(subjects),
         sets=flags.set,
@@ -128,7 +138,7 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
         max_documents=flags.max_documents,
         max_document_tokens=flags.max_document_tokens,
         tokenizer=flags.tokenizer,
-        degrees=_degrees(flags.degrees),
+        degrees=_parse_degrees(flags.degrees),
         metrics=flags.metrics,
         seconds=flags.seconds,
         passkey=flags.passkey,
@@ -166,10 +176,11 @@ def _with_layout_of(config: RunConfig, other: RunConfig) -> RunConfig:
         eval=config.eval,
         train=replace(other.train, eval_metrics=config.train.eval_metrics),
         encoder=replace(other.encoder, tp=config.encoder.tp, max_rows=config.encoder.max_rows),
+        run=replace(other.run, machine=config.run.machine),
     )
 
 
-def _check_passkey(flags: EvalFlags) -> None:
+def _check_passkey_flags(flags: EvalFlags) -> None:
     """Raise ConfigError or DataError for flags of passkey retrieval that make no documents."""
     if flags.passkey.lengths:
         flags.passkey.check()
@@ -188,7 +199,7 @@ def read_flag_keys(argv: Sequence[str]) -> frozenset[str]:
     return frozenset(word for word in words if "." in word)
 
 
-def _check_keys(flag_keys: frozenset[str]) -> None:
+def _refuse_training_keys(flag_keys: frozenset[str]) -> None:
     """Raise ConfigError for keys of training, which would have no effect."""
     of_training = {f.name for f in fields(PlanSection)}
     for key in sorted(key.removeprefix("context.") for key in flag_keys if key.startswith("context.")):
@@ -198,7 +209,7 @@ def _check_keys(flag_keys: frozenset[str]) -> None:
             raise ConfigError(f"--context.{key} is a key of training, and evaluation does not read it; leave it out")
 
 
-def _subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, *, base: bool) -> Subject:
+def _make_subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, *, base: bool) -> Subject:
     """The weights, without their adapter for `base`, and the configuration that their run and the flags make together.
 
     Raises ConfigError where there is no adapter to leave out.
@@ -206,12 +217,13 @@ def _subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, *, ba
     config = None if weights.run_dir is None else load_config(weights.run_dir / "config.toml")
     if base and (config is None or not config.lora.rank):
         flag = "--without-adapter" if flags.without_adapter else f"--compare {BASE}"
-        why = "is no run" if config is None else "trains no adapter (lora.rank is 0)"
-        raise ConfigError(f"{flag} is given, and {weights.path} {why}; leave it out, or name a run with [lora]")
+        reason = "is no run" if config is None else "trains no adapter (lora.rank is 0)"
+        raise ConfigError(f"{flag} is given, and {weights.path} {reason}; leave it out, or name a run with [lora]")
     if config is None:
         model = ModelConfig(path=str(weights.path), **_set_values(flags.model))
         config = RunConfig(model, DataConfig(max_document_tokens=0), flags.parallel, flags.context)
         config = replace(config, encoder=replace(config.encoder, **asdict(flags.encoder)))
+        config = replace(config, run=replace(config.run, machine=flags.run.machine))
         return Subject(weights, resolve_defaults(config))
     flags = parse_eval(argv, config)
     config = replace(
@@ -220,7 +232,7 @@ def _subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, *, ba
         parallel=flags.parallel,
         context=flags.context,
         encoder=replace(config.encoder, **asdict(flags.encoder)),
-        run=replace(config.run, dir=str(weights.run_dir)),
+        run=replace(config.run, dir=str(weights.run_dir), machine=flags.run.machine),
     )
     config = replace(config, lora=LoraSection()) if base else config
     return Subject(replace(weights, base=base), config)
@@ -230,7 +242,7 @@ def _set_values(model: SavedModel) -> dict[str, Any]:
     return {f.name: value for f in fields(SavedModel) if (value := getattr(model, f.name)) not in ("", 0.0)}
 
 
-def _degrees(text: str) -> tuple[int, ...]:
+def _parse_degrees(text: str) -> tuple[int, ...]:
     try:
         degrees = tuple(int(word) for word in text.split(",") if word.strip())
     except ValueError:

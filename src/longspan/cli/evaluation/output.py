@@ -50,24 +50,24 @@ def check_writable(file: str, out: str, plot: str = "") -> None:
 def write_documents(results: Sequence[SubjectResult], file: Path) -> None:
     """The loss of every document, one JSON object a line."""
     rows = document_rows(results)
-    _write(file, "".join(json.dumps(json_values(row), ensure_ascii=False) + "\n" for row in rows))
+    _write_text(file, "".join(json.dumps(json_values(row), ensure_ascii=False) + "\n" for row in rows))
 
 
 def write_folder(results: Sequence[SubjectResult], record: dict[str, Any], folder: Path) -> None:
     """results.json (what --json prints), documents.jsonl, report.html and, of passkey retrieval, its picture."""
-    _write(folder / "results.json", as_json(record, indent=1) + "\n")
+    _write_text(folder / "results.json", as_json(record, indent=1) + "\n")
     write_documents(results, folder / "documents.jsonl")
     if grids := retrieval_grids(results):
         write_picture(results, folder / PICTURE)
-    _write(folder / "report.html", eval_page(json_values(record), [passkey_pictures(grids)] if grids else []))
+    _write_text(folder / "report.html", eval_page(json_values(record), [passkey_pictures(grids)] if grids else []))
 
 
 def write_picture(results: Sequence[SubjectResult], file: Path) -> None:
     """What passkey retrieval shows, as an SVG."""
-    _write(file, passkey_pictures(retrieval_grids(results)))
+    _write_text(file, passkey_pictures(retrieval_grids(results)))
 
 
-def _write(file: Path, text: str) -> None:
+def _write_text(file: Path, text: str) -> None:
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -79,16 +79,17 @@ HELD_OUT = "held out"  # how tables call the documents of a run
 
 def result_tables(results: Sequence[SubjectResult], ranks: int) -> str:
     """Everything that was found, tables with a blank line between them."""
-    return "\n\n".join(_tables(results, ranks))
+    return "\n\n".join(_result_tables(results, ranks))
 
 
-def _tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]:
+def _result_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]:
+    """Yield differences first, then the table of each subject, passkey grids, and a set's degrees or buckets."""
     first = results[0]
     pairs = [(difference, other) for other in results[1:] for difference in differences(first, other)]
     if pairs:
         yield "\n".join(_difference_line(difference, first, other) for difference, other in pairs)
     for result in results:
-        yield f"{_title(result)} on {plural(ranks, 'rank')}\n{_evaluations(result)}"
+        yield f"{_result_title(result)} on {plural(ranks, 'rank')}\n{_evaluation_table(result)}"
         yield from (f"passkey at cp {grid.cp}, {grid.table()}" for _, grid in retrieval_grids([result]))
     for name in dict.fromkeys(of_set.evaluation.name for of_set in first.sets):
         at_degrees = [of_set.evaluation for of_set in first.sets if of_set.evaluation.name == name]
@@ -97,28 +98,29 @@ def _tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]:
         if len(results) == 1:
             yield from _bucket_tables(at_degrees[0].name, at_degrees[0].by_length, at_degrees[0].by_position)
     for difference, other in pairs:
-        yield from _difference(difference, first, other)
+        yield from _difference_table(difference, first, other)
 
 
-def _title(result: SubjectResult) -> str:
+def _result_title(result: SubjectResult) -> str:
     step, parallel = result.sets[0].evaluation.step, result.config.parallel
     words = [result.weights.title] + ([f"step {step}"] if result.weights.run_dir is not None else [])
     words += [f"{key} {degree}" for key in HOME if (degree := getattr(parallel, key)) > 1]
     return ", ".join(words)
 
 
-def _evaluations(result: SubjectResult) -> str:
+def _evaluation_table(result: SubjectResult) -> str:
     """A row for each set and degree, and a column for each metric."""
     metrics = list(dict.fromkeys(name for of_set in result.sets for name in of_set.evaluation.metrics))
     names = ["set", "type", "cp", "loss", "perplexity", *(name.replace("_", " ") for name in metrics)]
     return text_table(
         [*names, "documents", "tokens", "targets", "seconds"],
-        [_row(of_set, metrics) for of_set in result.sets],
+        [_evaluation_row(of_set, metrics) for of_set in result.sets],
         left=2,
     )
 
 
-def _row(result: SetResult, metrics: Sequence[str]) -> list[str]:
+def _evaluation_row(result: SetResult, metrics: Sequence[str]) -> list[str]:
+    """The row of one evaluation, with these metrics; "-" for a metric that it lacks."""
     evaluation = result.evaluation
     values = [evaluation.metrics[name].value if name in evaluation.metrics else None for name in metrics]
     return [
@@ -161,7 +163,8 @@ def _difference_line(difference: Difference, first: SubjectResult, other: Subjec
     )
 
 
-def _difference(difference: Difference, first: SubjectResult, other: SubjectResult) -> Iterator[str]:
+def _difference_table(difference: Difference, first: SubjectResult, other: SubjectResult) -> Iterator[str]:
+    """Yield the difference of two models on one set: in words, and as a table by document length."""
     unit = difference.unit.replace("_", " ")
     lines = [
         f"{difference.name or HELD_OUT}: {unit} of {other.weights.title} beside {first.weights.title}",

@@ -39,7 +39,7 @@ from longspan.plan.planners.options import PlanOptions
 from longspan.plan.simulate.compare import NamedSimulation, PlannerComparison
 from longspan.plan.simulate.evaluation import which_degree
 from longspan.plan.simulate.row_bytes import QWEN3_8B, Checkpointing, RowBytes
-from longspan.plan.simulate.simulate import simulate, slot_cost
+from longspan.plan.simulate.simulate import simulate
 from longspan.plan.simulate.type_and_partition import type_of
 from longspan.report.markup import page, tag
 
@@ -127,7 +127,7 @@ def home_of(flags: CompareFlags) -> Layout:
 def _slot_price(flags: CompareFlags) -> tuple[Cost, int]:
     """The cost of a slot, and the slots of a host."""
     price = read_price(flags, training=not (flags.evaluation or flags.which_eval_degree))
-    return slot_cost(price, flags.tp), max(1, flags.node_size // flags.tp)
+    return price.shared_by(flags.tp), max(1, flags.node_size // flags.tp)
 
 
 def _comparison_options(flags: CompareFlags, home: Layout) -> PlanOptions:
@@ -143,10 +143,11 @@ def _comparison_options(flags: CompareFlags, home: Layout) -> PlanOptions:
 
 
 def _simulate_saved_plans(flags: CompareFlags) -> Iterator[NamedSimulation]:
+    """Yield the simulation of every saved plan under the flags' price or, without one, under the plan's own."""
     cost, _ = _slot_price(flags)
     for file in _plan_files(flags.plans):
         plan = Plan.from_json(file.read_bytes())
-        price = cost if flags.cost or flags.model else plan.cost
+        price = cost if flags.machine or flags.model else plan.cost
         price = with_weights(price, flags, slots=plan.slots, node_size=plan.node_size, tp=flags.tp)
         passes: dict[str, Any] = {"backward": plan.cost.passes != "forward" and not flags.evaluation}
         passes |= {"pp": flags.pp, "vpp": flags.vpp, "row_bytes": _row_bytes(flags, plan)}
@@ -165,7 +166,7 @@ def _plan_files(names: Sequence[str]) -> Iterator[Path]:
 
 
 def _row_bytes(flags: CompareFlags, plan: Plan) -> RowBytes:
-    """Of the model that is named, in bfloat16, or of Qwen3-8B; depths run only in training steps."""
+    """The bytes of a row: of the named model in bfloat16, or of Qwen3-8B. Depths count only in training steps."""
     depths = 0 if flags.evaluation else flags.mtp_depths
     exchanged, checkpointing = "a2a" in type_of(plan), flags.activation_checkpointing
     return RowBytes.of(flags.model or QWEN3_8B, depths=depths, checkpointing=checkpointing, exchanged=exchanged)
@@ -176,10 +177,11 @@ def _show_rows(flags: CompareFlags, title: str, rows: Sequence[NamedSimulation],
         print(comparison_json(title, rows))
     else:
         print("\n".join([comparison_table(title, rows, flags.activation_checkpointing), *notes]))
-    _draw(flags, title, comparison_picture(title, rows) if flags.plot else "")
+    _write_pictures(flags, title, comparison_picture(title, rows) if flags.plot else "")
 
 
 def _show_degrees(flags: CompareFlags, title: str, lengths: Sequence[int], home: Layout) -> None:
+    """Print the degrees of an evaluation, and write their pictures."""
     options = _comparison_options(flags, home)
     if options.cost.states:
         options = replace(options, partition="contiguous", cost=options.cost.for_partition("contiguous"))
@@ -189,10 +191,10 @@ def _show_degrees(flags: CompareFlags, title: str, lengths: Sequence[int], home:
     else:
         table = degrees_table(title, comparison, flags.accumulation or flags.pp)
         print("\n".join([table, *type_notes(flags, flags.cp_comm_type or "auto")]))
-    _draw(flags, title, degrees_picture(title, comparison) if flags.plot else "")
+    _write_pictures(flags, title, degrees_picture(title, comparison) if flags.plot else "")
 
 
-def _draw(flags: CompareFlags, title: str, picture: str) -> None:
+def _write_pictures(flags: CompareFlags, title: str, picture: str) -> None:
     """Write a picture to the files that the flags name, as it is or in a page."""
     for path in flags.plot:
         heading = title.splitlines()[0]

@@ -37,7 +37,7 @@ LEAST_DIFFERENCE = 5e-4  # of two plans, that is worth a number
 NO_MACHINE = "no machine"
 UNTIMED = (
     "relative: the plans are of a run on CPUs, whose speed nothing told; the numbers only compare plans.\n"
-    "--cost FILE, of longspan bench calibrate, or --model FOLDER, on H200s, makes seconds of them"
+    "--machine FILE, of longspan bench calibrate, or --model FOLDER, on H200s, makes seconds of them"
 )
 _CLOSING_NOTE = """\
 closing: share of a free step that gathers sharded parameters before it and sums their gradients after it."""
@@ -63,7 +63,10 @@ def comparison_table(title: str, rows: Sequence[NamedSimulation], checkpointing:
     free = [simulation for _, simulation in simulations if simulation.plan.mode == "free"]
     names = ["plan", "type", "seconds" if timed else "relative", "x bound", "micro-batches", "bubble", "idle"]
     names += ["peak rows", f"kept, {checkpointing}", "sent inside", "sent across", *(["closing"] if free else [])]
-    lines = [(name, type_of(s.plan), *_columns(s), *([_closing(s)] if free else [])) for name, s in simulations]
+    lines = [
+        (name, type_of(s.plan), *_simulation_cells(s), *([_closing_share(s)] if free else []))
+        for name, s in simulations
+    ]
     failed = [f"{name}: not possible: {reason}" for name, reason in rows if isinstance(reason, str)]
     notes = [_COMPARISON_NOTE.format(activations=_ACTIVATIONS[checkpointing]), *([_CLOSING_NOTE] if free else [])]
     if not all(simulation.closing_seconds for simulation in free):
@@ -104,7 +107,7 @@ def comparison_picture(title: str, rows: Sequence[NamedSimulation]) -> str:
 
 
 def _bar_words(simulation: Simulation, timed: bool) -> str:
-    """What stands behind the bar of a plan."""
+    """The words behind the bar of a plan."""
     bound = f"{simulation.seconds / simulation.lower_bound_seconds:.3f} x bound"
     return " · ".join(
         filter(None, [seconds_text(simulation.seconds) if timed else "", type_of(simulation.plan), bound])
@@ -112,8 +115,8 @@ def _bar_words(simulation: Simulation, timed: bool) -> str:
 
 
 def comparison_json(title: str, rows: Sequence[NamedSimulation]) -> str:
-    """The same as a JSON object."""
-    plans = [{"name": name} | ({"error": s} if isinstance(s, str) else _plan_object(s)) for name, s in rows]
+    """Simulations as a JSON object."""
+    plans = [{"name": name} | ({"error": s} if isinstance(s, str) else _simulation_json(s)) for name, s in rows]
     return json.dumps({"title": title, "plans": plans}, indent=1)
 
 
@@ -125,7 +128,7 @@ def _have_seconds(rows: Sequence[NamedSimulation]) -> bool:
     return all(simulation.cost.source for _, simulation in _simulations(rows))
 
 
-def _columns(simulation: Simulation) -> tuple[str, ...]:
+def _simulation_cells(simulation: Simulation) -> tuple[str, ...]:
     return (
         f"{simulation.seconds:.4g}",
         f"{simulation.seconds / simulation.lower_bound_seconds:.3f}",
@@ -139,14 +142,14 @@ def _columns(simulation: Simulation) -> tuple[str, ...]:
     )
 
 
-def _closing(simulation: Simulation) -> str:
+def _closing_share(simulation: Simulation) -> str:
     if simulation.plan.mode == "lockstep":
         return "none"
     share = simulation.closing_seconds / simulation.seconds
     return f"{100 * share:.1f}%" if simulation.closing_seconds else "not priced"
 
 
-def _plan_object(simulation: Simulation) -> dict[str, Any]:
+def _simulation_json(simulation: Simulation) -> dict[str, Any]:
     return {
         "planner": simulation.plan.planner,
         "cp_comm_type": type_of(simulation.plan),
@@ -184,7 +187,7 @@ def degrees_table(title: str, comparison: DegreeComparison, accumulation: int) -
     ]
     if dynamic := comparison.dynamic:
         rows.append(("dynamic", "", "", "", f"{len(dynamic.plan.lengths):,}", "0", "", *_plan_cells(dynamic)))
-    lines = [title, "", text_table(names, rows), "", _fastest(comparison, accumulation)]
+    lines = [title, "", text_table(names, rows), "", _fastest_text(comparison, accumulation)]
     return "\n".join([*lines, *comparison.left_out, "", _NOTE])
 
 
@@ -197,7 +200,7 @@ def _plan_cells(simulation: Simulation) -> tuple[str, ...]:
     )
 
 
-def _fastest(comparison: DegreeComparison, accumulation: int) -> str:
+def _fastest_text(comparison: DegreeComparison, accumulation: int) -> str:
     first, best = comparison.choices[0], comparison.best
     count = len(best.planned.plan.lengths)
     faster = first.filled_seconds / best.planned.seconds
@@ -212,7 +215,7 @@ def _fastest(comparison: DegreeComparison, accumulation: int) -> str:
 
 
 def degrees_json(title: str, comparison: DegreeComparison) -> str:
-    """The same as a JSON object."""
+    """The degrees of an evaluation as a JSON object."""
     rows = [
         {
             "cp": c.cp,
@@ -222,16 +225,16 @@ def degrees_json(title: str, comparison: DegreeComparison) -> str:
             "filled_document_steps": c.filled_steps,
             "wasted_document_steps": c.wasted_steps,
             "filled_seconds": c.filled_seconds,
-            **_evaluation_object(c.planned),
+            **_evaluation_json(c.planned),
         }
         for c in comparison.choices
     ]
-    dynamic = {"dynamic": _evaluation_object(comparison.dynamic)} if comparison.dynamic else {}
+    dynamic = {"dynamic": _evaluation_json(comparison.dynamic)} if comparison.dynamic else {}
     answer = {"title": title, "degrees": rows, "best_cp": comparison.best.cp, "reason": comparison.reason()}
     return json.dumps(answer | {"left_out": list(comparison.left_out)} | dynamic, indent=1)
 
 
-def _evaluation_object(simulation: Simulation) -> dict[str, float | int | None]:
+def _evaluation_json(simulation: Simulation) -> dict[str, float | int | None]:
     return {
         "planned_document_steps": len(simulation.plan.lengths),
         "planned_seconds": simulation.seconds,
@@ -258,12 +261,12 @@ def degrees_picture(title: str, comparison: DegreeComparison) -> str:
     planned = Series("planned, each once", places, _array([c.planned.seconds for c in choices]), 1, "marks")
     first, dynamic = choices[0], comparison.dynamic
     lines = [(first.filled_seconds, f"cp {first.cp}, filled up: {seconds_text(first.filled_seconds)}")]
-    same = dynamic is not None and abs(dynamic.seconds / best.planned.seconds - 1) < SAME
-    if dynamic and not same:
+    is_same_time = dynamic is not None and abs(dynamic.seconds / best.planned.seconds - 1) < SAME
+    if dynamic and not is_same_time:
         lines.append((dynamic.seconds, f"dynamic plan: {seconds_text(dynamic.seconds)}"))
     kind = f", {best.cp_comm_type}" if best.cp > 1 else ""
     faster = f"{first.filled_seconds / best.planned.seconds:.1f} times faster than cp {first.cp} filled up"
-    also = ", as the dynamic plan" if same else ""
+    also = ", as the dynamic plan" if is_same_time else ""
     words = f"cp {best.cp}{kind}: {seconds_text(best.planned.seconds)}{also}; {faster}"
     doubled = all(b.cp == 2 * a.cp for a, b in pairwise(choices))
     chart = Chart(

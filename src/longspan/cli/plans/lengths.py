@@ -52,7 +52,7 @@ def read_lengths(flags: SourceFlags, slots: int) -> tuple[tuple[int, ...], str]:
         names = "--lengths FILE.json, --data PATH, --distribution NAME and --same COUNTxLENGTH"
         raise ConfigError(f"give one of {names}; got {several}")
     if flags.same:
-        return _same(flags.same), "equal lengths"
+        return _equal_lengths(flags.same), "equal lengths"
     if flags.lengths:
         return lengths_from_json(flags.lengths), flags.lengths
     if flags.data:
@@ -76,7 +76,7 @@ def lengths_from_json(path: str) -> tuple[int, ...]:
     return check_lengths(value)
 
 
-def _same(text: str) -> tuple[int, ...]:
+def _equal_lengths(text: str) -> tuple[int, ...]:
     count, _, length = text.lower().partition("x")
     if not count.isdecimal() or not length.isdecimal() or not int(count):
         raise ConfigError(f"--same {text!r} is not COUNTxLENGTH, such as 1024x8192")
@@ -94,6 +94,7 @@ def _read_json(path: str) -> Any:
 
 
 def _text_lengths(flags: SourceFlags) -> tuple[tuple[int, ...], str]:
+    """Lengths of the documents of --data, and the words for where they come from."""
     files = tuple(CorpusFile(0, name, file) for name, file in find_files(flags.data, key="--data").items())
     if flags.tokenizer:
         counts = _token_counts(files, flags.tokenizer)
@@ -101,8 +102,8 @@ def _text_lengths(flags: SourceFlags) -> tuple[tuple[int, ...], str]:
         counts = [n for size in text_sizes(files) if (n := size // BYTES_PER_TOKEN)]
     if not counts:
         raise DataError(f"--data {flags.data!r} holds no text")
-    how = f"counted with {flags.tokenizer}" if flags.tokenizer else f"estimated as bytes / {BYTES_PER_TOKEN}"
-    return tuple(_cut(counts, flags.max_document_tokens)), f"{flags.data}, tokens {how}"
+    method = f"counted with {flags.tokenizer}" if flags.tokenizer else f"estimated as bytes / {BYTES_PER_TOKEN}"
+    return tuple(_cut_lengths(counts, flags.max_document_tokens)), f"{flags.data}, tokens {method}"
 
 
 def _token_counts(files: Sequence[CorpusFile], tokenizer: str) -> list[int]:
@@ -119,7 +120,7 @@ def _token_counts(files: Sequence[CorpusFile], tokenizer: str) -> list[int]:
     return lengths
 
 
-def _cut(counts: list[int], limit: int) -> list[int]:
+def _cut_lengths(counts: list[int], limit: int) -> list[int]:
     if limit <= 0:
         return counts
     return [n for count in counts for n in (*[limit] * (count // limit), count % limit) if n]

@@ -1,6 +1,6 @@
 """What `longspan plan` and its comparisons share: flags, the price of a plan, planners' options, files of pictures.
 
-The price is that of `--cost`, `--model`, `--tflops` and `--weights`. In free mode over sharded parameters a step
+The price is that of `--machine`, `--model`, `--tflops` and `--weights`. In free mode over sharded parameters a step
 gathers them before its first micro-batch and sums gradients after its last one, in a micro-batch that all slots enter.
 Its seconds depend on the number of parameters (`--weights`). Document lengths are read in `lengths.py`.
 """
@@ -46,17 +46,17 @@ class PlanningFlags(SourceFlags):
     """Slots of one host, with --compare its ranks; groups inside a host talk over its fast links."""
     mode: Literal["lockstep", "free"] = "lockstep"
     """lockstep: all slots end a micro-batch together (FSDP, EP, pipelines); free: only members of a group wait."""
-    cost: str = ""
+    machine: str = ""
     """JSON file with the constants of a machine and model; empty: that of --model, else Qwen3-8B on GPUs of 400
     TFLOP/s."""
     model: str = ""
-    """Folder or config.json of a transformers model: without --cost its sizes price the plan, on H200s; its query heads
-    limit the degrees of a2a."""
+    """Folder or config.json of a transformers model: without --machine its sizes price the plan, on H200s; its query
+    heads limit the degrees of a2a."""
     tflops: float = 0.0
     """What a device sustains, in 1e12 FLOP/s: prices the sizes of --model, or of Qwen3-8B, on such devices, whose links
-    carry 350 GB/s inside a host and 40 elsewhere; 0: those of --cost and --model."""
+    carry 350 GB/s inside a host and 40 elsewhere; 0: those of --machine and --model."""
     heads: int = 0
-    """Query heads of the model, where there is no --model; 0: the 32 of Qwen3-8B, and not known with --cost."""
+    """Query heads of the model, where there is no --model; 0: the 32 of Qwen3-8B, and not known with --machine."""
     mtp_depths: int = 0
     """With --model: depths of multi-token prediction behind it, which run in training steps; evaluations leave them
     out."""
@@ -84,24 +84,26 @@ def read_price(flags: PlanningFlags, *, training: bool = True) -> Cost:
     Raises ConfigError for a file without a cost and for depths without a model, PlanError for a model without a price.
     """
     depths = flags.mtp_depths
-    if depths < 0 or (depths and (flags.cost or not flags.model)):
-        model = f"--cost {flags.cost}, which was measured with what it has" if flags.cost else "no --model"
+    if depths < 0 or (depths and (flags.machine or not flags.model)):
+        model = f"--machine {flags.machine}, which was measured with what it has" if flags.machine else "no --model"
         raise ConfigError(
             f"--mtp-depths {depths} with {model if depths > 0 else 'depths below 0'}; give --model FOLDER, whose last "
             "layer depths are like, and a number from 0"
         )
     if flags.tflops:
         return _price_at(flags, depths if training else 0)
-    if flags.model and not flags.cost:
+    if flags.model and not flags.machine:
         return cost_on_h200(flags.model, depths=depths if training else 0)
-    return read_cost(flags.cost, "--cost")
+    return read_cost(flags.machine, "--machine")
 
 
 def _price_at(flags: PlanningFlags, depths: int) -> Cost:
     """The cost of a model on devices of so many TFLOP/s."""
-    if flags.cost or not 0 < flags.tflops < math.inf:
-        reason = f"--cost {flags.cost}, which has its own speed" if flags.cost else "a speed must be above 0"
-        raise ConfigError(f"--tflops {flags.tflops:g}: {reason}; give one of --tflops and --cost, such as --tflops 400")
+    if flags.machine or not 0 < flags.tflops < math.inf:
+        reason = f"--machine {flags.machine}, which has its own speed" if flags.machine else "a speed must be above 0"
+        raise ConfigError(
+            f"--tflops {flags.tflops:g}: {reason}; give one of --tflops and --machine, such as --tflops 400"
+        )
     cost = Cost.for_model(flags.model or QWEN3_8B, tflops=flags.tflops, depths=depths)
     return replace(cost, source=f"{'the model' if flags.model else 'Qwen3-8B'} on GPUs of {flags.tflops:g} TFLOP/s")
 
@@ -114,7 +116,7 @@ def read_heads(flags: PlanningFlags) -> int | None:
         raise ConfigError(f"--heads {flags.heads} and --model {flags.model}, which says its own; give one of them")
     if flags.model:
         return read_query_heads(flags.model)
-    return flags.heads or (None if flags.cost else DEFAULT_HEADS)
+    return flags.heads or (None if flags.machine else DEFAULT_HEADS)
 
 
 def plan_options(flags: PlanningFlags, **options: Any) -> PlanOptions:

@@ -140,12 +140,12 @@ class Channel:
         communicator = self._groups.communicator(self.ranks)
         if communicator is not None:
             by_rank = self._by_rank
-            packed = _runs(x, sends, by_rank).contiguous()
+            packed = _reorder_runs(x, sends, by_rank).contiguous()
             handle = self._all_to_all(communicator, packed, into, (sends, receives), what)
             if by_rank == sorted(by_rank):
                 return handle
             arrived, members = [receives[m] for m in by_rank], sorted(range(self.degree), key=by_rank.__getitem__)
-            return handle.then(lambda rows: _runs(rows, arrived, members))
+            return handle.then(lambda rows: _reorder_runs(rows, arrived, members))
         into.split(list(receives))[self.index].copy_(x.split(list(sends))[self.index])
         return self.exchange_runs(x, sends, into, receives, what)
 
@@ -196,7 +196,7 @@ class Channel:
         return self.all_gather_rows(x, counts, what).then(lambda buffer: [buffer[start:stop] for start, stop in bounds])
 
     def all_gather_rows(self, x: Tensor, counts: Sequence[int], what: str) -> Handle:
-        """The same as `all_gather`, but `wait()` returns the buffer: member m's rows begin at `starts(counts)[m]`."""
+        """Start `all_gather` so that `wait()` returns the buffer: member m's rows begin at `starts(counts)[m]`."""
         assert x.shape[0] == counts[self.index] and len(counts) == self.degree, (what, x.shape, counts, self.index)
         communicator = self._communicator_to_gather(counts)
         if communicator is not None:
@@ -251,7 +251,7 @@ class Channel:
         return f"Channel(ranks {short(self.ranks)}, index {self.index})"
 
 
-def _runs(x: Tensor, counts: Sequence[int], order: Sequence[int]) -> Tensor:
+def _reorder_runs(x: Tensor, counts: Sequence[int], order: Sequence[int]) -> Tensor:
     """x (sum of counts, …), runs of `counts` rows, with its runs in another order; a copy where that differs."""
     if list(order) == sorted(order):
         return x

@@ -146,7 +146,7 @@ class Channels:
         for slots in self._choice.choose(plan):
             for plane in self._home.planes():
                 ranks = tuple(plane[slot] for slot in slots)
-                group = self._groups.make(ranks, "communicator")
+                group = self._groups.make_group(ranks, "communicator")
                 if group is not None:
                     self._groups.add_communicator(ranks, group)
                     self._warm_up_group(group, ranks)

@@ -39,29 +39,29 @@ class Meshes:
     @cached_property
     def fsdp(self) -> DeviceMesh:
         """Over what FSDP2 shards parameters: "slots", or "replicate" × "slots"."""
-        return self._slice(self._root, (REPLICATE, SLOTS))
+        return self._slice(self._root_mesh, (REPLICATE, SLOTS))
 
     @cached_property
     def tp(self) -> DeviceMesh:
         """The tensor-parallel ranks of this slot, a slice of the root that `fsdp` is a slice of."""
         self._check_axis(TP, self._home.tp)
-        return self._slice(self._root, (TP,))
+        return self._slice(self._root_mesh, (TP,))
 
     @cached_property
     def expert(self) -> DeviceMesh:
-        """Over what FSDP2 shards expert parameters: all ranks of a stage that hold the same experts.
+        """The mesh over which FSDP2 shards expert parameters: all ranks of a stage that hold the same experts.
 
         Those are the slots without "ep", with every slot's tensor-parallel ranks: where tp and ep are 1, `fsdp`.
         """
         if self._home.ep == self._home.tp == 1:
             return self.fsdp
-        return self._slice(self._expert_root, (REPLICATE, OUTER))
+        return self._slice(self._expert_root_mesh, (REPLICATE, OUTER))
 
     @cached_property
     def ep(self) -> DeviceMesh:
         """The `home.ep` neighbouring slots that this rank shares its experts with."""
         self._check_axis(EP, self._home.ep)
-        return self._slice(self._expert_root, (EP,))
+        return self._slice(self._expert_root_mesh, (EP,))
 
     def forget(self) -> None:
         """Let torch forget these meshes once their groups are gone: equal ones of a later world would get dead groups.
@@ -79,15 +79,16 @@ class Meshes:
         self._mine.clear()
 
     @cached_property
-    def _root(self) -> DeviceMesh:
+    def _root_mesh(self) -> DeviceMesh:
         """This stage's (replicate, slots of one replica, tp), whose slices are `fsdp` and `tp`: FSDP2 joins them."""
         home = self._home
         width = home.slots // home.dp_replicate
         by_stage = np.asarray(home.ranks).reshape(home.pp, home.dp_replicate, width, home.tp)
-        return self._build((REPLICATE, SLOTS, TP), by_stage)
+        return self._build_mesh((REPLICATE, SLOTS, TP), by_stage)
 
     @cached_property
-    def _expert_root(self) -> DeviceMesh:
+    def _expert_root_mesh(self) -> DeviceMesh:
+        """This stage's (replicate, outer, ep), whose slices are `expert` and `ep`: `ep` neighbours have all experts."""
         home = self._home
         width = home.slots // home.dp_replicate
         if width % home.ep:
@@ -97,14 +98,14 @@ class Meshes:
             )
         ranks = np.asarray(home.ranks).reshape(home.pp, home.dp_replicate, width // home.ep, home.ep, home.tp)
         ranks = ranks.swapaxes(3, 4).reshape(home.pp, home.dp_replicate, -1, home.ep)
-        return self._build((REPLICATE, OUTER, EP), ranks)
+        return self._build_mesh((REPLICATE, OUTER, EP), ranks)
 
-    def _build(self, axes: Sequence[str], ranks: Integers) -> DeviceMesh:
+    def _build_mesh(self, axes: Sequence[str], ranks: Integers) -> DeviceMesh:
         """The root mesh of ranks (pp, one dim for each axis) at this rank's stage."""
         ranks = self._sort_for_groups(ranks, axes)
         sizes = ranks.shape[1:]
         dims = [i for i, (axis, size) in enumerate(zip(axes, sizes, strict=True)) if axis in (SLOTS, OUTER) or size > 1]
-        groups = [self._group(axes[i], np.moveaxis(ranks, i + 1, -1).reshape(-1, sizes[i])) for i in dims]
+        groups = [self._make_groups_of_axis(axes[i], np.moveaxis(ranks, i + 1, -1).reshape(-1, sizes[i])) for i in dims]
         names = tuple(axes[i] for i in dims)
         if len(groups) == 1:
             return DeviceMesh.from_group(groups[0], self._device_type, mesh_dim_names=names)
@@ -113,11 +114,11 @@ class Meshes:
         mesh = torch.from_numpy(ranks[self._stage].reshape([sizes[i] for i in dims])).to(torch.int)
         return DeviceMesh.from_group(groups, self._device_type, mesh, mesh_dim_names=names)
 
-    def _group(self, axis: str, lines: Integers) -> ProcessGroup:
+    def _make_groups_of_axis(self, axis: str, lines: Integers) -> ProcessGroup:
         """This rank's group along an axis; every rank makes the groups of all lines in one order."""
         if axis not in self._mine:
             for line in lines.tolist():
-                group = self._groups.make(line, axis)
+                group = self._groups.make_group(line, axis)
                 if group is not None:
                     self._mine[axis] = group
         return self._mine[axis]

@@ -73,24 +73,25 @@ class ProcessGroups:
         """Share communicators with the open worlds that have the same `shareable`; before any is made."""
         self._shareable = shareable
 
-    def make(self, ranks: Sequence[int], kind: str, *, backend: str | None = None) -> ProcessGroup | None:
+    def make_group(self, ranks: Sequence[int], kind: str, *, backend: str | None = None) -> ProcessGroup | None:
         """Make one communicator; called by every rank of the world in one order. None where this rank is no member.
 
-        Callers that are members get the group; None is never handed on to torch. Where another open world has one of
-        these ranks that this world does not use yet, it is shared, and not among `made`.
+        If another open world has a communicator of these ranks for the same purpose, and this world does not use it
+        yet, it is shared; it is not among `made` then. Only members use the result: torch never gets None.
         """
         backend = backend or self._backend
         purpose = "messages" if kind in AHEAD else kind if kind in ("control", "pipeline") else "meshes"
-        alike = self._shareable.setdefault((tuple(sorted(ranks)), backend, self._timeout, purpose), [])
-        shareable = next((one for one in alike if one not in self._used), None)
+        candidates = self._shareable.setdefault((tuple(sorted(ranks)), backend, self._timeout, purpose), [])
+        shareable = next((candidate for candidate in candidates if candidate not in self._used), None)
         if shareable is None:
-            shareable = Shareable(self._new(ranks, kind, backend))
-            alike.append(shareable)
+            shareable = Shareable(self._new_group(ranks, kind, backend))
+            candidates.append(shareable)
         shareable.users += 1
         self._used.append(shareable)
         return shareable.group
 
-    def _new(self, ranks: Sequence[int], kind: str, backend: str) -> ProcessGroup | None:
+    def _new_group(self, ranks: Sequence[int], kind: str, backend: str) -> ProcessGroup | None:
+        """Have torch make a group, and record it in `made`; None where this rank is no member."""
         started, timeout = time.monotonic(), timedelta(seconds=self._timeout)
         options = _high_priority_options(timeout) if kind in AHEAD and "nccl" in backend else None
         of_host_values = kind == "control" or backend != "gloo"  # then tensors travel over NCCL
@@ -124,7 +125,7 @@ class ProcessGroups:
     def make_parent(self, name: ParentName, lines: Sequence[Sequence[int]], kind: str) -> None:
         """Make a group of each of these tuples of ranks; this rank's becomes the parent of that name."""
         for ranks in lines:
-            group = self.make(ranks, kind)
+            group = self.make_group(ranks, kind)
             if group is not None:
                 self.set_parent(name, group)
 
@@ -132,9 +133,9 @@ class ProcessGroups:
         """Drop every reference, so that the groups can be freed; returns those to destroy, which no world shares."""
         for shareable in self._used:
             shareable.users -= 1
-        unused = [one.group for one in self._used if one.users == 0 and one.group is not None]
-        for alike in self._shareable.values():
-            alike[:] = [one for one in alike if one.users]
+        unused = [candidate.group for candidate in self._used if candidate.users == 0 and candidate.group is not None]
+        for shareables in self._shareable.values():
+            shareables[:] = [candidate for candidate in shareables if candidate.users]
         self._used.clear()
         self._parents.clear()
         self._by_ranks.clear()

@@ -144,7 +144,7 @@ def carry(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Tensor:
     handle = channel.exchange_runs(packed, moves.sends, pool[:arriving], moves.receives, what)
     _copy_staying(x, pool, moves, result)
     handle.wait()
-    _unpack(pool, moves, result)
+    _unpack_pool(pool, moves, result)
     return result.to(dtype)
 
 
@@ -189,14 +189,14 @@ def _fold_repeats(x: Tensor, moves: DeviceMoves) -> Tensor:
     return x
 
 
-def _unpack(pool: Tensor, moves: DeviceMoves, result: Tensor) -> None:
+def _unpack_pool(pool: Tensor, moves: DeviceMoves, result: Tensor) -> None:
     """Fill the result from the pool."""
     if moves.arrived is not None:
         _copy_rows(result, moves.arrived, pool)
     elif moves.zeros:
         result.zero_()
     elif not moves.direct:
-        _take(pool, moves.places, result)
+        _take_rows(pool, moves.places, result)
         _zero(result, moves)
     if moves.more:
         total = wide(pool[moves.first])
@@ -205,7 +205,7 @@ def _unpack(pool: Tensor, moves: DeviceMoves, result: Tensor) -> None:
         result.index_copy_(0, moves.several, total.to(result.dtype))
 
 
-def _take(pool: Tensor, places: Tensor | slice, result: Tensor) -> None:
+def _take_rows(pool: Tensor, places: Tensor | slice, result: Tensor) -> None:
     if isinstance(places, slice):
         result.copy_(pool[places])
     else:

@@ -47,7 +47,7 @@ class RingBlocks:
             if step + 1 == degree:
                 yield owner, block
                 return
-            arriving = self._take(first)
+            arriving = self._take_buffer(first)
             following = arriving[: self._counts[(owner - 1) % degree]]
             handle = self._channel.shift(packed, following, self._what)
             yield owner, block
@@ -56,7 +56,7 @@ class RingBlocks:
                 self._spare.append(buffer)
             buffer, packed, block = arriving, following, split_columns(following, self._row_shapes)
 
-    def _take(self, like: Tensor) -> Tensor:
+    def _take_buffer(self, like: Tensor) -> Tensor:
         """A buffer that is not being read: a spare one, or a new one of the largest block's size."""
         if self._spare:
             return self._spare.pop()

@@ -101,7 +101,7 @@ def tp_place(world_key: int) -> tuple[int, int]:
     return world.coordinates.tp, world.home.tp
 
 
-def _run(channel: Channel, what: str, start: Callable[[ProcessGroup], Any], received: Tensor) -> None:
+def _run_collective(channel: Channel, what: str, start: Callable[[ProcessGroup], Any], received: Tensor) -> None:
     with channel.watch.during(what, channel.ranks) as operation:
         work = start(channel.group)
         work.wait()
@@ -114,11 +114,12 @@ def _run(channel: Channel, what: str, start: Callable[[ProcessGroup], Any], rece
 def _all_reduce(x: Tensor, world_key: int, what: str) -> Tensor:
     total = x.detach().clone(memory_format=torch.contiguous_format)
     tp = world_of(world_key).channels.tp
-    _run(tp, what, lambda group: dist.all_reduce(total, group=group, async_op=True), total)
+    _run_collective(tp, what, lambda group: dist.all_reduce(total, group=group, async_op=True), total)
     return total
 
 
 def _all_gather(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
+    """Every rank's tensor end to end along `dim`; without a copy if no dim before it is larger than 1."""
     tp = world_of(world_key).channels.tp
     x = x.detach().contiguous()
     in_place = x.shape[:dim].numel() == 1
@@ -126,7 +127,7 @@ def _all_gather(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
         (*x.shape[:dim], tp.degree * x.shape[dim], *x.shape[dim + 1 :]) if in_place else (tp.degree, *x.shape)
     )
     into, flat = gathered.view(-1), x.view(-1)
-    _run(tp, what, lambda group: _all_gather_single(into, flat, group=group, async_op=True), into)
+    _run_collective(tp, what, lambda group: _all_gather_single(into, flat, group=group, async_op=True), into)
     return gathered if in_place else torch.cat(gathered.unbind(), dim)
 
 
@@ -136,7 +137,7 @@ def _reduce_scatter(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
     assert x.shape[:dim].numel() == 1 and x.shape[dim] % tp.degree == 0, (what, x.shape, dim, tp.degree)
     part = x.new_empty((*x.shape[:dim], x.shape[dim] // tp.degree, *x.shape[dim + 1 :]))
     flat, into = x.view(-1), part.view(-1)
-    _run(tp, what, lambda group: _reduce_scatter_single(into, flat, group=group, async_op=True), into)
+    _run_collective(tp, what, lambda group: _reduce_scatter_single(into, flat, group=group, async_op=True), into)
     return part
 
 

@@ -39,7 +39,7 @@ class ImageFile(NamedTuple):
 
         Pixels are read only if the file does not end as a complete one does.
         """
-        with self._open() as image:
+        with self._open_image() as image:
             turned, kind = _orientation(image) in _TURNED, image.format or ""
             size = (image.width, image.height) if turned else (image.height, image.width)
         if not self._has_end(kind):
@@ -50,7 +50,7 @@ class ImageFile(NamedTuple):
         """Read the upright image in three channels. Raises DataError if it is missing or broken."""
         from PIL import ImageOps
 
-        with self._open() as image:
+        with self._open_image() as image:
             upright = ImageOps.exif_transpose(image) if _orientation(image) else image
             return upright.convert("RGB")
 
@@ -69,7 +69,8 @@ class ImageFile(NamedTuple):
             return _ENDS[kind] in file.read()
 
     @contextmanager
-    def _open(self) -> "Iterator[Image]":
+    def _open_image(self) -> "Iterator[Image]":
+        """Open the image, unread. Inside, errors of reading it become DataErrors that name it."""
         pil: Any = import_pillow()
         try:
             with pil.open(self.path or io.BytesIO(self.data)) as image:
@@ -139,11 +140,11 @@ class VideoFile(NamedTuple):
         Raises DataError, naming the frame, if one is missing, no image, or of another size than the first.
         """
         sizes = [_size(frame, number) for number, frame in enumerate(self.frames)]
-        other = next((i for i, size in enumerate(sizes) if size != sizes[0]), None)
-        if other is not None:
-            (height, width), (first_height, first_width) = sizes[other], sizes[0]
+        odd = next((i for i, size in enumerate(sizes) if size != sizes[0]), None)
+        if odd is not None:
+            (height, width), (first_height, first_width) = sizes[odd], sizes[0]
             raise DataError(
-                f"frames[{other}] is of {width} x {height} pixels, and frames[0] of {first_width} x {first_height}; "
+                f"frames[{odd}] is of {width} x {height} pixels, and frames[0] of {first_width} x {first_height}; "
                 "frames of a video are of one size"
             )
         return sizes[0]

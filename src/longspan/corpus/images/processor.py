@@ -97,7 +97,7 @@ class Processor:
         if not self.has_grids:
             return None
         if size not in self._grids:
-            self._grids[size] = _name_errors(self.name, size, lambda: self._grid(size))
+            self._grids[size] = _name_errors(self.name, size, lambda: self._grid_of_blank(size))
         return self._grids[size]
 
     def text(self, size: Size, among: int = 1) -> str:
@@ -108,7 +108,7 @@ class Processor:
         grid, several = self.grid(size), self._sees_others and among > 1
         key = grid or (several, None if self.all_alike else size)
         if key not in self._texts:
-            self._texts[key] = _name_errors(self.name, size, lambda: self._text(size, grid, several))
+            self._texts[key] = _name_errors(self.name, size, lambda: self._text_of_blank(size, grid, several))
         return self._texts[key]
 
     def image(self, picture: Any, among: int = 1) -> ImageInput:
@@ -136,12 +136,12 @@ class Processor:
             return False
         return len({*zip(counts["num_image_tokens"], counts["num_image_patches"], strict=True)}) == 1
 
-    def _grid(self, size: Size) -> Grid:
+    def _grid_of_blank(self, size: Size) -> Grid:
         with suppress(Exception):  # processors whose resizing has other arguments
             if (grid := self._compute_grid(size)) is not None:
                 return grid
-        made = self._process(_blank(size))[GRIDS][0]
-        return int(made[0]), int(made[1]), int(made[2])
+        grids = self._process(_blank(size))[GRIDS][0]
+        return int(grids[0]), int(grids[1]), int(grids[2])
 
     def _compute_grid(self, size: Size) -> Grid | None:
         """Compute the grid by the processor's `smart_resize`; None if its own count of patches differs."""
@@ -154,17 +154,18 @@ class Processor:
         grid = (1, height // processor.patch_size, width // processor.patch_size)
         return grid if grid[1] * grid[2] == processor.get_number_of_image_patches(*size, {}) else None
 
-    def _text(self, size: Size, grid: Grid | None, several: bool) -> str:
+    def _text_of_blank(self, size: Size, grid: Grid | None, several: bool) -> str:
+        """What the processor writes for an image of this size: by its grid, or else for a blank image."""
         if grid is not None:
             with suppress(Exception):  # processors that need more than the grid
                 return str(self.stock.replace_image_token({GRIDS: np.array([grid])}, 0))
-        made = self._process(_blank(size), several)
-        if "text_replacement_offsets" not in made:
+        inputs = self._process(_blank(size), several)
+        if "text_replacement_offsets" not in inputs:
             raise DataError(
                 f"{type(self.stock).__name__} does not say what it writes for an image by itself, so its placeholders "
                 "are not known; train the model in a loop of your own (docs/vision-models.md)"
             )
-        return str(made["text_replacement_offsets"][0][0]["replacement"])
+        return str(inputs["text_replacement_offsets"][0][0]["replacement"])
 
     def _process(self, image: Any, several: bool = False) -> Any:
         """Run the stock processor on a document with only this image, or with it and a blank one."""
@@ -206,7 +207,7 @@ def read_model_inputs(made: Mapping[str, Any]) -> ImageInput:
 def argument_names(image: ImageInput) -> list[str]:
     """List the arguments of the model that an image has."""
     present = {PIXELS: True, GRIDS: image.grid is not None, SIZES: image.size is not None}
-    return [name for name, has in present.items() if has] + list(image.fields)
+    return [name for name, is_present in present.items() if is_present] + list(image.fields)
 
 
 def _as_tensor(name: str, value: Any) -> Tensor:

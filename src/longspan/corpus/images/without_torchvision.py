@@ -78,9 +78,11 @@ def load_stock_processor(folder: Path) -> Any:
 
     unchecked = {"_get_arguments_from_pretrained": classmethod(parts), "check_argument_for_proper_class": _no_check}
     processor = type(stock.__name__, (stock,), unchecked).from_pretrained(folder, **FOLDER_OPTIONS)
-    for needed in ("image_processor", "image_token"):
-        if getattr(processor, needed, None) is None:
-            raise DataError(f"{stock.__name__}, the processor in {folder}, has no {needed}; images need one that has")
+    for attribute in ("image_processor", "image_token"):
+        if getattr(processor, attribute, None) is None:
+            raise DataError(
+                f"{stock.__name__}, the processor in {folder}, has no {attribute}; images need one that has"
+            )
     return processor
 
 
@@ -110,7 +112,7 @@ def _class_name(folder: Path) -> str:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     settings = [_read_json(folder / name) for name in (*FILES[1::-1], "tokenizer_config.json")]
-    named = next((made["processor_class"] for made in settings if made.get("processor_class")), None)
+    named = next((values["processor_class"] for values in settings if values.get("processor_class")), None)
     named = named or PROCESSOR_MAPPING_NAMES.get(_read_json(folder / "config.json").get("model_type", ""))
     if named is None:
         raise DataError(
@@ -189,7 +191,7 @@ class VideoProcessor:
         height, width = size
         if self.settings["do_resize"]:
             try:
-                height, width = self._resize(frames, size, factor)
+                height, width = self._sides_of_frames(frames, size, factor)
             except Exception as error:  # the class's code may raise anything
                 raise DataError(f"{self.kind} refuses {frames} frames of {width} x {height} pixels: {error}") from error
         if height % factor or width % factor:
@@ -207,19 +209,19 @@ class VideoProcessor:
         key = (grid, tuple(times))
         if key not in self._texts:
             metadata = VideoMetadata(total_num_frames=len(times), fps=1.0, frames_indices=list(times))  # type: ignore[arg-type]
-            made = {"video_grid_thw": torch.tensor([grid]), "video_metadata": [metadata]}
-            self._texts[key] = str(self.stock.replace_video_token(made, 0))
+            fields = {"video_grid_thw": torch.tensor([grid]), "video_metadata": [metadata]}
+            self._texts[key] = str(self.stock.replace_video_token(fields, 0))
         return self._texts[key]
 
     def pixels(self, frames: Sequence[Any], grid: Grid) -> "Tensor":
         """Return the pixels (h · w, C · frames · p²) of a group of PIL images; a short group repeats its last image."""
         import torch
 
-        patches = [self._patches(frame, grid) for frame in frames]
+        patches = [self._frame_patches(frame, grid) for frame in frames]
         patches += patches[-1:] * (self.group - len(patches))
         return torch.stack(patches, 2).flatten(1)
 
-    def _patches(self, frame: Any, grid: Grid) -> "Tensor":
+    def _frame_patches(self, frame: Any, grid: Grid) -> "Tensor":
         """Return the patches (h · w, C, p²) of one frame."""
         patch = int(self.settings["patch_size"])
         if self.settings["do_resize"]:
@@ -229,19 +231,24 @@ class VideoProcessor:
         pixels: Tensor = self.stock.image_processor([frame], return_tensors="pt", **settings)["pixel_values"]
         return pixels.view(len(pixels), -1, patch**2)
 
-    def _resize(self, frames: int, size: Size, factor: int) -> Size:
+    def _sides_of_frames(self, frames: int, size: Size, factor: int) -> Size:
         """Return the height and width of frames by the class's formula and bounds."""
         resize: Any = import_module(_RESIZE[self.kind]).smart_resize
-        least, most = self.settings["size"]["shortest_edge"], self.settings["size"]["longest_edge"]
+        fewest_pixels, most_pixels = self.settings["size"]["shortest_edge"], self.settings["size"]["longest_edge"]
         capped, tokens = self.settings["cap_pixels_per_frame"], self.settings["max_video_tokens"]
         if self.kind == _QWEN2:
             if capped:
                 share = int(tokens * factor**2 * 0.9) * self.group // frames
-                most = max(min(most, share), int(least * 1.05))
-            return resize(*size, factor=factor, min_pixels=least, max_pixels=most)
+                most_pixels = max(min(most_pixels, share), int(fewest_pixels * 1.05))
+            return resize(*size, factor=factor, min_pixels=fewest_pixels, max_pixels=most_pixels)
         if capped:
-            most = max(min(tokens * factor**2, most // frames), int(least * 1.05)) * frames
-        bounds = {"temporal_factor": self.group, "factor": factor, "min_pixels": least, "max_pixels": most}
+            most_pixels = max(min(tokens * factor**2, most_pixels // frames), int(fewest_pixels * 1.05)) * frames
+        bounds = {
+            "temporal_factor": self.group,
+            "factor": factor,
+            "min_pixels": fewest_pixels,
+            "max_pixels": most_pixels,
+        }
         return resize(frames, *size, **bounds)
 
 

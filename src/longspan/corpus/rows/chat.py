@@ -80,13 +80,13 @@ class ChatEncoding:
             tokens = self._turn_tokens(tools)
             spans = assistant_spans(messages, rendered.text, self.template, tools, tokens, learnt)
         if not media or self.images is None:
-            ids, labels = self._tokens(rendered.text, spans.spans)
+            ids, labels = self._tokenize(rendered.text, spans.spans)
             return Sample(ids, labels, unseen=spans.unseen)
         expanded = self.images.expand(rendered.text, media, spans.spans)
-        ids, labels = self._tokens(expanded.text, expanded.spans)
+        ids, labels = self._tokenize(expanded.text, expanded.spans)
         return self.images.with_images(Sample(ids, labels, unseen=spans.unseen), expanded)
 
-    def _tokens(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[Integers, Integers]:
+    def _tokenize(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[Integers, Integers]:
         """Tokenize a rendering: its ids (n,), and labels (n,) for tokens in spans."""
         encoding = self.tokenizer.parsing(True).engine.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, dtype=np.int64)
@@ -101,9 +101,11 @@ class ChatEncoding:
         if tokens.any_token is None or tokens.is_harmless([messages, tools]):
             return
         harmless = self.template.render(*tokens.make_harmless([messages, tools])).text
-        here, there = tokens.any_token.findall(text), tokens.any_token.findall(harmless)
-        if here != there:
-            counts = {name: (here.count(name), there.count(name)) for name in sorted({*here, *there})}
+        names, harmless_names = tokens.any_token.findall(text), tokens.any_token.findall(harmless)
+        if names != harmless_names:
+            counts = {
+                name: (names.count(name), harmless_names.count(name)) for name in sorted({*names, *harmless_names})
+            }
             others = ", ".join(f"{a} {name} in place of {b}" for name, (a, b) in counts.items() if a != b)
             raise RowError(
                 "what its texts say changes the special tokens of the chat, such as those that end turns: it has "

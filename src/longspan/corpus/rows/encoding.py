@@ -228,12 +228,12 @@ class RowEncoding:
             return [token_sample(values, self.tokenizer.size)]
         prompt, completion = require_key(values, "prompt"), require_key(values, "completion")
         if isinstance(prompt, list) or isinstance(completion, list):
-            before, answers = (
+            prompt_messages, answers = (
                 check_messages(part, name, images=self.images is not None)
                 for part, name in ((prompt, "prompt"), (completion, "completion"))
             )
-            both = [*before, *answers]
-            return self._chat.samples({**values, "messages": both}, first_target=len(before), media=media)
+            messages = [*prompt_messages, *answers]
+            return self._chat.samples({**values, "messages": messages}, first_target=len(prompt_messages), media=media)
         if media:
             raise RowError("images stand beside prompt and completion as strings; write these as lists of messages")
         return [completion_sample(values, self.tokenizer.parsing(self.settings.parse_special_tokens))]
@@ -247,8 +247,8 @@ class RowEncoding:
         """Return a row's values with images and videos as bare parts of messages, and its media in their order."""
         values = row.values
         if self.images is None:
-            plain = self.kind in ("text", "input_ids")  # with these a column "image" need not be an image
-            if (media_name := media_key(values, lists=plain)) is not None:
+            without_parts = self.kind in ("text", "input_ids")  # with these a column "image" need not be an image
+            if (media_name := media_key(values, lists=without_parts)) is not None:
                 raise RowError(
                     f"it has {media_name}, and the folder of the tokenizer ({self.tokenizer.folder}) has no image "
                     "processor; train a model that takes images, from its folder with preprocessor_config.json, or "

@@ -80,8 +80,8 @@ class _Conversation:
 
     def messages_around(self, start: int, stop: int) -> range:
         """Return the messages from the last one with a text before a span to the first one with a text after it."""
-        before, behind = (bisect_right(self.ends, (place, len(self.messages))) for place in (start, stop))
-        first = self.ends[before - 1][1] if before else 0
+        first_text, behind = (bisect_right(self.ends, (place, len(self.messages))) for place in (start, stop))
+        first = self.ends[first_text - 1][1] if first_text else 0
         return range(first, (self.ends[behind][1] if behind < len(self.ends) else len(self.messages) - 1) + 1)
 
 
@@ -198,13 +198,13 @@ def _skip_prompt(text: str, at: int, tokens: TurnTokens) -> int | None:
 
 def _find_start(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) -> int | None:
     """Find where the model begins to generate: after the prompt, or where the turn's first text begins."""
-    text, before, first = conversation.text, conversation.turn_before(turn), turn.fields[0]
+    text, turn_before, first = conversation.text, conversation.turn_before(turn), turn.fields[0]
     words = first.value.strip() if isinstance(first.value, str) else ""
     begin = turn.ends[0] - len(words) if text[: turn.ends[0]].endswith(words) else turn.ends[0]
     for prompt in tokens.prompts:
-        if (at := text.rfind(prompt, before.ends[-1], begin)) >= 0:
+        if (at := text.rfind(prompt, turn_before.ends[-1], begin)) >= 0:
             return at + len(prompt)
-    if (start := _find_end_of_question(conversation, turn, before)) is not None:
+    if (start := _find_end_of_question(conversation, turn, turn_before)) is not None:
         return start
     is_call = first.path[0] == "tool_calls"  # the text of a call does not begin with its arguments
     return None if is_call else locate_start(first, conversation.messages, text, conversation.render)
@@ -265,15 +265,15 @@ def _locate_mark(rendered: str, mark: str, text: str, field: Field) -> list[int]
     at = rendered.rfind(mark)
     if at < 0:
         return []
-    rest = rendered[at + len(mark) :]
+    text_after = rendered[at + len(mark) :]
     closing = _LONGEST_CLOSING if field.added else 0  # what closes the added value: a quote, say
-    rest = next((rest[i:] for i in range(closing + 1) if text.endswith(rest[i:])), None)
-    if rest is None:
+    text_after = next((text_after[i:] for i in range(closing + 1) if text.endswith(text_after[i:])), None)
+    if text_after is None:
         raise RowError(
             "its chat template writes what follows a turn differently when the turn has one word more, so that it "
             "cannot be told what the assistant says; mark it in the template with {% generation %}"
         )
-    return [len(text) - len(rest)]
+    return [len(text) - len(text_after)]
 
 
 def locate_start(field: Field, messages: Sequence[Message], text: str, render: Render) -> int | None:

@@ -69,10 +69,10 @@ def row_kind(row: Row) -> Kind:
 def check_objects(values: Mapping[str, Any]) -> None:
     """Raise RowError for texts that name words or boxes (ms-swift's `objects`), which are not inserted."""
     keys = ("messages", "prompt", "completion") if values.get("objects") else ()
-    for where, text in (place for key in keys for place in strings(values.get(key), key)):
+    for path, text in (place for key in keys for place in strings(values.get(key), key)):
         if name := next((name for name in _OF_OBJECTS if name in text), None):
             raise RowError(
-                f'{where} holds {name}, for which "objects" has words or boxes that are not put in here; write them '
+                f'{path} holds {name}, for which "objects" has words or boxes that are not put in here; write them '
                 "into the text as the model takes them"
             )
 
@@ -84,9 +84,9 @@ def check_keys(values: Mapping[str, Any], kind: Kind) -> None:
     read = ("attention_mask", "labels", *MASKS) if kind == "input_ids" else ()
     patterns = list(_NOT_READ.items())[: 1 if kind == "text" else None]
     for key, value in values.items():
-        why = next((why for pattern, why in patterns if pattern.fullmatch(key)), "")
-        if why and value is not None and key not in read:
-            raise RowError(f'"{key}" stands beside {_SHOWN[kind]}, and is not read: {why}; leave the key out')
+        reason = next((reason for pattern, reason in patterns if pattern.fullmatch(key)), "")
+        if reason and value is not None and key not in read:
+            raise RowError(f'"{key}" stands beside {_SHOWN[kind]}, and is not read: {reason}; leave the key out')
 
 
 def _kinds_in(values: Mapping[str, Any]) -> list[Kind]:
@@ -94,8 +94,8 @@ def _kinds_in(values: Mapping[str, Any]) -> list[Kind]:
 
 
 def _several_kinds(kinds: Sequence[Kind]) -> str:
-    shown = " and also ".join(_SHOWN[kind] for kind in kinds)
-    return f"holds {shown}; a row is of one kind: leave the others out"
+    kind_texts = " and also ".join(_SHOWN[kind] for kind in kinds)
+    return f"holds {kind_texts}; a row is of one kind: leave the others out"
 
 
 def rows_hold(kind: Kind) -> str:
@@ -105,7 +105,7 @@ def rows_hold(kind: Kind) -> str:
 
 def display_kind(kind: str) -> str:
     """Return the name of a kind for messages."""
-    return next((shown for name, shown in _SHOWN.items() if name == kind), kind)
+    return next((text for name, text in _SHOWN.items() if name == kind), kind)
 
 
 def _kinds() -> str:

@@ -17,13 +17,13 @@ _WORDS = ("Zq0user", "Zq1assistant")
 def rows_line(encoding: RowEncoding) -> str:
     """Describe the contents of rows, and how they become tokens and targets."""
     around = around_line(encoding.tokenizer)
-    how = {
+    treatment = {
         "text": around,
         "messages": "" if encoding.kind != "messages" else _template_line(encoding),
         "prompt+completion": f"{around}; targets are the completion and its end",
         "input_ids": "taken as they are; targets are those that labels or masks name, or all",
     }
-    return f"{rows_hold(encoding.kind)}: {how[encoding.kind]}"
+    return f"{rows_hold(encoding.kind)}: {treatment[encoding.kind]}"
 
 
 def _template_line(encoding: RowEncoding) -> str:
@@ -69,11 +69,11 @@ def around_line(tokenizer: TextTokenizer) -> str:
 def special_line(special: dict[str, int], *, parsed: bool) -> str:
     """Report how often the names of special tokens occur in texts."""
     named = ", ".join(f"{name} ({count:,})" for name, count in list(special.items())[:5])
-    more = f" and {len(special) - 5} others" if len(special) > 5 else ""
+    more_text = f" and {len(special) - 5} others" if len(special) > 5 else ""
     times = plural(sum(special.values()), "time")
     read = "are read as these tokens" if parsed else "are read as plain text"
     hint = "data.parse_special_tokens = " + ("false reads plain text" if parsed else "true parses them")
-    return f"names of special tokens stand in the texts {times}: {named}{more}; they {read} ({hint})"
+    return f"names of special tokens stand in the texts {times}: {named}{more_text}; they {read} ({hint})"
 
 
 def names_line(name: str, texts: int) -> str:
@@ -122,8 +122,8 @@ def left_out_lines(
     if left_out.masked_rows:
         yield f"left out {plural(left_out.masked_rows, 'row')} in which no token is a target"
     if left_out.bad_rows:
-        more = f"; and {left_out.bad_rows - len(bad):,} more" if left_out.bad_rows > len(bad) else ""
-        yield f'left out {plural(left_out.bad_rows, "bad row")} (data.on_bad = "skip"): {"; ".join(bad)}{more}'
+        more_text = f"; and {left_out.bad_rows - len(bad):,} more" if left_out.bad_rows > len(bad) else ""
+        yield f'left out {plural(left_out.bad_rows, "bad row")} (data.on_bad = "skip"): {"; ".join(bad)}{more_text}'
     if other_kinds:
         kinds = ", ".join(f"{kind} ({count:,})" for kind, count in list(other_kinds.items())[:5])
         yield f"left out {plural(sum(other_kinds.values()), 'file')} of kinds that are not read: {kinds}"

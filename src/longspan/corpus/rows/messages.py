@@ -25,6 +25,7 @@ def check_messages(value: Any, name: str = "messages", *, images: bool = False) 
 
 
 def _check_message(message: Any, name: str, images: bool) -> dict[str, Any]:
+    """Check a message: its role, content, calls, and keys about targets. Raises RowError for what is wrong."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         hint = "; from and value are called role and content here" if _is_sharegpt(message) else ""
         raise RowError(f"{name} needs an object with a string role; found {preview(message)}{hint}")
@@ -51,6 +52,7 @@ def _drop_nulls(part: Any) -> Any:
 
 
 def _check_learnt(message: Mapping[str, Any], name: str) -> None:
+    """Raise RowError for a key about targets with another value than 0 or 1, or on a message of no assistant."""
     for key, value in message.items():
         if value is not None and key in LEARNT and value not in (0, 1):
             raise RowError(
@@ -83,6 +85,7 @@ def learnt_messages(messages: Sequence[Mapping[str, Any]], first: int) -> list[i
 
 
 def _check_calls(calls: Any, name: str) -> None:
+    """Raise RowError unless these are calls, each of a function with a name."""
     if calls is None or calls == []:
         return
     if not isinstance(calls, list):
@@ -132,10 +135,11 @@ class Field(NamedTuple):
 
 def texts_of_messages(messages: Sequence[Mapping[str, Any]]) -> list[Field]:
     """List the texts of messages, the last argument of each tool call, and blank contents of all but assistants."""
-    return [field for i, message in enumerate(messages) for field in _texts(i, message)]
+    return [field for i, message in enumerate(messages) for field in _text_fields(i, message)]
 
 
-def _texts(i: int, message: Mapping[str, Any]) -> Iterator[Field]:
+def _text_fields(i: int, message: Mapping[str, Any]) -> Iterator[Field]:
+    """Yield the texts of message `i`: an assistant's thought, its content, and one field for each call."""
     thought = next((key for key in _THOUGHTS if _is_text(message.get(key))), None)
     if thought is not None and message.get("role") == "assistant":
         yield Field(i, (thought,), message[thought])
@@ -152,6 +156,7 @@ def _texts(i: int, message: Mapping[str, Any]) -> Iterator[Field]:
 
 
 def _call_field(i: int, number: int, call: Mapping[str, Any]) -> Field:
+    """The field of a call that is rendered last: its last argument, its arguments, or its name."""
     path: tuple[str | int, ...] = ("tool_calls", number)
     if "function" in call:
         path, call = (*path, "function"), call["function"]
@@ -169,15 +174,15 @@ def _call_field(i: int, number: int, call: Mapping[str, Any]) -> Field:
 def replace_field(messages: Sequence[Mapping[str, Any]], field: Field, value: Any) -> list[Mapping[str, Any]]:
     """Return the messages with another value of a field."""
     changed = list(messages)
-    changed[field.message] = _put(messages[field.message], field.path, value)
+    changed[field.message] = _put_value(messages[field.message], field.path, value)
     return changed
 
 
-def _put(inside: Any, path: tuple[str | int, ...], value: Any) -> Any:
+def _put_value(inside: Any, path: tuple[str | int, ...], value: Any) -> Any:
     if not path:
         return value
     copy = list(inside) if isinstance(inside, list) else dict(inside)
-    copy[path[0]] = _put(inside[path[0]], path[1:], value)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    copy[path[0]] = _put_value(inside[path[0]], path[1:], value)  # pyright: ignore[reportArgumentType, reportCallIssue]
     return copy
 
 

@@ -68,8 +68,8 @@ def has_media_keys(values: Mapping[str, Any]) -> bool:
 
 def media_key(values: Mapping[str, Any], *, lists: bool) -> str | None:
     """Return which media a row has under keys, optionally only in lists: images, videos or audios; None: nothing."""
-    there = ((keys[0], values.get(key)) for keys in _KEYS.values() for key in keys)
-    return next((media for media, value in there if value and (isinstance(value, list) or not lists)), None)
+    present = ((keys[0], values.get(key)) for keys in _KEYS.values() for key in keys)
+    return next((media for media, value in present if value and (isinstance(value, list) or not lists)), None)
 
 
 def read_media(values: Mapping[str, Any], folder: str) -> RowMedia:
@@ -78,8 +78,8 @@ def read_media(values: Mapping[str, Any], folder: str) -> RowMedia:
         raise RowError('"video" is no key of a row; give "videos", a list of lists of frames')
     if audio := next((key for key in _KEYS["audio"] if values.get(key)), None):
         raise RowError(f'it has "{audio}", and audio is not read here; leave the row out')
-    images = [read_image_entry(entry, folder, f"images[{i}]") for i, entry in enumerate(_list(values, "image"))]
-    videos = [read_video_entry(entry, folder, f"videos[{i}]") for i, entry in enumerate(_list(values, "video"))]
+    images = [read_image_entry(entry, folder, f"images[{i}]") for i, entry in enumerate(_read_list(values, "image"))]
+    videos = [read_video_entry(entry, folder, f"videos[{i}]") for i, entry in enumerate(_read_list(values, "video"))]
     if (image := values.get("image")) is None:
         return RowMedia(images, videos)
     if isinstance(image, list):
@@ -89,7 +89,7 @@ def read_media(values: Mapping[str, Any], folder: str) -> RowMedia:
     return RowMedia([read_image_entry(image, folder, '"image"')], videos)
 
 
-def _list(values: Mapping[str, Any], kind: str) -> list[Any]:
+def _read_list(values: Mapping[str, Any], kind: str) -> list[Any]:
     entries = values.get(f"{kind}s")
     if entries is not None and not isinstance(entries, list):
         entry = 'paths, or of {"bytes": …}' if kind == "image" else "lists of frames"
@@ -111,14 +111,14 @@ def row_and_media(row: Row) -> tuple[dict[str, Any], RowMedia]:
     changed, named = dict(row.values), name_pattern(kinds_by_name(row.values))
     for key in _CONVERSATIONS:
         if isinstance(row.values.get(key), list):
-            changed[key] = of_parts.extract(row.values[key], key, named)
+            changed[key] = of_parts.extract_media(row.values[key], key, named)
     media = RowMedia(by_key.images or of_parts.images, by_key.videos or of_parts.videos)
-    for kind, here, there in (
+    for kind, names, entries in (
         ("image", by_key.images, of_parts.images),
         ("video", by_key.videos, of_parts.videos),
     ):
-        if here and there:
-            raise RowError(f'{len(there)} parts bring {kind}s, and the row has "{kind}s" too; give them in one place')
+        if names and entries:
+            raise RowError(f'{len(entries)} parts bring {kind}s, and the row has "{kind}s" too; give them in one place')
     if not media:
         texts = [text for key in _TEXTS if isinstance(text := row.values.get(key), str)]
         check_counts([kind for text in texts for kind in kinds_named(text, named)], media, "its texts")
@@ -132,7 +132,7 @@ class _PartMedia:
         self.images, self.videos = list[ImageFile](), list[VideoFile]()
         self._folder, self._counts = folder, Counter[str]()
 
-    def extract(self, messages: Sequence[Any], key: str, name_pattern: re.Pattern[str]) -> list[Any]:
+    def extract_media(self, messages: Sequence[Any], key: str, name_pattern: re.Pattern[str]) -> list[Any]:
         """Replace media by bare parts in messages, and by parts in texts with one of the `name_pattern`."""
         changed = list[Any]()
         for i, message in enumerate(messages):
@@ -140,13 +140,13 @@ class _PartMedia:
             if isinstance(content, str) and name_pattern.search(content):
                 content = [{"type": "text", "text": content}]
             if isinstance(content, list):
-                parts = [cut for part in content for cut in _cut(part, name_pattern)]
-                parts = [self._bare(part, f"{key}[{i}].content[{k}]") for k, part in enumerate(parts)]
+                parts = [cut for part in content for cut in _cut_part(part, name_pattern)]
+                parts = [self._bare_part(part, f"{key}[{i}].content[{k}]") for k, part in enumerate(parts)]
                 message = {**message, "content": parts}
             changed.append(message)
         return changed
 
-    def _bare(self, part: Any, name: str) -> Any:
+    def _bare_part(self, part: Any, name: str) -> Any:
         """Return a bare part for an image or a video, which is collected; another part as it is."""
         if not isinstance(part, dict):
             return part
@@ -156,15 +156,16 @@ class _PartMedia:
             return part
         keys = ("type", *_BRING[kind], *(("index",) if kind == "image" else TIMES))
         check_entry_keys(part, keys, name)
-        self._check_index(part.get("index"), kind, name)
-        there = [key for key in _BRING[kind] if part.get(key) not in (None, "")]
-        if len(there) > 1:
-            raise RowError(f"{name} brings {' and '.join(there)}; give one of them")
-        for key in there:
-            self._add(kind, key, part, name)
+        self._count_part(part.get("index"), kind, name)
+        media_keys = [key for key in _BRING[kind] if part.get(key) not in (None, "")]
+        if len(media_keys) > 1:
+            raise RowError(f"{name} brings {' and '.join(media_keys)}; give one of them")
+        for key in media_keys:
+            self._add_media(kind, key, part, name)
         return dict(PARTS[kind])
 
-    def _add(self, kind: str, key: str, part: Mapping[str, Any], name: str) -> None:
+    def _add_media(self, kind: str, key: str, part: Mapping[str, Any], name: str) -> None:
+        """Read the image or video under a key of a part, and collect it."""
         value = part[key]
         if isinstance(value, dict) and "url" in value:
             check_entry_keys(
@@ -176,8 +177,8 @@ class _PartMedia:
         else:
             self.images.append(read_image_entry({"bytes": value} if key == "base64" else value, self._folder, name))
 
-    def _check_index(self, index: Any, kind: str, name: str) -> None:
-        """Raise RowError for a part whose index is not that of the next image."""
+    def _count_part(self, index: Any, kind: str, name: str) -> None:
+        """Count an image or video in a part. Raises RowError if the part has another index than the next one's."""
         if index is not None and index != self._counts[kind]:
             raise RowError(
                 f"{name} has index {index!r}, and is image {self._counts[kind]} of the row, from 0; images are named "
@@ -193,14 +194,14 @@ def kinds_of_parts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def check_counts(named: Sequence[str], media: RowMedia, where: str) -> None:
     """Raise RowError if texts name another number of images, videos or audio than there are."""
-    for kind, there in (("image", len(media.images)), ("video", len(media.videos)), ("audio", 0)):
-        if (count := named.count(kind)) == there:
+    for kind, media_count in (("image", len(media.images)), ("video", len(media.videos)), ("audio", 0)):
+        if (count := named.count(kind)) == media_count:
             continue
         if kind == "audio":
             raise RowError(f"{where} name audio {count} times, which is not read here; leave the row out")
-        advice = f'; a row without the key "{kind}s" has {NAMED[kind]} as text' if not there else ""
+        advice = f'; a row without the key "{kind}s" has {NAMED[kind]} as text' if not media_count else ""
         raise RowError(
-            f"{where} name {plural(count, kind)}, and the row has {there}; give one "
+            f"{where} name {plural(count, kind)}, and the row has {media_count}; give one "
             f'{{"type": "{kind}"}}, or {NAMED[kind]} in a text, for each of "{kind}s", in their order{advice}'
         )
 
@@ -212,7 +213,7 @@ def _message_parts(messages: Any) -> Iterator[Mapping[str, Any]]:
         yield from (part for part in content if isinstance(part, dict)) if isinstance(content, list) else ()
 
 
-def _cut(part: Any, name_pattern: re.Pattern[str]) -> Iterator[Any]:
+def _cut_part(part: Any, name_pattern: re.Pattern[str]) -> Iterator[Any]:
     """Cut a part of a content where its text names media."""
     text = part.get("text") if isinstance(part, dict) else None
     if not (isinstance(text, str) and name_pattern.search(text)):

@@ -81,21 +81,23 @@ class RowImages:
     @cached_property
     def marks(self) -> dict[str, str]:
         """The text for an image, and for a video, by kind."""
-        return {kind: self._mark(kind, token) for kind, token in self._tokens(("image", "video")).items()}
+        return {
+            kind: self._template_mark(kind, token) for kind, token in self._processor_tokens(("image", "video")).items()
+        }
 
-    def _mark(self, kind: str, token: str) -> str:
+    def _template_mark(self, kind: str, token: str) -> str:
         """Return what the chat template writes for a part of this kind, else the processor's token."""
         if self.template is None:
             return token
-        before, behind = ({"type": "text", "text": word} for word in _WORDS)
+        part_before, behind = ({"type": "text", "text": word} for word in _WORDS)
         try:
-            text = self.template.render([{"role": "user", "content": [before, PARTS[kind], behind]}], None).text
+            text = self.template.render([{"role": "user", "content": [part_before, PARTS[kind], behind]}], None).text
         except RowError:
             return token
         between = text.split(_WORDS[0])[-1].split(_WORDS[1])[0]
         return between if between.count(token) == 1 and between in text else token
 
-    def _tokens(self, kinds: Sequence[str]) -> dict[str, str]:
+    def _processor_tokens(self, kinds: Sequence[str]) -> dict[str, str]:
         """Return the processor's tokens of these kinds, without those that it lacks."""
         tokens = {"image": self.processor.token}
         if "video" in kinds:
@@ -105,7 +107,7 @@ class RowImages:
 
     def expand(self, text: str, media: RowMedia, spans: Sequence[tuple[int, int]] = ()) -> Expanded:
         """Replace placeholders in a text by what the processor writes for these images and videos."""
-        tokens = self._tokens(["video"] if media.videos else [])
+        tokens = self._processor_tokens(["video"] if media.videos else [])
         if media.videos:
             _ = self._videos
         pattern = re.compile("|".join(re.escape(token) for token in tokens.values()))
@@ -117,22 +119,24 @@ class RowImages:
                     f"its chat template writes {plural(kinds.count(kind), 'placeholder')} {tokens[kind]} for "
                     f"{plural(len(files), kind)}; mend the template of {self.tokenizer.folder}"
                 )
-        shown = tuple(self._show(name, file, len(media.images)) for name, file in media.iterate_files(kinds))
+        shown = tuple(self._process_size(name, file, len(media.images)) for name, file in media.iterate_files(kinds))
         sizes = [len(token) for token in marks]
         starts = np.cumsum([len(piece) for piece in pieces[:-1]]) + np.cumsum([0, *sizes[:-1]])[: len(sizes)]
-        grown = np.cumsum([0, *(len(made.text) - size for made, size in zip(shown, sizes, strict=True))])
+        grown = np.cumsum([0, *(len(medium.text) - size for medium, size in zip(shown, sizes, strict=True))])
         moved = tuple((int(a + grown[(starts < a).sum()]), int(b + grown[(starts < b).sum()])) for a, b in spans)
-        texts = (*(made.text for made in shown), "")
-        return Expanded("".join(piece + made for piece, made in zip(pieces, texts, strict=True)), shown, moved)
+        texts = (*(medium.text for medium in shown), "")
+        return Expanded("".join(piece + medium for piece, medium in zip(pieces, texts, strict=True)), shown, moved)
 
     def with_images(self, sample: Sample, expanded: Expanded) -> Sample:
         """Return a sample of an expanded text with its images; placeholders are no targets."""
-        still, moving = ([made for made in expanded.shown if _is_video(made) == video] for video in (False, True))
+        pictures, videos = (
+            [medium for medium in expanded.shown if _is_video(medium) == video] for video in (False, True)
+        )
         placed, labels = list[SampleImage](), sample.ids if sample.labels is None else sample.labels
-        for kind, shown in (("image", still), ("video", moving)):
+        for kind, shown in (("image", pictures), ("video", videos)):
             if kind == "image" or shown:
                 placeholder = self.processor.placeholder if kind == "image" else self._videos.placeholder
-                placed += self._place(sample.ids, kind, placeholder, shown)
+                placed += self._place_images(sample.ids, kind, placeholder, shown)
                 labels = np.where(sample.ids == placeholder, NO_TARGET, labels)
         return sample._replace(labels=labels, images=tuple(sorted(placed)))
 
@@ -158,12 +162,12 @@ class RowImages:
         except DataError as error:
             raise RowError(str(error)) from error
 
-    def _place(
+    def _place_images(
         self, ids: npt.NDArray[np.int64], kind: str, placeholder: int, shown: Sequence[Shown]
     ) -> Iterator[SampleImage]:
         """Find the placeholders of images, or of the groups of frames of videos, in a text's ids (n,)."""
         places = np.flatnonzero(ids == placeholder)
-        counts = [self._count_placeholders(made.text, placeholder) for made in shown]
+        counts = [self._count_placeholders(medium.text, placeholder) for medium in shown]
         if len(places) != sum(counts) or not all(counts):
             raise RowError(
                 f"{plural(len(places), 'placeholder')} (token id {placeholder}) for "
@@ -171,14 +175,14 @@ class RowImages:
                 f"tokenizer of {self.tokenizer.folder} must agree, and its texts hold none of their own"
             )
         parts = np.split(places, np.cumsum(counts)[:-1]) if counts else []
-        for number, (part, made) in enumerate(zip(parts, shown, strict=True)):
-            if isinstance(made.file, VideoFile):
-                yield from self._groups(number, part, made.file, made.grid or (0, 0, 0))
+        for number, (part, medium) in enumerate(zip(parts, shown, strict=True)):
+            if isinstance(medium.file, VideoFile):
+                yield from self._frame_groups(number, part, medium.file, medium.grid or (0, 0, 0))
             else:
-                at = int(part[0]), int(part[-1]) + 1, len(part), made.grid or (0, 0, 0), number
-                yield SampleImage(*at, made.file.path, *made.file.stamp(), len(shown))
+                at = int(part[0]), int(part[-1]) + 1, len(part), medium.grid or (0, 0, 0), number
+                yield SampleImage(*at, medium.file.path, *medium.file.stamp(), len(shown))
 
-    def _groups(
+    def _frame_groups(
         self, number: int, places: npt.NDArray[np.int64], video: VideoFile, grid: Grid
     ) -> Iterator[SampleImage]:
         """Yield the groups of frames of a video with placeholders at these places (n,)."""
@@ -199,7 +203,8 @@ class RowImages:
                 seconds=video.interval * size,
             )
 
-    def _show(self, name: str, file: ImageFile | VideoFile, images: int) -> Shown:
+    def _process_size(self, name: str, file: ImageFile | VideoFile, images: int) -> Shown:
+        """What the processor writes for one image or video, by its size."""
         try:
             if isinstance(file, VideoFile):
                 grid = self._videos.grid(len(file.frames), file.size())

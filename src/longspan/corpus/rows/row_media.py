@@ -42,7 +42,7 @@ def read_image_entry(entry: Any, folder: str, name: str) -> ImageFile:
         raise RowError(f'{name} is {kind}; give a path, or {{"bytes": …}} as parquet files have them')
     if entry[:5].lower() == "data:":
         return ImageFile("", _data_of_url(entry, name))
-    path = Path(_path(entry, name))
+    path = Path(_entry_path(entry, name))
     with suppress(RuntimeError):  # "~name" without a user of this name is a name
         path = path.expanduser()
     return ImageFile(str(Path(folder, path).absolute()))
@@ -59,7 +59,7 @@ def check_entry_keys(entry: Mapping[str, Any], keys: Collection[str], name: str)
         )
 
 
-def _path(entry: str, name: str) -> str:
+def _entry_path(entry: str, name: str) -> str:
     """Return the path of an entry, or of its file: URL."""
     scheme = _SCHEME.match(entry)
     if scheme is None:
@@ -159,9 +159,9 @@ def read_video_entry(entry: Any, folder: str, name: str, part: Mapping[str, Any]
             raise RowError(f"{name} has {', '.join(times)} beside an object of frames; give them in one place")
         frames, times = entry.get("frames"), entry
     if not isinstance(frames, list):
-        shown = preview(frames) if isinstance(frames, str) else type_name(frames)
+        frames_text = preview(frames) if isinstance(frames, str) else type_name(frames)
         raise RowError(
-            f"{name} is {shown}; files of videos are not read here: give its frames as a list of images, or as "
+            f"{name} is {frames_text}; files of videos are not read here: give its frames as a list of images, or as "
             '{"frames": […], "fps": 2}'
         )
     if not frames:

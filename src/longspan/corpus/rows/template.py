@@ -85,9 +85,9 @@ class ChatTemplate:
                 f"{rows_hold('messages')}, and the tokenizer in {folder} has no chat template; put its "
                 "chat_template.jinja there, or name the folder of a chat model's with data.tokenizer"
             )
-        plain, with_tools = stock.get_chat_template(), stock.get_chat_template(tools=[{}])
+        template, with_tools = stock.get_chat_template(), stock.get_chat_template(tools=[{}])
         special = tuple(sorted((k, str(v)) for k, v in stock.special_tokens_map.items() if isinstance(v, str)))
-        return cls(plain, with_tools, special, _ends(tokenizer, folder), day)
+        return cls(template, with_tools, special, _generation_ends(tokenizer, folder), day)
 
     def has_marks(self, tools: Sequence[Any] | None) -> bool:
         """Whether the template marks what is generated."""
@@ -115,17 +115,17 @@ class ChatTemplate:
         It reads parts if they give the same text as one text, except blanks. Other templates write the list itself, as
         Python or JSON, or leave it out. Some read only parts, or only the first part.
         """
-        both, text = "".join(_WORDS), lambda words: [{"type": "text", "text": word} for word in words]
-        contents = both, text([both]), text(_WORDS)
+        joined, text = "".join(_WORDS), lambda words: [{"type": "text", "text": word} for word in words]
+        contents = joined, text([joined]), text(_WORDS)
         whole, part, parts = ("".join(self._render_content(role, content, tools).split()) for content in contents)
-        reads = all(word in parts for word in _WORDS) and (parts == whole or both not in whole)
-        return _Contents(text=both in whole or both not in part, parts=reads)
+        reads = all(word in parts for word in _WORDS) and (parts == whole or joined not in whole)
+        return _Contents(text=joined in whole or joined not in part, parts=reads)
 
     def _render_content(self, role: str, content: Any, tools: Sequence[Any] | None) -> str:
         """Render a conversation with a message of this role and content; empty if the template refuses it."""
         message = {"role": role, "content": content, "name": "f", "tool_call_id": _ID}
-        plain = "Zq" if isinstance(content, str) else [{"type": "text", "text": "Zq"}]
-        question, answer = ({"role": other, "content": plain} for other in ("user", "assistant"))
+        sample_content = "Zq" if isinstance(content, str) else [{"type": "text", "text": "Zq"}]
+        question, answer = ({"role": sample_role, "content": sample_content} for sample_role in ("user", "assistant"))
         for arguments in ({}, "{}"):  # templates take one of them
             call = {"id": _ID, "type": "function", "function": {"name": "f", "arguments": arguments}}
             turns = {
@@ -150,7 +150,7 @@ class ChatTemplate:
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=prompt,
                 **dict(self.special),
-                **_dates(template, self.day),
+                **_date_variables(template, self.day),
             )
         except TemplateError as error:
             raise RowError(f"its chat template says: {error.message or type(error).__name__}") from error
@@ -184,14 +184,14 @@ class _Contents:
 _TEXT = _Contents(text=True, parts=False)
 
 
-def _dates(template: str, day: str) -> dict[str, Any]:
+def _date_variables(template: str, day: str) -> dict[str, Any]:
     """Return the variables for templates that write the day."""
     today = datetime.strptime(day, _DAY_FORMAT)
     formats = {match["format"] for match in _DATES.finditer(template)}
     return {"date_string": day, "longspan_dates": {f: today.strftime(f) for f in formats}}
 
 
-def _ends(tokenizer: TextTokenizer, folder: Path) -> tuple[str, ...]:
+def _generation_ends(tokenizer: TextTokenizer, folder: Path) -> tuple[str, ...]:
     """List the tokens at which generation stops: the tokenizer's end of text, and those of generation_config.json."""
     ids = ends_of_generation(folder) | ({tokenizer.end} if tokenizer.end is not None else set[int]())
     names = (tokenizer.engine.id_to_token(i) for i in sorted(ids))

@@ -101,8 +101,8 @@ class TurnTokens:
 def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tokenizer) -> TurnTokens:
     """Read off the tokens between turns of a template. Raises RowError if it cannot render a plain conversation."""
     added = engine.get_added_tokens_decoder().values()
-    special, plain = (frozenset(t.content for t in added if t.special == kind) for kind in (True, False))
-    tokens = any_of_pattern(special | plain)
+    special, ordinary = (frozenset(t.content for t in added if t.special == kind) for kind in (True, False))
+    tokens = any_of_pattern(special | ordinary)
     roles = ("user", "assistant", "user", "assistant")
     turns = [{"role": role, "content": word} for role, word in zip(roles, _WORDS, strict=True)]
     text = template.render(turns, tools).text
@@ -111,18 +111,22 @@ def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tok
     ends = frozenset(template.ends)
     last = tokens.findall(tail) if tokens else []
     is_end = len(separators) > 1 or any(token in ends or token in tail for token in separators)
-    prompt = _prompt(template, tools, tokens)
+    prompt = _answer_prompt(template, tools, tokens)
     first = tokens.match(prompt) if tokens else None
     headers = {*separators[1 if is_end else 0 :], *([first.group()] if first else [])}
     heads = [text.split(_WORDS[i])[-1].split(_WORDS[i + 1])[0] for i in (0, 2)]
-    closing = frozenset(some[0] for some in (separators * is_end, last) if some and not ends.intersection(some))
+    closing = frozenset(
+        tokens_there[0]
+        for tokens_there in (separators * is_end, last)
+        if tokens_there and not ends.intersection(tokens_there)
+    )
     return TurnTokens(
-        prompts=_prompts_in_heads(_beginnings(prompt, tokens), heads),
+        prompts=_prompts_in_heads(_prompt_beginnings(prompt, tokens), heads),
         ends=ends,
         closing=closing,
         headers=frozenset(headers),
         special=special,
-        plain=plain,
+        plain=ordinary,
     )
 
 
@@ -135,18 +139,18 @@ def any_of_pattern(names: set[str] | frozenset[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
 
 
-def _prompt(template: ChatTemplate, tools: Sequence[Any] | None, tokens: re.Pattern[str] | None) -> str:
+def _answer_prompt(template: ChatTemplate, tools: Sequence[Any] | None, tokens: re.Pattern[str] | None) -> str:
     """Return what a template writes after a question to prompt an answer, from the first token that differs."""
     question = [{"role": "user", "content": _WORDS[0]}]
     without, with_prompt = (template.render(question, tools, prompt=prompt).text for prompt in (False, True))
-    same = next((i for i, (a, b) in enumerate(zip(without, with_prompt, strict=False)) if a != b), len(without))
+    common = next((i for i, (a, b) in enumerate(zip(without, with_prompt, strict=False)) if a != b), len(without))
     for token in tokens.finditer(with_prompt) if tokens else ():
-        if token.start() < same < token.end():
-            same = token.start()
-    return with_prompt[same:]
+        if token.start() < common < token.end():
+            common = token.start()
+    return with_prompt[common:]
 
 
-def _beginnings(prompt: str, tokens: re.Pattern[str] | None) -> tuple[str, ...]:
+def _prompt_beginnings(prompt: str, tokens: re.Pattern[str] | None) -> tuple[str, ...]:
     """List the prompt and its beginnings up to the end of a token or a line, the longest first."""
     stops = {match.end() for match in tokens.finditer(prompt)} if tokens else set[int]()
     stops |= {match.end() for match in re.finditer("\n+", prompt)} | {len(prompt)}

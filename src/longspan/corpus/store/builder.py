@@ -81,16 +81,18 @@ class Recipe:
     @property
     def encoder(self) -> DocumentEncoder:
         """The encoder of rows, for any process."""
-        small = all(e.kind != "input_ids" and e.tokenizer.size <= 1 << 16 for e in self.encodings)
-        return DocumentEncoder(self.encodings, self.longest, "<u2" if small and self.stored else "<u4", self.skip_bad)
+        fits_uint16 = all(e.kind != "input_ids" and e.tokenizer.size <= 1 << 16 for e in self.encodings)
+        return DocumentEncoder(
+            self.encodings, self.longest, "<u2" if fits_uint16 and self.stored else "<u4", self.skip_bad
+        )
 
     @property
     def processes(self) -> int:
         """How many processes encode: one if it is done before others would have started."""
         size = sum(source.bytes for source in self.sources)
-        small = min(_IN_PROCESS_BYTES.get(encoding.kind, 4 << 20) for encoding in self.encodings)
-        small = min(small, _WITH_PIXELS_BYTES) if self.checks_pixels else small
-        return 1 if size <= small else self.workers or usable_cores()
+        small_bytes = min(_IN_PROCESS_BYTES.get(encoding.kind, 4 << 20) for encoding in self.encodings)
+        small_bytes = min(small_bytes, _WITH_PIXELS_BYTES) if self.checks_pixels else small_bytes
+        return 1 if size <= small_bytes else self.workers or usable_cores()
 
 
 BATCH_BYTES = 1 << 20  # of rows that are encoded together
@@ -105,14 +107,14 @@ def build_documents(recipe: Recipe, folder: Path, log: LogLine) -> Manifest:
     folder.mkdir(parents=True)
     progress = _Progress(recipe, log)
     with _Writer(folder, recipe) as writer:
-        for batch, encoded in encode_batches(recipe.encoder, _batches(recipe.files), recipe.processes):
+        for batch, encoded in encode_batches(recipe.encoder, _read_batches(recipe.files), recipe.processes):
             writer.add(encoded)
             progress.log_batch(batch, writer)
         progress.log_total(writer)
     manifest = writer.manifest()
     _check_unchanged(recipe)
     if not manifest.documents:
-        raise DataError(_empty(recipe, manifest))
+        raise DataError(_no_documents_error(recipe, manifest))
     SourceLines.write(folder, recipe.sources)
     (folder / "corpus.json").write_text(manifest.to_json(), encoding="utf-8")
     return manifest
@@ -226,14 +228,14 @@ class _Progress:
         self._read = self._before + last.chunk.end
         if time.monotonic() - self._last_line > _NEWS_SECONDS:
             self._last_line = time.monotonic()
-            left = (self._last_line - self._began) * (self._total - self._read) / max(self._read, 1)
-            self._log(f"{self._line(writer, self._read)}, about {_duration(left)} left")
+            seconds_left = (self._last_line - self._began) * (self._total - self._read) / max(self._read, 1)
+            self._log(f"{self._progress_line(writer, self._read)}, about {_duration(seconds_left)} left")
 
     def log_total(self, writer: _Writer) -> None:
         """Log the whole build."""
-        self._log(self._line(writer, self._total))
+        self._log(self._progress_line(writer, self._total))
 
-    def _line(self, writer: _Writer, read: int) -> str:
+    def _progress_line(self, writer: _Writer, read: int) -> str:
         seconds = max(time.monotonic() - self._began, 1e-3)
         return (
             f"tokenized {read / 1e6:,.1f} of {self._total / 1e6:,.1f} MB: {plural(writer.tokens, 'token')}, "
@@ -245,7 +247,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
-def _batches(files: Iterable[CorpusFile]) -> Iterator[list[FileChunk]]:
+def _read_batches(files: Iterable[CorpusFile]) -> Iterator[list[FileChunk]]:
     """Yield the rows of files in order, some megabytes at a time."""
     batch, size = list[FileChunk](), 0
     for number, file in enumerate(files):
@@ -267,7 +269,7 @@ def _check_unchanged(recipe: Recipe) -> None:
             raise DataError(f"{file.name} of the corpus ({file.path}) changed while it was read; start again")
 
 
-def _empty(recipe: Recipe, manifest: Manifest) -> str:
+def _no_documents_error(recipe: Recipe, manifest: Manifest) -> str:
     skipped, left_out = len(manifest.skipped), manifest.left_out
     rows = f" ({left_out.masked_rows:,} rows without a target, {left_out.bad_rows:,} bad ones)"
     return (

@@ -50,12 +50,12 @@ class Cache:
         folder = self.folder / key[:40]
         if folder.is_dir() and whole(folder):
             return folder, False
-        with self._lock(folder, log) as locked:
+        with self._lock_documents(folder, log) as locked:
             if folder.is_dir() and whole(folder):  # another run made it in the meantime
                 return folder, False
             if locked:
-                for old in self.folder.glob(f"{folder.name}.partial*"):
-                    shutil.rmtree(old, ignore_errors=True)
+                for unfinished in self.folder.glob(f"{folder.name}.partial*"):
+                    shutil.rmtree(unfinished, ignore_errors=True)
             if folder.is_dir():
                 log(f"{folder} is damaged: its documents are made again")
                 shutil.rmtree(folder)
@@ -63,13 +63,13 @@ class Cache:
             try:
                 with naming_file(partial):
                     build(partial)
-                    _move(partial, folder)
+                    _move_folder(partial, folder)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
         return folder, True
 
     @contextmanager
-    def _lock(self, folder: Path, log: LogLine) -> Iterator[bool]:
+    def _lock_documents(self, folder: Path, log: LogLine) -> Iterator[bool]:
         """Lock these documents, as soon as no other run has; yields False if the file system has no locks."""
         last_line = 0.0
         with folder.with_suffix(".lock").open("a") as file:
@@ -88,7 +88,7 @@ class Cache:
             yield True
 
 
-def _move(partial: Path, folder: Path) -> None:
+def _move_folder(partial: Path, folder: Path) -> None:
     """Rename a complete folder, unless another run was faster."""
     try:
         partial.rename(folder)

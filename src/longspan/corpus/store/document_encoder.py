@@ -144,9 +144,9 @@ class _BatchDocuments:
             return
         uncut = [(image.start, image.stop) for image in sample.images]
         longest = self._encoder.longest
-        if longest and (large := max((stop - start for start, stop in uncut), default=0)) > longest:
+        if longest and (largest_span := max((stop - start for start, stop in uncut), default=0)) > longest:
             limit = f"max_document_tokens is {longest}, and an image is not cut; raise it, or set it to 0"
-            self.add_bad(BadRow(where, f"an image takes {large} tokens: {limit}"))
+            self.add_bad(BadRow(where, f"an image takes {largest_span} tokens: {limit}"))
             return
         for part in cut_row(len(ids), codes, longest, self._notes.left_out, uncut):
             inside = (image for image in sample.images if part.start <= image.start < part.stop)
@@ -198,7 +198,7 @@ def cut_row(
     fields of LeftOut. If tokens have `codes`, a part whose targets are at most its first token is no document. Each of
     the `uncut` spans (start, stop), ascending and none longer than `longest`, stays in one part."""
     step = longest or max(length, 1)
-    parts = [part for part in _cut(length, step, uncut) if part.stop - part.start >= SHORTEST]
+    parts = [part for part in _cut_outside_spans(length, step, uncut) if part.stop - part.start >= SHORTEST]
     lost = length - sum(part.stop - part.start for part in parts)
     if codes is not None:
         with_targets = [part for part in parts if (codes[part][1:] != NOTHING).any()]
@@ -212,7 +212,7 @@ def cut_row(
     return parts
 
 
-def _cut(length: int, step: int, uncut: Sequence[tuple[int, int]]) -> list[slice]:
+def _cut_outside_spans(length: int, step: int, uncut: Sequence[tuple[int, int]]) -> list[slice]:
     """Cut into parts of at most `step` tokens; a part that would end inside an uncut span ends before it."""
     parts, start = list[slice](), 0
     while start < length:

@@ -71,13 +71,14 @@ class StreamedTokens:
 
     def ids(self, document: int, positions: Integers) -> Integers:
         """Return the tokens of a document at these positions."""
-        return self._row(document).ids[positions + int(self._starts[document])]
+        return self._read_row(document).ids[positions + int(self._starts[document])]
 
     def codes(self, document: int, positions: Integers) -> Any:
         """Return their codes."""
-        return self._row(document).codes[positions + int(self._starts[document])]
+        return self._read_row(document).codes[positions + int(self._starts[document])]
 
-    def _row(self, document: int) -> EncodedRow:
+    def _read_row(self, document: int) -> EncodedRow:
+        """The tokens of a document's row; those of the rows used last stay in memory."""
         place = int(self._origins[document]), int(self._positions[document])
         if place in self._rows:
             self._rows.move_to_end(place)
@@ -89,7 +90,8 @@ class StreamedTokens:
         return row
 
     def _encode_row(self, document: int, file: int, position: int) -> EncodedRow:
-        row = self._file(file).row_at(position)
+        """Encode a row again. Raises DataError if it gives no document now."""
+        row = self._open_file(file).row_at(position)
         source = 0 if self._source_of is None else int(self._source_of[document])
         samples = [row] if isinstance(row, BadRow) else self._encoding(source).encode([row])
         ids, codes = list[Integers](), list[Integers]()
@@ -108,7 +110,8 @@ class StreamedTokens:
                 raise DataError("the tokenizer of the run is another one than when its corpus was counted")
         return self._encodings[source]
 
-    def _file(self, number: int) -> RowFile:
+    def _open_file(self, number: int) -> RowFile:
+        """Open a source file, or return it if it is open. Raises DataError if it changed."""
         if number not in self._files:
             source = self._sources[number]
             path = Path(source.path)

@@ -52,6 +52,7 @@ class _Encoders:
         self._threads.shutdown(cancel_futures=True)
 
     def map(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Encoded]]:
+        """Yield batches in order with their documents; only some batches and bytes are in flight at a time."""
         waiting, sent = deque[tuple[Batch, int, Future[Encoded]]](), 0
         for batch in batches:
             size = sum(len(piece.chunk.data) for piece in batch)

@@ -52,12 +52,13 @@ def differences(first: SubjectResult, other: SubjectResult) -> list[Difference]:
     """
     unit: Unit = "loss" if first.tokenizer == other.tokenizer else "bits_per_byte"
     pairs = zip(first.sets, other.sets, strict=True)
-    return [_difference(*pair, unit) for pair in pairs if unit == "loss" or pair[0].evaluation.passkey is None]
+    return [_difference_on_set(*pair, unit) for pair in pairs if unit == "loss" or pair[0].evaluation.passkey is None]
 
 
-def _difference(first: SetResult, other: SetResult, unit: Unit) -> Difference:
+def _difference_on_set(first: SetResult, other: SetResult, unit: Unit) -> Difference:
+    """The difference of two results, of all tokens and of documents, with standard errors by document."""
     sums, counts = (
-        np.array(values).T for values in zip(*(_sums(result, unit) for result in (first, other)), strict=True)
+        np.array(values).T for values in zip(*(_document_sums(result, unit) for result in (first, other)), strict=True)
     )
     counted = (counts > 0).all(axis=1)  # sums and counts (D, 2)
     sums, counts, lengths = sums[counted], counts[counted], np.array(first.evaluation.plan.lengths)[counted]
@@ -79,7 +80,7 @@ def _difference(first: SetResult, other: SetResult, unit: Unit) -> Difference:
     )
 
 
-def _sums(result: SetResult, unit: Unit) -> tuple[list[float], list[float]]:
+def _document_sums(result: SetResult, unit: Unit) -> tuple[list[float], list[float]]:
     """Of each document the sum and the count of its mean."""
     losses = result.evaluation.document_losses
     if unit == "loss":
@@ -147,7 +148,7 @@ def comm_types(result: SetResult) -> list[str]:
     """The types by which groups of more than one slot shared documents."""
     groups = [group for batch in result.evaluation.plan.micro_batches for group in batch.groups if group.degree > 1]
     types = [kind if isinstance(kind := group.cp_comm_type, str) else tuple(kind) for group in groups]
-    return sorted({one for kind in types for one in ((kind,) if isinstance(kind, str) else kind)})
+    return sorted({name for kind in types for name in ((kind,) if isinstance(kind, str) else kind)})
 
 
 def retrieval_grids(results: Sequence[SubjectResult]) -> list[tuple[str, PasskeyGrid]]:

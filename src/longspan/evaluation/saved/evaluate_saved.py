@@ -24,13 +24,14 @@ from longspan.evaluation.evaluate import evaluate
 from longspan.evaluation.metrics import EvaluationOptions, Metric, load_metrics
 from longspan.evaluation.passkey import PasskeyDocuments
 from longspan.evaluation.saved.choose_sets import choose_sets, tokenizer_digest
-from longspan.evaluation.saved.fit import Change, changes_line, find_set, fit_set
+from longspan.evaluation.saved.fit import Change, changes_line, find_set, fit_node_size, fit_set
 from longspan.evaluation.saved.request import EvalRequest, SetResult, SubjectResult
 from longspan.evaluation.saved.sets import NamedDocuments
 from longspan.evaluation.saved.weights import CheckedWeights, check_weights, fit_positions, load_saved_model
 from longspan.plan import Cost
 from longspan.train.memory.rows_that_fit import read_rows_of_run
 from longspan.train.plans import PlanChoice, cost_of_run, query_heads
+from longspan.train.plans.node_size import with_node_size
 from longspan.train.plans.partition import with_usual_partition
 from longspan.train.training import AnyModel
 
@@ -44,11 +45,11 @@ def evaluate_saved(request: EvalRequest, world: World, log: LogLine, progress: P
     for a metric without a count, and EvaluationStopped after a signal or beyond the time limit: on all ranks.
     """
     deadline = time.monotonic() + (request.seconds or math.inf)
-    metrics = run_on_every_rank(world, partial(_metrics, request), ConfigError)
+    metrics = run_on_every_rank(world, partial(_load_metrics, request), ConfigError)
     checked = [check_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
     sets = choose_sets(request, checked, world, log)
     pairs = zip(checked, sets, strict=True)
-    fits = [run_on_every_rank(world, partial(_fit, request, *pair, world, log), ConfigError) for pair in pairs]
+    fits = [run_on_every_rank(world, partial(_fit_subject, request, *pair, world, log), ConfigError) for pair in pairs]
     if line := changes_line(fits[0].changes, len(world.home.ranks)):
         log(line)
     results = list[SubjectResult]()
@@ -57,7 +58,7 @@ def evaluate_saved(request: EvalRequest, world: World, log: LogLine, progress: P
     return tuple(results)
 
 
-def _metrics(request: EvalRequest) -> dict[str, dict[str, Metric]]:
+def _load_metrics(request: EvalRequest) -> dict[str, dict[str, Metric]]:
     """The user's metrics of each set of the run; "" are those of all other documents."""
     entries = (find_set(request.subjects[0].config, name, request.flag_keys) for name in ("", *request.sets))
     if request.metrics:
@@ -77,15 +78,15 @@ class _Fit:
     changes: tuple[Change, ...]
 
 
-def _fit(
+def _fit_subject(
     request: EvalRequest, checked: CheckedWeights, sets: tuple[NamedDocuments, ...], world: World, log: LogLine
 ) -> _Fit:
     """Raises ConfigError where the longest document fits neither the model's positions nor a given layout."""
     name, longest = max(((s, max(s.documents.lengths)) for s in sets), key=lambda pair: pair[1])
     origin = name.documents.origins[name.longest]
     scaled = bool(request.flag_keys & {"model.rope_scaling", "model.rope_factor"})
-    made = isinstance(name.documents, PasskeyDocuments)
-    cut_by = "--passkey.lengths of at most" if made else "--max-document-tokens"
+    is_made = isinstance(name.documents, PasskeyDocuments)
+    cut_by = "--passkey.lengths of at most" if is_made else "--max-document-tokens"
     configuration = fit_positions(checked, longest, origin, scaled=scaled, log=log, cut_by=cut_by)
     folder = checked.tokenizer.folder
     sets = run_on_every_rank(
@@ -94,7 +95,9 @@ def _fit(
     first, heads = request.subjects[0], query_heads(configuration)
     context = first.config.context if first.weights.run_dir is None else read_rows_of_run(first.config).context
     config = with_usual_partition(replace(checked.subject.config, context=context))
-    entries, changes = list[EvalConfig](), dict.fromkeys(request.home_changes)
+    config, of_hosts = fit_node_size(config, world.node_size, request.flag_keys)
+    config = with_node_size(config, world)
+    entries, changes = list[EvalConfig](), dict.fromkeys((*request.home_changes, *of_hosts))
     for of_name in sets:
         entry = find_set(config, of_name.name if of_name.name in request.sets else "", request.flag_keys)
         of_set = longest if request.paths else max(of_name.documents.lengths)
@@ -126,11 +129,11 @@ class _Evaluator:
         model.eval()
         cost = cost_of_run(fit.config, model.config, log, gpu=self.world.device.type == "cuda")
         with StopSignal() as stop:
-            sets = tuple(self._evaluate(model, step, cost, stop, log, progress))
+            sets = tuple(self._evaluate_sets(model, step, cost, stop, log, progress))
         digest = tokenizer_digest(fit.checked.tokenizer)
         return SubjectResult(fit.checked.subject.weights, fit.config, digest, sets, fit.changes)
 
-    def _evaluate(
+    def _evaluate_sets(
         self,
         model: AnyModel,
         step: int,
@@ -139,13 +142,14 @@ class _Evaluator:
         log: LogLine,
         progress: Progress,
     ) -> Iterator[SetResult]:
+        """Yield the result of each set at each degree."""
         bytes_of_ids = token_bytes(self.fit.checked.tokenizer.engine, model.config.get_text_config().vocab_size)
         for of_name, entry in zip(self.fit.sets, self.fit.entries, strict=True):
             choice = PlanChoice.evaluation(self.fit.config, entry, cost=cost, heads=query_heads(model.config))
             if not self.degrees:
                 lengths, vpp = of_name.documents.lengths, self.fit.config.parallel.vpp
                 choice, _ = choose_degree_on_ranks(choice, lengths, self.world, log, name=of_name.name, vpp=vpp)
-            text_bytes = _text_bytes(of_name, bytes_of_ids) if is_first_rank(self.world) else ()
+            text_bytes = _bytes_of_texts(of_name, bytes_of_ids) if is_first_rank(self.world) else ()
             sources = of_name.documents.origins
             for at_degree in _evaluate_at_degrees(choice, self.degrees, max(of_name.documents.lengths)):
                 options = EvaluationOptions(
@@ -178,7 +182,7 @@ def _title(fit: _Fit, of_name: NamedDocuments, choice: PlanChoice) -> str:
     return ", ".join(filter(None, words))
 
 
-def _text_bytes(of_name: NamedDocuments, bytes_of_ids: np.ndarray | None) -> tuple[int, ...]:
+def _bytes_of_texts(of_name: NamedDocuments, bytes_of_ids: np.ndarray | None) -> tuple[int, ...]:
     """The UTF-8 bytes of each document's predicted tokens: of all except its first; none if tokens have no bytes."""
     if bytes_of_ids is None:
         return ()

@@ -30,7 +30,7 @@ class Change:
     why: str
 
     def __str__(self) -> str:
-        return f"{self.key} {_text(self.before)} -> {_text(self.now)} ({self.why})"
+        return f"{self.key} {_value_text(self.before)} -> {_value_text(self.now)} ({self.why})"
 
 
 class _Changing:
@@ -41,10 +41,10 @@ class _Changing:
         self.changes: list[Change] = []
 
     def change(self, key: str, now: Any, why: str) -> None:
-        before = getattr(self.section, key)
-        if now != before and key not in self.flag_keys:
+        old = getattr(self.section, key)
+        if now != old and key not in self.flag_keys:
             self.section = replace(self.section, **{key: now})
-            self.changes.append(Change(self._prefix + key, before, now, why))
+            self.changes.append(Change(self._prefix + key, old, now, why))
 
 
 def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple[RunConfig, tuple[Change, ...]]:
@@ -64,12 +64,12 @@ def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple
         home.change("pipeline_schedule", "1f1b", "no pipeline")
     if home.section.tp == 1:
         home.change("sequence_parallel", False, "tp 1")
-    slots, rest = divmod(ranks, home.section.tp * home.section.pp)
+    slots, remainder = divmod(ranks, home.section.tp * home.section.pp)
     context = _Changing(config.context, "context.", _keys_under("context.", flag_keys))
-    if not rest:
+    if not remainder:
         _fit_slots(home, slots)
-        least = config.context.min_dynamic_context_parallel_size
-        context.change("min_dynamic_context_parallel_size", min(least, slots), plural(slots, "slot"))
+        min_degree = config.context.min_dynamic_context_parallel_size
+        context.change("min_dynamic_context_parallel_size", min(min_degree, slots), plural(slots, "slot"))
     encoder = _Changing(config.encoder, "encoder.", _keys_under("encoder.", flag_keys))
     degrees = [tp for tp in _divisors(config.encoder.tp) if ranks % tp == 0]  # its heads are dealt out evenly to these
     encoder.change("tp", degrees[-1], f"{plural(ranks, 'rank')}")
@@ -78,13 +78,13 @@ def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple
 
 
 def _fit_slots(home: _Changing, slots: int) -> None:
-    """Copies of the weights that divide the slots, and shares of experts that divide the slots of a copy."""
+    """Change the copies of the weights to divide the slots, and the shares of experts to divide a copy's slots."""
     parallel: ParallelConfig = home.section
-    home.change("dp_replicate", _nearest(parallel.dp_replicate, _divisors(slots)), plural(slots, "slot"))
-    width, rest = divmod(slots, home.section.dp_replicate)
-    if not rest:
+    home.change("dp_replicate", _nearest_below(parallel.dp_replicate, _divisors(slots)), plural(slots, "slot"))
+    width, remainder = divmod(slots, home.section.dp_replicate)
+    if not remainder:
         shared = [ep for ep in _divisors(width) if parallel.ep % ep == 0]  # experts are dealt out evenly to these
-        home.change("ep", _nearest(parallel.ep, shared), f"{plural(width, 'slot')} of each copy of the weights")
+        home.change("ep", _nearest_below(parallel.ep, shared), f"{plural(width, 'slot')} of each copy of the weights")
 
 
 def _stages_and_shards(parallel: ParallelConfig, ranks: int, flag_keys: Collection[str]) -> tuple[int, int]:
@@ -94,6 +94,16 @@ def _stages_and_shards(parallel: ParallelConfig, ranks: int, flag_keys: Collecti
 
     pairs = [(tp, pp) for tp in degrees("tp") for pp in degrees("pp") if ranks % (tp * pp) == 0]
     return max(pairs, key=lambda pair: (pair[0] * pair[1], pair[0]), default=(parallel.tp, parallel.pp))
+
+
+def fit_node_size(
+    config: RunConfig, node_size: int, flag_keys: Collection[str]
+) -> tuple[RunConfig, tuple[Change, ...]]:
+    """The configuration for hosts of so many slots, in place of those that the run had, which no flag set."""
+    context = _Changing(config.context, "context.", _keys_under("context.", flag_keys))
+    if config.context.node_size != AUTO:
+        context.change("node_size", node_size, f"hosts of {plural(node_size, 'slot')}")
+    return replace(config, context=context.section), tuple(context.changes)
 
 
 def fit_set(
@@ -106,15 +116,15 @@ def fit_set(
     """
     fit = _Changing(entry, entry.prefix, _keys_under("context.eval_", flag_keys))
     types, slots = PlanChoice.evaluation(config, entry).comm_types, plural(home.slots, "slot")
-    degrees = [fits for fits in _divisors(home.slots) if heads_allow(fits, heads, types, home.tp)]
+    degrees = [divisor for divisor in _divisors(home.slots) if heads_allow(divisor, heads, types, home.tp)]
     degree = min(config.context.max_dynamic_context_parallel_size or home.slots, home.slots)
     if isinstance(entry.context_parallel_size, str):  # "auto", chosen once the cost is known
         degree = degrees[-1]
     elif entry.planner != "dynamic":
-        before, sizes = entry.context_parallel_size, entry.hierarchical_context_parallel_sizes
-        why = "" if home.slots % before else f", {heads} query heads under a2a"
-        degree = before if "context_parallel_size" in fit.flag_keys else _nearest(before, degrees)
-        fit.change("context_parallel_size", degree, f"{slots}{why}")
+        old_degree, sizes = entry.context_parallel_size, entry.hierarchical_context_parallel_sizes
+        reason = "" if home.slots % old_degree else f", {heads} query heads under a2a"
+        degree = old_degree if "context_parallel_size" in fit.flag_keys else _nearest_below(old_degree, degrees)
+        fit.change("context_parallel_size", degree, f"{slots}{reason}")
         if "a2a+p2p" in types and not isinstance(sizes, int) and math.prod(sizes) != degree:
             fit.change("hierarchical_context_parallel_sizes", levels_at(sizes, degree), f"cp {degree}")
     multiple = row_multiple_of(config.parallel)
@@ -172,12 +182,12 @@ def _divisors(number: int) -> list[int]:
     return [degree for degree in range(1, number + 1) if number % degree == 0]
 
 
-def _nearest(degree: int, fitting: Iterable[int]) -> int:
+def _nearest_below(degree: int, fitting: Iterable[int]) -> int:
     """The largest fitting degree up to `degree`; 1 always fits."""
-    return max((fit for fit in fitting if fit <= degree), default=1)
+    return max((candidate for candidate in fitting if candidate <= degree), default=1)
 
 
-def _text(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):

@@ -48,7 +48,7 @@ class NamedDocuments:
         return int(np.argmax(self.documents.lengths))
 
     def at_most(self, count: int) -> "NamedDocuments":
-        """So many of its documents (0: all), at even distances, so that they come from all its files.
+        """Take so many of its documents (0: all), at even distances, so that they come from all its files.
 
         All documents that were made stay.
         """
@@ -109,18 +109,21 @@ def text_sets(
         def build() -> None:
             if builds:
                 for index, path in enumerate(paths.values()):
-                    _build(replace(data, path=path), tokenizer, Path(folder, str(index)), log)
+                    _build_corpora(replace(data, path=path), tokenizer, Path(folder, str(index)), log)
 
         run_on_every_rank(world, build, DataError)
         root = world.control.gather_objects(folder, "folders of hosts")[builder]
-        corpora = run_on_every_rank(world, lambda: [_open(Path(root, str(i))) for i in range(len(paths))], DataError)
+        corpora = run_on_every_rank(
+            world, lambda: [_open_built(Path(root, str(i))) for i in range(len(paths))], DataError
+        )
     _check_same_files(world, corpora, hosts)
     return tuple(
         NamedDocuments(name, corpus.select(range(len(corpus)))) for name, corpus in zip(paths, corpora, strict=True)
     )
 
 
-def _build(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log: LogLine) -> None:
+def _build_corpora(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log: LogLine) -> None:
+    """Tokenize the texts at one path into a folder, and log what they are."""
     settings = CorpusSettings(data)
     try:
         folder.mkdir()
@@ -138,7 +141,7 @@ def _build(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log: LogLin
         log(line)
 
 
-def _open(folder: Path) -> Corpus:
+def _open_built(folder: Path) -> Corpus:
     try:
         return Corpus(folder / "corpus")
     except DataError as error:
@@ -149,6 +152,7 @@ def _open(folder: Path) -> Corpus:
 
 
 def _check_same_files(world: World, corpora: Sequence[Corpus], hosts: Sequence[str]) -> None:
+    """Raise DataError on every rank if hosts read other files than the first."""
     sources = "".join(f"{source.name} {source.sha256}\n" for corpus in corpora for source in corpus.sources)
     digests = world.control.gather_objects(hashlib.sha256(sources.encode()).hexdigest(), "digests of texts")
     if len(set(digests)) > 1:

@@ -49,12 +49,12 @@ def check_weights(subject: Subject, tokenizer: str, world: World, log: LogLine) 
             raise CheckpointError(
                 f"{weights.run_dir} has no checkpoint; train it first: longspan train {weights.run_dir}/config.toml"
             )
-    configuration = run_on_every_rank(world, lambda: _configuration(subject), ModelError)
-    loaded = run_on_every_rank(world, lambda: _tokenizer(subject, tokenizer, configuration), ModelError)
+    configuration = run_on_every_rank(world, lambda: _read_configuration(subject), ModelError)
+    loaded = run_on_every_rank(world, lambda: _read_tokenizer(subject, tokenizer, configuration), ModelError)
     return CheckedWeights(subject, checkpoint, configuration, loaded)
 
 
-def _configuration(subject: Subject) -> PreTrainedConfig:
+def _read_configuration(subject: Subject) -> PreTrainedConfig:
     run_dir = subject.weights.run_dir
     if run_dir is not None and not (run_dir / "config.json").is_file():
         raise CheckpointError(
@@ -64,7 +64,8 @@ def _configuration(subject: Subject) -> PreTrainedConfig:
     return read_configuration(subject.folder)
 
 
-def _tokenizer(subject: Subject, named: str, configuration: PreTrainedConfig) -> TextTokenizer:
+def _read_tokenizer(subject: Subject, named: str, configuration: PreTrainedConfig) -> TextTokenizer:
+    """The tokenizer of the named folder, or of the weights' own. Raises DataError if it does not fit the model."""
     folder = Path(named) if named else subject.folder
     if not vocabulary_files(folder):
         raise DataError(
@@ -94,20 +95,22 @@ def fit_positions(
         return configuration
     raise ConfigError(
         f"the longest document has {longest} tokens ({origin}), and the model in {checked.subject.weights.path} knows "
-        f"{limit} positions; {_longer(checked, longest)}, or cut documents with {cut_by} {limit}"
+        f"{limit} positions; {_longer_positions(checked, longest)}, or cut documents with {cut_by} {limit}"
     )
 
 
-def _longer(checked: CheckedWeights, longest: int) -> str:
+def _longer_positions(checked: CheckedWeights, longest: int) -> str:
     """The change that gives the model positions for so many tokens."""
     parameters: Any = getattr(checked.configuration, "rope_parameters", None) or {}
     kind, factor = parameters.get("rope_type", "default"), parameters.get("factor") or 1.0
-    needed = smallest_factor(checked.configuration, longest)
+    new_factor = smallest_factor(checked.configuration, longest)
     if kind == "default":
-        return f"lengthen it with --model.rope_scaling yarn (a factor of {needed:g})"
+        return f"lengthen it with --model.rope_scaling yarn (a factor of {new_factor:g})"
     if checked.subject.config.model.rope_scaling:
-        return f"lengthen it with --model.rope_scaling {kind} --model.rope_factor {factor * needed:g} (now {factor:g})"
-    return f"raise the factor of {kind} in its config.json from {factor:g} to {factor * needed:g}"
+        return (
+            f"lengthen it with --model.rope_scaling {kind} --model.rope_factor {factor * new_factor:g} (now {factor:g})"
+        )
+    return f"raise the factor of {kind} in its config.json from {factor:g} to {factor * new_factor:g}"
 
 
 def load_saved_model(

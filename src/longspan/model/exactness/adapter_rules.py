@@ -36,13 +36,13 @@ def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> Non
     """Raise ModelError, with every reason, for an adapter that is not shown to be exact under this home.
 
     The result is the same on every rank, before the first collective. Whether tensor parallelism can split its layers
-    is checked in `tensor_parallel/adapted.py`.
+    is checked in `tensor_parallel/split_adapters.py`.
     """
     _refuse_adapted_embedding(model, world)
     reasons = [*configuration_reasons(adapter), *layer_reasons(model)]
     reasons += [*_value_reasons(model), *_parameter_reasons(model)]
     if world.home.pp > 1:
-        reasons += _stage_reasons(model)
+        reasons += _reasons_of_stages(model)
     if reasons:
         raise ModelError(
             f"the adapter {adapter.name!r} of {type(model).__name__} cannot be trained: {'; '.join(reasons)}"
@@ -118,6 +118,7 @@ def layer_reasons(model: nn.Module) -> Iterator[str]:
 
 
 def _value_reasons(model: nn.Module) -> Iterator[str]:
+    """Yield the reason why parameters of an adapter have no values."""
     if is_drawn_when_prepared(model):
         return
     if "weights_to_come" in vars(model):
@@ -133,6 +134,7 @@ def _value_reasons(model: nn.Module) -> Iterator[str]:
 
 
 def _parameter_reasons(model: nn.Module) -> Iterator[str]:
+    """Yield why the parameters that require gradients are not those of an adapter to train."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         yield (
@@ -150,7 +152,7 @@ def _parameter_reasons(model: nn.Module) -> Iterator[str]:
         )
 
 
-def _stage_reasons(model: PreTrainedModel) -> Iterator[str]:
+def _reasons_of_stages(model: PreTrainedModel) -> Iterator[str]:
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     if is_tied(model) and any(is_adapted(end) or is_copied(end) for end in ends if end is not None):
         yield (

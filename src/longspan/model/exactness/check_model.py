@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from longspan.attention import AttentionCall
+from longspan.attention import AttendCall
 from longspan.errors import ModelError
 from longspan.model.adapters import Adapter, adapter_in
 from longspan.model.exactness.adapter_rules import check_adapter, check_equal_adapters
@@ -31,7 +31,7 @@ class Evidence:
     """
 
     adapter: Adapter | None
-    calls: tuple[AttentionCall, ...]
+    calls: tuple[AttendCall, ...]
     draws: tuple[str, ...]
     draws_in_evaluation: tuple[str, ...]
 

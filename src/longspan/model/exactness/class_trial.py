@@ -81,18 +81,20 @@ def _decoder(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, required: bool) -> ClassTrial:
+    """Try a small model of a class; that it cannot be run is a reason only if the trial is `required`."""
     try:
         model = _small_model(kind, config)
-        draws = _draws(model)
-        return ClassTrial(tuple(_reasons(model.train(not draws))), draws)
+        draws = _random_draws(model)
+        return ClassTrial(tuple(_reasons_of_rows(model.train(not draws))), draws)
     except Exception as error:  # whatever a constructor or a forward raises
         if not required:
             return ClassTrial()
-        shown = f"a small {kind.__name__} that shows how they route cannot be run on the host ({one_line(error)})"
-        return ClassTrial((f"it has experts, and {shown}",))
+        reason = f"a small {kind.__name__} that shows how they route cannot be run on the host ({one_line(error)})"
+        return ClassTrial((f"it has experts, and {reason}",))
 
 
 def _small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """A small model of a class on the host, in float64, whose attention and mixers see single rows."""
     small = shrink_configuration(config, experts=_EXPERTS)
     torch.manual_seed(0)
     settings: Any = {"attn_implementation": _STAND_IN, "experts_implementation": "eager", "dtype": torch.float32}
@@ -105,7 +107,7 @@ def _small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTr
     return model.train()
 
 
-def _attend_separately(
+def _attend_by_row(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -118,7 +120,7 @@ def _attend_separately(
     return attend_separately(query, key, value, scaling), None
 
 
-AttentionInterface.register(_STAND_IN, _attend_separately)
+AttentionInterface.register(_STAND_IN, _attend_by_row)
 
 
 class _Pass(NamedTuple):
@@ -129,7 +131,7 @@ class _Pass(NamedTuple):
     outputs: dict[str, list[Tensor]]  # of modules, (R, …) each, in the order in which they were called
 
 
-def _run(model: PreTrainedModel, order: Tensor) -> _Pass:
+def _run_rows(model: PreTrainedModel, order: Tensor) -> _Pass:
     """One pass, forward and back, of the rows of these numbers; each has its own token and its own gradient."""
     outputs: dict[str, list[Tensor]] = {}
     torch.manual_seed(0)
@@ -137,7 +139,7 @@ def _run(model: PreTrainedModel, order: Tensor) -> _Pass:
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             hook = module.register_forward_hook(
-                lambda _, __, out, name=name: outputs.setdefault(name, []).extend(_row_tensors(out, len(order)))
+                lambda _, __, out, name=name: outputs.setdefault(name, []).extend(_tensors_of_rows(out, len(order)))
             )
             hooks.callback(hook.remove)
         places = torch.full((1, len(order)), 3)
@@ -146,7 +148,7 @@ def _run(model: PreTrainedModel, order: Tensor) -> _Pass:
     return _Pass(out.detach(), gradients, outputs)
 
 
-def _row_tensors(out: Any, rows: int) -> Iterator[Tensor]:
+def _tensors_of_rows(out: Any, rows: int) -> Iterator[Tensor]:
     """The tensors of so many rows, (R, …) or (1, R, …), among the outputs of a module, each as (R, ·)."""
     for leaf in tree_leaves(out if isinstance(out, tuple | list) else [out]):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
@@ -158,7 +160,7 @@ def _row_tensors(out: Any, rows: int) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def _draws(model: PreTrainedModel) -> tuple[str, ...]:
+def _random_draws(model: PreTrainedModel) -> tuple[str, ...]:
     outs: list[Tensor] = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -167,15 +169,16 @@ def _draws(model: PreTrainedModel) -> tuple[str, ...]:
     return () if torch.equal(*outs) else ("numbers by which a small model of its class differs from seed to seed",)
 
 
-def _reasons(model: PreTrainedModel) -> Iterator[str]:
+def _reasons_of_rows(model: PreTrainedModel) -> Iterator[str]:
+    """Yield how results of rows in pieces differ from those of all rows at once."""
     # What is not saved may be a log; where results depend on it, they differ below.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if name in model.state_dict()}
-    whole = _run(model, torch.arange(_ROWS))
+    whole = _run_rows(model, torch.arange(_ROWS))
     order = torch.randperm(_ROWS)
-    parts = [_run(model, order[piece]) for piece in _PIECES]
+    parts = [_run_rows(model, order[piece]) for piece in _PIECES]
     size = f"(found with a small {type(model).__name__} of {_ROWS} rows, whole and in {len(parts)} pieces)"
-    now = dict(model.named_buffers())
-    if changed := [name for name, buffer in buffers.items() if not torch.equal(now[name], buffer)]:
+    buffers_after = dict(model.named_buffers())
+    if changed := [name for name, buffer in buffers.items() if not torch.equal(buffers_after[name], buffer)]:
         yield f"its forward pass in training changes {changed[0]} by the rows that it is given {size}"
     if (error := relative_error(torch.cat([part.rows for part in parts]), whole.rows[order])) > _TOLERANCE:
         yield (
@@ -197,6 +200,7 @@ def _first_difference(whole: _Pass, parts: Sequence[_Pass], order: Tensor) -> st
 
 
 def _gradient_reasons(whole: _Pass, parts: Sequence[_Pass], size: str) -> Iterator[str]:
+    """Yield the first gradient that is not the sum of those of the pieces."""
     for name, gradient in whole.gradients.items():
         pieces = [part.gradients[name] for part in parts]
         present = [piece for piece in pieces if piece is not None]
@@ -216,10 +220,12 @@ def _expert_reasons(model: PreTrainedModel) -> Iterator[str]:
     for name, experts in expert_modules(model).items():
         count = int(experts.num_experts)  # pyright: ignore[reportArgumentType]
         x = torch.randn(_ROWS, model.config.get_text_config().hidden_size, dtype=torch.float64)
-        chosen = torch.rand(_ROWS, count).topk(min(2, count)).indices
-        weights = torch.rand(chosen.shape, dtype=torch.float64)
+        experts_of_rows = torch.rand(_ROWS, count).topk(min(2, count)).indices
+        weights = torch.rand(experts_of_rows.shape, dtype=torch.float64)
         with torch.no_grad():
-            error = relative_error(mix_all_rows(experts, x, chosen, weights), experts(x, chosen, weights))
+            error = relative_error(
+                mix_all_rows(experts, x, experts_of_rows, weights), experts(x, experts_of_rows, weights)
+            )
         if error > _TOLERANCE:
             yield f"{name} ({type(experts).__name__}) computes something of its own: ours differs by {error:.1e}"
             return

@@ -34,8 +34,8 @@ def refuse_unsupported(model: nn.Module) -> None:
             f"prepare takes a transformers model (PreTrainedModel), got {type(model).__name__}; "
             "a model of your own calls longspan.attend itself and needs no prepare"
         )
-    reasons = [reason for rule in (_architecture, _outputs, _forwards) for reason in rule(model)]
-    of_text = (_rope, _temperature, _layer_types, _convolutions)
+    reasons = [reason for rule in (_architecture_reasons, _outputs, _forward_reasons) for reason in rule(model)]
+    of_text = (_rope_reasons, _temperature_reasons, _layer_type_reasons, _convolution_reasons)
     reasons += [reason for rule in of_text for reason in rule(text_of(model))]
     if reasons:
         raise ModelError(
@@ -44,7 +44,8 @@ def refuse_unsupported(model: nn.Module) -> None:
         )
 
 
-def _architecture(model: PreTrainedModel) -> Iterator[str]:
+def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:
+    """Yield why a model of this architecture is no causal language model."""
     config, name = model.config, type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder, only decoder-only language models are supported"
@@ -71,7 +72,7 @@ def _outputs(model: PreTrainedModel) -> Iterator[str]:
         yield "return_dict is False, so that hidden states come without a name; set model.config.return_dict = True"
 
 
-def _forwards(model: PreTrainedModel) -> Iterator[str]:
+def _forward_reasons(model: PreTrainedModel) -> Iterator[str]:
     """Forwards that longspan replaces: the causal model's, those of mixers and of rotary modules by length."""
     mixers = find_mixers(model)
     replaced = {"the model itself": model, **mixers}
@@ -92,7 +93,7 @@ def _forwards(model: PreTrainedModel) -> Iterator[str]:
         )
 
 
-def _temperature(model: PreTrainedModel) -> Iterator[str]:
+def _temperature_reasons(model: PreTrainedModel) -> Iterator[str]:
     """Queries scaled by a row's number; Llama 4's formula is computed by positions, others cannot be."""
     modules = model.named_modules()
     if names := [name for name, module in modules if has_temperature(module) and not is_llama4_temperature(module)]:
@@ -102,7 +103,7 @@ def _temperature(model: PreTrainedModel) -> Iterator[str]:
         )
 
 
-def _rope(model: PreTrainedModel) -> Iterator[str]:
+def _rope_reasons(model: PreTrainedModel) -> Iterator[str]:
     """Frequencies by the longest position of a call; chosen by document if a module has a `rope_type`."""
     if any(hasattr(module, "rope_type") for module in model.modules()):
         return
@@ -115,7 +116,7 @@ def _rope(model: PreTrainedModel) -> Iterator[str]:
         )
 
 
-def _layer_types(model: PreTrainedModel) -> Iterator[str]:
+def _layer_type_reasons(model: PreTrainedModel) -> Iterator[str]:
     types = getattr(model.config, "layer_types", None) or []
     mixing = {i for i, layer in enumerate(decoder_layers(model).values()) if any(map(is_mixer, layer.modules()))}
     for kind in sorted({str(kind) for kind in types} - {*_LAYER_TYPES, *ROWWISE_LAYER_TYPES}):
@@ -126,7 +127,7 @@ def _layer_types(model: PreTrainedModel) -> Iterator[str]:
         yield f"layers {shorten(layers)} are of type {kind!r}, {supported}"
 
 
-def _convolutions(model: PreTrainedModel) -> Iterator[str]:
+def _convolution_reasons(model: PreTrainedModel) -> Iterator[str]:
     mixers = tuple(f"{name}." for name in find_mixers(model))
     convolutions = (name for name, module in model.named_modules() if isinstance(module, nn.Conv1d))
     if names := [name for name in convolutions if not name.startswith(mixers)]:

@@ -26,14 +26,14 @@ def layer_to_copy(model: PreTrainedModel) -> CopiedLayer:
     if (noted := _note_layers(model)) is None:
         return CopiedLayer(last)
     _refuse_streams(model, noted[last])
-    index, outputs = _last_alone(model, last, noted[last].outputs), noted[last].outputs
+    index, outputs = _last_independent_layer(model, last, noted[last].outputs), noted[last].outputs
     return CopiedLayer(index, index != last or depends_on_parameters(noted[index].note.call), outputs)
 
 
 def _note_layers(model: PreTrainedModel) -> list[NotedLayer] | None:
     """Stand-ins for the layers, after a forward pass with gradients that called each; None if none succeeds."""
     for outputs in (0, 1, 2):
-        embedded = _rows(model)
+        embedded = _meta_rows(model)
         bare, layers = copy_without_layers(model, embedded, outputs)
         with suppress(Exception):  # whatever a forward raises
             out = run_on_meta(bare, None, gradients=True)[0]
@@ -43,13 +43,14 @@ def _note_layers(model: PreTrainedModel) -> list[NotedLayer] | None:
     return None
 
 
-def _rows(model: PreTrainedModel) -> Tensor:
+def _meta_rows(model: PreTrainedModel) -> Tensor:
     weight = next(model.get_input_embeddings().parameters())
     return torch.zeros(1, 2, weight.shape[1], dtype=weight.dtype, device="meta", requires_grad=True)
 
 
 def _refuse_streams(model: PreTrainedModel, layer: NotedLayer) -> None:
-    states, size = layer.note.hidden_states, _rows(model).shape[-1]
+    """Raise ModelError if layers take several streams of hidden states, which depths do not have."""
+    states, size = layer.note.hidden_states, _meta_rows(model).shape[-1]
     shape = () if states is None else tuple(states.shape)
     if shape != (1, 2, size):
         raise ModelError(
@@ -59,19 +60,19 @@ def _refuse_streams(model: PreTrainedModel, layer: NotedLayer) -> None:
         )
 
 
-def _last_alone(model: PreTrainedModel, last: int, outputs: int) -> int:
+def _last_independent_layer(model: PreTrainedModel, last: int, outputs: int) -> int:
     """The last layer that runs with stand-ins for all others; `last` where all together do not run on the meta device.
 
     Then it does not show whether it is others that it lacks.
     """
-    if _runs(model, outputs, [last]) or not _runs(model, outputs, range(last + 1)):
+    if _runs_on_meta(model, outputs, [last]) or not _runs_on_meta(model, outputs, range(last + 1)):
         return last
-    return next((index for index in range(last - 1, -1, -1) if _runs(model, outputs, [index])), last)
+    return next((index for index in range(last - 1, -1, -1) if _runs_on_meta(model, outputs, [index])), last)
 
 
-def _runs(model: PreTrainedModel, outputs: int, layers: Container[int]) -> bool:
+def _runs_on_meta(model: PreTrainedModel, outputs: int, layers: Container[int]) -> bool:
     try:
-        run_on_meta(copy_without_layers(model, _rows(model), outputs, keep=layers)[0], None)
+        run_on_meta(copy_without_layers(model, _meta_rows(model), outputs, keep=layers)[0], None)
     except Exception:  # whatever a forward raises
         return False
     return True

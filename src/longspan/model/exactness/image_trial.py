@@ -56,51 +56,52 @@ def image_reasons(config: PreTrainedConfig) -> tuple[str, ...]:
 
     A small copy is tried once for each configuration. If it cannot be made or run, that is a reason too.
     """
-    return _try_small_copy(config, "images", lambda model: trial_documents(model, _SIZES))
+    return _try_images_once(config, "images", lambda model: trial_documents(model, _SIZES))
 
 
 def video_reasons(config: PreTrainedConfig) -> tuple[str, ...]:
     """Why groups of frames of videos do not enter so; for models whose images do."""
-    return _try_small_copy(config, "videos", lambda model: [video_document(model)])
+    return _try_images_once(config, "videos", lambda model: [video_document(model)])
 
 
-def _try_small_copy(config: PreTrainedConfig, modality: str, make_documents: _Documents) -> tuple[str, ...]:
+def _try_images_once(config: PreTrainedConfig, modality: str, make_documents: _Documents) -> tuple[str, ...]:
     key = modality, type(config), config.to_json_string()
-    return try_once(key, lambda: tuple(_reasons(config, make_documents)))
+    return try_once(key, lambda: tuple(_reasons_of_images(config, make_documents)))
 
 
-def _reasons(config: PreTrainedConfig, make_documents: _Documents) -> Iterator[str]:
+def _reasons_of_images(config: PreTrainedConfig, make_documents: _Documents) -> Iterator[str]:
+    """Yield how a small model with images differs from its two parts, or why it cannot be run."""
     try:
         model = tiny_model(shrink_configuration(config, images=True), torch.float64, images=True).train()
         documents = make_documents(model)
         whole = _run_whole(model, documents)
-        parts = _run_parts(_split_as_prepared(model), documents)
+        parts = _run_parts(_split_model(model), documents)
     except ModelError as error:
         yield str(error)
         return
     except Exception as error:
         yield f"a small model that shows what it does with images cannot be run on the host ({one_line(error)})"
         return
-    yield from _differences(whole, parts)
+    yield from _difference_reasons(whole, parts)
 
 
-def _split_as_prepared(model: PreTrainedModel) -> VisionParts:
-    """As `prepare` makes them."""
+def _split_model(model: PreTrainedModel) -> VisionParts:
+    """Take a model apart as `prepare` does."""
     parts = split(model)
     pack_attention(parts.encoder)
     return parts
 
 
 def _run_whole(model: PreTrainedModel, documents: list[TrialDocument]) -> _Pass:
-    return _pass(dict(model.named_parameters()), documents, lambda d: model(**stock_arguments(model, d)).logits[0])
+    return _make_pass(dict(model.named_parameters()), documents, lambda d: model(**stock_arguments(model, d)).logits[0])
 
 
 def _run_parts(parts: VisionParts, documents: list[TrialDocument]) -> _Pass:
     named = dict(parts.language_model.named_parameters()) | dict(parts.encoder.named_parameters())
-    return _pass(named, documents, partial(_logits_in_parts, parts))
+    return _make_pass(named, documents, partial(_logits_in_parts, parts))
 
 
-def _pass(named: dict[str, nn.Parameter], documents: list[TrialDocument], run: Callable[[Any], Tensor]) -> _Pass:
+def _make_pass(named: dict[str, nn.Parameter], documents: list[TrialDocument], run: Callable[[Any], Tensor]) -> _Pass:
     logits = [run(document) for document in documents]
     draw = torch.Generator().manual_seed(0)
     weighed = [(x * torch.randn(x.shape, generator=draw, dtype=x.dtype)).sum() for x in logits]
@@ -111,10 +112,10 @@ def _logits_in_parts(parts: VisionParts, document: TrialDocument) -> Tensor:
     """Logits (T, V) of the text model from ids, positions and the rows of each image, encoded one at a time."""
     model, ids = parts.language_model, torch.from_numpy(document.ids)[None]
     places = torch.from_numpy(document.at_images.nonzero()[0])
-    made = [parts.encoder([image]) for image in document.images]
+    encoded = [parts.encoder([image]) for image in document.images]
     embedding: Any = model.get_input_embeddings()
     width = embedding.weight.shape[1]
-    rows = torch.cat(made).split(width, -1) if made else ()
+    rows = torch.cat(encoded).split(width, -1) if encoded else ()
     positions = torch.arange(ids.shape[1])[None]
     if document.positions is not None:
         positions = torch.from_numpy(document.positions)[:, None]
@@ -124,11 +125,11 @@ def _logits_in_parts(parts: VisionParts, document: TrialDocument) -> Tensor:
     kinds = dict.fromkeys((name for name in TOKEN_KINDS if name in parameters), kind)
     with ExitStack() as hooks:
         if rows:
-            _add_rows(model, places, rows, hooks)
+            _add_rows_to_layers(model, places, rows, hooks)
         return model(input_ids=ids, position_ids=positions, use_cache=False, **kinds).logits[0]
 
 
-def _add_rows(model: PreTrainedModel, places: Tensor, rows: tuple[Tensor, ...], hooks: ExitStack) -> None:
+def _add_rows_to_layers(model: PreTrainedModel, places: Tensor, rows: tuple[Tensor, ...], hooks: ExitStack) -> None:
     first, *deeper = rows
     embedding = model.get_input_embeddings()
     hooks.callback(embedding.register_forward_hook(lambda _, __, out: out.index_copy(1, places, first[None])).remove)
@@ -142,7 +143,8 @@ def _add_to_rows(places: Tensor, part: Tensor, _: Any, __: Any, out: Any) -> Any
     return out.index_add(1, places, part[None])
 
 
-def _differences(whole: _Pass, parts: _Pass) -> Iterator[str]:
+def _difference_reasons(whole: _Pass, parts: _Pass) -> Iterator[str]:
+    """Yield how logits, or the first gradient, of the model in parts differ from those of the whole model."""
     size = "(found with a small model of its class, whole and in parts)"
     errors = [relative_error(a, b) for a, b in zip(parts.logits, whole.logits, strict=True)]
     if max(errors) > _TOLERANCE:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from longspan.attention import AttentionCall, Mask, choose
+from longspan.attention import AttendCall, Mask, choose
 from longspan.attention.call import Dropout
 from longspan.attention.kernels import find_kernel
 from longspan.errors import AttentionError, ModelError, plural
@@ -52,15 +52,15 @@ def record_model(model: PreTrainedModel, class_draws: tuple[str, ...] = (), *, p
     `class_draws` are those that a small copy showed, used if the passes show none. An adapter's own dropout is not
     counted: each rank drops inputs of its own rows.
     """
-    evaluation = _run(model, training=False, judged=True) if probe else None
-    rates = _layerdrop(model)
-    training = _run(model, training=True, judged=probe and not rates)
+    evaluation = _run_mode(model, training=False, judged=True) if probe else None
+    rates = _layerdrop_rates(model)
+    training = _run_mode(model, training=True, judged=probe and not rates)
     left_out = tuple(f"{key} {rate:g}" for key, rate in rates.items())
     draws = (*_training_draws(model, training), *left_out) or class_draws
     calls = () if evaluation is None else evaluation.calls
     if not draws:
         return MetaRecord(calls, (), ())
-    evaluation = evaluation or _run(model, training=False, judged=False)
+    evaluation = evaluation or _run_mode(model, training=False, judged=False)
     return MetaRecord(calls, draws, _words(evaluation.draws))
 
 
@@ -72,7 +72,7 @@ class _Pass(NamedTuple):
     complete: bool
 
 
-def _run(model: PreTrainedModel, *, training: bool, judged: bool) -> _Pass:
+def _run_mode(model: PreTrainedModel, *, training: bool, judged: bool) -> _Pass:
     """One pass in a mode. If it is `judged`, raises ModelError for an error of the pass, and for its attention."""
     probe, names, draws = Probe(), _CallNames(), Counter[str]()
     try:
@@ -87,14 +87,14 @@ def _run(model: PreTrainedModel, *, training: bool, judged: bool) -> _Pass:
             return _Pass(tuple(probe.calls), draws, complete=False)
         raise ModelError(
             f"{type(model).__name__} cannot be probed: model(input_ids, position_ids=, use_cache=, shard=) on the meta "
-            f"device raised {type(error).__name__}: {error}; {_cause(error)}{doctor_hint(model)}"
+            f"device raised {type(error).__name__}: {error}; {_cause_text(error)}{doctor_hint(model)}"
         ) from error
     if judged:
         check_calls(model, tuple(probe.calls))
     return _Pass(tuple(probe.calls), draws, complete=True)
 
 
-def _cause(error: Exception) -> str:
+def _cause_text(error: Exception) -> str:
     """The meaning of an error of a forward pass on the meta device, and a remedy."""
     if isinstance(error, ModelError):  # our attention was reached, and had no shard
         return "its forward must hand keyword arguments down to its decoder layers"
@@ -112,7 +112,7 @@ def _cause(error: Exception) -> str:
     return "the error is its forward's own; with probe=False its first pass shows whether its layers attend"
 
 
-def _layerdrop(model: PreTrainedModel) -> dict[str, float]:
+def _layerdrop_rates(model: PreTrainedModel) -> dict[str, float]:
     """The keys of a configuration, and rates, by which layers are left out at random in training.
 
     Ranks that leave out different ones would wait for each other for ever.
@@ -155,7 +155,7 @@ class _Draws(TorchDispatchMode):
     """Counts operators that read a generator's seed and return more than one number.
 
     A tensor without dimensions decides whether a layer is left out. Models draw it whatever the rate is, so that
-    `_layerdrop` reads the rate instead.
+    `_layerdrop_rates` reads the rate instead.
     """
 
     def __init__(self, names: _CallNames, calls: Counter[str]) -> None:
@@ -166,14 +166,14 @@ class _Draws(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs or {}):
+        if torch.Tag.nondeterministic_seeded in func.tags and _draws_numbers(func, args, kwargs or {}):
             tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
             if any(tensor.ndim for tensor in tensors):
                 self._calls[self._names.running or func.overloadpacket.__name__] += 1
         return out
 
 
-def _draws(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _draws_numbers(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operator that may draw does so: not with a dropout rate of 0, nor in evaluation."""
     parameters = operator._schema.arguments
     values = {parameter.name: parameter.default_value for parameter in parameters}
@@ -201,7 +201,7 @@ def check_kernel(
     *,
     device: torch.device,
     dtype: torch.dtype,
-) -> tuple[AttentionCall, ...]:
+) -> tuple[AttendCall, ...]:
     """The different calls among `recorded`, which this kernel (None: one kernel or another) can do.
 
     Tensors will be of `dtype` on `device`; in training calls have the dropout of their layer. Raises AttentionError for
@@ -209,10 +209,10 @@ def check_kernel(
     """
     if name is not None:
         find_kernel(name)
-    calls: dict[AttentionCall, None] = {}
+    calls: dict[AttendCall, None] = {}
     for of_layer in recorded:
         sizes, mask = (of_layer.head_size, of_layer.value_size), Mask(window=of_layer.window, chunk=of_layer.chunk)
-        call = AttentionCall(1, 1, *sizes, dtype, device, mask, softcap=of_layer.softcap)
+        call = AttendCall(1, 1, *sizes, dtype, device, mask, softcap=of_layer.softcap)
         try:
             choose(call, name)
         except AttentionError as error:

@@ -67,13 +67,16 @@ def make_trial_rows(world: World, parts: int, table: PositionTable | None) -> tu
     longest = max(_LENGTHS) if table is None else table.positions
     lengths = [min(length, longest) for length in _LENGTHS]
     return (
-        _rows(world, parts, lengths, _ALL, others=False),
-        _rows(world, parts, lengths, _ALL, others=True),
-        _rows(world, parts, lengths, _FEWER, others=True),
+        _rows_of_documents(world, parts, lengths, _ALL, others=False),
+        _rows_of_documents(world, parts, lengths, _ALL, others=True),
+        _rows_of_documents(world, parts, lengths, _FEWER, others=True),
     )
 
 
-def _rows(world: World, parts: int, lengths: Sequence[int], documents: Sequence[int], *, others: bool) -> TrialRows:
+def _rows_of_documents(
+    world: World, parts: int, lengths: Sequence[int], documents: Sequence[int], *, others: bool
+) -> TrialRows:
+    """The rows of one pass: these documents on every slot, once for each of `parts` ranks."""
     starts = np.cumsum([0, *lengths])
     of_part = np.concatenate([np.arange(starts[d], starts[d + 1]) for d in documents])
     numbers = np.concatenate([part * COUNT + of_part for part in range(parts)])
@@ -108,7 +111,7 @@ class Precision(NamedTuple):
         return 0.01 if self.exact(same_shapes=same_shapes) else 0.1 if self.experts and not same_shapes else 0.05
 
     def rounding(self, x: Tensor, *, same_shapes: bool) -> float:
-        """By how much of a number rounding may change it."""
+        """By how much rounding may change a number, relative to it."""
         if self.exact(same_shapes=same_shapes):
             return 0.0
         return (2 if self.half else 16) * max(torch.finfo(x.dtype).eps, torch.finfo(self.dtype).eps)
@@ -143,9 +146,11 @@ class ObservedPass:
         """Note and compare calls of these modules; those of `layers` return the rows of the pass before."""
         with ExitStack() as stack:
             for name, module in {**modules, **layers}.items():
-                before = module.register_forward_pre_hook(partial(self._enter, name), prepend=True, with_kwargs=True)
-                after: Callable[..., Any] = partial(self._leave, name, name in layers)
-                for handle in (before, module.register_forward_hook(after)):
+                note_inputs = module.register_forward_pre_hook(
+                    partial(self._enter, name), prepend=True, with_kwargs=True
+                )
+                note_outputs: Callable[..., Any] = partial(self._note_outputs, name, name in layers)
+                for handle in (note_inputs, module.register_forward_hook(note_outputs)):
                     stack.callback(handle.remove)
             yield
 
@@ -153,8 +158,8 @@ class ObservedPass:
         """Note a value that is not a module's."""
         self._note(name, 0, x, None)
 
-    def worst(self) -> dict[Key, float]:
-        """The errors, read from the device at once."""
+    def read_errors(self) -> dict[Key, float]:
+        """The error of every tensor; all are read from the device at once."""
         if not self.errors:
             return {}
         return dict(zip(self.errors, torch.stack(list(self.errors.values())).tolist(), strict=True))
@@ -164,7 +169,7 @@ class ObservedPass:
         for leaf, x in enumerate(_row_tensors(self.rows, (args, kwargs))):
             self._compare(Key(name, call, out=False, leaf=leaf), x, None)
 
-    def _leave(self, name: str, is_layer: bool, module: nn.Module, args: Any, out: Any) -> Any:
+    def _note_outputs(self, name: str, is_layer: bool, module: nn.Module, args: Any, out: Any) -> Any:
         call = self._calls[name]
         entered = self.tensors.get(Key(name, call, out=False, leaf=0)) if is_layer else None
         self._note(name, call, out, entered)
@@ -180,34 +185,37 @@ class ObservedPass:
         x = self.tensors[key] = x.detach().clone() if self.before is None else x.detach()
         if self.before is None or (earlier := self.before.tensors.get(key)) is None:
             return
-        if (pairs := self._pairs(x, earlier)) is not None:
-            here, there = pairs
-            entered = None if added_to is None else added_to[here]
-            self.errors[key] = self._error(x[here], earlier[there], entered)
+        if (pairs := self._rows_to_compare(x, earlier)) is not None:
+            places, earlier_places = pairs
+            entered = None if added_to is None else added_to[places]
+            self.errors[key] = self._relative_error(x[places], earlier[earlier_places], entered)
 
-    def _pairs(self, x: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _rows_to_compare(self, x: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor] | None:
         """The places of compared rows in a tensor, and in that of the pass before; None if there are none."""
         sizes = len(x), len(earlier)
         if sizes not in self._places:
             assert self.before is not None
-            here, there = self.rows.row_numbers(sizes[0]), self.before.rows.row_numbers(sizes[1])
-            assert here is not None and there is not None
-            both = np.intersect1d(here[is_compared(here)], there)
-            places = (to_device(_places(numbers, both), x.device) for numbers in (here, there))
-            self._places[sizes] = (*places,) if len(both) else None
+            numbers_here, earlier_numbers = self.rows.row_numbers(sizes[0]), self.before.rows.row_numbers(sizes[1])
+            assert numbers_here is not None and earlier_numbers is not None
+            common = np.intersect1d(numbers_here[is_compared(numbers_here)], earlier_numbers)
+            places = (to_device(_places(numbers, common), x.device) for numbers in (numbers_here, earlier_numbers))
+            self._places[sizes] = (*places,) if len(common) else None
         return self._places[sizes] if x.shape[1:] == earlier.shape[1:] else None
 
-    def _error(self, x: Tensor, earlier: Tensor, entered: Tensor | None) -> Tensor:
+    def _relative_error(self, x: Tensor, earlier: Tensor, entered: Tensor | None) -> Tensor:
         """The error of these rows (R, …) as a share of the tolerance."""
         assert self.before is not None
-        same = len(self.rows.numbers) == len(self.before.rows.numbers)
-        rounding, tolerance = self.precision.rounding(x, same_shapes=same), self.precision.tolerance(same_shapes=same)
+        same_shapes = len(self.rows.numbers) == len(self.before.rows.numbers)
+        rounding, tolerance = (
+            self.precision.rounding(x, same_shapes=same_shapes),
+            self.precision.tolerance(same_shapes=same_shapes),
+        )
         a, b = (tensor.flatten(1).to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in (x, earlier))
         added = b if entered is None else b - entered.flatten(1)
-        over = ((a - b).abs() - rounding * b.abs()).clamp(min=0).norm(dim=1)
+        excess = ((a - b).abs() - rounding * b.abs()).clamp(min=0).norm(dim=1)
         size = added.norm(dim=1).clamp(min=1e-3 * torch.finfo(x.dtype).eps * b.norm(dim=1).max()).clamp(min=1e-30)
-        errors = (over / size).nan_to_num(nan=0.0) / tolerance
-        return self.precision.combine(errors, same_shapes=same).double()
+        errors = (excess / size).nan_to_num(nan=0.0) / tolerance
+        return self.precision.combine(errors, same_shapes=same_shapes).double()
 
     def _restore_rows(self, name: str, call: int, out: Any) -> Any:
         """The output of a layer, with the compared rows of the pass before."""
@@ -225,10 +233,10 @@ class ObservedPass:
     def _restore_tensor(self, value: Tensor, key: Key) -> Tensor:
         assert self.before is not None
         x, earlier = _as_rows(self.rows, value), self.before.tensors.get(key)
-        if x is None or earlier is None or (pairs := self._pairs(x, earlier)) is None:
+        if x is None or earlier is None or (pairs := self._rows_to_compare(x, earlier)) is None:
             return value
-        here, there = pairs
-        return x.index_copy(0, here, earlier[there].to(x.dtype)).view_as(value)
+        places, earlier_places = pairs
+        return x.index_copy(0, places, earlier[earlier_places].to(x.dtype)).view_as(value)
 
 
 def _row_tensors(rows: TrialRows, values: Any) -> Iterator[Tensor]:

@@ -134,21 +134,23 @@ class _Trial:
         )
 
     def _differences(self, stage: nn.Module, *, every_module: bool) -> Iterator[_Difference]:
+        """Yield how passes of a stage over the same rows, and over some of them, differ from its first pass."""
         model = stage.model if isinstance(stage, Stage) else stage
-        first = self._run(stage, self.first, None, every_module=every_module)
+        first = self._run_stage(stage, self.first, None, every_module=every_module)
         for rows in self.others:
-            same = len(rows.numbers) == len(self.first.numbers)
-            comparison = "the same" if same else f"{len(rows.numbers)} of them in another order"
-            observed = self._run(stage, rows, first, every_module=every_module)
-            shares = observed.worst()
-            tolerance = self.precision.tolerance(same_shapes=same)
-            if (key := _culprit(shares)) is not None:
+            same_shapes = len(rows.numbers) == len(self.first.numbers)
+            comparison = "the same" if same_shapes else f"{len(rows.numbers)} of them in another order"
+            observed = self._run_stage(stage, rows, first, every_module=every_module)
+            shares = observed.read_errors()
+            tolerance = self.precision.tolerance(same_shapes=same_shapes)
+            if (key := _first_culprit(shares)) is not None:
                 name = _module_words(model, key.module)
                 yield _Difference(name, shares[key] * tolerance, tolerance, comparison)
 
-    def _run(
+    def _run_stage(
         self, stage: nn.Module, rows: TrialRows, before: ObservedPass | None, *, every_module: bool
     ) -> ObservedPass:
+        """Run a stage over rows without dropout, and observe its modules, or only its layers."""
         model: Any = stage.model if isinstance(stage, Stage) else stage
         observed = ObservedPass(rows, self.precision, before)
         devices = [self.world.device] if self.world.device.type == "cuda" else []
@@ -206,7 +208,7 @@ class _Values:
         return torch.cat(inputs)[None]
 
 
-def _culprit(shares: Mapping[Key, float]) -> Key | None:
+def _first_culprit(shares: Mapping[Key, float]) -> Key | None:
     """The first module whose outputs differ while its inputs do not; or else the first difference."""
     different = [key for key, share in shares.items() if share > 1]
     with_other_inputs = {(key.module, key.call) for key in different if not key.out}

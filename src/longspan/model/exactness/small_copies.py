@@ -56,7 +56,7 @@ def shrink_configuration(
     for attempt in alternatives(sizes):
         try:
             small = _small(config, attempt)
-            _check(small, attempt, images=images)
+            _check_small_model(small, attempt, images=images)
             return small
         except Exception as error:  # configurations and models raise errors of every kind
             errors.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
@@ -76,7 +76,7 @@ def tiny_model(
     Norms, biases and sinks start at constants, which would hide their gradients: every parameter is moved at random, as
     are the biases of routers, which are buffers. State-space layers run in torch's operations.
     """
-    with torch.random.fork_rng(devices=[]), _quiet():
+    with torch.random.fork_rng(devices=[]), _warnings_silenced():
         torch.manual_seed(seed)
         model = _make_model(config, attention, images=images)
         for parameter in model.parameters():
@@ -111,39 +111,41 @@ def reads_images_alone(config: PreTrainedConfig) -> bool:
 
 def _small(config: PreTrainedConfig, sizes: Sizes) -> PreTrainedConfig:
     base: Any = MODEL_MAPPING.get(type(config), None)  # pyright: ignore[reportArgumentType]
-    return type(config).from_dict(small_image_values(_values(config, sizes, least_layers(config)), sizes, base))
+    return type(config).from_dict(
+        small_image_values(_small_attributes(config, sizes, least_layers(config)), sizes, base)
+    )
 
 
-def _values(config: PreTrainedConfig, sizes: Sizes, least: int = 2) -> dict[str, Any]:
+def _small_attributes(config: PreTrainedConfig, sizes: Sizes, least: int = 2) -> dict[str, Any]:
     """The small values of a configuration and of those inside it, of so many layers at least."""
     values = {name: value for name, value in config.to_dict().items() if name not in _LEFT_OUT}
     inner = {name: value for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
     layers = choose_layers(values, least)
-    cut = {name: layers.cut(name, value) for name, value in values.items() if name not in inner}
+    cut = {name: layers.value_of(name, value) for name, value in values.items() if name not in inner}
     small = small_values(cut, sizes) | small_periods(values)
-    small |= {name: _values(value, sizes, least) for name, value in inner.items()}
+    small |= {name: _small_attributes(value, sizes, least) for name, value in inner.items()}
     override: Mapping[str, Any] = OVERRIDES.get(config.model_type, {})
     return small | {name: value(small) if callable(value) else value for name, value in override.items()}
 
 
-def _check(config: PreTrainedConfig, sizes: Sizes, *, images: bool) -> None:
+def _check_small_model(config: PreTrainedConfig, sizes: Sizes, *, images: bool) -> None:
     """Raise if the class cannot be made, if a size stayed large, or if the stock model does not run on a document."""
-    with torch.device("meta"), _quiet():
+    with torch.device("meta"), _warnings_silenced():
         model = _make_model(config, "sdpa", images=images)
     count = sum(p.numel() for p in model.parameters())
-    most = MOST_PARAMETERS * (_TIMES_WITH_TRUE_HEADS if sizes.true_heads else 1)
-    if count > most:
+    limit = MOST_PARAMETERS * (_TIMES_WITH_TRUE_HEADS if sizes.true_heads else 1)
+    if count > limit:
         name, largest = max(model.named_parameters(), key=lambda item: item[1].numel())
         raise ModelError(
-            f"it has {count:,} parameters, more than {most:,}; the largest, {name}, is {tuple(largest.shape)}"
+            f"it has {count:,} parameters, more than {limit:,}; the largest, {name}, is {tuple(largest.shape)}"
         )
     ids = torch.arange(1, 2 * SCALED_FROM)[None] % sizes.vocabulary
-    with torch.no_grad(), _quiet():
+    with torch.no_grad(), _warnings_silenced():
         tiny_model(config, torch.float32, images=images)(input_ids=ids, use_cache=False)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _warnings_silenced() -> Iterator[None]:
     """Silence the warnings of transformers about unusual values."""
     logger = logging.getLogger("transformers")
     level = logger.level

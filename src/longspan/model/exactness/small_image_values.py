@@ -40,33 +40,34 @@ def small_image_values(values: dict[str, Any], sizes: Sizes, base: type | None) 
     vision, width = values.get("vision_config"), _text_width(values)
     if not isinstance(vision, dict):
         return values
-    made = {**values, **{name: value for name, value in _TOP.items() if values.get(name) is not None}}
-    made["vision_config"] = _tower(vision, width)
+    result = {**values, **{name: value for name, value in _TOP.items() if values.get(name) is not None}}
+    result["vision_config"] = _small_tower(vision, width)
     if isinstance(finer := values.get("high_res_vision_config"), dict):
-        made["high_res_vision_config"] = finer | {"global_attn_indexes": _TOWER["global_attn_indexes"]}
+        result["high_res_vision_config"] = finer | {"global_attn_indexes": _TOWER["global_attn_indexes"]}
     if hasattr(base, "get_rope_index"):
-        made |= {name: _with_sections(made[name], sizes) for name in _TEXTS if isinstance(made.get(name), dict)}
+        result |= {name: _set_sections(result[name], sizes) for name in _TEXTS if isinstance(result.get(name), dict)}
     if isinstance(layers := values.get("vision_feature_layer"), list | tuple):
-        made["vision_feature_layer"] = [-1, -2][: len(layers)]
-    return made | dict(zip(_placeholders(values), range(sizes.vocabulary - 1, 2, -1), strict=False))
+        result["vision_feature_layer"] = [-1, -2][: len(layers)]
+    return result | dict(zip(_placeholder_names(values), range(sizes.vocabulary - 1, 2, -1), strict=False))
 
 
-def _tower(vision: dict[str, Any], width: int | None) -> dict[str, Any]:
-    made = {**vision, **{name: value for name, value in _TOWER.items() if vision.get(name) is not None}}
-    made |= {name: width for name in _OF_TEXT if name in vision and width}
+def _small_tower(vision: dict[str, Any], width: int | None) -> dict[str, Any]:
+    """The small values of a tower, whose outputs have the `width` of the text model."""
+    result = {**vision, **{name: value for name, value in _TOWER.items() if vision.get(name) is not None}}
+    result |= {name: width for name in _OF_TEXT if name in vision and width}
     for name in ("image_size", "patch_size"):
         if isinstance(vision.get(name), list | tuple):
-            made[name] = [SIDE if name == "image_size" else PATCH] * 2
+            result[name] = [SIDE if name == "image_size" else PATCH] * 2
     if vision.get("deepstack_visual_indexes") is not None or vision.get("fullatt_block_indexes") is not None:
-        made |= {name: 3 for name in _LAYERS if name in vision}
+        result |= {name: 3 for name in _LAYERS if name in vision}
     if "embed_dim" in vision and isinstance(vision["embed_dim"], int) and "hidden_size" in vision:  # Qwen2-VL
-        made |= {"embed_dim": 64, "hidden_size": width}
+        result |= {"embed_dim": 64, "hidden_size": width}
     if vision.get("window_size"):  # of pixels where patches are merged, else of patches
-        made["window_size"] = 2 * PATCH * vision["spatial_merge_size"] if vision.get("spatial_merge_size") else 2
-    return made
+        result["window_size"] = 2 * PATCH * vision["spatial_merge_size"] if vision.get("spatial_merge_size") else 2
+    return result
 
 
-def _with_sections(text: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
+def _set_sections(text: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
     """Rotary positions in three parts of the small head, where the class has sections of its own for a large one."""
     rope = text.get("rope_parameters")
     of_kinds = isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())
@@ -82,7 +83,7 @@ def _text_width(values: Mapping[str, Any]) -> int | None:
     return text.get("hidden_size") if isinstance(text, Mapping) else None
 
 
-def _placeholders(values: Mapping[str, Any]) -> list[str]:
+def _placeholder_names(values: Mapping[str, Any]) -> list[str]:
     """The names of special tokens of images, videos and audio, the image's own first."""
     names = [name for name, value in values.items() if name.endswith(_TOKENS) and isinstance(value, int)]
     usual = ("bos_", "eos_", "pad_", "decoder_", "sep_", "cls_", "mask_", "unk_")

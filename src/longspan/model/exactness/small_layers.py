@@ -22,27 +22,27 @@ _MOST = 6
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """The layers, of `count`, that a small copy has; `cut` gives the values of a configuration for them."""
+    """The layers, of `count`, that a small copy has; `value_of` gives the values of a configuration for them."""
 
     count: int
     layers: tuple[int, ...]
 
-    def cut(self, name: str, value: Any) -> Any:
+    def value_of(self, name: str, value: Any) -> Any:
         """The value of one attribute for the chosen layers; values that do not depend on layers stay."""
         if name in LAYER_COUNTS and value == self.count:
             return len(self.layers)
         if name in _INDICES and _is_list(value):
-            return [new for new, old in enumerate(self.layers) if old in value]
+            return [place for place, layer in enumerate(self.layers) if layer in value]
         if name in _FIRST and isinstance(value, int):
-            return sum(old < value for old in self.layers)
+            return sum(layer < value for layer in self.layers)
         if name in _LAST and isinstance(value, int):
-            return sum(old >= self.count - value for old in self.layers)
+            return sum(layer >= self.count - value for layer in self.layers)
         if name == "moe_layer_end_index" and isinstance(value, int):
             return len(self.layers) - 1
         if name == "per_layer_config" and isinstance(value, Mapping):
-            return {new: value[key] for new, old in enumerate(self.layers) for key in value if int(key) == old}
+            return {place: value[key] for place, layer in enumerate(self.layers) for key in value if int(key) == layer}
         if _is_list(value) and len(value) == self.count and self.count > 1:
-            return [value[old] for old in self.layers]
+            return [value[layer] for layer in self.layers]
         return value
 
 
@@ -56,16 +56,16 @@ def choose_layers(values: Mapping[str, Any], least: int = 2) -> LayerChoice:
     chosen that show each of these properties at least once.
     """
     count = next((values[name] for name in LAYER_COUNTS if isinstance(values.get(name), int)), 0)
-    kinds = [tuple(_properties(values, layer, count)) for layer in range(count)]
+    kinds = [tuple(_layer_properties(values, layer, count)) for layer in range(count)]
     layers = [layer for layer, kind in enumerate(kinds) if kind not in kinds[:layer]]
     if len(layers) > _MOST:
-        layers = _cover(kinds, layers)
+        layers = _covering_layers(kinds, layers)
     others = [layer for layer in range(count) if layer not in layers]
     layers += others[: max(0, least - len(layers))]
     return LayerChoice(count, _with_periods(values, tuple(sorted(layers)), count))
 
 
-def _properties(values: Mapping[str, Any], layer: int, count: int) -> list[str]:
+def _layer_properties(values: Mapping[str, Any], layer: int, count: int) -> list[str]:
     """What the values of a configuration say of one layer, as texts that can be compared."""
     properties = list[str]()
     for name, value in sorted(values.items()):
@@ -82,13 +82,13 @@ def _properties(values: Mapping[str, Any], layer: int, count: int) -> list[str]:
     return properties
 
 
-def _cover(kinds: Sequence[tuple[str, ...]], candidates: Sequence[int]) -> list[int]:
+def _covering_layers(kinds: Sequence[tuple[str, ...]], candidates: Sequence[int]) -> list[int]:
     """The candidates, in order, that show a property which those before them do not."""
-    layers, shown = list[int](), set[str]()
+    layers, properties = list[int](), set[str]()
     for layer in candidates:
-        if not shown.issuperset(kinds[layer]):
+        if not properties.issuperset(kinds[layer]):
             layers.append(layer)
-            shown.update(kinds[layer])
+            properties.update(kinds[layer])
     return layers
 
 

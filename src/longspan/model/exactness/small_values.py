@@ -152,7 +152,7 @@ class _Rules:
             return min(value, 1.5 / math.sqrt(self.sizes.head_size))
         if isinstance(value, bool) or not isinstance(value, int) or value == 0:
             return value
-        return self._integer(name, value)
+        return self._small_integer(name, value)
 
     def _fill_missing(self, name: str) -> int | None:
         """A value in place of None, which classes would compute from others that no longer fit the small sizes."""
@@ -160,7 +160,8 @@ class _Rules:
             return self.sizes.head_size
         return self.sizes.heads if name in _KV_HEADS else None
 
-    def _integer(self, name: str, value: int) -> int:
+    def _small_integer(self, name: str, value: int) -> int:
+        """The small value of an integer: by its name if that is known, otherwise by its ratio to widths."""
         simple = {
             **dict.fromkeys(_HEADS, self.sizes.heads),
             **dict.fromkeys(_EXPERTS, min(value, self.sizes.experts)),
@@ -208,10 +209,10 @@ class _Rules:
         if _NETWORK.search(name):
             return 32 if self.experts and "moe_intermediate_size" not in self.values else self.small_hidden * 3 // 2
         if self.hidden and value > 64 and re.search(r"(size|dim|width|channels)$", name):
-            return self._ratio(value)
+            return self._width_by_ratio(value)
         return value
 
-    def _ratio(self, value: int) -> int:
+    def _width_by_ratio(self, value: int) -> int:
         """A width by its ratio to the hidden size if one divides the other, else three quarters of it."""
         assert self.hidden
         if value % self.hidden == 0:

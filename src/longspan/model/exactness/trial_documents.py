@@ -38,15 +38,15 @@ def sample_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -
     channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
     patch, whole = _int(getattr(vision, "patch_size", None)), _int(getattr(vision, "image_size", None))
     if GRIDS in parameters:
-        return _patches(base, merge, side, channels * patch**2, draw)
+        return _draw_patches(base, merge, side, channels * patch**2, draw)
     if _SHAPES in parameters:
-        return _packed_tiles(base, side, channels * patch**2, draw)
+        return _draw_packed_tiles(base, side, channels * patch**2, draw)
     if getattr(base.config, "image_grid_pinpoints", None):
-        return _cut(base, side, (channels, whole, whole), draw)
+        return _cut_image(base, side, (channels, whole, whole), draw)
     if _is_merged(base):
         height, width = (patch * base.config.spatial_merge_size * n for n in side)
         return ImageInput(_pixels((1, channels, height, width), draw), size=(height, width))
-    return _tiles(base, side, (channels, whole, whole), draw)
+    return _draw_tiles(base, side, (channels, whole, whole), draw)
 
 
 def probe_image(base: Any, merge: int, rows: int) -> ImageInput:
@@ -61,7 +61,7 @@ def _is_merged(base: Any) -> bool:
     return SIZES in image_parameters(base) and bool(getattr(base.config, "spatial_merge_size", None))
 
 
-def _patches(base: Any, merge: int, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
+def _draw_patches(base: Any, merge: int, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
     """Patches (n, C · t · p²), or (n, C, p, p), and their grid; where asked for, how many a side make a row."""
     fields, frames = dict[str, Tensor](), getattr(base.config.vision_config, "temporal_patch_size", None) or 1
     if _MERGES in image_parameters(base):
@@ -74,8 +74,11 @@ def _patches(base: Any, merge: int, side: Side, width: int, draw: np.random.Gene
     return ImageInput(_pixels(shape, draw), (1, merge * side[0], merge * side[1]), fields=fields)
 
 
-def _packed_tiles(base: Any, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
-    """Tiles of patches (n, most, C · p²), of which the last is smaller, with a mask (n, most) and shapes (n, 2)."""
+def _draw_packed_tiles(base: Any, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
+    """Tiles of patches (n, most, C · p²), the last smaller than 3 x 3 rows, with a mask (n, most) and shapes (n, 2).
+
+    There are `side[0]` tiles, and the last one has `side[0]` x `side[1]` rows.
+    """
     factor, tiles = getattr(base.config, "downsample_factor", 1), side[0]
     shapes = torch.tensor([(3 * factor, 3 * factor)] * (tiles - 1) + [(factor * side[0], factor * side[1])])
     mask = torch.arange(9 * factor**2) < shapes.prod(1)[:, None]
@@ -83,7 +86,7 @@ def _packed_tiles(base: Any, side: Side, width: int, draw: np.random.Generator) 
     return ImageInput(pixels, fields={_SHAPES: shapes, MASK: mask.int()})
 
 
-def _cut(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
+def _cut_image(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
     """Tiles of an image of some size, or, in models that ask for it, of one among others in its document."""
     size = (tile[1] * side[0] // 2, tile[2] * side[1] // 2)
     count: Any = getattr(sys.modules[type(base).__module__], "image_size_to_num_patches")  # noqa: B009
@@ -95,7 +98,7 @@ def _cut(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Gene
     return ImageInput(pixels, size=size, fields={IN_DOCUMENT: torch.tensor([among])})
 
 
-def _tiles(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
+def _draw_tiles(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
     """Tiles of one size; the last is padded at its right where masks say so. Some models see them finer too."""
     parameters, vision, tiles = image_parameters(base), base.config.vision_config, min(side)
     pixels, fields = _pixels((tiles, *tile), draw), dict[str, Tensor]()
@@ -175,8 +178,8 @@ def trial_documents(model: PreTrainedModel, sizes: Sequence[tuple[int, int]], se
     """
     tokens, draw = image_tokens(model.config), np.random.default_rng(seed)
     words = np.array(ordinary_ids(model.config))
-    pool = _images(base_of(model), tokens, max((images for _, images in sizes), default=0), draw)
-    return [_document(tokens, draw.choice(words, text), pool[:images], draw) for text, images in sizes]
+    pool = _make_images(base_of(model), tokens, max((images for _, images in sizes), default=0), draw)
+    return [_make_document(tokens, draw.choice(words, text), pool[:images], draw) for text, images in sizes]
 
 
 def ordinary_ids(config: PreTrainedConfig) -> list[int]:
@@ -199,17 +202,18 @@ def stock_arguments(model: PreTrainedModel, document: TrialDocument) -> dict[str
     if images := [image for i, image in enumerate(document.images) if i not in document.groups]:
         arguments |= image_arguments(base, images, like)
     if document.videos:
-        made = image_arguments(base, [document.images[i] for i in sorted(document.groups)], like)
+        image_fields = image_arguments(base, [document.images[i] for i in sorted(document.groups)], like)
         grids = torch.tensor([video.video.grid for video in document.videos])
         seconds = torch.tensor([video.video.seconds for video in document.videos], dtype=torch.float32)
-        arguments |= {"pixel_values_videos": made["pixel_values"], "video_grid_thw": grids}
+        arguments |= {"pixel_values_videos": image_fields["pixel_values"], "video_grid_thw": grids}
         arguments |= {"second_per_grid_ts": seconds} if "second_per_grid_ts" in parameters else {}
     return arguments | {name: document.kinds(model, images=True) for name in TOKEN_KINDS if name in parameters}
 
 
-def _document(
+def _make_document(
     tokens: ImageTokens, words: np.ndarray, images: Sequence[tuple[ImageInput, int]], draw: np.random.Generator
 ) -> TrialDocument:
+    """A document of these words with images at random places among them."""
     places = np.sort(draw.choice(np.arange(1, len(words)), size=len(images), replace=False))
     ids = list[int]()
     for part, image in zip(np.split(words, places), (*images, None), strict=True):
@@ -249,7 +253,7 @@ def video_document(model: PreTrainedModel, text: int = 9, seed: int = 0) -> Tria
     return TrialDocument(places, tuple(images), rows, positions, at_images, tuple(clips), at_videos)
 
 
-def _images(base: Any, tokens: ImageTokens, count: int, draw: np.random.Generator) -> list[tuple[ImageInput, int]]:
+def _make_images(base: Any, tokens: ImageTokens, count: int, draw: np.random.Generator) -> list[tuple[ImageInput, int]]:
     """So many images, and how many rows the model's own code makes of each."""
     images = [sample_image(base, tokens.merge, side, draw) for side in (_SIDES * count)[:count]]
     with torch.no_grad():

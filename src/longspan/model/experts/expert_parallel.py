@@ -32,10 +32,10 @@ def check_experts(model: PreTrainedModel, home: Layout, *, shard_parameters: boo
     for name, experts in modules.items():
         count = int(experts.num_experts)  # pyright: ignore[reportArgumentType]
         if count % home.ep:
-            fit = [str(d) for d in range(1, count + 1) if count % d == 0 and home.slots % d == 0]
+            fitting = [str(d) for d in range(1, count + 1) if count % d == 0 and home.slots % d == 0]
             raise ModelError(
                 f"ep {home.ep} does not divide the {count} experts of {name}; over {home.slots} slots use ep "
-                f"{' or '.join(fit)}"
+                f"{' or '.join(fitting)}"
             )
         if shard_parameters and home.ep * home.tp > 1:
             for key, parameter in experts.named_parameters(recurse=False):

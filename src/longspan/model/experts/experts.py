@@ -24,7 +24,7 @@ from longspan.model.weights.local_tensors import local_tensor
 _COLUMNS = 1024  # of a row, that a program has
 
 
-def gated(experts: nn.Module, x: Tensor) -> Tensor:
+def apply_gate(experts: nn.Module, x: Tensor) -> Tensor:
     """Rows (S, 2 I) of gates and values to (S, I), by the model's gate."""
     module: Any = experts
     return one_pass(x) if _is_plain(module) and kernels_for(x) is not None else module._apply_gate(x)
@@ -44,7 +44,7 @@ def _is_plain(experts: Any) -> bool:
 @cache
 @torch.no_grad()
 def _is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
-    """Tried by numbers, as transformers has several classes for it, and LFM2-MoE torch's function."""
+    """Whether an activation is SiLU, shown by numbers: transformers has several classes, LFM2-MoE torch's function."""
     if isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None:
         return False
     x = torch.linspace(-20.0, 20.0, 81)
@@ -56,7 +56,7 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         out = x.new_empty(len(x), x.shape[1] // 2)
-        _launch("gated", x, out)
+        _launch_kernel("gated", x, out)
         return out
 
     @staticmethod
@@ -64,11 +64,11 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         (x,) = ctx.saved_tensors
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-        _launch("gated_backward", x, gradients[0].contiguous(), dx)
+        _launch_kernel("gated_backward", x, gradients[0].contiguous(), dx)
         return dx
 
 
-def _launch(name: str, x: Tensor, *others: Tensor) -> None:
+def _launch_kernel(name: str, x: Tensor, *others: Tensor) -> None:
     rows, width = len(x), x.shape[1] // 2
     if rows and width:
         blocks = rows, -(-width // _COLUMNS)
@@ -103,16 +103,16 @@ def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
     else:
         linear = _run_grouped
     inner = linear(x, *up, loads, module.is_transposed)  # (S, 2 I), or (S, I) without a gate
-    inner = gated(module, inner) if module.has_gate else module.act_fn(inner)
+    inner = apply_gate(module, inner) if module.has_gate else module.act_fn(inner)
     return linear(inner, *down, loads, module.is_transposed)
 
 
 def expert_kernel(x: Tensor, *weights: Tensor) -> Literal["grouped_mm", "loop"]:
     """How `run_experts` multiplies these rows (S, D) and weights (e, …, …)."""
-    here = _grouped_mm is not None and x.is_cuda and x.shape[0] > 0
+    can_group = _grouped_mm is not None and x.is_cuda and x.shape[0] > 0
     low = all(tensor.dtype == torch.bfloat16 for tensor in (x, *weights))
     aligned = all(size % _ALIGNED_ELEMENTS == 0 for weight in weights for size in weight.shape[1:])
-    return "grouped_mm" if here and low and aligned else "loop"
+    return "grouped_mm" if can_group and low and aligned else "loop"
 
 
 def _weights(module: Any, name: str) -> tuple[Tensor, Tensor | None]:

@@ -60,10 +60,10 @@ def router_modules(model: nn.Module) -> dict[str, nn.Module]:
 
     Those of multi-token prediction are left out: some of their rows have no token, which no statistic may count.
     """
-    return {name: router for name, router in _routers(model) if not name.startswith(f"{PREFIX}.")}
+    return {name: router for name, router in _find_routers(model) if not name.startswith(f"{PREFIX}.")}
 
 
-def _routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _find_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name in expert_modules(model):
         block = name.rpartition(".")[0]
         for child, module in model.get_submodule(block).named_children():
@@ -83,9 +83,9 @@ def use_experts(model: PreTrainedModel) -> None:
     model.set_experts_implementation(IMPLEMENTATION)
     for layer in (*decoder_layers(model).values(), *mtp_blocks(model).values()):
         if expert_modules(layer):
-            before = [c for c in layer.children() if type(c).__name__.endswith("Attention") or is_mixer(c)]
-            for child in before or layer.children():  # a layer of nothing but experts
-                child.register_forward_pre_hook(_keep_layer_arguments, with_kwargs=True)
+            mixers = [c for c in layer.children() if type(c).__name__.endswith("Attention") or is_mixer(c)]
+            for child in mixers or layer.children():  # a layer of nothing but experts
+                child.register_forward_pre_hook(_note_layer_arguments, with_kwargs=True)
     for router in router_modules(model).values():
         router.register_forward_hook(_record_routing)
     if hasattr(model.config, "output_router_logits"):
@@ -127,7 +127,7 @@ def router_statistics(
     return RouterStatistics(coefficients, world, tokens=tokens, layers=len(routers), experts=routers[0])
 
 
-def _keep_layer_arguments(attention: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _note_layer_arguments(attention: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     shard, router = kwargs.get("shard"), kwargs.get("router")
     if shard is None:
         shard, router = shard_of_layer(), router_of_layer()
@@ -162,9 +162,9 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, w
     first = world.slot // world.home.ep * world.home.ep
     channel = world.channels.find_channel(range(first, first + world.home.ep)) if world.home.ep > 1 else None
     if len(rows) == len(hidden_states):
-        return _mix(experts, hidden_states, chosen, weights, channel)
+        return _mix_experts(experts, hidden_states, chosen, weights, channel)
     x, chosen, weights = (tensor.index_select(0, rows) for tensor in (hidden_states, chosen, weights))
-    mixed = _mix(experts, x, chosen, weights, channel)
+    mixed = _mix_experts(experts, x, chosen, weights, channel)
     return torch.zeros_like(hidden_states).index_copy(0, rows, mixed)
 
 
@@ -187,10 +187,10 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
 
 def mix_all_rows(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """The weighted sums (R, D) of what each row's experts, which are all here, make of it."""
-    return _mix(experts, x, chosen, weights, None)
+    return _mix_experts(experts, x, chosen, weights, None)
 
 
-def _mix(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor, channel: Channel | None) -> Tensor:
+def _mix_experts(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor, channel: Channel | None) -> Tensor:
     """The weighted sums (R, D) of what each row's experts make of it. With a channel, its members split the experts."""
     count, top_k = int(experts.num_experts), chosen.shape[1]  # pyright: ignore[reportArgumentType]
     by_expert, order = chosen.flatten().sort(stable=True)  # (R k,)
@@ -199,24 +199,24 @@ def _mix(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor, channel
     visits = Visits.of(order, top_k)
     going = spread(x, visits)  # (R k, D)
     if channel is None:
-        done = run_experts(experts, going, Loads(loads))
+        outputs = run_experts(experts, going, Loads(loads))
     else:
-        done = _run_over_members(experts, going, loads, channel)
-    return gather(done, weights, visits).to(x.dtype)
+        outputs = _run_over_members(experts, going, loads, channel)
+    return gather(outputs, weights, visits).to(x.dtype)
 
 
 def _run_over_members(experts: nn.Module, x: Tensor, loads: Tensor, channel: Channel) -> Tensor:
     """Send rows (S, D), sorted by expert, to the members that hold their experts, and back: (S, D), as before."""
     counts = np.asarray(exchange_counts(loads, channel)).reshape(channel.degree, channel.degree, -1)
     sends = counts[channel.index].sum(1).tolist()  # counts (sender, member, its experts)
-    here = counts[:, channel.index]  # (sender, local experts)
-    receives = here.sum(1).tolist()
+    counts_here = counts[:, channel.index]  # (sender, local experts)
+    receives = counts_here.sum(1).tolist()
     arrived = all_to_all_rows(x, sends, receives, channel)
-    visits = Visits.of(torch.from_numpy(_order_by_expert(here)).to(x.device), 1)
-    local = here.sum(0)
+    visits = Visits.of(torch.from_numpy(_order_by_expert(counts_here)).to(x.device), 1)
+    local = counts_here.sum(0)
     sizes = Loads(torch.from_numpy(local).to(x.device), local.tolist())
-    done = run_experts(experts, spread(arrived, visits), sizes)
-    return all_to_all_rows(spread(done, visits.inverse()), receives, sends, channel)
+    outputs = run_experts(experts, spread(arrived, visits), sizes)
+    return all_to_all_rows(spread(outputs, visits.inverse()), receives, sends, channel)
 
 
 def _order_by_expert(here: np.ndarray) -> np.ndarray:

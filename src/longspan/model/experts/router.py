@@ -70,7 +70,7 @@ class RouterSums:
     def record(self, router: nn.Module, logits: Tensor, weights: Tensor, chosen: Tensor, rows: Tensor) -> Tensor:
         """Record a layer's routing of its real `rows` (R,); returns the weights (T, k), with the losses' gradient."""
         with torch.no_grad():
-            self.by_router[id(router)] = _sums(logits[rows], chosen.shape[1])
+            self.by_router[id(router)] = _routing_sums(logits[rows], chosen.shape[1])
         if not torch.is_grad_enabled() or not self.statistics.coefficients.any:
             return weights
         return _WithRouterLosses.apply(weights, logits, rows, self.statistics)  # pyright: ignore[reportReturnType]
@@ -89,7 +89,7 @@ class RouterStatistics:
         self.fractions: Tensor | None = None  # F (E,)
 
     def new_sums(self, *, counting: bool = False) -> RouterSums:
-        """For one more micro-batch; `counting` where it will run again, with a graph."""
+        """Make the sums of one more micro-batch; `counting` if it will run again, with a graph."""
         micro_batches = self.counted_ahead if counting else self.micro_batches
         micro_batches.append(RouterSums(self))
         return micro_batches[-1]
@@ -117,9 +117,9 @@ def _total(micro_batches: Sequence[RouterSums], experts: int) -> list[float]:
     return torch.stack(sums).sum(0).tolist() if sums else [0.0] * (2 * experts + 1)
 
 
-def _sums(logits: Tensor, top_k: int) -> Tensor:
-    """(2 E + 1,) float64 of rows (R, E) with so many experts each."""
-    wide = _wide(logits)
+def _routing_sums(logits: Tensor, top_k: int) -> Tensor:
+    """Sums (2 E + 1,) in float64 over rows (R, E): visits of each expert, its probability, and squares of lse."""
+    wide = _as_wide(logits)
     softmax = wide.softmax(-1)
     chosen = softmax.topk(top_k, dim=-1).indices
     loads = torch.zeros(logits.shape[1], dtype=torch.float64, device=logits.device)
@@ -129,7 +129,7 @@ def _sums(logits: Tensor, top_k: int) -> Tensor:
     return torch.cat([loads, probabilities, z[None]])
 
 
-def _wide(logits: Tensor) -> Tensor:
+def _as_wide(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
@@ -145,7 +145,7 @@ class _WithRouterLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         logits, rows = ctx.saved_tensors
-        of_rows = _logit_gradient(_wide(logits[rows]), ctx.statistics).to(logits.dtype)
+        of_rows = _logit_gradient(_as_wide(logits[rows]), ctx.statistics).to(logits.dtype)
         return gradients[0], torch.zeros_like(logits).index_copy(0, rows, of_rows), None, None
 
 

@@ -70,8 +70,8 @@ def gated(x, out, x_row, width, COLUMNS: tl.constexpr):
     at = x + row * x_row + column
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
-    made = gate * tl.sigmoid(gate) * value
-    tl.store(out + row * width + column, made.to(out.dtype.element_ty), mask=inside)
+    result = gate * tl.sigmoid(gate) * value
+    tl.store(out + row * width + column, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -46,7 +46,7 @@ class Visits(NamedTuple):
 
     @classmethod
     def of(cls, order: Tensor, top_k: int) -> "Visits":
-        """From an order of all visits, a permutation."""
+        """The visits in an order, which is a permutation of their numbers."""
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
         return cls(order, place, top_k)
@@ -83,7 +83,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _sums(gradients[0], None, ctx.visits), None, None, None
+        return _sum_visits(gradients[0], None, ctx.visits), None, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -91,20 +91,20 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, done: Tensor, weights: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
         ctx.visits = Visits(order, place, top_k)
         ctx.save_for_backward(done, weights)
-        return _sums(done, weights, ctx.visits)
+        return _sum_visits(done, weights, ctx.visits)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         done, weights = ctx.saved_tensors
-        return *_visit_gradients(gradients[0], done, weights, ctx.visits), None, None, None
+        return *_gradients_of_visits(gradients[0], done, weights, ctx.visits), None, None, None
 
 
-def _sums(done: Tensor, weights: Tensor | None, visits: Visits) -> Tensor:
+def _sum_visits(done: Tensor, weights: Tensor | None, visits: Visits) -> Tensor:
     """Add up the visits of each row, (R, D), times their weights if there are any."""
     if (kernels := kernels_for(done, weights)) is None:
-        back = done.index_select(0, visits.place).unflatten(0, (-1, visits.top_k))
-        return (back if weights is None else back * weights.unsqueeze(2)).sum(1)
+        of_visits = done.index_select(0, visits.place).unflatten(0, (-1, visits.top_k))
+        return (of_visits if weights is None else of_visits * weights.unsqueeze(2)).sum(1)
     rows, width = len(visits.place) // visits.top_k, done.shape[1]
     columns = _columns(width)
     dtype = done.dtype if weights is None else torch.promote_types(done.dtype, weights.dtype)
@@ -116,7 +116,7 @@ def _sums(done: Tensor, weights: Tensor | None, visits: Visits) -> Tensor:
     return out
 
 
-def _visit_gradients(dout: Tensor, done: Tensor, weights: Tensor, visits: Visits) -> tuple[Tensor, Tensor]:
+def _gradients_of_visits(dout: Tensor, done: Tensor, weights: Tensor, visits: Visits) -> tuple[Tensor, Tensor]:
     """Gradients of what visits made, and of their weights."""
     if (kernels := kernels_for(done, weights, dout)) is None:
         going = dout.index_select(0, visits.rows)

@@ -77,7 +77,7 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
             parameter.data.to(dtype) if empty else initial_values(name, parameter.shape, new.seed).to(dtype)
         )
     if empty:
-        _draw_when_prepared(model, new.seed)
+        _defer_drawing(model, new.seed)
     return peft_model
 
 
@@ -113,7 +113,7 @@ def is_drawn_when_prepared(model: nn.Module) -> bool:
     return weights is not None and isinstance(weights.source, AdapterOver)
 
 
-def _draw_when_prepared(model: nn.Module, seed: int) -> None:
+def _defer_drawing(model: nn.Module, seed: int) -> None:
     """Have `prepare` draw a new adapter, before it fills the base model."""
     if (weights := vars(model).get("weights_to_come")) is not None:
         shapes = {name: tuple(parameter.shape) for name, parameter in adapter_parameters(model)}

@@ -32,8 +32,10 @@ def choose_targets(model: PreTrainedModel, requested: Sequence[str], parts: Sequ
     Raises ModelError for parts that the model lacks, for a name of no linear in the parts, and for those that peft
     refuses or takes for experts.
     """
-    linears = _linears(model, parts)
-    names = _check_names(model, requested, linears, parts) if requested else _default_names(model, linears, parts)
+    linears = _linears_of_parts(model, parts)
+    names = (
+        _check_target_names(model, requested, linears, parts) if requested else _default_names(model, linears, parts)
+    )
     return AdapterTargets(names, _exclusion_pattern(model, names, linears, parts))
 
 
@@ -52,7 +54,7 @@ def _towers(model: PreTrainedModel) -> list[str]:
     return [name for name, module in model.named_modules() if id(module) in towers]
 
 
-def _linears(model: PreTrainedModel, parts: Sequence[str]) -> dict[str, str]:
+def _linears_of_parts(model: PreTrainedModel, parts: Sequence[str]) -> dict[str, str]:
     """The part of each linear in the parts, by qualified name. Raises ModelError for a part that has none.
 
     In towers other classes of linears are left out: those in torch's own attention are never called.
@@ -72,7 +74,7 @@ def _linears(model: PreTrainedModel, parts: Sequence[str]) -> dict[str, str]:
     return linears
 
 
-def _check_names(
+def _check_target_names(
     model: PreTrainedModel, targets: Sequence[str], linears: dict[str, str], parts: Sequence[str]
 ) -> list[str]:
     """Check the targets, each the end of some linear's name. Raises ModelError for others, and for names of experts."""
@@ -80,8 +82,8 @@ def _check_names(
         if not _matches(target, [*linears]):
             _refuse_other_part(model, target, parts)
             endings = sorted({name.rpartition(".")[2] for name in linears})
-            close = get_close_matches(target.rpartition(".")[2], endings, n=1, cutoff=0.4)
-            hint = f"did you mean {close[0]!r}? It has" if close else "it has"
+            matches = get_close_matches(target.rpartition(".")[2], endings, n=1, cutoff=0.4)
+            hint = f"did you mean {matches[0]!r}? It has" if matches else "it has"
             raise ModelError(
                 f"lora.targets has {target!r}, which is no linear of {type(model).__name__}; {hint} "
                 f"{', '.join(endings)}"
@@ -115,8 +117,8 @@ def _default_names(model: PreTrainedModel, linears: dict[str, str], parts: Seque
         )
     if targets := [name for name in names if name not in (*experts, *refused)]:
         return targets
-    where = "its decoder layers" if LANGUAGE_MODEL in parts else " and ".join(parts)
-    raise ModelError(f"{type(model).__name__} has no nn.Linear in {where} for an adapter; name lora.targets")
+    place = "its decoder layers" if LANGUAGE_MODEL in parts else " and ".join(parts)
+    raise ModelError(f"{type(model).__name__} has no nn.Linear in {place} for an adapter; name lora.targets")
 
 
 def _ending(name: str) -> str:

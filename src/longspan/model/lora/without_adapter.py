@@ -33,13 +33,13 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
             f"{type(model).__name__} has no adapter to leave out; call without_adapter with the model that prepare "
             "returned"
         )
-    before = [module._disable_adapters for module in modules]
+    old_flags = [module._disable_adapters for module in modules]
     for module in modules:
         module._disable_adapters = True
     try:
         yield
     finally:
-        for module, disabled in zip(modules, before, strict=True):
+        for module, disabled in zip(modules, old_flags, strict=True):
             module._disable_adapters = disabled
 
 
@@ -76,8 +76,8 @@ def redirect_peft_model(peft_model: Any, prepared: nn.Module) -> None:
     peft_model.disable_adapter = partial(without_adapter, prepared)
     for name, instead in _CHANGES.items():
         if hasattr(peft_model, name) or hasattr(peft_model.base_model, name):
-            setattr(peft_model, name, partial(_refuse, name, instead))
+            setattr(peft_model, name, partial(_refuse_call, name, instead))
 
 
-def _refuse(name: str, instead: str, *args: object, **kwargs: object) -> NoReturn:
+def _refuse_call(name: str, instead: str, *args: object, **kwargs: object) -> NoReturn:
     raise ModelError(f"PeftModel.{name}: the model inside it was prepared, and lies on several ranks; {instead}")

@@ -146,12 +146,12 @@ def take_copied_depths(model: nn.Module) -> nn.Module | None:
 @contextmanager
 def put_copied_depths_in_place(model: nn.Module) -> Iterator[None]:
     """Take copied depths as `take_copied_depths` does; an error inside undoes it."""
-    before = take_copied_depths(model)
+    original = take_copied_depths(model)
     try:
         yield
     except BaseException:
-        if before is not None:
-            model._modules[PREFIX] = before
+        if original is not None:
+            model._modules[PREFIX] = original
         raise
 
 

@@ -4,7 +4,7 @@ Where some of that is of the rows' own tokens, a depth's layer gets what the mod
 depth reads: the model's own forward runs on these with a stand-in for every layer, which notes what it is called with.
 So Zamba 2's layers get the embedding of the later tokens, and Gemma 4's their inputs of each layer. What earlier layers
 made, as keys and values that Gemma 4's last layers share, is in none of that. Which layer is copied is found out in
-`seams/depth_layer.py`.
+`exactness/depth_layer.py`.
 """
 
 from collections.abc import Container, Iterator, Mapping

@@ -88,7 +88,7 @@ def to_published_names(model_type: str, layers: int, depths: int, blocks: int = 
         return lambda name: _name_after_layers(name, layers, _LAST_NORM.get(model_type, _SHARED_NORM))
     if blocks > 1:
         return (lambda name: _nemotron_name(name, blocks)) if depths == 1 else None
-    return _qwen_name if model_type in _LIKE_QWEN and depths == 1 else None
+    return _name_from_qwen if model_type in _LIKE_QWEN and depths == 1 else None
 
 
 def count_depths(folder: Path, layers: int) -> int:
@@ -147,7 +147,7 @@ def _name_after_layers(name: str, layers: int, last_norm: str) -> str:
     return f"model.layers.{layers + int(match[1])}.{inside}"
 
 
-def _qwen_name(name: str) -> str:
+def _name_from_qwen(name: str) -> str:
     inside = name.removeprefix(f"{PREFIX}.layers.0.")
     if inside == name:
         return name

@@ -65,12 +65,15 @@ def check_shared(modules: Mapping[str, nn.Module]) -> None:
 def check_deep_layers(encoders: Mapping[str, Encoder], model: PreTrainedModel | PipelineModel) -> None:
     """Raise ModelError, on every rank, where rows would be added to layers of a later pipeline stage."""
     if isinstance(model, PipelineModel):
-        here, where = len(model.layers_of_stages[0]), f"the first of {len(model.layers_of_stages)} pipeline stages has"
+        layers_here, holder = (
+            len(model.layers_of_stages[0]),
+            f"the first of {len(model.layers_of_stages)} pipeline stages has",
+        )
     else:
-        here, where = model.config.get_text_config().num_hidden_layers, "the language model has"
+        layers_here, holder = model.config.get_text_config().num_hidden_layers, "the language model has"
     for modality, encoder in encoders.items():
-        if encoder.deep_layers > here:
+        if encoder.deep_layers > layers_here:
             raise ModelError(
-                f"rows of the encoder of {modality} are added after {encoder.deep_layers} decoder layers, and {where} "
-                f"{here}; use fewer stages (pp x virtual stages)"
+                f"rows of the encoder of {modality} are added after {encoder.deep_layers} decoder layers, and {holder} "
+                f"{layers_here}; use fewer stages (pp x virtual stages)"
             )

@@ -106,7 +106,7 @@ class _SpliceHook:
         root.register_forward_hook(self._leave, always_call=True)
         self._ahead = 0  # of the call of the embedding that is running
         embedding.register_forward_pre_hook(self._take_ahead, with_kwargs=True)
-        embedding.register_forward_hook(self._splice)
+        embedding.register_forward_hook(self._splice_rows)
 
     def _enter(self, root: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         shard = kwargs["stage_input"].shard if "stage_input" in kwargs else kwargs.get("shard")
@@ -120,7 +120,7 @@ class _SpliceHook:
         self._ahead = kwargs.get(AHEAD, 0)
         return args, {name: value for name, value in kwargs.items() if name != AHEAD}
 
-    def _splice(self, embedding: nn.Module, args: Any, embeddings: Tensor) -> Tensor:
+    def _splice_rows(self, embedding: nn.Module, args: Any, embeddings: Tensor) -> Tensor:
         if self._shard is None:
             return embeddings
         if torch.is_grad_enabled() and not embeddings.requires_grad and not all(x.frozen for x in self._encoders):

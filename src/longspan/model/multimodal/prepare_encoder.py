@@ -58,11 +58,11 @@ def encoder_blocks(module: nn.Module, blocks: Sequence[nn.Module] | None = None)
 def _outer_lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     """Lists of modules that are in no other list, by qualified name."""
     for name, child in module.named_children():
-        where = f"{path}.{name}".lstrip(".")
+        qualified = f"{path}.{name}".lstrip(".")
         if isinstance(child, nn.ModuleList) or _is_list_of_blocks(child):
-            yield where, child
+            yield qualified, child
         else:
-            yield from _outer_lists(child, where)
+            yield from _outer_lists(child, qualified)
 
 
 def _is_list_of_blocks(module: nn.Module) -> bool:
@@ -118,15 +118,15 @@ def prepare_encoder(
         parameters=shard_parameters, reshard_after_forward=reshard_after_forward, compute_dtype=compute_dtype
     )
     recomputation = Recomputation.of(activation_checkpointing)
-    _check(module, world, sharding)
-    units = _blocks(module, blocks, recomputation)
+    _check_arguments(module, world, sharding)
+    units = _blocks_by_name(module, blocks, recomputation)
     parts = parts_to_split(module, units, world.home.tp, tp_plan)
     _refuse_unlike_weights(module, world)
     if world.device.type == "cuda":
         split_long_norms(module)
     trials = split_encoder(module, units, parts, world) if world.home.tp > 1 else []
     for block in units.values():
-        _recompute(block, recomputation)
+        _recompute_block(block, recomputation)
     for trial in trials:
         trial.install()
     if sharding.parameters:
@@ -148,7 +148,7 @@ def check_prepared(module: nn.Module, world: World) -> None:
         )
 
 
-def _check(module: nn.Module, world: World, sharding: Sharding) -> None:
+def _check_arguments(module: nn.Module, world: World, sharding: Sharding) -> None:
     world.check_open()
     name, home = type(module).__name__, world.home
     if module in _PREPARED:
@@ -169,7 +169,7 @@ def _check(module: nn.Module, world: World, sharding: Sharding) -> None:
         sharding.check(dtype)
 
 
-def _blocks(
+def _blocks_by_name(
     module: nn.Module, blocks: Sequence[nn.Module] | None, recomputation: Recomputation
 ) -> dict[str, nn.Module]:
     """What is sharded and recomputed one at a time, by name. Raises ModelError if there is nothing to recompute."""
@@ -189,8 +189,8 @@ def _refuse_unlike_weights(module: nn.Module, world: World) -> None:
     if world.control.is_same(digest, "comparison of weights"):
         return
     first, *others = world.control.gather_objects(samples, "comparison of weights")
-    ranks = [rank for rank, there in zip(world.home.ranks[1:], others, strict=True) if there != first]
-    names = [name for name in first if any(there.get(name) != first[name] for there in others)]
+    ranks = [rank for rank, digest_there in zip(world.home.ranks[1:], others, strict=True) if digest_there != first]
+    names = [name for name in first if any(digest_there.get(name) != first[name] for digest_there in others)]
     raise on_all_ranks(
         ModelError(
             f"ranks {short(ranks)} hold other weights of {type(module).__name__} than rank {world.home.ranks[0]}: "
@@ -205,7 +205,7 @@ def _sample(parameter: Tensor) -> str:
     return f"{tuple(parameter.shape)} {sha256(repr(numbers).encode()).hexdigest()[:12]}"
 
 
-def _recompute(block: nn.Module, recomputation: Recomputation) -> None:
+def _recompute_block(block: nn.Module, recomputation: Recomputation) -> None:
     """Have backward run this block again, whatever its class; FSDP2's hooks stay outside."""
     if recomputation.kind == "none":
         return

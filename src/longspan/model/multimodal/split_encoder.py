@@ -36,7 +36,7 @@ def split_encoder(
     module; to be installed where blocks have the forward that they keep.
     """
     _ = world.meshes.tp  # made by all ranks together
-    trials = [SplitTrial(name, unit, world) for name, unit in _units(module, blocks, parts)]
+    trials = [SplitTrial(name, unit, world) for name, unit in _units_of_trials(module, blocks, parts)]
     linears = [part.module.get_submodule(name) for part in parts for name in part.styles]
     split = {id(module) for linear in linears for module in linear.modules()}  # an adapter's too
     for part in parts:
@@ -50,6 +50,7 @@ def split_encoder(
 
 
 def _split_linears(part: SplitModule, world: World) -> None:
+    """Split the linears of one part by their styles."""
     for name, style in part.styles.items():
         linear: Any = part.module.get_submodule(name)
         if is_adapted(linear):
@@ -77,7 +78,7 @@ def _local_counts(part: SplitModule, tp: int) -> dict[str, Any]:
     return dict.fromkeys(part.local_attributes, lambda count: count // tp)
 
 
-def _units(
+def _units_of_trials(
     module: nn.Module, blocks: Mapping[str, nn.Module], parts: Sequence[SplitModule]
 ) -> Iterator[tuple[str, nn.Module]]:
     """What a trial calls: one block of each kind, and one of each kind of parts outside blocks, by name."""

@@ -115,12 +115,12 @@ def parts_to_split(
         if style != REPLICATED:
             owner, _, child = name.rpartition(".")
             parts.setdefault(owner, {})[child] = style
-    split = [_part(name, module.get_submodule(name), linears, blocks) for name, linears in parts.items()]
-    _check_sizes(module, split, tp)
+    split = [_make_part(name, module.get_submodule(name), linears, blocks) for name, linears in parts.items()]
+    _check_tp_divides(module, split, tp)
     return split
 
 
-def _part(name: str, module: nn.Module, styles: Mapping[str, str], blocks: Mapping[str, nn.Module]) -> SplitModule:
+def _make_part(name: str, module: nn.Module, styles: Mapping[str, str], blocks: Mapping[str, nn.Module]) -> SplitModule:
     groups = sum(style == ROWWISE for style in styles.values())
     return SplitModule(
         name, module, styles, groups > 1 or name in blocks or isinstance(module, nn.ModuleDict | nn.ModuleList)
@@ -159,10 +159,10 @@ def _linears_around_convolution(owner: nn.Module) -> dict[str, str]:
 def _styles_inside(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
     """The styles of one module's linears: attention's, and one MLP's."""
     styles = dict[str, str]()
-    after = next((name for name in _AFTER_ATTENTION if name in linears), None)
+    output = next((name for name in _AFTER_ATTENTION if name in linears), None)
     columns = next((names for names in (*_ATTENTION, *_FUSED) if linears.keys() >= {*names}), None)
-    if after is not None and columns is not None:
-        styles = dict.fromkeys(columns, QKV if columns in _FUSED else COLWISE) | {after: ROWWISE}
+    if output is not None and columns is not None:
+        styles = dict.fromkeys(columns, QKV if columns in _FUSED else COLWISE) | {output: ROWWISE}
     for names, last in _MLP.items():
         if linears.keys() >= {*names, last} and not styles.keys() & {*names, last}:
             return styles | dict.fromkeys(names, COLWISE) | {last: ROWWISE}
@@ -187,6 +187,7 @@ def _styles_of_caller(module: nn.Module, plan: Mapping[str, str]) -> dict[str, s
 
 
 def _refuse_unknown(module: nn.Module, blocks: Mapping[str, nn.Module], styles: Mapping[str, str]) -> None:
+    """Raise ModelError, naming them, for linears in blocks that have no style."""
     unknown = [
         f"{path}.{name} ({child.in_features} to {child.out_features})"
         for path, block in blocks.items()
@@ -206,21 +207,21 @@ def _refuse_unknown(module: nn.Module, blocks: Mapping[str, nn.Module], styles: 
 # ---- sizes
 
 
-def _check_sizes(module: nn.Module, parts: list[SplitModule], tp: int) -> None:
+def _check_tp_divides(module: nn.Module, parts: list[SplitModule], tp: int) -> None:
     """Raise ModelError, with the sizes that would fit, where tp does not divide heads or widths."""
     sizes = dict[str, int]()
     for part in parts:
-        sizes.update({f"{count} of {part.name}": size for count, size in _sizes(part)})
+        sizes.update({f"{count} of {part.name}": size for count, size in _sizes_to_divide(part)})
     wrong = [f"{size} ({count})" for count, size in sizes.items() if size % tp]
     if wrong:
         common = math.gcd(*sizes.values())
-        fit = [str(d) for d in range(1, common + 1) if common % d == 0]
+        fitting = [str(d) for d in range(1, common + 1) if common % d == 0]
         raise ModelError(
-            f"tp {tp} does not divide {', '.join(wrong[:3])} in {type(module).__name__}; use tp {' or '.join(fit)}"
+            f"tp {tp} does not divide {', '.join(wrong[:3])} in {type(module).__name__}; use tp {' or '.join(fitting)}"
         )
 
 
-def _sizes(part: SplitModule) -> Iterator[tuple[str, int]]:
+def _sizes_to_divide(part: SplitModule) -> Iterator[tuple[str, int]]:
     counts = [(name, value) for name, value in part.local_attributes.items() if name in (*HEADS, *KEY_HEADS)]
     yield from counts
     is_attention = QKV in part.styles.values() or any({*names} <= part.styles.keys() for names in _ATTENTION)

@@ -55,8 +55,8 @@ def refuse_shared_in_part(model: PreTrainedModel, stages: Sequence[nn.Module]) -
     shared = shared_parameters(model, stages)
     first_name = {name: entry.names[0] for entry in shared for name in entry.names}
     for stage in stages:
-        here = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
-        for name in sorted(name for name in here & first_name.keys() if first_name[name] not in here):
+        names_here = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
+        for name in sorted(name for name in names_here & first_name.keys() if first_name[name] not in names_here):
             path, origin = name.rpartition(".")[0], first_name[name].rpartition(".")[0]
             names = [inside for inside, _ in stage.get_submodule(path).named_parameters(remove_duplicate=False)]
             if separate := [n for n in names if first_name.get(f"{path}.{n}") != f"{origin}.{n}"]:
@@ -75,12 +75,12 @@ def separate_copies(stages: Sequence[nn.Module]) -> None:
             p: nn.Parameter(p.detach().clone(), p.requires_grad) for p in stage.parameters() if p in parameters
         }
         if replacements:
-            _replace(stage, replacements, modules, {})
+            _replace_parameters(stage, replacements, modules, {})
         modules.update(stage.modules())
         parameters.update(stage.parameters())
 
 
-def _replace(
+def _replace_parameters(
     module: nn.Module,
     replacements: Mapping[nn.Parameter, nn.Parameter],
     elsewhere: Set[nn.Module],
@@ -95,7 +95,7 @@ def _replace(
             continue
         if child in elsewhere:
             child = module._modules[name] = twins.setdefault(child, shallow_module(child))
-        _replace(child, replacements, elsewhere, twins)
+        _replace_parameters(child, replacements, elsewhere, twins)
 
 
 class _Place(NamedTuple):
@@ -136,6 +136,7 @@ class StageCopies:
             self._note_modules(entry.names[0], holders)
 
     def _note_modules(self, first_name: str, holders: Sequence[tuple[PreTrainedModel, list[str]]]) -> None:
+        """Note which module of this rank has the trained copy: for its first name, and for modules of other copies."""
         if not holders:
             return
         trained = _place(holders[0][0], holders[0][1][0]).module
@@ -157,14 +158,14 @@ class StageCopies:
 
     @torch.no_grad()
     def make_equal(self) -> None:
-        """All copies of this rank as the first, which is trained."""
+        """Set all copies of this rank to the values of the first, which is trained."""
         for first, *others in filter(None, self._places):
             for other in others:
                 local_tensor(other.parameter).copy_(local_tensor(first.parameter))
 
     @contextmanager
     def gradients_summed(self, world: World) -> Iterator[None]:
-        """What backward passes inside add to the gradient of any copy is the sum over all copies at the end.
+        """At the end of the `with` block, sum over all copies what backward passes inside added to their gradients.
 
         All ranks of the home enter. A parameter that no stage used keeps no gradient.
         """
@@ -177,8 +178,8 @@ class StageCopies:
                 for other in others:
                     add_gradient(first.parameter, other.parameter.grad)
                     other.parameter.grad = None
-            here = [float(bool(places) and places[0].parameter.grad is not None) for places in self._places]
-            used = world.control.sum_over_ranks(here, "count of gradients that stages share")
+            has_gradient = [float(bool(places) and places[0].parameter.grad is not None) for places in self._places]
+            used = world.control.sum_over_ranks(has_gradient, "count of gradients that stages share")
             for places, holders, count in zip(self._places, self._holders, used, strict=True):
                 if places and count and len(holders) > 1:
                     _sum_over_holders(places[0].parameter, holders, world)

@@ -25,7 +25,7 @@ from longspan.model.parts import parts_of
 from longspan.model.pipeline.copies import StageCopies
 from longspan.model.pipeline.schedules import ScheduledStage, make_schedule
 from longspan.model.pipeline.settings import PipelineSettings
-from longspan.model.pipeline.stages import Stage, StageInput, cut, refuse_dependent_layers, refuse_inexact
+from longspan.model.pipeline.stages import Stage, StageInput, cut_model, refuse_dependent_layers, refuse_inexact
 from longspan.model.seams.attention_record import check_recorded_calls, record_calls
 from longspan.model.seams.call_rules import call_rules
 from longspan.model.sharding import reshard
@@ -44,7 +44,7 @@ def name_as_in_whole(into: nn.Module, models: list[PreTrainedModel], copies: Sta
             node = _child(node, part)
         node.add_module(last, module)
     for model in models:
-        _graft(into, model, _modules_around_layers(model), copies)
+        _add_children(into, model, _modules_around_layers(model), copies)
 
 
 def modules_without_name(stage: Stage, copies: StageCopies) -> list[tuple[str, nn.Module]]:
@@ -60,11 +60,11 @@ def _is_around_copies(module: nn.Module, copies: StageCopies) -> bool:
     return module not in copies.trained and any(inside in copies.trained for inside in module.modules())
 
 
-def _graft(into: nn.Module, source: nn.Module, around: set[nn.Module], copies: StageCopies) -> None:
+def _add_children(into: nn.Module, source: nn.Module, around: set[nn.Module], copies: StageCopies) -> None:
     """Put the children of a stage's module into one of the whole; what an earlier stage of the rank holds stays."""
     for name, child in source.named_children():
         if child in around or _is_around_copies(child, copies):
-            _graft(_child(into, name), child, around, copies)
+            _add_children(_child(into, name), child, around, copies)
         elif not isinstance(child, Absent) and name not in into._modules:
             into.add_module(name, copies.trained.get(child, child))
 
@@ -147,7 +147,7 @@ class PipelineModel(nn.Module):
                 yield f"{prefix}{'.' if prefix else ''}{name}", module
 
     def train(self, mode: bool = True) -> "PipelineModel":
-        """Training or evaluation mode of all stages."""
+        """Set the training or evaluation mode of all stages."""
         for stage in self.stages:
             stage.train(mode)
         super().train(mode)
@@ -159,7 +159,7 @@ class PipelineModel(nn.Module):
         return any(stage.first or stage.last for stage in self.stages)
 
     def run(self, inputs: Sequence[StageInput], *, backward: bool) -> None:
-        """One step: every micro-batch through every stage, and back with `backward`, which adds to `.grad`.
+        """Run one step: every micro-batch through every stage, and back with `backward`, which adds to `.grad`.
 
         All ranks enter with the same number of inputs, and the stages of a slot with the same rows. Without `backward`
         parameters are resharded at the end: torch's schedules of single stages leave them gathered. Raises CommError
@@ -170,7 +170,7 @@ class PipelineModel(nn.Module):
         world = world_of(self._world_key)
         self.copies.make_equal()
         with self.copies.gradients_summed(world) if backward else nullcontext():
-            step, stages = self._schedule(len(inputs), backward, world)
+            step, stages = self._make_schedule(len(inputs), backward, world)
             for stage_input in inputs:
                 stage_input.keywords = call_rules(self).with_kernel(stage_input.keywords)
             for stage in stages:
@@ -188,7 +188,7 @@ class PipelineModel(nn.Module):
             self._check_pass(inputs[0].shard, world)
 
     def _check_pass(self, shard: SequenceShard, world: World) -> None:
-        """Every rank learns of layers of any stage that do not reach attention."""
+        """Raise ModelError on every rank if layers of any stage do not reach attention."""
         refusal = None
         try:
             check_recorded_calls([stage.model for stage in self.stages], shard)
@@ -199,7 +199,8 @@ class PipelineModel(nn.Module):
             raise ModelError(refusal)
         self.probed = True
 
-    def _schedule(self, micro_batches: int, backward: bool, world: World) -> _Schedule:
+    def _make_schedule(self, micro_batches: int, backward: bool, world: World) -> _Schedule:
+        """The schedule for so many micro-batches with its stages, made once."""
         key = (micro_batches, backward)
         if key not in self._schedules:
             hidden, parts = self.config.get_text_config().hidden_size, call_rules(self).row_multiple
@@ -230,6 +231,7 @@ class PipelineModel(nn.Module):
         return CausalLMOutput(logits=self._send_to_all_stages(logits, shard))
 
     def _send_to_all_stages(self, made: list[Tensor], shard: SequenceShard) -> Tensor:
+        """Send the logits of the last stage to all others; returns them on every stage."""
         pipeline = world_of(self._world_key).channels.pipeline
         holder = self.pipeline_settings.loss_place
         if pipeline.index == holder:
@@ -251,7 +253,7 @@ def cut_into_stages(model: PreTrainedModel, world: World, pipeline_settings: Pip
     layers = layers_of_stages(len(getattr(decoder_of(model), parts.layers)), pipeline_settings.stages)
     refuse_inexact(model, parts)
     refuse_dependent_layers(model, parts, layers)
-    return cut(model, parts, layers, pipeline_settings.stages_at(world.coordinates.pp))
+    return cut_model(model, parts, layers, pipeline_settings.stages_at(world.coordinates.pp))
 
 
 def _run_watched(step: Callable[[], None], world: World) -> None:
@@ -261,14 +263,14 @@ def _run_watched(step: Callable[[], None], world: World) -> None:
         try:
             step()
         except RuntimeError as error:
-            failure = _origin(error)
+            failure = _original_error(error)
             if failure is None or is_backend_error(failure):
                 raise (failure or error) from error
     if failure is not None:
         raise failure
 
 
-def _origin(error: BaseException) -> BaseException | None:
+def _original_error(error: BaseException) -> BaseException | None:
     """What torch wrapped into this error of a stage's forward or backward pass; None if nothing is wrapped."""
     origin = error.__cause__
     while origin is not None and origin.__cause__ is not None and "stage" in str(origin).lower():

@@ -69,14 +69,14 @@ class ScheduledStage(PipelineStage):
         return torch.empty(1, rows, self._row.shape[2], dtype=self._row.dtype, device=self.device)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
-        """As torch's, into a buffer of this micro-batch's rows."""
+        """Do as torch's method does, with a buffer of this micro-batch's rows."""
         if not self.is_first:
             (info,) = self.args_recv_info[fwd_chunk_id]
             info.buffer = self._buffer(fwd_chunk_id)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
-        """As torch's, into a buffer of this micro-batch's rows."""
+        """Do as torch's method does, with a buffer of this micro-batch's rows."""
         if self.has_backward and not self.is_last:
             (info,) = self.grad_recv_info[bwd_chunk_id]
             info.buffer = self._buffer(bwd_chunk_id)
@@ -85,7 +85,7 @@ class ScheduledStage(PipelineStage):
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: dict[str, Any] | None = None, *flags: Any, **options: Any
     ) -> Any:
-        """As torch's, with this micro-batch's ids and arguments."""
+        """Do as torch's method does, with this micro-batch's ids and arguments."""
         stage_input = self.inputs[fwd_chunk_id]
         if not self.is_first:
             with self._world.watch.during(
@@ -114,14 +114,14 @@ class ScheduledStage(PipelineStage):
             )
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
-        """As torch's; without a backward pass nothing of the micro-batch is kept."""
+        """Do as torch's method does; without a backward pass nothing of the micro-batch is kept."""
         ops = super().get_fwd_send_ops(fwd_chunk_id)
         if not self.has_backward:
             self.fwd_cache.pop(fwd_chunk_id)
         return ops
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """As torch's; what was received for the micro-batch is freed."""
+        """Do as torch's method does, and free what was received for the micro-batch."""
         self._leaves = self.inputs[bwd_chunk_id].shard.derived.leaves
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if self.has_backward:
@@ -130,7 +130,7 @@ class ScheduledStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """As torch's, except that a backward pass in two parts is `split_backward`'s; FSDP2 reduces after both."""
+        """Do as torch's method does, but `split_backward` makes a pass in two parts; FSDP2 reduces after both."""
         if backward_type == "full":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
         if isinstance(self.submod, FSDPModule):
@@ -146,26 +146,26 @@ class ScheduledStage(PipelineStage):
             return (), None
         (output,), (x,) = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
         gradients = bwd_kwargs["output_grads"]
-        weights = (*self.submod.parameters(), *self._leaves)  # rows of images are known as weights are: by their edges
+        weights = (*self.submod.parameters(), *self._leaves)  # gradients of images' rows are found as those of weights
         of_input, pending = backward_to_input(output, gradients and gradients[0], x, weights)
         return (of_input,), pending
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        """As torch's, and nothing in evaluation, where torch's V schedules fail."""
+        """Do as torch's method does, and nothing in evaluation, where torch's V schedules fail."""
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """As torch's, and nothing in evaluation."""
+        """Do as torch's method does, and nothing in evaluation."""
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """As torch's, and nothing in evaluation, where there is no gradient."""
+        """Do as torch's method does, and nothing in evaluation, where there is no gradient."""
         if self.has_backward:
             super().perform_reduce_grad(grad_scale_factor)
 
     def close(self) -> None:
-        """Keep nothing of a step: a schedule of another number of micro-batches may come next."""
+        """Drop all that belongs to a step: a schedule of another number of micro-batches may come next."""
         self.clear_runtime_states()
         self.backward_state.clear()
         self.bwd_cache.clear()
@@ -180,9 +180,9 @@ class ScheduledStage(PipelineStage):
                 info.buffer = self._freed
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Nothing: torch 2.13 drops all gradients of FSDP2's parameters when a schedule first runs, earlier steps' too.
+        """Do nothing: torch 2.13 would drop all gradients of FSDP2's parameters when a schedule first runs.
 
-        It does so for a pass that infers shapes, which static templates spare us.
+        Those of earlier steps would go too. It does so for a pass that infers shapes, which static templates spare us.
         """
 
     def _validate_fwd_input(self, *_: Any) -> None:
@@ -199,12 +199,12 @@ class ScheduledStage(PipelineStage):
 def make_schedule(
     pipeline_settings: PipelineSettings, stages: Sequence[ScheduledStage], micro_batches: int, *, backward: bool
 ) -> Callable[[], None]:
-    """One step over `micro_batches` micro-batches: call it once the stages have their inputs.
+    """Make the schedule of one step over `micro_batches` micro-batches; call it once the stages have their inputs.
 
     Few micro-batches for 1F1B, and evaluation, run all forward passes first: there 1F1B would do the same.
     """
     settings: dict[str, Any] = {"loss_fn": _loss_as_made if backward else None, "scale_grads": False}
-    kind = _kind(pipeline_settings, micro_batches, backward=backward)
+    kind = _schedule_class(pipeline_settings, micro_batches, backward=backward)
     of_one_stage = kind in (Schedule1F1B, ScheduleGPipe)
     schedule = kind(stages[0] if of_one_stage else list(stages), micro_batches, **settings)
 
@@ -214,7 +214,7 @@ def make_schedule(
     return step
 
 
-def _kind(pipeline_settings: PipelineSettings, micro_batches: int, *, backward: bool) -> Any:
+def _schedule_class(pipeline_settings: PipelineSettings, micro_batches: int, *, backward: bool) -> Any:
     """torch's class for this schedule."""
     if pipeline_settings.is_folded:
         return ScheduleZBVZeroBubble

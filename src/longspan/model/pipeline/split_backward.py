@@ -43,7 +43,7 @@ def backward_to_input(
     `weights` are leaves, parameters and others. `gradient` is that of the output, None for a loss.
     """
     edge = get_gradient_edge(output)
-    pending = PendingWeights(edge, _groups(edge.node, get_gradient_edge(x).node, weights), {})
+    pending = PendingWeights(edge, _group_weights(edge.node, get_gradient_edge(x).node, weights), {})
     nodes = frozenset[Node]().union(*pending.groups)
     handles = [node.register_prehook(partial(setitem, pending.gradients, node)) for node in nodes]
     try:
@@ -77,8 +77,8 @@ def _add_gradients(gradients: dict[Node, tuple[Tensor | None, ...]], weights: li
     """
     edges = {
         GradientEdge(node, i): gradient
-        for node, passed in gradients.items()
-        for i, gradient in enumerate(passed)
+        for node, gradient_of_node in gradients.items()
+        for i, gradient in enumerate(gradient_of_node)
         if gradient is not None
     }
     if not edges:
@@ -92,9 +92,9 @@ def _add_gradients(gradients: dict[Node, tuple[Tensor | None, ...]], weights: li
         add_gradient(weight, gradient)
 
 
-def _groups(output: Node, x: Node, weights: Iterable[Tensor]) -> dict[frozenset[Node], list[Tensor]]:
+def _group_weights(output: Node, x: Node, weights: Iterable[Tensor]) -> dict[frozenset[Node], list[Tensor]]:
     """The weights that the output depends on, by the nodes where their paths to it first meet those of the input."""
-    users = _users(output)
+    users = _users_of_nodes(output)
     of_input = _dependents(x, users)
     groups: dict[frozenset[Node], list[Tensor]] = {}
     for weight in weights:
@@ -103,29 +103,29 @@ def _groups(output: Node, x: Node, weights: Iterable[Tensor]) -> dict[frozenset[
     return groups
 
 
-def _users(output: Node) -> dict[Node, list[Node]]:
+def _users_of_nodes(output: Node) -> dict[Node, list[Node]]:
     """For every node that the output depends on, the nodes that use its result: the graph turned around."""
     users: dict[Node, list[Node]] = {output: []}
-    pending = [output]
-    while pending:
-        node = pending.pop()
+    to_visit = [output]
+    while to_visit:
+        node = to_visit.pop()
         for below, _ in node.next_functions:
             if below is None:
                 continue
             if below not in users:
                 users[below] = []
-                pending.append(below)
+                to_visit.append(below)
             users[below].append(node)
     return users
 
 
 def _dependents(start: Node, users: dict[Node, list[Node]], ends: Set[Node] = frozenset()) -> set[Node]:
     """The nodes that depend on `start`, itself among them; none beyond those of `ends`."""
-    dependents, pending = {start}, [start]
-    while pending:
-        node = pending.pop()
+    dependents, to_visit = {start}, [start]
+    while to_visit:
+        node = to_visit.pop()
         following = () if node in ends else users.get(node, ())
-        new = [user for user in following if user not in dependents]
-        dependents.update(new)
-        pending += new
+        new_nodes = [user for user in following if user not in dependents]
+        dependents.update(new_nodes)
+        to_visit += new_nodes
     return dependents

@@ -46,9 +46,9 @@ def embedding_argument(calls: Sequence[PartCall], layers: str) -> int | str | No
 
     Also None if another part gets it, or if layers get other earlier hidden states or no keyword arguments.
     """
-    more = [call for call in calls if call.reads_more]
-    of_layers = all(call.part.startswith(f"{layers}.") and "shard" in call.keywords for call in more)
-    arguments = {call.first_again for call in more}
+    readers = [call for call in calls if call.reads_more]
+    of_layers = all(call.part.startswith(f"{layers}.") and "shard" in call.keywords for call in readers)
+    arguments = {call.first_again for call in readers}
     return arguments.pop() if of_layers and len(arguments) == 1 else None
 
 
@@ -150,7 +150,7 @@ def refuse_inexact(model: PreTrainedModel, parts: ModelParts) -> None:
     """
     _refuse_set_forwards(model)
     calls, unchanged = trace_parts(model, parts, shard=Probe())
-    name, order, called = type(model).__name__, _order(model, parts), [call.part for call in calls]
+    name, order, called = type(model).__name__, _parts_in_order(model, parts), [call.part for call in calls]
     if wrong := [part for part in order if called.count(part) != 1]:
         raise ModelError(
             f"{name} calls {wrong[0]} {called.count(wrong[0])} times in a forward pass from hidden states; pipeline "
@@ -158,10 +158,10 @@ def refuse_inexact(model: PreTrainedModel, parts: ModelParts) -> None:
         )
     if called != order:
         raise ModelError(f"{name} calls {', '.join(called)}; pipeline stages call {', '.join(order)}: use pp 1")
-    more = [call.part for call in calls if call.reads_more]
-    if more and embedding_argument(calls, parts.layers) is None:
+    behind = [call.part for call in calls if call.reads_more]
+    if behind and embedding_argument(calls, parts.layers) is None:
         raise ModelError(
-            f"{name} gives {more[0]} hidden states from before the part ahead of it, which a pipeline stage does not "
+            f"{name} gives {behind[0]} hidden states from before the part ahead of it, which a pipeline stage does not "
             "have: use pp 1"
         )
     if not unchanged:
@@ -172,7 +172,7 @@ def refuse_inexact(model: PreTrainedModel, parts: ModelParts) -> None:
 
 
 def _refuse_set_forwards(model: PreTrainedModel) -> None:
-    """A stage is a copy of the model and of the base model inside it, whose forward would be the original's."""
+    """Refuse forwards set on the model or its base model: a stage copies both, and would call the originals."""
     path = text_name(model).split(".")
     around = [".".join(path[: i + 1]) for i in range(len(path))]
     if names := set_on_instances((name, model.get_submodule(name)) for name in around):
@@ -202,12 +202,12 @@ def refuse_dependent_layers(model: PreTrainedModel, parts: ModelParts, layers: S
             ) from error
 
 
-def _order(model: PreTrainedModel, parts: ModelParts) -> list[str]:
+def _parts_in_order(model: PreTrainedModel, parts: ModelParts) -> list[str]:
     """The parts that hidden states go through, in order: not the embedding, which token ids go through."""
     base = decoder_of(model)
-    before = [part for part in parts.before if getattr(base, part) is not model.get_input_embeddings()]
+    parts_before = [part for part in parts.before if getattr(base, part) is not model.get_input_embeddings()]
     layers = [f"{parts.layers}.{i}" for i in range(len(getattr(base, parts.layers)))]
-    return [*before, *layers, *parts.after]
+    return [*parts_before, *layers, *parts.after]
 
 
 def stage_models(model: PreTrainedModel, parts: ModelParts, layers: Sequence[range]) -> list[PreTrainedModel]:
@@ -216,7 +216,9 @@ def stage_models(model: PreTrainedModel, parts: ModelParts, layers: Sequence[ran
     return [shallow_copy(model, parts, indices, first=i == 0, last=i == last) for i, indices in enumerate(layers)]
 
 
-def cut(model: PreTrainedModel, parts: ModelParts, layers: Sequence[range], mine: Sequence[int]) -> tuple[Stage, ...]:
+def cut_model(
+    model: PreTrainedModel, parts: ModelParts, layers: Sequence[range], mine: Sequence[int]
+) -> tuple[Stage, ...]:
     """This rank's stages of a model, whose other modules are freed: afterwards the model itself is of no use.
 
     Each has its own copy of a parameter that several stages have. Raises ModelError, before anything is changed, for
@@ -231,8 +233,8 @@ def cut(model: PreTrainedModel, parts: ModelParts, layers: Sequence[range], mine
     for layer in [getattr(decoder_of(stage.model), parts.layers)[i] for stage in stages for i in stage.layers]:
         if argument is not None:
             take_or_give_embedding(layer, argument)
-    here = {id(parameter) for stage in stages for parameter in stage.parameters()}
+    ids_here = {id(parameter) for stage in stages for parameter in stage.parameters()}
     for parameter in model.parameters():
-        if id(parameter) not in here:
+        if id(parameter) not in ids_here:
             parameter.data = parameter.data.new_empty(0)
     return stages

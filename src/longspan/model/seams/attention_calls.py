@@ -48,7 +48,7 @@ def is_llama4_temperature(module: nn.Module) -> bool:
 
 
 def scale_queries(module: Any, query: Tensor, position_ids: Tensor) -> Tensor:
-    """Scale the queries (1, N, T, H) of an attention module by positions (T,), if it does that."""
+    """Scale queries (1, N, T, H) by positions (T,), if their attention module has a temperature."""
     if not getattr(module, _BY_POSITION, False):
         return query
     steps = torch.floor((position_ids.float() + 1.0) / module.floor_scale)
@@ -157,6 +157,7 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def _refuse_arguments(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Raise ModelError for an argument of the stock model that means nothing over a sharded sequence."""
     architecture = architecture_name(model)
     reasons = {
         "labels": "labels would be shifted across rows that are not neighbours; use longspan.run_step",
@@ -195,9 +196,9 @@ def _as_one_row(name: str, x: Tensor, shard: SequenceShard) -> Tensor:
     if name == "position_ids" and x.ndim == 3 and x.shape[0] in PARTS_OF_POSITIONS and x.shape[1] == 1:
         _as_one_row(name, x[0], shard)
         return x
-    plain = 2 if name == "inputs_embeds" else 1
-    x = x.unsqueeze(0) if x.ndim == plain else x
-    if x.ndim != plain + 1 or x.shape[0] != 1:
+    plain_dims = 2 if name == "inputs_embeds" else 1
+    x = x.unsqueeze(0) if x.ndim == plain_dims else x
+    if x.ndim != plain_dims + 1 or x.shape[0] != 1:
         raise ModelError(f"{name} has shape {tuple(x.shape)}; a shard is one packed row: use (1, {shard.local_rows})")
     if x.shape[1] != shard.local_rows:
         raise ModelError(f"{name} has {x.shape[1]} rows, the shard holds {shard.local_rows}; use shard.scatter(x)")

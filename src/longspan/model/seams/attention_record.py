@@ -77,11 +77,12 @@ def check_recorded_calls(models: Sequence[PreTrainedModel], shard: SequenceShard
 def check_calls(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None:
     """Raise ModelError, naming the modules, if the attention calls of a pass show that the model is not exact."""
     mixers = {id(mixer) for mixer in find_mixers(model).values()}  # these find the shard, or fail
-    _refuse_bypass(model, mixers | {id(call.module) for call in calls})
+    _refuse_bypassing_layers(model, mixers | {id(call.module) for call in calls})
     _refuse_features(model, calls)
 
 
-def _refuse_bypass(model: PreTrainedModel, reached: set[int]) -> None:
+def _refuse_bypassing_layers(model: PreTrainedModel, reached: set[int]) -> None:
+    """Raise ModelError, naming them, for layers in which an attention module does not reach our attention."""
     bypassing: list[str] = []
     types = getattr(model.config.get_text_config(), "layer_types", None) or []
     for index, (name, layer) in enumerate(decoder_layers(model).items()):
@@ -112,22 +113,23 @@ def _reaches(module: nn.Module, reached: set[int]) -> bool:
 
 
 def _refuse_features(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None:
+    """Raise ModelError, naming the layer, for a call of attention that `attend` cannot do exactly."""
     names = {id(module): name for name, module in model.named_modules()}
     config = model.config.get_text_config()
     types = getattr(config, "layer_types", None) or []
     for call in calls:
-        where = f"{architecture(model)}: {names[id(call.module)]}"
+        layer_name = f"{architecture(model)}: {names[id(call.module)]}"
         layer = getattr(call.module, "layer_idx", None)
         if not call.causal:
-            raise ModelError(f"{where} is not causal; only causal decoders are supported")
+            raise ModelError(f"{layer_name} is not causal; only causal decoders are supported")
         if call.unknown:
-            raise ModelError(f"{where} passes {', '.join(call.unknown)} to attention, which attend does not take")
+            raise ModelError(f"{layer_name} passes {', '.join(call.unknown)} to attention, which attend does not take")
         if layer is None or not 0 <= layer < config.num_hidden_layers:
-            raise ModelError(f"{where} has layer_idx {layer!r}; attend needs the global layer index")
+            raise ModelError(f"{layer_name} has layer_idx {layer!r}; attend needs the global layer index")
         if call.window is None and types and types[layer] == "sliding_attention":
-            raise ModelError(f"{where} is a sliding_attention layer but passes no sliding_window to attention")
+            raise ModelError(f"{layer_name} is a sliding_attention layer but passes no sliding_window to attention")
         if call.chunk is None and types and types[layer] == "chunked_attention":
-            raise ModelError(f"{where} is a chunked_attention layer, and its config has no attention_chunk_size")
+            raise ModelError(f"{layer_name} is a chunked_attention layer, and its config has no attention_chunk_size")
     softcap = getattr(config, "attn_logit_softcapping", None)
     if softcap and any(call.softcap is None for call in calls):
         raise ModelError(f"{architecture(model)}: attn_logit_softcapping is {softcap} but does not reach attention")

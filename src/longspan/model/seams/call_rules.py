@@ -153,24 +153,24 @@ def refuse_randomness(model: nn.Module, *, training: bool = True) -> None:
     always = rules.draws_in_evaluation
     if draws := ", ".join(rules.random_draws if training else always):
         config = getattr(model, "config", None)
-        when, rest = (" and in evaluation", "") if always else ("", ", and evaluation draws nothing")
-        remedy = _remedy(config, draws, always=bool(always))
+        when, exception = (" and in evaluation", "") if always else ("", ", and evaluation draws nothing")
+        remedy = _remedy_text(config, draws, always=bool(always))
         raise ModelError(
             f"{rules.architecture} draws at random outside attention in training{when}: {draws}. Each rank would draw "
             f"for its own rows, so that the loss would depend on the layout; {remedy}. Attention "
-            f"dropout may stay{rest}"
+            f"dropout may stay{exception}"
         )
 
 
-def _remedy(config: Any, draws: str, *, always: bool) -> str:
+def _remedy_text(config: Any, draws: str, *, always: bool) -> str:
     samples = any(f"{function} " in draws for function in _SAMPLE)
-    if samples or not (keys := _keys(config)):
-        rest = "" if always else ": it can be evaluated alone"
-        return f"it does so by its code, and no key of its configuration is known to end that{rest}"
+    if samples or not (keys := _random_keys(config)):
+        exception = "" if always else ": it can be evaluated alone"
+        return f"it does so by its code, and no key of its configuration is known to end that{exception}"
     return f"before the model is built, set {keys} to 0.0 in its configuration (config.json)"
 
 
-def _keys(config: Any) -> str:
+def _random_keys(config: Any) -> str:
     """The keys of a configuration for dropout and noise outside attention, with their values."""
     values = {} if config is None else config.get_text_config().to_dict()
     words = ("drop", "jitter", "noise")

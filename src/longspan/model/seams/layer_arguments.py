@@ -84,8 +84,8 @@ def router_of_layer() -> Any:
 def keep_layer_arguments(model: PreTrainedModel) -> None:
     """From here on, attention in decoder layers can look up what its layer, or the model, was called with."""
     for layer in (model, *decoder_layers(model).values(), *mtp_blocks(model).values()):
-        layer.register_forward_pre_hook(_enter, with_kwargs=True)
-        layer.register_forward_hook(_leave, always_call=True)
+        layer.register_forward_pre_hook(_note_arguments, with_kwargs=True)
+        layer.register_forward_hook(_forget_arguments, always_call=True)
 
 
 def within_layer(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,14 +101,14 @@ def within_layer(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def _note_around(run: Callable[..., Any], keywords: Mapping[str, Any]) -> Callable[..., Any]:
     def run_and_note(*args: Any) -> Any:
-        with _arguments(keywords):
+        with _keywords_noted(keywords):
             return run(*args)
 
     return run_and_note
 
 
 @contextmanager
-def _arguments(keywords: Mapping[str, Any]) -> Iterator[None]:
+def _keywords_noted(keywords: Mapping[str, Any]) -> Iterator[None]:
     kernel, router = keywords.get("attention_kernel"), keywords.get("router")
     token = _running.set(_Running(None, keywords["shard"], kernel, router, None))
     try:
@@ -117,7 +117,7 @@ def _arguments(keywords: Mapping[str, Any]) -> Iterator[None]:
         _running.reset(token)
 
 
-def _enter(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _note_arguments(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     outer = _running.get()
     shard, kernel, router = (kwargs.get(name) for name in ("shard", "attention_kernel", "router"))
     if shard is None and outer is not None:  # the model keeps keyword arguments from its layers
@@ -125,8 +125,8 @@ def _enter(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     _running.set(_Running(layer, shard, kernel, router, outer))
 
 
-def _leave(layer: nn.Module, *_: Any) -> None:
-    """Also after an error, of an earlier hook perhaps, so that this layer's own is not there."""
+def _forget_arguments(layer: nn.Module, *_: Any) -> None:
+    """Forget what a layer was called with. It runs after errors too, perhaps before the layer noted its arguments."""
     running = _running.get()
     if running is not None and running.layer is layer:
         _running.set(running.outer)

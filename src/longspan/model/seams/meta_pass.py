@@ -72,9 +72,9 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for now, before, contents in attributes:
-            now.clear()
-            now.update(before)
+        for current, saved, contents in attributes:
+            current.clear()
+            current.update(saved)
             for container, content in contents:
                 _refill(container, content)
 

@@ -180,12 +180,12 @@ def _mamba2(
     if z is not None:
         raise ModelError("a Mamba 2 layer gives its gate to the scan (z), which no known layer does")
     ops = find_ops(shard, len(x), x.shape[1])
-    wide = state_dtype(x.dtype)
+    wide_dtype = state_dtype(x.dtype)
     v, step, k, q = (t.squeeze(0) for t in (x, dt, B, C))
-    step = step.to(wide) if dt_bias is None else step.to(wide) + dt_bias
+    step = step.to(wide_dtype) if dt_bias is None else step.to(wide_dtype) + dt_bias
     step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
     half = scan_kernel(v, k.shape[-1], delta=False, kernel_names=ops.kernels).half
-    values = (v * step.unsqueeze(-1)).to(v.dtype if half else wide)
+    values = (v * step.unsqueeze(-1)).to(v.dtype if half else wide_dtype)
     out = ops.scan(q, k, values, (step * A).unsqueeze(-1), None, 1.0)
     out = out if D is None else out + D.unsqueeze(-1) * v
     return out.to(x.dtype).unsqueeze(0)

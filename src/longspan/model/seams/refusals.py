@@ -98,8 +98,8 @@ def refuse_shared_layers(
     prefixes = [f"{layer}." for layer in layers]
     for name, parameter in model.named_parameters(remove_duplicate=False):
         layer = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
-        first, there = owner.setdefault(id(parameter), (name, layer))
-        if there != layer and not (layer and there and id(parameter) in together):
+        first, owner_layer = owner.setdefault(id(parameter), (name, layer))
+        if owner_layer != layer and not (layer and owner_layer and id(parameter) in together):
             raise ModelError(
                 f"{type(model).__name__}: {name} is {first}, and layers that share parameters are not sharded or split "
                 "over rows; use shard_parameters=False and sequence_parallel=False, or give each layer its own"

@@ -19,7 +19,7 @@ class SeparateRows(SequenceShard):
 
     @classmethod
     def of(cls, shard: SequenceShard) -> "SeparateRows":
-        """The same rows, positions and documents."""
+        """A shard with the rows, positions and documents of this one, whose rows do not meet."""
         rows = object.__new__(cls)
         rows._set(**{name: getattr(shard, name) for name in SequenceShard.__slots__})
         return rows
@@ -31,9 +31,9 @@ def attend_separately(query: Tensor, key: Tensor, value: Tensor, scaling: float 
     A row's value is weighted by the direction and the length of its query and key, in numbers near 1 whatever they are,
     so that rounding is not made larger.
     """
-    groups, wide = query.shape[1] // key.shape[1], torch.promote_types(query.dtype, torch.float32)
+    groups, wide_dtype = query.shape[1] // key.shape[1], torch.promote_types(query.dtype, torch.float32)
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    q, k = query.to(wide), key.to(wide)
+    q, k = query.to(wide_dtype), key.to(wide_dtype)
     lengths = q.norm(dim=-1, keepdim=True) * k.norm(dim=-1, keepdim=True)  # (1, N, T, 1)
     cosine = (q * k).sum(-1, keepdim=True) / lengths.clamp(min=1e-30)
     size = lengths * (scaling or 1.0)

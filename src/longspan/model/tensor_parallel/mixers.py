@@ -44,7 +44,7 @@ def refuse_unknown_norm(name: str, norm: Any) -> None:
     x, gate, weight = torch.randn(3, 1, 2, features, dtype=torch.float64, generator=generator).unbind()
     try:
         theirs = functional_call(norm, {"weight": weight[0, 0]}, (x, gate))
-        ours = _gated(norm, x, gate, weight[0, 0], partial(_means_here, groups=groups))
+        ours = _gated_norm(norm, x, gate, weight[0, 0], partial(_means_here, groups=groups))
         equal = torch.allclose(theirs, ours, rtol=1e-4, atol=1e-5)
     except Exception:  # whatever a norm raises that takes other arguments
         equal = False
@@ -66,19 +66,20 @@ def norm_over_ranks(norm: Any, world: World) -> None:
     if groups % tp:
         size, features = total // groups, total // tp
         first = world.coordinates.tp * features
-        here = range(first // size, (first + features - 1) // size + 1)
-        sizes = [min((g + 1) * size, first + features) - max(g * size, first) for g in here]
-        means = partial(_means_over_ranks, groups=here, sizes=sizes, count=groups, key=key)
+        groups_here = range(first // size, (first + features - 1) // size + 1)
+        sizes = [min((g + 1) * size, first + features) - max(g * size, first) for g in groups_here]
+        means = partial(_means_over_ranks, groups=groups_here, sizes=sizes, count=groups, key=key)
 
     def forward(hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        return _gated(norm, hidden_states, gate, norm.weight, means)
+        return _gated_norm(norm, hidden_states, gate, norm.weight, means)
 
     norm.forward = forward
 
 
-def _gated(norm: Any, x: Tensor, gate: Tensor | None, weight: Tensor, means: Means) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    y, gates = x.to(wide), None if gate is None else F.silu(gate.to(wide))
+def _gated_norm(norm: Any, x: Tensor, gate: Tensor | None, weight: Tensor, means: Means) -> Tensor:
+    """Norm rows by these means, multiplied by SiLU of the gate before or after, as the norm's own forward does."""
+    wide_dtype = torch.promote_types(x.dtype, torch.float32)
+    y, gates = x.to(wide_dtype), None if gate is None else F.silu(gate.to(wide_dtype))
     gate_first = not getattr(norm, "norm_before_gate", False)
     if gates is not None and gate_first:
         y = y * gates
@@ -98,8 +99,8 @@ def _means_over_ranks(y: Tensor, groups: range, sizes: list[int], count: int, ke
     sums = torch.stack([part.square().sum(-1) for part in y.split(sizes, -1)], -1)  # (…, groups here)
     sums = F.pad(sums, (groups.start, count - groups.stop))
     means = tp_copy(tp_sum(sums, key), key) / (y.shape[-1] * tp_place(key)[1] // count)
-    here = means[..., groups.start : groups.stop].split(1, -1)
-    return torch.cat([mean.expand(*mean.shape[:-1], size) for mean, size in zip(here, sizes, strict=True)], -1)
+    means_here = means[..., groups.start : groups.stop].split(1, -1)
+    return torch.cat([mean.expand(*mean.shape[:-1], size) for mean, size in zip(means_here, sizes, strict=True)], -1)
 
 
 Views = dict[nn.Module, dict[str, View]]
@@ -122,14 +123,14 @@ def split_mixer(name: str, mixer: nn.Module, world: World, *, sequence_parallel:
     if norm := _norm_over_features(mixer, parts):
         norm_over_ranks(norm, world)
     views: Views = {}
-    for owner, attribute, view in _views(mixer, parts, world):
+    for owner, attribute, view in _views_of_parts(mixer, parts, world):
         views.setdefault(owner, {})[attribute] = view
     output: Any = mixer.get_submodule(parts.output)
     if is_adapted(output):
         split_adapted(output, ROWWISE, world, sequence_parallel=sequence_parallel)
     else:
         rowwise(output, world, sequence_parallel=sequence_parallel)
-    _show(mixer, views)
+    _show_views(mixer, views)
 
 
 def _norm_over_features(mixer: nn.Module, parts: MixerParts) -> nn.Module | None:
@@ -138,32 +139,33 @@ def _norm_over_features(mixer: nn.Module, parts: MixerParts) -> nn.Module | None
     return norm if "norm" in parts.rows and getattr(norm, "weight", None) is not None else None
 
 
-def _views(mixer: nn.Module, parts: MixerParts, world: World) -> Iterator[tuple[nn.Module, str, View]]:
-    whole: View = partial(tp_copy_parameter, world_key=world.key)
+def _views_of_parts(mixer: nn.Module, parts: MixerParts, world: World) -> Iterator[tuple[nn.Module, str, View]]:
+    """Yield (module, attribute, view): the function from a mixer's attribute to what this rank's forward sees."""
+    copied: View = partial(tp_copy_parameter, world_key=world.key)
     for name, value in parts.attributes.items():
         owner, _, attribute = name.rpartition(".")
         yield mixer.get_submodule(owner), attribute, partial(_constant, value)
     for place, rows in parts.rows.items():
         for name, owner, attribute in tensors_at(mixer, place):
-            yield owner, attribute, whole if reads_inputs(name) else rows_here(owner, attribute, rows, world)
+            yield owner, attribute, copied if reads_inputs(name) else rows_here(owner, attribute, rows, world)
     for place in parts.whole:
         for _, owner, attribute in tensors_at(mixer, place):
-            yield owner, attribute, whole
+            yield owner, attribute, copied
 
 
 def _constant(value: int, _: object) -> Any:
     return value
 
 
-def _show(mixer: nn.Module, views: Mapping[nn.Module, Mapping[str, View]]) -> None:
+def _show_views(mixer: nn.Module, views: Mapping[nn.Module, Mapping[str, View]]) -> None:
     """Have the mixer's forward see attributes, its own and of modules inside it, as these views."""
     inner: Any = mixer.forward
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
-            for owner, shown in views.items():
-                values = {name: view(getattr(owner, name)) for name, view in shown.items() if hasattr(owner, name)}
+            for owner, attributes in views.items():
+                values = {name: view(getattr(owner, name)) for name, view in attributes.items() if hasattr(owner, name)}
                 stack.enter_context(replace_attributes(owner, values))
             return inner(*args, **kwargs)
 

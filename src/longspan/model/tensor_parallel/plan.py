@@ -55,7 +55,7 @@ def list_styles(model: PreTrainedModel) -> list[StyledModule]:
     Raises ModelError for a model without a plan, and for a style that is not known, naming both.
     """
     plan = {re.compile(re.escape(k).replace(r"\*", r"\d+")): style for k, style in tensor_parallel_plan(model).items()}
-    placed = list(_find(model, plan))
+    placed = list(_find_styled(model, plan))
     if unknown := sorted({f"{p.style!r} of {p.name}" for p in placed if p.style not in KNOWN}):
         raise ModelError(
             f"{type(model).__name__}: tensor-parallel style {unknown[0]} is not supported "
@@ -84,7 +84,8 @@ def experts_of(layer: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in layer.named_modules() if name.rpartition(".")[2] == "experts"}
 
 
-def _find(model: PreTrainedModel, plan: Mapping[re.Pattern[str], str]) -> Iterator[StyledModule]:
+def _find_styled(model: PreTrainedModel, plan: Mapping[re.Pattern[str], str]) -> Iterator[StyledModule]:
+    """Yield what the plan gives a style, and mixers; nothing inside experts or mixers."""
     mixers = find_mixers(model)
     inside = tuple(f"{name}." for name in mixers)
     for name, module in model.named_modules():
@@ -106,22 +107,23 @@ def _style(plan: Mapping[re.Pattern[str], str], name: str) -> str | None:
     return None if style in _WITHOUT_EFFECT else style
 
 
-def check_sizes(model: PreTrainedModel, placed: list[StyledModule], tp: int) -> None:
+def check_tp_sizes(model: PreTrainedModel, placed: list[StyledModule], tp: int) -> None:
     """Raise ModelError, with the sizes that would fit, where tp does not divide heads or intermediate sizes."""
-    sizes = _sizes(model, placed)
+    sizes = _sizes_to_divide(model, placed)
     wrong = {count: size for count, size in sizes.items() if size % tp}
     if not wrong:
         return
     common = math.gcd(*sizes.values())
-    fit = [str(d) for d in range(1, common + 1) if common % d == 0]
+    fitting = [str(d) for d in range(1, common + 1) if common % d == 0]
     raise ModelError(
         f"tp {tp} does not divide {' and '.join(f'{size} ({count})' for count, size in wrong.items())} of "
-        f"{type(model).__name__}; use tp {', '.join(fit[:-1]) + ' or ' if len(fit) > 1 else ''}{fit[-1]}"
+        f"{type(model).__name__}; use tp {', '.join(fitting[:-1]) + ' or ' if len(fitting) > 1 else ''}{fitting[-1]}"
     )
 
 
-def _sizes(model: PreTrainedModel, placed: list[StyledModule]) -> dict[str, int]:
-    sizes = dict(_heads(model.config.get_text_config()))
+def _sizes_to_divide(model: PreTrainedModel, placed: list[StyledModule]) -> dict[str, int]:
+    """The numbers that tp must divide, by words for messages: heads, features, and parameters' own."""
+    sizes = dict(_head_counts(model.config.get_text_config()))
     for name, module, style, parameter in placed:
         if style == MIXER:
             heads = mixer_parts(name, module, tp=1).heads
@@ -143,16 +145,16 @@ def _sizes(model: PreTrainedModel, placed: list[StyledModule]) -> dict[str, int]
     return sizes
 
 
-def _heads(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
+def _head_counts(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
     """Counts of heads; those of single layers, where a configuration has such, under names of their own."""
     values: dict[str, Any] = config.to_dict()
     layers: dict[Any, Mapping[str, Any]] = values.pop("per_layer_config", None) or {}
     names = [config.attribute_map.get(name, name) for name in ("num_attention_heads", "num_key_value_heads")]
     for layer, of_layer in {"": {}, **layers}.items():
         queries, keys = (of_layer.get(name, values.get(name)) for name in names)
-        where = f" of layer {layer}" if of_layer else ""
-        yield f"query heads{where}", int(queries or 0)
-        yield f"key/value heads{where}", int(keys or queries or 0)
+        layer_text = f" of layer {layer}" if of_layer else ""
+        yield f"query heads{layer_text}", int(queries or 0)
+        yield f"key/value heads{layer_text}", int(keys or queries or 0)
 
 
 _FEATURES = 8  # of the trial of a single module: any even number
@@ -181,6 +183,7 @@ def _parameters_inside(entry: StyledModule) -> Iterator[nn.Parameter]:
 def _partial_in_block(
     model: nn.Module, name: str, placed: Sequence[StyledModule], named: set[int]
 ) -> Iterator[StyledModule]:
+    """Yield the unnamed parameters of a block with summed gradients. Raises ModelError if a sum would be wrong."""
     block = model.get_submodule(name)
     unnamed = {n: p for n, p in block.named_parameters() if id(p) not in named}
     if not unnamed:
@@ -247,7 +250,7 @@ def _is_elementwise(module: nn.Module) -> bool:
     ones = {n: torch.ones(x.shape) for n, x in (*module.named_parameters(), *module.named_buffers())}
     x = torch.linspace(-2, 2, 2 * _FEATURES).view(1, 2, _FEATURES)
     try:
-        at_once, *parts = (functional_call(module, ones, (some,)) for some in (x, *x.chunk(2, -1)))
+        at_once, *parts = (functional_call(module, ones, (features,)) for features in (x, *x.chunk(2, -1)))
         return torch.allclose(at_once, torch.cat(parts, -1))
     except Exception:  # whatever a module raises that takes something else, or another number of features
         return False

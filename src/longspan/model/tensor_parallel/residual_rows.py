@@ -63,18 +63,18 @@ def regions(name: str, layer: nn.Module, placed: list[StyledModule]) -> tuple[li
     """
     rowwise_modules, whole, blocks = list[nn.Module](), list[nn.Module](), split_blocks(placed)
     for child, module in layer.named_children():
-        here = f"{name}.{child}"
-        if experts_of(module) or (here not in blocks and type(module).__name__.endswith("Attention")):
+        child_name = f"{name}.{child}"
+        if experts_of(module) or (child_name not in blocks and type(module).__name__.endswith("Attention")):
             whole.append(module)
         elif is_adapted(module) or not any(True for _ in module.children()):
             rowwise_modules.append(module)
-        elif any(block.startswith(f"{here}.") for block in blocks):  # a layer around layers, as in Zamba 2
-            inside = regions(here, module, placed)
+        elif any(block.startswith(f"{child_name}.") for block in blocks):  # a layer around layers, as in Zamba 2
+            inside = regions(child_name, module, placed)
             rowwise_modules += inside[0]
             whole += inside[1]
-        elif here not in blocks:
+        elif child_name not in blocks:
             raise ModelError(
-                f"{here} ({type(module).__name__}) has no place in a sequence-parallel region: it is neither "
+                f"{child_name} ({type(module).__name__}) has no place in a sequence-parallel region: it is neither "
                 "in the tensor-parallel plan nor a norm nor a block of experts; use sequence_parallel=False"
             )
     return rowwise_modules, whole

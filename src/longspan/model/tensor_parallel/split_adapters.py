@@ -67,11 +67,12 @@ def split_adapted(module: nn.Module, style: str, world: World, *, sequence_paral
 
 def refuse_adapter(model: PreTrainedModel, placed: Sequence[StyledModule]) -> None:
     """Raise ModelError, with every reason, for an adapter that would not be exact under tensor parallelism."""
-    if reasons := [*_reasons(model, placed)]:
+    if reasons := [*_adapter_reasons(model, placed)]:
         raise ModelError(f"the adapter of {type(model).__name__} cannot be split: {'; '.join(reasons)}; use tp 1")
 
 
-def _reasons(model: PreTrainedModel, placed: Sequence[StyledModule]) -> Iterator[str]:
+def _adapter_reasons(model: PreTrainedModel, placed: Sequence[StyledModule]) -> Iterator[str]:
+    """Yield why an adapter cannot be split over tensor-parallel ranks."""
     adapter = adapter_in(model)
     if adapter is None:
         return

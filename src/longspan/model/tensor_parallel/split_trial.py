@@ -55,12 +55,13 @@ class SplitTrial:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_inference_mode_enabled():
                 unit.forward = inner
-                self._compare(inner, args, kwargs)
+                self._compare_call(inner, args, kwargs)
             return inner(*args, **kwargs)
 
         unit.forward = forward
 
-    def _compare(self, split: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def _compare_call(self, split: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Run the split block and its unsplit twin on the same inputs. Raises ModelError where they differ."""
         parameters = {name: p for name, p in self.unit.named_parameters() if p.requires_grad}
         buffers = dict(self.unit.named_buffers())
         values = {name: _whole(p) for name, p in self.unit.named_parameters()}
@@ -72,22 +73,22 @@ class SplitTrial:
         with modes_restored(self.unit), torch.enable_grad():
             self._twin.eval()
             self.unit.eval()
-            true = _results(unsplit, args, kwargs, wholes)
+            true = _call_results(unsplit, args, kwargs, wholes)
             try:
-                results = _results(split, args, kwargs, parameters)
+                results = _call_results(split, args, kwargs, parameters)
             except LongspanError:
                 raise
             except Exception as error:  # whatever a block raises that was given some of its heads and features
-                raise self._refusal(
+                raise self._split_error(
                     f"it raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 ) from error
         slices = {name: _part_like(x, results.get(name), self._key) for name, x in true.items()}
-        wrong = _differences(slices, results)
+        wrong = _describe_differences(slices, results)
         anywhere = tp_sum(torch.tensor([float(bool(wrong))], device=world_of(self._key).device), self._key)
         if anywhere.item():
-            raise self._refusal(", ".join(wrong[:4]) or "it differs on another tensor-parallel rank")
+            raise self._split_error(", ".join(wrong[:4]) or "it differs on another tensor-parallel rank")
 
-    def _refusal(self, reason: str) -> ModelError:
+    def _split_error(self, reason: str) -> ModelError:
         tp = world_of(self._key).home.tp
         return ModelError(
             f"{self._name} split over tp {tp} is not the unsplit block: {reason}. Where its "
@@ -112,7 +113,7 @@ def _whole(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.clone()
 
 
-def _results(
+def _call_results(
     call: Callable[..., Any], args: Any, kwargs: Any, parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor | None]:
     """The outputs of a call, and the gradients of its inputs and parameters for one fixed gradient of the outputs."""
@@ -141,7 +142,7 @@ def _part_like(true: Tensor | None, result: Tensor | None, key: int) -> Tensor |
     return true.chunk(world.home.tp, placement.dim)[world.coordinates.tp]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _differences(true: Mapping[str, Tensor | None], results: Mapping[str, Tensor | None]) -> list[str]:
+def _describe_differences(true: Mapping[str, Tensor | None], results: Mapping[str, Tensor | None]) -> list[str]:
     """What differs by more than rounding, in words."""
     norms = {name: x.double().norm().item() for name, x in true.items() if x is not None}
     largest = max((norm for name, norm in norms.items() if not name.startswith("output")), default=0.0)
@@ -193,7 +194,7 @@ def _row_wise_input(block: nn.Module, outputs: Mapping[nn.Module, Tensor], rows:
     inside = {id(p) for module in (*outputs, *rows) for p in module.parameters()}
     named = (*block.named_parameters(), *block.named_buffers())
     ones = {name: torch.ones(x.shape, dtype=torch.float64) for name, x in named if id(x) not in inside}
-    with _answering(outputs, rows):
+    with _outputs_replaced(outputs, rows):
         try:
             functional_call(block, ones, (torch.zeros(1, 2, 1, dtype=torch.float64),))
         except _Reached as reached:
@@ -208,7 +209,7 @@ class _Reached(Exception):  # noqa: N818 (it ends a trial)
 
 
 @contextmanager
-def _answering(outputs: Mapping[nn.Module, Tensor], rows: Sequence[nn.Module]) -> Iterator[None]:
+def _outputs_replaced(outputs: Mapping[nn.Module, Tensor], rows: Sequence[nn.Module]) -> Iterator[None]:
     """Let column-wise linears return these outputs, and the first row-wise one end the trial."""
 
     def end(value: Tensor, *_: Any) -> NoReturn:
@@ -216,13 +217,13 @@ def _answering(outputs: Mapping[nn.Module, Tensor], rows: Sequence[nn.Module]) -
 
     forwards: dict[nn.Module, Any] = {module: (lambda *_, out=out: out) for module, out in outputs.items()}
     forwards |= dict.fromkeys(rows, end)
-    before = {module: module.__dict__.get("forward") for module in forwards}
+    old_forwards = {module: module.__dict__.get("forward") for module in forwards}
     for module, forward in forwards.items():
         module.forward = forward
     try:
         yield
     finally:
-        for module, forward in before.items():
+        for module, forward in old_forwards.items():
             del module.forward
             if forward is not None:
                 module.forward = forward

@@ -54,14 +54,14 @@ def leave_out(x: Tensor) -> None:
 def replace_attributes(module: nn.Module, values: Mapping[str, object]) -> Iterator[None]:
     """Give the module's attributes these values inside the `with` block; a value hides a parameter of its name."""
     attributes = vars(module)
-    before = {name: attributes[name] for name in values if name in attributes}
+    old_values = {name: attributes[name] for name in values if name in attributes}
     attributes.update(values)
     try:
         yield
     finally:
         for name in values:
             del attributes[name]
-        attributes.update(before)
+        attributes.update(old_values)
 
 
 def wrap_forward(
@@ -76,14 +76,14 @@ def wrap_forward(
     Wrapping again goes around what is there.
     """
     inner = module.forward
-    shown = dict(views or {})
+    attributes = dict(views or {})
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if enter is not None:
             args, kwargs = _apply_to_first(enter, args, kwargs)
-        if shown:
-            with replace_attributes(module, {name: view(getattr(module, name)) for name, view in shown.items()}):
+        if attributes:
+            with replace_attributes(module, {name: view(getattr(module, name)) for name, view in attributes.items()}):
                 out = inner(*args, **kwargs)
         else:
             out = inner(*args, **kwargs)

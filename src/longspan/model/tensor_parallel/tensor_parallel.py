@@ -26,7 +26,7 @@ from longspan.model.tensor_parallel import family_plans as tp_style
 from longspan.model.tensor_parallel.mixers import check_mixer, split_mixer
 from longspan.model.tensor_parallel.plan import (
     StyledModule,
-    check_sizes,
+    check_tp_sizes,
     experts_of,
     list_styles,
     partial_parameters,
@@ -86,9 +86,10 @@ def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_par
 
 
 def _check_plan(model: PreTrainedModel, tp: int, *, sequence_parallel: bool) -> list[StyledModule]:
+    """List what is split. Raises ModelError for styles and sizes that tp, or sequence parallelism, does not fit."""
     placed = list_styles(model)
     refuse_adapter(model, placed)
-    check_sizes(model, placed, tp)
+    check_tp_sizes(model, placed, tp)
     for name, module, style, _ in placed:
         if style == tp_style.MIXER:
             check_mixer(name, module, tp)
@@ -112,8 +113,8 @@ def split_over_tp(
     placed = _check_plan(model, world.home.tp, sequence_parallel=sequence_parallel)
     _ = world.meshes.tp  # made by all ranks together
     shared = places_of_shared(model)
-    _split_vocabulary(model, placed, world, sequence_parallel=sequence_parallel)
-    mixtures = _mixtures(model)
+    _split_head_and_embedding(model, placed, world, sequence_parallel=sequence_parallel)
+    mixtures = _mixture_prefixes(model)
     head = model.get_output_embeddings()
     for name, module, style, parameter in placed:
         in_parts = sequence_parallel and not name.startswith(mixtures)
@@ -153,8 +154,8 @@ def _split_linear(linear: nn.Linear, style: str, world: World, *, sequence_paral
         _SPLITS[style](linear, world)
 
 
-def _mixtures(model: PreTrainedModel) -> tuple[str, ...]:
-    """Beginnings of the names of what lies in blocks of experts, which get all rows under sequence parallelism too."""
+def _mixture_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
+    """Prefixes of the names of modules inside blocks of experts, which get all rows also under sequence parallelism."""
     layers = layers_and_depths(model).items()
     return tuple(
         f"{n}.{child}." for n, layer in layers for child, module in layer.named_children() if experts_of(module)
@@ -169,7 +170,7 @@ def _wrap_blocks(model: nn.Module, placed: list[StyledModule], world: World, *, 
         wrap_forward(model.get_submodule(name), enter=copied if name.startswith(whole) else gathered)
 
 
-def _split_vocabulary(
+def _split_head_and_embedding(
     model: PreTrainedModel, placed: list[StyledModule], world: World, *, sequence_parallel: bool
 ) -> None:
     """Split the head, with a tied embedding, where tp divides the vocabulary; otherwise every rank holds it whole.

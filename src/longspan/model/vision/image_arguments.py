@@ -39,11 +39,11 @@ def check_fields(model: Any, names: Collection[str]) -> None:
             f"images have {', '.join(unknown)}, and get_image_features of {kind.__name__} takes "
             f"{', '.join(parameters)} alone; use the processor of the model's own folder"
         )
-    needed = [name for name, p in parameters.items() if p.default is Parameter.empty and name not in names]
-    if needed:
-        hints = [_HINTS.get(name, f'fields={{"{name}": …}}') for name in needed]
+    required = [name for name, p in parameters.items() if p.default is Parameter.empty and name not in names]
+    if required:
+        hints = [_HINTS.get(name, f'fields={{"{name}": …}}') for name in required]
         raise DataError(
-            f"{kind.__name__} makes rows of an image by {', '.join(needed)}, which its images lack; give "
+            f"{kind.__name__} makes rows of an image by {', '.join(required)}, which its images lack; give "
             f"ImageInput(pixels, {', '.join(hints)}), as the image processor of the model's folder makes them"
         )
 
@@ -101,7 +101,7 @@ def _cast_inputs(part: Tensor, like: Tensor) -> Tensor:
 def _concatenate(name: str, parts: Sequence[Tensor], filled: bool) -> Tensor:
     """One argument of all images, end to end."""
     if name == IN_DOCUMENT:
-        return _documents(parts)
+        return _batches_of_images(parts)
     if filled:
         parts = _fill_up(parts)
     shapes = {tuple(x.shape[1:]) for x in parts}
@@ -114,8 +114,8 @@ def _concatenate(name: str, parts: Sequence[Tensor], filled: bool) -> Tensor:
     return torch.cat([*parts])
 
 
-def _documents(counts: Sequence[Tensor]) -> Tensor:
-    """The images of each document: those of documents of one, then all others as one document of at least two."""
+def _batches_of_images(counts: Sequence[Tensor]) -> Tensor:
+    """How many images each document of a call has: ones for images that were alone, then one number for all others."""
     single = sum(int(count) == 1 for count in counts)
     others = len(counts) - single
     return torch.tensor([1] * single + [max(2, others)] * (others > 0))
@@ -125,10 +125,10 @@ def _fill_up(parts: Sequence[Tensor]) -> list[Tensor]:
     """Tensors (n, …) of one shape after the first dim: zeros stand behind, as image processors pad those of a call."""
     if len({x.ndim for x in parts}) > 1:
         return list(parts)
-    most = [max(sides) for sides in zip(*(x.shape[1:] for x in parts), strict=True)]
-    return [_fill_to_shape(x, most) for x in parts]
+    largest_sides = [max(sides) for sides in zip(*(x.shape[1:] for x in parts), strict=True)]
+    return [_fill_to_shape(x, largest_sides) for x in parts]
 
 
 def _fill_to_shape(x: Tensor, sides: Sequence[int]) -> Tensor:
     missing = [to - side for side, to in zip(x.shape[1:], sides, strict=True)]
-    return F.pad(x, [n for more in missing[::-1] for n in (0, more)])
+    return F.pad(x, [n for count in missing[::-1] for n in (0, count)])

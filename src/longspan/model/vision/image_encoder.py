@@ -53,7 +53,7 @@ class ImageEncoder(nn.Module):
         return self.get_submodule(self.base_name) if self.base_name else self.__dict__["_whole"]
 
     def forward(self, inputs: Sequence[ImageInput]) -> Tensor:
-        """Raises DataError for images that do not fit each other, ModelError where the model gives no rows."""
+        """Encode images. Raises DataError if they do not fit each other, ModelError if the model gives no rows."""
         rows = rows_of_images(self.base, inputs)
         if len(rows) != 1 + self.deep_layers:
             raise ModelError(
@@ -65,8 +65,8 @@ class ImageEncoder(nn.Module):
 
 def rows_of_images(base: Any, inputs: Sequence[ImageInput]) -> list[Tensor]:
     """What a model's get_image_features makes of images: rows (n, D) end to end, and those for deeper layers."""
-    twice = len(inputs) == 1 and _has_one_row(base, inputs[0])
-    inputs = [*inputs, *inputs] if twice else inputs
+    is_doubled = len(inputs) == 1 and _has_one_row(base, inputs[0])
+    inputs = [*inputs, *inputs] if is_doubled else inputs
     order = encoding_order(inputs)
     arguments = image_arguments(base, [inputs[i] for i in order], next(base.parameters()))
     out = base.get_image_features(**arguments, return_dict=True)
@@ -75,7 +75,7 @@ def rows_of_images(base: Any, inputs: Sequence[ImageInput]) -> list[Tensor]:
         rows = base.multi_modal_projector(out.last_hidden_state)
     parts = (rows, *(getattr(out, "deepstack_features", None) or ()))
     joined = [_join_rows(part, order) for part in parts]
-    return [part[: len(part) // 2] for part in joined] if twice else joined
+    return [part[: len(part) // 2] for part in joined] if is_doubled else joined
 
 
 def _has_one_row(base: Any, image: ImageInput) -> bool:
@@ -149,7 +149,7 @@ def _packing_modules(encoder: nn.Module) -> Iterator[Any]:
             yield module
 
 
-def _forward(
+def _packed_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -170,10 +170,10 @@ def _forward(
             f"{is_causal}, batch {len(query)}; give its vision_config attn_implementation 'eager'"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attend(q, k, v, _shard(cu_seq_lens_q, q.device), causal=False, scale=scaling)[None], None
+    return attend(q, k, v, _shard_of_segments(cu_seq_lens_q, q.device), causal=False, scale=scaling)[None], None
 
 
-def _shard(cu_seqlens: Tensor, device: torch.device) -> SequenceShard:
+def _shard_of_segments(cu_seqlens: Tensor, device: torch.device) -> SequenceShard:
     """The segments as documents of one slot. Their lengths are read from the device once a call of the tower."""
     if cu_seqlens not in _shards:
         lengths = tuple(length for length in cu_seqlens.diff().tolist() if length)
@@ -182,4 +182,4 @@ def _shard(cu_seqlens: Tensor, device: torch.device) -> SequenceShard:
     return _shards[cu_seqlens]
 
 
-AttentionInterface.register(IMPLEMENTATION, _forward)
+AttentionInterface.register(IMPLEMENTATION, _packed_attention)

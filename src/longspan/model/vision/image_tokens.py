@@ -35,13 +35,13 @@ def rope_index(
 ) -> Integers:
     """The positions (3, T) of a document, ids and kinds (T,), whose images and videos have these grids and seconds.
 
-    `model` is the class below the head. Whatever the model's own code raises.
+    `model` is the class below the head. Errors of the model's own code are not caught.
     """
     bare = model.__new__(model)  # the method reads the configuration and nothing else of the model
     object.__setattr__(bare, "config", config)
     arguments = {"mm_token_type_ids": torch.from_numpy(kinds)[None].int(), **media}
-    made: Any = bare.get_rope_index(torch.from_numpy(ids)[None], **arguments)
-    return made[0][:, 0].numpy()
+    positions: Any = bare.get_rope_index(torch.from_numpy(ids)[None], **arguments)
+    return positions[0][:, 0].numpy()
 
 
 def placeholders_in_runs(ids: Integers, placeholder: int, rows: Sequence[int], media: str) -> Integers:
@@ -155,9 +155,9 @@ def image_tokens(config: PreTrainedConfig) -> ImageTokens:
             f"{type(config).__name__} has no image_token_id and vision_config, so it says nothing of images; use the "
             "configuration of a model from images and text to text"
         )
-    if _takes(config, "image_grid_thw") and (merge := _merge_size(config, vision)) is not None:
+    if _takes_argument(config, "image_grid_thw") and (merge := _merge_size(config, vision)) is not None:
         return ImageTokens(placeholder, merge, config=config)
-    if _takes(config, "image_sizes", required=True):
+    if _takes_argument(config, "image_sizes", required=True):
         return ImageTokens(placeholder, config=config, unknown="they depend on its size")
     try:
         return ImageTokens(placeholder, fixed_rows=_rows_of_one(config, vision), config=config)
@@ -165,7 +165,7 @@ def image_tokens(config: PreTrainedConfig) -> ImageTokens:
         return ImageTokens(placeholder, config=config, unknown=str(error))
 
 
-def _takes(config: PreTrainedConfig, name: str, *, required: bool = False) -> bool:
+def _takes_argument(config: PreTrainedConfig, name: str, *, required: bool = False) -> bool:
     """Whether the model's get_image_features has an argument of this name; `required`: without a default."""
     features = getattr(model_class(config), "get_image_features", None)
     parameter = None if features is None else signature(features).parameters.get(name)

@@ -51,6 +51,7 @@ def find_trained_part(encoder: nn.Module) -> Trained:
 
 
 def _cost_by_parameters(config: PreTrainedConfig, encoder: nn.Module) -> Cost:
+    """The cost of a tower's rows by the parameters of its blocks, its width, and its layers with windows."""
     vision: Any = getattr(config, "vision_config", None)
     width, layers = _first(vision, _WIDTHS), _first(vision, _LAYERS)
     in_blocks = sum(p.numel() for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1)
@@ -127,9 +128,9 @@ def join_parts(
     encoder_world = world.open_inner(settings.home) if isinstance(settings.home, Layout) else settings.home
     if weights is not None:
         weights.of(parts.encoder).fill([parts.encoder], encoder_world)
-    again = int(settings.recompute) + int(bool(settings.activation_checkpointing))
+    recomputed_passes = int(settings.recompute) + int(bool(settings.activation_checkpointing))
     cost = settings.cost or image_cost(
-        language_model.config, parts.encoder, again=again, gpu=world.device.type == "cuda"
+        language_model.config, parts.encoder, again=recomputed_passes, gpu=world.device.type == "cuda"
     )
     pack_attention(parts.encoder)
     module: nn.Module = prepare_encoder(

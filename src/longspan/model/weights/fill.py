@@ -42,16 +42,16 @@ def empty_model(
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         else:
             model = architecture._from_config(config, dtype=dtype)
-    apart = _dtypes_apart(model, dtype)
+    other_dtypes = _dtypes_of_exceptions(model, dtype)
     for name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
-        tensor.data = tensor.data.to(apart.get(name, dtype if tensor.is_floating_point() else tensor.dtype))
+        tensor.data = tensor.data.to(other_dtypes.get(name, dtype if tensor.is_floating_point() else tensor.dtype))
     return model
 
 
 def images_class(config: PreTrainedConfig, images: bool = True) -> Any:
     """The class from images and text to text of a configuration; None for its causal language model.
 
-    That one is meant without `images`, if the configuration has one.
+    Without `images` it is None for every configuration that has a causal language model.
     """
     mapping: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if not images and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -73,7 +73,7 @@ def images_class_by_name(config: PreTrainedConfig) -> Any:
     return named if named is not None and named.__name__ in (config.architectures or ()) else None
 
 
-def _dtypes_apart(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+def _dtypes_of_exceptions(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The parameters that an architecture keeps in another type, such as norms in float32, by name."""
     if not (plan := model._get_dtype_plan(dtype)):
         return {}
@@ -149,7 +149,7 @@ class _LeftToCheckpoint:
     """In place of weights that a checkpoint overwrites: not a number, which no step takes for a weight."""
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """One number for each."""
+        """Yield one number for each parameter: NaN, or 0 for integers."""
         for name, part in parts.items():
             value = math.nan if part.dtype.is_floating_point else 0
             yield name, torch.full((), value, dtype=part.dtype, device=device)
@@ -163,7 +163,7 @@ class DeferredWeights:
         names = defaultdict[int, list[str]](list)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names[id(parameter)].append(name)
-        self._first_name = {name: same[0] for same in names.values() for name in same}
+        self._first_name = {name: names_of_one[0] for names_of_one in names.values() for name in names_of_one}
 
     def of(self, part: nn.Module) -> "DeferredWeights":
         """The same source for a part of the model, whose parameters have the names that they have in the whole."""
@@ -174,10 +174,11 @@ class DeferredWeights:
 
         All ranks call it together; each reads for itself. Raises ModelError on every rank where one cannot be filled.
         """
-        result_or_first_error(world, lambda: self._fill(models, world.device), _as_model_error)
+        result_or_first_error(world, lambda: self._fill_models(models, world.device), _as_model_error)
 
     @torch.no_grad()
-    def _fill(self, models: Sequence[nn.Module], device: torch.device) -> None:
+    def _fill_models(self, models: Sequence[nn.Module], device: torch.device) -> None:
+        """Allocate these models and fill them; every copy of a parameter gets the same part of the source."""
         tensors = defaultdict[str, list[Tensor]](list)
         for model in models:
             allocate(model, device)

@@ -45,8 +45,8 @@ class _Recipe:
         operations = self.converter.operations
         stacks = isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
         each_alone = all(_leaves_first_dim(operation) for operation in operations[1:])
-        one = len(self.converter.target_patterns) == 1
-        return stacks and each_alone and one and all(len(keys) == count for keys in self.sources.values())
+        has_one_target = len(self.converter.target_patterns) == 1
+        return stacks and each_alone and has_one_target and all(len(keys) == count for keys in self.sources.values())
 
 
 def _leaves_first_dim(operation: Any) -> bool:
@@ -86,10 +86,10 @@ class FolderWeights:
         Raises ModelError for tensors of other shapes than the model's, and for files that cannot be read.
         """
         with ExitStack() as stack:
-            slices = self._slices(stack)
-            for name, recipe in self._recipes(slices).items():
+            slices = self._slices_of_stack(stack)
+            for name, recipe in self._find_recipes(slices).items():
                 if recipe.converter is not None:
-                    yield from self._convert(name, recipe, slices, parts)
+                    yield from self._convert_part(name, recipe, slices, parts)
                 elif part := parts.get(name):
                     ((key,),) = recipe.sources.values()
                     self._check_shape(name, slices[key].get_shape())
@@ -98,18 +98,18 @@ class FolderWeights:
     def names(self) -> set[str]:
         """The model's parameters that the files have."""
         with ExitStack() as stack:
-            return set(self._recipes(self._slices(stack)))
+            return set(self._find_recipes(self._slices_of_stack(stack)))
 
-    def _slices(self, stack: ExitStack) -> dict[str, Any]:
+    def _slices_of_stack(self, stack: ExitStack) -> dict[str, Any]:
         """The files' tensors, by the names that `rename` gives theirs."""
         slices = dict[str, Any]()
         for file in self._files:
-            opened = stack.enter_context(_open(file))
+            opened = stack.enter_context(_open_file(file))
             for name in opened.keys():  # noqa: SIM118
                 slices[self._rename(name)] = self._view(name, opened.get_slice(name))
         return slices
 
-    def _recipes(self, slices: _Slices) -> dict[str, _Recipe]:
+    def _find_recipes(self, slices: _Slices) -> dict[str, _Recipe]:
         """For each of the model's parameters that the files have, by its first name, in the order of layers."""
         renamings = [entry for entry in self._conversions if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self._conversions if isinstance(entry, WeightConverter)]
@@ -124,9 +124,10 @@ class FolderWeights:
                 recipes[name].sources[pattern or key].append(key)
         return dict(recipes)
 
-    def _convert(
+    def _convert_part(
         self, name: str, recipe: _Recipe, slices: _Slices, parts: Mapping[str, LocalPart]
     ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters that transformers' converter makes of a recipe's tensors, or this rank's experts."""
         converter, part = deepcopy(recipe.converter), parts.get(name)
         if part is None and len(converter.target_patterns) == 1:
             return
@@ -137,11 +138,11 @@ class FolderWeights:
         for pattern, keys in recipe.sources.items():
             for key in keys:
                 converter.add_tensor(name, key, pattern, _reader(slices[key], dtype))
-        for made, tensor in converter.convert(name, model=None, config=self._config).items():
+        for parameter_name, tensor in converter.convert(name, model=None, config=self._config).items():
             tensor = tensor[0] if isinstance(tensor, list) else tensor
-            if made_part := parts.get(made):
-                self._check_shape(made, tensor.shape)
-                yield made, tensor[made_part.block].to(made_part.dtype)
+            if made_part := parts.get(parameter_name):
+                self._check_shape(parameter_name, tensor.shape)
+                yield parameter_name, tensor[made_part.block].to(made_part.dtype)
 
     def _stack_experts(self, name: str, recipe: _Recipe, slices: _Slices, part: LocalPart) -> Tensor:
         """This rank's part of experts, which are read and converted one at a time, in the dtype of the files."""
@@ -164,7 +165,7 @@ class FolderWeights:
             )
 
 
-def _open(file: Path) -> Any:
+def _open_file(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt", device="cpu")
     except Exception as error:  # safetensors raises errors of its own kind

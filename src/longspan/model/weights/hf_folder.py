@@ -108,6 +108,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _files_in_index(folder: Path, index: Path) -> list[Path]:
+    """The files that an index names. Raises ModelError if it is damaged, or if files are missing or outside."""
     try:
         files: list[str] = sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
         outside = [name for name in files if Path(os.path.normpath(name)).parts[:1] in (("..",), ("/",))]
@@ -142,10 +143,10 @@ def _folder_or_preset() -> str:
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
     """Inside, transformers shows no progress of files."""
-    shown = logging.is_progress_bar_enabled()
+    was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if was_enabled:
             logging.enable_progress_bar()

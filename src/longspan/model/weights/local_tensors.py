@@ -30,8 +30,8 @@ class LocalPart:
         if not isinstance(parameter, DTensor):
             return cls(tuple(slice(0, size) for size in parameter.shape), parameter.dtype)
         block = local_block(parameter.shape, parameter.device_mesh, parameter.placements)
-        sizes, here = tuple(part.stop - part.start for part in block), tuple(parameter._local_tensor.shape)
-        assert sizes == here, f"{block} of {parameter.placements} is not {here}"
+        sizes, local_shape = tuple(part.stop - part.start for part in block), tuple(parameter._local_tensor.shape)
+        assert sizes == local_shape, f"{block} of {parameter.placements} is not {local_shape}"
         return cls(block, parameter.dtype)
 
 
@@ -41,11 +41,11 @@ def local_block(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Pla
     for axis in reversed(range(mesh.ndim)):
         dim = getattr(placements[axis], "dim", None)
         if dim is not None:
-            block[dim] = _chunk(block[dim], mesh.size(axis), mesh.get_local_rank(axis))
+            block[dim] = _chunk_of_part(block[dim], mesh.size(axis), mesh.get_local_rank(axis))
     return tuple(block)
 
 
-def _chunk(part: slice, count: int, index: int) -> slice:
+def _chunk_of_part(part: slice, count: int, index: int) -> slice:
     """The piece that `torch.chunk` makes; empty past the last."""
     size = part.stop - part.start
     step = -(-size // count)

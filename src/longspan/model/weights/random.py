@@ -32,7 +32,7 @@ class RandomWeights:
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """The part of each of these parameters, by name; buffers have the values that their modules are made with."""
         yield from ((name, buffer) for name, buffer in persistent_buffers(self._model) if name in parts)
-        for path, module, initialise in self._units():
+        for path, module, initialise in self._units_to_draw():
             names = {f"{path}.{name}".lstrip("."): name for name, _ in module.named_parameters()}
             if not names.keys().isdisjoint(parts):
                 drawn = draw(path, module, device, seed=self._seed, initialise=initialise)
@@ -40,9 +40,12 @@ class RandomWeights:
                     if part := parts.get(name):
                         yield name, drawn.get_parameter(inside).detach()[part.block].to(part.dtype)
 
-    def _units(self) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], None]]]:
-        """What is drawn at once, and by what: each layer, whose modules may scale each other's weights, each tower of a
-        wrapper, which is a model of its own, and each module outside."""
+    def _units_to_draw(self) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], None]]]:
+        """Yield what is drawn at once, with the function that draws it.
+
+        That is each layer, whose modules may scale each other's weights, each tower of a wrapper, which is a model of
+        its own, and each module outside.
+        """
         layers = decoder_layers(self._model)
         towers = {module for module in other_towers(self._model) if isinstance(module, PreTrainedModel)}
         draw = self._model._init_weights
@@ -75,9 +78,9 @@ def draw(
         drawn.apply(initialise)  # children before parents, as transformers does
     for inner in drawn.modules():
         _fill_as_class_does(inner)
-    if left := [name for name, parameter in drawn.named_parameters() if parameter.isnan().any()]:
+    if unset := [name for name, parameter in drawn.named_parameters() if parameter.isnan().any()]:
         raise ModelError(
-            f"{path}: {', '.join(left[:4])} ({type(module).__name__}) get no random values by the model's own "
+            f"{path}: {', '.join(unset[:4])} ({type(module).__name__}) get no random values by the model's own "
             "_init_weights; read weights from a folder"
         )
     return drawn
@@ -88,13 +91,13 @@ def _fill_as_class_does(module: nn.Module) -> None:
 
     Apertus' activations have parameters that begin at constants.
     """
-    left = {name: p for name, p in module.named_parameters(recurse=False) if p.isnan().any()}
-    arguments = signature(type(module)).parameters.values() if left else ()
-    if not left or any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in arguments):
+    unset = {name: p for name, p in module.named_parameters(recurse=False) if p.isnan().any()}
+    arguments = signature(type(module)).parameters.values() if unset else ()
+    if not unset or any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in arguments):
         return
-    made = type(module)(**({"dtype": torch.float32} if any(p.name == "dtype" for p in arguments) else {}))
-    for name, parameter in left.items():
-        parameter.copy_(made.get_parameter(name))
+    new_module = type(module)(**({"dtype": torch.float32} if any(p.name == "dtype" for p in arguments) else {}))
+    for name, parameter in unset.items():
+        parameter.copy_(new_module.get_parameter(name))
 
 
 def _short_seed(path: str, seed: int) -> int:

@@ -52,17 +52,17 @@ def put_in_place(partial: Path, folder: Path, replaced: str) -> None:
     if not folder.exists():
         partial.rename(folder.resolve())
         return
-    made = sorted((path.name for path in partial.iterdir()), key=_CONFIGURATIONS.__contains__)
-    pattern = f"{replaced}|{_OF_TOKENIZER}" if {*made} & {*TOKENIZER_FILES} else replaced
+    new_names = sorted((path.name for path in partial.iterdir()), key=_CONFIGURATIONS.__contains__)
+    pattern = f"{replaced}|{_OF_TOKENIZER}" if {*new_names} & {*TOKENIZER_FILES} else replaced
     names = [path.name for path in folder.iterdir()]
-    going = [name for name in names if name in made or re.fullmatch(pattern, name)]
-    old = Path(mkdtemp(prefix=f"{folder.resolve().name}.replaced-", dir=partial.parent))
+    going = [name for name in names if name in new_names or re.fullmatch(pattern, name)]
+    old_files = Path(mkdtemp(prefix=f"{folder.resolve().name}.replaced-", dir=partial.parent))
     for name in sorted(going, key=_CONFIGURATIONS.__contains__, reverse=True):
-        (folder / name).rename(old / name)
-    for name in made:
+        (folder / name).rename(old_files / name)
+    for name in new_names:
         (partial / name).rename(folder / name)
     partial.rmdir()
-    shutil.rmtree(old)
+    shutil.rmtree(old_files)
 
 
 FILE_BYTES = 5 * 10**9  # of one file at most, as on the Hugging Face hub
@@ -110,32 +110,34 @@ class WeightWriter:
 
     def write(self, unit: Mapping[str, Tensor]) -> None:
         """Write the tensors of a layer, or one outside the layers; those that were written already are passed over."""
-        tensors = {name: self._check(name, tensor) for name, tensor in unit.items() if name not in self._left_out}
+        tensors = {
+            name: self._check_tensor(name, tensor) for name, tensor in unit.items() if name not in self._left_out
+        }
         self._left_out |= tensors.keys()
         self._to_come -= tensors.keys()
         for name, tensor in revert_weight_conversion(self._empty, tensors).items():
             if self._file and sum(x.nbytes for x in self._file.values()) + tensor.nbytes > self._limit:
-                self._flush()
+                self._write_file()
             self._file[self._rename(name)] = tensor.contiguous()
 
     def finish(self) -> WeightTotals:
         """Write what is left, and the index where there is more than one file."""
         if self._to_come:
             raise ModelError(f"{len(self._to_come)} weights never came: {', '.join(sorted(self._to_come)[:4])}")
-        self._flush()
+        self._write_file()
         names = [f"model-{i:05}-of-{len(self._files):05}.safetensors" for i in range(1, len(self._files) + 1)]
         names = names if len(names) > 1 else ["model.safetensors"]
         for i, name in enumerate(names):
             self._partial(i).rename(self._folder / name)
         parameters = sum(sum(file.values()) for file in self._files)
         if len(names) > 1:
-            where = {tensor: name for name, file in zip(names, self._files, strict=True) for tensor in file}
+            file_of_tensor = {tensor: name for name, file in zip(names, self._files, strict=True) for tensor in file}
             metadata = {"total_parameters": parameters, "total_size": self._bytes}
-            index = json.dumps({"metadata": metadata, "weight_map": where}, indent=2, sort_keys=True) + "\n"
+            index = json.dumps({"metadata": metadata, "weight_map": file_of_tensor}, indent=2, sort_keys=True) + "\n"
             (self._folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
         return WeightTotals(sum(map(len, self._files)), parameters, self._bytes, len(names))
 
-    def _check(self, name: str, tensor: Tensor) -> Tensor:
+    def _check_tensor(self, name: str, tensor: Tensor) -> Tensor:
         expected = self._expected.get(name)
         if expected is None:
             raise ModelError(f"{name} is no weight of {type(self._empty).__name__} by its configuration")
@@ -143,7 +145,7 @@ class WeightWriter:
             raise ModelError(f"{name} is {tuple(tensor.shape)}, and {tuple(expected.shape)} by the configuration")
         return tensor.detach().to("cpu", expected.dtype if self._cast else tensor.dtype)
 
-    def _flush(self) -> None:
+    def _write_file(self) -> None:
         if not self._file:
             return
         save_file(self._file, self._partial(len(self._files)), metadata={"format": "pt"})

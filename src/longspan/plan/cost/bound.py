@@ -49,7 +49,7 @@ def lower_bound_seconds(
     `max_cp` limits the degree of any group. Raises PlanError if the longest document fits no group at all.
     """
     rows = np.asarray(lengths, dtype=np.int64)
-    work = math.fsum(rows * cost.linear_seconds + rows.astype(np.float64) ** 2 * cost.attention_seconds)
+    work = math.fsum(rows * _row_seconds(cost) + rows.astype(np.float64) ** 2 * cost.attention_seconds)
     area = work / slots + cost.micro_batch_seconds * _launches(int(rows.sum()), slots, max_tokens_per_slot, mode)
     if not len(rows):
         return Bound(area, 0.0)
@@ -73,24 +73,56 @@ def _longest_seconds(length: int, widest: int, cap: int | None, cost: Cost, node
             f"most {widest}; raise max_tokens_per_slot or cut the document"
         )
     degree = np.arange(narrowest, widest + 1)
-    within = max(cost.inside_bytes_per_second, cost.across_bytes_per_second)  # a group of this size may also be across
-    speed = np.where(degree <= node_size, within, cost.across_bytes_per_second)
-    compute = (cost.linear_seconds * length + cost.attention_seconds * float(length) ** 2) / degree
-    return float((compute + _waits(cost, length, degree, speed)).min()) + cost.micro_batch_seconds
+    compute = (_row_seconds(cost) * length + cost.attention_seconds * float(length) ** 2) / degree
+    waits = _waits_on_network if cost.network else _waits
+    kinds = ["p2p", "all_gather", "a2a", "a2a+p2p"] if cost.cp_comm_type == "auto" else [cost.cp_comm_type]
+    least = np.min([waits(cost, kind, length, degree, node_size) for kind in kinds], axis=0)
+    return float((compute + least).min()) + cost.micro_batch_seconds
 
 
-def _waits(cost: Cost, length: int, degree: NDArray[np.int64], speed: NDArray[np.float64]) -> NDArray[np.float64]:
+def _row_seconds(cost: Cost) -> float:
+    """Seconds of a row on one slot, with what short pieces of attention take longer: as much at any degree, or more."""
+    return cost.linear_seconds + (cost.network.half_speed_rows * cost.attention_seconds if cost.network else 0.0)
+
+
+def _waits(cost: Cost, kind: str, length: int, degree: NDArray[np.int64], node_size: int) -> NDArray[np.float64]:
     """Seconds that each member of a group of a degree communicates beyond what attention hides (degrees,)."""
-    if cost.cp_comm_type in ("a2a", "a2a+p2p"):
-        swapping = degree if cost.cp_comm_type == "a2a" else np.gcd(degree, cost.a2a_size)
-        speed_of_swap = speed if cost.cp_comm_type == "a2a" else cost.inside_bytes_per_second
-        swap = cost.exchange_bytes * length / degree * (1 - 1 / swapping) / speed_of_swap
-        swap = swap + cost.ring_step_seconds * (swapping > 1)
-    else:
-        swapping, swap = np.ones_like(degree), np.zeros(len(degree))
+    inside, across = cost.inside_bytes_per_second, cost.across_bytes_per_second
+    speed = np.where(degree <= node_size, max(inside, across), across)  # a group of this size may also be across
+    swapping = np.ones_like(degree)
+    if kind == "a2a":
+        swapping = degree
+    elif kind == "a2a+p2p":
+        swapping = np.gcd(degree, cost.a2a_size) if cost.cp_comm_type == kind else degree
+    # Each slot swaps with those of its host and with the others at the same time.
+    near = np.minimum(swapping, node_size) - 1
+    far = np.where(kind == "a2a", np.maximum(swapping - node_size, 0), 0)
+    swap = cost.exchange_bytes * length / degree / swapping * np.maximum(near / max(inside, across), far / across)
+    swap = swap + cost.ring_step_seconds * (swapping > 1)
     states = (cost.states.step_seconds if cost.states else 0.0) * (degree > 1)  # what they send depends on others too
     turn = cost.ring_bytes * length * (1 / swapping - 1 / degree) / speed
-    if cost.cp_comm_type == "all_gather":
+    if kind == "all_gather":
         return turn + cost.ring_step_seconds * (degree > 1) + states
-    hidden = cost.attention_seconds * float(length) ** 2 / degree
-    return swap + np.maximum(turn - hidden, 0.0) + cost.ring_step_seconds * (degree / swapping - 1) + states
+    steps = degree / swapping - 1
+    hidden = cost.attention_seconds * float(length) ** 2 / degree + cost.merge_seconds * length / degree * steps
+    return swap + np.maximum(turn - hidden, 0.0) + cost.ring_step_seconds * steps + states
+
+
+def _waits_on_network(
+    cost: Cost, kind: str, length: int, degree: NDArray[np.int64], node_size: int
+) -> NDArray[np.float64]:
+    """The same on measured links: of a group that is on several hosts, what must cross and kernels cannot hide.
+
+    Whatever the type, each of the h hosts of a group must receive the keys and values of the others, of all key/value
+    heads, or the queries: at least (h − 1) / h of the smaller, through all of its slots and at the best speed.
+    """
+    network = cost.network
+    assert network is not None
+    hosts = np.where(degree > node_size, -(-degree // node_size), 1)
+    link = network.across
+    fastest = max(wire.bytes_per_second for wire in (link.exchange, link.gather, link.point, link.point_alone))
+    sent = np.minimum(cost.ring_bytes, cost.exchange_bytes) if cost.exchange_bytes else cost.ring_bytes
+    crossing = sent * length / degree * (hosts - 1) / hosts / fastest
+    hidden = cost.attention_seconds * (float(length) ** 2 + network.half_speed_rows * length) / degree
+    del kind  # what must cross is the same for each
+    return np.maximum(crossing - hidden, 0.0)

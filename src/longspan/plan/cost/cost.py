@@ -1,13 +1,13 @@
 """Cost: the constants of one machine and one model by which plans are priced, and the seconds of a group under them.
 
-A group takes a slot's share of the linear layers, plus the longer of causal attention and the ring's traffic, plus a
-latency for each ring step; `group_seconds` describes the other communication types. Memory is not priced (planners
-receive a cap), nor is the wire between pipeline stages. `model_cost.py` makes costs of models and files.
+A group takes a slot's share of the linear layers, plus attention and the messages that it does not hide, which
+`attention_price.py` prices by communication type. Memory is not priced (planners receive a cap), nor is the wire
+between pipeline stages. `machine.py` makes the cost of a model on a machine; `model_cost.py` reads files.
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
@@ -16,7 +16,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
-from longspan.plan.check import COMM_TYPES
+from longspan.plan.check import COMM_TYPES, check_count
+from longspan.plan.cost.attention_price import (
+    FORWARD_OF_ATTENTION,
+    Rows,
+    exchanging_members,
+    latency_seconds,
+    price_attention,
+)
+from longspan.plan.cost.links import Network
 from longspan.plan.cost.model_flops import check_rate, price_model
 from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.cost.state_cost import StateCost
@@ -24,7 +32,8 @@ from longspan.plan.cost.state_cost import StateCost
 Floats = NDArray[np.float64]
 Passes = Literal["forward and backward", "forward"]
 DEFAULT_SOURCE = "Qwen3-8B on GPUs of 400 TFLOP/s"
-_NOT_CONSTANTS = ("source", "passes", "forward", "cp_comm_type", "a2a_size", "states")
+_CHOICES = ("passes", "cp_comm_type", "a2a_size", "heads", "node_size")
+_NOT_CONSTANTS = ("source", "forward", "states", "network", *_CHOICES)
 FORWARD_ALONE = "forward passes alone"
 # What forward takes of forward and backward together: 2 of 6 FLOPs for each weight; 2 of 7 products of attention; keys
 # and values go round once, of three turns (backward sends them again, and their gradients home), in one of two passes;
@@ -32,10 +41,11 @@ FORWARD_ALONE = "forward passes alone"
 # of the launches and of the closing. A cost with measured forward passes does not use these.
 FORWARD_SHARES = {
     "linear_seconds": 1 / 3,
-    "attention_seconds": 2 / 7,
+    "attention_seconds": FORWARD_OF_ATTENTION,
     "ring_bytes": 1 / 3,
     "exchange_bytes": 1 / 2,
     "ring_step_seconds": 1 / 2,
+    "merge_seconds": FORWARD_OF_ATTENTION,
     "micro_batch_seconds": 1 / 3,
     "closing_seconds": 1 / 3,
 }
@@ -60,10 +70,13 @@ class Cost:
     show how the parts of plans compare.
 
     `passes` "forward" marks the cost of an evaluation, which `forward_only` makes, of `forward` if forward passes were
-    measured. `cp_comm_type` is the type under which groups are priced, "p2p" as a ring ("auto" too); under a2a+p2p
+    measured. `cp_comm_type` is the type under which groups are priced; "auto" is the fastest for each group, of those
+    that `heads` query heads of a rank allow (0: unknown, and types that exchange heads are left out). Under a2a+p2p
     `a2a_size` slots exchange heads. `exchange_bytes` are those of a row's queries, keys, values and outputs and of
-    their gradients, which a2a exchanges. `states` is the cost of a hybrid's state-space layers in groups of one
-    partition; None for models without. Raises PlanError for a value that is negative or not finite.
+    their gradients, which a2a exchanges. `merge_seconds` are what a ring takes to add a step to each row's output.
+    `network` describes the links where they were measured or are known; without it they are ideal. `states` is the cost
+    of a hybrid's state-space layers in groups of one partition; None for models without.
+    A host has `node_size` slots. Raises PlanError for a value that is negative or not finite.
     """
 
     linear_seconds: float = 45.4e9 / 4e14  # 6 FLOPs for each of 7.57e9 weights
@@ -74,6 +87,7 @@ class Cost:
     across_bytes_per_second: float = 40e9
     ring_step_seconds: float = 36 * 2 * 10e-6
     micro_batch_seconds: float = 10e-3
+    merge_seconds: float = 0.0
     closing_seconds: float = 0.0
     launch_seconds: float = 0.0
     source: str | None = field(default=None, compare=False)
@@ -81,7 +95,10 @@ class Cost:
     forward: "Cost | None" = None
     cp_comm_type: str = "p2p"
     a2a_size: int = 1
+    heads: int = 0
+    node_size: int = 8
     states: StateCost | None = None
+    network: Network | None = None
 
     def __post_init__(self) -> None:
         if self.source is None:
@@ -95,9 +112,9 @@ class Cost:
         if self.forward and (self.forward.passes != "forward" or self.passes == "forward"):
             both = "forward is the cost of forward passes alone beside that of both"
             raise PlanError(f"{both}; Cost.forward_only makes it")
-        size = cast(object, self.a2a_size)
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise PlanError(f"a2a_size is {size!r}; give the slots that exchange heads, at least 1")
+        check_count("a2a_size, the slots that exchange heads,", self.a2a_size)
+        check_count("heads of a cost", self.heads, least=0)
+        check_count("node_size of a cost", self.node_size)
         for name, value in self.constants().items():
             positive = name.endswith("_per_second")
             good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
@@ -118,7 +135,8 @@ class Cost:
         """
         if self.passes == "forward":
             return self
-        shares = {name: value * FORWARD_SHARES.get(name, 1.0) for name, value in self.constants().items()}
+        of_ring = {"ring_bytes": self.network.block_share} if self.network else {}
+        shares = {name: value * (FORWARD_SHARES | of_ring).get(name, 1.0) for name, value in self.constants().items()}
         constants = self.forward.constants() if self.forward else shares
         source = self.source and f"{self.source}; {FORWARD_ALONE}"
         states = self.states and self.states.forward_only()
@@ -126,14 +144,38 @@ class Cost:
             states = self.forward.states.for_partition(self.states.partition)
         return dataclasses.replace(self, **constants, source=source, passes="forward", forward=None, states=states)
 
-    def under(self, cp_comm_type: str | Sequence[str], a2a_size: int = 1) -> "Cost":
+    def under(self, cp_comm_type: str | Sequence[str], a2a_size: int = 1, *, heads: int | None = None) -> "Cost":
         """This cost for groups of a communication type, or of the type that most layers of a list have.
 
         >>> Cost().under(["a2a", "p2p", "a2a"]).cp_comm_type
         'a2a'
         """
         kinds = [cp_comm_type] if isinstance(cp_comm_type, str) else list(cp_comm_type)
-        return dataclasses.replace(self, cp_comm_type=max(kinds, key=kinds.count), a2a_size=a2a_size)
+        heads = self.heads if heads is None else heads
+        return dataclasses.replace(self, cp_comm_type=max(kinds, key=kinds.count), a2a_size=a2a_size, heads=heads)
+
+    def ways(self, most: int) -> Iterator["Cost"]:
+        """This cost under each type that "auto" chooses from for groups of up to so many slots; another as it is.
+
+        Of a2a+p2p, every number of neighbours in a host that the heads allow.
+        """
+        if self.cp_comm_type != "auto":
+            yield self
+            return
+        heads = self.heads or (self.network.heads if self.network else 0)
+        if heads:
+            yield self.under("a2a")
+        yield from (self.under("p2p"), self.under("all_gather"))
+        inner = range(2, min(most - 1, self.node_size, heads) + 1)
+        yield from (self.under("a2a+p2p", i) for i in inner if heads % i == 0 and self.node_size % i == 0)
+
+    def allows(self, degree: ArrayLike) -> NDArray[np.bool_]:
+        """Whether groups of these degrees can have this cost's type, where "auto" considers it."""
+        degree = np.asarray(degree, dtype=np.int64)
+        heads = self.heads or (self.network.heads if self.network else 0)
+        if self.cp_comm_type == "a2a":
+            return (heads % np.maximum(degree, 1) == 0) if heads else degree == 1
+        return (degree % self.a2a_size == 0) & (degree > self.a2a_size) if self.a2a_size > 1 else degree > 0
 
     def for_partition(self, partition: str) -> "Cost":
         """This cost for groups of a partition, which matters only to the states of a hybrid."""
@@ -148,74 +190,71 @@ class Cost:
         }
         forward = self.forward and self.forward.scale_times(factor, source)
         states = self.states and self.states.scale_times(factor)
-        return dataclasses.replace(self, **constants, source=source, forward=forward, states=states)
+        network = self.network and self.network.scale_times(factor)
+        return dataclasses.replace(self, **constants, source=source, forward=forward, states=states, network=network)
 
     def work_seconds(self, tokens: ArrayLike, squares: ArrayLike) -> Floats:
         """Seconds of documents on one slot without communication: `tokens` is their sum, `squares` that of squares."""
-        return self.linear_seconds * _floats(tokens) + self.attention_seconds * _floats(squares)
+        half = self.network.half_speed_rows if self.network else 0.0  # on short pieces kernels are slower
+        return (self.linear_seconds + half * self.attention_seconds) * _floats(tokens) + (
+            self.attention_seconds * _floats(squares)
+        )
 
     def group_seconds(
-        self, tokens: ArrayLike, squares: ArrayLike, degree: ArrayLike, inside: ArrayLike, documents: ArrayLike = 1
+        self,
+        tokens: ArrayLike,
+        squares: ArrayLike,
+        degree: ArrayLike,
+        inside: ArrayLike,
+        documents: ArrayLike = 1,
+        *,
+        together: ArrayLike | None = None,
     ) -> Floats:
         """Seconds that a group takes of each of its slots, without `micro_batch_seconds`; arguments broadcast.
 
         `tokens` and `squares` are the sums of its documents' rows and of their squares (padding included); `inside`
-        is whether all its slots share a node, `documents` (which counts for states) how many they are. Attention
-        hides a ring's traffic, but neither that of all_gather nor the exchanges of a2a, which each wait like one
-        step of a ring (4 x H200, packed rows, degree 4: a2a took 0.5 to 0.9 ms a layer beyond kernels and wire,
-        bench/records/attention-time-packed-4xH200.md; a step is 0.6 ms there).
+        is whether all its slots share a node, `documents` (which counts for states) how many they are. `together` are
+        the fewest of its slots that share a node, where some do not (None: as full nodes leave them).
         """
-        tokens, degree = _floats(tokens), _floats(degree)
-        speed = np.where(inside, self.inside_bytes_per_second, self.across_bytes_per_second)
-        squares, around = _floats(squares), degree / self._exchanging(degree)
-        attention = self.attention_seconds * squares / degree
+        tokens, squares, degree = _floats(tokens), _floats(squares), _floats(degree)
+        if together is None:
+            on_last = np.where(degree % self.node_size, degree % self.node_size, self.node_size)
+            together = np.where(inside, degree, np.where(degree > self.node_size, on_last, 1.0))
+        rows = Rows(tokens, squares, degree, _floats(together))
+        if self.cp_comm_type == "auto":
+            return self._least_seconds(rows, inside, documents)
         if self.states:
-            attention = attention * self.states.busiest(tokens, squares, around)
-        ring = self.ring_bytes * tokens * (around - 1) / degree / speed
-        attention = attention + ring if self.cp_comm_type == "all_gather" else np.maximum(attention, ring)
-        seconds = (
-            self.linear_seconds * tokens / degree
-            + (attention + self._exchange_seconds(tokens, degree, speed))
-            + self._latency_of_attention(degree)
-        )
+            around = degree / exchanging_members(self.cp_comm_type, self.a2a_size, degree)
+            rows = rows._replace(busiest=self.states.busiest(tokens, squares, around))
+        attention = price_attention(self, rows)
+        seconds = self.linear_seconds * tokens / degree + (attention.computed + attention.exposed)
         if self.states is None:
             return seconds
+        speed = np.where(inside, self.inside_bytes_per_second, self.across_bytes_per_second)
         return seconds + self.states.seconds((tokens, squares, _floats(documents)), degree, speed)
+
+    def _least_seconds(self, rows: Rows, inside: ArrayLike, documents: ArrayLike) -> Floats:
+        """Seconds of groups under the fastest type of each."""
+        tokens, squares, degree, together = rows[:4]
+        least: Floats | float = np.inf
+        for way in self.ways(int(degree.max(initial=1))):
+            seconds = way.group_seconds(tokens, squares, degree, inside, documents, together=together)
+            least = np.minimum(least, np.where(way.allows(degree), seconds, np.inf))
+        return _floats(least)
 
     def latency_seconds(self, degree: ArrayLike) -> Floats:
         """Seconds that a group of this degree waits for messages however few rows they carry."""
         degree = _floats(degree)
         states = self.states.step_seconds * (degree > 1) if self.states else 0.0
-        return self._latency_of_attention(degree) + states
-
-    def _latency_of_attention(self, degree: Floats) -> Floats:
-        exchanging = self._exchanging(degree)
-        steps = np.minimum(degree - 1, 1) if self.cp_comm_type == "all_gather" else degree / exchanging - 1
-        return self.ring_step_seconds * (steps + (exchanging > 1))
+        return latency_seconds(self, degree) + states
 
     def group_bytes(self, tokens: ArrayLike, degree: ArrayLike, documents: ArrayLike = 1) -> Floats:
         """Bytes that all slots of a group put on the wire."""
         tokens, degree = _floats(tokens), _floats(degree)
-        exchanging = self._exchanging(degree)
+        exchanging = exchanging_members(self.cp_comm_type, self.a2a_size, degree)
         ring = self.ring_bytes * tokens * (degree / exchanging - 1)
         sent = ring + self.exchange_bytes * tokens * (exchanging - 1) / exchanging
         return sent + (self.states.wire_bytes(_floats(documents), tokens, degree) if self.states else 0.0)
-
-    def _exchanging(self, degree: Floats) -> Floats:
-        """How many slots exchange heads for rows; the others of a group stand in a ring with these."""
-        if self.cp_comm_type == "a2a":
-            return degree
-        if self.cp_comm_type == "a2a+p2p":
-            return np.gcd(degree.astype(np.int64), self.a2a_size).astype(np.float64)
-        return np.ones_like(degree)
-
-    def _exchange_seconds(self, tokens: Floats, degree: Floats, speed: Floats) -> Floats | float:
-        """Seconds of a slot's part of the exchange of heads, which nothing hides; of a2a+p2p, inside a node."""
-        if "a2a" not in self.cp_comm_type:
-            return 0.0
-        exchanging = self._exchanging(degree)
-        speed = speed if self.cp_comm_type == "a2a" else np.full_like(speed, self.inside_bytes_per_second)
-        return self.exchange_bytes * tokens / degree * (exchanging - 1) / exchanging / speed
 
     def with_closing(
         self, weights: float, home: Layout, *, node_size: int = 8, gather_bytes: float = 2, reduce_bytes: float = 4
@@ -244,6 +283,19 @@ class Cost:
 
     def _speed(self, inside: bool) -> float:
         return self.inside_bytes_per_second if inside else self.across_bytes_per_second
+
+    def shared_by(self, tp: int) -> "Cost":
+        """The cost of a slot of `tp` tensor-parallel ranks: compute and bytes divide, latencies do not."""
+        if isinstance(tp, bool) or tp < 1:
+            raise PlanError(f"tp is {tp!r}; a degree is an integer of at least 1")
+        divided = ("linear_seconds", "attention_seconds", "ring_bytes", "exchange_bytes", "merge_seconds")
+        return dataclasses.replace(
+            self,
+            **{name: getattr(self, name) / tp for name in divided},
+            states=self.states and self.states.shared_by(tp),
+            network=self.network and self.network.shared_by(tp),
+            forward=self.forward and self.forward.shared_by(tp),
+        )
 
     @classmethod
     def for_model(
@@ -275,6 +327,8 @@ class Cost:
         `bytes_per_value` those of keys and values; `depths` of multi-token prediction are those of `add_mtp`. Raises
         PlanError naming attributes that are missing, or that show layers which cannot be priced so.
         """
+        for name, value in {"inside_gbps": inside_gbps, "across_gbps": across_gbps}.items():
+            check_rate(name, value)
         constants = price_model(
             ModelShape.of(config, depths=depths),
             tflops=tflops,
@@ -285,8 +339,6 @@ class Cost:
             ring_step_latency=ring_step_latency,
             bytes_per_value=bytes_per_value,
         )
-        for name, value in {"inside_gbps": inside_gbps, "across_gbps": across_gbps}.items():
-            check_rate(name, value)
         return cls(
             **constants,
             inside_bytes_per_second=inside_gbps * 1e9,
@@ -298,11 +350,12 @@ class Cost:
     def to_json(self) -> dict[str, Any]:
         """The constants and the source by name, for a JSON document; `Cost.from_json` gives an equal cost back."""
         usual = {f.name: f.default for f in dataclasses.fields(self)}
-        choices = {name: getattr(self, name) for name in ("passes", "cp_comm_type", "a2a_size")}
+        choices = {name: getattr(self, name) for name in _CHOICES}
         unusual = {name: value for name, value in choices.items() if value != usual[name]}
         forward = {"forward": self.forward.to_json()} if self.forward else {}
         states = {"states": dataclasses.asdict(self.states)} if self.states else {}
-        return self.constants() | {"source": self.source or ""} | unusual | states | forward
+        network = {"network": self.network.to_json()} if self.network else {}
+        return self.constants() | {"source": self.source or ""} | unusual | states | network | forward
 
     @classmethod
     def from_json(cls, values: Any) -> "Cost":
@@ -316,6 +369,8 @@ class Cost:
             fields["forward"] = cls.from_json(fields["forward"])
         if fields.get("states"):
             fields["states"] = StateCost.from_json(fields["states"])
+        if fields.get("network"):
+            fields["network"] = Network.from_json(fields["network"])
         return cls(**fields)
 
 

@@ -164,6 +164,12 @@ def widths_of(read: ConfigReader) -> Widths:
     return Widths(heads * head, (read.count("num_key_value_heads") or heads) * head)
 
 
+def key_value_heads(read: ConfigReader) -> int:
+    """Key/value heads of a layer that attends, as it is computed; at least 1."""
+    heads = read.count("num_attention_heads")
+    return max(1, heads if latent(read) else read.count("num_key_value_heads") or heads)
+
+
 def latent(read: ConfigReader) -> bool:
     """Whether keys and values are projected from a narrow row."""
     return bool(read.count("kv_lora_rank"))

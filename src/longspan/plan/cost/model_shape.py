@@ -16,6 +16,7 @@ from longspan.plan.cost.layers import (
     Weights,
     attention_weights,
     feed_forward_weights,
+    key_value_heads,
     kinds_of_depth,
     latent,
     layer_kinds,
@@ -40,10 +41,10 @@ class ModelShape:
 
     `weights` multiply every token (active experts only, the output projection once for each token that is predicted, no
     input embedding); `recomputed_weights` of them do so again if layers are recomputed (no output projection, and no
-    last product of an MLP); `query_width` and `key_width` are heads x head size; `layers` attend to all earlier
-    rows, `window_layers` of them only to the last `window`, and `chunk_layers` to those of their own `chunk` positions;
-    in `span_layers` the rows of an image see its later ones too; `mixer_layers` are `mixer`. All stand in
-    `decoder_layers` (0: as many as attend).
+    last product of an MLP); `query_width` and `key_width` are `heads` and `kv_heads` x head size; `layers` attend to
+    all earlier rows, `window_layers` of them only to the last `window`, and `chunk_layers` to those of their own
+    `chunk` positions; in `span_layers` the rows of an image see its later ones too; `mixer_layers` are `mixer`. All
+    stand in `decoder_layers` (0: as many as attend).
     """
 
     layers: int
@@ -59,6 +60,8 @@ class ModelShape:
     mixer: MixerShape | None = None
     decoder_layers: int = 0
     span_layers: int = 0
+    heads: int = 1
+    kv_heads: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "decoder_layers", self.decoder_layers or self.layers)
@@ -92,6 +95,8 @@ class ModelShape:
             mixer_layers=sum(kind.mixes for kind in kinds),
             mixer=mixer if any(kind.mixes for kind in kinds) else None,
             decoder_layers=len(kinds),
+            heads=max(1, read.count("num_attention_heads")),
+            kv_heads=key_value_heads(read),
             span_layers=len(attention) if ConfigReader.whole(config).family in SEEN_BY_IMAGES else 0,
         )
 

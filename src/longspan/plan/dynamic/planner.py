@@ -20,7 +20,6 @@ from longspan.plan.planners.request import Request, check_first_size, check_head
 EffortName = Literal["fast", "balanced", "thorough"]
 Candidate = tuple[float, Callable[[], list[MicroBatch]]]  # seconds, and a function that makes the micro-batches
 
-USUAL_NODE_SIZE = 8
 CLOSE = 1.02  # of the lower bound: a plan so good is not compared with other kinds of plans
 COMPARED_SLOTS, COMPARED_DOCUMENTS = 1024, 20000  # up to which fixed degrees are tried; above, from DISTANT on
 DISTANT = 1.05
@@ -45,10 +44,10 @@ def plan_dynamic(
     True
 
     Groups have any degree from `min_cp` to `max_cp` (None: all slots), and stay inside a node of `node_size` slots
-    if they can; a slot may be in several groups of a micro-batch. `max_tokens_per_slot` limits the rows of a slot in
-    a micro-batch, in whole multiples of `row_multiple`. `mode` is who waits: all slots for the slowest of each
-    micro-batch ("lockstep"), or only those that share a group ("free"). `partition` is that of `plan_fixed`:
-    "contiguous" saves copies under `a2a`, and takes longer than predicted under the other types.
+    if they can (the last node may have fewer); a slot may be in several groups of a micro-batch. `max_tokens_per_slot`
+    limits the rows of a slot in a micro-batch, in whole multiples of `row_multiple`. `mode` is who waits: all slots for
+    the slowest of each micro-batch ("lockstep"), or only those that share a group ("free"). `partition` is that of
+    `plan_fixed`: "contiguous" saves copies under `a2a`, and takes longer than predicted under the other types.
 
     Under `a2a+p2p` give `hierarchical_context_parallel_sizes` as one number, the slots that exchange heads (of a pair
     only the first counts). In a group of any degree as many slots exchange heads as the greatest common divisor of that
@@ -70,7 +69,6 @@ def plan_dynamic(
     bad length.
     """
     request = Request.of(lengths, home, options_of(plan_dynamic, options, keywords))
-    _check_node_size(request)
     degrees = _check_degrees(request, min_cp, max_cp)
     check_choice("effort", effort, ("fast", "balanced", "thorough"))
     if not request.lengths:
@@ -78,17 +76,6 @@ def plan_dynamic(
     problem = Problem.of(request, degrees)
     bound = request.lower_bound(problem.max_cp).seconds
     return request.plan(_fastest(problem, bound, effort), "dynamic", max_cp=problem.max_cp)
-
-
-def _check_node_size(request: Request) -> None:
-    """Raise PlanError if nodes do not divide the slots; at the usual size, the default, the last may be smaller."""
-    slots, size = request.slots, request.node_size
-    if slots > size and slots % size and size != USUAL_NODE_SIZE:
-        fit = ", ".join(str(d) for d in range(1, slots + 1) if slots % d == 0)
-        raise PlanError(
-            f"node_size {size} does not divide {slots} slots; use one of {fit}, or {USUAL_NODE_SIZE}, the default, "
-            f"with which the last node may be smaller"
-        )
 
 
 def _check_degrees(request: Request, min_cp: int, max_cp: int | None) -> DegreeSet:

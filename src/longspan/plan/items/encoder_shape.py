@@ -13,7 +13,7 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.cost.cost import Cost
-from longspan.plan.cost.model_cost import CPU_TFLOPS, H200_ATTENTION_TFLOPS, H200_SOURCE
+from longspan.plan.cost.machine import Machine
 from longspan.plan.dynamic.planner import plan_dynamic
 from longspan.plan.plan import Plan
 
@@ -23,13 +23,8 @@ Grid = tuple[int, int, int]
 _MERGED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")  # whose images have any size
 _WHOLE = ("llava", "gemma3", "paligemma")  # whose images have one size
 _GEMMA_ROWS = 256  # of an image, if a configuration has no number
-WAVE_SECONDS = 2e-3  # of launches, of one wave
 _HEAD_MULTIPLE = 32  # to which kernels pad a head (attention/kernels/fa4.py)
 _GATED = ("qwen2_5_vl",)  # whose MLPs have three products
-# What H200s sustain in a tower's layers without its attention: narrow products, rotary angles in float32, waiting
-# (bench/records/vision-step-4xH200.md, four steps of 128 to 144 images planned over four ranks).
-H200_ENCODER_TFLOPS = 240.0
-_ON_CPUS = (CPU_TFLOPS, CPU_TFLOPS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,18 +114,19 @@ class EncoderShape:
         forward pass runs `again` so many times for the backward pass.
         """
         padded = -(-self.head_size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
-        on_h200 = (H200_ENCODER_TFLOPS, H200_ATTENTION_TFLOPS * self.head_size / padded)
-        weights_in, attention = on_h200 if gpu else _ON_CPUS
+        machine = Machine.known("H200") if gpu else Machine.of_cpus()
+        attention = machine.attention_flops_per_second * (self.head_size / padded if gpu else 1)
         again = again if trained != "none" else 0
-        pair = ((14 if trained == "all" else 4) + 4 * again) * self.width / (attention * 1e12)
+        pair = ((14 if trained == "all" else 4) + 4 * again) * self.width / attention
         rows = self.rows or 1
         patches = (self.patches_of(rows) + self.class_rows) / rows
         flops = self._weight_flops(rows, trained) + again * self._weight_flops(rows, "none")
         return Cost(
-            linear_seconds=flops / rows / (weights_in * 1e12) + pair * patches * self.window_layers * self.window**2,
+            linear_seconds=flops / rows / machine.encoder_flops_per_second
+            + pair * patches * self.window_layers * self.window**2,
             attention_seconds=pair * self.full_layers * patches**2,
-            micro_batch_seconds=WAVE_SECONDS,
-            source=H200_SOURCE if gpu else "",
+            micro_batch_seconds=machine.wave_seconds,
+            source=machine.source,
         )
 
 

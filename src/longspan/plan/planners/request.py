@@ -3,9 +3,11 @@
 Planners differ in which documents they put together where; that is not decided here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from longspan.errors import PlanError, plural
 from longspan.layout import Layout, check_lengths
@@ -19,10 +21,14 @@ from longspan.plan.check import (
     heads_allow,
 )
 from longspan.plan.cost.bound import Bound, lower_bound_seconds
+from longspan.plan.cost.cost import Cost
 from longspan.plan.hierarchy import levels_at
 from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, PartitionKind
 from longspan.plan.plan import Plan
 from longspan.plan.planners.options import PlanOptions
+from longspan.plan.timeline import GroupTable
+
+SAME = 1e-9  # relative; of types as fast as each other every host takes the first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +59,14 @@ class Request(PlanOptions):
         request = cls(lengths=documents, slots=home.slots, tp=home.tp, **values)
         request._check_numbers()
         request._check_mode(home)
-        return request
+        return replace(request, cost=request.price())
+
+    def price(self) -> Cost:
+        """The cost of groups of the request's type, partition and node size; "auto" is the fastest of each group."""
+        sizes, heads = self.hierarchical_context_parallel_sizes, (self.heads or 0) // self.tp
+        inner = 1 if sizes is None else sizes if isinstance(sizes, int) else sizes[0]
+        cost = replace(self.cost, node_size=self.node_size).under(self.types, max(1, inner), heads=heads)
+        return cost.for_partition(self.partition)
 
     def _check_mode(self, home: Layout) -> None:
         if self.mode == "free" and home.ep > 1:
@@ -156,6 +169,7 @@ class Request(PlanOptions):
 
     def plan(self, micro_batches: Sequence[MicroBatch], planner: str, *, max_cp: int | None = None) -> Plan:
         """The checked plan of these micro-batches, with dummies up to the next multiple, its time and its bound."""
+        micro_batches = self._resolve_types(micro_batches)
         dummies = max(1, len(micro_batches)) + (-max(1, len(micro_batches)) % self.micro_batch_multiple)
         batches = (*micro_batches, *[MicroBatch()] * (dummies - len(micro_batches)))
         plan = Plan(
@@ -173,6 +187,28 @@ class Request(PlanOptions):
         seconds, bound = plan.timeline().step_seconds, self.lower_bound(max_cp).seconds
         bound += self.cost.closing_seconds if self.mode == "free" else 0.0
         return replace(plan, predicted_seconds=seconds, lower_bound_seconds=bound)
+
+    def _resolve_types(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """The same with the fastest type of each group of several slots in place of "auto", with its levels.
+
+        Where the query heads are unknown the groups keep "auto", which `attend` resolves when it sees them.
+        """
+        if "auto" not in self.types or not (self.heads or self.cost.network):
+            return micro_batches
+        table = GroupTable.of(micro_batches)
+        ways = list(replace(self.cost, cp_comm_type="auto").ways(int(table.degree.max(initial=1))))
+        seconds = np.array([table.seconds_under(way, self.node_size) for way in ways])
+        least = seconds.min(axis=0)
+        choice: Iterator[int] = iter(np.argmax(seconds <= least * (1 + SAME), axis=0).tolist())
+        return [MicroBatch(tuple(self._typed(group, ways[next(choice)]) for group in b.groups)) for b in micro_batches]
+
+    def _typed(self, group: Group, way: Cost) -> Group:
+        kind = way.cp_comm_type if group.degree > 1 else "p2p"
+        sizes = group.hierarchical_context_parallel_sizes
+        if kind == "a2a+p2p":
+            sizes = way.a2a_size, group.degree // way.a2a_size
+        types = kind if isinstance(self.cp_comm_type, str) else tuple(kind if t == "auto" else t for t in self.types)
+        return replace(group, cp_comm_type=types, hierarchical_context_parallel_sizes=sizes)
 
     def lower_bound(self, max_cp: int | None = None) -> Bound:
         """What no plan of this request can beat; `max_cp` limits the degree of a group."""

@@ -17,12 +17,13 @@ from longspan.errors import PlanError, plural
 from longspan.layout import Layout, check_lengths
 from longspan.plan.check import check_comm_types, heads_allow
 from longspan.plan.dynamic import plan_dynamic
+from longspan.plan.hierarchy import levels_at
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import plan_fixed
 from longspan.plan.planners.options import PlanOptions
 from longspan.plan.simulate.simulate import Simulation, run_pipeline, simulate
-from longspan.plan.simulate.type_and_partition import options_of_types, type_text, with_price_of_type
+from longspan.plan.simulate.type_and_partition import options_of_types, type_text
 from longspan.plan.timeline import timeline
 
 MOST_ROUNDS = 8  # micro-batches for each stage, beyond which a fuller pipeline gains less than a ninth
@@ -55,8 +56,8 @@ def plan_evaluation(
 
 
 def evaluation_options(options: PlanOptions) -> PlanOptions:
-    """The options priced for forward passes under their own communication type."""
-    return with_price_of_type(replace(options, cost=options.cost.forward_only()))
+    """The options priced for forward passes."""
+    return replace(options, cost=options.cost.forward_only())
 
 
 def widest_degree(home: Layout, options: PlanOptions, most: int = 0) -> int:
@@ -224,22 +225,29 @@ def _refusal(evaluation: _Evaluation, cp: int) -> str:
 def _choice(evaluation: _Evaluation, cp: int) -> DegreeChoice:
     planned, options = _fastest_plan(evaluation, cp)
     slots, accumulation = evaluation.home.slots, evaluation.accumulation
-    batches = _full_passes(evaluation.lengths, slots, cp, accumulation)
+    batches = _full_passes(evaluation.lengths, slots, cp, accumulation, options)
     seconds = timeline(batches, slots, planned.cost, node_size=options.node_size).busy.max(axis=1).tolist()
     filled = run_pipeline(seconds, None, evaluation.home.pp).seconds
     steps = sum(len(batch.groups) for batch in batches)
     return DegreeChoice(cp, slots // cp, len(batches) // accumulation, steps, filled, planned, options)
 
 
-def _full_passes(lengths: tuple[int, ...], slots: int, cp: int, accumulation: int) -> list[MicroBatch]:
+def _full_passes(
+    lengths: tuple[int, ...], slots: int, cp: int, accumulation: int, options: PlanOptions
+) -> list[MicroBatch]:
     """Whole passes of `accumulation` micro-batches, a document for every group; after the last, from the first on."""
-    groups = slots // cp
+    groups, kind = (
+        slots // cp,
+        options.cp_comm_type if isinstance(options.cp_comm_type, str) else tuple(options.cp_comm_type),
+    )
+    sizes = options.hierarchical_context_parallel_sizes
+    levels = {} if sizes is None else {"hierarchical_context_parallel_sizes": levels_at(sizes, cp)}
     passes = -(-len(lengths) // (groups * accumulation))
     batches: list[MicroBatch] = []
     for start in range(0, passes * accumulation * groups, groups):
         documents = [d % len(lengths) for d in range(start, start + groups)]
         made = (Group(tuple(range(g * cp, (g + 1) * cp)), (d,), (lengths[d],)) for g, d in enumerate(documents))
-        batches.append(MicroBatch(tuple(made)))
+        batches.append(MicroBatch(tuple(replace(group, cp_comm_type=kind, **levels) for group in made)))
     return batches
 
 

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from longspan.errors import PlanError
 from longspan.plan.cost.bound import lower_bound_seconds
 from longspan.plan.cost.cost import Cost
+from longspan.plan.cost.type_price import bytes_by_level
 from longspan.plan.plan import Plan
 from longspan.plan.simulate.row_bytes import RowBytes
-from longspan.plan.timeline import GroupTable
 
 Floats = NDArray[np.float64]
 
@@ -164,7 +164,7 @@ def simulate(
 
     >>> simulate(plan, pp=4).bubble
 
-    The cost is the plan's own unless given; `slot_cost(cost, tp)` makes that of tensor-parallel slots. `backward` None
+    The cost is the plan's own unless given; `cost.shared_by(tp)` makes that of tensor-parallel slots. `backward` None
     runs the passes that the plan's own cost is of; an evaluation is priced by `Cost.forward_only`. Raises PlanError for
     a free plan on more than one stage, whose micro-batches do not move together, and where backward passes are asked of
     a cost without them.
@@ -204,21 +204,6 @@ def simulate_run(plans: Sequence[Plan], **how: int | bool | Cost | RowBytes | No
     return tuple(simulate(plan, **how) for plan in plans)  # pyright: ignore[reportArgumentType]
 
 
-def slot_cost(cost: Cost, tp: int) -> Cost:
-    """The cost of a slot of `tp` tensor-parallel ranks: compute and keys and values divide, latencies do not."""
-    if isinstance(tp, bool) or tp < 1:
-        raise PlanError(f"tp is {tp!r}; a degree is an integer of at least 1")
-    return replace(
-        cost,
-        linear_seconds=cost.linear_seconds / tp,
-        attention_seconds=cost.attention_seconds / tp,
-        ring_bytes=cost.ring_bytes / tp,
-        exchange_bytes=cost.exchange_bytes / tp,
-        states=cost.states and cost.states.shared_by(tp),
-        forward=cost.forward and slot_cost(cost.forward, tp),
-    )
-
-
 def _cost_of_passes(cost: Cost, backward: bool) -> Cost:
     """The cost of what is run. Raises PlanError where backward passes are asked of a cost that has none."""
     if backward and cost.passes == "forward":
@@ -255,8 +240,18 @@ def _peak_rows(rows: NDArray[np.int64], run: PipelineRun, parts: int) -> NDArray
 
 
 def _bytes_on_links(plan: Plan, cost: Cost) -> tuple[float, float]:
-    """Bytes that all groups put on links inside and between nodes."""
-    table = GroupTable.of(plan.micro_batches)
-    sent = cost.group_bytes(table.tokens, table.degree, table.documents)
-    inside = table.inside(plan.node_size)
-    return float(sent[inside].sum()), float(sent[~inside].sum())
+    """Bytes that all groups put on links inside and between nodes, by their own communication types."""
+    inside = across = 0.0
+    for group in (group for batch in plan.micro_batches for group in batch.groups if group.degree > 1):
+        kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
+        kind, levels = max(kinds, key=kinds.count), group.hierarchical_context_parallel_sizes
+        inner = group.degree if kind == "a2a" else levels[0] if kind == "a2a+p2p" and levels else 1
+        nodes, rows = [slot // plan.node_size for slot in group.slots], sum(group.laid_out)
+        sent = bytes_by_level(cost, kind, (inner, group.degree // inner), rows, nodes)
+        states = 0.0
+        if cost.states:
+            partition = cost.states.for_partition(group.partition)
+            states = float(partition.wire_bytes(float(len(group.lengths)), float(rows), float(group.degree)))
+        crosses = len(set(nodes)) > 1
+        inside, across = inside + sent["inside"] + states * (not crosses), across + sent["across"] + states * crosses
+    return inside, across

@@ -14,7 +14,6 @@ from typing import Literal
 from longspan.errors import LongspanError, PlanError
 from longspan.layout import Layout
 from longspan.plan.check import check_comm_types, heads_allow
-from longspan.plan.cost.cost import Cost
 from longspan.plan.hierarchy import levels_at
 from longspan.plan.micro_batch import PARTITIONS, PartitionKind
 from longspan.plan.plan import Plan
@@ -50,13 +49,6 @@ def options_at_degree(options: PlanOptions, cp: int) -> PlanOptions:
         return options
     levels = levels_at(sizes if isinstance(sizes, int) else tuple(sizes), cp)
     return replace(options, hierarchical_context_parallel_sizes=levels)
-
-
-def with_price_of_type(options: PlanOptions) -> PlanOptions:
-    """The options with the cost of groups of their own communication type; "auto" is priced as a ring."""
-    sizes = options.hierarchical_context_parallel_sizes
-    inner = 1 if sizes is None else sizes if isinstance(sizes, int) else sizes[0]
-    return replace(options, cost=options.cost.under(options.cp_comm_type, inner))
 
 
 def type_text(types: str | Sequence[str], sizes: Iterable[int | Sequence[int] | None] = ()) -> str:
@@ -172,16 +164,9 @@ def plan_with_partition(
     A `partition` "auto" is zigzag unless the model is a hybrid.
     """
     if options.cost.states is None:
-        return make(with_price_of_type(replace(options, partition="zigzag" if partition == "auto" else partition))), ""
+        return make(replace(options, partition="zigzag" if partition == "auto" else partition)), ""
     choice = which_partition(lambda way: make(way).predicted_seconds, options, partition)
     return make(choice.options), f"rows {choice.reason}"
-
-
-def group_cost(cost: Cost, options: PlanOptions) -> Cost:
-    """A hybrid's cost for groups of these options; the cost of another model as it is."""
-    if cost.states is None:
-        return cost
-    return with_price_of_type(replace(options, cost=cost)).cost.for_partition(options.partition)
 
 
 def way_text(options: PlanOptions) -> str:
@@ -195,5 +180,4 @@ def _ways(options: PlanOptions, partition: str) -> Iterator[PlanOptions]:
     types = TYPES if options.cp_comm_type == "auto" else (options.cp_comm_type,)
     for kind in reversed(PARTITIONS) if partition == "auto" else (partition,):
         for cp_comm_type in types:
-            way = replace(options, partition=kind, cp_comm_type=cp_comm_type)
-            yield replace(way, cost=group_cost(options.cost, way))
+            yield replace(options, partition=kind, cp_comm_type=cp_comm_type)

@@ -87,18 +87,18 @@ def check_eval_sets(config: RunConfig) -> None:
             )
         if not entry.path:
             raise ConfigError(f"{entry.prefix}path is empty; name a folder or file of texts")
-        _check_passkey(entry)
-        _check_metrics(f"{entry.prefix}metrics", entry.metrics)
+        _check_passkey_set(entry)
+        _check_metric_names(f"{entry.prefix}metrics", entry.metrics)
     names = [entry.name for entry in config.eval]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(
                 f"{names.count(name)} of {len(names)} tables [[eval]] have name = {name!r}; give each a name of its own"
             )
-    _check_metrics("train.eval_metrics", config.train.eval_metrics)
+    _check_metric_names("train.eval_metrics", config.train.eval_metrics)
 
 
-def _check_passkey(entry: EvalConfig) -> None:
+def _check_passkey_set(entry: EvalConfig) -> None:
     if entry.path != PASSKEY:
         if entry.passkey_lengths:
             raise ConfigError(
@@ -112,7 +112,7 @@ def _check_passkey(entry: EvalConfig) -> None:
         raise ConfigError(f"{entry.prefix}passkey_lengths, passkey_depths, passkey_samples: {error}") from error
 
 
-def _check_metrics(key: str, names: Iterable[str]) -> None:
+def _check_metric_names(key: str, names: Iterable[str]) -> None:
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")) or "." not in name:
             raise ConfigError(

@@ -167,9 +167,11 @@ def check_encoder(config: RunConfig, home: Layout) -> None:
     """Raise ConfigError for an encoder that cannot be trained so."""
     encoder = config.encoder
     if len(home.ranks) % encoder.tp:
-        fit = ", ".join(str(tp) for tp in range(1, len(home.ranks) + 1) if len(home.ranks) % tp == 0)
+        fitting = ", ".join(str(tp) for tp in range(1, len(home.ranks) + 1) if len(home.ranks) % tp == 0)
         are = "is" if len(home.ranks) == 1 else "are"
-        raise ConfigError(f"encoder.tp is {encoder.tp}, and there {are} {plural(len(home.ranks), 'rank')}; use {fit}")
+        raise ConfigError(
+            f"encoder.tp is {encoder.tp}, and there {are} {plural(len(home.ranks), 'rank')}; use {fitting}"
+        )
     if encoder.train == "none" and encoder.lr and not parts_with_adapter(config):
         raise ConfigError(f'encoder.lr is {encoder.lr:g} and encoder.train is "none"; leave out one of them')
 

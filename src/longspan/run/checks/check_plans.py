@@ -21,10 +21,10 @@ MIXER_KERNELS = ("torch", "mamba_ssm", "causal_conv1d")
 
 def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
     """Raise ConfigError where training or an evaluation cannot be planned on this home, whatever the documents."""
-    for key, kernel in _kernels(config):
+    for key, kernel in _kernel_keys(config):
         _check_kernel(key, kernel)
     _check_mixer_kernels(config.context.mixer_kernels)
-    for choice, longest in _choices(config, training=training):
+    for choice, longest in _plan_choices(config, training=training):
         for kind in choice.comm_types:
             if kind not in COMM_TYPES:
                 raise ConfigError(f"{choice.comm_type_key} is {kind!r}; {nearest(kind, COMM_TYPES)}")
@@ -44,7 +44,7 @@ def check_longest(config: RunConfig, home: Layout, longest: int, name: str, head
 
     `heads` are the query heads of a model from a folder, which its communication type may not deal out to a group.
     """
-    for choice, limit in _choices(replace(config, eval=()), training=True, heads=heads):
+    for choice, limit in _plan_choices(replace(config, eval=()), training=True, heads=heads):
         packs = limit.key == "data.pack_to" and longest > limit.value  # held-out documents are not packed
         tokens, of = (limit.value, "packs") if packs else (longest, name)
         _check_fits(choice, limit.key, home, tokens, f"the longest document ({tokens} tokens, of {of})")
@@ -65,7 +65,9 @@ class _Limit(NamedTuple):
     value: int
 
 
-def _choices(config: RunConfig, *, training: bool, heads: int | None = None) -> Iterator[tuple[PlanChoice, _Limit]]:
+def _plan_choices(
+    config: RunConfig, *, training: bool, heads: int | None = None
+) -> Iterator[tuple[PlanChoice, _Limit]]:
     """How training and evaluations are planned; a preset's query heads are known, a folder's once it is read."""
     if heads is None and config.model.preset_name:
         heads = PRESETS[config.model.preset_name].values["num_attention_heads"]
@@ -80,7 +82,7 @@ def _choices(config: RunConfig, *, training: bool, heads: int | None = None) -> 
         yield choice, _Limit(f"{entry.prefix}max_document_tokens", entry.max_document_tokens)
 
 
-def _kernels(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _kernel_keys(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Every key of an attention kernel, and its value."""
     context = config.context
     yield "context.attention_kernel", context.attention_kernel
@@ -104,14 +106,15 @@ def _check_mixer_kernels(names: tuple[str, ...]) -> None:
 
 
 def _check_degree(choice: PlanChoice, home: Layout) -> None:
+    """Raise ConfigError, with degrees that fit, for a degree that does not divide the slots."""
     if not choice.degree or home.slots % choice.degree == 0:
         return
-    fit = [d for d in range(1, home.slots + 1) if home.slots % d == 0]
+    fitting = [d for d in range(1, home.slots + 1) if home.slots % d == 0]
     ranks = choice.degree * home.tp * home.pp
     raise ConfigError(
         f"{choice.degree_key} {choice.degree} does not divide {plural(home.slots, 'slot')} "
         f"({plural(len(home.ranks), 'rank')} / tp {home.tp} / pp {home.pp}); "
-        f"use {' or '.join(map(str, fit))}, or start a multiple of {ranks} processes (--world {ranks}, or torchrun)"
+        f"use {' or '.join(map(str, fitting))}, or start a multiple of {ranks} processes (--world {ranks}, or torchrun)"
     )
 
 
@@ -125,7 +128,7 @@ def _check_fits(choice: PlanChoice, cut_by: str, home: Layout, longest: int, tit
 
 
 def _room_for(longest: int, choice: PlanChoice, home: Layout) -> str:
-    """What would take a document: all slots together, by which key."""
+    """Advise how to fit the longest document: on all slots together, and by which key."""
     wider = ""
     if choice.planner != "dynamic" and 0 < choice.degree < home.slots:
         wider = f' ({choice.degree_key} = {home.slots} or {choice.prefix}planner = "dynamic")'

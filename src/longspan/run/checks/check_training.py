@@ -15,7 +15,7 @@ _OF_ADAMW = ("betas", "eps")
 
 
 def check_numbers(config: RunConfig, *, training: bool) -> None:
-    """Raise ConfigError for a number outside its bounds, and for a word that stands for none."""
+    """Raise ConfigError for a number outside its bounds, and for a word in its place that is not known."""
     for section, kind in section_kinds().items():
         leave_out = _optional_keys(config, section, training=training)
         _check_bounds(getattr(config, section), kind, f"{section}.", leave_out)
@@ -45,13 +45,15 @@ def _optional_keys(config: RunConfig, section: str, *, training: bool) -> Collec
 
 
 def _check_bounds(values: Any, kind: type[Any], prefix: str, leave_out: Collection[str] = ()) -> None:
+    """Raise ConfigError for the first value outside the bound of its key, except for keys to leave out."""
     for key, bound in ((key.name, key.bound) for key in keys_of(kind) if key.bound is not None):
         value = value_at(values, key)
         if key == "max_document_tokens" and value == 1:
             raise ConfigError(f"{prefix}{key} is 1; a document of one token predicts nothing: use 2 or more")
         if isinstance(value, str):
             if value != AUTO:
-                number = {"eval_documents": "a number of documents"}.get(key, "a number of rows")
+                units = {"eval_documents": "documents", "node_size": "slots"}
+                number = f"a number of {units.get(key, 'rows')}"
                 number = "a degree" if key.endswith("parallel_size") else number
                 raise ConfigError(f'{prefix}{key} is {value!r}; give {number}, or "{AUTO}"')
             continue
@@ -138,10 +140,10 @@ def check_optimizer(config: RunConfig) -> None:
             f'{config.model.dtype}"; leave it out, or use model.dtype = "bfloat16"'
         )
     if train.optimizer != "adamw" or train.optimizer_arguments:
-        _try(train)
+        _try_optimizer(train)
 
 
-def _try(train: TrainConfig) -> None:
+def _try_optimizer(train: TrainConfig) -> None:
     """Raise ConfigError for an optimizer that refuses its arguments over a matrix, which every model has."""
     from torch import nn  # which --help does without
 

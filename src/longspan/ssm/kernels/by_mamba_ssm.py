@@ -27,7 +27,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def mamba_lacks(recurrence: Recurrence) -> str:
-    """What it would need; "" for nothing."""
+    """What a recurrence would need for these kernels; "" if nothing."""
     if recurrence.delta:
         return "a recurrence without a delta term"
     if recurrence.dtype not in _DTYPES:
@@ -40,17 +40,17 @@ class _Chunks:
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
         self.runs = runs.with_chunks(_CHUNK)
-        self.c = self.laid_out(inputs.q if scale == 1.0 else inputs.q * scale)
-        self.b, self.x = self.laid_out(inputs.k), self.laid_out(inputs.v)
-        g = self.laid_out(inputs.g).view(self.runs.chunks, _CHUNK, -1)
+        self.c = self.lay_out(inputs.q if scale == 1.0 else inputs.q * scale)
+        self.b, self.x = self.lay_out(inputs.k), self.lay_out(inputs.v)
+        g = self.lay_out(inputs.g).view(self.runs.chunks, _CHUNK, -1)
         self.sums = g.cumsum(1).permute(2, 0, 1).contiguous().unsqueeze(0)
         self.whole = self.sums[0, :, :, -1].t().contiguous()  # (N, H)
         self.base_two = self.whole / math.log(2)
         self.steps = self.sums.new_ones(1).expand(self.sums.shape)  # dt: values come multiplied by it
 
-    def laid_out(self, rows: Tensor) -> Tensor:
+    def lay_out(self, rows: Tensor) -> Tensor:
         """(T, ·, ·) as (1, L, ·, ·), zero where a run's last chunk has no row."""
-        places = self.runs.padded
+        places = self.runs.padded_rows
         if places is not None:
             rows = torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))]).index_select(0, places)
         return rows.contiguous().unsqueeze(0)
@@ -58,9 +58,9 @@ class _Chunks:
     def back(self, x: Tensor) -> Tensor:
         """(1, L, …) as rows (T, …)."""
         rows = x.squeeze(0)
-        return rows if self.runs.padded is None else rows.index_select(0, self.runs.padded_places)
+        return rows if self.runs.padded_rows is None else rows.index_select(0, self.runs.padded_places)
 
-    def entering(self, states: Tensor) -> Tensor:
+    def entering_states(self, states: Tensor) -> Tensor:
         """The state (1, N, H, V, K) that enters each chunk, from those (R, H, V, K) that enter runs."""
         h = self.x.new_empty((1, self.runs.chunks, *states.shape[1:]))
         scan_chunks(self.additions(), self.base_two, states, self.runs, into=h)
@@ -94,7 +94,7 @@ class MambaForward:
     def outputs(self, states: Tensor) -> Tensor:
         """See `Forward`."""
         chunks = self._chunks
-        h = chunks.entering(states.mT.contiguous())
+        h = chunks.entering_states(states.mT.contiguous())
         out, _ = _function("ssd_chunk_scan", "_chunk_scan_fwd")(
             chunks.products(), chunks.x, chunks.steps, chunks.sums, chunks.c, h
         )
@@ -107,9 +107,9 @@ class MambaBackward:
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
         self._inputs, self._scale, self._states = inputs, scale, saved.states.mT.contiguous()
         self._chunks = chunks = _Chunks(inputs, runs, scale)
-        self._dout = chunks.laid_out(saved.dout.to(inputs.v.dtype))
-        reading = _function("ssd_chunk_scan", "_chunk_scan_bwd_dstates")
-        self._read = reading(chunks.c, chunks.sums, self._dout, dtype=torch.float32).squeeze(0)
+        self._dout = chunks.lay_out(saved.dout.to(inputs.v.dtype))
+        gradients_of_states = _function("ssd_chunk_scan", "_chunk_scan_bwd_dstates")
+        self._read = gradients_of_states(chunks.c, chunks.sums, self._dout, dtype=torch.float32).squeeze(0)
         self._h = inputs.v[:0]
 
     def entry_gradients(self, runs: Integers) -> Tensor:
@@ -119,7 +119,7 @@ class MambaBackward:
 
     def prepare(self) -> None:
         """The states of chunks, once more."""
-        self._h = self._chunks.entering(self._states)
+        self._h = self._chunks.entering_states(self._states)
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
         """See `Backward`."""
@@ -131,12 +131,12 @@ class MambaBackward:
             *inside, chunks.b, products, self._dout, dh
         )
         db, to_end = _function("ssd_chunk_state", "_chunk_state_bwd_db")(*inside, dh, B=chunks.b, ngroups=groups)
-        reading = _function("ssd_chunk_scan", "_chunk_scan_bwd_dC")
-        dc, from_start = reading(self._h, chunks.sums, self._dout, C=chunks.c, ngroups=groups)
+        gradients_of_c = _function("ssd_chunk_scan", "_chunk_scan_bwd_dC")
+        dc, from_start = gradients_of_c(self._h, chunks.sums, self._dout, C=chunks.c, ngroups=groups)
         pairs = _function("ssd_chunk_scan", "_chunk_scan_bwd_dcb")(*inside, self._dout, ngroups=groups)
-        both = _function("ssd_bmm", "_bmm_chunk_bwd")
-        dk = both(chunks.c, pairs, residual=db, out=torch.empty_like(chunks.b))
-        dq = both(chunks.b, pairs.mT, residual=dc, out=torch.empty_like(chunks.c))
+        gradients_of_products = _function("ssd_bmm", "_bmm_chunk_bwd")
+        dk = gradients_of_products(chunks.c, pairs, residual=db, out=torch.empty_like(chunks.b))
+        dq = gradients_of_products(chunks.b, pairs.mT, residual=dc, out=torch.empty_like(chunks.c))
         from_start[..., -1] += self._whole_decay_gradients(dh)
         stable = _function("ssd_chunk_scan", "_chunk_scan_bwd_ddAcs_stable")
         dg = stable(*inside, self._dout, products) + to_end + from_start.flip(-1).cumsum(-1).flip(-1)

@@ -97,7 +97,7 @@ def arrived_gradients_kernel(
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The same, of gradients: every arrived row is read only by the rows of one run."""
+    """One program has BLOCK channels of the gradients of the rows that arrived for one run, which no other reads."""
     run = tl.program_id(1)
     channel = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # channels may lie all rows apart
     start, count, table = tl.load(starts + run), tl.load(counts + run), tables + run * BEFORE

@@ -135,14 +135,14 @@ _BLOCK = 256  # channels of a program
 def write_first(y: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows) -> None:
     """See `ConvolutionKernel`."""
     grid, arguments, sizes = _launch_arguments(y, x, arrived, convolution, first)
-    _kernel("write_first_kernel")[grid](*arguments, **sizes)
+    _first_rows_kernel("write_first_kernel")[grid](*arguments, **sizes)
 
 
 def arrived_gradients(dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows) -> Tensor:
     """See `ConvolutionKernel`."""
     gradients, columns = torch.empty_like(arrived), 1 << (first.arrived.shape[1] - 1).bit_length()
     grid, arguments, sizes = _launch_arguments(dout, x, arrived, convolution, first)
-    _kernel("arrived_gradients_kernel")[grid](gradients, *arguments, **sizes, COLUMNS=columns)
+    _first_rows_kernel("arrived_gradients_kernel")[grid](gradients, *arguments, **sizes, COLUMNS=columns)
     return gradients
 
 
@@ -159,7 +159,7 @@ def _launch_arguments(
 
 
 @cache
-def _kernel(name: str) -> Any:
+def _first_rows_kernel(name: str) -> Any:
     from longspan.ssm.kernels import convolution_kernels
 
     return getattr(convolution_kernels, name)
@@ -220,6 +220,7 @@ _CHANNELS = 8  # their number is a multiple of it
 
 
 def _package_lacks(x: Tensor, weight: Tensor) -> str:
+    """What causal_conv1d needs that is not there; "" if nothing."""
     channels, width = weight.shape
     if x.dtype not in _DTYPES:
         return f"bfloat16, float16 or float32, got {str(x.dtype).removeprefix('torch.')}"
@@ -231,7 +232,7 @@ def _package_lacks(x: Tensor, weight: Tensor) -> str:
 
 
 def _package_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolated: Before) -> Tensor:
-    rows, state = _lay_out(x, x[:0], runs, isolated)
+    rows, state = _rows_and_state(x, x[:0], runs, isolated)
     weight, bias, silu = convolution
     y = _package().causal_conv1d_fwd_function(_channels_last(rows), weight.contiguous(), bias, None, state, None, silu)
     y = y.squeeze(0).t()
@@ -241,17 +242,18 @@ def _package_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isola
 def _package_backward(
     dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: Before
 ) -> ConvolutionGradients:
-    rows, state = _lay_out(x, arrived, runs, before)
+    """Gradients of rows and parameters by causal_conv1d; several runs are laid out in one row."""
+    rows, state = _rows_and_state(x, arrived, runs, before)
     weight, bias, silu = convolution
-    one = len(runs.lengths) == 1
-    of_rows = dout.contiguous() if one else torch.zeros_like(rows).index_copy_(0, before.local, dout)
+    is_single = len(runs.lengths) == 1
+    of_rows = dout.contiguous() if is_single else torch.zeros_like(rows).index_copy_(0, before.local, dout)
     arguments = (_channels_last(rows), weight.contiguous(), bias, _channels_last(of_rows), None, state, None, None)
     drows, dweight, dbias, _ = _package().causal_conv1d_bwd_function(*arguments, False, silu)
     drows = drows.squeeze(0).t()
-    return drows if one else drows.index_select(0, before.local), dweight, dbias
+    return drows if is_single else drows.index_select(0, before.local), dweight, dbias
 
 
-def _lay_out(x: Tensor, arrived: Tensor, runs: LocalRuns, before: Before) -> tuple[Tensor, Tensor | None]:
+def _rows_and_state(x: Tensor, arrived: Tensor, runs: LocalRuns, before: Before) -> tuple[Tensor, Tensor | None]:
     """The rows to convolve and their initial state (1, C, width): local rows of one run, or all laid out."""
     x = x if x.is_contiguous() else x.contiguous()
     if len(runs.lengths) > 1:

@@ -36,7 +36,7 @@ def scan_chunks(
     final = torch.empty_like(states)
     heads, size, width = states.shape[1:]
     grid = (-(-size * width // _BLOCK), heads, len(states))
-    _kernel()[grid](
+    _chunks_kernel()[grid](
         chunk_additions,
         decays,
         states.contiguous(),
@@ -55,14 +55,14 @@ def scan_chunks(
 
 
 @cache
-def _kernel() -> Any:
+def _chunks_kernel() -> Any:
     from longspan.ssm.kernels.state_kernels import scan_chunks_kernel
 
     return scan_chunks_kernel
 
 
 def decay_lacks(recurrence: Recurrence) -> str:
-    """What it would need; "" for nothing."""
+    """What a recurrence would need for these kernels; "" if nothing."""
     if recurrence.delta:
         return "a recurrence without a delta term"
     return fla_lacks(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
@@ -142,8 +142,8 @@ class DecayBackward:
         scan_chunks(self._read, self._decays.whole, leaving, self._runs, into=dh, backwards=True)
         arguments = {"q": q, "k": k, "g": self._decays.g, "do": self._do.unsqueeze(0), "dh": dh, "scale": self._scale}
         shared = {"chunk_size": CHUNK, **run_indices(self._runs)}
-        reading = fla_function("ops.common.chunk_o", "chunk_bwd_dqkwg")
-        dq, dk, _, dg = reading(**arguments, v=v, h=self._h, **shared)
+        gradients_of_reads = fla_function("ops.common.chunk_o", "chunk_bwd_dqkwg")
+        dq, dk, _, dg = gradients_of_reads(**arguments, v=v, h=self._h, **shared)
         dv = fla_function("ops.common.chunk_o", "chunk_bwd_dv")(**arguments, **shared)
         dg = chunk_cumsum(dg.squeeze(0), self._runs, reverse=True).unsqueeze(-1)
         return match_inputs((dq, dk, dv, dg), self._inputs)
@@ -158,8 +158,8 @@ def chunk_additions(keys: Tensor, values: Tensor, weight: Tensor, runs: LocalRun
     faded = (values * weight).to(values.dtype)
     rows = []
     for x in (keys, faded):
-        if runs.padded is not None:
-            x = torch.cat([x, x.new_zeros((1, *x.shape[1:]))]).index_select(0, runs.padded)
+        if runs.padded_rows is not None:
+            x = torch.cat([x, x.new_zeros((1, *x.shape[1:]))]).index_select(0, runs.padded_rows)
         rows.append(x.reshape(runs.chunks, CHUNK, groups, -1).transpose(1, 2).flatten(0, 1))  # (N · G, C, ·)
     sums = torch.bmm(rows[0].mT, rows[1], out_dtype=torch.float32)
     return sums.view(runs.chunks, groups, size, -1)

@@ -24,18 +24,18 @@ class KimiForward:
         self._runs, self._scale = pieces.runs, scale
         self._q, k, v, _, beta = batch_of_one(inputs)
         self._g = chunk_cumsum(inputs.g, self._runs)
-        inside = fla_function("ops.kda.chunk_intra", "chunk_kda_fwd_intra")
+        chunk_kernel = fla_function("ops.kda.chunk_intra", "chunk_kda_fwd_intra")
         arguments = {"q": self._q, "k": k, "v": v, "gk": self._g, "beta": beta, "scale": scale}
-        w, u, _, kg, self._qk, kk = inside(**arguments, chunk_size=CHUNK, **run_indices(self._runs))
+        w, u, _, kg, self._qk, kk = chunk_kernel(**arguments, chunk_size=CHUNK, **run_indices(self._runs))
         self._states = DeltaStates({"k": kg, "w": w, "u": u, "gk": self._g}, pieces)
         self.summaries = self._states.summaries
         self.activations = (self._g, self._qk, kk, self._states.transitions)
 
     def outputs(self, states: Tensor) -> Tensor:
         """See `Forward`."""
-        h, new, entering = self._states.chunk_states(states)
+        h, new_values, entering = self._states.chunk_states(states)
         self.activations = (*self.activations, entering)
-        arguments = {"q": self._q, "v": new, "g": self._g, "A": self._qk, "h": h, "scale": self._scale}
+        arguments = {"q": self._q, "v": new_values, "g": self._g, "A": self._qk, "h": h, "scale": self._scale}
         out = fla_function("ops.gla.chunk", "chunk_gla_fwd_o_gk")
         return out(**arguments, chunk_size=CHUNK, **run_indices(self._runs)).squeeze(0)
 
@@ -49,11 +49,11 @@ class KimiBackward:
         self._g, self._qk, self._kk, transitions, self._entering = saved.activations
         self._do = saved.dout.to(inputs.v.dtype).contiguous().unsqueeze(0)
         q, k, v, _, beta = batch_of_one(inputs)
-        at = run_indices(self._runs)
-        again = fla_function("ops.kda.wy_fast", "recompute_w_u_fwd")
-        w, _, qg, kg = again(q=q, k=k, v=v, beta=beta, A=self._kk, gk=self._g, **at)
-        inside = fla_function("ops.kda.chunk_bwd", "chunk_kda_bwd_dAv")
-        _, dv = inside(q=q, k=k, v=v, do=self._do, A=self._qk, scale=scale, chunk_size=CHUNK, **at)
+        indices = run_indices(self._runs)
+        recompute = fla_function("ops.kda.wy_fast", "recompute_w_u_fwd")
+        w, _, qg, kg = recompute(q=q, k=k, v=v, beta=beta, A=self._kk, gk=self._g, **indices)
+        chunk_kernel = fla_function("ops.kda.chunk_bwd", "chunk_kda_bwd_dAv")
+        _, dv = chunk_kernel(q=q, k=k, v=v, do=self._do, A=self._qk, scale=scale, chunk_size=CHUNK, **indices)
         rows = {"q": qg, "k": kg, "w": w, "gk": self._g, "do": self._do, "dv": dv}
         self._states = DeltaGradients(rows, pieces, transitions, scale)
         self.entry_gradients = self._states.entry_gradients
@@ -74,7 +74,7 @@ class KimiBackward:
             scale=self._scale,
             initial_state=self._entering,
             do=self._do,
-            dht=self._states.leaving(leaving),
+            dht=self._states.leaving_gradients(leaving),
             g=self._g,
             chunk_size=CHUNK,
             **run_indices(self._runs),
@@ -100,17 +100,17 @@ class DeltaForward:
         self._runs, self._scale = pieces.runs, scale
         self._q, self._k, v, _, beta = batch_of_one(inputs)
         self._g = chunk_cumsum(inputs.g.squeeze(-1), self._runs)
-        inside = fla_function("ops.gated_delta_rule.chunk_fwd", "chunk_gated_delta_rule_fwd_intra")
-        w, u, a = inside(k=self._k, v=v, g=self._g, beta=beta, chunk_size=CHUNK, **run_indices(self._runs))
+        chunk_kernel = fla_function("ops.gated_delta_rule.chunk_fwd", "chunk_gated_delta_rule_fwd_intra")
+        w, u, a = chunk_kernel(k=self._k, v=v, g=self._g, beta=beta, chunk_size=CHUNK, **run_indices(self._runs))
         self._states = DeltaStates({"k": self._k, "w": w, "u": u, "g": self._g}, pieces)
         self.summaries = self._states.summaries
         self.activations = (self._g, a, self._states.transitions)
 
     def outputs(self, states: Tensor) -> Tensor:
         """See `Forward`."""
-        h, new, entering = self._states.chunk_states(states)
+        h, new_values, entering = self._states.chunk_states(states)
         self.activations = (*self.activations, entering)
-        arguments = {"q": self._q, "k": self._k, "v": new, "h": h, "g": self._g, "scale": self._scale}
+        arguments = {"q": self._q, "k": self._k, "v": new_values, "h": h, "g": self._g, "scale": self._scale}
         return fla_function("ops.common.chunk_o", "chunk_fwd_o")(
             **arguments, chunk_size=CHUNK, **run_indices(self._runs)
         ).squeeze(0)
@@ -124,13 +124,13 @@ class DeltaBackward:
         self._inputs, self._runs, self._scale = inputs, pieces.runs, scale
         self._g, self._a, transitions, self._entering = saved.activations
         self._q, self._k, self._v, _, self._beta = batch_of_one(inputs)
-        at = run_indices(self._runs)
-        again = fla_function(_WY, "recompute_w_u_fwd")
-        self._w, self._u = again(k=self._k, v=self._v, beta=self._beta, A=self._a, g=self._g, **at)
+        indices = run_indices(self._runs)
+        recompute = fla_function(_WY, "recompute_w_u_fwd")
+        self._w, self._u = recompute(k=self._k, v=self._v, beta=self._beta, A=self._a, g=self._g, **indices)
         self._do = saved.dout.to(inputs.v.dtype).contiguous().unsqueeze(0)
         self._read = {"q": self._q, "k": self._k, "g": self._g, "do": self._do}
-        inside = fla_function("ops.common.chunk_o", "chunk_bwd_dv_local")
-        dv = inside(**self._read, scale=scale, chunk_size=CHUNK, **at)
+        chunk_kernel = fla_function("ops.common.chunk_o", "chunk_bwd_dv_local")
+        dv = chunk_kernel(**self._read, scale=scale, chunk_size=CHUNK, **indices)
         self._states = DeltaGradients({**self._read, "w": self._w, "dv": dv}, pieces, transitions, scale)
         self.entry_gradients = self._states.entry_gradients
         self._h = self._new = inputs.v[:0]
@@ -142,12 +142,12 @@ class DeltaBackward:
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
         """See `Backward`."""
-        dh, dv = self._states.chunk_gradients(self._entering, self._states.leaving(leaving))
-        at = run_indices(self._runs)
+        dh, dv = self._states.chunk_gradients(self._entering, self._states.leaving_gradients(leaving))
+        indices = run_indices(self._runs)
         arguments = {**self._read, "v": self._new, "w": self._w, "h": self._h, "dv": dv, "dh": dh}
         outputs_backward = fla_function("ops.common.chunk_o", "chunk_bwd_dqkwg")
-        dq, dk_outputs, dw, dg_outputs = outputs_backward(**arguments, scale=self._scale, chunk_size=CHUNK, **at)
+        dq, dk_outputs, dw, dg_outputs = outputs_backward(**arguments, scale=self._scale, chunk_size=CHUNK, **indices)
         arguments = {"k": self._k, "v": self._v, "beta": self._beta, "g": self._g, "A": self._a, "dw": dw, "du": dv}
-        dk_wy, dv, dbeta, dg_wy = fla_function(_WY, "prepare_wy_repr_bwd")(**arguments, **at)
+        dk_wy, dv, dbeta, dg_wy = fla_function(_WY, "prepare_wy_repr_bwd")(**arguments, **indices)
         dg = chunk_cumsum((dg_outputs + dg_wy).squeeze(0), self._runs, reverse=True).unsqueeze(-1)
         return match_inputs((dq, dk_outputs + dk_wy, dv, dg, dbeta), self._inputs)

@@ -26,9 +26,9 @@ def run_maps(rows: Named, runs: LocalRuns) -> tuple[Tensor, Tensor]:
     heads, size, width, count = *rows["w"].shape[2:], rows["u"].shape[-1], len(runs.lengths)
     states, transitions = (_single(rows, count, heads, size, n) for n in (width, size))
     blocks = -(-width // _COLUMNS) + -(-size // _COLUMNS)
-    arguments = [rows["k"], rows["w"], rows["u"], _decays(rows), states, transitions, runs.ends]
+    arguments = [rows["k"], rows["w"], rows["u"], _decay_rows(rows), states, transitions, runs.ends]
     if count:  # a single rank compiles nothing
-        _kernel("maps_kernel")[blocks, heads, count](*arguments, **_sizes(rows, width, runs.chunk))
+        _state_kernel("maps_kernel")[blocks, heads, count](*arguments, **_kernel_sizes(rows, width, runs.chunk))
     return states, transitions
 
 
@@ -37,19 +37,19 @@ def compute_entry_gradients(rows: Named, runs: LocalRuns, scale: float) -> Tenso
     heads, size, width, count = *rows["w"].shape[2:], rows["dv"].shape[-1], len(runs.lengths)
     entry_gradients = _single(rows, count, heads, size, width)
     arguments = [rows[name] for name in ("q", "k", "w")] + [
-        _decays(rows),
+        _decay_rows(rows),
         rows["do"],
         rows["dv"],
         entry_gradients,
         runs.ends,
         scale,
     ]
-    shared = {"Q_SHARED": heads // rows["q"].shape[2], **_sizes(rows, width, runs.chunk)}
-    _kernel("entry_gradients_kernel")[-(-width // _COLUMNS), heads, count](*arguments, **shared)
+    shared = {"Q_SHARED": heads // rows["q"].shape[2], **_kernel_sizes(rows, width, runs.chunk)}
+    _state_kernel("entry_gradients_kernel")[-(-width // _COLUMNS), heads, count](*arguments, **shared)
     return entry_gradients
 
 
-def _sizes(rows: Named, width: int, chunk: int) -> dict[str, Any]:
+def _kernel_sizes(rows: Named, width: int, chunk: int) -> dict[str, Any]:
     heads, size = rows["w"].shape[2:]
     keys = max(16, 1 << (size - 1).bit_length())
     sizes = {"HEADS": heads, "SHARED": heads // rows["k"].shape[2], "SIZE": size, "WIDTH": width, "CHUNK": chunk}
@@ -58,7 +58,7 @@ def _sizes(rows: Named, width: int, chunk: int) -> dict[str, Any]:
     return {**sizes, **blocks, "num_warps": 4 if narrow else 8, "num_stages": 3 if narrow else 1}
 
 
-def _decays(rows: Named) -> Tensor:
+def _decay_rows(rows: Named) -> Tensor:
     return rows["gk"] if "gk" in rows else rows["g"]
 
 
@@ -67,7 +67,7 @@ def _single(rows: Named, *shape: int) -> Tensor:
 
 
 @cache
-def _kernel(name: str) -> Any:
+def _state_kernel(name: str) -> Any:
     from longspan.ssm.kernels import state_kernels
 
     return getattr(state_kernels, name)
@@ -81,8 +81,8 @@ class DeltaStates:
 
     def __init__(self, rows: Named, pieces: Pieces) -> None:
         self._rows, self._pieces = rows, pieces
-        some, inside = pieces.pieces_with_maps
-        self._states, self.transitions = run_maps({name: x[:, inside] for name, x in rows.items()}, some)
+        map_runs, inside = pieces.pieces_with_maps
+        self._states, self.transitions = run_maps({name: x[:, inside] for name, x in rows.items()}, map_runs)
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
         """See `Forward`."""
@@ -94,17 +94,17 @@ class DeltaStates:
 
     def chunk_states(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """From the states that enter runs: those that enter chunks, values that rows add, states that enter pieces."""
-        entering = self._pieces.entering(states, self._states, self.transitions)
+        entering = self._pieces.entering_states(states, self._states, self.transitions)
         return *states_of_chunks(self._rows, entering, self._pieces.runs), entering
 
 
 def states_of_chunks(rows: Named, states: Tensor, runs: LocalRuns) -> tuple[Tensor, Tensor]:
     """The state that enters each chunk, and the values that its rows add to it."""
     scanning = fla_function(_MODULE, "chunk_gated_delta_rule_fwd_h")
-    h, new, _ = scanning(
+    h, new_values, _ = scanning(
         **rows, initial_state=states, chunk_size=CHUNK, chunk_offsets=runs.chunk_ends, **run_indices(runs)
     )
-    return h, new
+    return h, new_values
 
 
 class DeltaGradients:
@@ -116,24 +116,24 @@ class DeltaGradients:
 
     def entry_gradients(self, runs: Integers) -> Tensor:
         """See `Backward`."""
-        return self._pieces.run_entry_gradients(self._piece_gradients(), self._transitions, runs)
+        return self._pieces.run_entry_gradients(self._map_gradients(), self._transitions, runs)
 
-    def leaving(self, leaving: Tensor) -> Tensor:
+    def leaving_gradients(self, leaving: Tensor) -> Tensor:
         """The gradient at each piece's final state."""
-        entry_gradients = self._piece_gradients() if self._pieces.cut else None
-        return self._pieces.leaving(leaving, entry_gradients, self._transitions)
+        entry_gradients = self._map_gradients() if self._pieces.cut else None
+        return self._pieces.leaving_gradients(leaving, entry_gradients, self._transitions)
 
     def chunk_gradients(self, states: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients at the states that leave chunks, and at the values that rows add, from those of pieces."""
         scanning, runs = fla_function(_MODULE, "chunk_gated_delta_rule_bwd_dhu"), self._pieces.runs
-        where = {"chunk_size": CHUNK, "chunk_offsets": runs.chunk_ends, **run_indices(runs)}
-        dh, _, dv = scanning(**self._rows, h0=states, dht=leaving, scale=self._scale, **where)
+        chunk_arguments = {"chunk_size": CHUNK, "chunk_offsets": runs.chunk_ends, **run_indices(runs)}
+        dh, _, dv = scanning(**self._rows, h0=states, dht=leaving, scale=self._scale, **chunk_arguments)
         return dh, dv
 
-    def _piece_gradients(self) -> Tensor:
+    def _map_gradients(self) -> Tensor:
         if self._entry_gradients is None:
-            some, inside = self._pieces.pieces_with_maps
+            map_runs, inside = self._pieces.pieces_with_maps
             self._entry_gradients = compute_entry_gradients(
-                {name: x[:, inside] for name, x in self._rows.items()}, some, self._scale
+                {name: x[:, inside] for name, x in self._rows.items()}, map_runs, self._scale
             )
         return self._entry_gradients

@@ -72,7 +72,7 @@ def fla_missing(device: torch.device) -> str:
 
 
 def fla_lacks(dtype: torch.dtype, device: torch.device, key_size: int = 2, value_size: int = 2) -> str:
-    """What a recurrence of these sizes would need, or what has no heads; "" for nothing."""
+    """What a recurrence would need for the kernels; "" if nothing. The default sizes suit every kernel."""
     if device.type != "cuda":
         return f"cuda tensors, got {device.type}"
     if dtype not in _HALF:

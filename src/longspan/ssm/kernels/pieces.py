@@ -25,8 +25,10 @@ class Pieces:
     """
 
     def __init__(self, runs: LocalRuns, heads: int) -> None:
-        most = -(-_AT_ONCE // heads)
-        sizes = [_cut(int(n), most) if s else [int(n)] for n, s in zip(runs.lengths, runs.shared, strict=True)]
+        most_pieces = -(-_AT_ONCE // heads)
+        sizes = [
+            _piece_sizes(int(n), most_pieces) if s else [int(n)] for n, s in zip(runs.lengths, runs.shared, strict=True)
+        ]
         counts = np.array([len(cut) for cut in sizes])
         self.runs = LocalRuns(np.array([n for cut in sizes for n in cut], dtype=np.int64), runs.device)
         self._starts = np.cumsum(counts) - counts
@@ -52,14 +54,14 @@ class Pieces:
         first = self._starts[runs] - self.first
         b, m = take_runs(states, first), take_runs(transitions, first)
         for place in range(1, int(self._counts[runs].max(initial=1))):
-            some = np.flatnonzero(self._counts[runs] > place)
-            mine = first[some] + place
+            with_place = np.flatnonzero(self._counts[runs] > place)
+            mine = first[with_place] + place
             later = take_runs(transitions, mine)
-            b = _replace_rows(b, some, apply_maps(later, take_runs(b, some), take_runs(states, mine)))
-            m = _replace_rows(m, some, later @ take_runs(m, some))
+            b = _replace_rows(b, with_place, apply_maps(later, take_runs(b, with_place), take_runs(states, mine)))
+            m = _replace_rows(m, with_place, later @ take_runs(m, with_place))
         return b, m
 
-    def entering(self, of_runs: Tensor, states: Tensor, transitions: Tensor) -> Tensor:
+    def entering_states(self, of_runs: Tensor, states: Tensor, transitions: Tensor) -> Tensor:
         """The state that enters each piece, from those (R, H, K, V) that enter runs, and B and M of pieces."""
         if not self.cut:
             return of_runs
@@ -80,15 +82,15 @@ class Pieces:
         last = self._starts[runs] + self._counts[runs] - 1
         result = take_runs(entry_gradients, last - self.first)
         for place in range(1, int(self._counts[runs].max(initial=1))):
-            some = np.flatnonzero(self._counts[runs] > place)
-            mine = last[some] - place - self.first
+            with_place = np.flatnonzero(self._counts[runs] > place)
+            mine = last[with_place] - place - self.first
             entered = apply_maps(
-                take_runs(transitions, mine).mT, take_runs(result, some), take_runs(entry_gradients, mine)
+                take_runs(transitions, mine).mT, take_runs(result, with_place), take_runs(entry_gradients, mine)
             )
-            result = _replace_rows(result, some, entered)
+            result = _replace_rows(result, with_place, entered)
         return result
 
-    def leaving(self, leaving: Tensor, entry_gradients: Tensor | None, transitions: Tensor) -> Tensor:
+    def leaving_gradients(self, leaving: Tensor, entry_gradients: Tensor | None, transitions: Tensor) -> Tensor:
         """The gradient at each piece's final state, from those (R, H, K, V) at the final states of runs."""
         if entry_gradients is None or not self.cut:
             return leaving
@@ -115,7 +117,7 @@ def _replace_rows(x: Tensor, rows: Integers, values: Tensor) -> Tensor:
     return x
 
 
-def _cut(rows: int, most: int) -> list[int]:
+def _piece_sizes(rows: int, most: int) -> list[int]:
     """Rows of the pieces of a run: whole chunks except for the last, nearly equal, at most so many."""
     chunks = -(-rows // CHUNK)
     count = max(1, min(most, rows // _SHORTEST))

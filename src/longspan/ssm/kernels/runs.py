@@ -80,8 +80,8 @@ class LocalRuns:
         return self._device(self._first_rows + self._sizes - 1)
 
     @cached_property
-    def padded(self) -> Tensor | None:
-        """(N · chunk,) int64 into [rows | a zero row]: chunks of full size; None where all are."""
+    def padded_rows(self) -> Tensor | None:
+        """(N · chunk,) int64: the row of each place of full chunks, or the number of rows; None if all are full."""
         if (self._sizes == self.chunk).all():
             return None
         rows = self._first_rows[:, None] + np.arange(self.chunk)
@@ -89,7 +89,7 @@ class LocalRuns:
 
     @cached_property
     def padded_places(self) -> Tensor:
-        """(T,) int64: the place of each row among `padded`."""
+        """(T,) int64: the place of each row among `padded_rows`."""
         chunk = np.repeat(np.arange(len(self._first_rows)), self._sizes)
         return self._device(chunk * self.chunk + np.arange(self.rows) - self._first_rows[chunk])
 

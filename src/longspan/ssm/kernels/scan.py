@@ -37,15 +37,16 @@ class _Chunks(NamedTuple):
 
 
 @lru_cache(maxsize=32)  # all layers have the same runs
-def _chunks(lengths: tuple[int, ...], chunk: int, device: torch.device) -> _Chunks:
+def _cut_into_chunks(lengths: tuple[int, ...], chunk: int, device: torch.device) -> _Chunks:
+    """Cut runs of these lengths into chunks, and order them: first chunks of all runs, longest runs first."""
     size, total = np.array(lengths, dtype=np.int64), sum(lengths)
     counts, starts = -(-size // chunk), np.cumsum(size) - size
     order = np.argsort(-counts, kind="stable")
     run, place = np.repeat(order, counts[order]), expand(np.zeros_like(order), counts[order])
-    first = np.argsort(place, kind="stable")  # first chunks of all runs, then second ones
-    run, place = run[first, None], place[first]
-    inside = place[:, None] * chunk + np.arange(chunk)
-    rows = np.where(inside < size[run], starts[run] + inside, total).reshape(-1)
+    by_place = np.argsort(place, kind="stable")  # first chunks of all runs, then second ones
+    run, place = run[by_place, None], place[by_place]
+    row_of_run = place[:, None] * chunk + np.arange(chunk)
+    rows = np.where(row_of_run < size[run], starts[run] + row_of_run, total).reshape(-1)
     local_numbers, back = np.flatnonzero(rows < total), np.empty(total, dtype=np.int64)
     back[rows[local_numbers]] = local_numbers
     inverse = np.argsort(order, kind="stable")
@@ -63,7 +64,7 @@ def scan(
     if not len(k):
         return v[:0] + 0 * k.sum() * g.sum(), initial + 0 * (k.sum() + g.sum())
     chunk = CHUNK if g.shape[-1] == 1 else _CHUNK_BY_CHANNEL
-    chunks = _chunks(tuple(lengths.tolist()), chunk, k.device)
+    chunks = _cut_into_chunks(tuple(lengths.tolist()), chunk, k.device)
 
     def cut(x: Tensor) -> Tensor:  # (N, H, C, ·)
         wide = torch.cat([x, x.new_zeros((1, *x.shape[1:]))]).index_select(0, chunks.rows)
@@ -71,29 +72,33 @@ def scan(
 
     k, v, g = cut(k), cut(v), cut(g)
     decay, last = g.cumsum(2), g.sum(2, keepdim=True)  # (N, H, 1, K or 1)
-    after = torch.cat([g[:, :, 1:], torch.zeros_like(last)], 2).flip(2).cumsum(2).flip(2)  # last − decay
-    new, state_share = v, None
-    fades = None if q is None and beta is None else _fades(g)
+    later_decay = torch.cat([g[:, :, 1:], torch.zeros_like(last)], 2).flip(2).cumsum(2).flip(2)  # last − decay
+    new_values, state_share = v, None
+    fades = None if q is None and beta is None else _pair_decays(g)
     if beta is not None and fades is not None:
         weight = cut(beta.unsqueeze(-1))
-        system = _products(weight * k, k, fades).tril(-1) + torch.eye(chunk, dtype=k.dtype, device=k.device)
+        system = _products_with_decay(weight * k, k, fades).tril(-1) + torch.eye(chunk, dtype=k.dtype, device=k.device)
         right = torch.cat([weight * v, weight * k * decay.exp()], -1)
-        solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-        new, state_share = solved.split([v.shape[-1], k.shape[-1]], -1)
-    inner = None if q is None or fades is None else _products(cut(q), k, fades)
-    reading = None if q is None else cut(q) * decay.exp()
-    writing, fading = (k * after.exp()).mT, last.exp().mT  # (N, H, K, C), (N, H, K or 1, 1)
+        solution = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        new_values, state_share = solution.split([v.shape[-1], k.shape[-1]], -1)
+    inner = None if q is None or fades is None else _products_with_decay(cut(q), k, fades)
+    decayed_q = None if q is None else cut(q) * decay.exp()
+    writing, fading = (k * later_decay.exp()).mT, last.exp().mT  # (N, H, K, C), (N, H, K or 1, 1)
 
-    state, outs, done = initial.index_select(0, chunks.order), [v[:0, :, :, : v.shape[-1]]], 0
+    state, outs, chunks_done = initial.index_select(0, chunks.order), [v[:0, :, :, : v.shape[-1]]], 0
     for size in chunks.sizes:
-        here = slice(done, done + size)
+        chunk_range = slice(chunks_done, chunks_done + size)
         entering = state[:size]
-        values = new[here] if state_share is None else new[here] - state_share[here] @ entering
-        if reading is not None and inner is not None:
-            outs.append(reading[here] @ entering + inner[here] @ values)
-        leaving = fading[here] * entering + writing[here] @ values
+        values = (
+            new_values[chunk_range]
+            if state_share is None
+            else new_values[chunk_range] - state_share[chunk_range] @ entering
+        )
+        if decayed_q is not None and inner is not None:
+            outs.append(decayed_q[chunk_range] @ entering + inner[chunk_range] @ values)
+        leaving = fading[chunk_range] * entering + writing[chunk_range] @ values
         state = torch.cat([leaving, state[size:]])
-        done += size
+        chunks_done += size
     final = state.index_select(0, chunks.inverse)
     if q is None:
         return v[:0, 0, :, :], final
@@ -101,7 +106,7 @@ def scan(
     return laid_out.index_select(0, chunks.back), final
 
 
-def _fades(g: Tensor) -> Tensor:
+def _pair_decays(g: Tensor) -> Tensor:
     """exp(g_{j+1} + … + g_i) of the pairs i ≥ j of each chunk, (N, H, C, C, K or 1), and 1 elsewhere.
 
     Each sum is one of its own, as in Mamba 2's segsum (arXiv:2405.21060, listing 1): differences of sums from the
@@ -112,7 +117,7 @@ def _fades(g: Tensor) -> Tensor:
     return g.unsqueeze(3).expand(*g.shape[:3], chunk, -1).masked_fill(later[..., None], 0).cumsum(2).exp()
 
 
-def _products(a: Tensor, b: Tensor, fades: Tensor) -> Tensor:
+def _products_with_decay(a: Tensor, b: Tensor, fades: Tensor) -> Tensor:
     """a_i · fades_ij b_j of the pairs i ≥ j of each chunk: (N, H, C, C), 0 elsewhere."""
     if fades.shape[-1] == 1:
         return (a @ b.mT * fades.squeeze(-1)).tril()
@@ -143,8 +148,8 @@ def summaries(
         state = scan(None, k, v, g, beta, zero, lengths[either])[1]
         return state.index_select(0, at[0]), zero.new_zeros((0, heads, size, size))
     unit = torch.eye(size, dtype=k.dtype, device=k.device).expand(len(either), heads, size, size)
-    wide = torch.cat([v, v.new_zeros((len(v), heads, size))], -1)
-    state = scan(None, k, wide, g, beta, torch.cat([zero, unit], -1), lengths[either])[1]
+    padded_v = torch.cat([v, v.new_zeros((len(v), heads, size))], -1)
+    state = scan(None, k, padded_v, g, beta, torch.cat([zero, unit], -1), lengths[either])[1]
     return state[..., :width].index_select(0, at[0]), state[..., width:].index_select(0, at[1])
 
 
@@ -152,7 +157,7 @@ class TorchForward:
     """A forward pass; see `Forward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
-        self._inputs, self._runs = _spread(inputs, scale), runs
+        self._inputs, self._runs = _repeat_heads(inputs, scale), runs
         self.activations = ()
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
@@ -173,8 +178,8 @@ class TorchBackward:
         with torch.enable_grad():
             self._leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
             self._start = saved.states.detach().requires_grad_()
-            wide = _spread(Inputs(*self._leaves), scale)  # pyright: ignore[reportArgumentType]
-            self._out, self._final = scan(*wide, self._start, runs.lengths)
+            full_inputs = _repeat_heads(Inputs(*self._leaves), scale)  # pyright: ignore[reportArgumentType]
+            self._out, self._final = scan(*full_inputs, self._start, runs.lengths)
 
     def entry_gradients(self, runs: Integers) -> Tensor:
         """See `Backward`."""
@@ -195,7 +200,7 @@ class TorchBackward:
         return torch.autograd.grad((self._out, self._final), leaves, (self._dout, leaving))
 
 
-def _spread(inputs: Inputs, scale: float) -> Inputs:
+def _repeat_heads(inputs: Inputs, scale: float) -> Inputs:
     """With as many heads of q and k as v has, and q scaled; in the dtype of states."""
     q, k, v, g, beta = (None if x is None else x.to(state_dtype(x.dtype)) for x in inputs)
     assert q is not None and k is not None and v is not None and g is not None

@@ -41,11 +41,11 @@ def scan_chunks_kernel(
     for step in range(last - first):
         chunk = last - 1 - step if BACKWARDS else first + step
         if KEEP:
-            before = into + chunk * HEADS * SIZE * WIDTH + of_state
-            tl.store(before, state.to(before.dtype.element_ty), mask=inside)
+            state_before = into + chunk * HEADS * SIZE * WIDTH + of_state
+            tl.store(state_before, state.to(state_before.dtype.element_ty), mask=inside)
         fading = tl.exp2(tl.load(decays + chunk * HEADS + head))
-        new = tl.load(added + chunk * HEADS * SIZE * WIDTH + of_added, mask=inside, other=0.0)
-        state = fading * state + new
+        addition = tl.load(added + chunk * HEADS * SIZE * WIDTH + of_added, mask=inside, other=0.0)
+        state = fading * state + addition
     tl.store(final + run * HEADS * SIZE * WIDTH + of_state, state, mask=inside)
 
 
@@ -67,7 +67,10 @@ def maps_kernel(
     COLUMNS: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
 ):
-    """One program has COLUMNS of a head's B or M, of one run, and goes through its chunks."""
+    """One program has COLUMNS of a head's B or M, of one run, and goes through its chunks.
+
+    Columns of B begin at zeros and take the values u. Columns of M begin as those of the identity, and take no values.
+    """
     first_of_units: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS * COLUMNS
     head, run = tl.program_id(1), tl.program_id(2).to(tl.int64)
     first = tl.load(ends + run)
@@ -84,20 +87,20 @@ def maps_kernel(
 
     state = tl.where(unit[:, None] == key[None, :], 1.0, 0.0)
     b_u = tl.load(values, mask=inside & (row < length)[None, :], other=0.0)
-    last, decay = _decays(decays, length, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
+    last, decay = _chunk_decays(decays, length, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
     for start in range(0, length, CHUNK):
-        left = length - start
-        here = (row < left)[:, None] & key_mask
-        b_w = tl.load(weights, mask=here, other=0.0)
-        b_k = tl.load(keys, mask=here, other=0.0)
+        rows_left = length - start
+        mask = (row < rows_left)[:, None] & key_mask
+        b_w = tl.load(weights, mask=mask, other=0.0)
+        b_k = tl.load(keys, mask=mask, other=0.0)
         values += CHUNK * HEADS * WIDTH
         decays += CHUNK * HEADS * (SIZE if BY_CHANNEL else 1)
-        next_u = tl.load(values, mask=inside & (row < left - CHUNK)[None, :], other=0.0)
-        next_last, next_decay = _decays(decays, left - CHUNK, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
-        new = b_u - tl.dot(state.to(b_w.dtype), tl.trans(b_w))
+        next_u = tl.load(values, mask=inside & (row < rows_left - CHUNK)[None, :], other=0.0)
+        next_last, next_decay = _chunk_decays(decays, rows_left - CHUNK, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
+        new_values = b_u - tl.dot(state.to(b_w.dtype), tl.trans(b_w))
         if not BY_CHANNEL:
-            new *= tl.exp2(last - decay)[None, :]
-        state = tl.dot(new.to(b_k.dtype), b_k, state * _fading(last, BY_CHANNEL))
+            new_values *= tl.exp2(last - decay)[None, :]
+        state = tl.dot(new_values.to(b_k.dtype), b_k, state * _fading(last, BY_CHANNEL))
         b_u, last, decay = next_u, next_last, next_decay
         weights += CHUNK * HEADS * SIZE
         keys += CHUNK * (HEADS // SHARED) * SIZE
@@ -129,7 +132,7 @@ def entry_gradients_kernel(
     COLUMNS: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
 ):
-    """One program has COLUMNS of what a head's outputs owe to the state that entered a run, from its last chunk on."""
+    """One program has COLUMNS of the gradient of a head's outputs by the state that entered a run, last chunk first."""
     head, run = tl.program_id(1), tl.program_id(2).to(tl.int64)
     first = tl.load(ends + run)
     length = (tl.load(ends + run + 1) - first).to(tl.int32)
@@ -147,22 +150,22 @@ def entry_gradients_kernel(
     decays = g + ((first + begin) * HEADS + head) * (SIZE if BY_CHANNEL else 1)
 
     state = tl.zeros((COLUMNS, KEYS), dtype=tl.float32)
-    left = length - begin
-    b_do = tl.load(outputs, mask=inside & (row < left)[None, :], other=0.0)
-    b_dv = tl.load(values, mask=inside & (row < left)[None, :], other=0.0)
-    last, decay = _decays(decays, left, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
-    for done in range(0, length, CHUNK):
-        here = (row < length - begin + done)[:, None] & key_mask
-        b_k = tl.load(keys, mask=here, other=0.0)
-        b_q = tl.load(reads, mask=here, other=0.0)
-        b_w = tl.load(weights, mask=here, other=0.0)
+    rows_left = length - begin
+    b_do = tl.load(outputs, mask=inside & (row < rows_left)[None, :], other=0.0)
+    b_dv = tl.load(values, mask=inside & (row < rows_left)[None, :], other=0.0)
+    last, decay = _chunk_decays(decays, rows_left, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
+    for rows_done in range(0, length, CHUNK):
+        mask = (row < length - begin + rows_done)[:, None] & key_mask
+        b_k = tl.load(keys, mask=mask, other=0.0)
+        b_q = tl.load(reads, mask=mask, other=0.0)
+        b_w = tl.load(weights, mask=mask, other=0.0)
         outputs -= CHUNK * HEADS * WIDTH
         values -= CHUNK * HEADS * WIDTH
         decays -= CHUNK * HEADS * (SIZE if BY_CHANNEL else 1)
-        left = tl.minimum(begin - done, CHUNK)  # rows of the chunk before, which is whole, or 0
-        next_do = tl.load(outputs, mask=inside & (row < left)[None, :], other=0.0)
-        next_dv = tl.load(values, mask=inside & (row < left)[None, :], other=0.0)
-        next_last, next_decay = _decays(decays, left, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
+        rows_left = tl.minimum(begin - rows_done, CHUNK)  # rows of the chunk before, which is whole, or 0
+        next_do = tl.load(outputs, mask=inside & (row < rows_left)[None, :], other=0.0)
+        next_dv = tl.load(values, mask=inside & (row < rows_left)[None, :], other=0.0)
+        next_last, next_decay = _chunk_decays(decays, rows_left, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
         gradient, outer = tl.dot(state.to(b_k.dtype), tl.trans(b_k)), b_do.to(tl.float32) * scale
         if not BY_CHANNEL:
             gradient *= tl.exp2(last - decay)[None, :]
@@ -182,7 +185,7 @@ def entry_gradients_kernel(
 
 
 @triton.jit
-def _decays(
+def _chunk_decays(
     decays,
     left,
     HEADS: tl.constexpr,
@@ -196,12 +199,12 @@ def _decays(
     if BY_CHANNEL:
         key = tl.arange(0, KEYS)
         end = tl.load(decays + last * HEADS * SIZE + key, mask=key < tl.where(left > 0, SIZE, 0), other=0.0)
-        rest = end
+        row_decays = end
     else:
         row = tl.arange(0, CHUNK)
         end = tl.load(decays + last * HEADS, mask=left > 0, other=0.0)
-        rest = tl.load(decays + row * HEADS, mask=row < left, other=0.0)
-    return end, rest
+        row_decays = tl.load(decays + row * HEADS, mask=row < left, other=0.0)
+    return end, row_decays
 
 
 @triton.jit

@@ -47,7 +47,7 @@ def check_asked(kernel_names: Sequence[str], dtype: torch.dtype, device: torch.d
 
 
 def kernels_here(dtype: torch.dtype, device: torch.device, kernel_names: Sequence[str] = ()) -> str:
-    """By what recurrences run in this dtype on this device, for people; why, where a GPU could do better."""
+    """The kernels of recurrences in this dtype on this device, in words; and what a GPU needs for faster ones."""
     if TORCH_ONLY in kernel_names:
         return "torch's operations, as asked for"
     named = " and ".join(f"{name} ({tried})" for name, tried in PACKAGES.items() if name in kernel_names)

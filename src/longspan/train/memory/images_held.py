@@ -52,7 +52,7 @@ class ImagesHeld:
 
 
 def images_held(model: MultimodalModel, rows: float, world: World, *, uses: int = 1) -> ImagesHeld:
-    """What steps with so many rows of images take of the rank that needs most; all ranks call it together.
+    """The bytes that steps with so many rows of images take on the rank that needs most; all ranks call it together.
 
     `uses`: how often a row is held, once for its own place and once for each depth of multi-token prediction.
     """
@@ -81,16 +81,16 @@ def _bytes_of_row(encoder: Encoder, tokens: ImageTokens) -> float:
         _ = _run_encoder(encoder, image)  # what the first call makes once
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-            before = torch.cuda.memory_allocated(device)
+            bytes_before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
             rows = _run_encoder(encoder, image)
-            most = torch.cuda.max_memory_allocated(device) - before
+            peak = torch.cuda.max_memory_allocated(device) - bytes_before
         else:
             with LiveBytes() as counted:
                 rows = _run_encoder(encoder, image)
-            most = counted.peak
+            peak = counted.peak
         reshard(module)
-        return most / len(rows)
+        return peak / len(rows)
 
 
 def _run_encoder(encoder: Encoder, image: ImageInput) -> Tensor:

@@ -34,10 +34,10 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor) and type(x) in (torch.Tensor, torch.nn.Parameter):
-                self._note(x.untyped_storage())
+                self._note_storage(x.untyped_storage())
         return out
 
-    def _note(self, storage: torch.UntypedStorage) -> None:
+    def _note_storage(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key in self._live:
             return
@@ -66,10 +66,10 @@ def measure_added_peak(device: torch.device) -> Iterator[AddedBytes]:
     if device.type != "cuda":
         yield added
         return
-    _highest[device], before = peak_memory_bytes(device), _figure(device, "allocated_bytes", "current")
+    _highest[device], bytes_before = peak_memory_bytes(device), _figure(device, "allocated_bytes", "current")
     torch.cuda.reset_peak_memory_stats(device)
     yield added
-    added.bytes = _figure(device, "allocated_bytes", "peak") - before
+    added.bytes = _figure(device, "allocated_bytes", "peak") - bytes_before
 
 
 def unused_bytes(device: torch.device, ranks: int) -> int:

@@ -44,8 +44,8 @@ class NeededBytes:
 
     def shards_that_fit(self, room: int) -> int:
         """How many shards of the parameters leave each small enough; 0 where no number does."""
-        left = room - self.gathered
-        return 0 if left <= 0 else math.ceil((self.total - self.gathered) * self.shards / left)
+        room_left = room - self.gathered
+        return 0 if room_left <= 0 else math.ceil((self.total - self.gathered) * self.shards / room_left)
 
 
 def check_model_fits(
@@ -59,7 +59,9 @@ def check_model_fits(
     def check() -> None:
         room = free_room(world)
         if room is not None:
-            _check(config, needed_bytes(config, model, world.home, compute_dtype, training=training), room, world.home)
+            _check_room(
+                config, needed_bytes(config, model, world.home, compute_dtype, training=training), room, world.home
+            )
 
     run_on_every_rank(world, check, ConfigError)
 
@@ -77,9 +79,13 @@ def free_room(world: World) -> Room | None:
     """The free memory of this rank's GPU, or its part of the host's; None on hosts without the figure (macOS)."""
     if world.device.type == "cuda":
         return Room(torch.cuda.mem_get_info(world.device)[0], f"the GPU of rank {world.rank}", of_gpu=True)
-    here = min(len(world.home.ranks), world.node_size * world.home.tp)
+    ranks_here = min(len(world.home.ranks), world.node_size * world.home.tp)
     free = _available_on_host()
-    return None if free is None else Room(free // here, f"rank {world.rank}, one of {here} on its host,", of_gpu=False)
+    return (
+        None
+        if free is None
+        else Room(free // ranks_here, f"rank {world.rank}, one of {ranks_here} on its host,", of_gpu=False)
+    )
 
 
 def _available_on_host(meminfo: Path = Path("/proc/meminfo")) -> int | None:
@@ -120,7 +126,7 @@ def needed_bytes(
 
 
 def _models_of_ranks(config: RunConfig, model: PreTrainedModel, home: Layout) -> list[list[PreTrainedModel]]:
-    """The stages of each pipeline rank; one whole model without a pipeline, or if it is not cut as it is."""
+    """The stages of each pipeline rank; the whole model without a pipeline, or if it cannot be cut yet."""
     if home.pp == 1:
         return [[model]]
     settings = PipelineSettings(config.parallel.pipeline_schedule, home.pp, config.parallel.vpp)
@@ -142,7 +148,7 @@ def _numel(model: nn.Module, home: Layout) -> dict[str, float]:
 
 
 def _gathered_numbers(config: RunConfig, model: PreTrainedModel, home: Layout) -> float:
-    """Numbers that a rank holds gathered at a time: the root's with the largest layer, or all where all stay."""
+    """How many numbers a rank gathers at one time: the root's and the largest layer's, or all if none is freed."""
     layers = (*decoder_layers(model), *mtp_blocks(model))
     by_layer, root = dict.fromkeys(layers, 0.0), 0.0
     for name, numel in _numel(model, home).items():
@@ -156,7 +162,8 @@ def _gathered_numbers(config: RunConfig, model: PreTrainedModel, home: Layout) -
     return layers_at_once + (0 if home.pp > 1 else root)  # of stages, some have neither embedding nor head
 
 
-def _check(config: RunConfig, needed: NeededBytes, room: Room, home: Layout) -> None:
+def _check_room(config: RunConfig, needed: NeededBytes, room: Room, home: Layout) -> None:
+    """Raise ConfigError if the model needs more bytes than a rank has."""
     if needed.total <= room.size:
         return
     parts = [("weights", needed.weights), ("gradients", needed.gradients), ("optimizer states", needed.states)]
@@ -165,11 +172,12 @@ def _check(config: RunConfig, needed: NeededBytes, room: Room, home: Layout) -> 
     raise ConfigError(
         f"the model does not fit: a rank needs at least {_gib(needed.total)} before any activation ({figures}; "
         f"parameters over {plural(needed.shards, 'shard')}), and {room.where} has {_gib(room.size)} free; "
-        + _cure(config, needed, room, home)
+        + _remedy(config, needed, room, home)
     )
 
 
-def _cure(config: RunConfig, needed: NeededBytes, room: Room, home: Layout) -> str:
+def _remedy(config: RunConfig, needed: NeededBytes, room: Room, home: Layout) -> str:
+    """Advise what would make the model fit: keys, or a number of GPUs."""
     if not room.of_gpu:
         return "use GPUs, hosts with more memory, or a smaller model (does its configuration say all of its sizes?)"
     keys = ["a higher parallel.tp"]

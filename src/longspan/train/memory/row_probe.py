@@ -77,17 +77,18 @@ def most_bytes(config: RunConfig, model: nn.Module, world: World, rows: int) -> 
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise _too_many(config, world, rows, error) from error
+        raise _too_many_error(config, world, rows, error) from error
     finally:
         model.zero_grad(set_to_none=True)
 
 
 def _measure_peak(config: RunConfig, model: nn.Module, world: World, plan: Plan, documents: Any) -> int:
+    """The most bytes that a step of this plan takes on this rank, above those before it."""
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(world.device)
-        before = torch.cuda.memory_allocated(world.device)
+        bytes_before = torch.cuda.memory_allocated(world.device)
         run_step(model, plan, documents, world, loss_chunk_rows=config.train.loss_chunk_rows, mtp=mtp_loss(config))
-        return torch.cuda.max_memory_allocated(world.device) - before
+        return torch.cuda.max_memory_allocated(world.device) - bytes_before
     with LiveBytes() as counted:
         run_step(model, plan, documents, world, loss_chunk_rows=config.train.loss_chunk_rows, mtp=mtp_loss(config))
     return counted.peak
@@ -109,7 +110,7 @@ def probe_plan(config: RunConfig, home: Layout, rows: int, heads: int | None = N
     return probe.plan(lengths, home)
 
 
-def _too_many(config: RunConfig, world: World, rows: int, error: BaseException) -> ConfigError:
+def _too_many_error(config: RunConfig, world: World, rows: int, error: BaseException) -> ConfigError:
     """The error of a rank without memory for a probe of so many rows, which a file records."""
     too_many = TooMany(rows, len(world.home.ranks), memory_keys(config))
     with suppress(OSError):  # the folder may not be there on every rank

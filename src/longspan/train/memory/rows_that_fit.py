@@ -125,7 +125,7 @@ def measure_rows(
         run_on_first_rank(world, lambda: write_atomically(file, text), ConfigError)
     fill = f"{fit.rows:,} rows of {fit.bytes_per_row:,.0f} bytes each fit in {fit.budget_bytes:,.0f} bytes"
     log(f"max_tokens_per_slot: {fill}")
-    return _with_rows(replace(config, context=replace(config.context, max_tokens_per_slot=fit.rows)), fit.rows)
+    return _set_rows(replace(config, context=replace(config.context, max_tokens_per_slot=fit.rows)), fit.rows)
 
 
 def read_rows_of_run(config: RunConfig) -> RunConfig:
@@ -143,10 +143,10 @@ def read_rows_of_run(config: RunConfig) -> RunConfig:
             f'context.eval_max_tokens_per_slot is "{AUTO}", the rows that training has measured, and {file} does not '
             f"say them ({error}); give a number of rows"
         ) from error
-    return _with_rows(config, rows)
+    return _set_rows(config, rows)
 
 
-def _with_rows(config: RunConfig, rows: int) -> RunConfig:
+def _set_rows(config: RunConfig, rows: int) -> RunConfig:
     """The configuration with so many rows where evaluation, of the held-out documents or of a set, takes "auto"."""
     if config.context.evaluation.max_tokens_per_slot == AUTO:
         config = replace(config, context=config.context.with_evaluation(max_tokens_per_slot=rows))
@@ -175,10 +175,10 @@ def measure(
         budget -= images.held
     probes = _Probes(config, language_model_of(model), world, budget, below)
     probes.run(probes.first, warm=True)
-    probes.run(probes.second())
-    nearer = probes.nearer()
-    if nearer > probes.most:
-        probes.run(nearer)
+    probes.run(probes.second_rows())
+    third_rows = probes.third_rows()
+    if third_rows > probes.most:
+        probes.run(third_rows)
     return probes.fit_rows()
 
 
@@ -211,26 +211,26 @@ class _Probes:
         self._probed.append((rows, self._bytes_of_all(rows)))
 
     def _bytes_of_all(self, rows: int) -> list[int]:
-        most = most_bytes(self._config, self._model, self._world, rows)
-        return self._world.control.gather_objects(max(most, 1), f"the bytes of a probe of {rows} rows")
+        bytes_here = most_bytes(self._config, self._model, self._world, rows)
+        return self._world.control.gather_objects(max(bytes_here, 1), f"the bytes of a probe of {rows} rows")
 
-    def second(self) -> int:
-        """As many rows as surely fit if all bytes of the first probe are its rows'; fewer than the first if not it."""
+    def second_rows(self) -> int:
+        """The rows of the second probe: more than the first had if they surely fit, otherwise half as many."""
         rows, bytes_of_ranks = self._probed[0]
-        room = min(budget / most for budget, most in zip(self._budgets, bytes_of_ranks, strict=True))
+        room = min(budget / bytes_of_rank for budget, bytes_of_rank in zip(self._budgets, bytes_of_ranks, strict=True))
         larger = self._round(min(self._sizes[1], rows * room, self._limit / 2))
         return larger if larger >= rows + rows // 4 else self._round(rows / 2)
 
-    def nearer(self) -> int:
+    def third_rows(self) -> int:
         """Half of the rows that fit by now."""
         return self._round(min(self.fit_rows().rows / 2, FARTHEST * self.most, self._limit / 2))
 
     def fit_rows(self) -> RowsThatFit:
         """The fit of the two largest probes, on the rank where the fewest rows fit."""
-        few, many = sorted(self._probed)[-2:]
+        smaller, larger = sorted(self._probed)[-2:]
         by_rank = [
-            ([(few[0], small), (many[0], large)], budget)
-            for small, large, budget in zip(few[1], many[1], self._budgets, strict=True)
+            ([(smaller[0], fewer_bytes), (larger[0], more_bytes)], budget)
+            for fewer_bytes, more_bytes, budget in zip(smaller[1], larger[1], self._budgets, strict=True)
         ]
         fit = fit_rows(*min(by_rank, key=lambda measured: _largest_rows(*measured)), ranks=len(self._budgets))
         return fit if fit.rows < self._limit else replace(fit, rows=int(self._limit // 2))
@@ -250,6 +250,6 @@ def _largest_rows(probes: Sequence[tuple[int, int]], budget: float) -> float:
 
 def _line_through(probes: Sequence[tuple[int, int]]) -> tuple[float, float]:
     """The bytes of a row, and those for any number of rows, of two measurements (rows, most bytes)."""
-    (few, small), (many, large) = probes
-    row_bytes = max((large - small) / (many - few), 1.0)
-    return row_bytes, max(small - row_bytes * few, 0.0)
+    (fewer_rows, fewer_bytes), (more_rows, more_bytes) = probes
+    row_bytes = max((more_bytes - fewer_bytes) / (more_rows - fewer_rows), 1.0)
+    return row_bytes, max(fewer_bytes - row_bytes * fewer_rows, 0.0)

@@ -23,7 +23,7 @@ STEPS, BOUND = 2, 1e-4  # of updates, relative to the largest
 def check_on_shards(choice: OptimizerChoice, model: nn.Module, world: World) -> None:
     """Raise ConfigError, on every rank, where the optimizer cannot update sharded parameters, or updates them otherwise
     than whole ones; all ranks call it together."""
-    pairs = list(_pairs(model, world.device))
+    pairs = list(_make_pairs(model, world.device))
     refusal = reason = ""
     try:
         reason = _difference(choice, pairs) if pairs else ""
@@ -43,7 +43,7 @@ def check_on_shards(choice: OptimizerChoice, model: nn.Module, world: World) -> 
             )
 
 
-def _pairs(model: nn.Module, device: torch.device) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+def _make_pairs(model: nn.Module, device: torch.device) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
     """A sharded and a whole parameter for each kind of the model's: mesh, placements and dims."""
     kinds = dict[Any, nn.Parameter]()
     for parameter in model.parameters():
@@ -56,7 +56,7 @@ def _pairs(model: nn.Module, device: torch.device) -> Iterator[tuple[nn.Paramete
         for axis, placement in enumerate(placements):
             if (dim := getattr(placement, "dim", None)) is not None:
                 shape[dim] *= mesh.size(axis)
-        whole = _draw(shape, seed=0).to(device)
+        whole = _draw_normal(shape, seed=0).to(device)
         yield nn.Parameter(_sharded(whole, parameter)), nn.Parameter(whole)
 
 
@@ -66,26 +66,26 @@ def _sharded(whole: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
-def _draw(shape: Sequence[int], *, seed: int) -> Tensor:
+def _draw_normal(shape: Sequence[int], *, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _difference(choice: OptimizerChoice, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> str:
-    """What sharded parameters become otherwise than whole ones, or "" where nothing."""
-    before = [whole.detach().clone() for _, whole in pairs]
+    """Describe how updated sharded parameters differ from whole ones; "" if they do not."""
+    initial_values = [whole.detach().clone() for _, whole in pairs]
     optimizers = [choice.build([{"params": [pair[i] for pair in pairs]}]) for i in (0, 1)]
     for step in range(1, STEPS + 1):
         for sharded, whole in pairs:
-            whole.grad = _draw(whole.shape, seed=step).to(whole)
+            whole.grad = _draw_normal(whole.shape, seed=step).to(whole)
             assert isinstance(sharded, DTensor)
             sharded.grad = _sharded(whole.grad, sharded)
         for optimizer in optimizers:
             optimizer.step()
-    for (sharded, whole), old in zip(pairs, before, strict=True):
+    for (sharded, whole), initial in zip(pairs, initial_values, strict=True):
         assert isinstance(sharded, DTensor)
-        update = (whole.detach() - old).abs().max().item()
-        here = whole.detach()[local_block(whole.shape, sharded.device_mesh, sharded.placements)]
-        error = (local_tensor(sharded.detach()) - here).abs().max().item() if here.numel() else 0.0
+        update = (whole.detach() - initial).abs().max().item()
+        expected = whole.detach()[local_block(whole.shape, sharded.device_mesh, sharded.placements)]
+        error = (local_tensor(sharded.detach()) - expected).abs().max().item() if expected.numel() else 0.0
         if not error <= BOUND * update:
             return f"updates of {update:.3g} differ by {error:.3g} from those of whole parameters"
         for state in tree_leaves(optimizers[0].state[sharded]):

@@ -111,19 +111,19 @@ def parameter_groups(
     for parameter_name, parameter in model.named_parameters():
         if parameter.requires_grad:
             spared = knows_decay and not decays(parameter_name, parameter)
-            rate = 0.0 if rates is None else rates[_innermost(rates, parameter_name)]
+            rate = 0.0 if rates is None else rates[_innermost_module(rates, parameter_name)]
             groups[spared, not isinstance(parameter, DTensor), rate].append(parameter)
     settings = [
-        {"params": groups[spared, plain, rate]}
+        {"params": groups[spared, is_plain, rate]}
         | ({} if rates is None else {"lr": rate})
         | ({"weight_decay": 0.0 if spared else weight_decay} if knows_decay else {})
-        for spared, plain, rate in sorted(groups)
+        for spared, is_plain, rate in sorted(groups)
     ]
     return settings or [{"params": []}]
 
 
 def _check_rates(model: nn.Module, rates: Mapping[str, float]) -> None:
-    """Raise ConfigError for a rate of what is no module."""
+    """Raise ConfigError for a learning rate under a name that no module has."""
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
     if unknown := [name for name in rates if name not in modules]:
         raise ConfigError(
@@ -132,7 +132,7 @@ def _check_rates(model: nn.Module, rates: Mapping[str, float]) -> None:
         )
 
 
-def _innermost(modules: Iterable[str], parameter_name: str) -> str:
+def _innermost_module(modules: Iterable[str], parameter_name: str) -> str:
     """The longest of these names that the parameter is in. Raises ConfigError where it is in none."""
     around = [name for name in modules if not name or parameter_name.startswith(f"{name}.")]
     if not around:
@@ -158,7 +158,7 @@ def decays(name: str, parameter: Tensor) -> bool:
 
 
 def optimizer_class(name: str) -> type[Optimizer]:
-    """The class of "adamw", "sgd" or a dotted name. Raises ConfigError for one that is none or cannot train here."""
+    """The class of "adamw", "sgd" or a dotted name. Raises ConfigError for one that cannot train here, or is none."""
     if name in OPTIMIZERS:
         return OPTIMIZERS[name]
     module, _, attribute = name.rpartition(".")
@@ -176,12 +176,12 @@ def optimizer_class(name: str) -> type[Optimizer]:
         ) from error
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise ConfigError(f"train.optimizer {name!r} is {kind!r}, no class of torch.optim.Optimizer")
-    if reason := _REFUSED.get(kind.__name__) or _why_not(kind):
+    if reason := _REFUSED.get(kind.__name__) or _refusal_of_class(kind):
         raise ConfigError(f"train.optimizer {name!r} cannot train here: {reason}; use adamw")
     return kind
 
 
-def _why_not(kind: type[Optimizer]) -> str:
+def _refusal_of_class(kind: type[Optimizer]) -> str:
     if not _takes(kind, "lr"):
         return "it takes no lr, which the schedule sets at every step"
     closure = inspect.signature(kind.step).parameters.get("closure")

@@ -51,26 +51,27 @@ class StochasticRounding(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    self._update_parameter(parameter, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; the next update draws as the first one of its step."""
         super().load_state_dict(state_dict)
         self._last_step = -1
 
-    def _update(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
+    def _update_parameter(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
+        """Update one parameter and its state in float32, and round both."""
         assert parameter.grad is not None
-        wide = nn.Parameter(_widen(parameter.detach().clone()))
-        wide.grad = _widen(parameter.grad)
-        self._wide.param_groups[:] = [{**group, "params": [wide]}]
+        wide_parameter = nn.Parameter(_widen(parameter.detach().clone()))
+        wide_parameter.grad = _widen(parameter.grad)
+        self._wide.param_groups[:] = [{**group, "params": [wide_parameter]}]
         state = {name: _widen(value) for name, value in self.state[parameter].items()}
-        self._wide.state = defaultdict(dict, {wide: state} if state else {})
+        self._wide.state = defaultdict(dict, {wide_parameter: state} if state else {})
         self._wide.step()
         bits = self._generator(parameter)
         self.state[parameter] = {
-            name: _round(value, parameter.dtype, bits) for name, value in self._wide.state[wide].items()
+            name: _round_value(value, parameter.dtype, bits) for name, value in self._wide.state[wide_parameter].items()
         }
-        parameter.copy_(_round(wide.detach(), parameter.dtype, bits))
+        parameter.copy_(_round_value(wide_parameter.detach(), parameter.dtype, bits))
 
     def _generator(self, parameter: nn.Parameter) -> torch.Generator:
         counted = self._world.seed, self._last_step, self._draws, self._parts[parameter]
@@ -88,8 +89,8 @@ def stochastically_rounded(x: Tensor, bits: torch.Generator) -> Tensor:
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
 
-def _round(value: Any, dtype: torch.dtype, bits: torch.Generator) -> Any:
-    """What a float32 copy became, in its parameter's type; counters of steps and the like as they are."""
+def _round_value(value: Any, dtype: torch.dtype, bits: torch.Generator) -> Any:
+    """Return an updated float32 value in its parameter's type; counters of steps and the like stay as they are."""
     if not _is_wide(value) or dtype != torch.bfloat16:
         return value
     rounded = value.to(dtype)

@@ -10,19 +10,19 @@ from typing import Any, Unpack
 
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import EvalConfig, PlanSection
-from longspan.config.sections import ContextConfig, ParallelConfig, RunConfig, held_out_set
+from longspan.config.sections import ParallelConfig, RunConfig, held_out_set
 from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError, LongspanError, PlanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import heads_allow
-from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200, read_cost, with_recomputation
+from longspan.plan.cost.cost_changes import with_recomputation
+from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200, read_cost
 from longspan.plan.hierarchy import levels_at
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.planners.options import PlanKeywords
 from longspan.plan.simulate.evaluation import plan_evaluation, widest_degree
-from longspan.plan.simulate.simulate import slot_cost
-from longspan.plan.simulate.type_and_partition import group_cost, options_at_degree
+from longspan.plan.simulate.type_and_partition import options_at_degree
 
 
 def row_multiple_of(parallel: ParallelConfig) -> int:
@@ -40,22 +40,22 @@ def query_heads(model_config: Any) -> int | None:
     return getattr(model_config.get_text_config(), "num_attention_heads", None)
 
 
-def cost_of(context: ContextConfig) -> Cost:
-    """The cost in the file that `context.cost` names, or the default. Raises ConfigError for a file that holds none."""
-    return _cost_in(context.cost)
+def cost_of(config: RunConfig) -> Cost:
+    """The cost in the file that `run.machine` names, or the default. Raises ConfigError for a file that holds none."""
+    return _cost_in(config.run.machine)
 
 
 def cost_of_run(config: RunConfig, model_config: Any, log: Callable[[str], None], *, gpu: bool) -> Cost:
-    """What a run's plans are priced by: the file of `context.cost`; without one, its model on H200s or on CPUs.
+    """What a run's plans are priced by: the file of `run.machine`; without one, its model on H200s or on CPUs.
 
     >>> cost = cost_of_run(config, model.config, print, gpu=world.device.type == "cuda")  # doctest: +SKIP
 
     What is recomputed counts. The cost on CPUs is of no machine (`Cost.source` is ""): plans are compared by it, and no
     time is shown. A model that its configuration does not price is planned for as a Qwen3-8B, with a line in the log.
     """
-    context, train = config.context, config.train
-    if context.cost:
-        return cost_of(context)
+    train = config.train
+    if config.run.machine:
+        return cost_of(config)
     try:
         on_device = cost_on_h200 if gpu else cost_on_cpus
         cost = on_device(model_config, depths=config.mtp.depths)
@@ -64,14 +64,14 @@ def cost_of_run(config: RunConfig, model_config: Any, log: Callable[[str], None]
         kind = train.activation_checkpointing
         return with_recomputation(cost, model_config, kind, layers, frozen=frozen, depths=depths)
     except PlanError as error:
-        log(f"plans are priced as for a Qwen3-8B: {error}; name a file in context.cost")
-        return cost_of(context) if gpu else replace(cost_of(context), source="")
+        log(f"plans are priced as for a Qwen3-8B: {error}; name a file in run.machine")
+        return cost_of(config) if gpu else replace(cost_of(config), source="")
 
 
 @cache
 def _cost_in(file: str) -> Cost:
     """Read once: a run keeps its cost, whatever becomes of the file before the next evaluation."""
-    return read_cost(file, "context.cost")
+    return read_cost(file, "run.machine")
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,8 @@ class PlanChoice:
         `heads` are the model's query heads, where they are known; `weights` those of its parameters that are on a
         slot's rank and sharded over slots, of `weight_bytes` each.
         """
-        options = _section_options(config.context, config, cost or cost_of(config.context), heads)
+        options = _section_options(config.context, config, cost or cost_of(config), heads)
         options = replace(options, mode=config.context.mode)
-        options = replace(options, cost=group_cost(options.cost, options))
         return cls._from_section(config.context, config, options, "context.", weights, weight_bytes)
 
     @classmethod
@@ -143,7 +142,7 @@ class PlanChoice:
         the smallest that holds their documents.
         """
         entry = entry or held_out_set(config)
-        cost = (cost or cost_of(config.context)).forward_only()
+        cost = (cost or cost_of(config)).forward_only()
         section = replace(entry, partition=entry.partition or config.context.partition)
         options = _section_options(section, config, cost, heads)
         options = replace(options, cost=cost.for_partition(options.partition))
@@ -239,7 +238,7 @@ class PlanChoice:
 
     def _cost(self, home: Layout) -> Cost:
         """The cost of a slot, whose tensor-parallel ranks share it; in free mode with the closing of a step."""
-        cost = slot_cost(self.options.cost, home.tp)
+        cost = self.options.cost.shared_by(home.tp)
         if self.options.mode == "lockstep" or not self.weights:
             return cost
         gathered, reduced = self.weight_bytes, max(4, self.weight_bytes)
@@ -264,15 +263,16 @@ def _section_options(section: PlanSection, config: RunConfig, cost: Cost, heads:
     """The planners' options that a plan section gives.
 
     Rows are dealt out in zigzag if their partition is not chosen yet ("auto"), as slots have as many rows either way.
-    A limit of rows "auto" is none yet.
+    A limit of rows "auto" is none yet. Until a world is open (`with_node_size`), hosts of size "auto" have the usual 8
+    slots, which no plan that is only checked depends on.
     """
-    cap = section.max_tokens_per_slot
+    cap, node_size = section.max_tokens_per_slot, config.context.node_size
     return PlanOptions(
         max_tokens_per_slot=None if isinstance(cap, str) else cap or None,
         cp_comm_type=section.cp_comm_type or "p2p",
         hierarchical_context_parallel_sizes=section.hierarchical_context_parallel_sizes,
         cost=cost,
-        node_size=config.context.node_size,
+        node_size=PlanOptions.node_size if isinstance(node_size, str) else node_size,
         row_multiple=row_multiple_of(config.parallel),
         partition="contiguous" if section.partition == "contiguous" else "zigzag",
         heads=heads,

@@ -113,12 +113,12 @@ def bind_spans(shard: SequenceShard, rules: CallRules, documents: Any, items: It
     Raises DataError for a prefix that the model's window would cut, and for packs, whose pieces have a prefix each.
     """
     if rules.prefix:
-        return shard.with_spans(dict(_prefixes(shard, rules, documents, items)))
+        return shard.with_spans(dict(_document_prefixes(shard, rules, documents, items)))
     inside = shard.micro_batch.documents if items is not None else ()
     return shard.with_spans({d: items.runs(d, rules.in_spans) for d in inside if items is not None})
 
 
-def _prefixes(
+def _document_prefixes(
     shard: SequenceShard, rules: CallRules, documents: Any, items: ItemTable | None
 ) -> Iterator[tuple[int, list[tuple[int, int]]]]:
     """The number and the prefix of each document whose rows this rank may hold."""
@@ -180,17 +180,18 @@ def positions_of_rows(positions_of: Callable[[int], Any], shard: SequenceShard) 
     positions = np.tile(rows, (parts.pop(), 1))
     for document, parts_of_one in by_document.items():
         if parts_of_one is not None:
-            here = np.flatnonzero((of_document == document) & (rows < lengths[document]))  # padded ones end before
-            positions[:, here] = parts_of_one[:, rows[here]]
+            places = np.flatnonzero((of_document == document) & (rows < lengths[document]))  # padded ones end before
+            positions[:, places] = parts_of_one[:, rows[places]]
     return positions
 
 
 def _check_positions(positions: Any, document: int, length: int) -> Integers | None:
+    """Positions as int64, None if there are none. Raises DataError for another shape or type."""
     if positions is None:
         return None
     positions = np.asarray(positions)
-    fits = positions.ndim == 2 and len(positions) in PARTS_OF_POSITIONS and positions.shape[1] == length
-    if not fits or positions.dtype.kind not in "iu":
+    is_valid = positions.ndim == 2 and len(positions) in PARTS_OF_POSITIONS and positions.shape[1] == length
+    if not is_valid or positions.dtype.kind not in "iu":
         raise DataError(
             f"document {document} gave positions of {positions.dtype} and shape {positions.shape}; give integers of "
             f"shape (3, {length}), one column for each of its {length} tokens"

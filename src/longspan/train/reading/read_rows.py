@@ -62,9 +62,9 @@ class NamesOfValues:
         names = set(values) - {WEIGHTS}
         first, others = self._first = self._first or (document, names)
         for name in sorted(names ^ others):
-            has, lacks = (document, first) if name in names else (first, document)
+            having, lacking = (document, first) if name in names else (first, document)
             raise DataError(
-                f"document {has} has {name!r} and document {lacks} has not; give the documents of a step the same "
+                f"document {having} has {name!r} and document {lacking} has not; give the documents of a step the same "
                 "values, 0 where they do not matter"
             )
 
@@ -136,14 +136,16 @@ class _Reader:
         end = min(stop + len(self._at_depth), length)  # a row predicts nothing where its document ends before
         hidden = None if self._items is None else self._items.placeholder_mask(document, start, end)
         positions, value = np.arange(start, end), self._documents[document]
-        tokens = self._tokens(value, document, positions, hidden)
-        labels = self._labels(value, document, positions[1:], tokens[1:], hidden)
-        values = self._values(value, document, positions[1:])
+        tokens = self._read_tokens(value, document, positions, hidden)
+        labels = self._read_labels(value, document, positions[1:], tokens[1:], hidden)
+        values = self._read_values(value, document, positions[1:])
         for depth, rows in enumerate(self._at_depth):
             ahead = slice(depth, depth + stop - start)
             rows.fill(row, tokens[ahead], labels[ahead], {name: numbers[ahead] for name, numbers in values.items()})
 
-    def _tokens(self, ids: Any, document: int, positions: Integers, hidden: npt.NDArray[np.bool_] | None) -> Integers:
+    def _read_tokens(
+        self, ids: Any, document: int, positions: Integers, hidden: npt.NDArray[np.bool_] | None
+    ) -> Integers:
         """Token ids at some positions, 0 where they are hidden. Raises DataError for what cannot be token ids."""
         ids = np.asarray(ids) if isinstance(ids, list | tuple) else ids
         tokens = np.asarray(ids[torch.from_numpy(positions) if isinstance(ids, Tensor) else positions])
@@ -153,7 +155,7 @@ class _Reader:
         self._check_vocabulary(document, tokens, positions, "token id")
         return tokens.astype(np.int64)
 
-    def _labels(
+    def _read_labels(
         self, labelled: Any, document: int, positions: Integers, tokens: Integers, hidden: npt.NDArray[np.bool_] | None
     ) -> Integers:
         """The labels of these positions: the document's, or the tokens that stand there.
@@ -170,7 +172,7 @@ class _Reader:
             self._check_vocabulary(document, np.where(labels == NO_TARGET, 0, labels), positions, "the label")
         return labels
 
-    def _values(self, valued: Any, document: int, positions: Integers) -> Mapping[str, npt.NDArray[np.float64]]:
+    def _read_values(self, valued: Any, document: int, positions: Integers) -> Mapping[str, npt.NDArray[np.float64]]:
         """The numbers of a document at these positions. Raises DataError where others have other names."""
         values = valued.token_values(positions) if isinstance(valued, Valued) else {}
         self._names.check(document, values)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from longspan.bridge.item_documents import item_table_of, targets_beside_items
+from longspan.bridge.item_documents import count_targets_of_text, item_table_of
 from longspan.comm import World
 from longspan.data.document import LabelledPack, target_count
 from longspan.errors import DataError, ModelError, PlanError, plural
@@ -56,7 +56,7 @@ class StepDocuments:
         Raises PlanError for a document that is missing, is no sequence of token ids, or has another length.
         """
         counts = tuple(self._count_targets(document, length) for document, length in enumerate(self.lengths))
-        return counts if self.items is None else targets_beside_items(self.documents, self.items)
+        return counts if self.items is None else count_targets_of_text(self.documents, self.items)
 
     def check_targets(self, plan: Plan) -> None:
         """Raise PlanError where the plan divides the loss by another number of targets."""
@@ -107,17 +107,4 @@ def with_targets_of(documents: Any, plan: Plan) -> Plan:
     """The plan with the targets of packs that have labels, which no planner reads; of other documents it has them."""
     if not any(isinstance(document, LabelledPack) for document in documents):
         return plan
-    return replace(plan, targets=sum(targets_of_documents(documents, plan.lengths)))
-
-
-def targets_of_documents(documents: Any, lengths: Sequence[int], items: ItemTable | None = None) -> tuple[int, ...]:
-    """The targets of each document: its tokens except the first, or those with a label if it has labels.
-
-    Placeholders of `items` are none. No token is read, except the labels of placeholders.
-
-    >>> targets_of_documents([[3, 1, 4]], [3])
-    (2,)
-    """
-    if items is not None:
-        return targets_beside_items(documents, items)
-    return tuple(target_count(documents[document]) for document in range(len(lengths)))
+    return replace(plan, targets=sum(target_count(documents[document]) for document in range(len(plan.lengths))))

@@ -52,7 +52,7 @@ class DocumentLoss:
             )
         if self.sets is None:
             return (tuple(range(count)),) if count else ()
-        sets = tuple(_numbers(index, documents) for index, documents in enumerate(_list_of_sets(self.sets)))
+        sets = tuple(_check_numbers(index, documents) for index, documents in enumerate(_list_of_sets(self.sets)))
         for index, documents in enumerate(sets):
             if not documents or len(set(documents)) != len(documents):
                 raise LossError(
@@ -75,7 +75,7 @@ def _list_of_sets(sets: Any) -> list[Any]:
         ) from error
 
 
-def _numbers(index: int, documents: Any) -> tuple[int, ...]:
+def _check_numbers(index: int, documents: Any) -> tuple[int, ...]:
     """The numbers of a set's documents. Raises LossError for what is no integer."""
     try:
         if any(isinstance(document, bool) for document in documents):
@@ -138,9 +138,9 @@ class SameOnRanks:
         finite = np.isfinite(self._sums)
         low = np.where(finite, -self._sums, -np.inf)
         values = np.concatenate([np.where(finite, self._sums, -np.inf), low, np.where(finite, self._sizes, 0.0)])
-        both = np.array(world.control.largest_of(values.ravel().tolist(), "comparison of losses")).reshape(3, 2, 2)
-        apart = both[0] + both[1]  # the largest less the smallest; -inf where no rank has any
-        return bool((apart > TOLERANCE * both[2]).any())
+        extremes = np.array(world.control.largest_of(values.ravel().tolist(), "comparison of losses")).reshape(3, 2, 2)
+        spread = extremes[0] + extremes[1]  # the largest less the smallest; -inf where no rank has any
+        return bool((spread > TOLERANCE * extremes[2]).any())
 
 
 class DocumentPasses:
@@ -193,10 +193,10 @@ class DocumentPasses:
         indices = sorted({self._index.get(document, -1) for documents in self._across for document in documents})
         if not indices:
             return
-        needed = {id(self._plan.micro_batches[index]) for index in indices}
-        ahead = [batch for batch in batches if id(batch.shard.micro_batch) in needed]
+        needed_batches = {id(self._plan.micro_batches[index]) for index in indices}
+        ahead = [batch for batch in batches if id(batch.shard.micro_batch) in needed_batches]
         sums = log_probs_of_passes(passes, ahead, self._chunk_rows).sums
-        self._loss_ahead, self._coefficients = self._run_sets(self._across, sums)
+        self._loss_ahead, self._coefficients = self._take_sets(self._across, sums)
         self.forward_twice = len(indices)
 
     def loss_ahead(self) -> float:
@@ -209,10 +209,10 @@ class DocumentPasses:
         if sets := self._sets_inside(batch):
             log_probs = chunked_log_probs(hidden, targets.targets, head, self._chunk_rows).double().cpu().numpy()
             local = np.bincount(targets.documents, log_probs * targets.weights, minlength=len(coefficients))
-            here = sorted({document for documents in sets for document in documents})
+            ids = sorted({document for documents in sets for document in documents})
             sums = np.zeros(len(coefficients))
-            sums[here] = self._world.control.sum_over_slots(local[here].tolist(), "log-probabilities of documents")
-            loss, inside = self._run_sets(sets, sums)
+            sums[ids] = self._world.control.sum_over_slots(local[ids].tolist(), "log-probabilities of documents")
+            loss, inside = self._take_sets(sets, sums)
             coefficients = coefficients + inside
         total = torch.tensor(loss if self._world.slot == 0 else 0.0, dtype=torch.float64, device=hidden.device)
         if not torch.is_grad_enabled():
@@ -232,7 +232,8 @@ class DocumentPasses:
         groups = batch.shard.micro_batch.groups
         return self._inside.get(self._index[groups[0].documents[0]], []) if groups else []
 
-    def _run_sets(self, sets: Sequence[tuple[int, ...]], sums: Floats) -> tuple[float, Floats]:
+    def _take_sets(self, sets: Sequence[tuple[int, ...]], sums: Floats) -> tuple[float, Floats]:
+        """Run the caller's function over sets: their loss, and coefficients (D,). An error is kept in `error`."""
         if self.error is None:
             try:
                 loss, coefficients = loss_of_sets(self._function, sets, sums)

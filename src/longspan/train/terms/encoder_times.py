@@ -49,23 +49,23 @@ class PartClock:
 
     @contextmanager
     def timing(self, part: Part) -> Iterator[None]:
-        """Count the body; one that raises is not counted."""
+        """Add the time of the `with` block to a part; a block that raises is not counted."""
         started = time.perf_counter()
-        before = self._event()
+        start = self._event()
         yield
         self._seconds[part] += time.perf_counter() - started
-        if before is not None:
-            after = self._event()
-            assert after is not None
-            self._spans[part].append((before, after))
+        if start is not None:
+            end = self._event()
+            assert end is not None
+            self._spans[part].append((start, end))
 
     def seconds(self, part: Part) -> float:
-        """What a part took in all, once the device has done it."""
+        """The seconds that a part took in all; waits until the device has finished it."""
         if not self._gpu:
             return self._seconds[part]
-        for _, after in self._spans[part]:
-            after.synchronize()
-        return sum(before.elapsed_time(after) for before, after in self._spans[part]) / 1e3
+        for _, end in self._spans[part]:
+            end.synchronize()
+        return sum(start.elapsed_time(end) for start, end in self._spans[part]) / 1e3
 
     def _event(self) -> torch.cuda.Event | None:
         if not self._gpu:

@@ -25,7 +25,6 @@ from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules
 from longspan.plan import MicroBatch, Plan
 from longspan.plan.items import EncoderPlanning, ItemTable, NeededBy, plan_items
-from longspan.plan.simulate.simulate import slot_cost
 from longspan.train.passes import Term
 from longspan.train.reading.local_batch import read_agreed
 from longspan.train.reading.read_rows import LocalBatch
@@ -132,16 +131,16 @@ class Encoding:
             for part in self._parts:
                 stack.enter_context(part.open())
             with self._clock.timing("phases"), self._naming("encoders, and rows to their owners"):
-                self._agree([part.encode() for part in self._parts])
+                self._raise_agreed([part.encode() for part in self._parts])
                 for part in self._parts:
-                    part.deliver(micro_batches, batches)
+                    part.deliver_rows(micro_batches, batches)
             yield
             with self._clock.timing("phases"), self._naming("gradients to encoders, and their backward passes"):
                 for part in reversed(self._parts):
                     part.backward()
 
     def times(self) -> EncoderTimes:
-        """What it all took, once the step has waited for the device; all ranks enter together."""
+        """The times of all parts, read after the step has waited for the device; all ranks enter together."""
         plans = [part.plan for part in self._parts]
         seconds = sum(plan.plan.predicted_seconds for plan in plans)
         balance = max((plan.balance for plan in plans), default=1.0)
@@ -150,7 +149,7 @@ class Encoding:
     def _naming(self, part: str) -> AbstractContextManager[None]:
         return self._world.watch.naming(part, self._world.home.ranks)
 
-    def _agree(self, errors: Sequence[ModelError | None]) -> None:
+    def _raise_agreed(self, errors: Sequence[ModelError | None]) -> None:
         """Raise on every rank where any encoder made other rows than its items take."""
         error = next((error for error in errors if error is not None), None)
         if self._world.control.any_rank(error is not None):
@@ -176,7 +175,7 @@ def _encoder_planning(encoder: Encoder) -> EncoderPlanning:
         home=encoder.world.home,
         max_rows_per_slot=encoder.max_rows_per_slot,
         max_cp=encoder.max_cp,
-        cost=slot_cost(encoder.cost, encoder.world.home.tp),
+        cost=encoder.cost.shared_by(encoder.world.home.tp),
     )
 
 
@@ -207,14 +206,14 @@ def plan_waves_ahead(
     device = model.world.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     make = partial(Encoding, model, plan, plan.micro_batches, table, backward=backward, depths=depths)
-    planned[_key(model, plan, table, (backward, depths))] = _pool.submit(_plan_on, stream, make, documents)
+    planned[_encoding_key(model, plan, table, (backward, depths))] = _pool.submit(_plan_on, stream, make, documents)
     while len(planned) > MOST_AHEAD:
         planned.popitem(last=False)
 
 
 def take_encoding(model: MultimodalModel, plan: Plan, table: ItemTable, *, backward: bool, depths: int = 0) -> Encoding:
     """The waves of a step: those planned ahead, which it waits for, or planned now."""
-    ahead = _planned.get(model, OrderedDict()).pop(_key(model, plan, table, (backward, depths)), None)
+    ahead = _planned.get(model, OrderedDict()).pop(_encoding_key(model, plan, table, (backward, depths)), None)
     if ahead is not None:
         return ahead.result()
     return Encoding(model, plan, plan.micro_batches, table, backward=backward, depths=depths)
@@ -230,7 +229,7 @@ def _plan_on(stream: torch.cuda.Stream | None, make: Callable[[], Encoding], doc
     return encoding
 
 
-def _key(model: MultimodalModel, plan: Plan, table: ItemTable, passes: tuple[bool, int]) -> tuple[object, ...]:
+def _encoding_key(model: MultimodalModel, plan: Plan, table: ItemTable, passes: tuple[bool, int]) -> tuple[object, ...]:
     """The key of what an encoding depends on; which encoders are frozen may change until its step."""
     frozen = tuple(encoder.frozen for encoder in model.encoder_settings.values())
     return plan.digest(), table.digest(), passes, frozen

@@ -67,5 +67,5 @@ class CollectedLogProbs:
                 log_probs = on_device.double().cpu().numpy()
                 values[self._starts[targets.documents] + targets.positions + 1] = log_probs  # of the token after a row
                 np.add.at(sums, targets.documents, log_probs * targets.weights)
-        both = world.control.sum_of_arrays(np.concatenate([values, sums]), "log-probabilities of tokens")
-        return TokenLogProbs(self._lengths, both[: len(values)], both[len(values) :])
+        values_and_sums = world.control.sum_of_arrays(np.concatenate([values, sums]), "log-probabilities of tokens")
+        return TokenLogProbs(self._lengths, values_and_sums[: len(values)], values_and_sums[len(values) :])

@@ -17,7 +17,7 @@ from longspan.errors import ModelError
 from longspan.layout.segments import Integers
 from longspan.model.multimodal.encoder import Encoder
 from longspan.model.parts import modes_restored
-from longspan.model.sharding import gradients_summed_over_slots, replicas_summed_at_last, reshard
+from longspan.model.sharding import gradients_summed_over_slots, reshard, sum_replicas_at_last
 from longspan.plan import Group, MicroBatch
 from longspan.plan.items import ItemTable, ModalityPlan, Wave
 from longspan.train.reading.read_rows import LocalBatch
@@ -100,7 +100,7 @@ class ModalityPass:
             wave.inputs = [self._read(documents, item) for item in wave.items]
 
     def _read(self, documents: Any, item: int) -> Any:
-        with _noting(lambda: f"reading {self.items.name(item)}"):
+        with _error_note(lambda: f"reading {self.items.name(item)}"):
             return documents.read(self.items.numbers[item])
 
     def not_finite(self) -> list[str]:
@@ -110,7 +110,8 @@ class ModalityPass:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Modes of the encoder for the step; gradients are summed over its slots, and nothing stays gathered."""
+        """Inside, the encoder has its modes for the step. At the end its gradients are summed over its slots, and
+        nothing stays gathered."""
         module = self.encoder.module
         with modes_restored(module), ExitStack() as stack:
             if not self.training or (self.trains and not module.training):
@@ -128,26 +129,27 @@ class ModalityPass:
                     wave.output, wave.deliveries = None, []
 
     def encode(self) -> ModelError | None:
-        """Run the encoder over all waves; the error of one that makes other rows than its items take."""
+        """Run the encoder over all waves; returns the error of a wave that made other rows than its items take."""
         error: ModelError | None = None
         for wave in self.waves:  # all of them, whatever one made: other ranks may wait in the collectives of an encoder
             if self.encoder.recompute and self.trains:
                 wave.random_state = RandomState.of(self.world.device)
             with torch.set_grad_enabled(self.trains and not self.encoder.recompute):
                 output = self._call(wave)
-            error = error or self._wrong_rows(wave, output)
+            error = error or self._rows_error(wave, output)
             wave.output = None if error else output if wave.works else output[:0]
         return error
 
     def _call(self, wave: _LocalWave) -> Tensor:
-        doing = _noting(lambda: f"encoding {self._names(wave)} on rank {self.world.rank}")
+        doing = _error_note(lambda: f"encoding {self._names(wave)} on rank {self.world.rank}")
         with doing, self.clock.timing("towers"):
             return self.encoder.module(wave.inputs, **({} if wave.shard is None else {"shard": wave.shard}))
 
     def _names(self, wave: _LocalWave) -> str:
         return ", ".join(map(self.items.name, wave.items[:3])) + (", …" if len(wave.items) > 3 else "")
 
-    def _wrong_rows(self, wave: _LocalWave, output: Any) -> ModelError | None:
+    def _rows_error(self, wave: _LocalWave, output: Any) -> ModelError | None:
+        """The error of an encoder that returned other rows than the wave's items take; None if it is right."""
         names = self._names(wave)
         if not isinstance(output, Tensor) or output.ndim != 2:
             returned = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
@@ -166,7 +168,7 @@ class ModalityPass:
             )
         return None
 
-    def deliver(self, micro_batches: Sequence[MicroBatch], batches: Sequence[LocalBatch]) -> None:
+    def deliver_rows(self, micro_batches: Sequence[MicroBatch], batches: Sequence[LocalBatch]) -> None:
         """Exchange the rows of every wave, and give the shard of each of these micro-batches its own."""
         arrived: list[Tensor] = []
         for wave in self.waves:
@@ -178,21 +180,21 @@ class ModalityPass:
         starts = [0] * len(self.waves)
         by_micro_batch = {id(batch.shard.micro_batch): batch.shard for batch in batches}
         for index, micro_batch in enumerate(micro_batches):
-            needed = self.plan.item_rows_at(self.world.rank, index)
-            rows = np.concatenate([part.row for part in needed])
+            needed_rows = self.plan.item_rows_at(self.world.rank, index)
+            rows = np.concatenate([part.row for part in needed_rows])
             if not len(rows):
                 continue
             shard = by_micro_batch[id(micro_batch)]
-            leaf = self._leaf(self.plan.wave_of_row[rows], arrived, starts).requires_grad_(self.trains)
+            leaf = self._collect_rows(self.plan.wave_of_row[rows], arrived, starts).requires_grad_(self.trains)
             with torch.set_grad_enabled(self.trains):
-                parts = leaf.split([len(part.row) for part in needed])
+                parts = leaf.split([len(part.row) for part in needed_rows])
             shard.derived.leaves += (leaf,)
-            for ahead, (part, of_part) in enumerate(zip(needed, parts, strict=True)):
-                self._give(shard, ahead, to_device(part.local, shard.device), of_part)
+            for ahead, (part, of_part) in enumerate(zip(needed_rows, parts, strict=True)):
+                self._give_rows(shard, ahead, to_device(part.local, shard.device), of_part)
 
-    def _give(self, shard: SequenceShard, ahead: int, places: Tensor, rows: Tensor) -> None:
-        """Rows for these local rows: what enters at the embedding, of tokens so many further `ahead`, and of the local
-        rows' own tokens what is added after each of the first layers."""
+    def _give_rows(self, shard: SequenceShard, ahead: int, places: Tensor, rows: Tensor) -> None:
+        """Give a shard the rows for these local places: those that enter at the embedding of the tokens `ahead` further
+        on and, for the local rows' own tokens (0), those that are added after each of the first layers."""
         with torch.set_grad_enabled(self.trains):
             first, *deeper = rows.split(self.width, -1) if self.encoder.deep_layers else (rows,)
         derived = shard.derived
@@ -202,7 +204,7 @@ class ModalityPass:
         for layer, added in enumerate(deeper):
             derived.added[layer] = (*derived.added.get(layer, ()), (places, added))
 
-    def _leaf(self, wave_of_row: Integers, arrived: Sequence[Tensor], starts: list[int]) -> Tensor:
+    def _collect_rows(self, wave_of_row: Integers, arrived: Sequence[Tensor], starts: list[int]) -> Tensor:
         """The rows of one micro-batch from those of all waves; those of each wave begin at its place in `starts`."""
         waves = sorted(set(wave_of_row.tolist()))
         if len(waves) == 1:
@@ -224,13 +226,13 @@ class ModalityPass:
         """Bring the gradients of every wave back, the last first, and run the encoder's backward pass."""
         if not self.trains or not self.waves:
             return
-        with replicas_summed_at_last(self.encoder.module) as sum_replicas:
+        with sum_replicas_at_last(self.encoder.module) as sum_replicas:
             for wave in reversed(self.waves):
                 if wave is self.waves[0]:
                     sum_replicas()
                 output = self._encode_again(wave) if self.encoder.recompute else wave.output
                 assert output is not None
-                gradient = wave.bridge.back(_gradient(wave, output))
+                gradient = wave.bridge.back(_gradient_of_rows(wave, output))
                 with self.clock.timing("towers"):
                     torch.autograd.backward(output, gradient)
                 wave.output, wave.deliveries = None, []
@@ -243,7 +245,7 @@ class ModalityPass:
 
 
 @contextmanager
-def _noting(doing: Callable[[], str]) -> Iterator[None]:
+def _error_note(doing: Callable[[], str]) -> Iterator[None]:
     """Add a note to an error of the caller's code: what it was called for."""
     try:
         yield
@@ -265,7 +267,7 @@ def _is_finite(x: Tensor) -> bool:
     return bool(x.isfinite().all())
 
 
-def _gradient(wave: _LocalWave, output: Tensor) -> Tensor:
+def _gradient_of_rows(wave: _LocalWave, output: Tensor) -> Tensor:
     """The gradient of the rows that a wave delivered here, in the order in which they arrived."""
     parts = [output.new_zeros((0, *output.shape[1:]))]
     for leaf, places in wave.deliveries:

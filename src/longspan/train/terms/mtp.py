@@ -77,8 +77,11 @@ class DepthsTerm(Term):
     def read(self, batches: Sequence[LocalBatch]) -> None:
         """Count the targets of each depth on all slots."""
         last = not isinstance(self._model, PipelineModel) or any(stage.last for stage in self._model.stages)
-        here = batches if last else ()
-        local = [sum(int((batch.deeper[d].labels != NO_TARGET).sum()) for batch in here) for d in range(self.depths)]
+        counted_batches = batches if last else ()
+        local = [
+            sum(int((batch.deeper[d].labels != NO_TARGET).sum()) for batch in counted_batches)
+            for d in range(self.depths)
+        ]
         world = self._world
         self._targets = tuple(map(int, world.control.sum_over_stages(local, "targets of multi-token prediction")))
 
@@ -87,9 +90,9 @@ class DepthsTerm(Term):
         mtp, targets, divisor = self._mtp, self._targets, passes.divisor
         # What the measure returns is divided by the step's divisor afterwards.
         shares = [mtp.weight / len(targets) * divisor / max(count, 1) for count in targets]
-        return replace(passes, measure=partial(self._measure, passes.measure, shares), depths=self.depths)
+        return replace(passes, measure=partial(self._measure_losses, passes.measure, shares), depths=self.depths)
 
-    def _measure(
+    def _measure_losses(
         self,
         main: Measure,
         shares: Sequence[float],

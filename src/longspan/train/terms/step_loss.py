@@ -34,7 +34,7 @@ class LossTerm(Term):
         self._world = world
         described, failure = "", None
         try:
-            self.measure, self.divisor, described = _read(loss, divisor, plan, world, chunk_rows)
+            self.measure, self.divisor, described = _read_loss(loss, divisor, plan, world, chunk_rows)
         except Exception as error:  # sets may be anything: the other ranks must learn of it
             failure = _to_loss_error(error, world)
         if world.control.agree(_digest("a loss or a divisor"), flag=failure is not None, what=_WHAT, hint=_HINT):
@@ -88,7 +88,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _read(
+def _read_loss(
     loss: Loss, divisor: Any, plan: Plan, world: World, chunk_rows: int
 ) -> tuple[CrossEntropy | TokenLoss | DocumentPasses, float, str]:
     """The measure and the divisor of a step, and in words what must be the same on every rank."""

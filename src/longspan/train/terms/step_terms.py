@@ -1,7 +1,7 @@
-"""The terms of a step, by what its model and arguments have. A feature that is off is not imported into a step's path.
+"""The terms of a step, by what its model and arguments have. A step enters no module of a feature that is off.
 
-Whether routers or an adapter are there is read from attributes of the model, so that a step without them enters no
-module of theirs.
+All terms are imported here. Whether the model has routers or an adapter is read from its attributes, so that a step
+without them calls nothing of theirs.
 """
 
 from collections.abc import Sequence

@@ -67,7 +67,7 @@ class BatchTargets:
         self._device = device
 
     def rows(self, part: slice, dtype: torch.dtype) -> LossRows:
-        """Some of them, for a loss of one's own."""
+        """Some of these targets as the caller's function gets them."""
         numbers = {name: to_device(x[part], self._device).to(dtype) for name, x in self._values.items()}
         return LossRows(
             to_device(self.documents[part], self._device),
@@ -94,24 +94,24 @@ class TokenLoss:
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
         """The sum of the losses of a micro-batch's rows (T, D), a float64 scalar."""
         targets = BatchTargets(batch, hidden.device)
-        return chunked_loss(hidden, targets.targets, partial(self._losses, targets), head, self._chunk_rows)
+        return chunked_loss(hidden, targets.targets, partial(self._losses_and_slopes, targets), head, self._chunk_rows)
 
-    def _losses(self, targets: BatchTargets, log_probs: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    def _losses_and_slopes(self, targets: BatchTargets, log_probs: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """The sum of the losses of some targets, and the derivative of each by its log-probability."""
-        nothing = log_probs.new_zeros((), dtype=torch.float64), torch.zeros_like(log_probs)
+        zeros = log_probs.new_zeros((), dtype=torch.float64), torch.zeros_like(log_probs)
         if self.error is not None:
-            return nothing
+            return zeros
         try:
             leaf = log_probs.detach().requires_grad_(torch.is_grad_enabled())
             losses = check_losses(self._function(leaf, targets.rows(part, leaf.dtype)), leaf)
             total = losses.sum(dtype=torch.float64)
             if not total.requires_grad:  # a constant, or no gradient is wanted
-                return total, nothing[1]
+                return total, zeros[1]
             (slopes,) = torch.autograd.grad(total, leaf, allow_unused=True)
-            return total.detach(), nothing[1] if slopes is None else slopes
+            return total.detach(), zeros[1] if slopes is None else slopes
         except Exception as error:  # of the caller's function
             self.error = error
-            return nothing
+            return zeros
 
 
 def check_losses(losses: Any, log_probs: Tensor) -> Tensor:

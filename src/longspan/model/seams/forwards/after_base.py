@@ -92,10 +92,10 @@ def refuse_other_forward(
         with torch.enable_grad():
             logits = forward(ModelAfterBase(model, rows, calls), **inputs).logits
     except Exception as error:  # of what a forward does by itself, if it does
-        reasons = [*_reads(reads), *_other_calls(calls, inputs)]
+        reasons = [*_reads(reads), *_call_reasons(calls, inputs)]
         reasons = reasons or [f"cannot be cut after its base model ({type(error).__name__}: {error})"]
     else:
-        reasons = [*_reads(reads), *_other_calls(calls, inputs), *_other_parameters(model, logits, rows)]
+        reasons = [*_reads(reads), *_call_reasons(calls, inputs), *_parameter_reasons(model, logits, rows)]
     if reasons:
         name, base = architecture_name(model), architecture_name(base_of(model))
         raise ModelError(
@@ -110,7 +110,8 @@ def _reads(reads: Mapping[str, str]) -> Iterator[str]:
         yield f"reads {name} itself ({function}), which it may only hand on to its base model"
 
 
-def _other_calls(calls: Sequence[ModelCall], inputs: Mapping[str, Any]) -> Iterator[str]:
+def _call_reasons(calls: Sequence[ModelCall], inputs: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how a forward calls its base model otherwise than once, with the inputs that it got."""
     if len(calls) != 1:
         yield f"calls its base model {plural(len(calls), 'time')}, not once"
     for base, args, kwargs in calls[:1]:
@@ -133,16 +134,16 @@ def _differs(name: str, value: Any, expected: Any) -> bool:
     return bool(value or expected) and bool(value != expected)
 
 
-def _other_parameters(model: PreTrainedModel, logits: Tensor, rows: Tensor) -> Iterator[str]:
+def _parameter_reasons(model: PreTrainedModel, logits: Tensor, rows: Tensor) -> Iterator[str]:
     """Gradients of logits go to hidden states and to the output embedding."""
     embedding: Any = model.get_output_embeddings()
-    others = {id(leaf) for leaf in _leaves(logits)} - {id(rows), *map(id, embedding.parameters())}
+    others = {id(leaf) for leaf in _leaves_of_graph(logits)} - {id(rows), *map(id, embedding.parameters())}
     names = [name for name, parameter in model.named_parameters() if id(parameter) in others]
     if names:
         yield f"makes its logits of {', '.join(names[:4])} too"
 
 
-def _leaves(result: Tensor) -> list[Tensor]:
+def _leaves_of_graph(result: Tensor) -> list[Tensor]:
     """The tensors that a result was made of and that get its gradients."""
     leaves, nodes, seen = list[Tensor](), [result.grad_fn], set[Any]()
     while nodes:

@@ -47,7 +47,7 @@ class NormFormula:
     def run_kernel(self, x: Tensor, weight: Tensor, eps: float, gate: Tensor | None = None) -> Tensor | None:
         """Compute it by the kernel; None if that cannot take these tensors."""
         tensors = (x, weight) if gate is None else (x, weight, gate)
-        if not are_on_gpus(tensors) or any(t.dtype not in _DTYPES for t in tensors) or _kernels() is None:
+        if not are_on_gpus(tensors) or any(t.dtype not in _DTYPES for t in tensors) or _norm_kernels() is None:
             return None
         if weight.numel() // self.groups > _WIDEST or bool(self.gate) != (gate is not None) or not x.numel():
             return None
@@ -67,7 +67,7 @@ class _OnePass(torch.autograd.Function):
         inverse = rows.new_empty((len(rows), formula.groups), dtype=torch.float32)  # of the root
         block = _Block.of(len(rows), rows.shape[1] // formula.groups)
         arguments = (rows, gates, weight, out, inverse, len(rows), block.width, rows.stride(0), _stride(gates), eps)
-        _kernels().norm_rows[block.count, formula.groups](*arguments, **_constants(formula, block))
+        _norm_kernels().norm_rows[block.count, formula.groups](*arguments, **_kernel_constants(formula, block))
         ctx.save_for_backward(x, weight, gate, inverse)
         ctx.formula, ctx.gate_shape = formula, None if gate is None else gate.shape
         return out.view(x.shape)
@@ -83,7 +83,7 @@ class _OnePass(torch.autograd.Function):
         parts = rows.new_empty((programs, rows.shape[1]), dtype=torch.float32)
         strides = (rows.stride(0), _stride(gates), dout.stride(0))
         arguments = (rows, gates, weight, inverse, dout, dx, dgate, parts, len(rows), block.width, *strides)
-        _kernels().norm_rows_backward[programs, formula.groups](*arguments, **_constants(formula, block))
+        _norm_kernels().norm_rows_backward[programs, formula.groups](*arguments, **_kernel_constants(formula, block))
         dweight = parts.sum(0).to(weight.dtype).view(weight.shape)
         return dx.view(x.shape), dweight, None if dgate is None else dgate.view(ctx.gate_shape), None, None
 
@@ -104,7 +104,7 @@ class _Block:
         return cls(at_once, width, columns, -(-rows // at_once))
 
 
-def _constants(formula: NormFormula, block: _Block) -> dict[str, Any]:
+def _kernel_constants(formula: NormFormula, block: _Block) -> dict[str, Any]:
     sizes = {"ROWS": block.rows, "COLUMNS": block.columns, "GROUPS": formula.groups, "OFFSET": formula.offset}
     kinds = {"GATE_FIRST": formula.gate == "first", "GATE_LAST": formula.gate == "last"}
     warps = 4 * max(1, block.rows * block.columns // _TILE)
@@ -122,5 +122,5 @@ def _stride(rows: Tensor | None) -> int:
 
 
 @cache
-def _kernels() -> Any:
+def _norm_kernels() -> Any:
     return None if find_spec("triton") is None else import_module("longspan.model.seams.forwards.norm_kernels")

@@ -42,10 +42,10 @@ def split_long_norms(model: nn.Module) -> None:
     """Let the layer norms and RMS norms of a model take any number of rows; those that run by a kernel stay theirs."""
     for norm in model.modules():
         if type(norm).__name__.endswith(("LayerNorm", "RMSNorm")) and "forward" not in vars(norm):
-            norm.forward = partial(_forward, norm.forward)
+            norm.forward = partial(_norm_forward, norm.forward)
 
 
-def _forward(norm: Callable[..., Tensor], x: Tensor, *others: object, **named: object) -> Tensor:
+def _norm_forward(norm: Callable[..., Tensor], x: Tensor, *others: object, **named: object) -> Tensor:
     """Run a norm of rows in pieces; a norm that takes more than rows is left to its class."""
     if others or named:
         return norm(x, *others, **named)
@@ -82,17 +82,17 @@ def fuse_norms(model: nn.Module, *, required: bool = True) -> int:
             "with an eps of its own, nor that with 1 + weight or a gate; use 'auto' or 'off' for this model"
         )
     for norm, formula in fused:
-        norm.forward = partial(_one_kernel if formula == _PLAIN else _one_pass, norm, formula)
+        norm.forward = partial(_norm_in_one_kernel if formula == _PLAIN else _norm_in_one_pass, norm, formula)
     return len(fused)
 
 
 def runs_in_one_pass(module: nn.Module) -> bool:
     """Whether a module is a norm that runs by our kernel where this can take its inputs."""
-    return getattr(vars(module).get("forward"), "func", None) is _one_pass
+    return getattr(vars(module).get("forward"), "func", None) is _norm_in_one_pass
 
 
-def _one_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Tensor:
-    """x (…, n) to its norm (…, n), by torch's kernel."""
+def _norm_in_one_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Tensor:
+    """The norm (…, n) of x (…, n), by torch's kernel."""
     weight = norm.weight
     assert isinstance(weight, Tensor)
     if x.dtype != weight.dtype or x.dtype == torch.float64:
@@ -100,8 +100,8 @@ def _one_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Tensor:
     return norm_in_pieces(lambda rows: rms_norm(rows, weight.shape, weight, _eps_of(norm)), x)
 
 
-def _one_pass(norm: nn.Module, formula: NormFormula, x: Tensor, gate: Tensor | None = None) -> Tensor:
-    """x (…, n), and its gate, to their norm (…, n), by our kernel."""
+def _norm_in_one_pass(norm: nn.Module, formula: NormFormula, x: Tensor, gate: Tensor | None = None) -> Tensor:
+    """The norm (…, n) of x (…, n) and its gate, by our kernel."""
     weight, eps = norm.weight, _eps_of(norm)
     assert isinstance(weight, Tensor) and eps is not None
     out = formula.run_kernel(x, weight, eps, gate)
@@ -132,14 +132,14 @@ def _kind(norm: nn.Module) -> Hashable:
 def _formula_of(norm: nn.Module) -> NormFormula | None:
     """What a norm computes; None for anything else."""
     if not type(norm).__name__.endswith("Gated"):
-        return next((f for f in (_PLAIN, NormFormula(offset=1.0)) if _computes(norm, f)), None)
+        return next((f for f in (_PLAIN, NormFormula(offset=1.0)) if _computes_formula(norm, f)), None)
     kinds = product(("first", "last"), ("silu", "sigmoid"))
     gated = (NormFormula(groups=_groups_of(norm), gate=gate, activation=act) for gate, act in kinds)
-    return next((formula for formula in gated if _computes(norm, formula)), None)
+    return next((formula for formula in gated if _computes_formula(norm, formula)), None)
 
 
 @torch.no_grad()
-def _computes(norm: nn.Module, formula: NormFormula) -> bool:
+def _computes_formula(norm: nn.Module, formula: NormFormula) -> bool:
     """Whether a norm computes a formula, on rows of large, usual and tiny numbers."""
     weight, eps = norm.weight, _eps_of(norm)
     assert isinstance(weight, Tensor) and eps is not None

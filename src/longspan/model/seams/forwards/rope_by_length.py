@@ -36,7 +36,7 @@ def choose_frequencies_by_document(model: nn.Module) -> None:
     for parent in model.modules():
         rotary_modules = [child for child in parent.children() if kinds_by_length(child)]
         for rotary in rotary_modules:
-            rotary.forward = MethodType(_forward, rotary)
+            rotary.forward = MethodType(_rotary_forward, rotary)
         if rotary_modules:
             parent.register_forward_pre_hook(_note_shard, with_kwargs=True)
             parent.register_forward_hook(_forget_shard, always_call=True)
@@ -65,14 +65,14 @@ def _forget_shard(parent: nn.Module, args: object, out: object) -> None:
         child.__dict__.pop(_CALL, None)
 
 
-def _forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+def _rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
     """What the rotary module's class returns for position_ids (1, T), each row by its own document's length."""
     shard = rotary.__dict__.get(_CALL) or shard_of_layer()  # a layer may keep keyword arguments to itself
     kind: Any = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]  # pyright: ignore[reportIndexIssue, reportArgumentType]
     if isinstance(shard, Probe) or not is_by_length(kind):
-        new: Any = _as_new(rotary)
-        new.rope_type = "default" if layer_type is None else {layer_type: "default"}  # reads no positions
-        return new(x, position_ids, **_layer_type_argument(layer_type))
+        fresh_rotary: Any = _copy_as_made(rotary)
+        fresh_rotary.rope_type = "default" if layer_type is None else {layer_type: "default"}  # reads no positions
+        return fresh_rotary(x, position_ids, **_layer_type_argument(layer_type))
     if not isinstance(shard, SequenceShard) or position_ids.shape != (1, shard.local_rows):
         got = "no shard" if not isinstance(shard, SequenceShard) else f"position_ids of {tuple(position_ids.shape)}"
         raise ModelError(
@@ -97,15 +97,17 @@ def _rows_by_length(shard: SequenceShard, rotary: nn.Module, kind: str, layer_ty
     for part in shard.parts:
         segments = part.segments()
         lengths = np.asarray(part.group.lengths, dtype=np.int64)[segments.document]
-        lengths = _representative(rotary, kind, layer_type, lengths)
+        lengths = _representative_lengths(rotary, kind, layer_type, lengths)
         first = part.start + segments.offset
         for length in np.unique(lengths).tolist():
-            here = lengths == length
-            rows.setdefault(length, []).append(expand(first[here], (first + segments.stop - segments.start)[here]))
+            is_length = lengths == length
+            rows.setdefault(length, []).append(
+                expand(first[is_length], (first + segments.stop - segments.start)[is_length])
+            )
     return {length: np.concatenate(of_length) for length, of_length in rows.items()}
 
 
-def _representative(rotary: nn.Module, kind: str, layer_type: str | None, lengths: Integers) -> Integers:
+def _representative_lengths(rotary: nn.Module, kind: str, layer_type: str | None, lengths: Integers) -> Integers:
     """For each length one that gives the same frequencies: longrope has two kinds, dynamic one up to a limit."""
     owner: Any = rotary
     if kind == "longrope":
@@ -123,26 +125,26 @@ def _frequencies_of_length(
     The module takes the largest position plus one for the length. These rows may lack the last position of the
     document, so the position `length` − 1 is appended, and its result is dropped.
     """
-    here = positions if len(rows) == positions.shape[1] else positions[:, to_device(rows, positions.device)]
-    with_last = torch.cat([here, here.new_full((1, 1), length - 1)], dim=1)
-    return tree_map(lambda out: out[:, :-1], _as_new(rotary)(x, with_last, **_layer_type_argument(layer_type)))
+    own_positions = positions if len(rows) == positions.shape[1] else positions[:, to_device(rows, positions.device)]
+    with_last = torch.cat([own_positions, own_positions.new_full((1, 1), length - 1)], dim=1)
+    return tree_map(lambda out: out[:, :-1], _copy_as_made(rotary)(x, with_last, **_layer_type_argument(layer_type)))
 
 
-def _as_new(rotary: nn.Module) -> nn.Module:
+def _copy_as_made(rotary: nn.Module) -> nn.Module:
     """A copy with the frequencies that the module was made with, which changes nothing of the module."""
-    new: Any = copy.copy(rotary)
-    del new.__dict__["forward"]
+    fresh_rotary: Any = copy.copy(rotary)
+    del fresh_rotary.__dict__["forward"]
     buffers = {name: None if x is None else x.clone() for name, x in rotary.named_buffers(recurse=False)}
     for name in buffers:
         prefix = name.removesuffix("inv_freq")
         original = getattr(rotary, f"{prefix}original_inv_freq", None)
         if name.endswith("inv_freq") and isinstance(original, Tensor):
             buffers[name] = original.clone()
-    new.__dict__["_buffers"] = buffers
+    fresh_rotary.__dict__["_buffers"] = buffers
     for name in vars(rotary):
         if name.endswith("max_seq_len_cached"):
-            setattr(new, name, new.original_max_seq_len)
-    return new
+            setattr(fresh_rotary, name, fresh_rotary.original_max_seq_len)
+    return fresh_rotary
 
 
 def _layer_type_argument(layer_type: str | None) -> dict[str, str]:

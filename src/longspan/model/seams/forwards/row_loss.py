@@ -68,7 +68,7 @@ def add_row_loss(model: PreTrainedModel, *, probe: bool = True, required: bool =
     on more than the last hidden states and the output embedding, or the forward does more before its base model than
     hand on its arguments.
     """
-    _check(model)
+    _check_head(model)
     forward, untried = type(model).forward, not tried
 
     @wraps(forward)
@@ -90,11 +90,12 @@ def add_row_loss(model: PreTrainedModel, *, probe: bool = True, required: bool =
 
     model.forward = with_row_loss
     if probe:
-        _try(model, required=required)
+        _try_row_loss(model, required=required)
     return not untried
 
 
-def _check(model: PreTrainedModel) -> None:
+def _check_head(model: PreTrainedModel) -> None:
+    """Raise ModelError if a model has no head over a base model, or parameters beyond these two."""
     name, head = type(model).__name__, model.get_output_embeddings()
     if head is None or base_of(model) is model:
         raise ModelError(f"{name} has no output embedding over a base model; use a causal language model")
@@ -110,7 +111,7 @@ def _output_embedding(model: PreTrainedModel) -> Any:
     return model.get_output_embeddings()
 
 
-def _try(model: PreTrainedModel, *, required: bool) -> None:
+def _try_row_loss(model: PreTrainedModel, *, required: bool) -> None:
     """Two rows must come out as two rows of logits that depend on the hidden states; a pass must, where `required`."""
 
     def logits(hidden: Tensor, head: OutputHead, *deeper: Tensor) -> Tensor:
@@ -121,7 +122,7 @@ def _try(model: PreTrainedModel, *, required: bool) -> None:
     ids = torch.zeros(len(depths), 2, dtype=torch.long, device="meta")
     deeper: dict[str, Any] = {"future_ids": ids} if depths else {}
     try:
-        made = run_on_meta(model, probe, gradients=True, row_loss=logits, **deeper)
+        output = run_on_meta(model, probe, gradients=True, row_loss=logits, **deeper)
     except ModelError:
         raise
     except Exception as error:
@@ -133,7 +134,7 @@ def _try(model: PreTrainedModel, *, required: bool) -> None:
         ) from error
     refuse_bypass(model, [*(call.module for call in probe.calls), *find_mixers(model).values()])
     shape = (2, _output_embedding(model).weight.shape[0])
-    if tuple(made.shape) != shape or not made.requires_grad:
+    if tuple(output.shape) != shape or not output.requires_grad:
         raise ModelError(
-            f"{type(model).__name__}: two rows of hidden states gave logits of shape {tuple(made.shape)}, not {shape}"
+            f"{type(model).__name__}: two rows of hidden states gave logits of shape {tuple(output.shape)}, not {shape}"
         )

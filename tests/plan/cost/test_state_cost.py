@@ -12,9 +12,9 @@ from longspan.comm import ShardPart
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Group, plan_dynamic, plan_fixed
-from longspan.plan.cost.model_cost import cost_on_cpus, with_recomputation
+from longspan.plan.cost.cost_changes import with_recomputation
+from longspan.plan.cost.model_cost import cost_on_cpus
 from longspan.plan.cost.state_cost import StateCost
-from longspan.plan.simulate.simulate import slot_cost
 from longspan.ssm import state_bytes
 from longspan.ssm.chains import Chains
 from longspan.ssm.conv import halo_of
@@ -153,7 +153,7 @@ def test_costs_of_states_follow_the_cost() -> None:
     assert cost.states.transition_bytes == 3 * 2 * 4 * 4 * 16 * 16
     assert cost.states.halo_bytes == 3 * 2 * 3 * (2 * 2 * 16 + 4 * 8) * 2  # q, k and v of three rows in bfloat16
     assert Cost.from_json(cost.to_json()) == cost and Cost.from_json(Cost().to_json()).states is None
-    halves, slower = slot_cost(cost, 2).states, cost.scale_times(2.0, "slower").states
+    halves, slower = cost.shared_by(2).states, cost.scale_times(2.0, "slower").states
     assert (
         halves
         and halves.halo_bytes == cost.states.halo_bytes / 2

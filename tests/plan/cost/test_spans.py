@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 from longspan.layout import Layout
 from longspan.layout.spans import Spans
 from longspan.plan import Cost, plan_dynamic
-from longspan.plan.cost.model_cost import cost_on_h200, with_spans
+from longspan.plan.cost.cost_changes import with_spans
+from longspan.plan.cost.model_cost import cost_on_h200
 from longspan.plan.cost.model_flops import later_pairs, model_flops
 from longspan.plan.cost.model_shape import ModelShape
 from tests.model.vision.models import config_of

@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.errors import PlanError
-from longspan.plan import Cost, Mode, Plan, lower_bound_seconds
+from longspan.plan import Cost, Machine, MicroBatch, Mode, Plan, lower_bound_seconds
 from longspan.plan.cost.state_cost import StateCost
+from longspan.plan.hierarchy import levels_at
 from tests.plan.cases import bounded, plans
+from tests.plan.cost.test_model_shape import QWEN3_8B
 
 CASES = [  # lengths, slots, cap, area, longest
     ([5295, 682, 3599, 1484, 2912], 6, 1024, 0.3167267261226666, 0.125821913712),
@@ -60,6 +62,23 @@ def test_no_documents() -> None:
     assert lower_bound_seconds([], 8, 100, Cost(), "free").seconds == 0.0
 
 
+TYPES = ["p2p", "all_gather", "a2a", "a2a+p2p", "auto"]
+
+
+def retype(plan: Plan, kind: str, inner: int) -> Plan:
+    """The plan with all groups of this type."""
+    batches = [
+        MicroBatch(
+            tuple(
+                replace(g, cp_comm_type=kind, hierarchical_context_parallel_sizes=levels_at(inner, g.degree))
+                for g in batch.groups
+            )
+        )
+        for batch in plan.micro_batches
+    ]
+    return replace(plan, micro_batches=tuple(batches))
+
+
 @pytest.mark.parametrize("mode", get_args(Mode))
 @given(data=st.data())
 @bounded
@@ -76,8 +95,13 @@ def test_no_plan_beats_it(mode: Mode, data: st.DataObject) -> None:
             cost, states=StateCost(summary_seconds=1e-5, state_bytes=1e6, step_seconds=1e-3, partition=partition)
         )
     if data.draw(st.booleans()):
+        speed = data.draw(st.sampled_from([1e6, 2.65e9, 40e9]))
+        machine = Machine.known("H200").with_link("across", bytes_per_second=speed)
+        cost = replace(machine.cost(QWEN3_8B), states=cost.states)
+    if data.draw(st.booleans()):
         cost = cost.forward_only()
-    cost = cost.under(data.draw(st.sampled_from(["p2p", "all_gather", "a2a", "a2a+p2p"])), data.draw(st.integers(1, 4)))
+    kind, inner = data.draw(st.sampled_from(TYPES)), data.draw(st.integers(1, 4))
+    cost, plan = cost.under(kind, inner, heads=8), retype(plan, kind, inner)
     widest = max(group.degree for batch in plan.micro_batches for group in batch.groups)
     for cap in (None, plan.max_tokens_per_slot):
         for max_cp in (None, widest):

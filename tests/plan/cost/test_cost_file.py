@@ -3,13 +3,12 @@
 import doctest
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from longspan.cli.main import main
-from longspan.config.sections import ContextConfig
+from longspan.config.sections import RunConfig, RunSection
 from longspan.errors import ConfigError
 from longspan.plan import Cost
 from longspan.plan.cost import model_cost as cost_file
@@ -36,10 +35,10 @@ def test_a_file_without_a_cost_is_an_error(
     elif text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     advice = "; give the file that `longspan bench calibrate --out FILE.json` writes for this machine"
-    with pytest.raises(ConfigError, match=rf"context\.cost {path} {re.escape(complaint)}.*{advice}$"):
-        cost_of(replace(ContextConfig(), cost=str(path)))
+    with pytest.raises(ConfigError, match=rf"run\.machine {path} {re.escape(complaint)}.*{advice}$"):
+        cost_of(RunConfig(run=RunSection(machine=str(path))))
     for verb in (["plan"], ["simulate"], ["bench", "step", "--world", "2"]):
-        slots, key = ([], "context.cost") if verb[0] == "bench" else (["--slots", "2"], "--cost")
+        slots, key = ([], "run.machine") if verb[0] == "bench" else (["--slots", "2"], "--machine")
         assert main([*verb, *slots, "--same", "2x8", f"--{key.removeprefix('--')}", str(path)]) == 2
         said = capsys.readouterr().err
         assert said.startswith(f"error: {key} {path} {complaint}") and said.endswith(f"{advice}\n")
@@ -48,7 +47,7 @@ def test_a_file_without_a_cost_is_an_error(
 def test_a_file_with_a_cost_is_read(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     path.write_text(json.dumps({"ring_bytes": 7}))
-    assert cost_file.read_cost(str(path), "--cost") == Cost(ring_bytes=7, exchange_bytes=7 * 1474560 / 442368)
+    assert cost_file.read_cost(str(path), "--machine") == Cost(ring_bytes=7, exchange_bytes=7 * 1474560 / 442368)
 
 
 def test_docstrings_show_what_happens() -> None:

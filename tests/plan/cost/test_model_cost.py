@@ -7,7 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from longspan.plan import Cost
-from longspan.plan.cost.model_cost import cost_on_h200, with_recomputation
+from longspan.plan.cost.cost_changes import with_recomputation
+from longspan.plan.cost.model_cost import cost_on_h200
 from longspan.plan.cost.model_shape import ModelShape
 
 CONFIG = Qwen3Config(

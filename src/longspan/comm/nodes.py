@@ -1,0 +1,42 @@
+"""Which ranks run on which node, for messages. Plans need no more than the number of slots of a node."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed import PrefixStore, Store
+
+from longspan.layout.layout import short
+
+NAMED = 8  # nodes named one by one in a message
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The names of all nodes, and the ranks of each, from rank 0's node on."""
+
+    names: tuple[str, ...]
+    ranks: tuple[tuple[int, ...], ...]
+
+    def describe(self, ranks: Sequence[int]) -> str:
+        """Ranks with their nodes.
+
+        >>> Nodes(("node 0", "node 1"), ((0, 1), (2, 3))).describe([1, 2, 3])
+        'rank(s) (1) of node 0 and all ranks (2, 3) of node 1'
+        """
+        parts, chosen = list[str](), set(ranks)
+        for name, there in zip(self.names, self.ranks, strict=True):
+            some = [rank for rank in there if rank in chosen]
+            if some:
+                parts.append(f"{'all ranks' if len(some) == len(there) else 'rank(s)'} {short(some)} of {name}")
+        more = [f"{len(parts) - NAMED} more nodes"] if len(parts) > NAMED else []
+        return " and ".join([*parts[:NAMED], *more])
+
+
+def read_nodes(store: Store, prefix: str, size: int) -> Nodes | None:
+    """The nodes that the ranks of a world wrote into its store when they came; None if there is one node only."""
+    keys = [f"rank/{rank}" for rank in range(size)]
+    names: list[bytes] = PrefixStore(prefix, store).multi_get(keys)  # pyright: ignore[reportAttributeAccessIssue]
+    ranks = dict[str, list[int]]()
+    for rank, name in enumerate(names):
+        ranks.setdefault(name.decode(), []).append(rank)
+    return Nodes(tuple(ranks), tuple(map(tuple, ranks.values()))) if len(ranks) > 1 else None

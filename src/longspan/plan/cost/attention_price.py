@@ -1,0 +1,259 @@
+"""What attention costs a group under each communication type: kernels, and what of the messages they do not hide.
+
+This is the one place that prices a type. Planners, `plan --compare`, the choice of a degree for evaluations, `auto` and
+benches all come here, with arrays of groups or with a single one.
+
+Two machines are priced. One without a `Network` is ideal: only the two speeds of a `Cost` count, attention hides all of
+a ring's traffic that it is longer than, and nothing of an exchange or a gather. With a `Network` messages are priced
+as the code sends them, layer by layer, forward and backward:
+
+- `p2p`, a ring of r members: r − 1 of its r blocks travel while another is computed; in backward the gradients of a
+  block travel behind it. Where the ring crosses hosts, every step waits for the members that cross.
+- `all_gather`: large gathers go in two slices of heads, of which the second travels while the first is computed, and
+  so do the gradients, which are exchanged. Between hosts a gather's bytes come through all slots of a host together.
+- `a2a`: each slot exchanges with the slots of its host and of other hosts at the same time; large exchanges go in two
+  slices of heads, which hide behind each other's work. Key/value heads fewer than members are sent several times.
+- `a2a+p2p`: exchanges in one piece around a ring of fewer, larger blocks.
+
+Measured against it: tests/plan/cost/test_machine.py, bench/records/attention-*.md.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longspan.plan.cost.links import Network
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+# Slices of heads, whose messages hide behind each other's work, and from which bytes on (measured on H200s):
+EXCHANGE_SLICES = 2  # four took longer (bench/records/attention-slices-4xH200.md)
+EXCHANGE_SLICE_BYTES = 32 << 20  # of a member's queries in a slice: less costs more in launches than it hides
+GATHER_SLICES = 2
+GATHER_SLICE_BYTES = 128 << 20  # of the keys and values of all rows: from here on slices hide more than they cost
+
+FORWARD_OF_ATTENTION = 2 / 7  # products of a causal pair: 2 forward, 5 backward
+
+
+def is_narrow(lengths: Sequence[int], degree: int, window: int | None, chunk: int | None) -> bool:
+    """Return whether a member sees so few rows of the others that sending only those is cheaper than a ring.
+
+    The answer depends only on lengths, so it is the same on every member. A document lies in at most 2 · degree runs.
+    With a window, each run sees at most window − 1 rows before it. With chunks, it sees the rows from the start of its
+    chunk on; here the runs count as equally long. The sum of these rows is a bound on the foreign rows. The mask is
+    narrow if that bound is at most half of the rows that a ring would send, and at most twice the rows of the members:
+    a ring holds that many rows of others.
+    """
+    if degree == 1 or (window is None and chunk is None):
+        return False
+    rows = np.asarray(lengths, dtype=np.int64)
+    foreign = foreign_rows(rows, degree, window, chunk)
+    return int(foreign.sum()) <= min((degree - 1) / 2, 2) * int(rows.sum())
+
+
+def foreign_rows(rows: Integers, degree: int, window: int | None, chunk: int | None) -> Integers:
+    """A bound on the rows of others that the members of a ring see together, of each document."""
+    foreign = (degree - 1) * rows
+    if window is not None:
+        foreign = np.minimum(foreign, 2 * degree * min(window - 1, int(rows.max())))
+    if chunk is not None:
+        starts = rows[:, None] * np.arange(1, 2 * degree) // (2 * degree)
+        foreign = np.minimum(foreign, (starts % chunk).sum(1))
+    return foreign
+
+
+class AttentionRates(Protocol):
+    """What attention is priced by, of all layers that attend: the constants of `Cost`, which describes them."""
+
+    @property
+    def attention_seconds(self) -> float: ...
+    @property
+    def merge_seconds(self) -> float: ...
+    @property
+    def ring_bytes(self) -> float: ...
+    @property
+    def exchange_bytes(self) -> float: ...
+    @property
+    def ring_step_seconds(self) -> float: ...
+    @property
+    def inside_bytes_per_second(self) -> float: ...
+    @property
+    def across_bytes_per_second(self) -> float: ...
+    @property
+    def passes(self) -> str: ...
+    @property
+    def cp_comm_type(self) -> str: ...
+    @property
+    def a2a_size(self) -> int: ...
+    @property
+    def network(self) -> Network | None: ...
+
+
+class Rows(NamedTuple):
+    """Groups to price, as arrays that broadcast.
+
+    `tokens` and `squares` are the sums of the documents' rows and of their squares, `degree` the members, `together`
+    the fewest members of a group that share a host (the degree if all do), `busiest` what the busiest member of a ring
+    computes, over the mean, and `typical` the length of the document of a typical row (None: squares / tokens).
+    """
+
+    tokens: Floats
+    squares: Floats
+    degree: Floats
+    together: Floats
+    busiest: Floats | float = 1.0
+    typical: Floats | None = None
+
+    @property
+    def inside(self) -> NDArray[np.bool_]:
+        """Whether all members share a host."""
+        return self.together >= self.degree
+
+
+class AttentionPrice(NamedTuple):
+    """Seconds of each slot of a group: of kernels, and of the messages that these do not hide."""
+
+    computed: Floats
+    exposed: Floats
+
+
+def exchanging_members(kind: str, a2a_size: int, degree: Floats) -> Floats:
+    """How many members exchange heads for rows; the others of a group stand in a ring with these."""
+    if kind == "a2a":
+        return degree
+    if kind == "a2a+p2p":
+        return np.gcd(degree.astype(np.int64), a2a_size).astype(np.float64)
+    return np.ones_like(degree)
+
+
+def price_attention(cost: AttentionRates, rows: Rows) -> AttentionPrice:
+    """The price of groups under the communication type of a cost, which is not "auto"."""
+    around = rows.degree / exchanging_members(cost.cp_comm_type, cost.a2a_size, rows.degree)
+    computed = cost.attention_seconds * rows.squares / rows.degree * rows.busiest
+    if cost.network:
+        typical = rows.squares / np.maximum(rows.tokens, 1) if rows.typical is None else rows.typical
+        piece = typical / (rows.degree if cost.cp_comm_type == "all_gather" else around)
+        computed = computed * (1 + cost.network.half_speed_rows / np.maximum(piece, 1))
+    if cost.cp_comm_type != "all_gather":
+        computed = computed + cost.merge_seconds * rows.tokens / rows.degree * (around - 1)
+    if cost.network is None:
+        return AttentionPrice(computed, _exposed_by_ideal(cost, rows, around, computed))
+    return AttentionPrice(computed, _Layer(cost, cost.network, rows, around, computed).exposed())
+
+
+def latency_seconds(cost: AttentionRates, degree: Floats) -> Floats:
+    """Seconds that groups of these degrees wait for messages however few rows they carry; a ring's, under "auto"."""
+    exchanging = exchanging_members(cost.cp_comm_type, cost.a2a_size, degree)
+    gathers = cost.cp_comm_type == "all_gather"
+    steps = np.minimum(degree - 1, 1) if gathers else degree / exchanging - 1
+    return cost.ring_step_seconds * (steps + (exchanging > 1))
+
+
+def _exposed_by_ideal(cost: AttentionRates, rows: Rows, around: Floats, computed: Floats) -> Floats:
+    """Of `ring_bytes` what attention does not hide, all of the exchanges, and a latency for each step."""
+    degree, kind = rows.degree, cost.cp_comm_type
+    speed = np.where(rows.inside, cost.inside_bytes_per_second, cost.across_bytes_per_second)
+    turn = cost.ring_bytes * rows.tokens * (around - 1) / degree / speed
+    exposed = turn if kind == "all_gather" else np.maximum(turn - computed, 0.0)
+    exchanging = degree / around
+    if "a2a" in kind:
+        # Of a2a+p2p exchanges stay inside a host. Of a2a those between hosts take place beside those inside.
+        together = rows.together if kind == "a2a" else degree
+        near, far = np.minimum(exchanging, together) - 1, np.maximum(exchanging - together, 0)
+        sent = cost.exchange_bytes * rows.tokens / degree / exchanging
+        exposed = exposed + sent * np.maximum(near / cost.inside_bytes_per_second, far / cost.across_bytes_per_second)
+    return exposed + latency_seconds(cost, degree)
+
+
+class _Layer:
+    """The messages of one layer that show, of all groups at once; `computed` is of all layers."""
+
+    def __init__(self, cost: AttentionRates, network: Network, rows: Rows, around: Floats, computed: Floats) -> None:
+        self.cost, self.network, self.rows, self.around = cost, network, rows, around
+        self.exchanging = rows.degree / around
+        self.computed = computed / network.layers
+        self.copies = np.maximum(1.0, self.exchanging / network.kv_heads)  # of a key/value head among members
+        self.both = cost.passes != "forward"
+        per_row = rows.tokens / rows.degree / network.layers  # of a member
+        self.block = network.block_share * cost.ring_bytes * per_row if self.both else cost.ring_bytes * per_row
+        self.gradients = (1 - 2 * network.block_share) * cost.ring_bytes * per_row if self.both else 0.0 * per_row
+        exchanged = cost.exchange_bytes * per_row / (2 if self.both else 1)
+        self.queries = (1 - network.key_share) / 2 * exchanged  # or as many bytes of outputs
+        self.keys = network.key_share * exchanged * self.copies
+
+    def exposed(self) -> Floats:
+        """Seconds of all layers."""
+        passes = [(True, FORWARD_OF_ATTENTION), (False, 1 - FORWARD_OF_ATTENTION)] if self.both else [(True, 1.0)]
+        kind, seconds = self.cost.cp_comm_type, np.zeros_like(self.computed)
+        for is_forward, share in passes:
+            computed = share * self.computed
+            if kind == "all_gather":
+                seconds = seconds + np.where(self.rows.degree > 1, self._gather(is_forward, computed), 0.0)
+                continue
+            seconds = seconds + np.where(self.around > 1, self._ring(is_forward, computed), 0.0)
+            if "a2a" in kind:
+                seconds = seconds + np.where(self.exchanging > 1, self._exchange(is_forward, computed), 0.0)
+        return self.network.layers * seconds
+
+    def _ring(self, is_forward: bool, computed: Floats) -> Floats:
+        """Blocks travel while others are computed, all but the own one; gradients of a block travel behind it."""
+        sizes = [self.block * self.copies] if is_forward else [self.block * self.copies, self.gradients * self.copies]
+        alone = np.minimum(self.exchanging, self.rows.together) <= 1  # one member of a host crosses
+        across = np.where(
+            alone,
+            sum(self.network.across.point_alone.seconds(size) for size in sizes),
+            sum(self.network.across.point.seconds(size) for size in sizes),
+        )
+        inside = sum(self.network.inside.point.seconds(size) for size in sizes)
+        wire = (self.around - 1) * np.where(self.rows.inside, inside, across)
+        hidden = computed * (self.around - 1) / self.around
+        return np.maximum(wire - hidden, 0.0) + len(sizes) * (self.around - 1) * self.network.step_seconds
+
+    def _gather(self, is_forward: bool, computed: Floats) -> Floats:
+        """Keys and values of all rows, in slices that travel while others are computed; gradients the same way back."""
+        degree, together = self.rows.degree, self.rows.together
+        large = self.block * degree >= GATHER_SLICE_BYTES
+        slices = np.where(large, GATHER_SLICES, 1)
+        received = self.block * (degree - 1) / slices
+        gather = self._longer(self.network.inside.gather.seconds(received), self._across_gather(received, together))
+        part = computed / slices
+        second = np.where(large, np.maximum(part, gather), 0.0)
+        messages = slices * (1 if is_forward else 2)
+        latency = messages * self.network.step_seconds
+        if is_forward:
+            return gather + np.where(large, second + part, part) - computed + latency
+        sent = self.gradients / slices
+        back = self._exchange_seconds(sent * (together - 1), sent * (degree - together))
+        last = np.where(large, np.maximum(part, back), part)
+        return gather + second + last + back - computed + latency
+
+    def _across_gather(self, received: Floats, together: Floats) -> Floats:
+        """A ring of all members crosses each boundary once, shared between the slots of a host."""
+        return self.network.across.gather.seconds(received / together)
+
+    def _exchange(self, is_forward: bool, computed: Floats) -> Floats:
+        """Heads for rows and back; slices hide the messages of others behind their work, under a2a."""
+        size, count = self.exchanging, np.where(self._is_sliced(), EXCHANGE_SLICES, 1)
+        inside_host = np.minimum(self.rows.together, size)
+        arriving = self.queries + (self.keys if is_forward else 0.0)
+        leaving = self.queries + (0.0 if is_forward else self.keys)
+        there, back = (
+            self._exchange_seconds(x / count * (inside_host - 1) / size, x / count * (size - inside_host) / size)
+            for x in (arriving, leaving)
+        )
+        sliced = np.maximum(there + computed + back, count * (there + back)) - computed
+        return np.where(count > 1, sliced, there + back) + 2 * count * self.network.step_seconds
+
+    def _is_sliced(self) -> NDArray[np.bool_]:
+        large = self.queries >= 2 * EXCHANGE_SLICE_BYTES
+        return large & (self.cost.cp_comm_type == "a2a") & (self.network.heads / self.exchanging > 1)
+
+    def _exchange_seconds(self, near: Floats, far: Floats) -> Floats:
+        """Bytes that a member exchanges inside its host and between hosts; both travel at the same time."""
+        return np.maximum(self.network.inside.exchange.seconds(near), self.network.across.exchange.seconds(far))
+
+    def _longer(self, inside: Floats, across: Floats) -> Floats:
+        return np.where(self.rows.inside, inside, np.maximum(inside, across))

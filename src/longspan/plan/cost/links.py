@@ -1,0 +1,179 @@
+"""The links of a machine: how long messages take inside a host and between hosts, by their size and kind.
+
+A link is one level of the network. What travels over it is an exchange (every slot sends to every other), a gather (all
+slots receive all rows) or a message from slot to slot, which a single slot of a host may send while the others are
+silent, or all of them at once.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal, cast
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from longspan.errors import PlanError
+
+Floats = NDArray[np.float64]
+Level = Literal["inside", "across"]
+LEVELS: tuple[Level, ...] = ("inside", "across")
+KINDS = ("exchange", "gather", "point", "point_alone")
+GIB = float(1 << 30)
+# Speeds of each kind over that of one stream of a socket, between two emulated hosts of 4 H200 (NCCL 2.28 over TCP,
+# 2.65 GB/s a slot; one layer's attention of 131,072 rows over 8: 150 ms under a2a, 199 under a2a+p2p, 236 under
+# all_gather, 639 under p2p). A network with a card for each slot is assumed to give all kinds the same speed.
+SOCKET_SPEEDS = {"exchange": 1.5, "gather": 1.0, "point": 0.7, "point_alone": 1.1}
+SLOWEST_CARD = 10e9  # bytes a second and slot: a network that is slower goes through sockets, unless told otherwise
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Seconds of a message by its bytes: `samples` of (bytes, seconds), between which seconds rise evenly.
+
+    >>> float(Wire.of(50e-6, 100e9).seconds(100e6))
+    0.00105
+
+    Beyond the last sample a byte takes what it took between the last two. Nothing takes no time. Raises PlanError for
+    samples that do not rise.
+    """
+
+    samples: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        samples = tuple((float(size), float(seconds)) for size, seconds in self.samples)
+        object.__setattr__(self, "samples", samples)
+        steps = list(pairwise(samples))
+        rises = all(a[0] < b[0] and a[1] <= b[1] for a, b in steps) and steps and steps[-1][0][1] < steps[-1][1][1]
+        good = all(math.isfinite(x) and x >= 0 for sample in samples for x in sample)
+        if not (rises and good):
+            raise PlanError(
+                f"samples of a wire are {list(samples)}; give at least two pairs of (bytes, seconds), both rising"
+            )
+
+    @classmethod
+    def of(cls, seconds: float, bytes_per_second: float) -> "Wire":
+        """A wire on which every message takes so many seconds and its bytes' time."""
+        if not (seconds >= 0 and bytes_per_second > 0):
+            raise PlanError(
+                f"a wire of {seconds!r} s a message and {bytes_per_second!r} bytes/s; give a latency of at least 0 and "
+                "a speed above 0"
+            )
+        return cls(((0.0, seconds), (GIB, seconds + GIB / bytes_per_second)))
+
+    @property
+    def latency(self) -> float:
+        """Seconds of the shortest message."""
+        return self.samples[0][1]
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The speed of what a long message is longer by."""
+        (small, first), (large, last) = self.samples[-2:]
+        return (large - small) / (last - first)
+
+    def seconds(self, size: ArrayLike) -> Floats:
+        """Seconds of messages of so many bytes; of the shape of `size`."""
+        size = np.asarray(size, dtype=np.float64)
+        sizes, seconds = np.array(self.samples).T
+        beyond = np.maximum(size - sizes[-1], 0.0) / self.bytes_per_second
+        within = np.asarray(np.interp(size, sizes, seconds), dtype=np.float64)
+        return np.where(size > 0, within + beyond, 0.0)
+
+    def scale_times(self, factor: float) -> "Wire":
+        """A wire on which everything takes `factor` times as long."""
+        return Wire(tuple((size, seconds * factor) for size, seconds in self.samples))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One level of the network, as a slot sees it; messages of each kind by what the slot sends or receives itself.
+
+    `exchange`: every slot sends to every other. `gather`: all receive all rows. `point`: every slot of a host sends to
+    one other slot; `point_alone`: only one slot of the host does.
+    """
+
+    exchange: Wire
+    gather: Wire
+    point: Wire
+    point_alone: Wire
+
+    @classmethod
+    def of(cls, seconds: float, bytes_per_second: float, speeds: dict[str, float] | None = None) -> "Link":
+        """A link of one latency and speed for every kind, or of `speeds` times that speed."""
+        return cls(**{kind: Wire.of(seconds, bytes_per_second * (speeds or {}).get(kind, 1.0)) for kind in KINDS})
+
+    @classmethod
+    def between_hosts(cls, seconds: float, bytes_per_second: float, network: str = "") -> "Link":
+        """A link of this speed between hosts: through "sockets", or a "card" for each slot; "": by the speed."""
+        if network not in ("", "sockets", "card"):
+            raise PlanError(f"network is {network!r}; use 'sockets' or 'card' (one for each slot)")
+        slow = network == "sockets" or (not network and bytes_per_second < SLOWEST_CARD)
+        return cls.of(seconds, bytes_per_second, SOCKET_SPEEDS if slow else None)
+
+    def scale_times(self, factor: float) -> "Link":
+        """A link on which everything takes `factor` times as long."""
+        return Link(**{kind: getattr(self, kind).scale_times(factor) for kind in KINDS})
+
+    def to_json(self) -> dict[str, Any]:
+        """The samples of each kind, for a JSON document."""
+        return {kind: [list(sample) for sample in getattr(self, kind).samples] for kind in KINDS}
+
+    @classmethod
+    def from_json(cls, values: Any) -> "Link":
+        """A link from a JSON object. Raises PlanError for what is none."""
+        if not isinstance(values, dict) or set(cast(dict[str, Any], values)) != set(KINDS):
+            raise PlanError(f"a link is an object with samples for each of {', '.join(KINDS)}; got {values!r}")
+        wires = cast(dict[str, Sequence[Sequence[float]]], values)
+        try:
+            samples = {kind: tuple((float(size), float(time)) for size, time in wires[kind]) for kind in KINDS}
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"a link has samples that are no pairs of (bytes, seconds): {values!r}") from error
+        return cls(**{kind: Wire(pairs) for kind, pairs in samples.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """The links of a machine as the attention of one model uses them: what `Cost` prices communication types by.
+
+    `layers` attend, with `heads` query and `kv_heads` key/value heads on a rank. `key_share` is the share of keys and
+    values in what is exchanged, `block_share` that of one turn of keys and values in a ring's bytes, forward and
+    backward (the rest are gradients). A kernel reaches half its speed on pieces of `half_speed_rows`. `step_seconds` is
+    what a batch of messages takes with the launches around it in one layer, however small it is and well it hides.
+    """
+
+    inside: Link
+    across: Link
+    layers: int
+    heads: int
+    kv_heads: int
+    key_share: float
+    block_share: float
+    half_speed_rows: float = 0.0
+    step_seconds: float = 0.0
+
+    def shared_by(self, tp: int) -> "Network":
+        """The network as a tensor-parallel rank uses it, whose heads are a share of all."""
+        return dataclasses.replace(self, heads=max(1, self.heads // tp), kv_heads=max(1, self.kv_heads // tp))
+
+    def scale_times(self, factor: float) -> "Network":
+        """The network of a machine on which everything takes `factor` times as long."""
+        links = {level: getattr(self, level).scale_times(factor) for level in LEVELS}
+        return dataclasses.replace(self, **links, step_seconds=self.step_seconds * factor)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, for a JSON document."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in LEVELS}
+        return {level: getattr(self, level).to_json() for level in LEVELS} | values
+
+    @classmethod
+    def from_json(cls, values: Any) -> "Network":
+        """A network from a JSON object. Raises PlanError for what is none."""
+        names = {f.name for f in dataclasses.fields(cls)}
+        if not isinstance(values, dict) or set(cast(dict[str, Any], values)) != names:
+            raise PlanError(f"network of a cost is an object with {', '.join(sorted(names))}; got {values!r}")
+        fields = cast(dict[str, Any], values)
+        links: dict[str, Any] = {level: Link.from_json(fields[level]) for level in LEVELS}
+        return cls(**fields | links)

@@ -1,0 +1,335 @@
+"""Machine: what a device and its network sustain, as one value; the only place where prices of a machine stand.
+
+`Machine.cost` makes the `Cost` of a model on it, `Machine.attention_seconds` the price of one call of attention under
+every communication type, by which "auto" is resolved. `longspan bench calibrate` measures a machine and writes it to
+a file; `Machine.known` holds figures of GPUs that were measured here, or follow from data sheets.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from longspan.errors import PlanError
+from longspan.plan.check import check_count
+from longspan.plan.cost.cost import Cost, Passes
+from longspan.plan.cost.cost_changes import Recomputation, with_recomputation
+from longspan.plan.cost.links import LEVELS, Level, Link, Network
+from longspan.plan.cost.model_flops import price_model
+from longspan.plan.cost.model_shape import ModelShape
+from longspan.plan.cost.type_price import AttentionCall, TypePrice, describe_group, price_type, share_of_ring, ways_of
+from longspan.plan.micro_batch import Group
+
+VERSION = 1  # of the file
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostSettings:
+    """What of a run changes the time of a model: the second argument of `Machine.cost`.
+
+    `recomputation` of so many layers (0: each), `frozen` weights under adapters, `depths` of multi-token prediction,
+    `bytes_per_number` of rows and weights, `tp` ranks of a slot, `ep` ranks that share experts, and `forward` alone.
+    """
+
+    recomputation: Recomputation = "none"
+    recomputed_layers: int = 0
+    frozen: bool = False
+    depths: int = 0
+    bytes_per_number: int = 2
+    tp: int = 1
+    ep: int = 1
+    dp_replicate: int = 1
+    forward: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What one device sustains, and the links between slots. The defaults are H200s as they were measured.
+
+    >>> machine = Machine.known("H200").with_link("across", bytes_per_second=2.65e9)
+    >>> call = AttentionCall(heads=32, kv_heads=8, head_dim=128)
+    >>> prices = machine.attention_seconds(Group(tuple(range(8)), (0,), (131072,)), call, node_size=4)
+    >>> min(prices, key=lambda kind: prices[kind].seconds)
+    'a2a'
+
+    `product_flops_per_second`: of all of a step but attention and scans (layers, optimizer and what else shows), by
+    FLOPs of weights. `attention_flops_per_second`: of a kernel on long pieces; on pieces of `half_speed_rows` it
+    reaches half. `scan_flops_per_second`, `summary_flops_per_second`: of state-space layers' scans, and of the passes
+    that make a run's states for others; `channel_seconds` those of a row and channel of convolutions with norms and
+    gates. A ring makes `merge_passes` passes over its output in float32 a step, at `memory_bytes_per_second`.
+    `step_seconds` is what a batch of messages takes with the launches around it, `ring_wait_seconds` what of a ring's
+    step in one layer and pass shows in whole steps; `micro_batch_seconds` those of a micro-batch's launches,
+    `layer_launch_seconds` what the host needs for one layer's forward pass. Encoders reach `encoder_flops_per_second`
+    outside attention (narrow products, rotary angles in float32), and launch a wave in `wave_seconds`
+    (bench/records/vision-step-4xH200.md). `inside` and `across` are the links.
+    `assumed`: figures of a data sheet, not of a measurement. `world` is the number of ranks that were measured, `date`
+    the day, and `fit_error` the mean relative error on samples that were held out.
+    """
+
+    device: str = "H200"
+    product_flops_per_second: float = 450e12
+    attention_flops_per_second: float = 617e12
+    half_speed_rows: float = 300.0
+    scan_flops_per_second: float = 55e12
+    summary_flops_per_second: float = 100e12
+    channel_seconds: float = 40e-12
+    memory_bytes_per_second: float = 4e12
+    merge_passes: float = 20.0
+    step_seconds: float = 50e-6
+    ring_wait_seconds: float = 300e-6
+    micro_batch_seconds: float = 10e-3
+    wave_seconds: float = 2e-3
+    encoder_flops_per_second: float = 240e12
+    layer_launch_seconds: float = 3.5e-3
+    inside: Link = field(default_factory=lambda: Link.of(0.0, 180e9))
+    across: Link = field(default_factory=lambda: Link.of(50e-6, 40e9))
+    node_size: int = 8
+    assumed: bool = False
+    source: str = "the model on H200s"
+    world: int = 0
+    date: str = ""
+    fit_error: float | None = None
+
+    def __post_init__(self) -> None:
+        check_count("node_size of a machine", self.node_size)
+        for name, value in self.rates().items():
+            good = (
+                isinstance(cast(object, value), (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            )
+            if not good or value < 0 or (value == 0 and name.endswith("_per_second")):
+                least = "above 0" if name.endswith("_per_second") else "of at least 0"
+                raise PlanError(f"{name} of a machine is {value!r}; give a finite number {least}")
+
+    def rates(self) -> dict[str, float]:
+        """The figures by name, without the links."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type is float}
+
+    @classmethod
+    def known(cls, name: str) -> "Machine":
+        """The machine of a GPU by name: "H200" as measured, "A100-40", "A100-80", "H100" and "B200" by data sheet.
+
+        >>> Machine.known("h100").assumed
+        True
+
+        Raises PlanError for another name.
+        """
+        for known, scale in _KNOWN.items():
+            if known.lower() == name.lower():
+                return cls() if scale is None else _scaled(known, *scale)
+        raise PlanError(
+            f"no figures of {name!r}; known are {', '.join(_KNOWN)}, or measure with longspan bench calibrate"
+        )
+
+    @classmethod
+    def of_cpus(cls) -> "Machine":
+        """Processes on CPUs with gloo, by orders of magnitude, none of them measured: they only rank plans."""
+        rate, link = 0.02e12, Link.of(500e-6, 1e9)
+        return cls(
+            device="cpu",
+            product_flops_per_second=rate,
+            attention_flops_per_second=rate,
+            half_speed_rows=0.0,
+            scan_flops_per_second=rate,
+            summary_flops_per_second=rate,
+            channel_seconds=0.0,
+            encoder_flops_per_second=rate,
+            memory_bytes_per_second=5e9,
+            merge_passes=0.0,
+            step_seconds=0.0,
+            ring_wait_seconds=500e-6,
+            layer_launch_seconds=0.0,
+            inside=link,
+            across=link,
+            assumed=True,
+            source="",
+        )
+
+    def with_link(
+        self, level: Level, *, bytes_per_second: float, seconds: float | None = None, network: str = ""
+    ) -> "Machine":
+        """This machine with another link "inside" a host or "across" hosts, of so many bytes/s for each slot.
+
+        `seconds` is the latency of a message (None: that of the link so far). `network` is "sockets" or "card", one for
+        each slot; "": sockets if an across link is slower than 10 GB/s, whose kinds of messages differ in speed
+        (`links.SOCKET_SPEEDS`).
+        """
+        if level not in LEVELS:
+            raise PlanError(f"level of a link is {level!r}; use one of {', '.join(LEVELS)}")
+        before: Link = getattr(self, level)
+        latency = before.point.latency if seconds is None else seconds
+        inside = level == "inside"
+        link = Link.of(latency, bytes_per_second) if inside else Link.between_hosts(latency, bytes_per_second, network)
+        return dataclasses.replace(self, **{level: link})
+
+    def cost(self, model: Any, settings: CostSettings | None = None) -> Cost:
+        """The cost of a model on this machine: `model` is a transformers configuration, config.json or its folder.
+
+        Forward passes without backward are short, and are also priced by what the host takes to launch them. Raises
+        PlanError for a model that its configuration does not price.
+        """
+        settings = settings or CostSettings()
+        shape = ModelShape.of(model, depths=settings.depths)
+        cost = self._cost_of_shape(shape, settings.bytes_per_number)
+        launch = shape.decoder_layers * self.layer_launch_seconds
+        cost = dataclasses.replace(cost, forward=dataclasses.replace(cost.forward_only(), launch_seconds=launch))
+        recomputed = settings.recomputation, settings.recomputed_layers
+        cost = with_recomputation(cost, model, *recomputed, frozen=settings.frozen, depths=settings.depths)
+        cost = cost.shared_by(settings.tp)
+        return cost.forward_only() if settings.forward else cost
+
+    def _cost_of_shape(self, shape: ModelShape, bytes_per_number: int) -> Cost:
+        constants = price_model(
+            shape,
+            tflops=self.product_flops_per_second / 1e12,
+            attention_tflops=self.attention_flops_per_second / 1e12,
+            scan_tflops=self.scan_flops_per_second / 1e12,
+            summary_tflops=self.summary_flops_per_second / 1e12,
+            channel_seconds=self.channel_seconds,
+            ring_step_latency=self.ring_wait_seconds,
+            bytes_per_value=bytes_per_number,
+        )
+        network = None
+        if shape.layers:
+            turns = 2 * bytes_per_number + max(4, bytes_per_number)  # keys and values twice, their gradients in float32
+            constants["ring_bytes"] = float(shape.layers * 2 * shape.key_width * turns)
+            network = self._network(
+                layers=shape.layers,
+                heads=shape.heads,
+                kv_heads=shape.kv_heads,
+                key_share=shape.key_width / (shape.query_width + shape.key_width),
+                block_share=bytes_per_number / turns,
+            )
+        return Cost(
+            **constants,
+            inside_bytes_per_second=self.inside.point.bytes_per_second,
+            across_bytes_per_second=self.across.point.bytes_per_second,
+            merge_seconds=shape.layers * self._merge_seconds(shape.query_width),
+            micro_batch_seconds=self.micro_batch_seconds,
+            node_size=self.node_size,
+            source=self.source,
+            network=network,
+        )
+
+    def _merge_seconds(self, width: float) -> float:
+        return self.merge_passes * width * 4 / self.memory_bytes_per_second
+
+    def _network(self, **model: Any) -> Network:
+        return Network(
+            inside=self.inside,
+            across=self.across,
+            half_speed_rows=self.half_speed_rows,
+            step_seconds=self.step_seconds,
+            **model,
+        )
+
+    def attention_seconds(
+        self, group: Group, call: AttentionCall, *, node_size: int | None = None
+    ) -> dict[str, TypePrice]:
+        """The price of one layer's call for a group under all four types, whatever the group's own is.
+
+        Hosts have `node_size` slots (None: the machine's). Of a2a+p2p the group's sizes count, or the fastest pair.
+        """
+        prices: dict[str, TypePrice] = {}
+        for price in self._prices(group, call, node_size or self.node_size):
+            kind = price.cp_comm_type
+            if kind not in prices or price.seconds < prices[kind].seconds:
+                prices[kind] = price
+        return prices
+
+    def fastest_type(self, group: Group, call: AttentionCall, *, node_size: int | None = None) -> TypePrice:
+        """The type that takes least: what "auto" stands for. p2p and all_gather take any heads and lengths."""
+        if group.degree == 1:
+            return TypePrice("p2p", (1, 1), 0.0, 0.0, {"inside": 0.0, "across": 0.0})
+        return min(self._prices(group, call, node_size or self.node_size), key=lambda price: price.seconds)
+
+    def explain_type(self, group: Group, call: AttentionCall, *, node_size: int | None = None) -> tuple[str, ...]:
+        """Why `fastest_type` is chosen: a line of the group, one for each type and pair of levels, and the choice."""
+        if group.degree == 1:
+            return ("one member holds all rows: nothing is communicated",)
+        node_size = node_size or self.node_size
+        prices = sorted(self._prices(group, call, node_size), key=lambda price: bool(price.impossible))
+        best = min(prices, key=lambda price: price.seconds)
+        chosen = f"{best.name} is chosen: it is the fastest"
+        return (describe_group(group, call, node_size), *map(str, prices), chosen)
+
+    def _prices(self, group: Group, call: AttentionCall, node_size: int) -> list[TypePrice]:
+        nodes, cost = [slot // node_size for slot in group.slots], self._cost_of_call(call)
+        return [
+            price_type(cost, way, group, call, nodes, width=share_of_ring(call, way, group)) for way in ways_of(group)
+        ]
+
+    def _cost_of_call(self, call: AttentionCall) -> Cost:
+        """The cost of one layer, which has nothing but this call."""
+        both, number = call.passes == "both", call.bytes_per_number
+        keys, queries = call.kv_heads * call.width, call.heads * call.width
+        turns = 2 * number + max(4, number)
+        pair = 2 * queries / self.attention_flops_per_second / 2  # two products, of pairs below the diagonal
+        passes: Passes = "forward and backward" if both else "forward"
+        return Cost(
+            linear_seconds=0.0,
+            attention_seconds=pair * (3.5 if both else 1.0),
+            ring_bytes=float(keys * (turns if both else number)),
+            exchange_bytes=float((2 if both else 1) * number * (queries + keys)),
+            merge_seconds=(1.0 if both else 2 / 7) * self._merge_seconds(queries / 2),
+            ring_step_seconds=0.0,
+            micro_batch_seconds=0.0,
+            source="one layer",
+            passes=passes,
+            network=self._network(
+                layers=1,
+                heads=call.heads,
+                kv_heads=call.kv_heads,
+                key_share=keys / (queries + keys),
+                block_share=number / turns,
+            ),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """All figures by name, for a JSON document; `Machine.from_json` gives an equal machine back."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in LEVELS}
+        return {"machine": VERSION} | values | {level: getattr(self, level).to_json() for level in LEVELS}
+
+    @classmethod
+    def from_json(cls, values: Any) -> "Machine":
+        """A machine from a JSON object. Raises PlanError for another version, and for figures that are missing."""
+        names = {f.name for f in dataclasses.fields(cls)}
+        if not isinstance(values, dict) or "machine" not in values:
+            raise PlanError(
+                f"a machine is an object with {', '.join(sorted(names))}; got {str(cast(object, values))[:80]}"
+            )
+        fields = dict(cast(dict[str, Any], values))
+        if (version := fields.pop("machine")) != VERSION:
+            raise PlanError(
+                f"the machine's file has version {version!r}, and this longspan reads {VERSION}; measure again"
+            )
+        if differ := sorted(names ^ set(fields)):
+            raise PlanError(f"a machine has {', '.join(sorted(names))}; missing or unknown: {', '.join(differ)}")
+        links: dict[str, Any] = {level: Link.from_json(fields[level]) for level in LEVELS}
+        return cls(**fields | links)
+
+
+# Of GPUs by data sheet, against an H200: matrix products in bfloat16, memory, bytes/s inside a host and across.
+_KNOWN: dict[str, tuple[float, float, float, float] | None] = {
+    "H200": None,
+    "A100-40": (312 / 989, 1.555 / 4.8, 120e9, 20e9),
+    "A100-80": (312 / 989, 2.039 / 4.8, 120e9, 20e9),
+    "H100": (1.0, 3.35 / 4.8, 180e9, 40e9),
+    "B200": (2250 / 989, 8.0 / 4.8, 360e9, 40e9),
+}
+
+
+def _scaled(name: str, products: float, memory: float, inside: float, across: float) -> Machine:
+    """A machine whose products and memory are so many times as fast as an H200's."""
+    base = Machine()
+    rates = {key: value * products for key, value in base.rates().items() if key.endswith("flops_per_second")}
+    return dataclasses.replace(
+        base,
+        **rates,
+        device=name,
+        channel_seconds=base.channel_seconds / memory,
+        memory_bytes_per_second=base.memory_bytes_per_second * memory,
+        inside=Link.of(0.0, inside),
+        across=Link.of(50e-6, across),
+        assumed=True,
+        source=f"the model on {name}s, by data sheet",
+    )

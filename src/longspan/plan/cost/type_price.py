@@ -1,0 +1,217 @@
+"""The price of one call of attention under each communication type: seconds of a member, and bytes by level.
+
+A call is priced for a group as it stands: on which hosts its slots are, how its rows are divided, and what a window or
+chunk leaves to send. `Machine.attention_seconds` prices all types; attention resolves "auto" by it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from longspan.errors import PlanError, plural
+from longspan.layout import Floats, Integers, Partition
+from longspan.plan.check import check_count
+from longspan.plan.cost.attention_price import Rows, foreign_rows, is_narrow, price_attention
+from longspan.plan.cost.cost import Cost
+from longspan.plan.cost.links import Level
+from longspan.plan.micro_batch import Group
+
+CallPasses = Literal["both", "forward"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """One layer's attention on each rank of a group, as far as its time depends on it.
+
+    `heads` query and `kv_heads` key/value heads of `head_dim` (values of `value_dim`, None: as wide), in numbers of
+    `bytes_per_number`. `passes`: "both" forward and backward, or "forward". A query sees all keys, or with `causal`
+    those up to its own row, of these the last `window`, or those of its `chunk`.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    bytes_per_number: int = 2
+    passes: CallPasses = "both"
+    value_dim: int | None = None
+    causal: bool = True
+    window: int | None = None
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "kv_heads", "head_dim", "bytes_per_number"):
+            check_count(f"{name} of an attention call", getattr(self, name))
+        if self.passes not in get_args(CallPasses):
+            raise PlanError(f"passes of an attention call is {self.passes!r}; use 'both' or 'forward'")
+
+    @property
+    def width(self) -> int:
+        """Numbers of a head's key and value together."""
+        return self.head_dim + (self.value_dim or self.head_dim)
+
+    def squares(self, lengths: Sequence[int]) -> float:
+        """The sum of squared lengths of causal documents with as many pairs of rows that see each other."""
+        pairs = sum(n * min(n, 2 * (self.window or n), self.chunk or n) for n in lengths)
+        return float(pairs) * (1 if self.causal else 2)
+
+
+@dataclass(frozen=True)
+class TypePrice:
+    """What one call of attention takes under a communication type.
+
+    `seconds` of each member, of which `exposed` are messages that kernels do not hide; `bytes_by_level` are what all
+    members send inside a host and across hosts. `sizes` are the members that exchange heads and those of a ring. A type
+    that the heads forbid takes infinite seconds, and `impossible` names the reason.
+    """
+
+    cp_comm_type: str
+    sizes: tuple[int, int]
+    seconds: float
+    exposed: float
+    bytes_by_level: Mapping[Level, float]
+    impossible: str = ""
+
+    @property
+    def name(self) -> str:
+        """The type, with its sizes if it has two levels."""
+        return f"{self.cp_comm_type} {self.sizes}" if self.cp_comm_type == "a2a+p2p" else self.cp_comm_type
+
+    def __str__(self) -> str:
+        if self.impossible:
+            return f"{self.name} cannot: {self.impossible}"
+        across = self.bytes_by_level["across"]
+        sent = f"{across / 1e6:.4g} MB cross hosts" if across else "nothing crosses hosts"
+        computed, exposed = (self.seconds - self.exposed) * 1e3, self.exposed * 1e3
+        return (
+            f"{self.name} takes {self.seconds * 1e3:.3g} ms: {computed:.3g} ms of attention, and {exposed:.3g} ms of "
+            f"messages that it does not hide; {sent}"
+        )
+
+
+Ways = tuple[tuple[str, int], ...]
+
+
+def ways_of(group: Group) -> Ways:
+    """Every type with the members that exchange heads, a2a+p2p with the group's sizes or with every pair of levels.
+
+    If the degree has no two levels, the first is 1.
+    """
+    degree, sizes = group.degree, group.hierarchical_context_parallel_sizes
+    inner = [sizes[0]] if sizes else [i for i in range(2, degree) if degree % i == 0] or [1]
+    return (("a2a", degree), ("p2p", 1), ("all_gather", 1), *(("a2a+p2p", i) for i in inner))
+
+
+def price_type(
+    cost: Cost, way: tuple[str, int], group: Group, call: AttentionCall, nodes: list[int], *, width: float = 1.0
+) -> TypePrice:
+    """The price of a type by the cost of one layer, whose rings send `width` of their rows; `nodes` of the slots."""
+    (kind, inner), degree, laid_out = way, group.degree, group.laid_out
+    around = degree // inner
+    sizes = (inner, around) if kind != "all_gather" else (1, degree)
+    if call.heads % inner:
+        impossible = f"{call.heads} query heads do not divide by {inner}"
+        return TypePrice(kind, sizes, math.inf, math.inf, {"inside": 0.0, "across": 0.0}, impossible)
+    cost = dataclasses.replace(cost, cp_comm_type=kind, a2a_size=inner, ring_bytes=cost.ring_bytes * width)
+    if width < 1.0:  # rows go straight to those that see them, and nothing is merged
+        cost = dataclasses.replace(cost, merge_seconds=0.0)
+    tokens, together = sum(laid_out), min(nodes.count(node) for node in set(nodes))
+    typical = sum(n * n for n in laid_out) / max(1, tokens)
+    rows = Rows(
+        *np.array([tokens, call.squares(laid_out), degree, together], dtype=np.float64),
+        busiest=_busiest(group, call, degree if kind == "all_gather" else around),
+        typical=np.float64(min(typical, call.chunk or typical)),  # pyright: ignore[reportArgumentType]
+    )
+    price = price_attention(cost, rows)
+    exposed = float(price.exposed) if degree > 1 else 0.0
+    seconds = float(price.computed) + exposed
+    return TypePrice(kind, sizes, seconds, exposed, bytes_by_level(cost, kind, sizes, tokens, nodes))
+
+
+def describe_group(group: Group, call: AttentionCall, node_size: int) -> str:
+    """A group and a call in one line: members, hosts, documents and heads."""
+    nodes, documents = len({slot // node_size for slot in group.slots}), len(group.lengths)
+    limits = {"window": call.window, "chunk": call.chunk}
+    limited = "".join(f", {name} {limit}" for name, limit in limits.items() if limit is not None)
+    return (
+        f"{group.degree} members on {plural(nodes, 'node')} of {node_size} slots; {plural(documents, 'document')} "
+        f"of {sum(group.lengths)} rows together, {max(group.lengths)} at most; {call.heads} query and "
+        f"{call.kv_heads} key/value heads{limited}"
+    )
+
+
+def share_of_ring(call: AttentionCall, way: tuple[str, int], group: Group) -> float:
+    """What of a ring's rows is sent: all, or under a narrow window or chunk those that are seen."""
+    (kind, inner), lengths = way, group.lengths
+    around = group.degree // inner
+    if kind == "all_gather" or not is_narrow(lengths, around, call.window, call.chunk):
+        return 1.0
+    rows = np.asarray(lengths, dtype=np.int64)
+    return float(foreign_rows(rows, around, call.window, call.chunk).sum()) / ((around - 1) * int(rows.sum()))
+
+
+def bytes_by_level(
+    cost: Cost, kind: str, sizes: tuple[int, int], tokens: int, nodes: Sequence[int]
+) -> dict[Level, float]:
+    """What all members send under a type, by whether it stays in a host: of all layers of a cost.
+
+    `sizes` are the members that exchange heads and those of a ring, `nodes` the hosts of the members. A gather goes
+    around a ring of all members, as NCCL's do; its gradients are exchanged.
+    """
+    network, (inner, around), degree = cost.network, sizes, len(nodes)
+    copies = max(1.0, inner / network.kv_heads) if network else 1.0
+    turns = cost.ring_bytes * tokens * (around - 1) * copies
+    swapped = cost.exchange_bytes * tokens * (inner - 1) / inner
+    gradients = 0.0
+    if network:
+        gradients = (1 - 2 * network.block_share) * turns if cost.passes != "forward" else 0.0
+        swapped *= 1 - network.key_share + network.key_share * copies
+    rings = [nodes[i::inner] for i in range(inner)]
+    heads = [nodes[i : i + inner] for i in range(0, degree, inner)]
+    if kind == "all_gather":
+        parts = ((turns - gradients, _ring_crossing([nodes])), (gradients, _pair_crossing([nodes])))
+    else:
+        parts = ((turns, _ring_crossing(rings)), (swapped, _pair_crossing(heads)))
+    across = math.fsum(sent * share for sent, share in parts)
+    return {"inside": math.fsum(sent for sent, _ in parts) - across, "across": across}
+
+
+def _ring_crossing(rings: Sequence[Sequence[int]]) -> float:
+    """Share of the steps around rings of members on these hosts that lead to another host."""
+    steps = [(a, b) for ring in rings for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]
+    return sum(a != b for a, b in steps) / len(steps)
+
+
+def _pair_crossing(sets: Sequence[Sequence[int]]) -> float:
+    """Share of the pairs of members in these sets that are on two hosts."""
+    pairs = sum(len(members) * (len(members) - 1) for members in sets)
+    together = sum(members.count(node) ** 2 for members in map(list, sets) for node in set(members))
+    return (sum(len(members) ** 2 for members in sets) - together) / pairs if pairs else 0.0
+
+
+def _busiest(group: Group, call: AttentionCall, around: int) -> float:
+    """What the busiest member of a ring computes, over the mean of its members; 1 where their rows are zigzag."""
+    if around == 1 or group.partition == "zigzag":
+        return 1.0
+    shares, lengths = Partition.contiguous(group.laid_out, around), np.array(group.lengths, dtype=np.int64)
+    pairs: list[float] = []
+    for member in range(around):
+        segments = shares.segments(member)
+        length = lengths[segments.document]
+        pairs.append(float((_pairs(segments.stop, length, call) - _pairs(segments.start, length, call)).sum()))
+    return max(pairs) * around / sum(pairs)
+
+
+def _pairs(stop: Integers, length: Integers, call: AttentionCall) -> Floats:
+    """Keys that the first `stop` rows of documents of `length` rows see together, to half a key a row."""
+    rows = np.minimum(stop, length).astype(np.float64)  # the rest pads the document out
+    if not call.causal:
+        return rows * length
+    if call.chunk is not None:
+        chunks, rest = np.divmod(rows, call.chunk)
+        return (chunks * call.chunk**2 + rest**2) / 2
+    limited = rows if call.window is None else np.minimum(rows, call.window)
+    return rows * limited - limited**2 / 2

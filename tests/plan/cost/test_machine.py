@@ -1,0 +1,184 @@
+"""Machine: prices of communication types against what was measured, what they follow from, files, and wrong figures."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from longspan import Group
+from longspan.errors import PlanError
+from longspan.plan import AttentionCall, Cost, CostSettings, Machine
+from longspan.plan.cost.links import KINDS
+from tests.plan.cost.test_model_shape import QWEN3_8B as CONFIG
+
+QWEN3_8B = AttentionCall(heads=32, kv_heads=8, head_dim=128)
+H200 = Machine.known("H200")
+SOCKETS = H200.with_link("across", bytes_per_second=2.65e9)
+
+
+def group(degree: int, *lengths: int, first: int = 0) -> Group:
+    return Group(tuple(range(first, first + degree)), tuple(range(len(lengths))), lengths)
+
+
+# One layer's attention forward and backward, ms, one document over so many H200s.
+ONE_HOST = [  # bench/records/attention-4xH200.md at 64K and 128K; shorter ones wait for the host
+    (4, 65536, {"p2p": 54.04, "all_gather": 54.22, "a2a": 51.69, "a2a+p2p": 54.32}),
+    (4, 131072, {"p2p": 213.12, "all_gather": 211.03, "a2a": 206.59, "a2a+p2p": 208.54}),
+]
+TWO_HOSTS = [  # of 4 each, emulated: NCCL over TCP, 2.65 GB/s a slot
+    (8, 131072, {"a2a": 150, "a2a+p2p": 199, "all_gather": 236, "p2p": 639}),
+]
+
+
+@pytest.mark.parametrize(("degree", "rows", "measured"), ONE_HOST)
+def test_prices_inside_a_host_are_within_five_percent_of_what_was_measured(
+    degree: int, rows: int, measured: dict[str, float]
+) -> None:
+    prices = H200.attention_seconds(group(degree, rows), QWEN3_8B)
+    assert {kind: prices[kind].seconds * 1e3 for kind in measured} == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize(("degree", "rows", "measured"), TWO_HOSTS)
+def test_prices_across_hosts_are_within_ten_percent_and_in_order(
+    degree: int, rows: int, measured: dict[str, float]
+) -> None:
+    prices = SOCKETS.attention_seconds(group(degree, rows), QWEN3_8B, node_size=4)
+    assert {kind: prices[kind].seconds * 1e3 for kind in measured} == pytest.approx(measured, rel=0.1)
+    assert sorted(prices, key=lambda kind: prices[kind].seconds) == [*measured]
+
+
+CHOICES = [
+    # one host: heads for rows are exchanged over fast links, and whole documents make large pieces
+    (group(4, 16384), QWEN3_8B, 8, "a2a"),
+    (group(4, *[2048] * 8), QWEN3_8B, 8, "a2a"),
+    (group(8, 131072), QWEN3_8B, 8, "a2a"),
+    # heads that do not divide by the members
+    (group(8, 131072), replace(QWEN3_8B, heads=12, kv_heads=4), 8, "a2a+p2p (4, 2)"),
+    (group(7, 131072), QWEN3_8B, 8, "all_gather"),
+    # across hosts
+    (group(8, 1048576), replace(QWEN3_8B, heads=9, kv_heads=9), 1, "p2p"),
+    # a narrow window leaves little to send
+    (group(8, 131072), replace(QWEN3_8B, window=4096), 1, "p2p"),
+    (group(1, 4096), QWEN3_8B, 8, "p2p"),
+]
+
+
+@pytest.mark.parametrize(("members", "call", "node_size", "expected"), CHOICES)
+def test_choices(members: Group, call: AttentionCall, node_size: int, expected: str) -> None:
+    reasons = H200.explain_type(members, call, node_size=node_size)
+    assert H200.fastest_type(members, call, node_size=node_size).name == expected, reasons
+    if members.degree > 1:
+        assert f"{expected} is chosen: " in reasons[-1]
+
+
+SKEWS = [  # of a ring of 4: what its busiest member computes, in means of all
+    (group(4, 8192), QWEN3_8B, 1.75),  # rows 6144 to 8192 of a triangle: 7 of 16 parts
+    (group(4, 8192), replace(QWEN3_8B, causal=False), 1.0),
+    (group(4, 8192), replace(QWEN3_8B, window=1), 1.0),
+    (group(4, *[2048] * 4), QWEN3_8B, 1.0),  # a document each
+    (group(4, 6144, 2048), replace(QWEN3_8B, causal=False), 1.2),  # 3, 3, 3 and 1 of a mean of 2.5
+    (replace(group(4, 4096, 4096), pad_to=8192), QWEN3_8B, 2.0),  # two members hold padding alone
+]
+
+
+@pytest.mark.parametrize(("members", "call", "skew"), SKEWS)
+def test_contiguous_rows_of_a_ring_are_as_slow_as_its_busiest_member(
+    members: Group, call: AttentionCall, skew: float
+) -> None:
+    machine = replace(H200, merge_passes=0.0)
+    computed: dict[str, dict[str, float]] = {}
+    for partition in ("zigzag", "contiguous"):
+        prices = machine.attention_seconds(replace(members, partition=partition), call, node_size=8)
+        computed[partition] = {kind: price.seconds - price.exposed for kind, price in prices.items()}
+    ratios = {kind: computed["contiguous"][kind] / computed["zigzag"][kind] for kind in ("a2a", "p2p", "all_gather")}
+    assert ratios == pytest.approx({"a2a": 1.0, "p2p": skew, "all_gather": skew}, rel=1e-3)
+
+
+def test_bytes_by_level() -> None:
+    prices = SOCKETS.attention_seconds(group(8, 131072), QWEN3_8B, node_size=4)
+    sent = {kind: prices[kind].bytes_by_level for kind in prices}
+    crossing = {kind: levels["across"] / sum(levels.values()) for kind, levels in sent.items()}
+    assert crossing["a2a"] == pytest.approx(4 / 7)  # of 7 others 4 are on the other host
+    assert crossing["p2p"] == pytest.approx(2 / 8)  # of 8 steps around the ring 2 cross
+    turns = 131072 * 2 * 8 * 128 * (2 + 2 + 4)  # keys and values forward and backward, gradients in float32
+    assert sent["a2a+p2p"]["across"] == pytest.approx(turns)  # each block crosses once
+    exchanged = 131072 * 2 * 2 * (32 + 8) * 2 * 128
+    assert sum(sent["a2a"].values()) == pytest.approx(exchanged * 7 / 8)
+    within = SOCKETS.attention_seconds(group(4, 131072), QWEN3_8B, node_size=4)
+    assert all(price.bytes_by_level["across"] == 0 for price in within.values())
+    repeated = H200.attention_seconds(group(16, 131072), QWEN3_8B, node_size=16)["a2a"]  # 8 heads go to 16 members
+    assert repeated.bytes_by_level["inside"] == pytest.approx(131072 * 4 * (32 + 2 * 8) * 2 * 128 * 15 / 16)
+
+
+def test_all_types_are_priced_whatever_the_groups_own() -> None:
+    prices = H200.attention_seconds(replace(group(6, 3000), cp_comm_type="a2a"), QWEN3_8B)
+    assert set(prices) == {"p2p", "all_gather", "a2a", "a2a+p2p"}
+    assert prices["a2a"].seconds == math.inf and prices["a2a"].impossible == "32 query heads do not divide by 6"
+    assert prices["a2a+p2p"].sizes == (2, 3)
+    forward = H200.attention_seconds(group(8, 131072), replace(QWEN3_8B, passes="forward"))
+    both = H200.attention_seconds(group(8, 131072), QWEN3_8B)
+    assert all(0.2 < forward[kind].seconds / both[kind].seconds < 0.5 for kind in both)
+
+
+def test_reasons_in_words_and_numbers() -> None:
+    lines = H200.explain_type(group(6, 30000, 900, first=4), replace(QWEN3_8B, window=512), node_size=8)
+    assert lines[0] == (
+        "6 members on 2 nodes of 8 slots; 2 documents of 30900 rows together, 30000 at most; 32 query and 8 key/value "
+        "heads, window 512"
+    )
+    assert "a2a cannot: 32 query heads do not divide by 6" in lines
+    assert any(line.startswith("p2p takes ") and "ms of attention, and" in line for line in lines)
+    assert {line.split()[0] for line in lines[1:-1]} == {"a2a", "p2p", "all_gather", "a2a+p2p"}
+
+
+def test_the_cost_of_a_model_prices_groups_as_its_layers() -> None:
+    cost, rows = SOCKETS.cost(CONFIG), 131072
+    layers = SOCKETS.attention_seconds(group(8, rows), QWEN3_8B, node_size=4)
+    for kind, inner in (("p2p", 1), ("all_gather", 1), ("a2a", 1), ("a2a+p2p", 4)):
+        seconds = float(cost.under(kind, inner).group_seconds(rows, rows**2, 8, False, together=4))
+        assert seconds - cost.linear_seconds * rows / 8 == pytest.approx(36 * layers[kind].seconds, rel=1e-9)
+
+
+def test_settings_of_a_run() -> None:
+    plain = H200.cost(CONFIG)
+    halves = H200.cost(CONFIG, CostSettings(tp=2))
+    assert halves.linear_seconds == plain.linear_seconds / 2 and halves.network and halves.network.heads == 16
+    again = H200.cost(CONFIG, CostSettings(recomputation="full"))
+    assert again.attention_seconds == pytest.approx(plain.attention_seconds * 9 / 7)
+    assert H200.cost(CONFIG, CostSettings(frozen=True)).linear_seconds < plain.linear_seconds
+    assert H200.cost(CONFIG, CostSettings(forward=True)).passes == "forward"
+    assert H200.cost(CONFIG, CostSettings(depths=1)).linear_seconds > plain.linear_seconds
+
+
+def test_known_machines() -> None:
+    assert not H200.assumed
+    for name in ("A100-40", "a100-80", "h100", "B200"):
+        machine = Machine.known(name)
+        assert machine.assumed and machine.device.lower() == name.lower()
+    assert Machine.known("b200").product_flops_per_second > H200.product_flops_per_second
+    with pytest.raises(PlanError, match="no figures of 'V100'; known are H200, A100-40, A100-80, H100, B200, or"):
+        Machine.known("V100")
+
+
+def test_a_file_gives_the_machine_back() -> None:
+    assert Machine.from_json(SOCKETS.to_json()) == SOCKETS
+    cost = SOCKETS.cost(CONFIG)
+    assert Cost.from_json(cost.to_json()) == cost
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"machine": 2}, "the machine's file has version 2, and this longspan reads 1"),
+        ({"device": None, "surplus": 1}, "missing or unknown: surplus"),
+        ({"memory_bytes_per_second": 0.0}, "memory_bytes_per_second of a machine is 0.0; give a finite number above 0"),
+        ({"half_speed_rows": -1.0}, "half_speed_rows of a machine is -1.0; give a finite number of at least 0"),
+        ({"inside": {"exchange": []}}, "a link is an object with samples for each of"),
+        ({"inside": {kind: [[0, 1], [0, 2]] for kind in KINDS}}, "both rising"),
+    ],
+)
+def test_wrong_files(change: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Machine.from_json(H200.to_json() | change)
+    with pytest.raises(PlanError, match="level of a link is 'between'; use one of inside, across"):
+        H200.with_link("between", bytes_per_second=1.0)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,153 @@
+"""Slots of a host: those of the world, in plans and run.json; another number is refused, and an older run's goes."""
+
+import io
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longspan import World
+from longspan.checkpoint.files import _digest
+from longspan.cli.main import main
+from longspan.config.file import load_config, to_toml
+from longspan.config.sections import ContextConfig, ParallelConfig, RunConfig
+from longspan.errors import ConfigError
+from longspan.layout import Layout
+from longspan.plan import Cost, Plan, plan_dynamic
+from longspan.run.checks.config_check import check_config
+from longspan.run.loop import train
+from longspan.run.progress import ProgressDisplay
+from longspan.testing import backend, run_ranks
+from longspan.train.plans import PlanChoice, home_of
+from longspan.train.plans.node_size import with_node_size
+from tests.train.small import small_config, train_rank
+
+
+def on_hosts(rank: int, config: RunConfig, ranks: int, local: int) -> str:
+    """Train on hosts of so many ranks, the last of which may have fewer; what the first rank shows."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(min(local, ranks - rank // local * local))
+    out = io.StringIO()
+    home = check_config(config, ranks)
+    stream = out if rank == 0 else None
+    with World(home, backend=backend(), timeout=60) as world, ProgressDisplay(config.train.steps, stream) as display:
+        train(config, world, display)
+    return out.getvalue()
+
+
+def resolve(rank: int, config: RunConfig, ranks: int, local: int) -> tuple[Any, str]:
+    """The node size of a world, and the error of a configuration that has another number."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(min(local, ranks - rank // local * local))
+    with World(home_of(config.parallel, ranks), backend=backend()) as world:
+        size = with_node_size(config, world).context.node_size
+        try:
+            with_node_size(replace(config, context=ContextConfig(node_size=5)), world)
+        except ConfigError as error:
+            return size, str(error)
+        return size, ""
+
+
+# ranks, ranks of a host (the last may have fewer), home, slots of a host
+HOSTS = [
+    (2, 2, ParallelConfig(), 2),
+    (4, 2, ParallelConfig(), 2),
+    (3, 2, ParallelConfig(), 2),
+    (6, 4, ParallelConfig(tp=2), 2),
+    (4, 2, ParallelConfig(pp=2), 2),
+]
+
+
+@pytest.mark.parametrize(("ranks", "local", "parallel", "slots"), HOSTS)
+def test_every_rank_plans_for_the_worlds_hosts_and_refuses_others(
+    ranks: int, local: int, parallel: ParallelConfig, slots: int
+) -> None:
+    config = replace(RunConfig(), parallel=parallel)
+    results = run_ranks(resolve, ranks, config, ranks, local)
+    line = (
+        f"context.node_size is 5, and this world has {slots} slots a host (LOCAL_WORLD_SIZE / tp); use {slots}, "
+        'or "auto", its default'
+    )
+    assert results == [(slots, line)] * ranks
+    fitted = replace(config, context=ContextConfig(planner="dynamic", max_tokens_per_slot=0, node_size=slots))
+    plan = PlanChoice.training(fitted).plan((40, 30, 20, 9, 9), home_of(parallel, ranks))
+    assert plan.node_size == slots
+
+
+def groups_across(plan: Plan, node_size: int) -> list[tuple[int, ...]]:
+    """The slots of groups that span hosts."""
+    groups = [group.slots for batch in plan.micro_batches for group in batch.groups]
+    return [slots for slots in groups if len({slot // node_size for slot in slots}) > 1]
+
+
+def test_a_run_on_two_hosts_keeps_its_groups_inside_them(tmp_path: Path) -> None:
+    slow = Cost(linear_seconds=1e-3, inside_bytes_per_second=1e12, across_bytes_per_second=1e5)  # a host's own links
+    (tmp_path / "machine.json").write_text(json.dumps(slow.to_json()))
+    few = {"train__steps": 2, "train__eval_every": 0, "data__eval_documents": 0, "train__tokens_per_step": 64}
+    config = small_config(tmp_path, context__planner="dynamic", run__machine=str(tmp_path / "machine.json"), **few)
+    shown, *_ = run_ranks(on_hosts, 4, config, 4, 2)
+    plans = [Plan.from_json(path.read_text()) for path in sorted((tmp_path / "run" / "plans").glob("step-*.json"))]
+    assert len(plans) == 2 and all(plan.node_size == 2 and not groups_across(plan, 2) for plan in plans)
+    usual = [plan_dynamic(p.lengths, Layout(4), max_tokens_per_slot=64, cost=p.cost) for p in plans]
+    assert all(groups_across(plan, 2) for plan in usual), "hosts of 8 would not have kept them"
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (facts["node_size"], facts["hosts"]) == (2, 2) and "home       4 slots (2 a host)\n" in shown
+    assert load_config(tmp_path / "run" / "config.toml").context.node_size == "auto"
+
+
+def test_a_run_with_another_number_is_refused_before_its_data_is_read(tmp_path: Path) -> None:
+    config = small_config(tmp_path, context__node_size=8)
+    with pytest.raises(ConfigError, match=r"^context\.node_size is 8, and this world has 2 slots a host") as refused:
+        run_ranks(train_rank, 2, config, 2)
+    assert "\n" not in str(refused.value) and [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
+
+
+def test_an_older_run_goes_on_with_the_worlds_hosts_and_a_line(tmp_path: Path) -> None:
+    few = {"train__eval_every": 0, "data__eval_documents": 0, "train__save_every": 1}
+    config = small_config(tmp_path, train__steps=1, **few)
+    assert run_ranks(on_hosts, 2, config, 2, 2)
+    folder = tmp_path / "run"
+    (machine := tmp_path / "machine.json").write_text(json.dumps(Cost(micro_batch_seconds=0.5).to_json()))
+    first, last = (folder / "checkpoints" / f"step-00000{step}" for step in (1, 2))
+    as_before(first)
+    old = replace(config, context=replace(config.context, node_size=8), train=replace(config.train, steps=2))
+    text = to_toml(old).replace('machine = ""\n', "").replace("[context]\n", f'[context]\ncost = "{machine}"\n')
+    (folder / "config.toml").write_text(text)  # with the former name of run.machine, too
+    shown, _ = run_ranks(on_hosts, 2, load_config(folder / "config.toml"), 2, 2)
+    line = (
+        "context.node_size was 8 when {} was saved, the default of older versions; plans are made for this world now, "
+    )
+    assert shown.count(f"{line.format(first)}of 2 slots a host\n") == 1
+    assert load_config(folder / "config.toml").context.node_size == "auto"
+    facts = json.loads((folder / "run.json").read_text())
+    assert (facts["node_size"], facts["priced_for"]) == (2, str(machine))
+    as_before(last)
+    shown, _ = run_ranks(on_hosts, 2, old, 2, 2)
+    assert line.format(last) in shown and "the run has come to its end" in shown
+    with pytest.raises(ConfigError, match=r"context\.node_size is 4, and this world has 2"):
+        run_ranks(train_rank, 2, replace(old, context=replace(old.context, node_size=4)), 2)
+
+
+def as_before(checkpoint: Path) -> None:
+    """Write into a checkpoint's state what every configuration had before."""
+    state, manifest = (json.loads((checkpoint / name).read_text()) for name in ("state.json", "manifest.json"))
+    state["config"]["context"] |= {"node_size": 8, "cost": ""}
+    del state["config"]["run"]["machine"]
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    manifest["files"]["state.json"] = _digest(checkpoint / "state.json")
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_saved_weights_are_evaluated_on_other_hosts_than_the_run_had(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = small_config(tmp_path, train__steps=1, train__eval_every=0)
+    run_ranks(train_rank, 2, config, 2)
+    toml = tmp_path / "run" / "config.toml"
+    toml.write_text(to_toml(replace(config, context=replace(config.context, node_size=8))))
+    assert main(["eval", str(tmp_path / "run"), "--world", "2", "--device", "cpu"]) == 0
+    assert "on 2 ranks: context.node_size 8 -> 2 (hosts of 2 slots)" in capfd.readouterr().err
+    words = ["--world", "2", "--device", "cpu", "--context.node_size", "8"]
+    assert main(["eval", str(tmp_path / "run"), *words]) == 2
+    assert "error: context.node_size is 8, and this world has 2 slots a host" in capfd.readouterr().err
