@@ -316,6 +316,17 @@ def is_known(name: str) -> bool:
     return name.lower() in (known.lower() for known in _KNOWN)
 
 
+def known_device(device: str) -> Machine | None:
+    """The known machine of a device's full name, or None.
+
+    >>> known = known_device("NVIDIA A100-SXM4-80GB")
+    >>> known and known.device
+    'A100-80'
+    """
+    names = (name for name in _KNOWN if all(part in device for part in name.split("-")))
+    return next(map(Machine.known, names), None)
+
+
 # Of GPUs by data sheet, against an H200: matrix products in bfloat16, memory, bytes/s inside a host and across.
 _KNOWN: dict[str, tuple[float, float, float, float] | None] = {
     "H200": None,
