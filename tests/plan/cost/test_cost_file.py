@@ -47,7 +47,7 @@ def test_a_file_without_a_cost_is_an_error(
 def test_a_file_with_a_cost_is_read(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     path.write_text(json.dumps({"ring_bytes": 7}))
-    assert cost_file.read_cost(str(path), "--machine") == Cost(ring_bytes=7, exchange_bytes=7 * 1474560 / 442368)
+    assert cost_file.read_machine(str(path), "--machine") == Cost(ring_bytes=7, exchange_bytes=7 * 1474560 / 442368)
 
 
 def test_docstrings_show_what_happens() -> None:

@@ -60,25 +60,6 @@ def read_machine(file: str, key: str) -> Machine | Cost:
         ) from error
 
 
-def read_cost(file: str, key: str, model: Any = None, settings: CostSettings | None = None) -> Cost:
-    """The cost of a model on the machine in a JSON file or of a known name; the default cost where `file` is empty.
-
-    >>> read_cost("", "--cost") == Cost()
-    True
-
-    In older files it is the cost as it stands there. Raises ConfigError for a file that holds none, and for a machine
-    without a `model`; PlanError for a model that its configuration does not price.
-    """
-    if not file:
-        return DEFAULT_COST
-    priced = read_machine(file, key)
-    if isinstance(priced, Cost):
-        return priced
-    if model is None:
-        raise ConfigError(f"{key} {file} holds a machine, which prices a model; name the model")
-    return priced.cost(model, settings)
-
-
 def check_measured_here(machine: Machine, key: str, *, device: str, ranks_of_host: int, hosts: int) -> str:
     """Refuse a measured machine of another device or hosts of another size; returns a line about what is assumed.
 

@@ -18,11 +18,12 @@ from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import heads_allow
 from longspan.plan.cost.machine import CostSettings, Machine
-from longspan.plan.cost.model_cost import read_cost, read_machine
+from longspan.plan.cost.model_cost import read_machine
 from longspan.plan.hierarchy import levels_at
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.planners.options import PlanKeywords
 from longspan.plan.simulate.evaluation import plan_evaluation, widest_degree
+from longspan.plan.simulate.row_bytes import QWEN3_8B
 from longspan.plan.simulate.type_and_partition import options_at_degree
 
 KEY = "run.machine"
@@ -43,9 +44,13 @@ def query_heads(model_config: Any) -> int | None:
     return getattr(model_config.get_text_config(), "num_attention_heads", None)
 
 
-def cost_of(config: RunConfig, model_config: Any = None) -> Cost:
-    """The cost of a model by what `run.machine` names, or the default. Raises ConfigError for a file that holds none."""
-    return read_cost(config.run.machine, KEY, model_config)
+def cost_of(config: RunConfig) -> Cost:
+    """The cost that `run.machine` names, or the default; on a machine that of a Qwen3-8B, until the model is known.
+
+    Raises ConfigError for a file that holds none.
+    """
+    priced = machine_of(config)
+    return priced.cost(QWEN3_8B) if isinstance(priced, Machine) else priced or Cost()
 
 
 def machine_of(config: RunConfig) -> Machine | Cost | None:
