@@ -5,7 +5,7 @@ import pytest
 
 from longspan import Document
 from longspan.bridge import Item, ItemDocuments, items_at_placeholders
-from longspan.bridge.item_documents import item_table_of, targets_beside_items
+from longspan.bridge.item_documents import count_targets_of_text, item_table_of
 from longspan.errors import DataError
 from longspan.layout.packing import NO_TARGET
 
@@ -55,7 +55,7 @@ def test_labels_at_placeholders_are_no_targets(labels: list[int] | None) -> None
     items = [Item(1, ((4, 6),)), Item(0, ((2, 3),)), Item(1, ((0, 2),), "audio")]
     documents = ItemDocuments([[1, 2, 3, 4], document, [7]], items, ["a", "b", "c"])
     targets = sum((labels or [1] * 8)[position] != NO_TARGET for position in (2, 3, 6, 7))
-    assert targets_beside_items(documents, documents.item_table) == (2, targets, 0)
+    assert count_targets_of_text(documents, documents.item_table) == (2, targets, 0)
     assert documents.targets == 2 + targets
 
 

@@ -119,8 +119,9 @@ def test_ring_bytes_by_hand() -> None:
     groups = (Group((0, 1), (0,), (100,)), Group((2, 3, 4), (1,), (60,)), Group((5,), (2,), (9,), pad_to=12))
     plan = Plan(6, (100, 60, 9), (MicroBatch(groups),), 166, node_size=4)
     result = simulate(plan, cost=Cost(ring_bytes=7.0))
-    assert (result.inside_bytes, result.across_bytes) == (7.0 * 100 * 1, 7.0 * 60 * 2)
-    assert simulate(plan, cost=Cost(ring_bytes=7.0), backward=False).inside_bytes == pytest.approx(700 / 3)
+    # of the ring over slots 2, 3 and 4 two steps of three lead to another node
+    assert (result.inside_bytes, result.across_bytes) == (7.0 * 100 + 7.0 * 60 * 2 / 3, 7.0 * 60 * 4 / 3)
+    assert simulate(plan, cost=Cost(ring_bytes=7.0), backward=False).inside_bytes == pytest.approx(980 / 3)
 
 
 def test_free_plans_have_no_pipeline() -> None:

@@ -128,7 +128,7 @@ def price_type(
     price = price_attention(cost, rows)
     exposed = float(price.exposed) if degree > 1 else 0.0
     seconds = float(price.computed) + exposed
-    return TypePrice(kind, sizes, seconds, exposed, _bytes_by_level(cost, kind, sizes, tokens, nodes))
+    return TypePrice(kind, sizes, seconds, exposed, bytes_by_level(cost, kind, sizes, tokens, nodes))
 
 
 def describe_group(group: Group, call: AttentionCall, node_size: int) -> str:
@@ -153,18 +153,22 @@ def share_of_ring(call: AttentionCall, way: tuple[str, int], group: Group) -> fl
     return float(foreign_rows(rows, around, call.window, call.chunk).sum()) / ((around - 1) * int(rows.sum()))
 
 
-def _bytes_by_level(
+def bytes_by_level(
     cost: Cost, kind: str, sizes: tuple[int, int], tokens: int, nodes: Sequence[int]
 ) -> dict[Level, float]:
-    """What all members send, by whether it stays in a host. A gather goes around a ring of all members, as NCCL's do;
-    its gradients are exchanged."""
+    """What all members send under a type, by whether it stays in a host: of all layers of a cost.
+
+    `sizes` are the members that exchange heads and those of a ring, `nodes` the hosts of the members. A gather goes
+    around a ring of all members, as NCCL's do; its gradients are exchanged.
+    """
     network, (inner, around), degree = cost.network, sizes, len(nodes)
-    assert network is not None
-    both, copies = cost.passes != "forward", max(1.0, inner / network.kv_heads)
+    copies = max(1.0, inner / network.kv_heads) if network else 1.0
     turns = cost.ring_bytes * tokens * (around - 1) * copies
-    gradients = (1 - 2 * network.block_share) * turns if both else 0.0
     swapped = cost.exchange_bytes * tokens * (inner - 1) / inner
-    swapped *= 1 - network.key_share + network.key_share * copies
+    gradients = 0.0
+    if network:
+        gradients = (1 - 2 * network.block_share) * turns if cost.passes != "forward" else 0.0
+        swapped *= 1 - network.key_share + network.key_share * copies
     rings = [nodes[i::inner] for i in range(inner)]
     heads = [nodes[i : i + inner] for i in range(0, degree, inner)]
     if kind == "all_gather":

@@ -64,8 +64,8 @@ class DegreeTable:
         problem = self.problem
         cost = problem.request.cost
         room = durations[None, :, None] - self.seconds[:, None, :]  # (classes, micro-batches, degrees)
-        steps = np.minimum(self.degrees, problem.widest_block) - 1
-        gap = np.maximum(room - 0.5 * cost.ring_step_seconds * steps, 0.0)
+        latency = cost.latency_seconds(np.minimum(self.degrees, problem.widest_block))
+        gap = np.maximum(room - 0.5 * latency, 0.0)
         fillable = np.minimum(gap, (self.filler_density * (problem.cap - self.rows))[:, None, :])
         work = cost.work_seconds(self.longest, self.longest**2)[:, None, None]
         waste = self.degrees * (durations[None, :, None] - (1.0 - GAP_LOST) * fillable) - work

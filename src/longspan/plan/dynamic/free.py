@@ -64,7 +64,7 @@ class _Lanes:
         self.next: list[int] = [0] * len(self.parts)  # micro-batch
         self.items: list[list[int]] = [[] for _ in self.parts]
         self.anchors: list[Anchor] = []
-        a_micro_batch = self.launch + cost.ring_step_seconds * (int(self.width.max()) - 1)
+        a_micro_batch = self.launch + float(cost.latency_seconds(int(self.width.max())))
         share = a_micro_batch / (FILLED * problem.cap) * problem.tokens
         self.work = problem.work + share  # seconds on one slot with its share of launches and latency
 

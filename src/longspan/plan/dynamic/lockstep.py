@@ -272,9 +272,10 @@ class _Drafting:
 
     def draft(self) -> Draft:
         """What has been placed."""
-        bins, step = self.bins, self.problem.request.cost.ring_step_seconds
+        bins = self.bins
+        latency = self.problem.request.cost.latency_seconds(np.arange(1, self.problem.widest_block + 1)).tolist()
         ends = [0.0] * len(self.durations)
         for m, seconds, width, fillers in zip(bins.micro_batch, bins.seconds, bins.width, bins.fillers, strict=True):
-            shared = step * (width - 1) if fillers else 0.0
+            shared = latency[width - 1] if fillers else 0.0
             ends[m] = max(ends[m], seconds + shared)
         return Draft(self.problem, np.array(ends), self.anchors, bins)

@@ -114,7 +114,7 @@ class EncoderShape:
         forward pass runs `again` so many times for the backward pass.
         """
         padded = -(-self.head_size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
-        machine = Machine.known("H200") if gpu else Machine.of_cpus()
+        machine = Machine.known("H200") if gpu else Machine.cpus()
         attention = machine.attention_flops_per_second * (self.head_size / padded if gpu else 1)
         again = again if trained != "none" else 0
         pair = ((14 if trained == "all" else 4) + 4 * again) * self.width / attention

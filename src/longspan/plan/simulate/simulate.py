@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from longspan.errors import PlanError
 from longspan.plan.cost.bound import lower_bound_seconds
 from longspan.plan.cost.cost import Cost
+from longspan.plan.cost.type_price import bytes_by_level
 from longspan.plan.plan import Plan
 from longspan.plan.simulate.row_bytes import RowBytes
-from longspan.plan.timeline import GroupTable
 
 Floats = NDArray[np.float64]
 
@@ -227,7 +227,7 @@ def _lower_bound(plan: Plan, cost: Cost, pp: int) -> float:
     bound = lower_bound_seconds(
         plan.lengths, plan.slots, plan.max_tokens_per_slot, cost, plan.mode, node_size=plan.node_size
     )
-    return replace(bound, area=bound.area / pp).seconds
+    return replace(bound, area=bound.area / pp, crossing=bound.crossing / pp).seconds
 
 
 def _peak_rows(rows: NDArray[np.int64], run: PipelineRun, parts: int) -> NDArray[np.float64]:
@@ -240,8 +240,18 @@ def _peak_rows(rows: NDArray[np.int64], run: PipelineRun, parts: int) -> NDArray
 
 
 def _bytes_on_links(plan: Plan, cost: Cost) -> tuple[float, float]:
-    """Bytes that all groups put on links inside and between nodes."""
-    table = GroupTable.of(plan.micro_batches)
-    sent = cost.group_bytes(table.tokens, table.degree, table.documents)
-    inside = table.inside(plan.node_size)
-    return float(sent[inside].sum()), float(sent[~inside].sum())
+    """Bytes that all groups put on links inside and between nodes, by their own communication types."""
+    inside = across = 0.0
+    for group in (group for batch in plan.micro_batches for group in batch.groups if group.degree > 1):
+        kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
+        kind, levels = max(kinds, key=kinds.count), group.hierarchical_context_parallel_sizes
+        inner = group.degree if kind == "a2a" else levels[0] if kind == "a2a+p2p" and levels else 1
+        nodes, rows = [slot // plan.node_size for slot in group.slots], sum(group.laid_out)
+        sent = bytes_by_level(cost, kind, (inner, group.degree // inner), rows, nodes)
+        states = 0.0
+        if cost.states:
+            partition = cost.states.for_partition(group.partition)
+            states = float(partition.wire_bytes(float(len(group.lengths)), float(rows), float(group.degree)))
+        crosses = len(set(nodes)) > 1
+        inside, across = inside + sent["inside"] + states * (not crosses), across + sent["across"] + states * crosses
+    return inside, across
