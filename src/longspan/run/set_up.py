@@ -47,9 +47,9 @@ from longspan.train.long_documents import configuration_for
 from longspan.train.memory.rows_that_fit import measure_rows
 from longspan.train.plans import cost_of_run, query_heads
 from longspan.train.plans.node_size import with_node_size
-from longspan.train.plans.run_machine import use_machine
 from longspan.train.plans.order import source_lines, with_steps_of_epochs
 from longspan.train.plans.partition import choose_partition_on_ranks
+from longspan.train.plans.run_machine import use_machine
 from longspan.train.terms.mtp import add_configured_depths, depths_line
 from longspan.train.training import (
     AnyModel,

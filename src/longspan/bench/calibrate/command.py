@@ -1,4 +1,4 @@
-"""`longspan bench calibrate`: measures this machine and its network, and writes the Machine that plans are priced by."""
+"""`longspan bench calibrate`: measures this machine and its network, and writes the Machine that prices plans."""
 
 import json
 import sys
@@ -128,7 +128,7 @@ def _sizes(flag: str, text: str) -> tuple[int, ...]:
 def fit_machine(measured: Measured, settings: CalibrationSettings) -> Calibration:
     """The machine that the samples show; what was not measured is that of a known device of this name or of another."""
     known = known_device(measured.device)
-    base = known or (Machine.known("H200") if settings.backend == "nccl" else Machine.of_cpus())
+    base = known or (Machine.known("H200") if settings.backend == "nccl" else Machine.cpus())
     base = replace(
         base,
         device=measured.device,

@@ -5,7 +5,7 @@ held out decide nothing: their error is the machine's `fit_error`. What is measu
 `link_trials.py`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from typing import Any, Literal
@@ -209,9 +209,12 @@ def _solve(samples: Sequence[Sample], *names: str, weights: Sequence[Sample] | N
     """How much one of each name takes, in seconds; 0 of each if there are no samples."""
     if not samples:
         return [0.0] * len(names)
-    column: Callable[[Sequence[Sample], str], Floats] = lambda of, name: np.array([getattr(s, name) for s in of], float)
-    columns = np.stack([column(samples, name) for name in names], axis=1)
-    return least_squares(columns, column(samples, "seconds"), column(weights or samples, "seconds"))
+    columns = np.stack([_column(samples, name) for name in names], axis=1)
+    return least_squares(columns, _column(samples, "seconds"), _column(weights or samples, "seconds"))
+
+
+def _column(samples: Sequence[Sample], name: str) -> Floats:
+    return np.array([getattr(sample, name) for sample in samples], dtype=np.float64)
 
 
 def least_squares(columns: Floats, values: Floats, weights: Floats) -> list[float]:

@@ -1,10 +1,11 @@
 """Messages of every kind on each level of the network, as they are sent in a run; timed on all hosts at once.
 
-Hosts are those of the launcher, `node_size` neighbouring slots each. Sizes are what `links.Link` counts: the bytes that a
-slot sends or receives itself.
+Hosts are those of the launcher, `node_size` neighbouring slots each. Sizes are what `links.Link` counts: the bytes that
+a slot sends or receives itself.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ _reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or di
 
 def message_sizes(sizes: Sequence[int]) -> list[tuple[int, bool]]:
     """Sizes and whether they are fitted: all that are given, and two between the larger ones that are held out."""
-    between = [round((a * b) ** 0.5) // 64 * 64 for a, b in zip(sizes[1:], sizes[2:], strict=False)]
+    between = [round((a * b) ** 0.5) // 64 * 64 for a, b in pairwise(sizes[1:])]
     return sorted([*((size, True) for size in sizes), *((size, False) for size in between)])
 
 
@@ -62,7 +63,9 @@ class LinkTrials:
         together = channels.find_channel(host)
         pair = channels.find_channel(host[:2]) if self.world.slot in host[:2] and len(host) > 1 else None
         width = self.node_size
-        yield from self._of_size("inside", "exchange", lambda size: self._exchange(together, size // (width - 1), set(host)))
+        yield from self._of_size(
+            "inside", "exchange", lambda size: self._exchange(together, size // (width - 1), set(host))
+        )
         yield from self._of_size("inside", "gather", lambda size: self._gather_rows(together, size // (width - 1)))
         yield from self._of_size("inside", "point", lambda size: self._shift(together, size))
         yield from self._of_size("inside", "point_alone", lambda size: self._shift(pair, size))

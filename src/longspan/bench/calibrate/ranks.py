@@ -5,6 +5,7 @@ Steps are those of a model whose parameters are not sharded, so that they contai
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,8 +85,8 @@ def _find_hosts(world: World, clock: Clock) -> str:
     """
     line = ""
     for size in (SHORT, LONG):
-        run = exchange_with(world, size)
-        boundary = measure_boundary(world.home.slots, lambda pivot: clock.time_pairs(pivot, run, repeats=9))
+        measure = partial(clock.time_pairs, run=exchange_with(world, size), repeats=9)
+        boundary = measure_boundary(world.home.slots, measure)
         line = check_boundary(boundary, world.home.slots, world.node_size)
         if boundary.hosts:
             break

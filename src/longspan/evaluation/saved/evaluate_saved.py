@@ -32,8 +32,8 @@ from longspan.plan import Cost
 from longspan.train.memory.rows_that_fit import read_rows_of_run
 from longspan.train.plans import PlanChoice, cost_of_run, query_heads
 from longspan.train.plans.node_size import with_node_size
-from longspan.train.plans.run_machine import use_machine
 from longspan.train.plans.partition import with_usual_partition
+from longspan.train.plans.run_machine import use_machine
 from longspan.train.training import AnyModel
 
 Progress = Callable[[str, int, int], None]  # what is evaluated, micro-batches done, all

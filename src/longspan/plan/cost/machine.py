@@ -308,7 +308,8 @@ class Machine:
         if differ := sorted(names ^ set(fields)):
             raise PlanError(f"a machine has {', '.join(sorted(names))}; missing or unknown: {', '.join(differ)}")
         links: dict[str, Any] = {level: Link.from_json(fields[level]) for level in LEVELS}
-        return cls(**fields | links | {"assumed_parts": tuple(fields["assumed_parts"])})
+        fields["assumed_parts"] = tuple(fields["assumed_parts"])
+        return cls(**fields | links)
 
 
 def is_known(name: str) -> bool:

@@ -66,8 +66,8 @@ def check_measured_here(machine: Machine, key: str, *, device: str, ranks_of_hos
     >>> check_measured_here(Machine(), "run.machine", device="cpu", ranks_of_host=2, hosts=1)  # not measured
     ''
 
-    A file of fewer hosts than a run has is taken if its hosts are as large: links between hosts are assumed then. Raises
-    ConfigError.
+    A file of fewer hosts than a run has is taken if its hosts are as large: links between hosts are assumed then.
+    Raises ConfigError.
     """
     if not machine.world:
         return ""

@@ -77,7 +77,7 @@ def cost_of_run(config: RunConfig, model_config: Any, log: Callable[[str], None]
     priced = machine_of(config)
     if isinstance(priced, Cost):
         return priced
-    usual = Machine.known("H200") if gpu else Machine.of_cpus()
+    usual = Machine.known("H200") if gpu else Machine.cpus()
     try:
         return (priced or usual).cost(model_config, _cost_settings(config, measured=priced is not None, gpu=gpu))
     except PlanError as error:
