@@ -33,13 +33,8 @@ from longspan.errors import (
     RunFolderError,
     plural,
 )
-<<<<<<< .merge_file_yUjWaH
-from longspan.plan import Machine, Plan
-=======
-from longspan.plan import Plan, read_plans
-from longspan.plan.cost.model_cost import CPU_GBPS
+from longspan.plan import Machine, Plan, read_plans
 from longspan.plan.plan_rows import group_counts
->>>>>>> .merge_file_9d2ZxK
 from longspan.run import folder as run_lock
 from longspan.run import resume
 from longspan.run.checks.config_check import check_config
@@ -227,10 +222,8 @@ def test_other_plans_of_the_same_tokens_have_the_same_losses(
     assert bool(plan.cost.closing_seconds) == (config.context.mode == "free")
     if plan.cost.closing_seconds:  # the other slot's half of 4 bytes a weight, and of 4 a gradient
         weights = sum(x.numel() for x in load_file(Path(config.run.dir) / "model" / "model.safetensors").values())
-        assert plan.cost.closing_seconds == pytest.approx(
-            speed = Machine.cpus().inside.point.bytes_per_second
-            10e-3 + weights * 8 / 2 / speed, rel=1e-12
-        )
+        speed = Machine.cpus().inside.point.bytes_per_second
+        assert plan.cost.closing_seconds == pytest.approx(10e-3 + weights * 8 / 2 / speed, rel=1e-12)
 
 
 def test_dropout_in_attention_has_the_same_losses_at_every_degree(

@@ -155,11 +155,12 @@ def latency_seconds(cost: AttentionRates, degree: Floats) -> Floats:
 def _latency_of(cost: AttentionRates, kind: str, degree: Floats) -> Floats:
     """The latency under a type that is not "auto"."""
     exchanging = exchanging_members(kind, cost.a2a_size, degree)
-    steps = np.minimum(degree - 1, 1) if kind == "all_gather" else degree / exchanging - 1
+    swaps = (exchanging > 1).astype(np.float64)
+    steps: Floats = np.minimum(degree - 1, 1.0) if kind == "all_gather" else degree / exchanging - 1
     if cost.network is None:
-        return cost.ring_step_seconds * (steps + (exchanging > 1))
+        return cost.ring_step_seconds * (steps + swaps)
     backward = 1 if cost.passes == "forward" else 3  # in backward gradients travel too; an exchange goes both ways
-    messages = backward * steps + (2 if cost.passes == "forward" else 4) * (exchanging > 1)
+    messages = backward * steps + (2 if cost.passes == "forward" else 4) * swaps
     return cost.network.layers * cost.network.step_seconds * messages
 
 

@@ -64,7 +64,7 @@ class Request(PlanOptions):
     def price(self) -> Cost:
         """The cost of groups of the request's type, partition and node size; "auto" is the fastest of each group."""
         sizes, heads = self.hierarchical_context_parallel_sizes, (self.heads or 0) // self.tp
-        inner = 1 if sizes is None else sizes if isinstance(sizes, int) else sizes[0]
+        inner = 1 if sizes is None or "a2a+p2p" not in self.types else sizes if isinstance(sizes, int) else sizes[0]
         cost = replace(self.cost, node_size=self.node_size).under(self.types, max(1, inner), heads=heads)
         return cost.for_partition(self.partition)
 
