@@ -62,8 +62,9 @@ class Machine:
     `layer_launch_seconds` what the host needs for one layer's forward pass. Encoders reach `encoder_flops_per_second`
     outside attention (narrow products, rotary angles in float32), and launch a wave in `wave_seconds`
     (bench/records/vision-step-4xH200.md). `inside` and `across` are the links.
-    `assumed`: figures of a data sheet, not of a measurement. `world` is the number of ranks that were measured, `date`
-    the day, and `fit_error` the mean relative error on samples that were held out.
+    `assumed`: figures of a data sheet, not of a measurement; `assumed_parts` names the figures that a measured machine
+    took from another. `world` is the number of ranks that were measured, `date` the day, and `fit_error` the mean
+    relative error on samples that were held out.
     """
 
     device: str = "H200"
@@ -85,6 +86,7 @@ class Machine:
     across: Link = field(default_factory=lambda: Link.of(50e-6, 40e9))
     node_size: int = 8
     assumed: bool = False
+    assumed_parts: tuple[str, ...] = ()
     source: str = "the model on H200s"
     world: int = 0
     date: str = ""
@@ -287,6 +289,7 @@ class Machine:
     def to_json(self) -> dict[str, Any]:
         """All figures by name, for a JSON document; `Machine.from_json` gives an equal machine back."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in LEVELS}
+        values["assumed_parts"] = list(self.assumed_parts)
         return {"machine": VERSION} | values | {level: getattr(self, level).to_json() for level in LEVELS}
 
     @classmethod
@@ -305,7 +308,24 @@ class Machine:
         if differ := sorted(names ^ set(fields)):
             raise PlanError(f"a machine has {', '.join(sorted(names))}; missing or unknown: {', '.join(differ)}")
         links: dict[str, Any] = {level: Link.from_json(fields[level]) for level in LEVELS}
+        fields["assumed_parts"] = tuple(fields["assumed_parts"])
         return cls(**fields | links)
+
+
+def is_known(name: str) -> bool:
+    """Whether `Machine.known` has figures of this name."""
+    return name.lower() in (known.lower() for known in _KNOWN)
+
+
+def known_device(device: str) -> Machine | None:
+    """The known machine of a device's full name, or None.
+
+    >>> known = known_device("NVIDIA A100-SXM4-80GB")
+    >>> known and known.device
+    'A100-80'
+    """
+    names = (name for name in _KNOWN if all(part in device for part in name.split("-")))
+    return next(map(Machine.known, names), None)
 
 
 # Of GPUs by data sheet, against an H200: matrix products in bfloat16, memory, bytes/s inside a host and across.
