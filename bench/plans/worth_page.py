@@ -16,10 +16,11 @@ heads are repeated where a degree exceeds them. *Gain* is the time of that plan 
 are of one draw of lengths; another seed changes them."""
 PUBLISHED_NOTE = """\
 Megatron-LM pull request 2000: Qwen3-30B-A3B on 32 GPUs, 3,072 tokens a rank, longest 49,152, degrees to 16; 1.48 × is
-claimed there. Lengths here are lognormal, 8 × 32 × 3,072 tokens a step. *Messages* and *idle* are shares of the dynamic
-step: messages that kernels do not hide, inside hosts too, and waits for slower slots. The bound has no messages but the
-latency of long documents. The last three columns are the times of other plans over that of the dynamic
-one: degree 16 as a ring, degree 16 under its best type, and the best of one degree and type."""
+claimed there. Lengths here are lognormal, 8 × 32 × 3,072 tokens a step. *Messages* and *idle* are shares of the
+dynamic step: messages that kernels do not hide, inside hosts too, and waits for slower slots. Of messages the bound
+has only those of documents that are longer than a slot's cap, as far as kernels cannot hide them. The last three
+columns are the times of other plans over that of the dynamic one: degree 16 as a ring, degree 16 under its best type,
+and the best of one degree and type."""
 EMULATED_NOTE = """\
 Attention's FLOPs for each byte that crosses hosts grow with the rows of a document. So a document on a slow network
 waits as long for messages, relative to its kernels, as a shorter one on a fast network: rows × bytes/s is the same.

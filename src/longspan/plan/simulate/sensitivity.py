@@ -49,7 +49,10 @@ def plan_sensitivity(
 
     `price` gives the seconds of a plan at the right cost (None: those of a step without pipeline stages).
     """
-    seconds_of = price or (lambda plan: plan.timeline(cost).step_seconds)
+
+    def seconds_of(plan: Plan) -> float:
+        return price(plan) if price else plan.timeline(cost).step_seconds
+
     right = make(cost)
     right_rows, right_seconds = rows_by_way(right), seconds_of(right)
     for constant, factor, wrong in wrong_costs(cost, share):
