@@ -19,6 +19,7 @@ from longspan.bench.calibrate.link_trials import CPU_SIZES, GPU_SIZES, LinkTrial
 from longspan.bench.calibrate.trial import Clock, Trial
 from longspan.bench.layers import with_layers
 from longspan.comm import World, bind
+from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
 from longspan.model.prepared import vocabulary_size
@@ -107,8 +108,13 @@ class Shape:
 
     @classmethod
     def of(cls, model: Any, dtype: torch.dtype) -> "Shape":
-        """Those of a transformers model."""
+        """Those of a transformers model. Raises ConfigError for one with state-space layers."""
         shape = ModelShape.of(model.config)
+        if shape.mixer_layers:
+            raise ConfigError(
+                "products are measured in the steps of a model without state-space layers, and this one has "
+                f"{shape.mixer_layers} of them; leave --preset and --model out"
+            )
         full = shape.layers - shape.window_layers - shape.chunk_layers
         size = shape.query_width // shape.heads
         weights = 6.0 * shape.weights
