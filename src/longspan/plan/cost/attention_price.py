@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from longspan.plan.cost.links import Network
 
@@ -129,6 +129,18 @@ def exchanging_members(kind: str, a2a_size: int, degree: Floats) -> Floats:
     return np.ones_like(degree)
 
 
+def kv_copies(heads: int, kv_heads: int, members: ArrayLike) -> Floats:
+    """How often every key/value head is sent to members that exchange heads (`HeadSplit` deals them out).
+
+    A member computes its query heads in equally long runs that share a key/value head. It needs a head of its own for
+    each run, so that more are sent than there are if members cut through the queries of a head.
+    """
+    members = np.asarray(members, dtype=np.int64)
+    member_heads = np.maximum(1, heads // members)
+    runs = member_heads // np.gcd(max(1, heads // kv_heads), member_heads)
+    return np.maximum(1.0, members * runs / kv_heads)
+
+
 def price_attention(cost: AttentionRates, rows: Rows) -> AttentionPrice:
     """The price of groups under the communication type of a cost, which is not "auto"."""
     around = rows.degree / exchanging_members(cost.cp_comm_type, cost.a2a_size, rows.degree)
@@ -185,14 +197,16 @@ class _Layer:
         self.cost, self.network, self.rows, self.around = cost, network, rows, around
         self.exchanging = rows.degree / around
         self.computed = computed / network.layers
-        self.copies = np.maximum(1.0, self.exchanging / network.kv_heads)  # of a key/value head among members
+        self.copies = kv_copies(network.heads, network.kv_heads, self.exchanging)  # of a key/value head among members
         self.both = cost.passes != "forward"
         per_row = rows.tokens / rows.degree / network.layers  # of a member
         self.block = network.block_share * cost.ring_bytes * per_row if self.both else cost.ring_bytes * per_row
-        self.gradients = (1 - 2 * network.block_share) * cost.ring_bytes * per_row if self.both else 0.0 * per_row
+        self.gradients = network.gradient_share * cost.ring_bytes * per_row if self.both else 0.0 * per_row
         exchanged = cost.exchange_bytes * per_row / (2 if self.both else 1)
         self.queries = (1 - network.key_share) / 2 * exchanged  # or as many bytes of outputs
         self.keys = network.key_share * exchanged * self.copies
+        # Gradients of the copies of a head are summed, and travel in the dtype of sums.
+        self.key_gradients = self.keys * np.where(self.copies > 1, network.gradient_share / network.block_share, 1.0)
 
     def exposed(self) -> Floats:
         """Seconds of all layers."""
@@ -249,7 +263,7 @@ class _Layer:
         size, count = self.exchanging, np.where(self._is_sliced(), EXCHANGE_SLICES, 1)
         inside_host = np.minimum(self.rows.together, size)
         arriving = self.queries + (self.keys if is_forward else 0.0)
-        leaving = self.queries + (0.0 if is_forward else self.keys)
+        leaving = self.queries + (0.0 if is_forward else self.key_gradients)
         there, back = (
             self._exchange_seconds(x / count * (inside_host - 1) / size, x / count * (size - inside_host) / size)
             for x in (arriving, leaving)
