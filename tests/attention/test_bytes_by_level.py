@@ -15,6 +15,7 @@ from torch import Tensor
 
 from longspan import Group, Layout, MicroBatch, World, attend, bind
 from longspan.attention import all_to_all
+from longspan.attention.members import HeadSplit
 from longspan.comm.groups import channel
 from longspan.plan import AttentionCall, Machine, plan_fixed
 from longspan.testing import backend, run_ranks
@@ -39,7 +40,7 @@ class Case(NamedTuple):
 def cases(slots: int) -> list[Case]:
     levels = [(inner, slots // inner) for inner in range(2, slots) if slots % inner == 0]
     ways = [("p2p", None), ("all_gather", None), ("a2a", None), *(("a2a+p2p", sizes) for sizes in levels)]
-    heads = ((2 * slots, 2 * slots), (slots, 2), (3 * slots, 3))  # own keys and values, a share of them, and cut through
+    heads = ((2 * slots, 2 * slots), (slots, 2), (3 * slots, 3))  # keys of one's own, shared, and cut through
     calls = [(*way, *shape, dtype) for way in ways for shape in heads for dtype in ("float32", "bfloat16")]
     plain = [Case(*call, own=own) for call in calls for own in (False, True)]
     return plain + [Case(*call, own=True, sliced=True) for call in calls if "a2a" in call[0] and call[4] == "bfloat16"]
@@ -158,7 +159,7 @@ def test_what_crosses_hosts_is_each_types_bound(counted: tuple[int, int, dict[Ca
         elif case.kind == "p2p":  # of the steps around the ring two cross
             assert levels["across"] == pytest.approx(total * 2 / slots), case
         elif case.sizes == (node_size, 2):  # blocks cross once in each pass, and gradients once
-            copies = all_to_all.HeadSplit(case.heads, case.kv_heads, node_size).kv_copies
+            copies = HeadSplit(case.heads, case.kv_heads, node_size).kv_copies
             assert levels["across"] == copies * sum(least.values()), case
         elif case.kind == "all_gather" and case.own:
             # A ring of all members brings a host all rows but one member's, and it needs those of the other host.
