@@ -13,7 +13,8 @@ as the code sends them, layer by layer, forward and backward:
   so do the gradients, which are exchanged. Between hosts a gather's bytes come through all slots of a host together.
 - `a2a`: each slot exchanges with the slots of its host and of other hosts at the same time; large exchanges go in two
   slices of heads, which hide behind each other's work. Key/value heads fewer than members are sent several times.
-- `a2a+p2p`: exchanges in one piece around a ring of fewer, larger blocks.
+- `a2a+p2p`: exchanges around a ring of fewer, larger blocks. Large ones go in two slices of heads as well, whose rings
+  take turns: blocks and gradients of one travel while another is computed.
 
 Measured against it: tests/plan/cost/test_machine.py, bench/records/attention-*.md.
 """
@@ -31,6 +32,7 @@ Integers = NDArray[np.int64]
 
 # Slices of heads, whose messages hide behind each other's work, and from which bytes on (measured on H200s):
 EXCHANGE_SLICES = 2  # four took longer (bench/records/attention-slices-4xH200.md)
+RING_SLICES = 2  # under a2a+p2p; 1: exchanges and rings in one piece, one after the other
 EXCHANGE_SLICE_BYTES = 32 << 20  # of a member's queries in a slice: less costs more in launches than it hides
 GATHER_SLICES = 2
 GATHER_SLICE_BYTES = 128 << 20  # of the keys and values of all rows: from here on slices hide more than they cost
