@@ -1,4 +1,4 @@
-"""`a2a+p2p` in slices of heads: exact as dense attention, and messages ahead of their use, in one order on all ranks."""
+"""`a2a+p2p` in slices of heads: exact as dense attention, and messages ahead of use, in one order on all ranks."""
 
 from collections.abc import Callable
 from functools import partial

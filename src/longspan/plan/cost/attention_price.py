@@ -32,7 +32,6 @@ Integers = NDArray[np.int64]
 
 # Slices of heads, whose messages hide behind each other's work, and from which bytes on (measured on H200s):
 EXCHANGE_SLICES = 2  # four took longer (bench/records/attention-slices-4xH200.md)
-RING_SLICES = 2  # under a2a+p2p; 1: exchanges and rings in one piece, one after the other
 EXCHANGE_SLICE_BYTES = 32 << 20  # of a member's queries in a slice: less costs more in launches than it hides
 GATHER_SLICES = 2
 GATHER_SLICE_BYTES = 128 << 20  # of the keys and values of all rows: from here on slices hide more than they cost
@@ -99,7 +98,8 @@ class Rows(NamedTuple):
 
     `tokens` and `squares` are the sums of the documents' rows and of their squares, `degree` the members, `together`
     the fewest members of a group that share a host (the degree if all do), `busiest` what the busiest member of a ring
-    computes, over the mean, and `typical` the length of the document of a typical row (None: squares / tokens).
+    computes, over the mean, and `typical` the length of the document of a typical row (None: squares / tokens). Of
+    `narrow` groups members send each other only the rows that a window or chunk leaves, in one piece.
     """
 
     tokens: Floats
@@ -108,6 +108,7 @@ class Rows(NamedTuple):
     together: Floats
     busiest: Floats | float = 1.0
     typical: Floats | None = None
+    narrow: bool = False
 
     @property
     def inside(self) -> NDArray[np.bool_]:
@@ -138,9 +139,14 @@ def kv_copies(heads: int, kv_heads: int, members: ArrayLike) -> Floats:
     each run, so that more are sent than there are if members cut through the queries of a head.
     """
     members = np.asarray(members, dtype=np.int64)
-    member_heads = np.maximum(1, heads // members)
-    runs = member_heads // np.gcd(max(1, heads // kv_heads), member_heads)
+    _, runs = _deal_heads(heads, kv_heads, members)
     return np.maximum(1.0, members * runs / kv_heads)
+
+
+def _deal_heads(heads: int, kv_heads: int, members: Integers) -> tuple[Integers, Integers]:
+    """The query heads of a member, and in how many runs that share a key/value head it computes them."""
+    member_heads = np.maximum(1, heads // members)
+    return member_heads, member_heads // np.gcd(max(1, heads // kv_heads), member_heads)
 
 
 def price_attention(cost: AttentionRates, rows: Rows) -> AttentionPrice:
@@ -209,6 +215,7 @@ class _Layer:
         self.keys = network.key_share * exchanged * self.copies
         # Gradients of the copies of a head are summed, and travel in the dtype of sums.
         self.key_gradients = self.keys * np.where(self.copies > 1, network.gradient_share / network.block_share, 1.0)
+        self.slices, self.rings = self._count_slices()
 
     def exposed(self) -> Floats:
         """Seconds of all layers."""
@@ -225,18 +232,27 @@ class _Layer:
         return self.network.layers * seconds
 
     def _ring(self, is_forward: bool, computed: Floats) -> Floats:
-        """Blocks travel while others are computed, all but the own one; gradients of a block travel behind it."""
+        """Blocks travel while others are computed, all but the own one; gradients of a block travel behind it.
+
+        The rings of slices take turns, so that the messages of one travel while another is computed: what shows is the
+        work on the last block of the last ring, or in backward on the blocks before the first gradients leave.
+        """
+        rings, steps = self.rings, self.around - 1
         sizes = [self.block * self.copies] if is_forward else [self.block * self.copies, self.gradients * self.copies]
+        wires = [steps * rings * self._step_seconds(size / rings) for size in sizes]
+        pieces = rings * self.around
+        exposed = np.maximum(sum(wires) - computed * (1 - 1 / pieces), 0.0)
+        if not is_forward:
+            sliced = np.maximum(sum(wires) - computed, wires[1] - computed * (1 - 2 / pieces))
+            exposed = np.where(rings > 1, np.maximum(sliced, 0.0), exposed)
+        return exposed + len(sizes) * rings * steps * self.network.step_seconds
+
+    def _step_seconds(self, size: Floats) -> Floats:
+        """Seconds of a message around the ring."""
+        inside, across = self.network.inside, self.network.across
         alone = np.minimum(self.exchanging, self.rows.together) <= 1  # one member of a host crosses
-        across = np.where(
-            alone,
-            sum(self.network.across.point_alone.seconds(size) for size in sizes),
-            sum(self.network.across.point.seconds(size) for size in sizes),
-        )
-        inside = sum(self.network.inside.point.seconds(size) for size in sizes)
-        wire = (self.around - 1) * np.where(self.rows.inside, inside, across)
-        hidden = computed * (self.around - 1) / self.around
-        return np.maximum(wire - hidden, 0.0) + len(sizes) * (self.around - 1) * self.network.step_seconds
+        crossing = np.where(alone, across.point_alone.seconds(size), across.point.seconds(size))
+        return np.where(self.rows.inside, inside.point.seconds(size), crossing)
 
     def _gather(self, is_forward: bool, computed: Floats) -> Floats:
         """Keys and values of all rows, in slices that travel while others are computed; gradients the same way back."""
@@ -261,8 +277,8 @@ class _Layer:
         return self.network.across.gather.seconds(received / together)
 
     def _exchange(self, is_forward: bool, computed: Floats) -> Floats:
-        """Heads for rows and back; slices hide the messages of others behind their work, under a2a."""
-        size, count = self.exchanging, np.where(self._is_sliced(), EXCHANGE_SLICES, 1)
+        """Heads for rows and back; slices hide the messages of others behind their work."""
+        size, count = self.exchanging, self.slices
         inside_host = np.minimum(self.rows.together, size)
         arriving = self.queries + (self.keys if is_forward else 0.0)
         leaving = self.queries + (0.0 if is_forward else self.key_gradients)
@@ -273,9 +289,13 @@ class _Layer:
         sliced = np.maximum(there + computed + back, count * (there + back)) - computed
         return np.where(count > 1, sliced, there + back) + 2 * count * self.network.step_seconds
 
-    def _is_sliced(self) -> NDArray[np.bool_]:
-        large = self.queries >= 2 * EXCHANGE_SLICE_BYTES
-        return large & (self.cost.cp_comm_type == "a2a") & (self.network.heads / self.exchanging > 1)
+    def _count_slices(self) -> tuple[Floats, Floats]:
+        """Slices of the heads of large exchanges, and in how many rings they stand: one if they share keys."""
+        most, large = EXCHANGE_SLICES, self.queries >= 2 * EXCHANGE_SLICE_BYTES
+        heads, runs = _deal_heads(self.network.heads, self.network.kv_heads, self.exchanging.astype(np.int64))
+        even = (runs % most == 0) | ((most % runs == 0) & (heads % most == 0))
+        slices = np.where(large & even & (self.exchanging > 1) & (not self.rows.narrow), float(most), 1.0)
+        return slices, np.where(runs % most == 0, slices, 1.0)
 
     def _exchange_seconds(self, near: Floats, far: Floats) -> Floats:
         """Bytes that a member exchanges inside its host and between hosts; both travel at the same time."""

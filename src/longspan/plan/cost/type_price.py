@@ -124,6 +124,7 @@ def price_type(
         *np.array([tokens, call.squares(laid_out), degree, together], dtype=np.float64),
         busiest=_busiest(group, call, degree if kind == "all_gather" else around),
         typical=np.float64(min(typical, call.chunk or typical)),  # pyright: ignore[reportArgumentType]
+        narrow=width < 1.0,
     )
     price = price_attention(cost, rows)
     exposed = float(price.exposed) if degree > 1 else 0.0
