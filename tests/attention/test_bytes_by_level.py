@@ -22,6 +22,7 @@ from longspan.testing import backend, run_ranks
 from tests.attention.test_attend import needs
 
 Sent = Counter[tuple[int, int]]  # bytes by (sender, receiver)
+Sizes = tuple[int, int] | None
 HEAD, VALUE = 12, 8
 
 
@@ -29,21 +30,22 @@ class Case(NamedTuple):
     """A call on all slots, over communicators of the members' own or from member to member."""
 
     kind: str
-    sizes: tuple[int, int] | None
+    sizes: Sizes
     heads: int
     kv_heads: int
     dtype: str
-    own: bool
+    own: bool = False
     sliced: bool = False
 
 
 def cases(slots: int) -> list[Case]:
     levels = [(inner, slots // inner) for inner in range(2, slots) if slots % inner == 0]
-    ways = [("p2p", None), ("all_gather", None), ("a2a", None), *(("a2a+p2p", sizes) for sizes in levels)]
+    ways: list[tuple[str, Sizes]] = [("p2p", None), ("all_gather", None), ("a2a", None)]
+    ways += [("a2a+p2p", sizes) for sizes in levels]
     heads = ((2 * slots, 2 * slots), (slots, 2), (3 * slots, 3))  # keys of one's own, shared, and cut through
-    calls = [(*way, *shape, dtype) for way in ways for shape in heads for dtype in ("float32", "bfloat16")]
-    plain = [Case(*call, own=own) for call in calls for own in (False, True)]
-    return plain + [Case(*call, own=True, sliced=True) for call in calls if "a2a" in call[0] and call[4] == "bfloat16"]
+    calls = [Case(*way, *shape, dtype) for way in ways for shape in heads for dtype in ("float32", "bfloat16")]
+    sliced = [call._replace(own=True, sliced=True) for call in calls if "a2a" in call.kind and call.dtype == "bfloat16"]
+    return [*calls, *(call._replace(own=True) for call in calls), *sliced]
 
 
 def call_of(case: Case) -> AttentionCall:

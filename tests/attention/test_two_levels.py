@@ -79,22 +79,26 @@ def events(rank: int, slots: int) -> tuple[dict[str, str], float]:
         shard = bind(micro_batch((tuple(range(slots)), lengths)), world)
         generator = torch.Generator().manual_seed(0)
         shapes = ((8, 16), (4, 16), (4, 16), (8, 16))
-        *qkv, dout = (torch.randn(shard.tokens, *s, generator=generator, dtype=torch.float64) for s in shapes)
-        full, leaves = ([x.clone().requires_grad_() for x in qkv], [shard.scatter(x).requires_grad_() for x in qkv])
-        expected = dense_attention(*full, lengths)
+        *qkv, dout = (torch.randn((shard.tokens, *s), generator=generator, dtype=torch.float64) for s in shapes)
+        full = [x.clone().requires_grad_() for x in qkv]
+        leaves = [shard.scatter(x.to(shard.device)).requires_grad_() for x in qkv]
+        expected = dense_attention(full[0], full[1], full[2], lengths)
         expected.backward(dout)
 
         def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(q, k, v, shard, cp_comm_type="a2a+p2p")
 
-        out = checkpoint(layer, *leaves, use_reentrant=False)
+        q, k, v = leaves
+        out: Tensor = checkpoint(layer, q, k, v, use_reentrant=False)  # pyright: ignore[reportAssignmentType]
         forward = " ".join(done)
         done.clear()
-        out.backward(shard.scatter(dout))
+        out.backward(shard.scatter(dout.to(shard.device)))
         again = " ".join(done)
         assert again.startswith(f"{forward} "), again  # recomputed
-        pairs = zip((out, *(x.grad for x in leaves)), (expected, *(x.grad for x in full)), strict=True)
-        worst = max(relative_error(shard.gather(a.detach()).cpu(), b) for a, b in pairs)
+        worst = relative_error(shard.gather(out.detach()).cpu(), expected)
+        for mine, exact in zip(leaves, full, strict=True):
+            assert mine.grad is not None and exact.grad is not None
+            worst = max(worst, relative_error(shard.gather(mine.grad).cpu(), exact.grad))
     return {"forward": forward, "backward": again.removeprefix(f"{forward} ")}, worst
 
 

@@ -8,7 +8,9 @@ Query heads are split in equal numbers. With fewer key/value heads than neighbou
 goes to several, and their gradients are summed.
 
 Large tensors go in slices of the heads: the next slice travels while one is computed, and the results of one while the
-next is. Slices that share a key/value head send it with the first, and the sum of its gradients with the last.
+next is. Slices that share a key/value head send it with the first, and the sum of its gradients with the last. Around
+a ring of several blocks the slices take turns, a block each, so that the blocks and returning gradients of one travel
+while another is computed; slices that share a key/value head share a ring.
 
 The exchanged q, k, v, out and log-sum-exp are saved for backward, as many numbers as the local ones, which backward
 does not need. Forward sends q, k, v and out, backward dout and the gradients.
@@ -77,8 +79,8 @@ def _forward_turns(
     and what is saved are appended to `results`.
     """
     (sent, arriving), (leaving, saved), members = messages, results, swap.members
-    q, *keys = swap.receive_heads(arriving.pop(0), sent[run.start])
-    blocks, collected = key_blocks(keys[0], keys[1], members), list[tuple[Tensor, Partial, AttendCall]]()
+    q, own_k, own_v = swap.receive_heads(arriving.pop(0), sent[run.start])
+    blocks, collected = key_blocks(own_k, own_v, members), list[tuple[Tensor, Partial, AttendCall]]()
     for turn in range(members.turns):
         launches, k, v = next(blocks)
         for slice_index in run:
@@ -93,9 +95,8 @@ def _forward_turns(
                 out, lse = total.result_with_sinks(slice_call.sinks)
                 out = out.to(q.dtype)
                 leaving.append(swap.send_rows((out,), "attention all-to-all forward, back"))
-                # Slices that share keys and values save them with the first.
-                none = q.new_empty(0)
-                saved.append(Saved(q, *(keys if slice_index == run.start else (none, none)), out, lse))
+                saved.append(Saved(q, own_k, own_v, out, lse))
+                own_k = own_v = q.new_empty(0)  # slices that share keys and values save them with the first
         if turn + 1 < members.turns:
             yield
 

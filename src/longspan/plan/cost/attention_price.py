@@ -140,7 +140,7 @@ def kv_copies(heads: int, kv_heads: int, members: ArrayLike) -> Floats:
     """
     members = np.asarray(members, dtype=np.int64)
     _, runs = _deal_heads(heads, kv_heads, members)
-    return np.maximum(1.0, members * runs / kv_heads)
+    return np.maximum(1.0, np.asarray(members * runs / kv_heads, dtype=np.float64))
 
 
 def _deal_heads(heads: int, kv_heads: int, members: Integers) -> tuple[Integers, Integers]:
