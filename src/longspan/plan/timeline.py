@@ -110,7 +110,7 @@ class Timeline:
 
     `rows` held, `busy` seconds of own work, `start` of that work, and `end`, at which the slot may go on; `end − start
     − busy` is the wait for others. A slot that skips a micro-batch has `start == end` and no busy time. `step_seconds`
-    is the end of the whole step, in free mode `Cost.closing_seconds` after the last slot's.
+    is the end of the whole step: `Cost.update_seconds` after the last slot's, in free mode `closing_seconds` more.
     """
 
     rows: Ints
@@ -163,7 +163,7 @@ def timeline(
         busy[active] += cost.micro_batch_seconds
         start, end, total = _free(busy, active, _components(table, count, slots))
         total += cost.closing_seconds
-    return Timeline(-(-rows // row_multiple) * row_multiple, busy, start, end, total)
+    return Timeline(-(-rows // row_multiple) * row_multiple, busy, start, end, total + cost.update_seconds)
 
 
 def _lockstep(busy: Floats) -> tuple[Floats, Floats, float]:
