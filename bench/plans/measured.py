@@ -195,15 +195,16 @@ def _research_steps() -> Iterator[Measured]:
 
 def _adapters() -> Iterator[Measured]:
     """LoRA on one slot. The record has sums of rows, not lengths: squares follow from its FLOPs."""
-    settings = CostSettings(recomputation="selective", frozen=True, shards=1)
     weights = 36 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12288) + 4096 * 151936
     for row in _read("lora-sft-h200")["metrics"]:
         if "tflops" not in row:
             continue
         tokens, flops = row["tokens"], row["tflops"] * 1e12 * row["seconds"]
+        share = row["targets"] / tokens
+        settings = CostSettings(recomputation="selective", frozen=True, shards=1, target_share=share)
         squares = 2 * (flops - 4 * weights * tokens) / (12 * 4096 * 36)
 
-        def predict(machine: Machine, tokens: int = tokens, squares: float = squares, count: int = row["micro_batches"]) -> float:
+        def predict(machine: Machine, tokens: int = tokens, squares: float = squares, count: int = row["micro_batches"], settings: CostSettings = settings) -> float:
             cost = machine.cost(QWEN3_8B, settings)
             work = float(cost.work_seconds(tokens, squares))
             return work + count * cost.micro_batch_seconds + cost.update_seconds
@@ -235,14 +236,13 @@ def _images() -> Iterator[Measured]:
     for row in _read("vision-step-4xH200")["rows"]:
         drawn = VisionDocuments.drawn(row["documents"], sizes, 4)
         images = [[side**2 for side in sides] for sides in drawn.images]
-        first = [0]
-        for sides in drawn.images:
-            first.append(first[-1] + len(sides) + 1)
-        text = list(_text_of(drawn))
+        text = [sum(words) for words in drawn.text]
         lengths = [sum(of_document) + words for of_document, words in zip(images, text, strict=True)]
 
-        def predict(machine: Machine, row: Any = row, images: Any = images, lengths: Any = lengths) -> float:
-            options = PlanOptions(max_tokens_per_slot=16384, cost=machine.cost(config, CostSettings(shards=4)))
+        settings = CostSettings(shards=4, target_share=sum(text) / sum(lengths))
+
+        def predict(machine: Machine, row: Any = row, images: Any = images, lengths: Any = lengths, settings: CostSettings = settings) -> float:
+            options = PlanOptions(max_tokens_per_slot=16384, cost=machine.cost(config, settings))
             home = Layout(4)
             plan = plan_fixed(lengths, home, row["widest"], options=options)  # the dynamic ones had one degree too
             load = EncoderLoad.of(plan, images, EncoderShape.of(config).cost(again=1), max_rows=8192)
@@ -260,11 +260,6 @@ def _images() -> Iterator[Measured]:
             seconds=row["seconds"],
             predict=predict,
         )
-
-
-def _text_of(drawn: Any) -> Iterator[int]:
-    """Tokens of text of each document."""
-    yield from (sum(words) for words in drawn.text)
 
 
 def _evaluations() -> Iterator[Measured]:

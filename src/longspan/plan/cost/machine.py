@@ -21,6 +21,8 @@ from longspan.plan.cost.type_price import AttentionCall, TypePrice, describe_gro
 from longspan.plan.micro_batch import Group
 
 VERSION = 1  # of the file
+# What a layer that runs forward twice makes of passes over memory once more, of those of forward and backward together.
+RECOMPUTED_PASSES = 0.75
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,7 @@ class CostSettings:
     `bytes_per_number` of rows and weights, `tp` ranks of a slot, `ep` ranks that share experts, and `forward` alone.
     FSDP2 shards weights over `shards` slots (0: every slot has all of them, without FSDP2), in `dp_replicate` copies,
     gathers them for every micro-batch's forward pass, again for its backward pass unless `gathered_once`, and sums
-    gradients. In free mode shards are 0: `Cost.with_closing` prices its gathers.
+    gradients. Of rows only the `target_share` predict a token and go through the output projection. In free mode shards are 0: `Cost.with_closing` prices its gathers.
     """
 
     recomputation: Recomputation = "none"
@@ -44,6 +46,7 @@ class CostSettings:
     shards: int = 0
     dp_replicate: int = 1
     gathered_once: bool = False
+    target_share: float = 1.0
     forward: bool = False
 
 
@@ -77,10 +80,10 @@ class Machine:
     """
 
     device: str = "H200"
-    product_flops_per_second: float = 630e12
+    product_flops_per_second: float = 700e12
     expert_flops_per_second: float = 450e12
-    layer_pass_seconds: float = 96e-12
-    logit_pass_seconds: float = 12e-12
+    layer_pass_seconds: float = 150e-12
+    logit_pass_seconds: float = 15e-12
     attention_flops_per_second: float = 617e12
     half_speed_rows: float = 300.0
     scan_flops_per_second: float = 55e12
@@ -95,10 +98,10 @@ class Machine:
     encoder_flops_per_second: float = 240e12
     layer_launch_seconds: float = 3.5e-3
     sharding_bytes_per_second: float = 314e9
-    sharding_share: float = 0.32
+    sharding_share: float = 0.3
     weight_copy_seconds: float = 1.75e-12
-    update_seconds: float = 15e-3
-    weight_update_seconds: float = 8e-12
+    update_seconds: float = 13e-3
+    weight_update_seconds: float = 7e-12
     inside: Link = field(default_factory=lambda: Link.of(0.0, 180e9))
     across: Link = field(default_factory=lambda: Link.of(50e-6, 40e9))
     node_size: int = 8
@@ -196,10 +199,12 @@ class Machine:
         settings = settings or CostSettings()
         shape = ModelShape.of(model, depths=settings.depths)
         cost = self._cost_of_shape(shape, settings.bytes_per_number)
-        products, recomputed = cost.linear_seconds, (settings.recomputation, settings.recomputed_layers)
+        recomputed, without = (settings.recomputation, settings.recomputed_layers), 1 - settings.target_share
+        head = without * 2 * shape.hidden * shape.logits / self.product_flops_per_second  # forward, of rows without
         layers = (shape.layers + shape.dense_layers) / 2 * shape.hidden * self.layer_pass_seconds
-        logits = shape.logits * self.logit_pass_seconds
-        forward = dataclasses.replace(cost, linear_seconds=products + layers + logits).forward_only()
+        logits = settings.target_share * shape.logits * self.logit_pass_seconds
+        plain = cost.linear_seconds + layers + logits - 3 * head
+        forward = dataclasses.replace(cost, linear_seconds=plain).forward_only()
         forward = dataclasses.replace(
             forward,
             launch_seconds=shape.decoder_layers * self.layer_launch_seconds,
@@ -213,10 +218,10 @@ class Machine:
             frozen=settings.frozen,
             depths=settings.depths,
         )
-        again = 1 + recomputed_share(shape, *recomputed)  # what is recomputed makes as many passes as all the rest
+        again = 1 + RECOMPUTED_PASSES * recomputed_share(shape, *recomputed)
         cost = dataclasses.replace(
             cost,
-            linear_seconds=cost.linear_seconds + again * layers + logits,
+            linear_seconds=cost.linear_seconds + again * layers + logits - (2 if settings.frozen else 3) * head,
             micro_batch_seconds=cost.micro_batch_seconds + self._sharding_seconds(shape, settings),
             update_seconds=self._update_seconds(shape, settings),
         ).shared_by(settings.tp)
