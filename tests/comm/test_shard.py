@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from longspan import comm
-from longspan.comm.shard import SequenceShard, bind
+from longspan.comm.shard import Derived, SequenceShard, bind
 from longspan.comm.world import World
 from longspan.errors import CommError, LayoutError, PlanError
 from longspan.layout import Layout
@@ -150,3 +150,18 @@ def refuse(rank: int) -> None:
 
 def test_errors_name_the_numbers() -> None:
     run_ranks(refuse, 2)
+
+
+def test_what_is_derived_from_a_shard_has_one_writer() -> None:
+    shard = SequenceShard(MicroBatch((Group((0,), (0,), (8,)),)), 0, -1, torch.device("cpu"))
+    places, rows = torch.tensor([5]), torch.ones(1, 3)
+    for name in Derived.__slots__:
+        with pytest.raises(AttributeError, match=f"{name} of a shard has one writer"):
+            setattr(shard.derived, name, None)
+    for of_rows in (1, 2):  # of two modalities
+        shard.derived.add_items(rows, {0: ((places, rows),)}, {})
+        assert len(shard.derived.leaves) == len(shard.derived.spliced[0]) == of_rows and not shard.derived.added
+        for slot in (shard.derived.spliced, shard.derived.added):
+            with pytest.raises(TypeError, match="does not support item assignment"):
+                slot[0] = ()  # type: ignore[index]
+    assert shard.real_rows is shard.real_rows and len(shard.real_rows) == 8

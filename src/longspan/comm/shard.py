@@ -7,7 +7,8 @@ bound again by activation recomputation.
 Rows of a slot: group after group in plan order, document after document, in the order of the group's partition.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -36,13 +37,16 @@ def outside_graphs(fn: Function) -> Function:
     return cast(Function, torch.compiler.disable(fn))
 
 
-class Derived:
-    """What belongs to a shard for as long as it lives, but is no part of its value.
+RowsAt = tuple[tuple[Tensor, Tensor], ...]  # local rows (n,) and rows (n, D) for them, of every modality
 
-    `packed_order` and `real_rows` are computed on first use, by the shard. The others are set by `train/terms`:
-    `spliced` are rows that take the places of token embeddings: (local rows (n,), rows (n, D)) of every modality, by
-    how many tokens further on than the local rows the embedded tokens are; `added` by decoder
-    layer those that are added to what the layer returns; `leaves` are what collects the gradients of both.
+
+class Derived(Immutable):
+    """What belongs to a shard for as long as it lives, but is no part of its value. Each attribute has one writer.
+
+    `packed_order` and `real_rows` are computed on first use, by the shard. The others are of items, written by
+    `train/terms` with `add_items`: `spliced` are rows that take the places of token embeddings, by how many tokens
+    further on than the local rows the embedded tokens are; `added` by decoder layer those that are added to what the
+    layer returns; `leaves` are what collects the gradients of both.
 
     A module that derives something else from a shard keeps it in a `WeakKeyDictionary` of its own, by shard.
     """
@@ -55,12 +59,29 @@ class Derived:
         "spliced",
     )
 
+    packed_order: tuple[tuple[int, ...], Tensor] | None  # for these starts of the slots' rows
+    real_rows: Tensor | None
+    spliced: Mapping[int, RowsAt]
+    added: Mapping[int, RowsAt]
+    leaves: tuple[Tensor, ...]
+
     def __init__(self) -> None:
-        self.packed_order: tuple[tuple[int, ...], Tensor] | None = None  # for these starts of the slots' rows
-        self.real_rows: Tensor | None = None
-        self.spliced: dict[int, tuple[tuple[Tensor, Tensor], ...]] = {}
-        self.leaves: tuple[Tensor, ...] = ()
-        self.added: dict[int, tuple[tuple[Tensor, Tensor], ...]] = {}
+        nothing = MappingProxyType[int, RowsAt]({})
+        self._set(packed_order=None, real_rows=None, spliced=nothing, added=nothing, leaves=())
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name} of a shard has one writer, which Derived names; do not set it")
+
+    def add_items(self, leaf: Tensor, spliced: Mapping[int, RowsAt], added: Mapping[int, RowsAt]) -> None:
+        """Add the rows of one modality's items, and the tensor that collects their gradients."""
+        self._set(
+            leaves=(*self.leaves, leaf), spliced=_join_rows(self.spliced, spliced), added=_join_rows(self.added, added)
+        )
+
+
+def _join_rows(first: Mapping[int, RowsAt], second: Mapping[int, RowsAt]) -> Mapping[int, RowsAt]:
+    keys = {**first, **second}
+    return MappingProxyType({key: (*first.get(key, ()), *second.get(key, ())) for key in keys})
 
 
 class SequenceShard(Immutable):
@@ -150,9 +171,10 @@ class SequenceShard(Immutable):
     @property
     def real_rows(self) -> Tensor:
         """The local rows (R,) that are not padding, as an index on the shard's device."""
-        if self.derived.real_rows is None:
-            self.derived.real_rows = torch.nonzero(self.rows >= 0).squeeze(1)
-        return self.derived.real_rows
+        if (rows := self.derived.real_rows) is None:
+            rows = torch.nonzero(self.rows >= 0).squeeze(1)
+            self.derived._set(real_rows=rows)
+        return rows
 
     def with_padding(self, *, minimum: int = 1, multiple: int = 1) -> "SequenceShard":
         """The same shard with padding rows appended, so that T ≥ `minimum` and T is a multiple of `multiple`.
@@ -235,7 +257,9 @@ class SequenceShard(Immutable):
     def _packed_order(self, starts: tuple[int, ...]) -> Tensor:
         """`packed_order` on the device, worked out once."""
         if self.derived.packed_order is None or self.derived.packed_order[0] != starts:
-            self.derived.packed_order = starts, to_device(packed_order(self.micro_batch, starts), self.device)
+            order = to_device(packed_order(self.micro_batch, starts), self.device)
+            self.derived._set(packed_order=(starts, order))
+            return order
         return self.derived.packed_order[1]
 
     def _has_padding(self) -> bool:

@@ -123,7 +123,7 @@ class World:
         self.device = choose_device(backend, device, place.local_rank)
         self.backend = BOTH if self.device.type == "cuda" else "gloo"
         self.max_groups = max_groups if max_groups is not None else 4 if self.device.type == "cuda" else 0
-        self.machine = Machine.known("H200") if self.device.type == "cuda" else Machine.of_cpus()
+        self.machine = Machine.known("H200") if self.device.type == "cuda" else Machine.cpus()
 
     def _open_channels(self, place: Place, store: Store, prefix: str) -> None:
         """Make what the ranks talk through, with keys of this prefix in their store."""

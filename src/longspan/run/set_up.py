@@ -8,6 +8,7 @@ files of a Hugging Face folder that saved and exported models of the run need: c
 import warnings
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from longspan.config.sections import LoraSection, ModelConfig, RunConfig
 from longspan.corpus.run_corpus import check_tokenizer
 from longspan.corpus.tokenizer_files import keep_generation
 from longspan.data.documents import Corpus
-from longspan.errors import ModelError, RunFolderError
+from longspan.errors import ConfigError, ModelError, RunFolderError
 from longspan.evaluation.auto_degree import choose_degrees
 from longspan.files import write_atomically
 from longspan.model.load import torch_dtype
@@ -173,7 +174,8 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
             world, lambda: write_atomically(directory / "config.toml", to_toml(as_written)), RunFolderError
         )
         warn_of_lost_updates(config, log)
-    cost = _cost_of_model(config, world, model, data.corpus, log)
+    price = partial(_cost_of_model, config, world, model, data.corpus, log)
+    cost = run_on_every_rank(world, price, ConfigError)
     run = TrainingRun(config, world, model, optimizer, cost, data.corpus, data.order, done)
     return _resolve_plans(run, data, log)
 

@@ -157,7 +157,8 @@ def test_embeddings_are_of_the_rows_themselves_after_a_depth() -> None:
     model, ids = _EmbedsTwice(), torch.zeros(1, 8, dtype=torch.int64)
     plain = model.embedding(ids).detach()
     _SpliceHook(model, model.embedding, ())
-    shard.derived.spliced[2] = ((torch.tensor([5]), torch.full((1, 3), 7.0)),)
+    rows = torch.full((1, 3), 7.0)
+    shard.derived.add_items(rows, {2: ((torch.tensor([5]), rows),)}, {})
     assert embedding_arguments(shard, 2) == {AHEAD: 2}
     ahead, plain_again = model(ids, shard=shard)
     assert torch.equal(plain_again, plain)

@@ -14,21 +14,21 @@ from longspan.plan.hierarchy import levels_at
 from tests.plan.cases import bounded, plans
 from tests.plan.cost.test_model_shape import QWEN3_8B
 
-CASES = [  # lengths, slots, cap, area, longest
-    ([5295, 682, 3599, 1484, 2912], 6, 1024, 0.3167267261226666, 0.125821913712),
-    ([36000] * 3, 16, 16384, 1.40318164, 0.649423),
-    ([65536] + [2048] * 40, 64, 8192, 0.45144165486591986, 0.8850351103999999),
-    ([131072], 16, 8192, 3.71056130199552, 3.72136130199552),
-    ([100] * 1000, 8, 4096, 1.4619755999999997, 0.015092293142857142),
+CASES = [  # lengths, slots, cap, area, longest; crossing: each step of a long document at the fewest slots waits
+    ([5295, 682, 3599, 1484, 2912], 6, 1024, 0.3167267261226666, 0.125821913712, 0.00522421875),
+    ([36000] * 3, 16, 16384, 1.40318164, 0.649423, 0.00059326171875),
+    ([65536] + [2048] * 40, 64, 8192, 0.45144165486591986, 0.8850351103999999, 0.00063),
+    ([131072], 16, 8192, 3.71056130199552, 3.72136130199552, 0.0108),
+    ([100] * 1000, 8, 4096, 1.4619755999999997, 0.015092293142857142, 0.0),
 ]
 
 
-@pytest.mark.parametrize(("lengths", "slots", "cap", "area", "longest"), CASES)
-def test_literal_values(lengths: list[int], slots: int, cap: int, area: float, longest: float) -> None:
+@pytest.mark.parametrize(("lengths", "slots", "cap", "area", "longest", "crossing"), CASES)
+def test_literal_values(lengths: list[int], slots: int, cap: int, area: float, longest: float, crossing: float) -> None:
     bound = lower_bound_seconds(lengths, slots, cap, Cost())
-    assert (bound.area, bound.longest) == pytest.approx((area, longest), rel=1e-12)
-    assert bound.seconds == pytest.approx(max(area, longest), rel=1e-9)
-    assert bound.seconds < max(area, longest)
+    assert (bound.area, bound.longest, bound.crossing) == pytest.approx((area, longest, crossing), rel=1e-12)
+    assert bound.seconds == pytest.approx(max(area + crossing, longest), rel=1e-9)
+    assert bound.seconds < max(area + crossing, longest)
 
 
 def test_launches_are_whole_in_lockstep_and_shared_in_free_mode() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from longspan.cli.flags import Switch
+from longspan.cli.flags import Switch, check_least
 from longspan.cli.plans.lengths import SourceFlags
 from longspan.errors import ConfigError
 from longspan.layout import Layout
@@ -63,8 +63,17 @@ class PlanningFlags(SourceFlags):
     cp_comm_type: Literal["", "p2p", "all_gather", "a2a", "a2a+p2p", "auto"] = ""
     """How the slots of a group share attention; empty: p2p, for hybrids the fastest, with --compare the fastest of each
     row of the table; auto: chosen for each group, with --compare as if empty."""
-    hierarchical_context_parallel_sizes: tuple[int, ...] = ()
-    """With a2a+p2p: the a2a and the p2p size."""
+    hierarchical_context_parallel_sizes: int | tuple[int, ...] = ()
+    """With a2a+p2p: the a2a and the p2p size, or the a2a size of groups of any degree (2 2, or 2)."""
+    cp: int = 0
+    """Degree of fixed and padded plans; 0: the smallest that divides the slots and holds the longest document, with
+    --compare up to five such degrees."""
+    min_cp: int = 1
+    """Smallest degree that a dynamic plan may choose."""
+    max_cp: int = 0
+    """Largest degree that a dynamic plan may choose; 0: no limit."""
+    micro_batch_multiple: int = 1
+    """Round the number of micro-batches up to a multiple of this (pipelines with several chunks a stage)."""
     max_tokens_per_slot: int = 8192
     """Rows that a slot holds in one micro-batch, at most; 0: no limit, as if memory had none."""
     weights: float = 0.0
@@ -76,6 +85,13 @@ class PlanningFlags(SourceFlags):
     """Print the result as JSON, and nothing else, on standard output."""
     plot: tuple[str, ...] = ()
     """Draw the result to these files: .html (a plan's is a page to explore), .svg, or a plan as .png (viz extra)."""
+
+
+def check_degrees(flags: PlanningFlags) -> None:
+    """Raise ConfigError for degrees that are out of bounds, or that leave a dynamic plan no choice."""
+    check_least(flags, cp=0, min_cp=1, max_cp=0, micro_batch_multiple=1)
+    if 0 < flags.max_cp < flags.min_cp:
+        raise ConfigError(f"--min-cp is {flags.min_cp} and --max-cp {flags.max_cp}; give a --max-cp that is not less")
 
 
 def read_price(flags: PlanningFlags, *, training: bool = True) -> Cost:

@@ -127,7 +127,8 @@ class _Evaluator:
         images = any(getattr(of_name.documents, "items", ()) for of_name in fit.sets)
         model, step = load_saved_model(fit.checked, fit.config, fit.configuration, self.world, images=images)
         model.eval()
-        cost = cost_of_run(fit.config, model.config, log, gpu=self.world.device.type == "cuda")
+        price = partial(cost_of_run, fit.config, model.config, log, gpu=self.world.device.type == "cuda")
+        cost = run_on_every_rank(self.world, price, ConfigError)
         with StopSignal() as stop:
             sets = tuple(self._evaluate_sets(model, step, cost, stop, log, progress))
         digest = tokenizer_digest(fit.checked.tokenizer)
@@ -178,7 +179,8 @@ def _evaluate_at_degrees(choice: PlanChoice, degrees: Sequence[int], longest: in
 
 def _title(fit: _Fit, of_name: NamedDocuments, choice: PlanChoice) -> str:
     words = [fit.checked.subject.weights.title.rpartition("/")[2], of_name.name]
-    words.append("dynamic cp" if choice.planner == "dynamic" else f"cp {choice.degree}")
+    dynamic = "dynamic cp" if choice.planner == "dynamic" else choice.planner
+    words.append(f"cp {choice.degree}" if choice.has_one_degree else dynamic)
     return ", ".join(filter(None, words))
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from longspan.errors import PlanError
 from longspan.plan.cost.cost import Cost
+from longspan.plan.cost.links import Network
 
 ROUNDING = 1e-10  # relative; a plan may meet the bound exactly and sum its seconds in another order
 
@@ -21,17 +22,19 @@ ROUNDING = 1e-10  # relative; a plan may meet the bound exactly and sum its seco
 class Bound:
     """Two lower bounds in seconds and the larger of them, which is rounded down by 1e-10 of itself.
 
-    `area`: all work spread evenly over all slots, and the launches of the fewest micro-batches. `longest`: the longest
-    document in a group of its own at its best degree.
+    `area`: all work spread evenly over all slots, and the launches of the fewest micro-batches; `crossing` is added to
+    it: the messages of documents that are longer than a slot's cap. `longest`: the longest document in a group of its
+    own at its best degree.
     """
 
     area: float
     longest: float
+    crossing: float = 0.0
 
     @property
     def seconds(self) -> float:
         """The bound: no plan takes less."""
-        return max(self.area, self.longest) * (1 - ROUNDING)
+        return max(self.area + self.crossing, self.longest) * (1 - ROUNDING)
 
 
 def lower_bound_seconds(
@@ -49,12 +52,44 @@ def lower_bound_seconds(
     `max_cp` limits the degree of any group. Raises PlanError if the longest document fits no group at all.
     """
     rows = np.asarray(lengths, dtype=np.int64)
-    work = math.fsum(rows * _row_seconds(cost) + rows.astype(np.float64) ** 2 * cost.attention_seconds)
+    attention = math.fsum(rows.astype(np.float64) ** 2 * cost.attention_seconds)
+    work = math.fsum(rows * _row_seconds(cost)) + attention
+    crossing = _crossing_seconds(rows, max_tokens_per_slot, attention, cost, node_size) / slots
     area = work / slots + cost.micro_batch_seconds * _launches(int(rows.sum()), slots, max_tokens_per_slot, mode)
     if not len(rows):
         return Bound(area, 0.0)
     widest = min(max_cp or slots, slots)
-    return Bound(area, _longest_seconds(int(rows.max()), widest, max_tokens_per_slot, cost, node_size))
+    longest = _longest_seconds(int(rows.max()), widest, max_tokens_per_slot, cost, node_size)
+    return Bound(area, longest, crossing)
+
+
+def _crossing_seconds(rows: NDArray[np.int64], cap: int | None, attention: float, cost: Cost, node_size: int) -> float:
+    """Slot seconds of the messages that no plan avoids, beyond those that `attention` of all documents hides.
+
+    A document longer than the cap needs n slots or more. The group that it is in has at least as many slots as its rows
+    fill at the cap, each of which waits for messages, and receives the rows of at least n - 1 others.
+    """
+    if cap is None or not (rows > cap).any():
+        return 0.0
+    long = rows[rows > cap].astype(np.float64)
+    needed, kind = np.ceil(long / cap), cost.cp_comm_type
+    if cost.network:
+        messages = 1 if cost.passes == "forward" else 3  # of a gather, which has the fewest
+        steps = needed - 1 if kind == "p2p" else np.ones_like(long)
+        latency = cost.network.layers * cost.network.step_seconds * messages * steps
+        hosts = np.ceil(needed / node_size)  # at least
+        bytes_across = _crossing_bytes(cost) * long * (hosts - 1) / hosts
+        kernels = attention + cost.network.half_speed_rows * cost.attention_seconds * math.fsum(rows)
+        across = math.fsum(bytes_across) / _fastest_across(cost.network)
+        return math.fsum(long / cap * latency) + max(across - kernels, 0.0)
+    steps = needed - 1 if kind == "p2p" else np.ones_like(long)
+    waits = math.fsum(long / cap * cost.ring_step_seconds * steps)
+    fastest = max(cost.inside_bytes_per_second, cost.across_bytes_per_second)
+    turns = math.fsum(cost.ring_bytes * long * (needed - 1)) / fastest
+    swaps = math.fsum(cost.exchange_bytes * long * (1 - 1 / needed)) / fastest
+    if kind == "p2p":
+        return max(turns - attention, 0.0) + waits
+    return waits + {"all_gather": turns, "a2a": swaps}.get(kind, 0.0)
 
 
 def _launches(tokens: int, slots: int, cap: int | None, mode: str) -> float:
@@ -119,10 +154,18 @@ def _waits_on_network(
     network = cost.network
     assert network is not None
     hosts = np.where(degree > node_size, -(-degree // node_size), 1)
-    link = network.across
-    fastest = max(wire.bytes_per_second for wire in (link.exchange, link.gather, link.point, link.point_alone))
-    sent = np.minimum(cost.ring_bytes, cost.exchange_bytes) if cost.exchange_bytes else cost.ring_bytes
-    crossing = sent * length / degree * (hosts - 1) / hosts / fastest
+    crossing = _crossing_bytes(cost) * length / degree * (hosts - 1) / hosts / _fastest_across(network)
     hidden = cost.attention_seconds * (float(length) ** 2 + network.half_speed_rows * length) / degree
     del kind  # what must cross is the same for each
     return np.maximum(crossing - hidden, 0.0)
+
+
+def _crossing_bytes(cost: Cost) -> float:
+    """Bytes of a row that a host must receive of another, whatever the type: those of a ring or of an exchange."""
+    return min(cost.ring_bytes, cost.exchange_bytes) if cost.exchange_bytes else cost.ring_bytes
+
+
+def _fastest_across(network: Network) -> float:
+    """Bytes a second of a slot's fastest messages between hosts."""
+    link = network.across
+    return max(wire.bytes_per_second for wire in (link.exchange, link.gather, link.point, link.point_alone))

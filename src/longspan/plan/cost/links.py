@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, cast
 
@@ -27,6 +28,13 @@ GIB = float(1 << 30)
 # all_gather, 639 under p2p). A network with a card for each slot is assumed to give all kinds the same speed.
 SOCKET_SPEEDS = {"exchange": 1.5, "gather": 1.0, "point": 0.7, "point_alone": 1.1}
 SLOWEST_CARD = 10e9  # bytes a second and slot: a network that is slower goes through sockets, unless told otherwise
+
+
+@cache
+def _columns(samples: tuple[tuple[float, float], ...]) -> tuple[Floats, Floats]:
+    """Bytes and seconds of samples as arrays, made once for each wire."""
+    sizes, seconds = np.array(samples, dtype=np.float64).T
+    return sizes, seconds
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ class Wire:
     def seconds(self, size: ArrayLike) -> Floats:
         """Seconds of messages of so many bytes; of the shape of `size`."""
         size = np.asarray(size, dtype=np.float64)
-        sizes, seconds = np.array(self.samples).T
+        sizes, seconds = _columns(self.samples)
         beyond = np.maximum(size - sizes[-1], 0.0) / self.bytes_per_second
         within = np.asarray(np.interp(size, sizes, seconds), dtype=np.float64)
         return np.where(size > 0, within + beyond, 0.0)
@@ -106,7 +114,7 @@ class Link:
         return cls(**{kind: Wire.of(seconds, bytes_per_second * (speeds or {}).get(kind, 1.0)) for kind in KINDS})
 
     @classmethod
-    def between_hosts(cls, seconds: float, bytes_per_second: float, network: str = "") -> "Link":
+    def host_link(cls, seconds: float, bytes_per_second: float, network: str = "") -> "Link":
         """A link of this speed between hosts: through "sockets", or a "card" for each slot; "": by the speed."""
         if network not in ("", "sockets", "card"):
             raise PlanError(f"network is {network!r}; use 'sockets' or 'card' (one for each slot)")

@@ -136,13 +136,13 @@ class Machine:
         """
         for known, scale in _KNOWN.items():
             if known.lower() == name.lower():
-                return cls() if scale is None else _scaled(known, *scale)
+                return cls() if scale is None else _scale_h200(known, *scale)
         raise PlanError(
             f"no figures of {name!r}; known are {', '.join(_KNOWN)}, or measure with longspan bench calibrate"
         )
 
     @classmethod
-    def of_cpus(cls) -> "Machine":
+    def cpus(cls) -> "Machine":
         """Processes on CPUs with gloo, by orders of magnitude, none of them measured: they only rank plans."""
         rate, link = 0.02e12, Link.of(500e-6, 1e9)
         return cls(
@@ -187,7 +187,7 @@ class Machine:
         before: Link = getattr(self, level)
         latency = before.point.latency if seconds is None else seconds
         inside = level == "inside"
-        link = Link.of(latency, bytes_per_second) if inside else Link.between_hosts(latency, bytes_per_second, network)
+        link = Link.of(latency, bytes_per_second) if inside else Link.host_link(latency, bytes_per_second, network)
         return dataclasses.replace(self, **{level: link})
 
     def cost(self, model: Any, settings: CostSettings | None = None) -> Cost:
@@ -394,7 +394,7 @@ _KNOWN: dict[str, tuple[float, float, float, float] | None] = {
 }
 
 
-def _scaled(name: str, products: float, memory: float, inside: float, across: float) -> Machine:
+def _scale_h200(name: str, products: float, memory: float, inside: float, across: float) -> Machine:
     """A machine whose products and memory are so many times as fast as an H200's."""
     base = Machine()
     rates = {key: value * products for key, value in base.rates().items() if key.endswith("flops_per_second")}

@@ -24,7 +24,7 @@ def cost_on_cpus(config: Any, *, depths: int = 0) -> Cost:
     >>> cost_on_cpus("Qwen3-8B/config.json").source  # doctest: +SKIP
     ''
     """
-    return Machine.of_cpus().cost(config, CostSettings(depths=depths))
+    return Machine.cpus().cost(config, CostSettings(depths=depths))
 
 
 def read_cost(file: str, key: str) -> Cost:

@@ -16,6 +16,7 @@ from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import Packer
 from longspan.plan.planners.options import PlanKeywords, PlanOptions, options_of, shows_options
 from longspan.plan.planners.request import Request, check_first_size, check_heads
+from longspan.plan.timeline import timeline
 
 EffortName = Literal["fast", "balanced", "thorough"]
 Candidate = tuple[float, Callable[[], list[MicroBatch]]]  # seconds, and a function that makes the micro-batches
@@ -23,6 +24,7 @@ Candidate = tuple[float, Callable[[], list[MicroBatch]]]  # seconds, and a funct
 CLOSE = 1.02  # of the lower bound: a plan so good is not compared with other kinds of plans
 COMPARED_SLOTS, COMPARED_DOCUMENTS = 1024, 20000  # up to which fixed degrees are tried; above, from DISTANT on
 DISTANT = 1.05
+CANDIDATES_PRICED = 4
 
 
 @shows_options
@@ -108,7 +110,21 @@ def _fastest(problem: Problem, bound: float, effort: EffortName) -> list[MicroBa
     small = problem.request.slots <= COMPARED_SLOTS and len(problem.request.lengths) <= COMPARED_DOCUMENTS
     if small or best > DISTANT * bound:
         candidates.extend(_fixed(problem, best))
-    return min(candidates, key=_seconds)[1]()
+    if problem.request.cost.network is None:
+        return min(candidates, key=_seconds)[1]()
+    return _fastest_as_priced(problem, candidates)
+
+
+def _fastest_as_priced(problem: Problem, candidates: list[Candidate]) -> list[MicroBatch]:
+    """The fastest of the best candidates with every group where it is: drafts count groups across nodes as full nodes
+    leave them, and on measured links that decides."""
+    request, near = problem.request, sorted(candidates, key=_seconds)[:CANDIDATES_PRICED]
+    made = [make() for _, make in near]
+    seconds = [
+        timeline(batches, request.slots, request.cost, mode=request.mode, node_size=request.node_size).step_seconds
+        for batches in map(request.resolve_types, made)
+    ]
+    return made[seconds.index(min(seconds))]
 
 
 def _seconds(candidate: Candidate) -> float:

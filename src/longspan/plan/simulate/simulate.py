@@ -228,7 +228,7 @@ def _lower_bound(plan: Plan, cost: Cost, pp: int) -> float:
     bound = lower_bound_seconds(
         plan.lengths, plan.slots, plan.max_tokens_per_slot, cost, plan.mode, node_size=plan.node_size
     )
-    return replace(bound, area=bound.area / pp).seconds
+    return replace(bound, area=bound.area / pp, crossing=bound.crossing / pp).seconds
 
 
 def _peak_rows(rows: NDArray[np.int64], run: PipelineRun, parts: int) -> NDArray[np.float64]:

@@ -9,7 +9,7 @@ from functools import cache, partial
 from typing import Any, Unpack
 
 from longspan.config.keys import AUTO
-from longspan.config.plan_section import EvalConfig, PlanSection
+from longspan.config.plan_section import ONE_DEGREE, EvalConfig, PlanSection
 from longspan.config.sections import ParallelConfig, RunConfig, held_out_set
 from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError, LongspanError, PlanError, plural
@@ -23,6 +23,7 @@ from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.planners.options import PlanKeywords
 from longspan.plan.simulate.evaluation import plan_evaluation, widest_degree
 from longspan.plan.simulate.type_and_partition import options_at_degree
+from longspan.train.plans.own import own_cost, plan_by
 
 
 def row_multiple_of(parallel: ParallelConfig) -> int:
@@ -46,14 +47,17 @@ def cost_of(config: RunConfig) -> Cost:
 
 
 def cost_of_run(config: RunConfig, model_config: Any, log: Callable[[str], None], *, gpu: bool) -> Cost:
-    """What a run's plans are priced by: the file of `run.machine`; without one, its model on H200s or on CPUs.
+    """What plans are priced by: `context.cost_model`, else the file of `run.machine`, else the model on H200s or CPUs.
 
     >>> cost = cost_of_run(config, model.config, print, gpu=world.device.type == "cuda")  # doctest: +SKIP
 
-    What is recomputed counts. The cost on CPUs is of no machine (`Cost.source` is ""): plans are compared by it, and no
-    time is shown. A model that its configuration does not price is planned for as a Qwen3-8B, with a line in the log.
+    What is recomputed counts in a cost of its model. The cost on CPUs is of no machine (`Cost.source` is ""): plans are
+    compared by it, and no time is shown. A model that its configuration does not price is planned for as a Qwen3-8B,
+    with a line in the log.
     """
     train = config.train
+    if config.context.cost_model:
+        return own_cost(config.context.cost_model, model_config)
     if config.run.machine:
         return cost_of(config)
     try:
@@ -125,7 +129,7 @@ class PlanChoice:
         """
         options = _section_options(config.context, config, cost or cost_of(config), heads)
         options = replace(options, mode=config.context.mode)
-        return cls._from_section(config.context, config, options, "context.", weights, weight_bytes)
+        return cls._from_section(config.context, options, "context.", weights, weight_bytes)
 
     @classmethod
     def evaluation(
@@ -146,23 +150,39 @@ class PlanChoice:
         section = replace(entry, partition=entry.partition or config.context.partition)
         options = _section_options(section, config, cost, heads)
         options = replace(options, cost=cost.for_partition(options.partition))
-        return cls._from_section(entry, config, options, entry.prefix)
+        return cls._from_section(entry, options, entry.prefix)
 
     @classmethod
     def _from_section(
         cls,
         section: PlanSection,
-        config: RunConfig,
         options: PlanOptions,
         prefix: str,
         weights: int = 0,
         weight_bytes: int = 2,
     ) -> "PlanChoice":
         """The planner and degree of a plan section, with these options; 0 for a degree "auto"."""
-        context, degree = config.context, section.context_parallel_size
+        degree = section.context_parallel_size
         degree = 0 if isinstance(degree, str) else degree
-        degrees = context.min_dynamic_context_parallel_size, context.max_dynamic_context_parallel_size
+        degrees = section.min_dynamic_context_parallel_size, section.max_dynamic_context_parallel_size
         return cls(section.planner, degree, *degrees, options, prefix, weights, weight_bytes)
+
+    @property
+    def has_one_degree(self) -> bool:
+        """Whether all groups of its plans have the same degree."""
+        return self.planner in ONE_DEGREE
+
+    @property
+    def planner_key(self) -> str:
+        """The key of the planner."""
+        return self.prefix + "planner"
+
+    def widest(self, home: Layout) -> int:
+        """The highest degree that a group may have; of fixed and padded plans their degree, 0 if it is "auto"."""
+        if self.has_one_degree:
+            return self.degree
+        limit = self.max_degree if self.planner == "dynamic" else 0
+        return min(limit or home.slots, home.slots)
 
     @property
     def degree_key(self) -> str:
@@ -212,6 +232,9 @@ class PlanChoice:
         if self.planner == "dynamic":
             max_cp, widest = self.max_degree or None, widest_degree(home, options, self.max_degree)
             make = partial(plan_dynamic, lengths, home, min_cp=self.min_degree, max_cp=max_cp)
+        elif not self.has_one_degree:
+            widest = home.slots
+            make = partial(plan_by, self.planner, self.planner_key, lengths, home)
         else:
             widest = self.degree or smallest_degree(lengths, home, options)
             if not self.degree:
@@ -231,9 +254,8 @@ class PlanChoice:
             self.plan((longest,), home)
         except LongspanError as error:
             rows = f"{self.prefix}max_tokens_per_slot {self.options.max_tokens_per_slot or 0}"
-            fixed = self.planner != "dynamic"
             degree = f"{self.degree_key} {self.degree or AUTO}"
-            keys = f"{degree} and {rows} do not suit" if fixed else f"{rows} does not suit"
+            keys = f"{degree} and {rows} do not suit" if self.has_one_degree else f"{rows} does not suit"
             raise ConfigError(f"{keys} {title} on {plural(len(home.ranks), 'rank')}: {error}") from error
 
     def _cost(self, home: Layout) -> Cost:
@@ -301,7 +323,7 @@ def planner_of_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Lay
 def plans_of_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout, *, ahead: int) -> PlanAhead:
     """The plans of a run's training steps; a context manager.
 
-    Dynamic plans are made `ahead` steps early in another process; those of the other planners take a millisecond and
-    are made when their step begins.
+    Dynamic plans and those of a planner of one's own are made `ahead` steps early in another process; fixed and padded
+    plans take a millisecond and are made when their step begins.
     """
-    return PlanAhead(planner_of_steps(choice, order, home), ahead=ahead if choice.planner == "dynamic" else 0)
+    return PlanAhead(planner_of_steps(choice, order, home), ahead=0 if choice.has_one_degree else ahead)

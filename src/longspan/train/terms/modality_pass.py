@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from longspan.bridge import Bridge
 from longspan.comm import SequenceShard, World, bind, to_device
 from longspan.comm.moves.row_exchange import RowGradient
+from longspan.comm.shard import RowsAt
 from longspan.errors import ModelError
 from longspan.layout.segments import Integers
 from longspan.model.multimodal.encoder import Encoder
@@ -188,21 +189,19 @@ class ModalityPass:
             leaf = self._collect_rows(self.plan.wave_of_row[rows], arrived, starts).requires_grad_(self.trains)
             with torch.set_grad_enabled(self.trains):
                 parts = leaf.split([len(part.row) for part in needed_rows])
-            shard.derived.leaves += (leaf,)
+            spliced, added = dict[int, RowsAt](), dict[int, RowsAt]()
             for ahead, (part, of_part) in enumerate(zip(needed_rows, parts, strict=True)):
-                self._give_rows(shard, ahead, to_device(part.local, shard.device), of_part)
+                places = to_device(part.local, shard.device)
+                first, *deeper = self._rows_by_layer(of_part)
+                spliced[ahead] = ((places, first),)
+                if not ahead:
+                    added = {layer: ((places, rows_of_layer),) for layer, rows_of_layer in enumerate(deeper)}
+            shard.derived.add_items(leaf, spliced, added)
 
-    def _give_rows(self, shard: SequenceShard, ahead: int, places: Tensor, rows: Tensor) -> None:
-        """Give a shard the rows for these local places: those that enter at the embedding of the tokens `ahead` further
-        on and, for the local rows' own tokens (0), those that are added after each of the first layers."""
+    def _rows_by_layer(self, rows: Tensor) -> Sequence[Tensor]:
+        """What enters at the embedding, and what is added after each of the first layers."""
         with torch.set_grad_enabled(self.trains):
-            first, *deeper = rows.split(self.width, -1) if self.encoder.deep_layers else (rows,)
-        derived = shard.derived
-        derived.spliced[ahead] = (*derived.spliced.get(ahead, ()), (places, first))
-        if ahead:
-            return
-        for layer, added in enumerate(deeper):
-            derived.added[layer] = (*derived.added.get(layer, ()), (places, added))
+            return rows.split(self.width, -1) if self.encoder.deep_layers else (rows,)
 
     def _collect_rows(self, wave_of_row: Integers, arrived: Sequence[Tensor], starts: list[int]) -> Tensor:
         """The rows of one micro-batch from those of all waves; those of each wave begin at its place in `starts`."""
