@@ -29,6 +29,7 @@ OLDER = {  # what has changed in the code since a record was made, by record or 
     ("step-4xH200-tail", "padded"): "an earlier run, with the model's own norms",
     ("step-4xH200-files", "padded"): "an earlier run, with the model's own norms",
     ("step-H200-norms", "own norms"): "the model's own norms, which runs no longer use",
+    ("vision-step-4xH200", "replicated"): "the bench's own stand-in for images on every rank, in which no run encodes",
     ("attention-4xH200", "16,384"): "waited for the host, which has become lean (two-commits-4xH200)",
     ("attention-window-types-4xH200", "16,384"): "waited for the host, which has become lean",
     ("step-4xH200-64k", "16,384"): "0.655 s since messages have streams and a lean host (two-commits-4xH200)",
@@ -54,6 +55,11 @@ class Measured:
     def is_layer(self) -> bool:
         """Whether it is one layer's attention, not a whole step."""
         return self.settings.startswith("one layer")
+
+    @property
+    def is_fitted_to(self) -> bool:
+        """Whether it is a whole training step, of which every second one was fitted to."""
+        return not self.is_layer and not self.settings.startswith("forward")
 
 
 def measured_rows() -> list[Measured]:

@@ -33,7 +33,8 @@ class CostSettings:
     `bytes_per_number` of rows and weights, `tp` ranks of a slot, `ep` ranks that share experts, and `forward` alone.
     FSDP2 shards weights over `shards` slots (0: every slot has all of them, without FSDP2), in `dp_replicate` copies,
     gathers them for every micro-batch's forward pass, again for its backward pass unless `gathered_once`, and sums
-    gradients. Of rows only the `target_share` predict a token and go through the output projection. In free mode shards are 0: `Cost.with_closing` prices its gathers.
+    gradients. Of rows only the `target_share` predict a token and go through the output projection. `weight_ranks` of a slot share its weights
+    (0: those of tp). In free mode shards are 0: `Cost.with_closing` prices its gathers.
     """
 
     recomputation: Recomputation = "none"
@@ -44,6 +45,7 @@ class CostSettings:
     tp: int = 1
     ep: int = 1
     shards: int = 0
+    weight_ranks: int = 0
     dp_replicate: int = 1
     gathered_once: bool = False
     target_share: float = 1.0
@@ -233,7 +235,7 @@ class Machine:
         """What FSDP2 adds to a micro-batch: copies, and the share of its messages that shows."""
         if not settings.shards:
             return 0.0
-        weights, width = shape.stored_weights / settings.tp, settings.shards
+        weights, width = shape.stored_weights / (settings.weight_ranks or settings.tp), settings.shards
         gathers = 1 if passes == "forward" or settings.gathered_once else 2
         sums = 0 if passes == "forward" or settings.frozen else 1
         size = weights * (gathers * settings.bytes_per_number + sums * max(4, settings.bytes_per_number))
@@ -246,7 +248,8 @@ class Machine:
         """What ends a step: the optimizer of a rank's weights, and sums of gradients over copies of the shards."""
         if settings.frozen:
             return self.update_seconds
-        weights, copies = shape.stored_weights / settings.tp / max(1, settings.shards), settings.dp_replicate
+        weights = shape.stored_weights / (settings.weight_ranks or settings.tp) / max(1, settings.shards)
+        copies = settings.dp_replicate
         link = self.inside if copies * settings.shards <= self.node_size else self.across
         summed = weights * 4 * 2 * (copies - 1) / copies / link.point.bytes_per_second
         return self.update_seconds + self.weight_update_seconds * weights + summed

@@ -16,8 +16,8 @@ from longspan.errors import ConfigError, LongspanError, PlanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import heads_allow
-from longspan.plan.cost.cost_changes import with_recomputation
-from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200, read_cost
+from longspan.plan.cost.machine import CostSettings, Machine
+from longspan.plan.cost.model_cost import read_cost
 from longspan.plan.hierarchy import levels_at
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.planners.options import PlanKeywords
@@ -46,12 +46,21 @@ def cost_of(config: RunConfig) -> Cost:
     return _cost_in(config.run.machine)
 
 
-def cost_of_run(config: RunConfig, model_config: Any, log: Callable[[str], None], *, gpu: bool) -> Cost:
+def cost_of_run(
+    config: RunConfig,
+    model_config: Any,
+    log: Callable[[str], None],
+    *,
+    gpu: bool,
+    slots: int = 0,
+    target_share: float = 1.0,
+) -> Cost:
     """What plans are priced by: `context.cost_model`, else the file of `run.machine`, else the model on H200s or CPUs.
 
     >>> cost = cost_of_run(config, model.config, print, gpu=world.device.type == "cuda")  # doctest: +SKIP
 
-    What is recomputed counts in a cost of its model. The cost on CPUs is of no machine (`Cost.source` is ""): plans are
+    What is recomputed counts in a cost of its model, and what FSDP2 gathers and sums over so many `slots` (0: nothing)
+    in lockstep. `target_share` of the rows predict a token. The cost on CPUs is of no machine (`Cost.source` is ""): plans are
     compared by it, and no time is shown. A model that its configuration does not price is planned for as a Qwen3-8B,
     with a line in the log.
     """
@@ -61,12 +70,19 @@ def cost_of_run(config: RunConfig, model_config: Any, log: Callable[[str], None]
     if config.run.machine:
         return cost_of(config)
     try:
-        on_device = cost_on_h200 if gpu else cost_on_cpus
-        cost = on_device(model_config, depths=config.mtp.depths)
-        layers = train.recompute_layers * config.parallel.pp  # of each stage
-        frozen, depths = config.lora.rank > 0, config.mtp.depths
-        kind = train.activation_checkpointing
-        return with_recomputation(cost, model_config, kind, layers, frozen=frozen, depths=depths)
+        machine, parallel = Machine.known("H200") if gpu else Machine.of_cpus(), config.parallel
+        settings = CostSettings(
+            recomputation=train.activation_checkpointing,
+            recomputed_layers=train.recompute_layers * parallel.pp,  # of each stage
+            frozen=config.lora.rank > 0,
+            depths=config.mtp.depths,
+            shards=slots // parallel.dp_replicate if config.context.mode == "lockstep" else 0,
+            weight_ranks=parallel.tp,  # whose share of a slot's cost is taken when plans are made
+            dp_replicate=parallel.dp_replicate,
+            gathered_once=not parallel.reshard_after_forward,
+            target_share=target_share,
+        )
+        return machine.cost(model_config, settings)
     except PlanError as error:
         log(f"plans are priced as for a Qwen3-8B: {error}; name a file in run.machine")
         return cost_of(config) if gpu else replace(cost_of(config), source="")
