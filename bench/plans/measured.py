@@ -6,13 +6,16 @@ the record, `plan.predicted_seconds` or `simulate`. No constant of a row is fitt
 
 import json
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from longspan import Group, Layout, plan_dynamic, plan_fixed, plan_padded
-from longspan.plan import AttentionCall, CostSettings, Machine, PlanOptions
+from longspan.plan import AttentionCall, CostSettings, EncoderLoad, EncoderShape, Machine, PlanOptions
+from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.simulate.evaluation import plan_evaluation
 from longspan.plan.simulate.simulate import simulate
 
@@ -69,7 +72,11 @@ def measured_rows() -> list[Measured]:
 
 
 def _older(row: Measured) -> str:
-    parts = (reason for key, reason in OLDER.items() if isinstance(key, tuple) and key[0] == row.record and key[1] in row.name)
+    parts = (
+        reason
+        for key, reason in OLDER.items()
+        if isinstance(key, tuple) and key[0] == row.record and key[1] in row.name
+    )
     return OLDER.get(row.record) or next(parts, "")
 
 
@@ -83,31 +90,22 @@ def _rows_text(lengths: list[int]) -> str:
     return f"{len(lengths)} documents, {sum(lengths):,}, longest {max(lengths):,}"
 
 
-def _step(
+def _predict_step(
+    machine: Machine,
+    *,
     config: Any,
     lengths: list[int],
     slots: int,
     planner: str,
-    *,
     cp: int,
-    cap: int,
-    kind: str,
     settings: CostSettings,
-    partition: Any = "zigzag",
-    heads: int = 32,
-) -> Callable[[Machine], float]:
-    def predict(machine: Machine) -> float:
-        cost = machine.cost(config, settings)
-        options = PlanOptions(
-            max_tokens_per_slot=cap or None, cost=cost, cp_comm_type=kind, heads=heads, partition=partition
-        )
-        home = Layout(slots)
-        if planner == "dynamic":
-            return plan_dynamic(lengths, home, options=options).predicted_seconds
-        plan = plan_padded if planner == "padded" else plan_fixed
-        return plan(lengths, home, cp, options=options).predicted_seconds
-
-    return predict
+    options: PlanOptions,
+) -> float:
+    options, home = replace(options, cost=machine.cost(config, settings)), Layout(slots)
+    if planner == "dynamic":
+        return plan_dynamic(lengths, home, options=options).predicted_seconds
+    plan = plan_padded if planner == "padded" else plan_fixed
+    return plan(lengths, home, cp, options=options).predicted_seconds
 
 
 def _config(record: dict[str, Any]) -> tuple[str, Any, int]:
@@ -146,10 +144,11 @@ def _bench_step(name: str, record: dict[str, Any], row: str, seconds: float) -> 
     model, config, heads = _config(record)
     planner = next((word for word in ("dynamic", "padded") if word in row), "fixed")
     sequences = record.get("sequences") or []
-    lengths = [int(row.split(", ")[-1].split()[0].replace(",", ""))] if sequences and "rows" in row else record["lengths"]
+    lengths = (
+        [int(row.split(", ")[-1].split()[0].replace(",", ""))] if sequences and "rows" in row else record["lengths"]
+    )
     recompute, layers, slots = record["recompute"], record["recompute_layers"], record["ranks"]
     kind, cap, cp = record["cp_comm_type"], record["max_tokens_per_slot"], record["cp"] or slots
-    settings = CostSettings(recomputation=recompute, recomputed_layers=layers, shards=slots)
     words = [planner, f"recomputation {recompute}{f' of {layers} layers' if layers else ''}"]
     words += ["FSDP2"] * (slots > 1) + ["hybrid, experts"] * ("hybrid" in name) + ["experts"] * ("moe" in name)
     words += [row] * (name == "step-H200-norms")
@@ -162,17 +161,20 @@ def _bench_step(name: str, record: dict[str, Any], row: str, seconds: float) -> 
         kind=kind,
         settings=", ".join(words),
         seconds=seconds,
-        predict=_step(
-            config,
-            lengths,
-            slots,
-            planner,
+        predict=partial(
+            _predict_step,
+            config=config,
+            lengths=lengths,
+            slots=slots,
+            planner=planner,
             cp=cp,
-            cap=cap,
-            kind=kind,
-            settings=settings,
-            partition=record.get("partition", "zigzag"),
-            heads=heads,
+            settings=CostSettings(recomputation=recompute, recomputed_layers=layers, shards=slots),
+            options=PlanOptions(
+                max_tokens_per_slot=cap or None,
+                cp_comm_type=kind,
+                heads=heads,
+                partition=record.get("partition", "zigzag"),
+            ),
         ),
     )
 
@@ -183,7 +185,6 @@ def _research_steps() -> Iterator[Measured]:
         slots, lengths = row["ranks"], row["lengths"]
         again = not row.get("reshard", True)
         settings = CostSettings(recomputation=row["recompute"], shards=slots, gathered_once=again)
-        config = QWEN3_8B | {"num_hidden_layers": row["layers"]}
         words = f"fixed, recomputation {row['recompute']}, FSDP2" + ", gathered once" * again
         cap = row.get("max_tokens_per_slot", 0)
         yield Measured(
@@ -195,107 +196,110 @@ def _research_steps() -> Iterator[Measured]:
             kind="auto",
             settings=words,
             seconds=sum(lengths) / slots / row["tokens_per_second"],
-            predict=_step(config, lengths, slots, "fixed", cp=row["cp"], cap=cap, kind="auto", settings=settings),
+            predict=partial(
+                _predict_step,
+                config=QWEN3_8B | {"num_hidden_layers": row["layers"]},
+                lengths=lengths,
+                slots=slots,
+                planner="fixed",
+                cp=row["cp"],
+                settings=settings,
+                options=PlanOptions(max_tokens_per_slot=cap or None, cp_comm_type="auto", heads=32),
+            ),
         )
 
 
 def _adapters() -> Iterator[Measured]:
     """LoRA on one slot. The record has sums of rows, not lengths: squares follow from its FLOPs."""
-    weights = 36 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12288) + 4096 * 151936
+    weights = ModelShape.of(QWEN3_8B).weights
     for row in _read("lora-sft-h200")["metrics"]:
         if "tflops" not in row:
             continue
-        tokens, flops = row["tokens"], row["tflops"] * 1e12 * row["seconds"]
-        share = row["targets"] / tokens
-        settings = CostSettings(recomputation="selective", frozen=True, shards=1, target_share=share)
-        squares = 2 * (flops - 4 * weights * tokens) / (12 * 4096 * 36)
-
-        def predict(machine: Machine, tokens: int = tokens, squares: float = squares, count: int = row["micro_batches"], settings: CostSettings = settings) -> float:
-            cost = machine.cost(QWEN3_8B, settings)
-            work = float(cost.work_seconds(tokens, squares))
-            return work + count * cost.micro_batch_seconds + cost.update_seconds
-
+        tokens, flops, count = row["tokens"], row["tflops"] * 1e12 * row["seconds"], row["micro_batches"]
+        squares, share = 2 * (flops - 4 * weights * tokens) / (12 * 4096 * 36), row["targets"] / tokens
         yield Measured(
             record="lora-sft-h200",
             name=f"step {row['step']}",
             model="qwen3-8b, 36 layers",
             slots=1,
-            rows=f"{tokens:,} in {row['micro_batches']} micro-batches",
+            rows=f"{tokens:,} in {count} micro-batches",
             kind="",
             settings="LoRA, recomputation selective",
             seconds=row["seconds"],
-            predict=predict,
+            predict=partial(_predict_adapters, tokens=tokens, squares=squares, count=count, target_share=share),
         )
+
+
+def _predict_adapters(machine: Machine, *, tokens: int, squares: float, count: int, target_share: float) -> float:
+    settings = CostSettings(recomputation="selective", frozen=True, shards=1, target_share=target_share)
+    cost = machine.cost(QWEN3_8B, settings)
+    work = float(cost.work_seconds(tokens, squares))
+    return work + count * cost.micro_batch_seconds + cost.update_seconds
 
 
 def _images() -> Iterator[Measured]:
     """Language model and tower; the documents of bench/vision are drawn again."""
-    import sys
-
     sys.path.insert(0, str(HERE / "vision"))
-    from vision_cases import Sizes, VisionDocuments  # noqa: PLC0415
-
-    from longspan.plan import EncoderLoad, EncoderShape  # noqa: PLC0415
+    from vision_cases import Sizes, VisionDocuments
 
     sizes = Sizes()
-    config = sizes.configuration()
     for row in _read("vision-step-4xH200")["rows"]:
         drawn = VisionDocuments.drawn(row["documents"], sizes, 4)
         images = [[side**2 for side in sides] for sides in drawn.images]
         text = [sum(words) for words in drawn.text]
-        lengths = [sum(of_document) + words for of_document, words in zip(images, text, strict=True)]
-
-        settings = CostSettings(shards=4, target_share=sum(text) / sum(lengths))
-
-        def predict(machine: Machine, row: Any = row, images: Any = images, lengths: Any = lengths, settings: CostSettings = settings) -> float:
-            options = PlanOptions(max_tokens_per_slot=16384, cost=machine.cost(config, settings))
-            home = Layout(4)
-            plan = plan_fixed(lengths, home, row["widest"], options=options)  # the dynamic ones had one degree too
-            load = EncoderLoad.of(plan, images, EncoderShape.of(config).cost(again=1), max_rows=8192)
-            replicated = row["encoder"] == "replicated"
-            return plan.predicted_seconds + (load.replicated_seconds if replicated else load.seconds)
-
         yield Measured(
             record="vision-step-4xH200",
             name=f"{row['documents']} images a document, {row['plan']}, {row['encoder']}",
             model="qwen3-vl-8b, 8 layers, tower 27",
             slots=4,
-            rows=f"{row['documents']} images a document, {sum(lengths):,}",
+            rows=f"{row['documents']} images a document, {sum(text) + sum(drawn.rows):,}",
             kind="p2p",
-            settings=f"{row['plan']}, images {row['encoder']}",
+            settings=f"{row['plan']} at degree {row['widest']}, images {row['encoder']}",
             seconds=row["seconds"],
-            predict=predict,
+            predict=partial(_predict_images, row=row, images=images, text=text, config=sizes.configuration()),
         )
+
+
+def _predict_images(machine: Machine, *, row: Any, images: list[list[int]], text: list[int], config: Any) -> float:
+    """Language model and tower. Dynamic plans of the record have one degree, as fixed ones have."""
+    lengths = [sum(of_document) + words for of_document, words in zip(images, text, strict=True)]
+    cost = machine.cost(config, CostSettings(shards=4, target_share=sum(text) / sum(lengths)))
+    plan = plan_fixed(lengths, Layout(4), row["widest"], max_tokens_per_slot=16384, cost=cost)
+    load = EncoderLoad.of(plan, images, EncoderShape.of(config).cost(again=1), max_rows=8192)
+    replicated = row["encoder"] == "replicated"
+    return plan.predicted_seconds + (load.replicated_seconds if replicated else load.seconds)
 
 
 def _evaluations() -> Iterator[Measured]:
     """Forward passes of four documents, with tensor parallelism or in a pipeline."""
     for case in _read("eval-4xH200")["rows"]:
-        config = QWEN3_4B | {"num_hidden_layers": case["layers"]}
         home, lengths = Layout(4, tp=case["tp"], pp=case["pp"]), [case["tokens"]] * 4
         for run in case["runs"]:
-            if "degree" not in run or run["trained"] != run["degree"]:
+            degree = run.get("degree")
+            if degree is None or run["trained"] != degree:
                 continue
-
-            def predict(machine: Machine, home: Layout = home, lengths: Any = lengths, case: Any = case, run: Any = run, config: Any = config) -> float:
-                cost = machine.cost(config, CostSettings(tp=home.tp, forward=True, shards=home.slots))
-                cap = case["tokens"] // run["degree"]
-                options = PlanOptions(max_tokens_per_slot=cap, cost=cost, cp_comm_type="auto", heads=32, micro_batch_multiple=home.pp)
-                make = lambda options: plan_fixed(lengths, home, run["degree"], options=options)  # noqa: E731
-                plan = plan_evaluation(make, lengths, home, options, run["degree"])
-                return simulate(plan, pp=home.pp, backward=False).seconds
-
             yield Measured(
                 record="eval-4xH200",
-                name=f"{case['name']} at {run['degree']}",
+                name=f"{case['name']} at {degree}",
                 model=f"qwen3-4b, {case['layers']} layers",
                 slots=home.slots,
                 rows=_rows_text(lengths),
                 kind="auto",
-                settings=f"forward, degree {run['degree']}, tp {home.tp}, pp {home.pp}",
+                settings=f"forward, degree {degree}, tp {home.tp}, pp {home.pp}",
                 seconds=run["median"],
-                predict=predict,
+                predict=partial(_predict_evaluation, home=home, lengths=lengths, degree=degree, layers=case["layers"]),
             )
+
+
+def _predict_evaluation(machine: Machine, *, home: Layout, lengths: list[int], degree: int, layers: int) -> float:
+    settings = CostSettings(tp=home.tp, forward=True, shards=home.slots)
+    cost = machine.cost(QWEN3_4B | {"num_hidden_layers": layers}, settings)
+    cap = lengths[0] // degree
+    options = PlanOptions(
+        max_tokens_per_slot=cap, cost=cost, cp_comm_type="auto", heads=32, micro_batch_multiple=home.pp
+    )
+    plan = plan_evaluation(lambda o: plan_fixed(lengths, home, degree, options=o), lengths, home, options, degree)
+    return simulate(plan, pp=home.pp, backward=False).seconds
 
 
 LAYERS = ("attention-4xH200", "attention-packed-4xH200", "attention-window-types-4xH200")
@@ -323,7 +327,14 @@ def _layers() -> Iterator[Measured]:
 
 
 def _layer(
-    name: str, record: Any, lengths: list[int], kind: str, seconds: float, *, window: int | None = None, hosts: Any = None
+    name: str,
+    record: Any,
+    lengths: list[int],
+    kind: str,
+    seconds: float,
+    *,
+    window: int | None = None,
+    hosts: Any = None,
 ) -> Measured:
     slots, node_size = (hosts["slots"], hosts["node_size"]) if hosts else (record["ranks"], 8)
     call = AttentionCall(

@@ -21,7 +21,7 @@ from longspan.plan.cost.type_price import AttentionCall, TypePrice, describe_gro
 from longspan.plan.micro_batch import Group
 
 VERSION = 1  # of the file
-# What a layer that runs forward twice makes of passes over memory once more, of those of forward and backward together.
+# Passes over memory of a layer that runs forward twice, over those of forward and backward together (predictions.md).
 RECOMPUTED_PASSES = 0.75
 
 
@@ -33,8 +33,8 @@ class CostSettings:
     `bytes_per_number` of rows and weights, `tp` ranks of a slot, `ep` ranks that share experts, and `forward` alone.
     FSDP2 shards weights over `shards` slots (0: every slot has all of them, without FSDP2), in `dp_replicate` copies,
     gathers them for every micro-batch's forward pass, again for its backward pass unless `gathered_once`, and sums
-    gradients. Of rows only the `target_share` predict a token and go through the output projection. `weight_ranks` of a slot share its weights
-    (0: those of tp). In free mode shards are 0: `Cost.with_closing` prices its gathers.
+    gradients. `weight_ranks` of a slot share its weights (0: those of tp). In free mode shards are 0:
+    `Cost.with_closing` prices its gathers. Only the `target_share` of the rows predict a token: others have no logits.
     """
 
     recomputation: Recomputation = "none"
@@ -62,21 +62,23 @@ class Machine:
     >>> min(prices, key=lambda kind: prices[kind].seconds)
     'a2a'
 
-    `product_flops_per_second`: of products with weights, `expert_flops_per_second` of those of experts, with the moves
-    of rows to them (bench/records/experts-H200.md). `layer_pass_seconds` are those of a layer's passes over memory
-    (norms, gates, sums) for each row and number of its width, `logit_pass_seconds` of the loss for each row and logit.
-    `attention_flops_per_second`: of a kernel on long pieces; on pieces of `half_speed_rows` it
-    reaches half. `scan_flops_per_second`, `summary_flops_per_second`: of state-space layers' scans, and of the passes
-    that make a run's states for others; `channel_seconds` those of a row and channel of convolutions with norms and
-    gates. A ring makes `merge_passes` passes over its output in float32 a step, at `memory_bytes_per_second`.
-    FSDP2's messages inside a host run at `sharding_bytes_per_second`, of which `sharding_share` shows; its copies take
-    `weight_copy_seconds` a weight for each gather and each sum. `update_seconds` are those of the ends of a step,
-    `weight_update_seconds` of the optimizer a weight. All of these: bench/records/predictions.md.
-    `step_seconds` is what a batch of messages takes with the launches around it, `ring_wait_seconds` what of a ring's
-    step in one layer and pass shows in whole steps; `micro_batch_seconds` those of a micro-batch's launches,
-    `layer_launch_seconds` what the host needs for one layer's forward pass. Encoders reach `encoder_flops_per_second`
-    outside attention (narrow products, rotary angles in float32), and launch a wave in `wave_seconds`
-    (bench/records/vision-step-4xH200.md). `inside` and `across` are the links.
+    `product_flops_per_second`: of products with weights; `expert_flops_per_second`: of those of experts, with the moves
+    of rows to them (bench/records/experts-H200.md). `layer_pass_seconds`: of a layer's passes over memory (norms, gates,
+    sums), for each row and number of its width; `logit_pass_seconds`: of the loss, for each row and logit.
+    `attention_flops_per_second`: of a kernel on long pieces; on pieces of `half_speed_rows` it reaches half.
+    `scan_flops_per_second`, `summary_flops_per_second`: of state-space layers' scans, and of the passes that make a
+    run's states for others; `channel_seconds` those of a row and channel of convolutions with norms and gates. A ring
+    makes `merge_passes` passes over its output in float32 a step, at `memory_bytes_per_second`. `step_seconds` is what
+    a batch of messages takes with the launches around it, `ring_wait_seconds` what of a ring's step in one layer and
+    pass shows in whole steps; `micro_batch_seconds` those of a micro-batch's launches, `layer_launch_seconds` what the
+    host needs for one layer's forward pass. Encoders reach `encoder_flops_per_second` outside attention (narrow
+    products, rotary angles in float32), and launch a wave in `wave_seconds` (bench/records/vision-step-4xH200.md).
+
+    FSDP2's messages inside a host run at `sharding_bytes_per_second` (gathers and sums of
+    bench/records/step-4xH200-moe.md), of which `sharding_share` shows; its copies take `weight_copy_seconds` a weight
+    for each gather and each sum (there and in step-4xH200-64k.md). `update_seconds` are those of the ends of a step,
+    `weight_update_seconds` of the optimizer for a weight. Rates of products, passes, share and ends are fitted to every
+    second step of bench/records/predictions.md. `inside` and `across` are the links.
     `assumed`: figures of a data sheet, not of a measurement. `world` is the number of ranks that were measured, `date`
     the day, and `fit_error` the mean relative error on samples that were held out.
     """

@@ -60,9 +60,9 @@ def cost_of_run(
     >>> cost = cost_of_run(config, model.config, print, gpu=world.device.type == "cuda")  # doctest: +SKIP
 
     What is recomputed counts in a cost of its model, and what FSDP2 gathers and sums over so many `slots` (0: nothing)
-    in lockstep. `target_share` of the rows predict a token. The cost on CPUs is of no machine (`Cost.source` is ""): plans are
-    compared by it, and no time is shown. A model that its configuration does not price is planned for as a Qwen3-8B,
-    with a line in the log.
+    in lockstep. `target_share` of the rows predict a token. The cost on CPUs is of no machine (`Cost.source` is
+    ""): plans are compared by it, and no time is shown. A model that its configuration does not price is planned for as
+    a Qwen3-8B, with a line in the log.
     """
     train = config.train
     if config.context.cost_model:
@@ -70,7 +70,7 @@ def cost_of_run(
     if config.run.machine:
         return cost_of(config)
     try:
-        machine, parallel = Machine.known("H200") if gpu else Machine.of_cpus(), config.parallel
+        machine, parallel = Machine.known("H200") if gpu else Machine.cpus(), config.parallel
         settings = CostSettings(
             recomputation=train.activation_checkpointing,
             recomputed_layers=train.recompute_layers * parallel.pp,  # of each stage
