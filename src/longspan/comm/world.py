@@ -199,7 +199,9 @@ class World:
         if home == self.home:
             return self
         backend, device, max_groups = self._arguments
-        return self._inner_worlds.enter_context(World(home, backend, self.timeout, device, max_groups=max_groups))
+        inner = self._inner_worlds.enter_context(World(home, backend, self.timeout, device, max_groups=max_groups))
+        inner.machine = self.machine
+        return inner
 
     def prepare(self, plan: Plan) -> None:
         """Make the communicators of their own that this plan's groups gain from and lack; entered by all ranks.

@@ -49,6 +49,7 @@ from longspan.train.plans import cost_of_run, query_heads
 from longspan.train.plans.node_size import with_node_size
 from longspan.train.plans.order import source_lines, with_steps_of_epochs
 from longspan.train.plans.partition import choose_partition_on_ranks
+from longspan.train.plans.run_machine import use_machine
 from longspan.train.terms.mtp import add_configured_depths, depths_line
 from longspan.train.training import (
     AnyModel,
@@ -146,6 +147,7 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     checkpoint = checkpoint_to_resume(config, world, log)
     config = drop_old_node_size(with_held_out_of(config, checkpoint, world), checkpoint, world, log)
     node_size, config = config.context.node_size, with_node_size(config, world)
+    use_machine(config, world, log)
     if config.model.path and checkpoint is None:
         run_on_every_rank(world, lambda: weight_files(Path(config.model.path)), ModelError)
     named = run_on_every_rank(world, lambda: model_configuration(config, config.data.vocab_size), ModelError)

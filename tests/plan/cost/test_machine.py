@@ -156,7 +156,7 @@ def test_sharded_weights_are_gathered_and_summed_for_every_micro_batch() -> None
     assert added(shards=4, gathered_once=True) == pytest.approx(copies * 2 / 3 + 6 * 3 / 4 * wire)
     assert added(shards=4, frozen=True) == pytest.approx(copies * 2 / 3 + 4 * 3 / 4 * wire)
     assert added(shards=4, tp=2) == pytest.approx(added(shards=4) / 2) == pytest.approx(added(shards=4, weight_ranks=2))
-    assert added(shards=16) == pytest.approx(copies + 8 * weights / 8 / 40e9)  # across, through 8 slots of a host
+    assert added(shards=16) == pytest.approx(copies + 8 * 15 / 16 * wire)  # across 40 GB/s a slot, of 8 together
     forward = machine.cost(CONFIG, CostSettings(shards=4, forward=True)).micro_batch_seconds
     assert forward == pytest.approx(plain.micro_batch_seconds / 3 + copies / 3 + 2 * 3 / 4 * wire)
 

@@ -33,6 +33,7 @@ from longspan.train.memory.rows_that_fit import read_rows_of_run
 from longspan.train.plans import PlanChoice, cost_of_run, query_heads
 from longspan.train.plans.node_size import with_node_size
 from longspan.train.plans.partition import with_usual_partition
+from longspan.train.plans.run_machine import use_machine
 from longspan.train.training import AnyModel
 
 Progress = Callable[[str, int, int], None]  # what is evaluated, micro-batches done, all
@@ -127,6 +128,7 @@ class _Evaluator:
         images = any(getattr(of_name.documents, "items", ()) for of_name in fit.sets)
         model, step = load_saved_model(fit.checked, fit.config, fit.configuration, self.world, images=images)
         model.eval()
+        use_machine(fit.config, self.world, log)
         gpu, slots = self.world.device.type == "cuda", self.world.home.slots
         price = partial(cost_of_run, fit.config, model.config, log, gpu=gpu, slots=slots)
         cost = run_on_every_rank(self.world, price, ConfigError)

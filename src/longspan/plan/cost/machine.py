@@ -63,8 +63,8 @@ class Machine:
     'a2a'
 
     `product_flops_per_second`: of products with weights; `expert_flops_per_second`: of those of experts, with the moves
-    of rows to them (bench/records/experts-H200.md). `layer_pass_seconds`: of a layer's passes over memory (norms, gates,
-    sums), for each row and number of its width; `logit_pass_seconds`: of the loss, for each row and logit.
+    of rows to them (bench/records/experts-H200.md). `layer_pass_seconds`: of a layer's passes over memory (norms,
+    gates, sums), for each row and number of its width; `logit_pass_seconds`: of the loss, for each row and logit.
     `attention_flops_per_second`: of a kernel on long pieces; on pieces of `half_speed_rows` it reaches half.
     `scan_flops_per_second`, `summary_flops_per_second`: of state-space layers' scans, and of the passes that make a
     run's states for others; `channel_seconds` those of a row and channel of convolutions with norms and gates. A ring
@@ -79,8 +79,9 @@ class Machine:
     for each gather and each sum (there and in step-4xH200-64k.md). `update_seconds` are those of the ends of a step,
     `weight_update_seconds` of the optimizer for a weight. Rates of products, passes, share and ends are fitted to every
     second step of bench/records/predictions.md. `inside` and `across` are the links.
-    `assumed`: figures of a data sheet, not of a measurement. `world` is the number of ranks that were measured, `date`
-    the day, and `fit_error` the mean relative error on samples that were held out.
+    `assumed`: figures of a data sheet, not of a measurement; `assumed_parts` names the figures that a measured machine
+    took from another. `world` is the number of ranks that were measured, `date` the day, and `fit_error` the mean
+    relative error on samples that were held out.
     """
 
     device: str = "H200"
@@ -110,6 +111,7 @@ class Machine:
     across: Link = field(default_factory=lambda: Link.of(50e-6, 40e9))
     node_size: int = 8
     assumed: bool = False
+    assumed_parts: tuple[str, ...] = ()
     source: str = "the model on H200s"
     world: int = 0
     date: str = ""
@@ -240,11 +242,20 @@ class Machine:
         weights, width = shape.stored_weights / (settings.weight_ranks or settings.tp), settings.shards
         gathers = 1 if passes == "forward" or settings.gathered_once else 2
         sums = 0 if passes == "forward" or settings.frozen else 1
-        size = weights * (gathers * settings.bytes_per_number + sums * max(4, settings.bytes_per_number))
-        wire = size * (width - 1) / width / self.sharding_bytes_per_second
-        if width > self.node_size:  # a ring of all crosses each boundary once, shared between the slots of a host
-            wire = max(wire, size / self.node_size / self.across.gather.bytes_per_second)
+        sent = weights * (width - 1) / width
+        wire = sent * gathers * settings.bytes_per_number / self._sharding_speed("sharded_gather", width)
+        wire += sent * sums * max(4, settings.bytes_per_number) / self._sharding_speed("sharded_reduce", width)
         return self.weight_copy_seconds * weights * (gathers + sums) + self.sharding_share * wire
+
+    def _sharding_speed(self, kind: str, width: int) -> float:
+        """Bytes/s that each of `width` slots receives from FSDP2, measured or by what is known of a machine."""
+        inside, across = getattr(self.inside, kind), getattr(self.across, kind)
+        speed = inside.bytes_per_second if inside else self.sharding_bytes_per_second
+        if width <= self.node_size:
+            return speed
+        # A ring of all slots crosses each boundary once, shared between the slots of a host.
+        usual = self.across.gather.bytes_per_second * self.node_size
+        return min(speed, across.bytes_per_second if across else usual)
 
     def _update_seconds(self, shape: ModelShape, settings: CostSettings) -> float:
         """What ends a step: the optimizer of a rank's weights, and sums of gradients over copies of the shards."""
@@ -368,6 +379,7 @@ class Machine:
     def to_json(self) -> dict[str, Any]:
         """All figures by name, for a JSON document; `Machine.from_json` gives an equal machine back."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in LEVELS}
+        values["assumed_parts"] = list(self.assumed_parts)
         return {"machine": VERSION} | values | {level: getattr(self, level).to_json() for level in LEVELS}
 
     @classmethod
@@ -386,7 +398,24 @@ class Machine:
         if differ := sorted(names ^ set(fields)):
             raise PlanError(f"a machine has {', '.join(sorted(names))}; missing or unknown: {', '.join(differ)}")
         links: dict[str, Any] = {level: Link.from_json(fields[level]) for level in LEVELS}
+        fields["assumed_parts"] = tuple(fields["assumed_parts"])
         return cls(**fields | links)
+
+
+def is_known(name: str) -> bool:
+    """Whether `Machine.known` has figures of this name."""
+    return name.lower() in (known.lower() for known in _KNOWN)
+
+
+def known_device(device: str) -> Machine | None:
+    """The known machine of a device's full name, or None.
+
+    >>> known = known_device("NVIDIA A100-SXM4-80GB")
+    >>> known and known.device
+    'A100-80'
+    """
+    names = (name for name in _KNOWN if all(part in device for part in name.split("-")))
+    return next(map(Machine.known, names), None)
 
 
 # Of GPUs by data sheet, against an H200: matrix products in bfloat16, memory, bytes/s inside a host and across.
