@@ -240,7 +240,7 @@ def _predict_adapters(machine: Machine, *, tokens: int, squares: float, count: i
 def _images() -> Iterator[Measured]:
     """Language model and tower; the documents of bench/vision are drawn again."""
     sys.path.insert(0, str(HERE / "vision"))
-    from vision_cases import Sizes, VisionDocuments
+    from vision_cases import Sizes, VisionDocuments  # pyright: ignore[reportMissingImports]
 
     sizes = Sizes()
     for row in _read("vision-step-4xH200")["rows"]:

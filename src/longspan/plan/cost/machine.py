@@ -13,7 +13,7 @@ from typing import Any, cast
 from longspan.errors import PlanError
 from longspan.plan.check import check_count
 from longspan.plan.cost.cost import Cost, Passes
-from longspan.plan.cost.cost_changes import Recomputation, recomputed_share, with_recomputation
+from longspan.plan.cost.cost_changes import Recomputation, recomputation_share, with_recomputation
 from longspan.plan.cost.links import LEVELS, Level, Link, Network
 from longspan.plan.cost.model_flops import price_model
 from longspan.plan.cost.model_shape import ModelShape
@@ -205,8 +205,10 @@ class Machine:
         settings = settings or CostSettings()
         shape = ModelShape.of(model, depths=settings.depths)
         cost = self._cost_of_shape(shape, settings.bytes_per_number)
-        recomputed, without = (settings.recomputation, settings.recomputed_layers), 1 - settings.target_share
-        head = without * 2 * shape.hidden * shape.logits / self.product_flops_per_second  # forward, of rows without
+        kind, count = settings.recomputation, settings.recomputed_layers
+        head = (
+            (1 - settings.target_share) * 2 * shape.hidden * shape.logits / self.product_flops_per_second
+        )  # forward, of rows without
         layers = (shape.layers + shape.dense_layers) / 2 * shape.hidden * self.layer_pass_seconds
         logits = settings.target_share * shape.logits * self.logit_pass_seconds
         plain = cost.linear_seconds + layers + logits - 3 * head
@@ -220,11 +222,12 @@ class Machine:
         cost = with_recomputation(
             dataclasses.replace(cost, forward=forward),
             model,
-            *recomputed,
+            kind,
+            count,
             frozen=settings.frozen,
             depths=settings.depths,
         )
-        again = 1 + RECOMPUTED_PASSES * recomputed_share(shape, *recomputed)
+        again = 1 + RECOMPUTED_PASSES * recomputation_share(shape, kind, count)
         cost = dataclasses.replace(
             cost,
             linear_seconds=cost.linear_seconds + again * layers + logits - (2 if settings.frozen else 3) * head,
