@@ -142,7 +142,11 @@ def test_large_plans_are_priced_quickly(mode: str) -> None:
 def test_a_known_machine_computes_no_attention_over_padding() -> None:
     group = Group((0, 1), (0, 1), (100, 300), pad_to=400)
     padded, bare = ([MicroBatch((replace(group, pad_to=pad),))] for pad in (400, None))
-    assert GroupTable.of(padded).seen(Cost()).tolist() == [2 * 400**2]
+    assert GroupTable.of(padded).attention_squares(Cost()).tolist() == [2 * 400**2]
     known = Machine.known("H200").cost(QWEN3_8B)
-    assert GroupTable.of(padded).seen(known).tolist() == [100**2 + 300**2] == GroupTable.of(bare).seen(known).tolist()
+    assert (
+        GroupTable.of(padded).attention_squares(known).tolist()
+        == [100**2 + 300**2]
+        == GroupTable.of(bare).attention_squares(known).tolist()
+    )
     assert GroupTable.of(padded).seconds(known, 8)[0] > GroupTable.of(bare).seconds(known, 8)[0]  # other layers have it

@@ -71,7 +71,7 @@ class GroupTable:
         for index, (kind, a2a_size, partition) in enumerate(self.ways):
             here = self.way == index
             priced = cost.under(kind, a2a_size).for_partition(partition)
-            tokens, squares, degree = self.tokens[here], self.seen(cost)[here], self.degree[here]
+            tokens, squares, degree = self.tokens[here], self.attention_squares(cost)[here], self.degree[here]
             inside, documents = together[here] == degree, self.documents[here]
             seconds[here] = priced.group_seconds(tokens, squares, degree, inside, documents, together=together[here])
         return seconds
@@ -80,12 +80,12 @@ class GroupTable:
         """Seconds of each group under the type of a cost, in place of its own; inf where heads or degree forbid it."""
         together = self.together(node_size)
         inside = together == self.degree
-        squares = self.seen(cost)
+        squares = self.attention_squares(cost)
         seconds = cost.group_seconds(self.tokens, squares, self.degree, inside, self.documents, together=together)
         return np.where(cost.allows(self.degree) | (self.degree == 1), seconds, np.inf)
 
-    def seen(self, cost: Cost) -> Ints:
-        """Squared rows that attention computes (G,): without padding, which kernels skip, on a machine that is known."""
+    def attention_squares(self, cost: Cost) -> Ints:
+        """Squared rows that attention computes (G,): on a known machine without padding, which kernels skip."""
         return self.unpadded if cost.network else self.squares
 
     def together(self, node_size: int) -> Ints:
