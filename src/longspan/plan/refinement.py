@@ -40,7 +40,7 @@ class MeasuredStep(NamedTuple):
 
 
 class Refinement:
-    """The corrections of a run whose plans are priced by `cost`.
+    """The corrections of a run whose plans are priced by `cost`, refined from step `first` on.
 
     >>> refinement = Refinement(Cost())
     >>> refinement.note(MeasuredStep(0, 2.5, (1.5, 0.5, 0.0, 0.0)))
@@ -48,10 +48,11 @@ class Refinement:
     True
     """
 
-    def __init__(self, cost: Cost) -> None:
+    def __init__(self, cost: Cost, *, first: int = 0) -> None:
         self.cost = hashlib.sha256(json.dumps(cost.to_json(), sort_keys=True).encode()).hexdigest()
         self._steps: list[MeasuredStep] = []
-        self._corrections = {0: NO_CORRECTION, 1: NO_CORRECTION}  # by step // EVERY
+        block = first // EVERY
+        self._corrections = {block: NO_CORRECTION, block + 1: NO_CORRECTION}  # by step // EVERY
 
     def correction_of(self, step: int) -> Correction:
         """The correction that prices the plan of a step. Raises PlanError for a step that is too far ahead."""
@@ -71,8 +72,12 @@ class Refinement:
             return self._corrections[max(self._corrections)]
         return fit_correction(*self._columns())
 
+    def lacks_correction(self, done: int) -> bool:
+        """Whether a correction is due after `done` steps: of the plans from the next multiple of `EVERY` on."""
+        return done // EVERY + 1 not in self._corrections
+
     def put_correction(self, done: int, correction: Correction) -> None:
-        """Let a correction that was fitted after `done` steps, a multiple of `EVERY`, price plans `EVERY` later."""
+        """Let a correction that is fitted to `done` steps price the plans from the next multiple of `EVERY` on."""
         block = done // EVERY
         self._corrections = {b: c for b, c in self._corrections.items() if b >= block} | {block + 1: correction}
 

@@ -29,6 +29,7 @@ SPREAD = 0.3  # by how much parts' factors differ from that of the whole before 
 ROUNDS, FIRST_ROUNDS = 40, 15  # of weighting; the first ones weigh every step, by the inverse of its distance
 OUTLIER = 4.685  # times the usual distance: a step that is as far away has no weight (Tukey's biweight)
 DIGITS = 4  # of a factor
+REFINED = ", refined by measured steps"  # after the source of a cost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,7 @@ class Correction:
             states=cost.states and cost.states.corrected(linear=self.linear, inside=self.inside),
             network=cost.network and self._apply_to_network(cost.network),
             forward=cost.forward and self.apply(cost.forward),
-            source=cost.source and f"{cost.source}, refined by measured steps",
+            source=cost.source and f"{cost.source}{REFINED}",
         )
 
     def _apply_to_network(self, network: Network) -> Network:
