@@ -57,7 +57,7 @@ def test_what_was_kept_for_another_cost_or_is_damaged() -> None:
     values = Refinement(Cost()).to_json()
     assert Refinement.from_json(values, Cost(linear_seconds=1.0)) is None
     for wrong in (None, {}, values | {"steps": [[1, 2.0, [1.0]]]}, values | {"corrections": {"0": {}}}):
-        with pytest.raises(PlanError, match="refinement|correction"):
+        with pytest.raises(PlanError, match=r"refinement|correction"):
             Refinement.from_json(wrong, Cost())
     with pytest.raises(PlanError, match="the correction of step 35 is not known; those of steps 0 to 9, 10 to 19 are"):
         Refinement(Cost()).correction_of(35)

@@ -113,9 +113,7 @@ def test_a_break_changes_no_plan_and_no_loss(straight: tuple[RunConfig, TrainRes
     assert corrections[20][2] == pytest.approx(TRUE.inside, rel=0.02)
 
 
-def test_off_plans_are_those_of_the_prices_as_they_are(
-    straight: tuple[RunConfig, TrainResult], tmp_path: Path
-) -> None:
+def test_off_plans_are_those_of_the_prices_as_they_are(straight: tuple[RunConfig, TrainResult], tmp_path: Path) -> None:
     config, outcome = straight
     assert outcome.ratios["inside"] == pytest.approx(TRUE.inside, rel=0.02)
     assert "measured over predicted seconds of the last steps: whole 1, " in outcome.text()
@@ -140,7 +138,7 @@ def test_a_correction_of_other_prices_is_left_out(straight: tuple[RunConfig, Tra
     other = refining.refinement_of_run(config, replace(cost, linear_seconds=1.0), state, world, said.append)
     assert other is not None and other.to_json()["steps"] == [] and "another cost than before" in said[0]
     state[refining.STATE] = {}
-    with pytest.raises(CheckpointError, match="set run.refine to 'off'"):
+    with pytest.raises(CheckpointError, match=r"set run\.refine to 'off'"):
         refining.refinement_of_run(config, cost, state, world, said.append)
 
 
