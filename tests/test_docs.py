@@ -1,6 +1,7 @@
 """The programs in the documentation and in examples/ run as they stand."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from longspan.cli.main import main
 from longspan.model import load_model
+from longspan.plan import read_plans
 from tests.train.small import write_texts
 
 ROOT = Path(__file__).parent.parent
@@ -95,6 +97,28 @@ def test_the_page_on_hybrids_prints_what_it_says(capsys: pytest.CaptureFixture[s
 
 def test_the_page_on_planning_is_one_program(run_page: Callable[[str], str]) -> None:
     assert "x the lower bound" in run_page("planning.md")
+
+
+def test_the_planner_and_the_cost_of_the_page_on_planning_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs/planning.md").read_text()
+    (command,) = re.findall(r"^PYTHONPATH=examples longspan (train (?:.*\\\n)*.*)$", page, re.M)
+    words = command.replace("\\\n", " ").replace("examples/", f"{ROOT}/examples/").split()
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}/examples:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    small = ["--data.path", str(write_texts(tmp_path / "texts")), "--data.vocab_size", "300", "--train.steps", "2"]
+    small += ["--train.warmup_steps", "1", "--run.dir", str(tmp_path / "run")]
+    assert main([*words, *small]) == 0, capfd.readouterr()
+    plans = [plan for _, plan in read_plans(tmp_path / "run" / "plans.jsonl")]
+    assert [plan.planner for plan in plans] == ["own_planner.two_degrees"] * 2
+    assert plans[0].cost.source == "the model on a slow network"
+
+
+def test_the_page_on_figures_prints_what_it_says(run_page: Callable[[str], str]) -> None:
+    page, printed = (ROOT / "docs/figures.md").read_text(), run_page("figures.md")
+    expected = re.findall(r"print\(.*\)  # ([^,\n]+)", page)
+    assert len(expected) == 4 and not [words for words in expected if words not in printed]
 
 
 def test_the_page_on_fine_tuning_is_one_program(run_page: Callable[[str], str]) -> None:
@@ -216,7 +240,7 @@ def test_no_page_has_a_program_that_is_not_run() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     with_programs = {page.stem for page in pages if "```python" in page.read_text()}
     run_here = {"attention", "bridge", "evaluation", "gpu", "losses", "own-loop", "parallelism", "planning", "tour"}
-    run_here |= {"README", "doctor", "fine-tuning", "hybrid", "mtp", "multimodal", "vision-models"}
+    run_here |= {"README", "doctor", "figures", "fine-tuning", "hybrid", "mtp", "multimodal", "vision-models"}
     assert with_programs == run_here
 
 

@@ -101,7 +101,15 @@ VARIANTS = ("for_", "at_")  # methods that return a variant of their object: cos
 ALLOWED = frozenset(
     [
         # names that users rely on
-        *("received_rows", "sent_rows", "predicted_seconds", "summed_cross_entropy", "under", "without_adapter"),
+        *(
+            "received_rows",
+            "sent_rows",
+            "predicted_seconds",
+            "summed_cross_entropy",
+            "under",
+            "known",
+            "without_adapter",
+        ),
         # a field of files that runs write
         "measured_for",
         # torch's own names, which ours replace

@@ -11,6 +11,7 @@ from longspan.bench.step.settings import StepSettings, make_settings
 from longspan.bench.timing import kind_of, merge_intervals, parts_of
 from longspan.cli.main import main
 from longspan.config.file import to_toml
+from longspan.errors import ConfigError
 from longspan.model.presets import preset_config
 from longspan.plan import Cost
 from tests.train.small import small_config
@@ -43,6 +44,22 @@ def test_steps_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "recomputation full, the model's own norms, float32" in table and "Longest kernels of longspan" in table
     text = record_text(record)
     assert "not available: ValueError: its attention kernels run on CUDA only" in text and "exposed comm" in text
+
+
+def test_a_planner_and_a_cost_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    own = "tests.train.plans.own_things."
+    words = ["--lengths", "40,24,9,7", "--repeats", "1", "--warmup", "0", "--context.cost_model", f"{own}of_model"]
+    words += ["--context.max_tokens_per_slot", "40", "--planners"]
+    assert main(["bench", "step", "--world", "2", *words, f"fixed,{own}one_by_one", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["name"] for row in rows] == ["longspan fixed", f"longspan {own}one_by_one"]
+    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-6) and rows[1]["predicted_seconds"] > 4 * 5.0
+    assert settings(*words, "fixed").cost.source == "a slow network"
+    for name, message in (("fails", "KeyError"), ("nowhere", "has no nowhere"), ("nothing", "returned NoneType")):
+        with pytest.raises(ConfigError, match=f"{own}{name}.*{message}"):
+            settings(*words, own + name)
+    with pytest.raises(ConfigError, match="this release has padded, fixed, dynamic, or none; one of your own has its"):
+        settings(*words, "mine")
 
 
 def test_the_steps_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -13,6 +14,7 @@ from longspan.cli.main import main
 from longspan.layout import Layout
 from longspan.plan import Cost, plan_fixed
 from longspan.plan.cost.model_cost import cost_on_h200
+from longspan.plan.plan_rows import plan_row
 from longspan.plan.simulate.distributions import sample_lengths
 from longspan.plan.simulate.simulate import simulate
 from tests.report.runs import write_run
@@ -249,7 +251,9 @@ def test_a_planner_that_cannot_is_named_beside_the_others(capsys: pytest.Capture
         (["--slots", "4"], "give one of --lengths"),
         (["--slots", "4", "--same", "2x5", "--weights", "8e9"], "--mode is lockstep; add --mode free"),
         (["--slots", "4", "--same", "2x5", "--mtp-depths", "1"], "--mtp-depths 1 with no --model; give --model FOLDER"),
-        (["--slots", "4", "--same", "2x5", "--cp", "2"], "--cp is of one plan, and --compare prices several"),
+        (["--slots", "4", "--same", "2x5", "--cp", "2", "--which-eval-degree"], "--cp 2 is one degree, and --which-"),
+        (["--slots", "4", "--same", "2x5", "--min-cp", "4", "--max-cp", "2"], "--min-cp is 4 and --max-cp 2; give"),
+        (["--plans", "nowhere", "--max-cp", "2"], "--max-cp is of plans that are made, and those of --plans are as"),
         (["--slots", "4", "--same", "2x5", "--images", "1x1"], "--images is of one plan"),
         (["--plans", "nowhere"], "nowhere is neither a plan's JSON file nor a folder with plans"),
         (["--slots", "4", "--same", "1x90", "--which-eval-degree", "--max-tokens-per-slot", "9"], "to 23 or more"),
@@ -285,11 +289,41 @@ def test_degrees_that_the_query_heads_do_not_allow_are_not_compared(capsys: pyte
     assert [row["cp"] for row in rows] == [1, 2, 4, 8, 16] and "a2a" not in {row["cp_comm_type"] for row in rows[3:]}
 
 
+def test_a_comparison_at_given_degrees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (lengths := tmp_path / "lengths.json").write_text("[9000, 9000, 400, 300, 20]")
+    words = [*COMPARE, "--slots", "8", "--lengths", str(lengths), "--max-tokens-per-slot", "4096", "--json"]
+
+    def plans(*more: str) -> dict[str, dict[str, Any]]:
+        assert main([*words, *more]) == 0
+        return {row["name"]: row for row in json.loads(capsys.readouterr().out)["plans"]}
+
+    assert list(plans()) == ["padded, cp 4", "fixed, cp 4", "fixed, cp 8", "dynamic"]
+    assert list(plans("--cp", "8")) == ["padded, cp 8", "fixed, cp 8", "dynamic"]
+    assert "does not divide 8 slots" in plans("--cp", "3")["fixed, cp 3"]["error"]
+    assert plans("--min-cp", "8")["dynamic"]["seconds"] > plans()["dynamic"]["seconds"]
+    assert "more than the 8192 that cp 2" in plans("--max-cp", "2")["dynamic"]["error"]
+    assert {row["micro_batches"] % 3 for row in plans("--micro-batch-multiple", "3").values()} == {0}
+    staged = plans("--micro-batch-multiple", "3", "--pp", "2", "--vpp", "2")
+    assert {row["micro_batches"] % 6 for row in staged.values()} == {0}
+
+
+def test_the_dynamic_plan_of_compared_eval_degrees_is_of_given_degrees(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*COMPARE, "--slots", "8", "--same", "3x9000", "--which-eval-degree", "--json"]
+    assert main([*words, "--max-tokens-per-slot", "9000"]) == 0
+    free = json.loads(capsys.readouterr().out)["dynamic"]["planned_seconds"]
+    assert main([*words, "--max-tokens-per-slot", "9000", "--max-cp", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["dynamic"]["planned_seconds"] > 1.5 * free
+
+
 def test_saved_plans_say_what_they_are_priced_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, plan = tmp_path / "plan.json", plan_fixed([900, 300], Layout(4), cp=2)
     path.write_text(plan.to_json())
     assert main([*COMPARE, "--plans", str(path)]) == 0
     assert "1 saved plan, " in (out := capsys.readouterr().out) and "priced for Qwen3-8B on GPUs of 400 TFLOP/s" in out
+    rows = tmp_path / "plans.jsonl"
+    rows.write_text("".join(plan_row(step, plan) + "\n" for step in (7, 8)))
+    assert main([*COMPARE, "--plans", str(rows), "--json"]) == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)["plans"]] == ["step 7", "step 8"]
     path.write_text(dataclasses.replace(plan, cost=dataclasses.replace(plan.cost, source="")).to_json())
     assert main([*COMPARE, "--plans", str(path)]) == 0
     out = capsys.readouterr().out

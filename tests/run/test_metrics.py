@@ -16,8 +16,12 @@ from longspan.cli import eval as display_module
 from longspan.cli.eval import EvalDisplay
 from longspan.comm import stop_signal as stop_module
 from longspan.comm.stop_signal import StopSignal
+from longspan.layout import Layout
+from longspan.plan import plan_fixed, read_plans
+from longspan.plan.plan_rows import plan_row
 from longspan.run import progress
 from longspan.run.metrics_log import MetricsLog, read_metrics
+from longspan.run.plan_log import PlanLog
 from longspan.run.progress import ProgressDisplay
 from longspan.train.memory.live_bytes import peak_memory_bytes
 
@@ -42,6 +46,26 @@ def test_a_resumed_log_goes_on_after_its_step(tmp_path: Path) -> None:
     ]
     with MetricsLog(path, after_step=0) as log:
         assert not log.evaluated and not read_metrics(path)
+
+
+def test_resumed_plans_go_on_after_their_step(tmp_path: Path) -> None:
+    path = tmp_path / "plans.jsonl"
+    plans = {step: plan_fixed([100 + step, 7], Layout(4), 2) for step in range(1, 6)}
+    with PlanLog(path, after_step=0) as log:
+        for step in (1, 2, 3):
+            log.write(step, plans[step])
+            assert dict(read_plans(path)) == {s: plans[s] for s in range(1, step + 1)}  # at once
+    with path.open("a") as torn:
+        torn.write(plan_row(4, plans[4])[:40])
+    with PlanLog(path, after_step=3) as log:
+        log.write(4, plans[4])
+    with PlanLog(path, after_step=2) as log:
+        log.write(3, plans[5])
+    assert list(read_plans(path)) == [(1, plans[1]), (2, plans[2]), (3, plans[5])]
+    with PlanLog(None, after_step=0) as log:
+        log.write(1, plans[1])
+    with PlanLog(path, after_step=0):
+        assert path.read_bytes() == b""
 
 
 def test_rows_are_there_as_soon_as_they_are_written(tmp_path: Path) -> None:

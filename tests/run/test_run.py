@@ -33,8 +33,8 @@ from longspan.errors import (
     RunFolderError,
     plural,
 )
-from longspan.plan import Plan
-from longspan.plan.cost.model_cost import CPU_GBPS
+from longspan.plan import Machine, Plan, read_plans
+from longspan.plan.plan_rows import group_counts
 from longspan.run import folder as run_lock
 from longspan.run import resume
 from longspan.run.checks.config_check import check_config
@@ -83,7 +83,8 @@ def test_what_a_run_leaves(straight: tuple[RunConfig, TrainResult]) -> None:
     steps = [row for row in rows if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
     wanted = (
-        "step loss tokens targets grad_norm lr seconds tokens_per_second memory_bytes micro_batches efficiency tflops"
+        "step loss tokens targets grad_norm lr seconds tokens_per_second memory_bytes micro_batches efficiency groups "
+        "tflops"
     )
     assert all(list(row) == wanted.split() for row in steps)
     assert [(row["step"], row["cp"]) for row in rows if "eval_loss" in row] == [(2, 2), (4, 2), (6, 1), (6, 2)]
@@ -104,6 +105,15 @@ def test_what_is_running_is_kept_and_priced_on_no_other_machine(straight: tuple[
     assert facts.kernels == ("cpu_flash",) and facts.priced_for == ""
     rows = read_metrics(folder / "metrics.jsonl")
     assert not any({"mfu", "predicted_seconds", "bound_share"} & row.keys() for row in rows)
+
+
+def test_every_plan_is_kept_and_its_groups_are_in_the_metrics(straight: tuple[RunConfig, TrainResult]) -> None:
+    folder = Path(straight[0].run.dir)
+    plans, rows = dict(read_plans(folder / "plans.jsonl")), read_metrics(folder / "metrics.jsonl")
+    steps = {row["step"]: row["groups"] for row in rows if "groups" in row}
+    assert steps == {step: group_counts(plan) for step, plan in plans.items()} and list(steps) == [1, 2, 3, 4, 5, 6]
+    first = Plan.from_json((folder / "plans" / "step-000001.json").read_text())
+    assert plans[1] == first and plans[1].cost == first.cost
 
 
 def test_loggers_get_every_row_once_in_a_session_from_the_first_rank(straight: tuple[RunConfig, TrainResult]) -> None:
@@ -135,6 +145,8 @@ def test_a_resumed_run_is_bit_for_bit_the_run_without_a_break(
     again = copy_cut_at(config, tmp_path, 3)
     run(again, 2)
     assert rows_of(again) == rows_of(config)
+    plans, before = (list(read_plans(Path(c.run.dir) / "plans.jsonl")) for c in (again, config))
+    assert plans == before and [step for step, _ in plans] == [1, 2, 3, 4, 5, 6]
     sessions = [json.loads(line) for line in (Path(again.run.dir) / "logged.jsonl").read_text().splitlines()]
     assert [row["step"] for row in sessions[1]["rows"]] == [4, 4, 5, 6, 6, 6] and sessions[1]["done"] == 3
     old, new = (load_file(Path(c.run.dir) / "model" / "model.safetensors") for c in (config, again))
@@ -210,7 +222,8 @@ def test_other_plans_of_the_same_tokens_have_the_same_losses(
     assert bool(plan.cost.closing_seconds) == (config.context.mode == "free")
     if plan.cost.closing_seconds:  # the other slot's half of 4 bytes a weight, and of 4 a gradient
         weights = sum(x.numel() for x in load_file(Path(config.run.dir) / "model" / "model.safetensors").values())
-        assert plan.cost.closing_seconds == pytest.approx(10e-3 + weights * 8 / 2 / (CPU_GBPS * 1e9), rel=1e-12)
+        speed = Machine.cpus().inside.point.bytes_per_second
+        assert plan.cost.closing_seconds == pytest.approx(10e-3 + weights * 8 / 2 / speed, rel=1e-12)
 
 
 def test_dropout_in_attention_has_the_same_losses_at_every_degree(

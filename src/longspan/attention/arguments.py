@@ -2,7 +2,7 @@
 
 `pack_call` checks tensors, masks, numbers and budgets, chooses how each group communicates and which kernel computes,
 and finds the members of each group. All of it runs on the host and before any communication, so that every rank can
-fail alike. A rank also chooses for groups that it is not in. What "auto" stands for is decided in `auto.py`.
+fail alike. A rank also chooses for groups that it is not in. What "auto" stands for is decided in `plan.Machine`.
 """
 
 import math
@@ -25,7 +25,7 @@ from longspan.errors import AttentionError
 from longspan.plan import Group
 from longspan.plan.check import COMM_TYPES
 
-_DCOMM_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Arguments(NamedTuple):
@@ -82,7 +82,7 @@ def _check_same(named: dict[str, Tensor]) -> None:
     devices = {name: str(x.device) for name, x in named.items()}
     if len(set(devices.values())) > 1:
         raise AttentionError(f"q, k and v need one device, got {_list_values(devices)}; move them before attend")
-    if named["q"].dtype not in _DCOMM_TYPES:
+    if named["q"].dtype not in _DTYPES:
         raise AttentionError(f"attend takes float16, bfloat16, float32 or float64 tensors, got {dtypes['q']}")
 
 

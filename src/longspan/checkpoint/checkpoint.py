@@ -138,7 +138,7 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer | N
     path = Path(path)
     state, stored = run_on_first_rank(world, lambda: (read_state(path), _names_in(path)), CheckpointError)
     tensors = tensors_to_fill(model, optimizer)
-    weights = {name for names in world.control.gather_objects(list(tensors["model"])) for name in names}
+    weights = world.control.reduce_object(set[str](tensors["model"]), set[str].union, "gather of host values") or set()
     _check_names(path, _names_under("model.", stored), weights)
     if optimizer is not None:
         moments = StoredMoments.of(_names_under("optimizer.", stored))

@@ -4,6 +4,7 @@ The flags of `train` and `eval` are every key of the configuration as `--section
 help texts are the docstrings of their fields.
 """
 
+import re
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -16,6 +17,7 @@ import tyro
 from tyro.conf import Fixed, FlagConversionOff, FlagCreatePairsOff, Positional, Suppress
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
+from longspan.cli.megatron_flags import megatron_hint
 from longspan.cli.processes import Device
 from longspan.config.defaults import resolve_defaults
 from longspan.config.file import choice_word, kind_text, nearest, read_file
@@ -63,7 +65,8 @@ def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, default: Flag
 
     Other wrong words raise it too, with tyro's text. `--help` prints and exits.
     """
-    words = _check_words(argv, flag_types(kind), prog)
+    types = flag_types(kind)
+    words = _check_words(_split_lists(argv, types), types, prog)
     defaults: dict[str, Any] = {} if default is None else {"default": default}
     refusal = StringIO()
     try:
@@ -100,6 +103,24 @@ def flag_types(kind: type) -> dict[str, Any]:
         elif not _is_marked(kind, name, "Positional", "Fixed"):
             types[f"--{name}"] = hint
     return types
+
+
+def _split_lists(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
+    """The words with every number of a list as a word of its own: `2,2`, `[2,2]` and `[2, 2]` become `2 2`."""
+    words, in_list = list[str](), False
+    for word in argv:
+        flag, value = "", word
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            option = _list_of(types.get("--" + flag[2:].replace("-", "_")))
+            in_list = option is not None and get_args(option)[0] in _NUMBERS
+            if not equals:
+                words.append(word)
+                continue
+        listed = in_list and any(mark in value for mark in "[], ")
+        numbers = [number for number in re.split(r"[\[\],\s]+", value) if number]
+        words += [*filter(None, [flag]), *numbers] if listed else [word]
+    return words
 
 
 def _check_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[str]:
@@ -189,7 +210,7 @@ def _check_name(flag: str, types: dict[str, Any], prog: str) -> None:
         return
     owners = [name for name in types if name.endswith("." + flag[2:])]
     hint = f"did you mean {owners[0]!r}?" if owners else nearest(flag, types, prefix="--")
-    raise ConfigError(f"{prog} has no flag {flag}: {hint}")
+    raise ConfigError(f"{prog} has no flag {flag}: {megatron_hint(flag, types) or hint}")
 
 
 def _as_python(value: str, kind: Any) -> str:

@@ -15,6 +15,7 @@ from longspan.cli.plans.compare import CompareFlags, check_flags_of_comparison, 
 from longspan.cli.plans.lengths import read_lengths
 from longspan.cli.plans.planning import (
     UNPRICED,
+    check_degrees,
     check_pictures,
     check_weights,
     kind_of_picture,
@@ -45,17 +46,9 @@ class PlanFlags(CompareFlags):
     planner: Literal["auto", "fixed", "padded", "dynamic"] = "auto"
     """fixed: packed, one degree; padded: one document a row, padded; dynamic: a degree for each document; auto: fixed
     where --cp is given, else dynamic."""
-    cp: int = 0
-    """Degree of fixed and padded plans; 0: the smallest that divides the slots and holds the longest document."""
-    min_cp: int = 1
-    """Smallest degree that a dynamic plan may choose."""
-    max_cp: int = 0
-    """Largest degree that a dynamic plan may choose; 0: no limit."""
     partition: Literal["auto", "zigzag", "contiguous"] = "auto"
     """How a group's rows are dealt out: zigzag: equal causal work; contiguous: one run a slot, fewer copies under a2a,
     and slower than predicted under the other types; auto: of hybrids the faster, otherwise zigzag."""
-    micro_batch_multiple: int = 1
-    """Round the number of micro-batches up to a multiple of this (pipelines with several chunks a stage)."""
     row_multiple: int = 1
     """Rows of a slot are laid out in multiples of this (sequence parallelism)."""
     images: str = ""
@@ -77,7 +70,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _plan_step(flags: PlanFlags) -> int:
     check_pictures(flags.plot, ("html", "svg", "png"), "a plan")
-    check_least(flags, slots=1, max_tokens_per_slot=0, cp=0, max_cp=0, max_image_rows=0)
+    check_degrees(flags)
+    check_least(flags, slots=1, max_tokens_per_slot=0, max_image_rows=0)
     lengths, source = read_lengths(flags, flags.slots)
     began = time.perf_counter()
     cost = with_weights(read_price(flags), flags, slots=flags.slots, node_size=flags.node_size)

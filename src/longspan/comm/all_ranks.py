@@ -74,12 +74,12 @@ def raise_first_error(world: World, error: LongspanError | None) -> None:
 
     An error of another rank than the home's first gets the rank's number, unless its text has it.
     """
-    errors = world.control.gather_objects(error, "gather of errors")
-    for rank, theirs in zip(world.home.ranks, errors, strict=True):
-        if theirs is not None:
-            named = rank == world.home.ranks[0] or re.search(rf"\brank {rank}\b", str(theirs))
-            rank_note = "" if named else f" (on rank {rank})"
-            raise on_all_ranks(type(theirs)(f"{theirs}{rank_note}")) from error
+    first = world.control.first_object(error, "gather of errors")
+    if first is not None:
+        rank, theirs = first
+        named = rank == world.home.ranks[0] or re.search(rf"\brank {rank}\b", str(theirs))
+        rank_note = "" if named else f" (on rank {rank})"
+        raise on_all_ranks(type(theirs)(f"{theirs}{rank_note}")) from error
 
 
 def on_all_ranks(error: LongspanErrorKind) -> LongspanErrorKind:

@@ -50,9 +50,10 @@ class AnsweringThread:
             try:
                 if silent_since < math.inf:
                     reports.connect_again()
-                self._end_waiting_for_lost_rank(reports)
-                if number := reports.open_request():
-                    reports.answer(number, self.watch.activity())
+                if reports.has_news():
+                    self._end_waiting_for_lost_rank(reports)
+                    if number := reports.open_request():
+                        reports.answer(number, self.watch.activity())
                 silent_since = math.inf
             except RuntimeError as error:
                 silent_since = min(silent_since, time.monotonic())

@@ -3,13 +3,14 @@
 Tensors of the model never come here.
 """
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longspan.comm.groups.pair_rounds import PairRounds
 from longspan.comm.groups.process_groups import ProcessGroups
 from longspan.comm.watch import Watch
 from longspan.errors import CommError
@@ -17,6 +18,8 @@ from longspan.layout import Floats, Layout
 from longspan.layout.layout import short
 
 T = TypeVar("T")
+
+_LARGE = 1 << 16  # bytes from which an array goes around gloo's ring
 
 
 class ControlGroup:
@@ -31,6 +34,9 @@ class ControlGroup:
         group = groups.make_group(home.ranks, "control", backend="gloo")
         assert group is not None
         self.group = group
+        self._rounds = PairRounds(group, home.ranks, groups.watch.rank)
+        self._rounds_of_plane = PairRounds(group, plane, groups.watch.rank)
+        self.barrier("making the control group")  # connects the pairs, so that each notices when the other leaves
 
     @property
     def _watch(self) -> Watch:
@@ -45,12 +51,9 @@ class ControlGroup:
 
     def agree_on_flags(self, digest: str, *flags: bool, what: str = "plans", hint: str = "") -> tuple[bool, ...]:
         """Agree as `agree` does, with several flags in one message; every rank gives as many."""
-        words = torch.frombuffer(bytearray.fromhex(digest.zfill(64)), dtype=torch.int64)
-        message = torch.cat([words, ~words, torch.tensor(flags, dtype=torch.int64)])  # max of ~w is ~(min of w)
-        with self._watch.during("comparison of plans", self.home.ranks):
-            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.group)
-        if torch.equal(message[:4], ~message[4:8]):
-            return tuple(map(bool, message[8:].tolist()))
+        same, of_any = self._compare(digest, flags, "comparison of plans")
+        if same:
+            return of_any
         ranks_of: dict[str, list[int]] = {}
         for rank, digest_there in zip(self.home.ranks, self.gather_objects(digest), strict=True):
             ranks_of.setdefault(digest_there, []).append(rank)
@@ -63,25 +66,44 @@ class ControlGroup:
             f"the ranks hold {len(ranks_of)} different {what} for step {self._watch.step}: {holders}. {hint}"
         )
 
+    def is_same(self, digest: str, what: str) -> bool:
+        """Whether all ranks hold the same hexadecimal digest."""
+        return self._compare(digest, (), what)[0]
+
+    def _compare(self, digest: str, flags: Sequence[bool], what: str) -> tuple[bool, tuple[bool, ...]]:
+        """Whether all ranks hold the digest, and which of the flags are set on any; one value in all rounds."""
+        words = torch.frombuffer(bytearray.fromhex(digest.zfill(64)), dtype=torch.int64)
+        message = torch.cat([words, ~words, torch.tensor(flags, dtype=torch.int64)])  # max of ~w is ~(min of w)
+        largest = self._reduce(message, torch.maximum, what)
+        return torch.equal(largest[:4], ~largest[4:8]), tuple(map(bool, largest[8:].tolist()))
+
     def gather_objects(self, value: T, what: str = "gather of host values") -> list[T]:
-        """Every rank's value, in the order of the home's ranks. For small host data."""
-        values: list[Any] = [None] * len(self.home.ranks)
-        with self._watch.during(what, self.home.ranks):
-            dist.all_gather_object(values, value, group=self.group)
-        by_rank = dict(zip(sorted(self.home.ranks), values, strict=True))  # torch sorts the ranks of a group
+        """Every rank's value, in the order of the home's ranks. For small host data: each rank receives all of it."""
+        by_rank = self.reduce_object({self._watch.rank: value}, lambda ours, theirs: ours | theirs, what)
+        assert by_rank is not None
         return [by_rank[rank] for rank in self.home.ranks]
+
+    def reduce_object(self, value: T | None, combine: Callable[[T, T], T], what: str) -> T | None:
+        """All ranks' values combined, in the order of the home's ranks. For small host data.
+
+        `combine` gets those of neighbouring runs of ranks. A value None is left out; of None only, None comes back.
+        """
+        with self._watch.during(what, self.home.ranks):
+            return self._rounds.reduce_object(value, combine, what)
+
+    def first_object(self, value: T | None, what: str) -> tuple[int, T] | None:
+        """The first rank, in the home's order, with a value that is not None, and its value; None if there is none."""
+        return self.reduce_object(None if value is None else (self._watch.rank, value), _first, what)
 
     def broadcast_object(self, value: T, source: int | None = None, what: str = "broadcast of host values") -> T:
         """The value of the `source` rank (default: the home's first). For small host data."""
-        box: list[Any] = [value]
+        source = self.home.ranks[0] if source is None else source
         with self._watch.during(what, self.home.ranks):
-            dist.broadcast_object_list(box, src=self.home.ranks[0] if source is None else source, group=self.group)
-        return box[0]
+            return self._rounds.broadcast_object(value, source, what)  # pyright: ignore[reportReturnType]
 
     def barrier(self, what: str = "barrier") -> None:
         """Wait until every rank is here."""
-        with self._watch.during(what, self.home.ranks):
-            dist.barrier(group=self.group)
+        self._reduce(torch.zeros(1), torch.maximum, what)
 
     def any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
@@ -89,22 +111,18 @@ class ControlGroup:
 
     def any_ranks(self, *flags: bool) -> tuple[bool, ...]:
         """Whether each flag is set on any rank; every rank gives as many."""
-        values = torch.tensor(flags, dtype=torch.int64)
-        with self._watch.during("agreement on a flag", self.home.ranks):
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        values = self._reduce(torch.tensor(flags, dtype=torch.int64), torch.maximum, "agreement on a flag")
         return tuple(map(bool, values.tolist()))
 
     def sum_over_slots(self, values: Sequence[float], what: str = "sum over slots") -> list[float]:
         """Sums over the slots of this plane, in float64 and in one order, so that every rank gets the same bits."""
         local = torch.tensor(list(values), dtype=torch.float64)
-        parts = [torch.empty_like(local) for _ in self.plane]
         with self._watch.during(what, self.plane):
-            dist.all_gather(parts, local, group=self._groups.parent("plane"))
-        return torch.stack(parts).sum(0).tolist()
+            return self._rounds_of_plane.reduce(local, torch.add, what).tolist()
 
     def sum_over_ranks(self, values: Sequence[float], what: str = "sum over ranks") -> list[float]:
         """Sums over all ranks of the home, in float64 and in one order: the same bits on every rank."""
-        return torch.stack(list(self._gather_floats(values, what).values())).sum(0).tolist()
+        return self._reduce(torch.tensor(list(values), dtype=torch.float64), torch.add, what).tolist()
 
     def sum_over_stages(self, values: Sequence[float], what: str = "sum over slots") -> list[float]:
         """Sums over the slots of all pipeline stages, in float64 and in one order: the same bits on every rank.
@@ -113,35 +131,31 @@ class ControlGroup:
         """
         if self.home.pp == 1:
             return self.sum_over_slots(values, what)
-        numbers = self._gather_floats(values, what)
-        ranks = [rank for stage in range(self.home.pp) for rank in self.home.plane(pp=stage)]
-        return torch.stack([numbers[rank] for rank in ranks]).sum(0).tolist()
+        once = self.home.coordinates(self._watch.rank).tp == 0  # a slot's tensor-parallel ranks hold the same
+        return self.sum_over_ranks(values if once else [0.0] * len(values), what)
 
     def sum_of_arrays(self, values: Floats, what: str = "sum of arrays") -> Floats:
-        """Sums over all ranks of an array's elements, in memory of one array: the same bits on every rank."""
+        """Sums over all ranks of an array's elements, in memory of two arrays: the same bits on every rank."""
         total = torch.from_numpy(values).clone()
+        if total.nbytes < _LARGE:
+            return self._reduce(total, torch.add, what).numpy()
         with self._watch.during(what, self.home.ranks):
             dist.all_reduce(total, op=dist.ReduceOp.SUM, group=self.group)
         return total.numpy()
 
     def largest_of(self, values: Sequence[float], what: str) -> list[float]:
         """The largest of all ranks' values, of each of several; as many on each rank."""
-        box = torch.tensor(list(values), dtype=torch.float64)
-        with self._watch.during(what, self.home.ranks):
-            dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self.group)
-        return box.tolist()
+        return self._reduce(torch.tensor(list(values), dtype=torch.float64), torch.maximum, what).tolist()
 
     def largest(self, value: int) -> int:
         """The largest of all ranks' values."""
-        box = torch.tensor([value], dtype=torch.int64)
-        with self._watch.during("largest of host values", self.home.ranks):
-            dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self.group)
-        return int(box.item())
+        return int(self._reduce(torch.tensor([value]), torch.maximum, "largest of host values").item())
 
-    def _gather_floats(self, values: Sequence[float], what: str) -> dict[int, Tensor]:
-        """Every rank's numbers, as many on each, in float64, in ascending order of ranks."""
-        local = torch.tensor(list(values), dtype=torch.float64)
-        parts = [torch.empty_like(local) for _ in self.home.ranks]
+    def _reduce(self, x: Tensor, combine: Callable[[Tensor, Tensor], Tensor], what: str) -> Tensor:
+        """All ranks' tensors of one shape and dtype, combined in the order of the home's ranks."""
         with self._watch.during(what, self.home.ranks):
-            dist.all_gather(parts, local, group=self.group)
-        return dict(zip(sorted(self.home.ranks), parts, strict=True))  # torch sorts the ranks of a group
+            return self._rounds.reduce(x, combine, what)
+
+
+def _first(first: tuple[int, T], _: tuple[int, T]) -> tuple[int, T]:
+    return first

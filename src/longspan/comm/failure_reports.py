@@ -46,6 +46,10 @@ class FailureReports:
         with suppress(RuntimeError):  # the store is gone: the others will notice by themselves
             self._append("left", {"rank": self._rank, "error": error, "echo": echo})
 
+    def has_news(self) -> bool:
+        """Whether a rank has left with an error or requested a report, so far; one request to the store."""
+        return self._store.check(["news"])
+
     def has_departures(self) -> bool:
         """Whether a rank has left with an error."""
         return self._store.check(["left"])
@@ -70,7 +74,7 @@ class FailureReports:
         """
         number, me = self._answered + (since > self._answered_at), str(self._rank)
         first = self._store.compare_set(f"{number}/requested", "", me) == me.encode()
-        self.answer(number, activity)
+        self.answer(number, activity)  # and with it the news
         if first:
             report = self._collect_report(number)
             self._store.set(f"{number}/report", report)
@@ -114,6 +118,7 @@ class FailureReports:
 
     def _append(self, key: str, entry: dict[str, Any]) -> None:
         self._store.append(key, json.dumps(entry) + "\n")  # pyright: ignore[reportAttributeAccessIssue]
+        self._store.set("news", "")
 
     def _wait_for_key(self, key: str, seconds: float) -> str | None:
         """The value of a key, waited for with short questions: a blocking read would stop the answering thread too."""

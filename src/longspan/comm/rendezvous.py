@@ -3,11 +3,13 @@
 Which processes these are is decided by `world`, which reads torchrun's variables.
 """
 
+import os
 import resource
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -19,9 +21,11 @@ from longspan.errors import CommError, plural
 from longspan.layout.layout import short
 
 BOTH = "cpu:gloo,cuda:nccl"  # tensors on GPUs through NCCL, the host's integers through gloo
-# Gloo connects every pair of members of a group when it makes it: of the default, the control and the plane's group, of
-# three for meshes and all planes, and of four that plans gain. A process has some 25 other files open in a bare world.
+# Gloo connects every pair of members of a group that carries a CPU's tensors when it makes it: of the plane's group, of
+# three for meshes and all planes, and of four that plans gain. In the default and the control group the first rank may
+# come to talk to all others. A process has some 25 other files open in a bare world.
 CONNECTIONS, OTHER_FILES = 10, 256
+_LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 @dataclass(frozen=True)
@@ -158,14 +162,31 @@ def _absence_error(here: Store, place: Place, timeout: float) -> CommError:
 def init_default_group(place: Place, store: Store, backend: str, timeout: float) -> None:
     """Initialise the default process group. Raises CommError where that fails."""
     try:
-        dist.init_process_group(
-            backend, store=store, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=timeout)
-        )
+        with connecting_at_first_message():  # longspan itself sends nothing over it
+            dist.init_process_group(
+                backend, store=store, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=timeout)
+            )
     except RuntimeError as error:
         raise CommError(
             f"rank {place.rank} could not connect to the others of {plural(place.size, 'rank')}, which all came, in "
             f"{timeout:g} s; check that the hosts reach each other, or name the network in GLOO_SOCKET_IFNAME ({error})"
         ) from error
+
+
+@contextmanager
+def connecting_at_first_message() -> Iterator[None]:
+    """Groups made inside connect two ranks over gloo at their first message, and not all with all when they are made.
+
+    A rank that leaves before the first message is not noticed by the other, so groups over which tensors of a CPU
+    travel are connected at once. torch reads the variable when it makes a group (2.8 to 2.13).
+    """
+    before = os.environ.get(_LAZY)
+    os.environ.setdefault(_LAZY, "1")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_LAZY]
 
 
 def new_connection(store: Store) -> Store:

@@ -46,4 +46,5 @@ class StopSignal:
 
 def received_signal(world: World, stop: StopSignal) -> str:
     """The signal that any rank received, "" for none; all ranks ask together."""
-    return next((name for name in world.control.gather_objects(stop.received) if name), "")
+    first = world.control.first_object(stop.received or None, "gather of host values")
+    return "" if first is None else first[1]

@@ -123,7 +123,7 @@ class World:
         self.device = choose_device(backend, device, place.local_rank)
         self.backend = BOTH if self.device.type == "cuda" else "gloo"
         self.max_groups = max_groups if max_groups is not None else 4 if self.device.type == "cuda" else 0
-        self.machine = Machine.known("H200") if self.device.type == "cuda" else Machine.of_cpus()
+        self.machine = Machine.known("H200") if self.device.type == "cuda" else Machine.cpus()
 
     def _open_channels(self, place: Place, store: Store, prefix: str) -> None:
         """Make what the ranks talk through, with keys of this prefix in their store."""
@@ -199,7 +199,9 @@ class World:
         if home == self.home:
             return self
         backend, device, max_groups = self._arguments
-        return self._inner_worlds.enter_context(World(home, backend, self.timeout, device, max_groups=max_groups))
+        inner = self._inner_worlds.enter_context(World(home, backend, self.timeout, device, max_groups=max_groups))
+        inner.machine = self.machine
+        return inner
 
     def prepare(self, plan: Plan) -> None:
         """Make the communicators of their own that this plan's groups gain from and lack; entered by all ranks.

@@ -13,6 +13,8 @@ from longspan.config.data_sections import DEPTHS, PasskeySettings
 from longspan.config.keys import AUTO, NOT_GIVEN, AtLeast, NonNegativeFloat, NonNegativeInt, PositiveInt, Texts
 from longspan.plan.hierarchy import levels_at
 
+ONE_DEGREE = ("fixed", "padded")  # planners of plans that have one degree
+PLANNERS = (*ONE_DEGREE, "dynamic")  # another name is that of a function of the user's
 AnyPlan = TypeVar("AnyPlan", bound="PlanSection")
 
 
@@ -21,14 +23,15 @@ class PlanSection:
     """How documents are planned: by which planner, at which degree, under which limit of rows."""
 
     planner: Annotated[
-        Literal["", "fixed", "padded", "dynamic"],
+        str,
         Texts(
             "Planner of evaluation. Default: as in training, or fixed where eval_context_parallel_size is given; tiny "
             "presets: fixed.",
             "As context.eval_planner. Default: the same, or fixed where context_parallel_size is given.",
         ),
     ] = ""
-    """fixed: packed documents at one degree; padded: one document a row; dynamic: a degree for each document."""
+    """fixed: packed documents at one degree; padded: one document a row; dynamic: a degree for each document; or a
+    function of your own by its dotted name (docs/planning.md)."""
     context_parallel_size: Annotated[
         int | str,
         AtLeast(0),
@@ -39,6 +42,24 @@ class PlanSection:
         ),
     ] = NOT_GIVEN
     """Slots that share a document in training (fixed and padded). Default: 1; tiny presets: 2."""
+    min_dynamic_context_parallel_size: Annotated[
+        int,
+        AtLeast(1),
+        Texts(
+            "Smallest degree that dynamic plans of evaluation may choose. Default: as in training.",
+            "As context.eval_min_dynamic_context_parallel_size. Default: the same.",
+        ),
+    ] = NOT_GIVEN
+    """Smallest degree that the dynamic planner may choose."""
+    max_dynamic_context_parallel_size: Annotated[
+        int,
+        AtLeast(0),
+        Texts(
+            "Largest degree that dynamic plans of evaluation may choose; 0: no limit. Default: as in training.",
+            "As context.eval_max_dynamic_context_parallel_size. Default: the same.",
+        ),
+    ] = NOT_GIVEN
+    """Largest degree that the dynamic planner may choose; 0: no limit."""
     max_tokens_per_slot: Annotated[
         int | str,
         AtLeast(0),
@@ -98,19 +119,20 @@ class PlanSection:
 class ContextConfig(PlanSection):
     """Who shares which documents, in training and in evaluation."""
 
-    planner: Literal["fixed", "padded", "dynamic"] = "fixed"
+    planner: str = "fixed"
     context_parallel_size: PositiveInt = NOT_GIVEN
-    hierarchical_context_parallel_sizes: int | tuple[int, ...] = (2, 2)
     min_dynamic_context_parallel_size: PositiveInt = 1
-    """Smallest degree that the dynamic planner may choose."""
     max_dynamic_context_parallel_size: NonNegativeInt = 0
-    """Largest degree that the dynamic planner may choose; 0: no limit."""
+    hierarchical_context_parallel_sizes: int | tuple[int, ...] = (2, 2)
     mixer_kernels: tuple[str, ...] = ()
     """Kernels of state-space layers that are used only where named: mamba_ssm, causal_conv1d, or only torch
     (docs/hybrid.md)."""
     node_size: Annotated[int | str, AtLeast(1)] = AUTO
     """Slots of one host, whose links plans take as fast; auto: those of the world (LOCAL_WORLD_SIZE / tp), with which a
     number must agree."""
+    cost_model: str = ""
+    """A cost of your own, in place of run.machine: the dotted name of a longspan.Cost, or of a function of the model's
+    configuration that returns one (docs/planning.md)."""
     mode: Literal["lockstep", "free"] = "lockstep"
     """In training, who waits: lockstep: all slots for the slowest of a micro-batch; free: those that share a group."""
     plan_ahead: NonNegativeInt = 2
@@ -183,7 +205,7 @@ def inherit(section: AnyPlan, parent: PlanSection, training: ContextConfig) -> A
         filled = replace(filled, context_parallel_size=training.context_parallel_size)
     if filled.max_tokens_per_slot == AUTO:
         filled = replace(filled, max_tokens_per_slot=training.max_tokens_per_slot)
-    if section.hierarchical_context_parallel_sizes != NOT_GIVEN or filled.planner == "dynamic":
+    if section.hierarchical_context_parallel_sizes != NOT_GIVEN or filled.planner not in ONE_DEGREE:
         return filled
     return replace(filled, hierarchical_context_parallel_sizes=_levels(section, filled, parent))
 
@@ -191,7 +213,7 @@ def inherit(section: AnyPlan, parent: PlanSection, training: ContextConfig) -> A
 def take_keys(section: AnyPlan, parent: PlanSection) -> AnyPlan:
     """A section with its parent's values of the keys that are not given, levels as they are.
 
-    A degree that is given makes plans of that degree also if the parent's are dynamic, and a degree "auto" is chosen
+    A degree that is given makes plans of that degree also if the parent's have several, and a degree "auto" is chosen
     with its communication type. Evaluation takes training's attention kernel from the prepared model, and packs
     documents at a degree "auto" also if training pads them.
     """
@@ -221,5 +243,5 @@ def _default_planner(degree: int | str, parent: PlanSection) -> str:
     """The planner of a section whose planner is not given."""
     if degree in (NOT_GIVEN, 0):
         return parent.planner
-    packs = parent.planner == "dynamic" or (isinstance(degree, str) and isinstance(parent, ContextConfig))
+    packs = parent.planner not in ONE_DEGREE or (isinstance(degree, str) and isinstance(parent, ContextConfig))
     return "fixed" if packs else parent.planner

@@ -35,7 +35,8 @@ def choose_degree(
     if choice.degree or not len(lengths):
         return choice, ""
     try:
-        comparison = which_degree(lengths, home, options=choice.options_on(home), vpp=vpp)
+        degrees = choice.min_degree, choice.max_degree
+        comparison = which_degree(lengths, home, options=choice.options_on(home), vpp=vpp, dynamic_degrees=degrees)
     except PlanError as error:
         ranks = plural(len(home.ranks), "rank")
         raise ConfigError(f'{choice.degree_key} is "auto" on {ranks}: {error}') from error

@@ -73,7 +73,7 @@ def evaluate(
     widest = max((group.degree for batch in plan.micro_batches for group in batch.groups), default=1)
     result = replace(
         _make_result(inputs, totals, options),
-        cp=widest if isinstance(choice, Plan) or choice.planner == "dynamic" else choice.degree,
+        cp=widest if isinstance(choice, Plan) or not choice.has_one_degree else choice.degree,
         seconds=time.perf_counter() - started,
         activation_bytes=None if memory.bytes is None else world.control.largest(memory.bytes - portions.gathered),
     )

@@ -196,10 +196,11 @@ def _units_of_all_stages(model: PipelineModel, world: World) -> Iterator[dict[st
     in_stages = {name for stage in model.stages for name in stage.model.state_dict()}  # each layer whole in one unit
     local_state = {name: x for name, x in adapter_entries(model, model.state_dict()).items() if name in in_stages}
     entries = [_Entry(name, tuple(value.shape), value.dtype) for name, value in local_state.items()]
-    select_entries = dict(zip(world.home.ranks, world.control.gather_objects(entries, "names of weights"), strict=True))
+    speaks = (world.slot, world.coordinates.tp) == (0, 0)  # for its stage
+    of_stage = {world.coordinates.pp: entries} if speaks else None
+    of_stages = world.control.reduce_object(of_stage, dict[int, list[_Entry]].__or__, "names of weights") or {}
     for stage in range(world.home.pp):
-        theirs = select_entries[world.home.rank_at(0, pp=stage)]
-        for _, unit in groupby(theirs, lambda entry: unit_of(entry.name)):
+        for _, unit in groupby(of_stages[stage], lambda entry: unit_of(entry.name)):
             yield _whole_unit(list(unit), local_state, world, stage)
 
 

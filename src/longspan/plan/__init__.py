@@ -18,6 +18,7 @@ from longspan.plan.items.encoder_shape import EncoderLoad, EncoderShape
 from longspan.plan.micro_batch import CommType, Group, MicroBatch, Mode, PartitionKind
 from longspan.plan.plan import Plan
 from longspan.plan.plan_ahead import PlanAhead
+from longspan.plan.plan_rows import read_plans
 from longspan.plan.planners.fixed import plan_fixed, plan_padded
 from longspan.plan.planners.options import PlanOptions
 from longspan.plan.timeline import Timeline, predicted_seconds, slot_rows, timeline
@@ -47,6 +48,7 @@ __all__ = [
     "plan_fixed",
     "plan_padded",
     "predicted_seconds",
+    "read_plans",
     "slot_rows",
     "timeline",
 ]

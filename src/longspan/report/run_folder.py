@@ -91,14 +91,18 @@ class EvalRow:
 
     @property
     def degree(self) -> str:
-        """Its degree in words; "dynamic" if a plan chose one for each document, whose largest is `cp`."""
-        return "dynamic" if self.planner == "dynamic" else str(self.cp)
+        """Its degree in words; the planner if that chose one for each document, whose largest is `cp`."""
+        return self.planner if self._has_several_degrees else str(self.cp)
 
     @property
     def place(self) -> tuple[int, str, bool, int]:
         """What is evaluated where: the last row of a place counts. The largest degrees of dynamic plans vary."""
-        dynamic = self.planner == "dynamic"
-        return self.step, self.name, dynamic, 0 if dynamic else self.cp
+        several = self._has_several_degrees
+        return self.step, self.name, several, 0 if several else self.cp
+
+    @property
+    def _has_several_degrees(self) -> bool:
+        return self.planner == "dynamic" or "." in self.planner  # of one's own by its dotted name
 
     @property
     def perplexity(self) -> str:

@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 
+from longspan.config.plan_section import ONE_DEGREE
 from longspan.errors import plural
 from longspan.plan.cost.correction import PARTS
 from longspan.report.chart import Chart, Series, chart_figure
@@ -67,7 +68,7 @@ def _evaluations_by_degree(run: RunFolder) -> Iterator[tuple[str, list[EvalRow]]
 
 
 def _degree_name(degree: str) -> str:
-    return "dynamic plans" if degree == "dynamic" else f"cp {degree}"
+    return f"cp {degree}" if degree.isdecimal() else f"{degree} plans"
 
 
 def small_charts(run: RunFolder) -> Iterator[Chart]:
@@ -205,7 +206,7 @@ def _configuration_parts(run: RunFolder) -> Iterator[str]:
     planner, degree = value("context", "planner"), value("context", "context_parallel_size")
     if planner:
         free = ", free" if value("context", "mode") == "free" else ""
-        yield f"{planner} plans{free}" + (f", cp {degree}" if degree and planner != "dynamic" else "")
+        yield f"{planner} plans{free}" + (f", cp {degree}" if degree and planner in ONE_DEGREE else "")
     if value("context", "eval_planner") == "dynamic":
         yield "evaluated by dynamic plans"
     elif value("context", "eval_context_parallel_size"):

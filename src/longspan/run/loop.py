@@ -1,8 +1,8 @@
 """`train`: the loop of a run, from its configuration to its last evaluation, on every rank inside an open world.
 
 A step is: documents of the step, a plan of their lengths, `run_step`. What a run leaves in its folder: config.toml,
-corpus/, config.json and the tokenizer's files, run.json, metrics.jsonl, groups.jsonl, plans/, checkpoints/, model/
-(Hugging Face), summary.json; and run.lock, which keeps a second run out.
+corpus/, config.json and the tokenizer's files, run.json, metrics.jsonl, plans.jsonl, groups.jsonl, plans/,
+checkpoints/, model/ (Hugging Face), summary.json; and run.lock, which keeps a second run out.
 """
 
 import math
@@ -26,6 +26,7 @@ from longspan.model import save_model
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.plan import Plan, PlanAhead
+from longspan.plan.plan_rows import group_counts
 from longspan.run.checks.config_check import check_config
 from longspan.run.evaluations import Evaluations, Final, save_plan
 from longspan.run.folder import Saves, run_lock
@@ -129,8 +130,9 @@ class _Loop:
         return saves.done, stopped
 
     def record_step(self, row: dict[str, Any], plan: Plan) -> None:
-        """Write a step's metrics and the groups that its plan added. Raises OSError for what the disk refuses."""
+        """Write a step's metrics, its plan and the groups that it added. Raises OSError for what the disk refuses."""
         self.records.groups.note(plan)
+        self.records.plans.write(row["step"], plan)
         self.records.metrics.write(row)
 
     def finish(self) -> Final:
@@ -163,6 +165,7 @@ def _take_step(run: TrainingRun, plans: PlanAhead, step: int, slow_slots: SlowSl
     row |= {"grad_norm": result.grad_norm, "lr": run.optimizer.param_groups[0]["lr"], "seconds": round(seconds, 6)}
     row |= {"tokens_per_second": round(result.tokens / seconds, 3), "memory_bytes": peak_memory_bytes(run.world.device)}
     row |= {"micro_batches": result.micro_batches, "efficiency": round(plan.efficiency, 6)}
+    row["groups"] = group_counts(plan)
     if len(run.order.stream.sources) > 1:
         row["source_tokens"] = run.order.source_tokens(step)
     items = item_table_of(documents, plan.lengths)

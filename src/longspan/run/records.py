@@ -1,4 +1,5 @@
-"""The records of a session, written by its first rank: run.json, metrics.jsonl, groups.jsonl, and rows for its loggers.
+"""The records of a session, written by its first rank: run.json, metrics.jsonl, plans.jsonl, groups.jsonl, and rows for
+its loggers.
 
 `groups.jsonl` has an object for each communicator (kind, axis, ranks, seconds, plans so far), for each group of a plan
 that shares documents (kind "cp": its use, degree, ranks, whether it has a communicator of its own; of a hierarchical
@@ -24,6 +25,7 @@ from longspan.plan.hierarchy import Levels, hierarchical_groups, levels_of
 from longspan.run.facts import RunFacts, facts_text
 from longspan.run.loggers import LoggerClass, RunLoggers, RunStart
 from longspan.run.metrics_log import MetricsLog, find_evaluations, read_metrics
+from longspan.run.plan_log import PlanLog
 from longspan.run.run_data import TrainingRun
 
 PRINTED = 8  # hierarchical groups that are printed; all are in the file
@@ -122,9 +124,10 @@ class GroupLog:
 
 
 class Records(NamedTuple):
-    """The two logs of a session: rows of metrics, and the groups that its plans add."""
+    """The logs of a session: rows of metrics, the plans of its steps, and the groups that they add."""
 
     metrics: MetricsLog
+    plans: PlanLog
     groups: GroupLog
 
 
@@ -138,7 +141,8 @@ def open_records(
     if the disk refuses a write.
     """
     world, first = run.world, is_first_rank(run.world)
-    metrics_file, groups_file = (run.dir / name if first else None for name in ("metrics.jsonl", "groups.jsonl"))
+    names = ("metrics.jsonl", "plans.jsonl", "groups.jsonl")
+    metrics_file, plans_file, groups_file = (run.dir / name if first else None for name in names)
     if run.done < run.config.train.steps:
         text = as_json(asdict(facts), indent=1)
         run_on_first_rank(world, lambda: write_atomically(run.dir / "run.json", text), RunFolderError)
@@ -146,9 +150,13 @@ def open_records(
     open_loggers = partial(_open_loggers, run, facts, classes if first else {}, log)
     with run_on_every_rank(world, open_loggers, ConfigError) as loggers:
         open_metrics = partial(MetricsLog, metrics_file, after_step=run.done, loggers=loggers)
-        with run_on_every_rank(world, open_metrics, RunFolderError) as metrics:
+        open_plans = partial(PlanLog, plans_file, after_step=run.done)
+        with (
+            run_on_every_rank(world, open_metrics, RunFolderError) as metrics,
+            run_on_every_rank(world, open_plans, RunFolderError) as plans,
+        ):
             open_groups = partial(GroupLog, world, groups_file, log)
-            yield Records(metrics, run_on_every_rank(world, open_groups, RunFolderError))
+            yield Records(metrics, plans, run_on_every_rank(world, open_groups, RunFolderError))
 
 
 def _open_loggers(run: TrainingRun, facts: RunFacts, classes: Mapping[str, LoggerClass], log: LogLine) -> RunLoggers:

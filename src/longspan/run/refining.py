@@ -8,6 +8,7 @@ from typing import Any
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank
+from longspan.config.plan_section import ONE_DEGREE
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, PlanError
 from longspan.plan import Cost, Plan
@@ -27,7 +28,7 @@ def refinement_of_run(
 
     Raises CheckpointError for a state that cannot be read.
     """
-    refine, dynamic = config.run.refine, config.context.planner not in ("fixed", "padded")
+    refine, dynamic = config.run.refine, config.context.planner not in ONE_DEGREE
     if refine == "off" or (refine == "auto" and not (dynamic and world.device.type == "cuda")):
         return None
     if STATE not in state:

@@ -172,4 +172,4 @@ def _priced_for(run: TrainingRun) -> str:
 
 
 def _degree_text(choice: PlanChoice) -> str:
-    return choice.planner if choice.planner == "dynamic" else f"{choice.planner} at cp {choice.degree}"
+    return f"{choice.planner} at cp {choice.degree}" if choice.has_one_degree else choice.planner

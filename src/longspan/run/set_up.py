@@ -8,6 +8,7 @@ files of a Hugging Face folder that saved and exported models of the run need: c
 import warnings
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from longspan.config.sections import LoraSection, ModelConfig, RunConfig
 from longspan.corpus.run_corpus import check_tokenizer
 from longspan.corpus.tokenizer_files import keep_generation
 from longspan.data.documents import Corpus
-from longspan.errors import ModelError, RunFolderError
+from longspan.errors import ConfigError, ModelError, RunFolderError
 from longspan.evaluation.auto_degree import choose_degrees
 from longspan.files import write_atomically
 from longspan.model.load import torch_dtype
@@ -49,6 +50,7 @@ from longspan.train.plans import cost_of_run, query_heads
 from longspan.train.plans.node_size import with_node_size
 from longspan.train.plans.order import source_lines, with_steps_of_epochs
 from longspan.train.plans.partition import choose_partition_on_ranks
+from longspan.train.plans.run_machine import use_machine
 from longspan.train.terms.mtp import add_configured_depths, depths_line
 from longspan.train.training import (
     AnyModel,
@@ -146,6 +148,7 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     checkpoint = checkpoint_to_resume(config, world, log)
     config = drop_old_node_size(with_held_out_of(config, checkpoint, world), checkpoint, world, log)
     node_size, config = config.context.node_size, with_node_size(config, world)
+    use_machine(config, world, log)
     if config.model.path and checkpoint is None:
         run_on_every_rank(world, lambda: weight_files(Path(config.model.path)), ModelError)
     named = run_on_every_rank(world, lambda: model_configuration(config, config.data.vocab_size), ModelError)
@@ -174,7 +177,8 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
             world, lambda: write_atomically(directory / "config.toml", to_toml(as_written)), RunFolderError
         )
         warn_of_lost_updates(config, log)
-    cost = _cost_of_model(config, world, model, data.corpus, log)
+    price = partial(_cost_of_model, config, world, model, data.corpus, log)
+    cost = run_on_every_rank(world, price, ConfigError)
     refinement = refinement_of_run(config, cost, state, world, log)
     run = TrainingRun(config, world, model, optimizer, cost, data.corpus, data.order, done, refinement=refinement)
     return _resolve_plans(run, data, log)

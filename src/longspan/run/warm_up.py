@@ -20,6 +20,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine
 from longspan.comm.watch import is_out_of_memory
+from longspan.config.plan_section import ONE_DEGREE
 from longspan.data.document import synthetic_documents
 from longspan.errors import ConfigError, plural
 from longspan.model.multimodal.multimodal_model import language_model_of
@@ -216,11 +217,12 @@ def _forward_plan(evaluation: Plan, warm: Iterable[Kind], in_flight: int) -> Pla
 
 
 def _connect_slots(training: Training, plans: Sequence[Plan]) -> None:
-    """Create the communicators of the coming plans; for dynamic plans connect every pair of slots."""
+    """Create the communicators of the coming plans; for plans of several degrees connect every pair of slots."""
     world, context = training.world, training.config.context
     for plan in plans:
         world.prepare(plan)
-    if "dynamic" in (context.planner, context.evaluation.planner) and world.home.slots <= CONNECTED:
+    several = {context.planner, context.evaluation.planner} - set(ONE_DEGREE)
+    if several and world.home.slots <= CONNECTED:
         world.channels.connect_pairs()
 
 
@@ -267,7 +269,7 @@ def needs_warm_up(world: World) -> bool:
 
 
 def _coming_plans(run: TrainingRun) -> list[Plan]:
-    count = COMING_DYNAMIC if run.config.context.planner == "dynamic" else COMING
+    count = COMING if run.choice.has_one_degree else COMING_DYNAMIC
     planner = planner_of_steps(run.choice, run.order, run.world.home)
     return [planner(step) for step in range(run.done, min(run.done + count, run.config.train.steps))]
 

@@ -102,7 +102,8 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
         frozen=adapter_of(model) is not None,
         devices=len(world.home.ranks),
         peak=peak_tflops(device, _product_dtype(execution_of(model).compute_dtype)),
-        priced_here=bool(config.run.machine) or (cost.source == Machine.known("H200").source and "H200" in device),
+        priced_here=bool(config.run.machine or config.context.cost_model)
+        or (cost.source == Machine.known("H200").source and "H200" in device),
         uncounted=uncounted,
     )
 

@@ -7,10 +7,12 @@ import pytest
 
 from longspan.config.file import load_config
 from longspan.config.sections import EncoderSection, ParallelConfig, RunConfig, held_out_set
+from longspan.errors import ConfigError
 from longspan.evaluation.saved.fit import changes_line, find_set, fit_evaluations, fit_home, fit_set
 from longspan.layout import Layout
+from longspan.run.checks.check_plans import check_longest_of_set
 from longspan.run.checks.config_check import check_config
-from longspan.train.plans import home_of
+from longspan.train.plans import PlanChoice, home_of
 
 BASE = {"context.eval_context_parallel_size": 8, "context.eval_max_tokens_per_slot": 64}
 # parallel of the run, ranks now, what flags gave, parallel that comes out
@@ -112,6 +114,20 @@ def test_rows_of_a_dynamic_plan_are_those_of_the_widest_group() -> None:
     assert entry_at(config, 4, longest=1001)[0].max_tokens_per_slot == 501
     tall = replace(config, parallel=ParallelConfig(tp=2, sequence_parallel=True))
     assert fit_set(tall, held_out_set(tall), Layout(8, tp=2), 8, 1001, ())[0].max_tokens_per_slot == 502
+
+
+def test_dynamic_degrees_of_evaluation_are_its_own() -> None:
+    sets = [{"name": "long", "path": "x", "max_dynamic_context_parallel_size": 8}]
+    keys = {"context.planner": "dynamic", "context.max_dynamic_context_parallel_size": 2, "eval": sets}
+    keys |= {"context.eval_planner": "dynamic", "context.eval_min_dynamic_context_parallel_size": 4}
+    config = load_config(None, BASE | keys | {"context.eval_max_dynamic_context_parallel_size": 4})
+    choices = [PlanChoice.training(config), *(PlanChoice.evaluation(config, entry) for entry in config.evaluations)]
+    assert [(choice.min_degree, choice.max_degree) for choice in choices] == [(1, 2), (4, 4), (4, 8)]
+    entry, changes = entry_at(config, 2, longest=1001)
+    assert (entry.min_dynamic_context_parallel_size, entry.max_tokens_per_slot) == (2, 501)
+    assert "context.eval_min_dynamic_context_parallel_size 4 -> 2 (2 slots)" in changes
+    with pytest.raises(ConfigError, match=r"eval\.long\.max_dynamic_context_parallel_size = 0"):
+        check_longest_of_set(config, config.eval[0], Layout(16), 8 * 2048 + 1, "a file")
 
 
 def test_rows_that_nobody_named_hold_the_longest_document() -> None:

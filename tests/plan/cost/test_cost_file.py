@@ -3,6 +3,8 @@
 import doctest
 import json
 import re
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,9 @@ import pytest
 from longspan.cli.main import main
 from longspan.config.sections import RunConfig, RunSection
 from longspan.errors import ConfigError
-from longspan.plan import Cost
+from longspan.plan import Cost, Machine
 from longspan.plan.cost import model_cost as cost_file
+from longspan.plan.cost.links import Link, Wire
 from longspan.train.plans import cost_of
 
 BAD = [  # what is in the place of the file, what is said of it
@@ -47,7 +50,48 @@ def test_a_file_without_a_cost_is_an_error(
 def test_a_file_with_a_cost_is_read(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     path.write_text(json.dumps({"ring_bytes": 7}))
-    assert cost_file.read_cost(str(path), "--machine") == Cost(ring_bytes=7, exchange_bytes=7 * 1474560 / 442368)
+    assert cost_file.read_machine(str(path), "--machine") == Cost(ring_bytes=7, exchange_bytes=7 * 1474560 / 442368)
+
+
+def test_a_machine_is_read_back_by_file_and_by_name(tmp_path: Path) -> None:
+    path, wire = tmp_path / "machine.json", Wire.of(1e-5, 1e11)
+    link = replace(Link.of(2e-5, 1e11), sharded_gather=wire, sharded_reduce=wire)
+    machine = Machine(inside=link, assumed_parts=("across",), world=4, date="2026-01-01", fit_error=0.03)
+    path.write_text(json.dumps(machine.to_json()))
+    assert cost_file.read_machine(str(path), "--machine") == replace(machine, source=str(path))
+    assert cost_file.read_machine("A100-80", "--machine") == Machine.known("a100-80")
+    values = machine.to_json()
+    del values["inside"]["sharded_gather"]
+    path.write_text(json.dumps(values))
+    with pytest.raises(
+        ConfigError, match=r"--machine \S+ holds no machine: a link is an object with samples for each of"
+    ):
+        cost_file.read_machine(str(path), "--machine")
+    path.write_text(json.dumps(machine.to_json() | {"machine": 9}))
+    with pytest.raises(ConfigError, match=r"holds no machine: the machine's file has version 9"):
+        cost_file.read_machine(str(path), "--machine")
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "hosts", "answer"),
+    [
+        ("NVIDIA H200", 4, 1, ""),
+        ("NVIDIA H200", 4, 3, "m.json was measured on 1 host, and this run has 3: the links between hosts are assumed"),
+        ("NVIDIA A100", 4, 1, "m.json was measured on NVIDIA H200, and this run is on NVIDIA A100; measure again"),
+        ("NVIDIA H200", 8, 1, "m.json was measured with 4 ranks on a host, and this run has 8; measure again"),
+    ],
+)
+def test_a_machine_is_of_its_device_and_hosts(device: str, ranks: int, hosts: int, answer: str) -> None:
+    machine = Machine(device="NVIDIA H200", world=4, node_size=4, assumed_parts=("across",), source="m.json")
+    check = partial(cost_file.check_measured_here, key="run.machine", device=device, ranks_of_host=ranks, hosts=hosts)
+    if "measure again" in answer:
+        with pytest.raises(ConfigError, match=f"^run.machine {answer} with longspan bench calibrate$"):
+            check(machine)
+        assert check(replace(machine, world=0)) == ""  # a known one, by name
+    else:
+        assert check(machine).removeprefix("run.machine ").startswith(answer)
+        assert check(replace(machine, world=8, assumed_parts=())) == ""  # two hosts were measured, which is enough
+    assert check(replace(machine, world=0)) == ""
 
 
 def test_docstrings_show_what_happens() -> None:

@@ -84,7 +84,7 @@ def test_tensor_parallel_ranks_share_the_cost_of_a_slot() -> None:
     cost, evaluated = Cost().shared_by(2), run_of(context.with_evaluation(context_parallel_size=2))
     for choice, expected in (
         (PlanChoice.training(run_of(context)), cost),
-        (PlanChoice.evaluation(evaluated), cost.forward_only().under("p2p", 2)),
+        (PlanChoice.evaluation(evaluated), cost.forward_only()),
     ):
         assert choice.plan((300, 200, 9), Layout(8, tp=2)).cost == expected
 

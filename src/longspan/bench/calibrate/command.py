@@ -1,44 +1,62 @@
-"""`longspan bench calibrate`: measures a model on this machine, and writes the cost that planners use."""
+"""`longspan bench calibrate`: measures this machine and its network, and writes the Machine that prices plans."""
 
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
 from longspan.bench.benches import BenchFlags
-from longspan.bench.calibrate.fit import Calibration, Sample, calibrate
-from longspan.bench.calibrate.ranks import CalibrationSettings, calibrate_ranks
+from longspan.bench.calibrate.fit import Calibration, Sample, calibrate, mean_errors
+from longspan.bench.calibrate.ranks import CalibrationSettings, Measured, calibrate_ranks
 from longspan.cli.flags import Switch, parse_flags
 from longspan.cli.machine import machine, machine_text
-from longspan.cli.processes import has_torchrun, ranks_on_this_host, reports_here, run_on_ranks
+from longspan.cli.processes import reports_here, run_on_ranks
 from longspan.errors import ConfigError, plural
-from longspan.plan import Cost
+from longspan.plan import Machine
+from longspan.plan.cost.links import LEVELS
+from longspan.plan.cost.machine import known_device
 from longspan.report.plain_text import text_table
 from longspan.run.result import versions
 
 CPU_RANKS = 2
-GPU_DEFAULTS = {"tokens": "2048,4096,8192,16384", "lengths": "2048,8192,16384,32768", "document": 256}
-CPU_DEFAULTS = {"tokens": "256,512,1024", "lengths": "256,512,1024,2048", "document": 32}
+GPU_DEFAULTS: dict[str, Any] = {
+    "preset": "qwen3-8b",
+    "layers": 2,
+    "tokens": "2048,4096,8192,16384",
+    "lengths": "2048,8192,16384,32768",
+    "document": 256,
+}
+CPU_DEFAULTS: dict[str, Any] = {
+    "preset": "qwen3-tiny",
+    "layers": 0,
+    "tokens": "256,512,768,1024",
+    "lengths": "128,256,512,1024",
+    "document": 32,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateFlags(BenchFlags):
-    """Measure whole steps of a model, its attention and its rings on this machine, and fit the constants of a Cost.
+    """Measure what this machine and its network sustain, and write it to a file: a Machine, which prices any model.
 
-    Runs one process for each GPU of this machine, or torchrun's, or --world local processes; all of them
-    work at the same time. The constants are written to a file for context.cost of a run and --cost of longspan plan,
-    simulate and bench step, and a table compares every measurement with their prediction. The last steps of the table,
-    with long documents, are only predicted: nothing is fitted to them. With one process there is no ring to measure,
-    and the ring's constants keep their defaults. All processes must run on one host; give --across_gbps for the links
-    between hosts.
+    Runs one process for each GPU of this machine, or torchrun's on any number of hosts, or --world local processes; all
+    of them work at the same time. Measured are steps of a model with random weights, attention by the length of
+    documents, passes over memory, messages of each kind and size inside a host and between hosts, the gathers and sums
+    of sharded parameters, and each type of attention over a host and over all. Which ranks share a host is found by
+    messages between pairs of ranks, and has to agree with the launcher. At least a quarter of the measurements decide
+    nothing: the error on them is printed and written into the file. The file is for run.machine of a run and --machine
+    of longspan plan; a run on another device, or on hosts of another size, refuses it.
     """
 
-    preset: str = "qwen3-tiny"
-    """Model with random weights."""
+    preset: str = ""
+    """Model with random weights whose steps are measured; empty: qwen3-8b on GPUs, qwen3-tiny on CPUs."""
     model: str = ""
     """Folder of a Hugging Face model, in place of --preset."""
+    layers: int = 0
+    """Layers of the preset; 0: 2 of qwen3-8b on GPUs, all of another."""
     dtype: Literal["", "bfloat16", "float16", "float32"] = ""
     """Dtype of the weights; empty: bfloat16 on GPUs, float32 on CPUs."""
     tokens: str = ""
@@ -48,51 +66,51 @@ class CalibrateFlags(BenchFlags):
     micro_batches: str = "1,2,4"
     """Micro-batches of a step, with commas between."""
     lengths: str = ""
-    """Document lengths at which attention is measured; empty: 2048 to 32768 on GPUs, 256 to 2048 on CPUs."""
-    across_gbps: float = 0.0
-    """Speed of links between hosts, in 1e9 bytes/s; 0: as inside this host, at most 40."""
+    """Document lengths at which attention is measured, over several slots as many times as long; empty: 2048 to 32768
+    on GPUs, 128 to 1024 on CPUs."""
     warmup: int = 1
     """Rounds through all measurements before the timed ones."""
-    repeats: int = 4
-    """Timed rounds; each takes as long as the slowest rank, and the fastest counts."""
-    out: str = "cost.json"
-    """File for the constants."""
+    repeats: int = 5
+    """Timed rounds; each takes as long as the slowest rank, and the median counts."""
+    out: str = "machine.json"
+    """File for the machine."""
     json: Switch = False
-    """Print constants, measurements and machine as JSON, and nothing else, on standard output."""
+    """Print machine, measurements and errors as JSON, and nothing else, on standard output."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the bench; returns the exit code."""
     flags = parse_flags(CalibrateFlags, argv, "longspan bench calibrate")
-    ranks, backend = _processes(flags)
+    ranks, backend = flags.processes(CPU_RANKS)
     settings = make_settings(flags, ranks, backend)
-    samples, ring_bytes, exchange_bytes = run_on_ranks(calibrate_ranks, (settings,), ranks)
+    measured = run_on_ranks(calibrate_ranks, (settings,), ranks)
     if reports_here():
-        row_bytes = {"ring_bytes": ring_bytes, "exchange_bytes": exchange_bytes}
-        calibration = calibrate(samples, **row_bytes, across_bytes_per_second=1e9 * flags.across_gbps)
-        write_cost(calibration, Path(flags.out))
-        record = make_record(calibration, samples, settings, ["longspan", "bench", "calibrate", *argv])
+        calibration = fit_machine(measured, settings)
+        write_machine(calibration.machine, Path(flags.out))
+        record = make_record(calibration, measured, settings, ["longspan", "bench", "calibrate", *argv])
         print(json.dumps(record, indent=1) if flags.json else record_text(record))
         print(f"wrote {flags.out}", file=sys.stderr if flags.json else sys.stdout)
     return 0
 
 
 def make_settings(flags: CalibrateFlags, ranks: int, backend: str) -> CalibrationSettings:
-    """The settings that the ranks receive. Raises ConfigError for sizes from which no constants can be fitted."""
-    defaults: dict[str, Any] = GPU_DEFAULTS if backend == "nccl" else CPU_DEFAULTS
+    """The settings that the ranks receive. Raises ConfigError for sizes from which no figures can be fitted."""
+    defaults = GPU_DEFAULTS if backend == "nccl" else CPU_DEFAULTS
     flags.check_runs()
-    if flags.across_gbps < 0 or flags.document < 0:
-        raise ConfigError(f"--across_gbps {flags.across_gbps} --document {flags.document}: at least 0")
+    if flags.layers < 0 or flags.document < 0:
+        raise ConfigError(f"--layers {flags.layers} --document {flags.document}: at least 0")
     if not Path(flags.out).absolute().parent.is_dir():
         raise ConfigError(f"--out {flags.out}: there is no folder {Path(flags.out).absolute().parent}")
     return CalibrationSettings(
+        preset=flags.preset or defaults["preset"],
+        layers=flags.layers or (0 if flags.preset else defaults["layers"]),
         dtype=flags.dtype or ("bfloat16" if backend == "nccl" else "float32"),
         document=flags.document or defaults["document"],
         ranks=ranks,
         backend=backend,
         **{name: _sizes(f"--{name}", getattr(flags, name) or defaults[name]) for name in ("tokens", "lengths")},
         micro_batches=_sizes("--micro_batches", flags.micro_batches),
-        **{name: getattr(flags, name) for name in ("preset", "model", "warmup", "repeats", "timeout_seconds")},
+        **{name: getattr(flags, name) for name in ("model", "warmup", "repeats", "timeout_seconds")},
     )
 
 
@@ -107,32 +125,38 @@ def _sizes(flag: str, text: str) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def write_cost(calibration: Calibration, path: Path) -> None:
-    """Write the constants to the file that --cost reads."""
+def fit_machine(measured: Measured, settings: CalibrationSettings) -> Calibration:
+    """The machine that the samples show; what was not measured is that of a known device of this name or of another."""
+    known = known_device(measured.device)
+    base = known or (Machine.known("H200") if settings.backend == "nccl" else Machine.cpus())
+    base = replace(
+        base,
+        device=measured.device,
+        node_size=measured.node_size,
+        source=f"the model on {measured.device}, as measured",
+        world=settings.ranks,
+        date=date.today().isoformat(),
+    )
+    return calibrate(measured.samples, base, known=known is not None)
+
+
+def write_machine(measured: Machine, path: Path) -> None:
+    """Write the machine to the file that run.machine and --machine read."""
     try:
-        path.write_text(json.dumps(calibration.cost.to_json(), indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(measured.to_json(), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def make_record(
-    calibration: Calibration, samples: Sequence[Sample], settings: CalibrationSettings, command: Sequence[str]
+    calibration: Calibration, measured: Measured, settings: CalibrationSettings, command: Sequence[str]
 ) -> dict[str, Any]:
-    """The constants, the measurements and the machine, as a JSON object."""
-    rows = [
-        {
-            "what": sample.name,
-            "measured_seconds": sample.seconds,
-            "predicted_seconds": calibration.predict(sample),
-            "relative_error": calibration.relative_error(sample),
-            "fitted": sample.fitted,
-        }
-        for sample in samples
-    ]
-    overheads = {name: getattr(calibration, name) for name in ("step_seconds", "call_seconds", "wire_step_seconds")}
+    """The machine, the measurements and the host, as a JSON object."""
+    overheads = {name: getattr(calibration, name) for name in ("step_seconds", "call_seconds", "pass_seconds")}
     return {
         "bench": "calibrate",
         "model": settings.model or settings.preset,
+        "layers": settings.layers,
         "dtype": settings.dtype,
         "ranks": settings.ranks,
         "backend": settings.backend,
@@ -140,51 +164,80 @@ def make_record(
         "command": " ".join(command),
         "machine": machine(),
         "versions": versions(),
-        "cost": calibration.cost.to_json(),
-        "ring_measured": calibration.ring_measured,
-        "beside": overheads,
-        "samples": rows,
+        "hosts": measured.hosts,
+        "seconds": measured.seconds,
+        "measured": calibration.machine.to_json(),
+        "overheads": overheads,
+        "errors": mean_errors(calibration, measured.samples),
+        "samples": [_row(calibration, sample) for sample in measured.samples if sample.part != "product"],
+        "products": [
+            {"what": s.name, "measured_seconds": s.seconds, "flops_per_second": s.weight_flops / s.seconds}
+            for s in measured.samples
+            if s.part == "product"
+        ],
+    }
+
+
+def _row(calibration: Calibration, sample: Sample) -> dict[str, Any]:
+    return {
+        "what": sample.name,
+        "part": sample.part,
+        "measured_seconds": sample.seconds,
+        "predicted_seconds": calibration.predict(sample),
+        "relative_error": calibration.relative_error(sample),
+        "fitted": sample.fitted,
     }
 
 
 def record_text(record: dict[str, Any]) -> str:
-    """A record for a terminal: predicted against measured, then the constants."""
+    """A record for a terminal: predicted against measured, products, the machine, what is assumed, and the errors."""
+    layers = f" ({plural(record['layers'], 'layer')})" if record["layers"] else ""
     head = (
-        f"{record['model']} in {record['dtype']} on {plural(record['ranks'], 'rank')} ({record['backend']}), "
-        f"{machine_text(record['machine'])}"
+        f"{record['model']}{layers} in {record['dtype']} on {plural(record['ranks'], 'rank')} ({record['backend']}), "
+        f"{machine_text(record['machine'])}\n{record['hosts']}"
     )
     rows = [
-        (row["what"], *(f"{1e3 * row[name]:.2f}" for name in ("measured_seconds", "predicted_seconds")), _percent(row))
+        (
+            row["what"],
+            *(f"{1e3 * row[name]:.3f}" for name in ("measured_seconds", "predicted_seconds")),
+            f"{100 * row['relative_error']:+.1f} %",
+            "" if row["fitted"] else "held out",
+        )
         for row in record["samples"]
     ]
-    values = Cost.from_json(record["cost"]).constants()
-    constants = text_table(("constant", "value"), [(name, f"{value:.4g}") for name, value in values.items()])
-    notes = [] if record["ring_measured"] else ["no ring was measured: the ring's constants are Cost's defaults"]
-    table = text_table(("what", "measured ms", "predicted ms", "error"), rows)
-    return "\n\n".join([head, table, _summary(record["samples"]), constants, *notes])
+    products = [(row["what"], f"{row['flops_per_second'] / 1e12:.4g}") for row in record["products"]]
+    of_machine = Machine.from_json(record["measured"])
+    return "\n\n".join(
+        [
+            head,
+            text_table(("what", "measured ms", "predicted ms", "error", ""), rows),
+            text_table(("what", "TFLOP/s"), products),
+            _figures(of_machine),
+            _errors(record),
+            f"measured in {record['seconds']:.0f} s",
+        ]
+    )
 
 
-def _percent(row: dict[str, Any]) -> str:
-    return f"{100 * row['relative_error']:+.1f} %"
+def _figures(measured: Machine) -> str:
+    """The figures of a machine, and speeds of its links in bytes/s for long messages."""
+    rows = [(name, f"{value:.4g}", _mark(measured, name)) for name, value in measured.rates().items()]
+    for level in LEVELS:
+        for kind, wire in getattr(measured, level).wires().items():
+            figures = f"{wire.bytes_per_second:.4g} bytes/s, {1e6 * wire.latency:.4g} µs"
+            rows.append((f"{level} {kind}", figures, _mark(measured, level)))
+    return text_table(("figure", "value", ""), rows)
 
 
-def _summary(rows: Sequence[dict[str, Any]]) -> str:
-    lines = []
-    for fitted, name in ((True, "fitted"), (False, "predicted alone")):
-        errors = sorted(abs(row["relative_error"]) for row in rows if row["fitted"] == fitted)
-        middle = errors[len(errors) // 2]
-        lines.append(
-            f"{name}: {len(errors)} measurements, error {100 * middle:.1f} % median, {100 * errors[-1]:.1f} % most"
-        )
-    return "\n".join(lines)
+def _mark(measured: Machine, name: str) -> str:
+    return "assumed" if name in measured.assumed_parts else ""
 
 
-def _processes(flags: CalibrateFlags) -> tuple[int, str]:
-    """The number of processes and their backend. Raises ConfigError for processes on several hosts."""
-    ranks, backend = flags.processes(CPU_RANKS)
-    if has_torchrun() and (local := ranks_on_this_host()) != ranks:
-        raise ConfigError(
-            f"torchrun has started {ranks} processes, {local} of them on this host; calibrate on one host, and give "
-            "--across_gbps for the links between hosts"
-        )
-    return ranks, backend
+def _errors(record: dict[str, Any]) -> str:
+    """A line of the errors on what was held out."""
+    held_out = sum(not row["fitted"] for row in record["samples"])
+    parts = [f"{part} {100 * error:.1f} %" for part, error in record["errors"].items() if part != "all"]
+    if not held_out:
+        return "nothing was held out, so the error of predictions is not known; give longer lists of sizes"
+    share = f"{held_out} of {plural(len(record['samples']), 'measurement')}"
+    return f"held out: {share}; mean error {100 * record['errors']['all']:.1f} %: {', '.join(parts)}"

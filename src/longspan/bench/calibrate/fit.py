@@ -1,66 +1,89 @@
-"""From measured seconds to the constants of a Cost: non-negative least squares of relative errors, with numpy.
+"""From measured seconds to a Machine: non-negative least squares of relative errors, with numpy.
 
-Samples are scaled to all layers of the model before they come here. What is measured is `bench_calibrate_ranks`.
+Kernels and passes are fitted first, then wires, then what the types of attention take beyond these. Samples that are
+held out decide nothing: their error is the machine's `fit_error`. What is measured is in `ranks.py` and
+`link_trials.py`.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, combinations
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from longspan.plan import Cost
+from longspan.plan import AttentionCall, Group, Machine
+from longspan.plan.cost.links import KINDS, LEVELS, SHARDED_KINDS, Level, Link, Wire
 
 Floats = NDArray[np.float64]
+Part = Literal["step", "launch", "attention", "memory", "product", "link", "type"]
+PARTS: tuple[Part, ...] = ("step", "launch", "attention", "memory", "product", "link", "type")
+NEVER_MEASURED = (  # of state-space layers, encoders and merges of a ring
+    "scan_flops_per_second",
+    "summary_flops_per_second",
+    "channel_seconds",
+    "encoder_flops_per_second",
+    "wave_seconds",
+    "merge_passes",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One measurement: how often each constant counts in it, and the seconds that it took.
+    """One measurement: how often each figure of a machine counts in it, and the seconds that it took.
 
-    `steps`, `micro_batches`, `tokens`, `squares` (of document lengths, for attention), all of one slot; `calls` where
-    attention was called by itself; `ring_steps` and `ring_bytes` of attention around a ring, `wire_steps` and
-    `wire_bytes` of a ring that carries blocks without attention. `fitted` samples decide the constants, others do not.
+    `steps` and `micro_batches` of a model with `weight_flops`, `layers` that were launched forward. `attention_flops`
+    of kernels, and `half_flops` the same over the rows of a piece; `calls` of attention or of memory passes over
+    `bytes`. Messages have a `level`, a `kind` and `bytes`; a type of attention has its `group`, `call` and
+    `cp_comm_type`. `fitted` samples decide the figures, the others are held out.
     """
 
+    part: Part
     name: str
     seconds: float = 0.0
+    fitted: bool = True
     steps: int = 0
     micro_batches: int = 0
-    tokens: float = 0.0
-    squares: float = 0.0
+    weight_flops: float = 0.0
+    layers: int = 0
+    attention_flops: float = 0.0
+    half_flops: float = 0.0
     calls: int = 0
-    ring_steps: int = 0
-    ring_bytes: float = 0.0
-    wire_steps: int = 0
-    wire_bytes: float = 0.0
-    fitted: bool = True
+    bytes: float = 0.0
+    level: Level = "inside"
+    kind: str = ""
+    group: Group | None = None
+    call: AttentionCall | None = None
+    cp_comm_type: str = ""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A cost and the rest of what was measured: seconds of a step, an attention call and a bare ring step."""
+    """A machine and the rest of what was measured: seconds of a step, a call of attention and a memory pass."""
 
-    cost: Cost
+    machine: Machine
     step_seconds: float
     call_seconds: float
-    wire_step_seconds: float
-    ring_measured: bool
+    pass_seconds: float
 
     def predict(self, sample: Sample) -> float:
         """Seconds that a sample should have taken."""
-        cost = self.cost
-        ring = sample.ring_bytes / cost.inside_bytes_per_second
+        machine = self.machine
+        if sample.part == "link":
+            return float(getattr(getattr(machine, sample.level), sample.kind).seconds(sample.bytes))
+        if sample.part == "type":
+            return _type_seconds(machine, sample) + self.call_seconds
+        if sample.part == "memory":
+            return sample.calls * self.pass_seconds + sample.bytes / machine.memory_bytes_per_second
+        attention = sample.attention_flops + machine.half_speed_rows * sample.half_flops
         return (
             sample.steps * self.step_seconds
-            + sample.micro_batches * cost.micro_batch_seconds
-            + sample.tokens * cost.linear_seconds
+            + sample.micro_batches * machine.micro_batch_seconds
+            + sample.layers * machine.layer_launch_seconds
+            + sample.weight_flops / machine.product_flops_per_second
+            + attention / machine.attention_flops_per_second
             + sample.calls * self.call_seconds
-            + max(sample.squares * cost.attention_seconds, ring)
-            + sample.ring_steps * cost.ring_step_seconds
-            + sample.wire_steps * self.wire_step_seconds
-            + sample.wire_bytes / cost.inside_bytes_per_second
         )
 
     def relative_error(self, sample: Sample) -> float:
@@ -68,56 +91,130 @@ class Calibration:
         return self.predict(sample) / sample.seconds - 1
 
 
-def calibrate(
-    samples: Sequence[Sample],
-    *,
-    ring_bytes: float,
-    exchange_bytes: float = Cost.exchange_bytes,
-    across_bytes_per_second: float = 0.0,
-) -> Calibration:
-    """The constants under which the fitted samples' relative errors are least, in squares.
+def calibrate(samples: Sequence[Sample], base: Machine, *, known: bool = False) -> Calibration:
+    """The machine under which the fitted samples' relative errors are least, in squares; `base` for what is not there.
 
-    Compute comes first, from samples of degree 1; then the wire; then a ring step, as what attention around a ring
-    takes beyond these. `ring_bytes` and `exchange_bytes` are the model's own, per row. Where no ring was measured, or
-    its blocks were too small to tell the speed of the wire, Cost's defaults stay. `across_bytes_per_second`: 0 takes
-    what was measured inside, at most the default.
+    Figures that no sample decides are those of `base`, and their names stand in `assumed_parts`. If the device is not
+    `known`, its base is another device, and rates that are never measured are taken as much faster or slower as its
+    products and its memory are. `fit_error` is the mean error of samples that are held out.
     """
-    fitted = [sample for sample in samples if sample.fitted]
-    step, micro_batch, token, square, call = _fit_compute(fitted)
-    wire_step, byte = _fit_wire(fitted)
-    inside = 1 / byte if byte > 0 else Cost.inside_bytes_per_second
-    rings = [sample for sample in fitted if sample.ring_steps]
-    explained = [sample.calls * call + max(sample.squares * square, sample.ring_bytes / inside) for sample in rings]
-    unexplained = np.array([sample.seconds for sample in rings]) - explained
-    ring_step = (
-        least_squares(_column(rings, "ring_steps"), unexplained, _column(rings, "seconds")[:, 0])[0] if rings else None
-    )
-    cost = Cost(
-        linear_seconds=token,
-        attention_seconds=square,
-        ring_bytes=ring_bytes,
-        exchange_bytes=exchange_bytes,
-        inside_bytes_per_second=inside,
-        across_bytes_per_second=across_bytes_per_second or min(inside, Cost.across_bytes_per_second),
-        ring_step_seconds=Cost.ring_step_seconds if ring_step is None else ring_step,
-        micro_batch_seconds=micro_batch,
-    )
-    return Calibration(cost, step, call, wire_step, ring_measured=bool(rings))
+    fitted = {part: [s for s in samples if s.part == part and s.fitted] for part in PARTS}
+    figures: dict[str, Any] = {}
+    call_seconds = _fit_attention(fitted["attention"], figures)
+    pass_seconds = _fit_memory(fitted["memory"], figures)
+    step_seconds = _fit_steps(fitted["step"], base, figures)
+    if launches := [s.seconds / s.layers for s in fitted["launch"]]:
+        figures["layer_launch_seconds"] = float(np.median(launches))
+    for level in LEVELS:
+        if wires := _fit_wires(fitted["link"], level):
+            figures[level] = Link(**wires)
+    if not known:
+        figures |= _scale_to(base, figures)
+    calibration = Calibration(replace(base, **figures), step_seconds, call_seconds, pass_seconds)
+    of_types = _fit_types(fitted["type"], calibration)
+    figures |= of_types
+    names = [*base.rates(), *LEVELS]
+    assumed = tuple(name for name in names if name not in figures or name in NEVER_MEASURED)
+    machine = replace(calibration.machine, **of_types, assumed=False, assumed_parts=assumed)
+    calibration = replace(calibration, machine=machine)
+    errors = mean_errors(calibration, samples)
+    return replace(calibration, machine=replace(machine, fit_error=errors.get("all")))
 
 
-def _fit_compute(samples: Sequence[Sample]) -> list[float]:
-    single = [sample for sample in samples if not sample.ring_steps and not sample.wire_steps]
-    columns = [_column(single, name) for name in ("steps", "micro_batches", "tokens", "squares", "calls")]
-    seconds = _column(single, "seconds")[:, 0]
-    return least_squares(np.hstack(columns), seconds, seconds)
+def mean_errors(calibration: Calibration, samples: Sequence[Sample]) -> dict[str, float]:
+    """The mean relative error, without sign, of samples that are held out: of each part that has any, and of "all"."""
+    of_part: dict[str, list[float]] = {}
+    for sample in samples:
+        if not sample.fitted and sample.part != "product":
+            of_part.setdefault(sample.part, []).append(abs(calibration.relative_error(sample)))
+    if of_part:
+        of_part["all"] = list(chain.from_iterable(of_part.values()))
+    return {part: float(np.mean(errors)) for part, errors in of_part.items()}
 
 
-def _fit_wire(samples: Sequence[Sample]) -> list[float]:
-    wire = [sample for sample in samples if sample.wire_steps]
-    if not wire:
-        return [0.0, 0.0]
-    seconds = _column(wire, "seconds")[:, 0]
-    return least_squares(np.hstack([_column(wire, "wire_steps"), _column(wire, "wire_bytes")]), seconds, seconds)
+def _fit_attention(samples: Sequence[Sample], figures: dict[str, Any]) -> float:
+    """Set the rate of long pieces and the rows of half of it; returns the seconds of a call."""
+    flops, half, call = _solve(samples, "attention_flops", "half_flops", "calls")
+    if flops:
+        figures |= {"attention_flops_per_second": 1 / flops, "half_speed_rows": half / flops}
+    return call
+
+
+def _fit_memory(samples: Sequence[Sample], figures: dict[str, Any]) -> float:
+    """Set the speed of memory; returns the seconds of a pass without rows."""
+    call, byte = _solve(samples, "calls", "bytes")
+    if byte:
+        figures["memory_bytes_per_second"] = 1 / byte
+    return call
+
+
+def _fit_steps(samples: Sequence[Sample], base: Machine, figures: dict[str, Any]) -> float:
+    """Set the rate of products and the seconds of a micro-batch; returns the seconds of a step without any."""
+    rate = figures.get("attention_flops_per_second", base.attention_flops_per_second)
+    half = figures.get("half_speed_rows", base.half_speed_rows)
+    others = [replace(s, seconds=s.seconds - (s.attention_flops + half * s.half_flops) / rate) for s in samples]
+    step, micro_batch, flop = _solve(others, "steps", "micro_batches", "weight_flops", weights=samples)
+    if flop:
+        figures |= {"product_flops_per_second": 1 / flop, "micro_batch_seconds": micro_batch}
+    return step
+
+
+def _fit_wires(samples: Sequence[Sample], level: Level) -> dict[str, Wire]:
+    """The wires of a level by kind; none if one of the kinds that a link must have was not measured."""
+    points = {
+        kind: [(s.bytes, s.seconds) for s in samples if (s.level, s.kind) == (level, kind)]
+        for kind in (*KINDS, *SHARDED_KINDS)
+    }
+    if not all(points[kind] for kind in KINDS):
+        return {}
+    both = all(points[kind] for kind in SHARDED_KINDS)
+    return {kind: Wire.fit(points[kind]) for kind in (*KINDS, *(SHARDED_KINDS if both else ()))}
+
+
+def _fit_types(samples: Sequence[Sample], calibration: Calibration) -> dict[str, float]:
+    """Seconds of a batch of messages, as what all types take beyond kernels and wires; and those of a ring's step."""
+    if not samples:
+        return {}
+    free, one = (replace(calibration.machine, step_seconds=seconds) for seconds in (0.0, 1.0))
+    prices = np.array([_type_seconds(free, sample) for sample in samples])
+    messages = np.array([[_type_seconds(one, sample)] for sample in samples]) - prices[:, None]
+    seconds = np.array([sample.seconds for sample in samples])
+    step = least_squares(messages, seconds - prices - calibration.call_seconds, seconds)[0]
+    waits = [_ring_wait(calibration, s) for s in samples if s.cp_comm_type == "p2p" and s.level == "inside"]
+    return {"step_seconds": step} | ({"ring_wait_seconds": float(np.median(waits))} if waits else {})
+
+
+def _ring_wait(calibration: Calibration, sample: Sample) -> float:
+    """What a step of a ring in one pass takes beyond the kernels of the call."""
+    assert sample.group and sample.call
+    price = calibration.machine.attention_seconds(sample.group, sample.call)["p2p"]
+    shown = sample.seconds - calibration.call_seconds - (price.seconds - price.exposed)
+    return max(0.0, shown / (2 * (sample.group.degree - 1)))
+
+
+def _type_seconds(machine: Machine, sample: Sample) -> float:
+    assert sample.group and sample.call
+    return machine.attention_seconds(sample.group, sample.call)[sample.cp_comm_type].seconds
+
+
+def _scale_to(base: Machine, figures: Mapping[str, Any]) -> dict[str, float]:
+    """Rates that are never measured, of a device that is not the base."""
+    faster = figures.get("product_flops_per_second", base.product_flops_per_second) / base.product_flops_per_second
+    memory = figures.get("memory_bytes_per_second", base.memory_bytes_per_second) / base.memory_bytes_per_second
+    rates = {name: getattr(base, name) * faster for name in NEVER_MEASURED if name.endswith("_flops_per_second")}
+    return rates | {"channel_seconds": base.channel_seconds / memory}
+
+
+def _solve(samples: Sequence[Sample], *names: str, weights: Sequence[Sample] | None = None) -> list[float]:
+    """How much one of each name takes, in seconds; 0 of each if there are no samples."""
+    if not samples:
+        return [0.0] * len(names)
+    columns = np.stack([_column(samples, name) for name in names], axis=1)
+    return least_squares(columns, _column(samples, "seconds"), _column(weights or samples, "seconds"))
+
+
+def _column(samples: Sequence[Sample], name: str) -> Floats:
+    return np.array([getattr(sample, name) for sample in samples], dtype=np.float64)
 
 
 def least_squares(columns: Floats, values: Floats, weights: Floats) -> list[float]:
@@ -139,7 +236,3 @@ def least_squares(columns: Floats, values: Floats, weights: Floats) -> list[floa
             best, solution = float(residual @ residual), np.zeros(n)
             solution[use] = x
     return solution.tolist()
-
-
-def _column(samples: Sequence[Sample], name: str) -> Floats:
-    return np.array([[getattr(sample, name)] for sample in samples], dtype=np.float64).reshape(-1, 1)

@@ -1,9 +1,11 @@
-"""What each rank does for `bench calibrate`: whole steps, attention by itself, and rings, timed on all ranks."""
+"""What each rank does for `bench calibrate`: the hosts, whole steps, kernels and passes, messages, types of attention.
 
-import sys
-import time
+Steps are those of a model whose parameters are not sharded, so that they contain no messages but the sum of gradients.
+"""
+
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,15 +13,29 @@ import torch
 from torch import Tensor, nn
 
 from longspan.attention import attend
+from longspan.bench.calibrate.boundary import check_boundary, measure_boundary
 from longspan.bench.calibrate.fit import Sample
-from longspan.comm import RingBlocks, SequenceShard, World, bind
+from longspan.bench.calibrate.link_trials import CPU_SIZES, GPU_SIZES, LinkTrials, exchange_with
+from longspan.bench.calibrate.trial import Clock, Trial
+from longspan.bench.layers import with_layers
+from longspan.comm import World, bind
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
 from longspan.model.prepared import vocabulary_size
-from longspan.plan import Plan, plan_fixed
+from longspan.model.presets import preset_config
+from longspan.plan import AttentionCall, Plan, plan_fixed
+from longspan.plan.cost.links import Level
+from longspan.plan.cost.model_shape import ModelShape
 from longspan.train import run_step
+from longspan.train.plans.run_machine import device_name
 
-_PRESET_VOCABULARY = 2048  # of a preset, which has no tokenizer to take it from
+VOCABULARY = 2048  # of a preset, which has no tokenizer to take it from
+MOST_SECONDS = 200.0  # after which no round begins
+PRODUCT_WIDTHS = {"cuda": (2048, 4096), "cpu": (256, 512)}
+PRODUCT_ROWS = {"cuda": (1024, 4096, 16384), "cpu": (64, 256)}
+PASS_NUMBERS = {"cuda": (1 << 22, 1 << 24, 1 << 26, 1 << 28), "cpu": (1 << 14, 1 << 17, 1 << 19, 1 << 21)}
+SHORT, LONG = 4, 1 << 20  # bytes of the messages by which hosts are told apart
+OF_BOTH = 3.5  # products of a forward and a backward pass, over the two of forward
 
 
 @dataclass(frozen=True)
@@ -28,6 +44,7 @@ class CalibrationSettings:
 
     preset: str
     model: str
+    layers: int
     dtype: str
     tokens: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -40,197 +57,240 @@ class CalibrationSettings:
     timeout_seconds: float
 
 
+class Measured(NamedTuple):
+    """The samples, a line about the hosts, and facts of the world that was measured."""
+
+    samples: list[Sample]
+    hosts: str
+    device: str
+    node_size: int
+    seconds: float
+
+
+def calibrate_ranks(rank: int, settings: CalibrationSettings) -> Measured:
+    """Open a world and measure everything; the same on every rank."""
+    backend = None if settings.backend == "nccl" else "gloo"
+    with World(Layout(settings.ranks), backend=backend, timeout=settings.timeout_seconds) as world:
+        clock = Clock(world, most_seconds=MOST_SECONDS)
+        hosts = _find_hosts(world, clock)
+        clock.say(hosts)
+        samples = _Bench(settings, world, clock).samples()
+        return Measured(samples, hosts, device_name(world.device), world.node_size, clock.seconds)
+
+
+def _find_hosts(world: World, clock: Clock) -> str:
+    """A line about the hosts. Raises CommError where messages show others than the launcher.
+
+    Hosts are told apart by the latency of short messages or, if that is about the same everywhere, by longer ones.
+    """
+    line = ""
+    for size in (SHORT, LONG):
+        measure = partial(clock.time_pairs, run=exchange_with(world, size), repeats=9)
+        boundary = measure_boundary(world.home.slots, measure)
+        line = check_boundary(boundary, world.home.slots, world.node_size)
+        if boundary.hosts:
+            break
+    return line
+
+
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the model's attention."""
+    """Sizes of the model's attention, and the FLOPs of its weights for a token."""
 
-    layers: int
     full_layers: int  # that attend to all earlier rows, not to a window of them
     heads: int
-    key_value_heads: int
-    head_size: int
+    kv_heads: int
+    head_dim: int
     dtype: torch.dtype
+    layers: int
+    weight_flops: float
 
     @classmethod
     def of(cls, model: Any, dtype: torch.dtype) -> "Shape":
         """Those of a transformers model."""
-        config = model.config.get_text_config()
-        heads = config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-        full = sum(kind == "full_attention" for kind in kinds)
-        shared = getattr(config, "num_key_value_heads", None) or heads
-        return cls(config.num_hidden_layers, full, heads, shared, size, dtype)
+        shape = ModelShape.of(model.config)
+        full = shape.layers - shape.window_layers - shape.chunk_layers
+        size = shape.query_width // shape.heads
+        weights = 6.0 * shape.weights
+        return cls(full, shape.heads, shape.kv_heads, size, dtype, shape.decoder_layers, weights)
 
     @property
-    def block_bytes(self) -> int:
-        """Of a row's keys and values in one layer."""
-        return 2 * self.key_value_heads * self.head_size * self.dtype.itemsize
+    def call(self) -> AttentionCall:
+        """One layer's attention, forward and backward."""
+        size = self.dtype.itemsize
+        return AttentionCall(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, bytes_per_number=size)
 
-    @property
-    def ring_bytes(self) -> float:
-        """Of a row around the rings of all layers: keys and values forward and backward, and their gradients' sums."""
-        width = max(self.dtype.itemsize, torch.float32.itemsize)
-        return float(self.layers * (2 * self.block_bytes + self.block_bytes // self.dtype.itemsize * width))
-
-    @property
-    def exchange_bytes(self) -> float:
-        """Of a row's queries, keys, values and outputs in all-to-alls of all layers, forward and backward."""
-        return float(self.layers * 2 * (2 * self.heads * self.head_size * self.dtype.itemsize + self.block_bytes))
-
-
-class Trial(NamedTuple):
-    """What is timed: a sample without its seconds, what runs, and by how much its time counts."""
-
-    sample: Sample
-    run: Callable[[], object]
-    times: int = 1
-
-
-def calibrate_ranks(rank: int, settings: CalibrationSettings) -> tuple[list[Sample], float, float]:
-    """Open a world and measure everything: the samples, and the model's bytes per row on a ring and in all-to-alls."""
-    backend = None if settings.backend == "nccl" else "gloo"
-    with World(Layout(settings.ranks), backend=backend, timeout=settings.timeout_seconds) as world:
-        bench = _Bench(settings, world)
-        return bench.samples(), bench.shape.ring_bytes, bench.shape.exchange_bytes
+    def flops(self, squares: float) -> float:
+        """Of one layer's attention, forward and backward, over documents whose squared lengths have this sum."""
+        return OF_BOTH * 2 * self.heads * self.head_dim * squares
 
 
 class _Bench:
-    """A model under a home, and what is timed on it."""
+    """What is timed in a world."""
 
-    def __init__(self, settings: CalibrationSettings, world: World) -> None:
-        self.settings, self.world = settings, world
-        vocabulary = None if settings.model else _PRESET_VOCABULARY
-        path, preset = (settings.model, None) if settings.model else (None, settings.preset)
-        model = load_model(path, preset, dtype=settings.dtype, vocab_size=vocabulary)
+    def __init__(self, settings: CalibrationSettings, world: World, clock: Clock) -> None:
+        self.settings, self.world, self.clock = settings, world, clock
+        # each rank is a replica: nothing is gathered in a step
+        self.replicas = world.open_inner(Layout(settings.ranks, dp_replicate=settings.ranks))
+        model = _load(settings)
         self.shape = Shape.of(model, getattr(torch, settings.dtype))
         self.vocabulary = vocabulary_size(model) or 1  # without an embedding, only token id 0
-        self.model: nn.Module = prepare(model, world)
+        self.model: nn.Module | None = prepare(model, self.replicas)
 
     def samples(self) -> list[Sample]:
-        """Everything, measured in rounds, so that what disturbs the machine for a while disturbs no sample always."""
-        trials, rounds = list(self._trials()), self.settings.warmup + self.settings.repeats
-        times: list[list[float]] = []
-        for i in range(rounds):
-            times.append([self._measure(trial.run) for trial in trials])
-            if self.world.rank == 0 and sys.stderr.isatty():
-                print(f"round {i + 1} of {rounds}", file=sys.stderr)
-        of_ranks = self.world.control.gather_objects(times[self.settings.warmup :])  # (ranks, rounds, trials)
-        seconds = np.array(of_ranks).max(axis=0).min(axis=0)  # of the slowest rank in the fastest round
-        return [replace(t.sample, seconds=t.times * float(s)) for t, s in zip(trials, seconds, strict=True)]
+        """Everything, part after part."""
+        samples = self._time(self._of_model(), "steps of a model")
+        self.model = None
+        samples += self._time(self._of_device(), "products, attention and memory")
+        if self.world.home.slots > 1:
+            sizes = GPU_SIZES if self.world.device.type == "cuda" else CPU_SIZES
+            samples += self._time(LinkTrials(self.world, sizes).trials(), "messages between slots")
+            samples += self._time(self._of_types(), "types of attention")
+        return samples
 
-    def _trials(self) -> Iterator[Trial]:
-        settings, slots = self.settings, self.world.home.slots
-        for tokens in settings.tokens:
-            yield self._steps(tokens, 1)
-        for count in settings.micro_batches[1:]:
-            yield self._steps(settings.tokens[0], count)
-        for length in settings.lengths:
-            yield self._attention(length, 1)
-        degrees = [d for d in range(2, slots + 1) if slots % d == 0 and (d in (2, slots) or d & (d - 1) == 0)]
-        if degrees:
-            for rows in (1, *settings.lengths, 4 * settings.lengths[-1]):
-                yield self._wire(rows)
-        for degree in degrees:
-            for length in settings.lengths:
-                yield self._attention(max(length, degree), degree)
-        for degree in (1, *degrees):
-            yield self._check_step(max(settings.lengths[-1], degree), degree)
+    def _time(self, trials: Iterator[Trial] | list[Trial], what: str) -> list[Sample]:
+        settings = self.settings
+        return self.clock.time_trials(list(trials), warmup=settings.warmup, repeats=settings.repeats, what=what)
 
-    def _steps(self, tokens: int, count: int) -> Trial:
+    def _of_model(self) -> Iterator[Trial]:
+        tokens, counts = self.settings.tokens, self.settings.micro_batches
+        sizes = [*((count, 1) for count in tokens), *((tokens[0], count) for count in counts if count > 1)]
+        for i, (rows, count) in enumerate(sizes):
+            yield self._steps(rows, count, fitted=_is_fitted(i))
+        yield self._launch()
+
+    def _of_device(self) -> Iterator[Trial]:
+        device, lengths = self.world.device.type, self.settings.lengths
+        for width in PRODUCT_WIDTHS[device]:
+            yield from (self._product(rows, width) for rows in PRODUCT_ROWS[device])
+        pieces = [*((n, lengths[-1]) for n in lengths), *((n, lengths[-2]) for n in lengths[:-1])]
+        for i, (length, rows) in enumerate(pieces):
+            yield self._attention(length, rows // length, fitted=_is_fitted(i))
+        for i, count in enumerate(PASS_NUMBERS[device]):
+            yield self._memory_pass(count, fitted=_is_fitted(i))
+
+    def _of_types(self) -> Iterator[Trial]:
+        """Each type of attention of a document over a host's slots and over all; every second length is held out."""
+        slots, node_size = self.world.home.slots, self.world.node_size
+        of_level: dict[Level, int] = {"inside": min(slots, node_size), "across": slots}
+        for level, degree in of_level.items():
+            if degree > 1 and slots % degree == 0 and (level == "inside" or slots > node_size):
+                for i, length in enumerate(self.settings.lengths):
+                    yield from self._types(level, degree, length * degree, fitted=i % 2 == 0)
+
+    def _steps(self, tokens: int, count: int, *, fitted: bool) -> Trial:
         """Steps of `count` micro-batches in which every slot has short documents of so many tokens together."""
         length = min(self.settings.document, tokens)
         per_slot = tokens // length
-        lengths = [length] * (per_slot * count * self.world.home.slots)
-        plan = plan_fixed(lengths, self.world.home, 1, max_tokens_per_slot=per_slot * length)
-        assert len(plan.micro_batches) == count, (len(plan.micro_batches), count)
         rows = per_slot * length * count
+        plan = self._plan_of_step(length, per_slot, count)
+        flops = self.shape.full_layers * self.shape.flops(rows * length)
         sample = Sample(
+            part="step",
             name=f"step: {count} x {per_slot * length:,} tokens a slot, documents of {length:,}",
             steps=1,
             micro_batches=count,
-            tokens=rows,
-            squares=rows * length,
+            weight_flops=self.shape.weight_flops * rows,
+            attention_flops=flops,
+            half_flops=flops / length,
+            fitted=fitted,
         )
         return Trial(sample, self._step(plan))
 
-    def _check_step(self, length: int, degree: int) -> Trial:
-        """Time a step with one document per group of `degree` slots. No constant is fitted to it: it checks the fit."""
-        plan = plan_fixed([length] * (self.world.home.slots // degree), self.world.home, degree)
-        turn = (degree - 1) / degree
-        sample = Sample(
-            name=f"step: a document of {length:,} for {degree} slots",
-            steps=1,
-            micro_batches=1,
-            tokens=length / degree,
-            squares=length**2 / degree,
-            ring_steps=degree - 1,
-            ring_bytes=self.shape.ring_bytes * length * turn,
-            fitted=False,
-        )
-        return Trial(sample, self._step(plan))
+    def _launch(self) -> Trial:
+        """A forward pass over so few rows that the host decides its time."""
+        length = min(self.settings.document, self.settings.tokens[0])
+        sample = Sample(part="launch", name=f"forward: {length:,} tokens a slot", layers=self.shape.layers)
+        return Trial(sample, self._step(self._plan_of_step(length, 1, 1), backward=False))
 
-    def _step(self, plan: Plan) -> Callable[[], object]:
-        self.world.prepare(plan)
+    def _plan_of_step(self, length: int, per_slot: int, count: int) -> Plan:
+        home = self.replicas.home
+        plan = plan_fixed([length] * (per_slot * count * home.slots), home, 1, max_tokens_per_slot=per_slot * length)
+        assert len(plan.micro_batches) == count, (len(plan.micro_batches), count)
+        return plan
+
+    def _step(self, plan: Plan, *, backward: bool = True) -> Callable[[], object]:
+        self.replicas.prepare(plan)
         random = np.random.default_rng(0)
         documents = [random.integers(0, self.vocabulary, length) for length in plan.lengths]
-        return lambda: run_step(self.model, plan, documents, self.world)
+        model = self.model
+        assert model is not None, "steps are measured first"
+        return lambda: run_step(model, plan, documents, self.replicas, backward=backward)
 
-    def _attention(self, length: int, degree: int) -> Trial:
-        """Attention of one document for every group of so many slots, forward and backward, times the layers."""
+    def _product(self, rows: int, width: int) -> Trial:
+        """A product with a square of weights: what the device reaches in it, next to whole layers."""
+        x, weights = (torch.randn(n, width, device=self.world.device).to(self.shape.dtype) for n in (rows, width))
+        flops = 2.0 * rows * width * width
+        sample = Sample(part="product", name=f"product: {rows:,} rows, width {width:,}", weight_flops=flops)
+        return Trial(sample, lambda: x @ weights, 4)
+
+    def _memory_pass(self, count: int, *, fitted: bool) -> Trial:
+        """Numbers in float32 that are read and written."""
+        x = torch.zeros(count, device=self.world.device)
+        into = torch.empty_like(x)
+        name = f"memory: {8 * count:,} bytes read and written"
+        sample = Sample(part="memory", name=name, calls=1, bytes=8.0 * count, fitted=fitted)
+        return Trial(sample, lambda: torch.mul(x, 2.0, out=into), 4)
+
+    def _attention(self, length: int, count: int, *, fitted: bool) -> Trial:
+        """Attention of so many documents on each slot, forward and backward."""
+        plan = plan_fixed([length] * (count * self.world.home.slots), self.world.home, 1)
+        flops = self.shape.flops(count * length**2)
+        sample = Sample(
+            part="attention",
+            name=f"attention: {count * length:,} rows in pieces of {length:,}",
+            attention_flops=flops,
+            half_flops=flops / length,
+            calls=1,
+            fitted=fitted,
+        )
+        return Trial(sample, self._attend(plan))
+
+    def _types(self, level: Level, degree: int, length: int, *, fitted: bool) -> Iterator[Trial]:
+        """One document for every group of so many slots, under each type that its heads allow."""
         plan = plan_fixed([length] * (self.world.home.slots // degree), self.world.home, degree)
+        group = plan.micro_batches[0].groups[0]
+        prices = self.world.machine.attention_seconds(group, self.shape.call, node_size=self.world.node_size)
+        for kind, price in sorted(prices.items()):
+            if price.impossible or (kind == "a2a+p2p" and min(price.sizes) == 1):
+                continue
+            name = f"{price.name} {level}: a document of {length:,} over {degree} slots"
+            sizes = price.sizes if kind == "a2a+p2p" else None
+            sample = Sample(
+                part="type",
+                name=name,
+                level=level,
+                group=replace(group, hierarchical_context_parallel_sizes=sizes),
+                call=self.shape.call,
+                cp_comm_type=kind,
+                fitted=fitted,
+            )
+            yield Trial(sample, self._attend(plan, kind, sizes))
+
+    def _attend(self, plan: Plan, kind: str = "p2p", sizes: Sequence[int] | None = None) -> Callable[[], object]:
         self.world.prepare(plan)
         shard = bind(plan.micro_batches[0], self.world)
-        layers, turn = self.shape.full_layers, (degree - 1) / degree
-        sample = Sample(
-            name=f"attention: a document of {length:,} for {degree} slots"
-            if degree > 1
-            else f"attention: {length:,} rows",
-            squares=length**2 / degree,
-            calls=1,
-            ring_steps=degree - 1,
-            ring_bytes=self.shape.ring_bytes * length * turn * layers / self.shape.layers,
-        )
-        return Trial(sample, self._attend(shard), layers)
-
-    def _attend(self, shard: SequenceShard) -> Callable[[], object]:
-        q, k, v = (self._rows(shard.local_rows, heads) for heads in self._heads())
+        heads = self.shape.heads, self.shape.kv_heads, self.shape.kv_heads
+        q, k, v = (self._rows(shard.local_rows, count) for count in heads)
         gradient = self._rows(shard.local_rows, self.shape.heads).detach()
-        return lambda: torch.autograd.grad(attend(q, k, v, shard), (q, k, v), gradient)
-
-    def _wire(self, rows: int) -> Trial:
-        """Blocks of keys and values around all slots, without attention."""
-        channel = self.world.channels.find_channel(range(self.world.home.slots))
-        block = tuple(self._rows(rows, self.shape.key_value_heads).detach() for _ in "kv")
-        counts = (rows,) * channel.degree
-
-        def turn() -> None:
-            for _ in RingBlocks(channel, block, counts, "bench calibrate"):
-                pass
-
-        sample = Sample(
-            name=f"wire: blocks of {rows:,} rows around {channel.degree} slots",
-            wire_steps=channel.degree - 1,
-            wire_bytes=(channel.degree - 1) * rows * self.shape.block_bytes,
-        )
-        return Trial(sample, turn)
-
-    def _heads(self) -> Sequence[int]:
-        return self.shape.heads, self.shape.key_value_heads, self.shape.key_value_heads
+        given: dict[str, Any] = {"cp_comm_type": kind, "hierarchical_context_parallel_sizes": sizes}
+        return lambda: torch.autograd.grad(attend(q, k, v, shard, **given), (q, k, v), gradient)
 
     def _rows(self, rows: int, heads: int) -> Tensor:
-        size = (rows, heads, self.shape.head_size)
+        size = (rows, heads, self.shape.head_dim)
         return torch.randn(size, device=self.world.device).to(self.shape.dtype).requires_grad_()
 
-    def _measure(self, run: Callable[[], object]) -> float:
-        """Seconds on this rank; all ranks begin together."""
-        self.world.control.barrier()
-        self._finish()
-        began = time.perf_counter()
-        run()
-        self._finish()
-        return time.perf_counter() - began
 
-    def _finish(self) -> None:
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)
+def _is_fitted(index: int) -> bool:
+    """Every third of a list is held out, so that it is a quarter at least of any list of four."""
+    return index % 3 != 2
+
+
+def _load(settings: CalibrationSettings) -> Any:
+    if settings.model:
+        return load_model(settings.model, dtype=settings.dtype)
+    configuration = preset_config(settings.preset, vocab_size=VOCABULARY if "tiny" in settings.preset else None)
+    configuration.get_text_config().vocab_size = VOCABULARY
+    if settings.layers:
+        configuration = with_layers(configuration, settings.layers)
+    return load_model(config=configuration, dtype=settings.dtype)

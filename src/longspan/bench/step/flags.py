@@ -33,7 +33,8 @@ class StepFlags(BenchFlags, SourceFlags):
     config: Annotated[Positional[str], tyro.conf.arg(metavar="CONFIG.toml")] = ""
     """Configuration file of a run, whose own step is timed."""
     planners: str = ""
-    """Planners, with commas between, or none. Default: that of CONFIG.toml, otherwise padded,fixed,dynamic."""
+    """Planners, with commas between, or none; one of your own by its dotted name. Default: that of CONFIG.toml,
+    otherwise padded,fixed,dynamic."""
     layers: int = 0
     """Number of layers, for random weights; 0: as in the model's configuration."""
     sequences: str = ""

@@ -25,6 +25,7 @@ from longspan.plan.cost.model_shape import ModelShape
 from longspan.run.result import versions
 from longspan.train.memory.rows_that_fit import measure_rows
 from longspan.train.plans.node_size import with_node_size
+from longspan.train.plans.run_machine import use_machine
 from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
 
 
@@ -33,6 +34,7 @@ def step_ranks(rank: int, settings: StepSettings) -> dict[str, Any]:
     backend = None if settings.backend == "nccl" else "gloo"
     with World(settings.home, backend=backend, timeout=settings.flags.timeout_seconds) as world:
         settings = replace(settings, config=with_node_size(settings.config, world))
+        use_machine(settings.config, world, partial(_log_on_first, rank))
         record = _empty_record(settings, world)
         for name, measure in _measure_cases(settings, world):
             row = {"name": name} | measure()
@@ -40,6 +42,11 @@ def step_ranks(rank: int, settings: StepSettings) -> dict[str, Any]:
             record["rows"].append(row)
             _keep_row(record, settings, rank)
     return record
+
+
+def _log_on_first(rank: int, line: str) -> None:
+    if rank == 0:
+        print(line, file=sys.stderr)
 
 
 def _empty_record(settings: StepSettings, world: World) -> dict[str, Any]:

@@ -151,8 +151,10 @@ def _choose_planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
     names = ", ".join(PLANNERS)
     default = config.context.planner if flags.config else ",".join(PLANNERS)
     planners = tuple(planner for planner in (flags.planners or default).split(",") if planner != "none")
-    if any(planner not in PLANNERS for planner in planners):
-        raise ConfigError(f"--planners {flags.planners!r}: this release has {names}, or none")
+    if any(planner not in PLANNERS and "." not in planner for planner in planners):
+        raise ConfigError(
+            f"--planners {flags.planners!r}: this release has {names}, or none; one of your own has its module in front"
+        )
     if not (planners or flags.peers):
         raise ConfigError(f"--planners is none and there is no --peers: nothing to time; name some of {names}")
     flags.check_runs()

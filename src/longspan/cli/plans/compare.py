@@ -4,6 +4,7 @@ Flags and their checks, saved plans, and the order of the steps; `comparison_tab
 `plan/simulate` makes the plans. Imports no torch.
 """
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -24,6 +25,7 @@ from longspan.cli.plans.comparison_tables import (
 from longspan.cli.plans.lengths import read_lengths
 from longspan.cli.plans.planning import (
     PlanningFlags,
+    check_degrees,
     check_pictures,
     kind_of_picture,
     plan_options,
@@ -34,7 +36,7 @@ from longspan.cli.plans.planning import (
 )
 from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
-from longspan.plan import Cost, Plan
+from longspan.plan import Cost, Plan, read_plans
 from longspan.plan.planners.options import PlanOptions
 from longspan.plan.simulate.compare import NamedSimulation, PlannerComparison
 from longspan.plan.simulate.evaluation import which_degree
@@ -69,7 +71,8 @@ class CompareFlags(PlanningFlags):
     accumulation: int = 0
     """With --which-eval-degree: micro-batches that keep the pipeline full; 0: the stages."""
     plans: tuple[str, ...] = ()
-    """With --compare: simulate these saved plans instead, or those in a run's folder."""
+    """With --compare: simulate these saved plans instead, those in a run's folder, or those of all its steps
+    (RUN/plans.jsonl)."""
 
 
 def check_flags_of_comparison(flags: CompareFlags) -> None:
@@ -89,7 +92,9 @@ def check_flags_of_comparison(flags: CompareFlags) -> None:
 def compare(flags: CompareFlags) -> int:
     """Print a comparison and write its pictures; returns the exit code."""
     check_least(flags, world=0, slots=0, tp=1, pp=1, vpp=1, max_tokens_per_slot=0, node_size=1, accumulation=0)
+    check_degrees(flags)
     check_pictures(flags.plot, ("svg", "html"), "a comparison")
+    _check_compared_degrees(flags)
     if flags.plans:
         rows = list(_simulate_saved_plans(flags))
         _show_rows(flags, title_of_saved_plans(rows), rows)
@@ -111,9 +116,24 @@ def compare(flags: CompareFlags) -> int:
         vpp=flags.vpp,
         evaluation=flags.evaluation,
         row_bytes=partial(_row_bytes, flags),
+        cp=flags.cp,
+        min_cp=flags.min_cp,
+        max_cp=flags.max_cp,
     )
     _show_rows(flags, title, list(comparison.simulations()), type_notes(flags, flags.cp_comm_type or "auto"))
     return 0
+
+
+def _check_compared_degrees(flags: CompareFlags) -> None:
+    """Raise ConfigError for flags of degrees and micro-batches where nothing reads them."""
+    if flags.cp and flags.which_eval_degree:
+        raise ConfigError(f"--cp {flags.cp} is one degree, and --which-eval-degree compares all; leave one of them out")
+    for name in ("cp", "min_cp", "max_cp", "micro_batch_multiple"):
+        if flags.plans and getattr(flags, name) != getattr(CompareFlags, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{flag} is of plans that are made, and those of --plans are as they were saved; leave it out"
+            )
 
 
 def home_of(flags: CompareFlags) -> Layout:
@@ -138,20 +158,28 @@ def _comparison_options(flags: CompareFlags, home: Layout) -> PlanOptions:
         cost=with_weights(cost, flags, slots=home.slots, node_size=node_size, tp=flags.tp),
         node_size=node_size,
         mode=flags.mode,
-        micro_batch_multiple=flags.pp if flags.vpp > 1 else 1,
+        micro_batch_multiple=math.lcm(flags.micro_batch_multiple, flags.pp if flags.vpp > 1 else 1),
     )
 
 
 def _simulate_saved_plans(flags: CompareFlags) -> Iterator[NamedSimulation]:
     """Yield the simulation of every saved plan under the flags' price or, without one, under the plan's own."""
     cost, _ = _slot_price(flags)
-    for file in _plan_files(flags.plans):
-        plan = Plan.from_json(file.read_bytes())
+    for name, plan in _read_saved_plans(flags.plans):
         price = cost if flags.machine or flags.model else plan.cost
         price = with_weights(price, flags, slots=plan.slots, node_size=plan.node_size, tp=flags.tp)
         passes: dict[str, Any] = {"backward": plan.cost.passes != "forward" and not flags.evaluation}
         passes |= {"pp": flags.pp, "vpp": flags.vpp, "row_bytes": _row_bytes(flags, plan)}
-        yield file.stem, simulate(plan, cost=price, **passes)
+        yield name, simulate(plan, cost=price, **passes)
+
+
+def _read_saved_plans(names: Sequence[str]) -> Iterator[tuple[str, Plan]]:
+    """The plans of these files and folders, each with a name."""
+    for file in _plan_files(names):
+        if file.suffix == ".jsonl":
+            yield from ((f"step {step}", plan) for step, plan in read_plans(file))
+        else:
+            yield file.stem, Plan.from_json(file.read_bytes())
 
 
 def _plan_files(names: Sequence[str]) -> Iterator[Path]:
@@ -185,7 +213,14 @@ def _show_degrees(flags: CompareFlags, title: str, lengths: Sequence[int], home:
     options = _comparison_options(flags, home)
     if options.cost.states:
         options = replace(options, partition="contiguous", cost=options.cost.for_partition("contiguous"))
-    comparison = which_degree(lengths, home, options=options, accumulation=flags.accumulation or None, vpp=flags.vpp)
+    comparison = which_degree(
+        lengths,
+        home,
+        options=options,
+        accumulation=flags.accumulation or None,
+        vpp=flags.vpp,
+        dynamic_degrees=(flags.min_cp, flags.max_cp),
+    )
     if flags.json:
         print(degrees_json(title, comparison))
     else:

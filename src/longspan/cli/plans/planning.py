@@ -6,18 +6,21 @@ Its seconds depend on the number of parameters (`--weights`). Document lengths a
 """
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from longspan.cli.flags import Switch
+from longspan.cli.flags import Switch, check_least
 from longspan.cli.plans.lengths import SourceFlags
+from longspan.cli.processes import say
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions
 from longspan.plan.cost.cost import DEFAULT_COST
-from longspan.plan.cost.model_cost import cost_on_h200, read_cost
+from longspan.plan.cost.machine import CostSettings, Machine
+from longspan.plan.cost.model_cost import FORMER_FILE, read_machine
 from longspan.plan.cost.model_shape import read_query_heads
 from longspan.plan.simulate.row_bytes import QWEN3_8B
 
@@ -47,24 +50,34 @@ class PlanningFlags(SourceFlags):
     mode: Literal["lockstep", "free"] = "lockstep"
     """lockstep: all slots end a micro-batch together (FSDP, EP, pipelines); free: only members of a group wait."""
     machine: str = ""
-    """JSON file with the constants of a machine and model; empty: that of --model, else Qwen3-8B on GPUs of 400
-    TFLOP/s."""
+    """JSON file of longspan bench calibrate, or a known GPU: a100-40, a100-80, h100, h200, b200. Prices --model or,
+    without it, Qwen3-8B; empty: --model on H200s or, without it, Qwen3-8B on GPUs of 400 TFLOP/s."""
     model: str = ""
-    """Folder or config.json of a transformers model: without --machine its sizes price the plan, on H200s; its query
-    heads limit the degrees of a2a."""
+    """Folder or config.json of a transformers model, whose sizes price the plan; its query heads limit the degrees of
+    a2a."""
     tflops: float = 0.0
     """What a device sustains, in 1e12 FLOP/s: prices the sizes of --model, or of Qwen3-8B, on such devices, whose links
     carry 350 GB/s inside a host and 40 elsewhere; 0: those of --machine and --model."""
     heads: int = 0
-    """Query heads of the model, where there is no --model; 0: the 32 of Qwen3-8B, and not known with --machine."""
+    """Query heads of the model, where there is no --model; 0: the 32 of Qwen3-8B, and not known with a --machine file
+    of an older version, which is of one model."""
     mtp_depths: int = 0
     """With --model: depths of multi-token prediction behind it, which run in training steps; evaluations leave them
     out."""
     cp_comm_type: Literal["", "p2p", "all_gather", "a2a", "a2a+p2p", "auto"] = ""
     """How the slots of a group share attention; empty: p2p, for hybrids the fastest, with --compare the fastest of each
     row of the table; auto: chosen for each group, with --compare as if empty."""
-    hierarchical_context_parallel_sizes: tuple[int, ...] = ()
-    """With a2a+p2p: the a2a and the p2p size."""
+    hierarchical_context_parallel_sizes: int | tuple[int, ...] = ()
+    """With a2a+p2p: the a2a and the p2p size, or the a2a size of groups of any degree (2 2, or 2)."""
+    cp: int = 0
+    """Degree of fixed and padded plans; 0: the smallest that divides the slots and holds the longest document, with
+    --compare up to five such degrees."""
+    min_cp: int = 1
+    """Smallest degree that a dynamic plan may choose."""
+    max_cp: int = 0
+    """Largest degree that a dynamic plan may choose; 0: no limit."""
+    micro_batch_multiple: int = 1
+    """Round the number of micro-batches up to a multiple of this (pipelines with several chunks a stage)."""
     max_tokens_per_slot: int = 8192
     """Rows that a slot holds in one micro-batch, at most; 0: no limit, as if memory had none."""
     weights: float = 0.0
@@ -78,23 +91,35 @@ class PlanningFlags(SourceFlags):
     """Draw the result to these files: .html (a plan's is a page to explore), .svg, or a plan as .png (viz extra)."""
 
 
+def check_degrees(flags: PlanningFlags) -> None:
+    """Raise ConfigError for degrees that are out of bounds, or that leave a dynamic plan no choice."""
+    check_least(flags, cp=0, min_cp=1, max_cp=0, micro_batch_multiple=1)
+    if 0 < flags.max_cp < flags.min_cp:
+        raise ConfigError(f"--min-cp is {flags.min_cp} and --max-cp {flags.max_cp}; give a --max-cp that is not less")
+
+
 def read_price(flags: PlanningFlags, *, training: bool = True) -> Cost:
     """The cost of one device; if not `training` (an evaluation), without depths of multi-token prediction.
 
     Raises ConfigError for a file without a cost and for depths without a model, PlanError for a model without a price.
     """
-    depths = flags.mtp_depths
-    if depths < 0 or (depths and (flags.machine or not flags.model)):
-        model = f"--machine {flags.machine}, which was measured with what it has" if flags.machine else "no --model"
+    depths, machine = flags.mtp_depths, read_machine(flags.machine, "--machine") if flags.machine else None
+    of_model = isinstance(machine, Cost)
+    if depths < 0 or (depths and (of_model or not flags.model)):
+        model = f"--machine {flags.machine}, which was measured with what it has" if of_model else "no --model"
         raise ConfigError(
             f"--mtp-depths {depths} with {model if depths > 0 else 'depths below 0'}; give --model FOLDER, whose last "
             "layer depths are like, and a number from 0"
         )
     if flags.tflops:
         return _price_at(flags, depths if training else 0)
-    if flags.model and not flags.machine:
-        return cost_on_h200(flags.model, depths=depths if training else 0)
-    return read_cost(flags.machine, "--machine")
+    if isinstance(machine, Cost):
+        say(f"--machine {flags.machine} {FORMER_FILE}", sys.stderr)
+        return machine
+    if machine or flags.model:
+        settings = CostSettings(depths=depths if training else 0)
+        return (machine or Machine.known("H200")).cost(flags.model or QWEN3_8B, settings)
+    return DEFAULT_COST
 
 
 def _price_at(flags: PlanningFlags, depths: int) -> Cost:
@@ -116,7 +141,8 @@ def read_heads(flags: PlanningFlags) -> int | None:
         raise ConfigError(f"--heads {flags.heads} and --model {flags.model}, which says its own; give one of them")
     if flags.model:
         return read_query_heads(flags.model)
-    return flags.heads or (None if flags.machine else DEFAULT_HEADS)
+    of_model = flags.machine and isinstance(read_machine(flags.machine, "--machine"), Cost)
+    return flags.heads or (None if of_model else DEFAULT_HEADS)
 
 
 def plan_options(flags: PlanningFlags, **options: Any) -> PlanOptions:

@@ -10,6 +10,7 @@ ranks: on NCCL each costs 485 MiB. One world never uses a communicator for two o
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from longspan.comm.rendezvous import connecting_at_first_message
 from longspan.comm.watch import Watch
 from longspan.errors import CommError
 
@@ -92,7 +94,9 @@ class ProcessGroups:
         """Have torch make a group, and record it in `made`; None where this rank is no member."""
         started, timeout = time.monotonic(), timedelta(seconds=self._timeout)
         options = _high_priority_options(timeout) if kind in AHEAD and "nccl" in backend else None
-        with self.watch.during(f"making the {kind} group", ranks):
+        of_host_values = kind == "control" or backend != "gloo"  # then tensors travel over NCCL
+        connecting = connecting_at_first_message() if of_host_values else nullcontext()
+        with self.watch.during(f"making the {kind} group", ranks), connecting:
             group = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
         if self.watch.rank not in ranks:
             return None

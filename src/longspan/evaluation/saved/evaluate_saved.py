@@ -33,6 +33,7 @@ from longspan.train.memory.rows_that_fit import read_rows_of_run
 from longspan.train.plans import PlanChoice, cost_of_run, query_heads
 from longspan.train.plans.node_size import with_node_size
 from longspan.train.plans.partition import with_usual_partition
+from longspan.train.plans.run_machine import use_machine
 from longspan.train.training import AnyModel
 
 Progress = Callable[[str, int, int], None]  # what is evaluated, micro-batches done, all
@@ -127,7 +128,9 @@ class _Evaluator:
         images = any(getattr(of_name.documents, "items", ()) for of_name in fit.sets)
         model, step = load_saved_model(fit.checked, fit.config, fit.configuration, self.world, images=images)
         model.eval()
-        cost = cost_of_run(fit.config, model.config, log, gpu=self.world.device.type == "cuda")
+        use_machine(fit.config, self.world, log)
+        price = partial(cost_of_run, fit.config, model.config, log, gpu=self.world.device.type == "cuda")
+        cost = run_on_every_rank(self.world, price, ConfigError)
         with StopSignal() as stop:
             sets = tuple(self._evaluate_sets(model, step, cost, stop, log, progress))
         digest = tokenizer_digest(fit.checked.tokenizer)
@@ -178,7 +181,8 @@ def _evaluate_at_degrees(choice: PlanChoice, degrees: Sequence[int], longest: in
 
 def _title(fit: _Fit, of_name: NamedDocuments, choice: PlanChoice) -> str:
     words = [fit.checked.subject.weights.title.rpartition("/")[2], of_name.name]
-    words.append("dynamic cp" if choice.planner == "dynamic" else f"cp {choice.degree}")
+    dynamic = "dynamic cp" if choice.planner == "dynamic" else choice.planner
+    words.append(f"cp {choice.degree}" if choice.has_one_degree else dynamic)
     return ", ".join(filter(None, words))
 
 

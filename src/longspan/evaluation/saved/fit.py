@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from longspan.config.keys import AUTO
-from longspan.config.plan_section import ContextConfig, EvalConfig, PlanSection, take_keys
+from longspan.config.plan_section import ONE_DEGREE, ContextConfig, EvalConfig, PlanSection, take_keys
 from longspan.config.sections import ParallelConfig, RunConfig, with_evaluations
 from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
@@ -65,16 +65,13 @@ def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple
     if home.section.tp == 1:
         home.change("sequence_parallel", False, "tp 1")
     slots, remainder = divmod(ranks, home.section.tp * home.section.pp)
-    context = _Changing(config.context, "context.", _keys_under("context.", flag_keys))
     if not remainder:
         _fit_slots(home, slots)
-        min_degree = config.context.min_dynamic_context_parallel_size
-        context.change("min_dynamic_context_parallel_size", min(min_degree, slots), plural(slots, "slot"))
     encoder = _Changing(config.encoder, "encoder.", _keys_under("encoder.", flag_keys))
     degrees = [tp for tp in _divisors(config.encoder.tp) if ranks % tp == 0]  # its heads are dealt out evenly to these
     encoder.change("tp", degrees[-1], f"{plural(ranks, 'rank')}")
-    config = replace(config, parallel=home.section, context=context.section, encoder=encoder.section)
-    return config, (*home.changes, *context.changes, *encoder.changes)
+    config = replace(config, parallel=home.section, encoder=encoder.section)
+    return config, (*home.changes, *encoder.changes)
 
 
 def _fit_slots(home: _Changing, slots: int) -> None:
@@ -117,16 +114,19 @@ def fit_set(
     fit = _Changing(entry, entry.prefix, _keys_under("context.eval_", flag_keys))
     types, slots = PlanChoice.evaluation(config, entry).comm_types, plural(home.slots, "slot")
     degrees = [divisor for divisor in _divisors(home.slots) if heads_allow(divisor, heads, types, home.tp)]
-    degree = min(config.context.max_dynamic_context_parallel_size or home.slots, home.slots)
+    degree = PlanChoice.evaluation(config, entry).widest(home)
     if isinstance(entry.context_parallel_size, str):  # "auto", chosen once the cost is known
         degree = degrees[-1]
-    elif entry.planner != "dynamic":
+    elif entry.planner in ONE_DEGREE:
         old_degree, sizes = entry.context_parallel_size, entry.hierarchical_context_parallel_sizes
         reason = "" if home.slots % old_degree else f", {heads} query heads under a2a"
         degree = old_degree if "context_parallel_size" in fit.flag_keys else _nearest_below(old_degree, degrees)
         fit.change("context_parallel_size", degree, f"{slots}{reason}")
         if "a2a+p2p" in types and not isinstance(sizes, int) and math.prod(sizes) != degree:
             fit.change("hierarchical_context_parallel_sizes", levels_at(sizes, degree), f"cp {degree}")
+    elif entry.planner == "dynamic":
+        least = entry.min_dynamic_context_parallel_size
+        fit.change("min_dynamic_context_parallel_size", min(least, home.slots), slots)
     multiple = row_multiple_of(config.parallel)
     rows, cap = -(-longest // degree // multiple) * multiple, entry.max_tokens_per_slot
     if cap == AUTO:

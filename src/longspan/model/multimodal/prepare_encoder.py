@@ -186,7 +186,7 @@ def _refuse_unlike_weights(module: nn.Module, world: World) -> None:
     """Raise ModelError, on every rank, where ranks begin with different weights: 64 numbers of each are compared."""
     samples = {name: _sample(parameter) for name, parameter in module.named_parameters()}
     digest = sha256(repr(samples).encode()).hexdigest()
-    if len(set(world.control.gather_objects(digest, "comparison of weights"))) == 1:
+    if world.control.is_same(digest, "comparison of weights"):
         return
     first, *others = world.control.gather_objects(samples, "comparison of weights")
     ranks = [rank for rank, digest_there in zip(world.home.ranks[1:], others, strict=True) if digest_there != first]

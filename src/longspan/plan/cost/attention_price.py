@@ -140,29 +140,31 @@ def price_attention(cost: AttentionRates, rows: Rows) -> AttentionPrice:
     if cost.cp_comm_type != "all_gather":
         computed = computed + cost.merge_seconds * rows.tokens / rows.degree * (around - 1)
     if cost.network is None:
-        return AttentionPrice(computed, _exposed_by_ideal(cost, rows, around, computed))
-    return AttentionPrice(computed, _Layer(cost, cost.network, rows, around, computed).exposed())
+        return AttentionPrice(computed, _wait_on_ideal_links(cost, rows, around, computed))
+    return AttentionPrice(computed, _Layer(cost, cost.network, rows, around, computed).wait_seconds())
 
 
 def latency_seconds(cost: AttentionRates, degree: Floats) -> Floats:
     """Seconds that groups of these degrees wait for messages however few rows they carry; the least, under "auto"."""
     if cost.cp_comm_type == "auto":
         ring, gather = _latency_of(cost, "p2p", degree), _latency_of(cost, "all_gather", degree)
-        return np.minimum(ring, gather)
+        return np.where(ring < gather, ring, gather)
     return _latency_of(cost, cost.cp_comm_type, degree)
 
 
 def _latency_of(cost: AttentionRates, kind: str, degree: Floats) -> Floats:
+    """The latency under a type that is not "auto"."""
     exchanging = exchanging_members(kind, cost.a2a_size, degree)
-    steps = np.minimum(degree - 1, 1) if kind == "all_gather" else degree / exchanging - 1
+    swaps = (exchanging > 1).astype(np.float64)
+    steps: Floats = np.minimum(degree - 1, 1.0) if kind == "all_gather" else degree / exchanging - 1
     if cost.network is None:
-        return cost.ring_step_seconds * (steps + (exchanging > 1))
+        return cost.ring_step_seconds * (steps + swaps)
     backward = 1 if cost.passes == "forward" else 3  # in backward gradients travel too; an exchange goes both ways
-    messages = backward * steps + (2 if cost.passes == "forward" else 4) * (exchanging > 1)
+    messages = backward * steps + (2 if cost.passes == "forward" else 4) * swaps
     return cost.network.layers * cost.network.step_seconds * messages
 
 
-def _exposed_by_ideal(cost: AttentionRates, rows: Rows, around: Floats, computed: Floats) -> Floats:
+def _wait_on_ideal_links(cost: AttentionRates, rows: Rows, around: Floats, computed: Floats) -> Floats:
     """Of `ring_bytes` what attention does not hide, all of the exchanges, and a latency for each step."""
     degree, kind = rows.degree, cost.cp_comm_type
     speed = np.where(rows.inside, cost.inside_bytes_per_second, cost.across_bytes_per_second)
@@ -194,7 +196,7 @@ class _Layer:
         self.queries = (1 - network.key_share) / 2 * exchanged  # or as many bytes of outputs
         self.keys = network.key_share * exchanged * self.copies
 
-    def exposed(self) -> Floats:
+    def wait_seconds(self) -> Floats:
         """Seconds of all layers."""
         passes = [(True, FORWARD_OF_ATTENTION), (False, 1 - FORWARD_OF_ATTENTION)] if self.both else [(True, 1.0)]
         kind, seconds = self.cost.cp_comm_type, np.zeros_like(self.computed)

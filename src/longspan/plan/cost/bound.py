@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from longspan.errors import PlanError
 from longspan.plan.cost.cost import Cost
+from longspan.plan.cost.links import Network
 
 ROUNDING = 1e-10  # relative; a plan may meet the bound exactly and sum its seconds in another order
 
@@ -53,7 +54,7 @@ def lower_bound_seconds(
     rows = np.asarray(lengths, dtype=np.int64)
     attention = math.fsum(rows.astype(np.float64) ** 2 * cost.attention_seconds)
     work = math.fsum(rows * _row_seconds(cost)) + attention
-    crossing = _crossing_seconds(rows, max_tokens_per_slot, attention, cost) / slots
+    crossing = _crossing_seconds(rows, max_tokens_per_slot, attention, cost, node_size) / slots
     area = work / slots + cost.micro_batch_seconds * _launches(int(rows.sum()), slots, max_tokens_per_slot, mode)
     if not len(rows):
         return Bound(area, 0.0)
@@ -62,7 +63,7 @@ def lower_bound_seconds(
     return Bound(area, longest, crossing)
 
 
-def _crossing_seconds(rows: NDArray[np.int64], cap: int | None, attention: float, cost: Cost) -> float:
+def _crossing_seconds(rows: NDArray[np.int64], cap: int | None, attention: float, cost: Cost, node_size: int) -> float:
     """Slot seconds of the messages that no plan avoids, beyond those that `attention` of all documents hides.
 
     A document longer than the cap needs n slots or more. The group that it is in has at least as many slots as its rows
@@ -76,7 +77,11 @@ def _crossing_seconds(rows: NDArray[np.int64], cap: int | None, attention: float
         messages = 1 if cost.passes == "forward" else 3  # of a gather, which has the fewest
         steps = needed - 1 if kind == "p2p" else np.ones_like(long)
         latency = cost.network.layers * cost.network.step_seconds * messages * steps
-        return math.fsum(long / cap * latency)
+        hosts = np.ceil(needed / node_size)  # at least
+        bytes_across = _crossing_bytes(cost) * long * (hosts - 1) / hosts
+        kernels = attention + cost.network.half_speed_rows * cost.attention_seconds * math.fsum(rows)
+        across = math.fsum(bytes_across) / _fastest_across(cost.network)
+        return math.fsum(long / cap * latency) + max(across - kernels, 0.0)
     steps = needed - 1 if kind == "p2p" else np.ones_like(long)
     waits = math.fsum(long / cap * cost.ring_step_seconds * steps)
     fastest = max(cost.inside_bytes_per_second, cost.across_bytes_per_second)
@@ -149,10 +154,18 @@ def _waits_on_network(
     network = cost.network
     assert network is not None
     hosts = np.where(degree > node_size, -(-degree // node_size), 1)
-    link = network.across
-    fastest = max(wire.bytes_per_second for wire in (link.exchange, link.gather, link.point, link.point_alone))
-    sent = np.minimum(cost.ring_bytes, cost.exchange_bytes) if cost.exchange_bytes else cost.ring_bytes
-    crossing = sent * length / degree * (hosts - 1) / hosts / fastest
+    crossing = _crossing_bytes(cost) * length / degree * (hosts - 1) / hosts / _fastest_across(network)
     hidden = cost.attention_seconds * (float(length) ** 2 + network.half_speed_rows * length) / degree
     del kind  # what must cross is the same for each
     return np.maximum(crossing - hidden, 0.0)
+
+
+def _crossing_bytes(cost: Cost) -> float:
+    """Bytes of a row that a host must receive of another, whatever the type: those of a ring or of an exchange."""
+    return min(cost.ring_bytes, cost.exchange_bytes) if cost.exchange_bytes else cost.ring_bytes
+
+
+def _fastest_across(network: Network) -> float:
+    """Bytes a second of a slot's fastest messages between hosts."""
+    link = network.across
+    return max(wire.bytes_per_second for wire in (link.exchange, link.gather, link.point, link.point_alone))

@@ -95,8 +95,8 @@ class Cost:
     forward: "Cost | None" = None
     cp_comm_type: str = "p2p"
     a2a_size: int = 1
-    heads: int = 0
-    node_size: int = 8
+    heads: int = field(default=0, compare=False)
+    node_size: int = field(default=8, compare=False)
     states: StateCost | None = None
     network: Network | None = None
 

@@ -2,7 +2,8 @@
 
 A link is one level of the network. What travels over it is an exchange (every slot sends to every other), a gather (all
 slots receive all rows) or a message from slot to slot, which a single slot of a host may send while the others are
-silent, or all of them at once.
+silent, or all of them at once. Where they were measured, the gathers and sums of sharded parameters (FSDP2) have
+speeds of their own.
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ Floats = NDArray[np.float64]
 Level = Literal["inside", "across"]
 LEVELS: tuple[Level, ...] = ("inside", "across")
 KINDS = ("exchange", "gather", "point", "point_alone")
+SHARDED_KINDS = ("sharded_gather", "sharded_reduce")  # of FSDP2; a link may lack both
 GIB = float(1 << 30)
 # Speeds of each kind over that of one stream of a socket, between two emulated hosts of 4 H200 (NCCL 2.28 over TCP,
 # 2.65 GB/s a slot; one layer's attention of 131,072 rows over 8: 150 ms under a2a, 199 under a2a+p2p, 236 under
@@ -62,6 +64,28 @@ class Wire:
             )
 
     @classmethod
+    def fit(cls, samples: Sequence[tuple[float, float]]) -> "Wire":
+        """The wire of measured (bytes, seconds), where noise may make a longer message the faster one.
+
+        >>> Wire.fit([(1e3, 2e-5), (1e4, 1e-5), (1e6, 1e-3)]).samples[0][1] < 2e-5
+        True
+
+        Neighbours that fall are replaced by their mean, in logarithms. If seconds do not rise at all, every byte takes
+        as long as one of the longest message. Raises PlanError without a sample of more than 0 bytes and seconds.
+        """
+        if not samples or min(min(sample) for sample in samples) <= 0:
+            raise PlanError(f"measured samples of a wire are {list(samples)}; give pairs of (bytes, seconds) above 0")
+        pools = list[list[tuple[float, float]]]()
+        for sample in sorted(samples):
+            pools.append([sample])
+            while len(pools) > 1 and _mean_of_pool(pools[-2])[1] >= _mean_of_pool(pools[-1])[1]:
+                pools[-2:] = [pools[-2] + pools[-1]]
+        means = [_mean_of_pool(pool) for pool in pools]
+        if len(means) > 1:
+            return cls(tuple(means))
+        return cls.of(0.0, means[0][0] / means[0][1])
+
+    @classmethod
     def of(cls, seconds: float, bytes_per_second: float) -> "Wire":
         """A wire on which every message takes so many seconds and its bytes' time."""
         if not (seconds >= 0 and bytes_per_second > 0):
@@ -95,18 +119,29 @@ class Wire:
         return Wire(tuple((size, seconds * factor) for size, seconds in self.samples))
 
 
+def _mean_of_pool(pool: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The geometric means of bytes and of seconds."""
+    sizes, seconds = np.exp(np.log(np.array(pool)).mean(0)).tolist()
+    return sizes, seconds
+
+
 @dataclass(frozen=True, kw_only=True)
 class Link:
     """One level of the network, as a slot sees it; messages of each kind by what the slot sends or receives itself.
 
     `exchange`: every slot sends to every other. `gather`: all receive all rows. `point`: every slot of a host sends to
-    one other slot; `point_alone`: only one slot of the host does.
+    one other slot; `point_alone`: only one slot of the host does. `sharded_gather` and `sharded_reduce`: parameters are
+    gathered and gradients summed as FSDP2 does it, by what a slot receives or sends; None if they were not measured.
+    Between hosts the bytes of a gather, and of these two, are divided by the slots of a host, through which all of them
+    pass.
     """
 
     exchange: Wire
     gather: Wire
     point: Wire
     point_alone: Wire
+    sharded_gather: Wire | None = None
+    sharded_reduce: Wire | None = None
 
     @classmethod
     def of(cls, seconds: float, bytes_per_second: float, speeds: dict[str, float] | None = None) -> "Link":
@@ -114,7 +149,7 @@ class Link:
         return cls(**{kind: Wire.of(seconds, bytes_per_second * (speeds or {}).get(kind, 1.0)) for kind in KINDS})
 
     @classmethod
-    def between_hosts(cls, seconds: float, bytes_per_second: float, network: str = "") -> "Link":
+    def host_link(cls, seconds: float, bytes_per_second: float, network: str = "") -> "Link":
         """A link of this speed between hosts: through "sockets", or a "card" for each slot; "": by the speed."""
         if network not in ("", "sockets", "card"):
             raise PlanError(f"network is {network!r}; use 'sockets' or 'card' (one for each slot)")
@@ -123,20 +158,28 @@ class Link:
 
     def scale_times(self, factor: float) -> "Link":
         """A link on which everything takes `factor` times as long."""
-        return Link(**{kind: getattr(self, kind).scale_times(factor) for kind in KINDS})
+        return Link(**{kind: wire.scale_times(factor) for kind, wire in self.wires().items()})
+
+    def wires(self) -> dict[str, Wire]:
+        """The wires by kind, those of sharded parameters if they were measured."""
+        return {kind: wire for kind in (*KINDS, *SHARDED_KINDS) if (wire := getattr(self, kind)) is not None}
 
     def to_json(self) -> dict[str, Any]:
         """The samples of each kind, for a JSON document."""
-        return {kind: [list(sample) for sample in getattr(self, kind).samples] for kind in KINDS}
+        return {kind: [list(sample) for sample in wire.samples] for kind, wire in self.wires().items()}
 
     @classmethod
     def from_json(cls, values: Any) -> "Link":
         """A link from a JSON object. Raises PlanError for what is none."""
-        if not isinstance(values, dict) or set(cast(dict[str, Any], values)) != set(KINDS):
-            raise PlanError(f"a link is an object with samples for each of {', '.join(KINDS)}; got {values!r}")
+        kinds = set(cast(dict[str, Any], values)) if isinstance(values, dict) else set[str]()
+        if kinds - set(SHARDED_KINDS) != set(KINDS) or kinds & set(SHARDED_KINDS) not in (set(), set(SHARDED_KINDS)):
+            raise PlanError(
+                f"a link is an object with samples for each of {', '.join(KINDS)}, and for both or none of "
+                f"{', '.join(SHARDED_KINDS)}; got {values!r}"
+            )
         wires = cast(dict[str, Sequence[Sequence[float]]], values)
         try:
-            samples = {kind: tuple((float(size), float(time)) for size, time in wires[kind]) for kind in KINDS}
+            samples = {kind: tuple((float(size), float(time)) for size, time in wires[kind]) for kind in wires}
         except (TypeError, ValueError) as error:
             raise PlanError(f"a link has samples that are no pairs of (bytes, seconds): {values!r}") from error
         return cls(**{kind: Wire(pairs) for kind, pairs in samples.items()})

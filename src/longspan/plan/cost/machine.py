@@ -62,8 +62,9 @@ class Machine:
     `layer_launch_seconds` what the host needs for one layer's forward pass. Encoders reach `encoder_flops_per_second`
     outside attention (narrow products, rotary angles in float32), and launch a wave in `wave_seconds`
     (bench/records/vision-step-4xH200.md). `inside` and `across` are the links.
-    `assumed`: figures of a data sheet, not of a measurement. `world` is the number of ranks that were measured, `date`
-    the day, and `fit_error` the mean relative error on samples that were held out.
+    `assumed`: figures of a data sheet, not of a measurement; `assumed_parts` names the figures that a measured machine
+    took from another. `world` is the number of ranks that were measured, `date` the day, and `fit_error` the mean
+    relative error on samples that were held out.
     """
 
     device: str = "H200"
@@ -85,6 +86,7 @@ class Machine:
     across: Link = field(default_factory=lambda: Link.of(50e-6, 40e9))
     node_size: int = 8
     assumed: bool = False
+    assumed_parts: tuple[str, ...] = ()
     source: str = "the model on H200s"
     world: int = 0
     date: str = ""
@@ -115,13 +117,13 @@ class Machine:
         """
         for known, scale in _KNOWN.items():
             if known.lower() == name.lower():
-                return cls() if scale is None else _scaled(known, *scale)
+                return cls() if scale is None else _scale_h200(known, *scale)
         raise PlanError(
             f"no figures of {name!r}; known are {', '.join(_KNOWN)}, or measure with longspan bench calibrate"
         )
 
     @classmethod
-    def of_cpus(cls) -> "Machine":
+    def cpus(cls) -> "Machine":
         """Processes on CPUs with gloo, by orders of magnitude, none of them measured: they only rank plans."""
         rate, link = 0.02e12, Link.of(500e-6, 1e9)
         return cls(
@@ -158,7 +160,7 @@ class Machine:
         before: Link = getattr(self, level)
         latency = before.point.latency if seconds is None else seconds
         inside = level == "inside"
-        link = Link.of(latency, bytes_per_second) if inside else Link.between_hosts(latency, bytes_per_second, network)
+        link = Link.of(latency, bytes_per_second) if inside else Link.host_link(latency, bytes_per_second, network)
         return dataclasses.replace(self, **{level: link})
 
     def cost(self, model: Any, settings: CostSettings | None = None) -> Cost:
@@ -287,6 +289,7 @@ class Machine:
     def to_json(self) -> dict[str, Any]:
         """All figures by name, for a JSON document; `Machine.from_json` gives an equal machine back."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in LEVELS}
+        values["assumed_parts"] = list(self.assumed_parts)
         return {"machine": VERSION} | values | {level: getattr(self, level).to_json() for level in LEVELS}
 
     @classmethod
@@ -305,7 +308,24 @@ class Machine:
         if differ := sorted(names ^ set(fields)):
             raise PlanError(f"a machine has {', '.join(sorted(names))}; missing or unknown: {', '.join(differ)}")
         links: dict[str, Any] = {level: Link.from_json(fields[level]) for level in LEVELS}
+        fields["assumed_parts"] = tuple(fields["assumed_parts"])
         return cls(**fields | links)
+
+
+def is_known(name: str) -> bool:
+    """Whether `Machine.known` has figures of this name."""
+    return name.lower() in (known.lower() for known in _KNOWN)
+
+
+def known_device(device: str) -> Machine | None:
+    """The known machine of a device's full name, or None.
+
+    >>> known = known_device("NVIDIA A100-SXM4-80GB")
+    >>> known and known.device
+    'A100-80'
+    """
+    names = (name for name in _KNOWN if all(part in device for part in name.split("-")))
+    return next(map(Machine.known, names), None)
 
 
 # Of GPUs by data sheet, against an H200: matrix products in bfloat16, memory, bytes/s inside a host and across.
@@ -318,7 +338,7 @@ _KNOWN: dict[str, tuple[float, float, float, float] | None] = {
 }
 
 
-def _scaled(name: str, products: float, memory: float, inside: float, across: float) -> Machine:
+def _scale_h200(name: str, products: float, memory: float, inside: float, across: float) -> Machine:
     """A machine whose products and memory are so many times as fast as an H200's."""
     base = Machine()
     rates = {key: value * products for key, value in base.rates().items() if key.endswith("flops_per_second")}

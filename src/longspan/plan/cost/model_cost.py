@@ -1,13 +1,22 @@
-"""Where the Cost of a model comes from: a file that was measured, H200s as measured, CPUs by orders of magnitude."""
+"""Where the Cost of a model comes from: a file that was measured, a GPU by name, CPUs by orders of magnitude.
+
+`longspan bench calibrate` writes a `Machine`, which prices any model. Older versions wrote the `Cost` of one model, and
+their files are still read.
+"""
 
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from longspan.errors import ConfigError, LongspanError
+from longspan.errors import ConfigError, LongspanError, plural
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
-from longspan.plan.cost.machine import CostSettings, Machine
+from longspan.plan.cost.machine import CostSettings, Machine, is_known
+
+FORMER_FILE = (
+    "holds the cost of one model, as older versions wrote it: no links by kind of message, no forward passes and no "
+    "device; longspan bench calibrate measures them"
+)
 
 
 def cost_on_h200(config: Any, *, depths: int = 0) -> Cost:
@@ -24,27 +33,64 @@ def cost_on_cpus(config: Any, *, depths: int = 0) -> Cost:
     >>> cost_on_cpus("Qwen3-8B/config.json").source  # doctest: +SKIP
     ''
     """
-    return Machine.of_cpus().cost(config, CostSettings(depths=depths))
+    return Machine.cpus().cost(config, CostSettings(depths=depths))
 
 
-def read_cost(file: str, key: str) -> Cost:
-    """The cost in a JSON file, or the default where `file` is empty; `key` is what names the file, for messages.
+def read_machine(file: str, key: str) -> Machine | Cost:
+    """The machine in a JSON file or of a known name such as "h200", or the cost of one model in an older file.
 
-    >>> read_cost("", "--cost") == Cost()
+    >>> read_machine("h200", "--machine") == Machine.known("H200")
     True
 
-    Raises ConfigError for a file that holds none, for a folder too.
+    `key` is what names the file, for messages. `source` of a machine or cost that was read is the file. Raises
+    ConfigError for a file that holds neither, for a folder too.
     """
-    if not file:
-        return DEFAULT_COST
+    if is_known(file) and not Path(file).is_file():
+        return Machine.known(file)
+    values: Any = None
     try:
         values = json.loads(Path(file).read_text(encoding="utf-8"))
+        if _is_machine(values):
+            return replace(Machine.from_json(values), source=file)
         return replace(_fill_exchange_bytes(Cost.from_json(values), values), source=file)
     except (OSError, ValueError, TypeError, LongspanError) as error:
         raise ConfigError(
-            f"{key} {file} {_fault(error)}; give the file that `longspan bench calibrate --out FILE.json` writes for "
-            "this machine"
+            f"{key} {file} {_fault(error, 'machine' if _is_machine(values) else 'cost')}; give the file that `longspan "
+            "bench calibrate --out FILE.json` writes for this machine"
         ) from error
+
+
+def check_measured_here(machine: Machine, key: str, *, device: str, ranks_of_host: int, hosts: int) -> str:
+    """Refuse a measured machine of another device or hosts of another size; returns a line about what is assumed.
+
+    >>> check_measured_here(Machine(), "run.machine", device="cpu", ranks_of_host=2, hosts=1)  # not measured
+    ''
+
+    A file of fewer hosts than a run has is taken if its hosts are as large: links between hosts are assumed then.
+    Raises ConfigError.
+    """
+    if not machine.world:
+        return ""
+    file, again = f"{key} {machine.source}", "measure again with longspan bench calibrate"
+    if machine.device != device:
+        raise ConfigError(f"{file} was measured on {machine.device}, and this run is on {device}; {again}")
+    measured = min(machine.world, machine.node_size)
+    if measured != ranks_of_host:
+        raise ConfigError(
+            f"{file} was measured with {plural(measured, 'rank')} on a host, and this run has {ranks_of_host}; {again}"
+        )
+    measured_hosts = -(-machine.world // machine.node_size)
+    if hosts > measured_hosts and "across" in machine.assumed_parts:
+        speed = machine.across.point.bytes_per_second / 1e9
+        return (
+            f"{file} was measured on {plural(measured_hosts, 'host')}, and this run has {hosts}: the links between "
+            f"hosts are assumed, {speed:.3g} GB/s"
+        )
+    return ""
+
+
+def _is_machine(values: Any) -> bool:
+    return isinstance(values, dict) and "machine" in values
 
 
 def _fill_exchange_bytes(cost: Cost, values: dict[str, Any]) -> Cost:
@@ -54,7 +100,7 @@ def _fill_exchange_bytes(cost: Cost, values: dict[str, Any]) -> Cost:
     return replace(cost, exchange_bytes=cost.ring_bytes / DEFAULT_COST.ring_bytes * DEFAULT_COST.exchange_bytes)
 
 
-def _fault(error: Exception) -> str:
+def _fault(error: Exception, kind: str) -> str:
     if isinstance(error, IsADirectoryError):
         return "is a folder"
-    return f"holds no cost: {error.strerror if isinstance(error, OSError) else error}"
+    return f"holds no {kind}: {error.strerror if isinstance(error, OSError) else error}"

@@ -14,6 +14,7 @@ from longspan.layout import Layout
 from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.machine import Machine
+from longspan.plan.cost.model_flops import USUAL_FLOPS
 from longspan.plan.dynamic.planner import plan_dynamic
 from longspan.plan.plan import Plan
 
@@ -114,7 +115,7 @@ class EncoderShape:
         forward pass runs `again` so many times for the backward pass.
         """
         padded = -(-self.head_size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
-        machine = Machine.known("H200") if gpu else Machine.of_cpus()
+        machine = Machine.known("H200") if gpu else Machine.cpus()
         attention = machine.attention_flops_per_second * (self.head_size / padded if gpu else 1)
         again = again if trained != "none" else 0
         pair = ((14 if trained == "all" else 4) + 4 * again) * self.width / attention
@@ -213,7 +214,7 @@ def encoder_cost(
     window_layers: int = 0,
     window: int = 0,
     patches_per_row: int = 1,
-    flops_per_second: float = 4e14,
+    flops_per_second: float = USUAL_FLOPS,
     wave_seconds: float = 2e-3,
 ) -> Cost:
     """The cost of an encoder whose patches see each other, forward and backward, for `Encoder(cost=…)`.

@@ -64,7 +64,7 @@ class Request(PlanOptions):
     def price(self) -> Cost:
         """The cost of groups of the request's type, partition and node size; "auto" is the fastest of each group."""
         sizes, heads = self.hierarchical_context_parallel_sizes, (self.heads or 0) // self.tp
-        inner = 1 if sizes is None else sizes if isinstance(sizes, int) else sizes[0]
+        inner = 1 if sizes is None or "a2a+p2p" not in self.types else sizes if isinstance(sizes, int) else sizes[0]
         cost = replace(self.cost, node_size=self.node_size).under(self.types, max(1, inner), heads=heads)
         return cost.for_partition(self.partition)
 
@@ -200,9 +200,12 @@ class Request(PlanOptions):
         seconds = np.array([table.seconds_under(way, self.node_size) for way in ways])
         least = seconds.min(axis=0)
         choice: Iterator[int] = iter(np.argmax(seconds <= least * (1 + SAME), axis=0).tolist())
-        return [MicroBatch(tuple(self._typed(group, ways[next(choice)]) for group in b.groups)) for b in micro_batches]
+        return [
+            MicroBatch(tuple(self._with_type(group, ways[next(choice)]) for group in b.groups)) for b in micro_batches
+        ]
 
-    def _typed(self, group: Group, way: Cost) -> Group:
+    def _with_type(self, group: Group, way: Cost) -> Group:
+        """The group with a type in place of "auto", and its two levels."""
         kind = way.cp_comm_type if group.degree > 1 else "p2p"
         sizes = group.hierarchical_context_parallel_sizes
         if kind == "a2a+p2p":

@@ -31,7 +31,9 @@ class PlannerComparison:
     >>> [name for name, _ in comparison.simulations()]  # doctest: +SKIP
     ['padded, cp 16', 'fixed, cp 16', 'fixed, cp 32', 'dynamic']
 
-    An `evaluation` runs forward passes only. `row_bytes` gives the bytes that a row of a plan takes.
+    An `evaluation` runs forward passes only. `row_bytes` gives the bytes that a row of a plan takes. `cp` is the only
+    degree of padded and fixed plans (0: several, `degrees`); `min_cp` and `max_cp` (0: no limit) are those of dynamic
+    plans.
     """
 
     lengths: Sequence[int]
@@ -40,6 +42,9 @@ class PlannerComparison:
     vpp: int = 1
     evaluation: bool = False
     row_bytes: Callable[[Plan], RowBytes] = lambda plan: RowBytes()
+    cp: int = 0
+    min_cp: int = 1
+    max_cp: int = 0
 
     def simulations(self) -> Iterator[NamedSimulation]:
         """Every plan with its name, those of one degree in order, the dynamic plan last."""
@@ -49,13 +54,15 @@ class PlannerComparison:
         yield f"padded, cp {degrees[0]}", self._fastest_simulation(padded, degrees[0])
         for cp in degrees:
             yield f"fixed, cp {cp}", self._fastest_simulation(partial(plan_fixed, lengths, home, cp), cp)
-        yield "dynamic", self._fastest_simulation(partial(plan_dynamic, lengths, home), None)
+        dynamic = partial(plan_dynamic, lengths, home, min_cp=self.min_cp, max_cp=self.max_cp or None)
+        yield "dynamic", self._fastest_simulation(dynamic, None)
 
     def degrees(self) -> list[int]:
-        """The lowest powers of two that divide the slots, hold the longest document and suit the query heads.
-
-        All slots if there is no such degree.
+        """The degree that is given, or the lowest powers of two that divide the slots, hold the longest document and
+        suit the query heads; all slots if there is no such degree.
         """
+        if self.cp:
+            return [self.cp]
         slots, cap, heads = self.home.slots, self.options.max_tokens_per_slot, self.options.heads
         types = check_comm_types(self.options.cp_comm_type)
         powers = [1 << i for i in range(slots.bit_length()) if slots % (1 << i) == 0]
@@ -78,7 +85,7 @@ class PlannerComparison:
             return planner(options=options)
 
         def make_evaluation(options: PlanOptions) -> Plan:
-            widest = cp or widest_degree(self.home, options)
+            widest = cp or widest_degree(self.home, options, self.max_cp)
             return plan_evaluation(make, self.lengths, self.home, options, widest)
 
         plan, _ = plan_with_partition(make_evaluation if self.evaluation else make, options)

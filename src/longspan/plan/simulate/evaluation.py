@@ -177,6 +177,7 @@ def which_degree(
     degrees: Sequence[int] | None = None,
     accumulation: int | None = None,
     vpp: int = 1,
+    dynamic_degrees: tuple[int, int] = (1, 0),
 ) -> DegreeComparison:
     """Price an evaluation of these documents at each degree, and by a dynamic plan.
 
@@ -187,7 +188,8 @@ def which_degree(
     fastest type: p2p, all_gather and, where the query `heads` are known, a2a and a2a+p2p with a first level inside a
     node. Degrees (default: all that divide the slots) at which the longest document does not fit, or that the
     heads do not allow, are left out. `accumulation` micro-batches keep the pipeline full (default: the stages).
-    `max_tokens_per_slot` None takes the longest document. Raises PlanError where no degree is possible.
+    `max_tokens_per_slot` None takes the longest document. `dynamic_degrees` are the smallest and the largest (0: no
+    limit) of the dynamic plan. Raises PlanError where no degree is possible.
     """
     options = options or PlanOptions()
     evaluation = _Evaluation(
@@ -208,7 +210,7 @@ def which_degree(
         )
     choices = tuple(_choice(evaluation, cp) for cp in tried if cp not in refused)
     comparison = DegreeComparison(choices, None, tuple(refused.values()))
-    dynamic, why_not = _dynamic_plan(evaluation, comparison.best.options)
+    dynamic, why_not = _dynamic_plan(evaluation, comparison.best.options, *dynamic_degrees)
     return replace(comparison, dynamic=dynamic, left_out=(*comparison.left_out, *why_not))
 
 
@@ -263,14 +265,17 @@ def _fastest_plan(evaluation: _Evaluation, cp: int) -> tuple[Simulation, PlanOpt
     return min(planned, key=lambda one: one[0].seconds)
 
 
-def _dynamic_plan(evaluation: _Evaluation, options: PlanOptions) -> tuple[Simulation | None, tuple[str, ...]]:
-    """The dynamic plan under these options; or none, and why."""
+def _dynamic_plan(
+    evaluation: _Evaluation, options: PlanOptions, min_cp: int, max_cp: int
+) -> tuple[Simulation | None, tuple[str, ...]]:
+    """The dynamic plan of these degrees under these options; or none, and why."""
     lengths, home = evaluation.lengths, evaluation.home
+
+    def make(options: PlanOptions) -> Plan:
+        return plan_dynamic(lengths, home, min_cp=min_cp, max_cp=max_cp or None, options=options)
+
     try:
-        widest = widest_degree(home, options)
-        plan = plan_evaluation(
-            lambda options: plan_dynamic(lengths, home, options=options), lengths, home, options, widest
-        )
+        plan = plan_evaluation(make, lengths, home, options, widest_degree(home, options, max_cp))
     except PlanError as error:
         return None, (f"no dynamic plan: {error}",)
     return evaluation.simulation(plan), ()

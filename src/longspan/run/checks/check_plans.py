@@ -13,6 +13,7 @@ from longspan.layout import Layout
 from longspan.model import PRESETS
 from longspan.plan.check import COMM_TYPES
 from longspan.train.plans import PlanChoice
+from longspan.train.plans.own import check_cost, check_planner
 
 # As in longspan.attention.KERNELS and longspan.ssm.kernels.packages, which bring torch: keys are checked without it.
 ATTENTION_KERNELS = ("fa4", "cudnn", "torch_flash", "triton_flash", "cpu_flash", "reference")
@@ -24,7 +25,10 @@ def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
     for key, kernel in _kernel_keys(config):
         _check_kernel(key, kernel)
     _check_mixer_kernels(config.context.mixer_kernels)
+    if config.context.cost_model:
+        check_cost(config.context.cost_model, config.run.machine)
     for choice, longest in _plan_choices(config, training=training):
+        check_planner(choice.planner, choice.planner_key)
         for kind in choice.comm_types:
             if kind not in COMM_TYPES:
                 raise ConfigError(f"{choice.comm_type_key} is {kind!r}; {nearest(kind, COMM_TYPES)}")
@@ -34,7 +38,7 @@ def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
                 f'{choice.prefix}planner is "{choice.planner}"; use {choice.prefix}planner = "fixed", or leave '
                 f"{choice.degree_key} out"
             )
-        if choice.planner != "dynamic":
+        if choice.has_one_degree:
             _check_degree(choice, home)
         choice.check(longest.value or 1, home, f"{longest.key} {longest.value or 1}")
 
@@ -130,8 +134,8 @@ def _check_fits(choice: PlanChoice, cut_by: str, home: Layout, longest: int, tit
 def _room_for(longest: int, choice: PlanChoice, home: Layout) -> str:
     """Advise how to fit the longest document: on all slots together, and by which key."""
     wider = ""
-    if choice.planner != "dynamic" and 0 < choice.degree < home.slots:
+    if choice.has_one_degree and 0 < choice.degree < home.slots:
         wider = f' ({choice.degree_key} = {home.slots} or {choice.prefix}planner = "dynamic")'
     elif choice.planner == "dynamic" and 0 < choice.max_degree < home.slots:
-        wider = " (context.max_dynamic_context_parallel_size = 0)"
+        wider = f" ({choice.prefix}max_dynamic_context_parallel_size = 0)"
     return f"It needs {-(-longest // home.slots):,} rows of each of all {plural(home.slots, 'slot')}{wider}"

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Unpack
 
+from longspan.config.defaults import compute_dtype
 from longspan.config.keys import AUTO
-from longspan.config.plan_section import EvalConfig, PlanSection
+from longspan.config.plan_section import ONE_DEGREE, EvalConfig, PlanSection
 from longspan.config.sections import ParallelConfig, RunConfig, held_out_set
 from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError, LongspanError, PlanError, plural
@@ -17,14 +18,18 @@ from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import heads_allow
 from longspan.plan.cost.correction import NO_CORRECTION, Correction
-from longspan.plan.cost.cost_changes import with_recomputation
-from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200, read_cost
+from longspan.plan.cost.machine import CostSettings, Machine
+from longspan.plan.cost.model_cost import read_machine
 from longspan.plan.hierarchy import levels_at
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.planners.options import PlanKeywords
 from longspan.plan.refinement import MOST_AHEAD, Refinement
 from longspan.plan.simulate.evaluation import plan_evaluation, widest_degree
+from longspan.plan.simulate.row_bytes import QWEN3_8B
 from longspan.plan.simulate.type_and_partition import options_at_degree
+from longspan.train.plans.own import own_cost, plan_by
+
+KEY = "run.machine"
 
 
 def row_multiple_of(parallel: ParallelConfig) -> int:
@@ -43,37 +48,60 @@ def query_heads(model_config: Any) -> int | None:
 
 
 def cost_of(config: RunConfig) -> Cost:
-    """The cost in the file that `run.machine` names, or the default. Raises ConfigError for a file that holds none."""
-    return _cost_in(config.run.machine)
+    """The cost that `run.machine` names, or the default; on a machine that of a Qwen3-8B, until the model is known.
+
+    Raises ConfigError for a file that holds none.
+    """
+    priced = machine_of(config)
+    return priced.cost(QWEN3_8B) if isinstance(priced, Machine) else priced or Cost()
+
+
+def machine_of(config: RunConfig) -> Machine | Cost | None:
+    """What `run.machine` names: a machine, the cost of one model in an older file, or None if it is empty.
+
+    A file is read once: a run keeps its prices, whatever becomes of the file before the next evaluation. Raises
+    ConfigError for a file that holds neither.
+    """
+    return _read_once(config.run.machine) if config.run.machine else None
 
 
 def cost_of_run(config: RunConfig, model_config: Any, log: Callable[[str], None], *, gpu: bool) -> Cost:
-    """What a run's plans are priced by: the file of `run.machine`; without one, its model on H200s or on CPUs.
+    """What plans are priced by: `context.cost_model`, else the model on `run.machine`, else on H200s or on CPUs.
 
     >>> cost = cost_of_run(config, model.config, print, gpu=world.device.type == "cuda")  # doctest: +SKIP
 
-    What is recomputed counts. The cost on CPUs is of no machine (`Cost.source` is ""): plans are compared by it, and no
-    time is shown. A model that its configuration does not price is planned for as a Qwen3-8B, with a line in the log.
+    What is recomputed counts in a cost of its model. The cost on CPUs is of no machine (`Cost.source` is ""): plans are
+    compared by it, and no time is shown. A model that its configuration does not price is planned for as a Qwen3-8B,
+    with a line in the log.
     """
-    train = config.train
-    if config.run.machine:
-        return cost_of(config)
+    if config.context.cost_model:
+        return own_cost(config.context.cost_model, model_config)
+    priced = machine_of(config)
+    if isinstance(priced, Cost):
+        return priced
+    usual = Machine.known("H200") if gpu else Machine.cpus()
     try:
-        on_device = cost_on_h200 if gpu else cost_on_cpus
-        cost = on_device(model_config, depths=config.mtp.depths)
-        layers = train.recompute_layers * config.parallel.pp  # of each stage
-        frozen, depths = config.lora.rank > 0, config.mtp.depths
-        kind = train.activation_checkpointing
-        return with_recomputation(cost, model_config, kind, layers, frozen=frozen, depths=depths)
+        return (priced or usual).cost(model_config, _cost_settings(config, measured=priced is not None, gpu=gpu))
     except PlanError as error:
-        log(f"plans are priced as for a Qwen3-8B: {error}; name a file in run.machine")
-        return cost_of(config) if gpu else replace(cost_of(config), source="")
+        log(f"plans are priced as for a Qwen3-8B: {error}; name a file in {KEY}")
+        return Cost() if gpu else replace(Cost(), source="")
+
+
+def _cost_settings(config: RunConfig, *, measured: bool, gpu: bool) -> CostSettings:
+    """What of a run changes its model's time. The usual machines are those of two bytes a number."""
+    train = config.train
+    return CostSettings(
+        recomputation=train.activation_checkpointing,
+        recomputed_layers=train.recompute_layers * config.parallel.pp,  # of each stage
+        frozen=config.lora.rank > 0,
+        depths=config.mtp.depths,
+        bytes_per_number=compute_dtype(config.model, "cuda" if gpu else "cpu").itemsize if measured else 2,
+    )
 
 
 @cache
-def _cost_in(file: str) -> Cost:
-    """Read once: a run keeps its cost, whatever becomes of the file before the next evaluation."""
-    return read_cost(file, "run.machine")
+def _read_once(file: str) -> Machine | Cost:
+    return read_machine(file, KEY)
 
 
 @dataclass(frozen=True)
@@ -127,7 +155,7 @@ class PlanChoice:
         """
         options = _section_options(config.context, config, cost or cost_of(config), heads)
         options = replace(options, mode=config.context.mode)
-        return cls._from_section(config.context, config, options, "context.", weights, weight_bytes)
+        return cls._from_section(config.context, options, "context.", weights, weight_bytes)
 
     @classmethod
     def evaluation(
@@ -148,23 +176,39 @@ class PlanChoice:
         section = replace(entry, partition=entry.partition or config.context.partition)
         options = _section_options(section, config, cost, heads)
         options = replace(options, cost=cost.for_partition(options.partition))
-        return cls._from_section(entry, config, options, entry.prefix)
+        return cls._from_section(entry, options, entry.prefix)
 
     @classmethod
     def _from_section(
         cls,
         section: PlanSection,
-        config: RunConfig,
         options: PlanOptions,
         prefix: str,
         weights: int = 0,
         weight_bytes: int = 2,
     ) -> "PlanChoice":
         """The planner and degree of a plan section, with these options; 0 for a degree "auto"."""
-        context, degree = config.context, section.context_parallel_size
+        degree = section.context_parallel_size
         degree = 0 if isinstance(degree, str) else degree
-        degrees = context.min_dynamic_context_parallel_size, context.max_dynamic_context_parallel_size
+        degrees = section.min_dynamic_context_parallel_size, section.max_dynamic_context_parallel_size
         return cls(section.planner, degree, *degrees, options, prefix, weights, weight_bytes)
+
+    @property
+    def has_one_degree(self) -> bool:
+        """Whether all groups of its plans have the same degree."""
+        return self.planner in ONE_DEGREE
+
+    @property
+    def planner_key(self) -> str:
+        """The key of the planner."""
+        return self.prefix + "planner"
+
+    def widest(self, home: Layout) -> int:
+        """The highest degree that a group may have; of fixed and padded plans their degree, 0 if it is "auto"."""
+        if self.has_one_degree:
+            return self.degree
+        limit = self.max_degree if self.planner == "dynamic" else 0
+        return min(limit or home.slots, home.slots)
 
     @property
     def degree_key(self) -> str:
@@ -214,6 +258,9 @@ class PlanChoice:
         if self.planner == "dynamic":
             max_cp, widest = self.max_degree or None, widest_degree(home, options, self.max_degree)
             make = partial(plan_dynamic, lengths, home, min_cp=self.min_degree, max_cp=max_cp)
+        elif not self.has_one_degree:
+            widest = home.slots
+            make = partial(plan_by, self.planner, self.planner_key, lengths, home)
         else:
             widest = self.degree or smallest_degree(lengths, home, options)
             if not self.degree:
@@ -237,9 +284,8 @@ class PlanChoice:
             self.plan((longest,), home)
         except LongspanError as error:
             rows = f"{self.prefix}max_tokens_per_slot {self.options.max_tokens_per_slot or 0}"
-            fixed = self.planner != "dynamic"
             degree = f"{self.degree_key} {self.degree or AUTO}"
-            keys = f"{degree} and {rows} do not suit" if fixed else f"{rows} does not suit"
+            keys = f"{degree} and {rows} do not suit" if self.has_one_degree else f"{rows} does not suit"
             raise ConfigError(f"{keys} {title} on {plural(len(home.ranks), 'rank')}: {error}") from error
 
     def _cost(self, home: Layout) -> Cost:
@@ -314,9 +360,9 @@ def plans_of_steps(
 ) -> PlanAhead:
     """The plans of a run's training steps, priced with the corrections of a refinement; a context manager.
 
-    Dynamic plans are made `ahead` steps early in another process; those of the other planners take a millisecond and
-    are made when their step begins.
+    Dynamic plans and those of a planner of one's own are made `ahead` steps early in another process; fixed and padded
+    plans take a millisecond and are made when their step begins.
     """
-    ahead = min(ahead, MOST_AHEAD if refinement else ahead) if choice.planner == "dynamic" else 0
+    ahead = min(ahead, MOST_AHEAD if refinement else ahead) if not choice.has_one_degree else 0
     argument_of = refinement.correction_of if refinement else None
     return PlanAhead(planner_of_steps(choice, order, home), ahead=ahead, argument_of=argument_of)

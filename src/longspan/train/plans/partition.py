@@ -66,7 +66,7 @@ def with_usual_partition(config: RunConfig) -> RunConfig:
 
 def _fastest(choice: PlanChoice, lengths: Sequence[Sequence[int]], home: Layout) -> PartitionChoice:
     """The partition and type under which these steps are predicted to be fastest."""
-    widest = choice.degree if choice.planner != "dynamic" else min(choice.max_degree or home.slots, home.slots)
+    widest = choice.widest(home)
 
     def predict_seconds(options: PlanOptions) -> float:
         way = replace(choice, options=options)
@@ -93,7 +93,7 @@ def _with_evaluations(config: RunConfig, home: Layout | None, heads: int | None)
 def _shares_alike(config: RunConfig, entry: EvalConfig, home: Layout | None, heads: int | None) -> bool:
     """Whether an evaluation of type "auto" can have training's type at its degree."""
     choice = PlanChoice.evaluation(config, entry, heads=heads)
-    if home is None or choice.options.cp_comm_type != AUTO or not choice.degree or choice.planner == "dynamic":
+    if home is None or choice.options.cp_comm_type != AUTO or not choice.degree or not choice.has_one_degree:
         return False
     trained = PlanChoice.training(config, heads=heads)
     return trained.allows(choice.degree, home)

@@ -1,0 +1,110 @@
+"""Which ranks share a host, by the seconds of short messages between pairs of them; and whether the launcher agrees.
+
+Plans take slots 0, 1, … of a host to be the first ranks, so a launcher that numbers ranks otherwise makes them wrong.
+Not every pair is measured: a few pivots exchange messages with all others, which finds the host of each pivot.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from longspan.errors import CommError
+from longspan.layout.layout import short
+
+PIVOTS = 8  # at most: O(ranks) messages
+GAP = 2.0  # near and far messages differ at least by this factor; and no two near, nor two far ones, differ by it
+NAMED = 4  # hosts named in a message
+
+Seconds = Mapping[int, float]  # of a message between a pivot and each other rank
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The hosts of the pivots as measured (empty: messages do not tell), and the ranks that no pivot is near to."""
+
+    hosts: tuple[tuple[int, ...], ...]
+    others: tuple[int, ...] = ()
+
+
+def measure_boundary(ranks: int, measure: Callable[[int], Seconds], pivots: int = PIVOTS) -> Boundary:
+    """The hosts of up to so many pivots; `measure(pivot)` gives the seconds of its messages, on every rank the same.
+
+    The second pivot is the rank that is farthest from the first; each later one is the first rank without a host.
+    """
+    if ranks < 2:
+        return Boundary(())
+    measured = {0: measure(0)}
+    farthest = max(measured[0], key=lambda rank: measured[0][rank])
+    measured[farthest] = measure(farthest)
+    boundary = cluster_ranks(ranks, measured)
+    while boundary.hosts and boundary.others and len(measured) < pivots:
+        pivot = boundary.others[0]
+        measured[pivot] = measure(pivot)
+        boundary = cluster_ranks(ranks, measured)
+    return boundary
+
+
+def cluster_ranks(ranks: int, measured: Mapping[int, Seconds]) -> Boundary:
+    """The hosts that pivots' messages show: those of a pivot and the ranks near it.
+
+    >>> near, far = 2e-5, 3e-4
+    >>> cluster_ranks(4, {0: {1: far, 2: near, 3: far}, 1: {0: far, 2: far, 3: near}})
+    Boundary(hosts=((0, 2), (1, 3)), others=())
+
+    Near and far are told apart by the widest gap between all seconds, if it is one; if it is none, or if pivots
+    contradict each other, nothing is told.
+    """
+    limit = _gap(seconds for of_pivot in measured.values() for seconds in of_pivot.values())
+    if limit is None:
+        return Boundary(())
+    hosts: list[tuple[int, ...]] = []
+    for pivot, seconds in measured.items():
+        host = tuple(sorted([pivot, *(rank for rank, time in seconds.items() if time < limit)]))
+        if host not in hosts:
+            hosts.append(host)
+    placed = [rank for host in hosts for rank in host]
+    if len(set(placed)) != len(placed):
+        return Boundary(())
+    return Boundary(tuple(sorted(hosts)), tuple(rank for rank in range(ranks) if rank not in set(placed)))
+
+
+def _gap(seconds: Iterable[float]) -> float | None:
+    """Seconds between near and far messages; None if there is no gap, or more than one.
+
+    The gap has to be wider than the spread on either side of it, or one slow message would be a host of its own.
+    """
+    rising = sorted(seconds)
+    steps = sorted(((after / before, math.sqrt(before * after)) for before, after in pairwise(rising)), reverse=True)
+    if not steps or steps[0][0] < GAP:
+        return None
+    limit = steps[0][1]
+    near, far = ([time for time in rising if (time < limit) is side] for side in (True, False))
+    spread = max(near[-1] / near[0], far[-1] / far[0])
+    return limit if spread < steps[0][0] else None
+
+
+def hosts_of_launcher(ranks: int, node_size: int) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each host as plans take them: `node_size` neighbours, fewer on the last host."""
+    return tuple(tuple(range(first, min(first + node_size, ranks))) for first in range(0, ranks, node_size))
+
+
+def check_boundary(boundary: Boundary, ranks: int, node_size: int) -> str:
+    """A line about the hosts of so many ranks. Raises CommError if measured hosts are not those of the launcher."""
+    launched = hosts_of_launcher(ranks, node_size)
+    hosts = f"{len(launched)} of {node_size} ranks" if len(launched) > 1 else f"1 of {ranks} ranks"
+    if not boundary.hosts:
+        reason = "messages between ranks take about the same time" if ranks > 1 else "there is one rank"
+        return f"hosts: {hosts}, as the launcher counts them; {reason}, so they were not told apart by it"
+    if not set(boundary.hosts) <= set(launched):
+        raise CommError(
+            f"messages are short between ranks {_named(boundary.hosts)}, and the launcher has hosts of ranks "
+            f"{_named(launched)} (LOCAL_WORLD_SIZE {node_size}), which plans take to be the fast groups; start "
+            "the ranks so that they are numbered host by host, with LOCAL_WORLD_SIZE as it is"
+        )
+    return f"hosts: {hosts}, by messages between ranks and by the launcher"
+
+
+def _named(hosts: tuple[tuple[int, ...], ...]) -> str:
+    more = f" and {len(hosts) - NAMED} more" if len(hosts) > NAMED else ""
+    return ", ".join(map(short, hosts[:NAMED])) + more

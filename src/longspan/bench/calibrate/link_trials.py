@@ -1,0 +1,146 @@
+"""Messages of every kind on each level of the network, as they are sent in a run; timed on all hosts at once.
+
+Hosts are those of the launcher, `node_size` neighbouring slots each. Sizes are what `links.Link` counts: the bytes that
+a slot sends or receives itself.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from longspan.bench.calibrate.boundary import hosts_of_launcher
+from longspan.bench.calibrate.fit import Sample
+from longspan.bench.calibrate.trial import Trial
+from longspan.comm import World
+from longspan.comm.groups.channel import Channel
+from longspan.layout import Layout
+from longspan.plan import plan_fixed
+from longspan.plan.cost.links import Level
+
+GPU_SIZES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
+CPU_SIZES = (1 << 12, 1 << 15, 1 << 18, 1 << 20)
+TURNS = {1 << 18: 16, 1 << 22: 4}  # in a row, of messages of at most so many bytes; 1 of longer ones
+
+# torch 2.13 renamed these two.
+_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def message_sizes(sizes: Sequence[int]) -> list[tuple[int, bool]]:
+    """Sizes and whether they are fitted: all that are given, and two between the larger ones that are held out."""
+    between = [round((a * b) ** 0.5) // 64 * 64 for a, b in pairwise(sizes[1:])]
+    return sorted([*((size, True) for size in sizes), *((size, False) for size in between)])
+
+
+class LinkTrials:
+    """The messages between the slots of a world; made and run by all ranks together."""
+
+    def __init__(self, world: World, sizes: Sequence[int]) -> None:
+        self.world, self.sizes = world, message_sizes(sizes)
+        slots, self.node_size = world.home.slots, world.node_size
+        self.hosts = hosts_of_launcher(slots, self.node_size)
+        self.host = self.hosts[world.slot // self.node_size]
+        self.even = len({len(host) for host in self.hosts}) == 1
+        for degree in {len(self.host) if self.even else 1, slots}:  # communicators, as a run of this degree has them
+            world.prepare(plan_fixed([degree] * (slots // degree), world.home, degree))
+
+    def trials(self) -> list[Trial]:
+        """Every kind and size on each level that there is."""
+        trials: list[Trial] = []
+        if max(map(len, self.hosts)) > 1:
+            trials += self._inside()
+        if len(self.hosts) > 1:
+            trials += self._across()
+        return trials
+
+    def _inside(self) -> Iterator[Trial]:
+        host, channels = self.host, self.world.channels
+        together = channels.find_channel(host)
+        pair = channels.find_channel(host[:2]) if self.world.slot in host[:2] and len(host) > 1 else None
+        width = self.node_size
+        yield from self._of_size(
+            "inside", "exchange", lambda size: self._exchange(together, size // (width - 1), set(host))
+        )
+        yield from self._of_size("inside", "gather", lambda size: self._gather_rows(together, size // (width - 1)))
+        yield from self._of_size("inside", "point", lambda size: self._shift(together, size))
+        yield from self._of_size("inside", "point_alone", lambda size: self._shift(pair, size))
+        if self.even:
+            home = Layout(self.world.home.slots, dp_replicate=len(self.hosts))
+            yield from self._sharded("inside", self.world.open_inner(home), width, 1)
+
+    def _across(self) -> Iterator[Trial]:
+        world, hosts, slots = self.world, self.hosts, self.world.home.slots
+        everyone = world.channels.find_channel(range(slots))
+        others = set(range(slots)) - set(self.host)
+        place, together = world.slot % self.node_size, min(map(len, hosts))
+        beside = [host[place] for host in hosts if len(host) > place]
+        row = world.channels.find_channel(beside) if len(beside) > 1 else None
+        first = row if place == 0 else None
+        of_gather = lambda size: self._gather_rows(everyone, size * together // (slots - 1))  # noqa: E731
+        of_exchange = lambda size: self._exchange(everyone, size // (slots - together), others)  # noqa: E731
+        yield from self._of_size("across", "exchange", of_exchange)
+        yield from self._of_size("across", "gather", of_gather)
+        yield from self._of_size("across", "point", lambda size: self._shift(row, size))
+        yield from self._of_size("across", "point_alone", lambda size: self._shift(first, size))
+        yield from self._sharded("across", world, slots, together)
+
+    def _sharded(self, level: Level, world: World, width: int, together: int) -> Iterator[Trial]:
+        """The collectives of FSDP2 on the group of its mesh, parameters in half precision and gradients in float32."""
+        group = world.meshes.fsdp.get_group("slots")
+        of_block = lambda size: size * together // (width - 1)  # noqa: E731
+        yield from self._of_size(
+            level, "sharded_gather", lambda size: self._gather_parameters(group, width, of_block(size))
+        )
+        yield from self._of_size(
+            level, "sharded_reduce", lambda size: self._reduce_gradients(group, width, of_block(size))
+        )
+
+    def _of_size(self, level: Level, kind: str, make: Callable[[int], Callable[[], object]]) -> Iterator[Trial]:
+        for size, fitted in self.sizes:
+            turns = next((count for most, count in TURNS.items() if size <= most), 1)
+            name = f"{kind.replace('_', ' ')} {level}: {size:,} bytes"
+            sample = Sample(part="link", name=name, level=level, kind=kind, bytes=float(size), fitted=fitted)
+            yield Trial(sample, make(size), turns)
+
+    def _exchange(self, channel: Channel, block: int, partners: set[int]) -> Callable[[], object]:
+        """Send `block` bytes to each of the partners, without this slot, and receive as many."""
+        slots = [self.world.home.coordinates(rank).slot for rank in channel.ranks]
+        runs = [block if slot in partners - {self.world.slot} else 0 for slot in slots]
+        x = self._bytes(sum(runs))
+        return lambda: channel.all_to_all_rows(x, runs, runs, "bench calibrate").wait()
+
+    def _gather_rows(self, channel: Channel, block: int) -> Callable[[], object]:
+        x = self._bytes(max(1, block))
+        return lambda: channel.all_gather(x, [len(x)] * channel.degree, "bench calibrate").wait()
+
+    def _shift(self, channel: Channel | None, size: int) -> Callable[[], object]:
+        if channel is None or channel.degree == 1:
+            return lambda: None
+        x, into = self._bytes(size), self._bytes(size)
+        return lambda: channel.shift(x, into, "bench calibrate").wait()
+
+    def _gather_parameters(self, group: ProcessGroup, width: int, block: int) -> Callable[[], object]:
+        shard = torch.zeros(max(1, block // 2), dtype=torch.bfloat16, device=self.world.device)
+        whole = shard.new_empty(len(shard) * width)
+        return lambda: _gather(whole, shard, group=group)
+
+    def _reduce_gradients(self, group: ProcessGroup, width: int, block: int) -> Callable[[], object]:
+        shard = torch.zeros(max(1, block // 4), dtype=torch.float32, device=self.world.device)
+        whole = shard.new_zeros(len(shard) * width)
+        return lambda: _reduce(shard, whole, group=group)
+
+    def _bytes(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.uint8, device=self.world.device)
+
+
+def exchange_with(world: World, size: int) -> Callable[[int], object]:
+    """Send a message of this size to another slot and receive one, for `Clock.time_pairs`."""
+    channel = world.channels.find_channel(range(world.home.slots))
+    x = torch.zeros(size, dtype=torch.uint8, device=world.device)
+    into = torch.empty_like(x)
+    return lambda other: channel.exchange([(other, x)], [(other, into)], "bench calibrate").wait()

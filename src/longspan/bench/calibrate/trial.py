@@ -1,0 +1,88 @@
+"""What is timed on all ranks together, in rounds, and the clock of a calibration."""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from longspan.bench.calibrate.fit import Sample
+from longspan.comm import World
+
+
+class Trial(NamedTuple):
+    """What is timed: a sample without its seconds, what runs, and how often in a row (short messages often)."""
+
+    sample: Sample
+    run: Callable[[], object]
+    turns: int = 1
+
+
+class Clock:
+    """Times trials on all ranks of a world, until its minutes are over."""
+
+    def __init__(self, world: World, *, most_seconds: float) -> None:
+        self.world, self.most_seconds, self.began = world, most_seconds, time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.perf_counter() - self.began
+
+    def say(self, line: str) -> None:
+        """Print a line of progress, on the first rank."""
+        if self.world.rank == self.world.home.ranks[0]:
+            print(f"{self.seconds:5.1f} s  {line}", file=sys.stderr, flush=True)
+
+    def time_trials(self, trials: Sequence[Trial], *, warmup: int, repeats: int, what: str) -> list[Sample]:
+        """The samples with their seconds: of the slowest rank, in the median of rounds; entered by all ranks.
+
+        They are measured in rounds, so that what disturbs the machine for a while disturbs no sample always. No round
+        begins once the time is over, except for the first timed one.
+        """
+        times: list[list[float]] = []
+        for i in range(warmup + repeats):
+            if i > warmup and self.world.control.any_rank(self.seconds > self.most_seconds):
+                self.say(f"{what}: {i - warmup} of {repeats} rounds, as the time is over")
+                break
+            times.append([self._measure(trial) for trial in trials])
+        self.say(f"{what}: {len(trials)} measurements, {len(times)} rounds")
+        of_ranks = self.world.control.gather_objects(times[warmup:])  # (ranks, rounds, trials)
+        seconds = np.median(np.array(of_ranks).max(axis=0), axis=0).tolist()
+        return [replace(t.sample, seconds=max(s, 1e-9)) for t, s in zip(trials, seconds, strict=True)]
+
+    def time_pairs(self, pivot: int, run: Callable[[int], object], *, repeats: int) -> dict[int, float]:
+        """Seconds of `run(other)`, which a pivot's rank enters with each other rank in turn; the same on every rank."""
+        measured: dict[int, float] = {}
+        here = self.world.slot
+        for other in range(self.world.home.slots):
+            if other == pivot or here not in (pivot, other):
+                continue
+            run(pivot + other - here)  # the first message between two ranks connects them
+            self._finish()
+            times: list[float] = []
+            for _ in range(repeats):
+                began = time.perf_counter()
+                run(pivot + other - here)
+                self._finish()
+                times.append(time.perf_counter() - began)
+            measured[other] = statistics.median(times)
+        return self.world.control.broadcast_object(measured, self.world.home.ranks[pivot])
+
+    def _measure(self, trial: Trial) -> float:
+        """Seconds on this rank; all ranks begin together."""
+        self.world.control.barrier()
+        self._finish()
+        began = time.perf_counter()
+        for _ in range(trial.turns):
+            trial.run()
+        self._finish()
+        return (time.perf_counter() - began) / trial.turns
+
+    def _finish(self) -> None:
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)

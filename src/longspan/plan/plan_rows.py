@@ -1,0 +1,112 @@
+"""Plans in few bytes: one JSON object a step, as a run keeps them in plans.jsonl, and back; and the groups of a plan.
+
+A row has step, the numbers of the plan (slots, targets, mode and so on), `lengths`, `kinds` and `micro_batches`. A kind
+is [communication type, sizes of its levels, partition, pad_to]. A micro-batch is a list of groups, and a group is
+[kind, first slot, degree, documents ...] if its slots are neighbours in order, else [kind, [slots ...], documents ...].
+`cost` stands in a row if it differs from that of the row before.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from longspan.errors import PlanError
+from longspan.plan.cost.cost import DEFAULT_COST, Cost
+from longspan.plan.micro_batch import Group, MicroBatch
+from longspan.plan.plan import Plan
+
+_NUMBERS = ("slots", "targets", "mode", "max_tokens_per_slot", "node_size", "row_multiple", "planner")
+_SECONDS = ("predicted_seconds", "lower_bound_seconds")
+
+
+def plan_row(step: int, plan: Plan, *, after: Cost | None = None) -> str:
+    """The plan of a step as a line of JSON; without its cost if that is the cost `after` of the row before.
+
+    >>> plan_row(7, Plan.from_json(text))  # doctest: +SKIP
+    '{"step":7,"slots":8,...,"lengths":[900,300,20],"kinds":[["p2p",null,"zigzag",null]],"micro_batches":[[[0,0,4,0]]]}'
+    """
+    kinds = dict[tuple[Any, ...], int]()
+    batches = [[_group_row(group, kinds) for group in batch.groups] for batch in plan.micro_batches]
+    row = {"step": step} | {name: getattr(plan, name) for name in (*_NUMBERS, *_SECONDS)}
+    row |= {} if plan.cost == after else {"cost": plan.cost.to_json()}
+    row |= {"lengths": plan.lengths, "kinds": list(kinds), "micro_batches": batches}
+    return json.dumps(row, separators=(",", ":"))
+
+
+def read_plans(path: str | Path) -> Iterator[tuple[int, Plan]]:
+    """The steps and checked plans of a run's plans.jsonl, in order; its last line may be torn.
+
+    >>> plans = dict(read_plans("runs/first/plans.jsonl"))  # doctest: +SKIP
+
+    Raises PlanError, with the number of the line, for a line that holds no plan. A cost of one's own is read as the
+    constants that it has; the predicted seconds stay those that it gave.
+    """
+    cost = DEFAULT_COST
+    with Path(path).open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith("\n"):
+                return
+            try:
+                row = json.loads(line)
+                cost = Cost.from_json(row["cost"]) if "cost" in row else cost
+                plan = replace(_plan_of(row), cost=cost).check()
+            except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+                raise PlanError(f"{path}, line {number} holds no plan: {type(error).__name__}: {error}") from error
+            yield int(row["step"]), plan
+
+
+def group_counts(plan: Plan) -> list[dict[str, Any]]:
+    """How many groups of each degree and type a plan has, and their tokens, the widest groups last.
+
+    >>> group_counts(plan)  # doctest: +SKIP
+    [{'degree': 1, 'cp_comm_type': '', 'count': 12, 'tokens': 9031}, {'degree': 4, 'cp_comm_type': 'a2a', ...}]
+
+    The type of a group of one slot, which shares nothing, is "".
+    """
+    counts = dict[tuple[int, str], tuple[int, int]]()
+    for group in (group for batch in plan.micro_batches for group in batch.groups):
+        key = group.degree, _type_name(group) if group.degree > 1 else ""
+        count, tokens = counts.get(key, (0, 0))
+        counts[key] = count + 1, tokens + group.tokens
+    return [
+        {"degree": degree, "cp_comm_type": kind, "count": count, "tokens": tokens}
+        for (degree, kind), (count, tokens) in sorted(counts.items())
+    ]
+
+
+def _type_name(group: Group) -> str:
+    kind, sizes = group.cp_comm_type, group.hierarchical_context_parallel_sizes
+    name = kind if isinstance(kind, str) else "/".join(dict.fromkeys(kind))
+    return f"{name} {sizes}" if sizes is not None and "a2a+p2p" in name else name
+
+
+def _group_row(group: Group, kinds: dict[tuple[Any, ...], int]) -> list[Any]:
+    kind = group.cp_comm_type, group.hierarchical_context_parallel_sizes, group.partition, group.pad_to
+    slots, number = group.slots, kinds.setdefault(kind, len(kinds))
+    if slots == tuple(range(slots[0], slots[0] + len(slots))):
+        return [number, slots[0], len(slots), *group.documents]
+    return [number, slots, *group.documents]
+
+
+def _plan_of(row: Mapping[str, Any]) -> Plan:
+    lengths: tuple[int, ...] = tuple(row["lengths"])
+    kinds: list[list[Any]] = [[_tuple(x) for x in kind] for kind in row["kinds"]]
+    batches = (MicroBatch(tuple(_groups(batch, kinds, lengths))) for batch in row["micro_batches"])
+    values: dict[str, Any] = {name: row[name] for name in (*_NUMBERS, *_SECONDS)}
+    return Plan(lengths=lengths, micro_batches=tuple(batches), **values)
+
+
+def _tuple(value: Any) -> Any:
+    """A tuple, as plans have it, for a list of JSON."""
+    return tuple(cast(list[Any], value)) if isinstance(value, list) else value
+
+
+def _groups(rows: Iterable[list[Any]], kinds: list[list[Any]], lengths: tuple[int, ...]) -> Iterator[Group]:
+    for number, first, *rest in rows:
+        listed = isinstance(first, list)
+        slots: tuple[int, ...] = _tuple(first) if listed else tuple(range(first, first + rest[0]))
+        documents: tuple[int, ...] = tuple(rest if listed else rest[1:])
+        kind, sizes, partition, pad_to = kinds[number]
+        yield Group(slots, documents, tuple(lengths[d] for d in documents), kind, sizes, partition, pad_to)

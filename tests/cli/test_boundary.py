@@ -1,0 +1,78 @@
+"""Hosts that latency shows: for any numbering of ranks, from O(ranks) messages, against those of the launcher."""
+
+import numpy as np
+import pytest
+
+from longspan.bench.calibrate.boundary import (
+    Boundary,
+    check_boundary,
+    cluster_ranks,
+    hosts_of_launcher,
+    measure_boundary,
+)
+from longspan.errors import CommError
+
+BLOCKS = ((0, 1, 2, 3), (4, 5, 6, 7))
+ROUND_ROBIN = ((0, 2, 4, 6), (1, 3, 5, 7))
+
+
+class Network:
+    """Seconds of messages between ranks on these hosts, with noise; counts what is measured."""
+
+    def __init__(self, hosts: tuple[tuple[int, ...], ...], far: float = 3e-4, noise: float = 0.2) -> None:
+        self.host = {rank: i for i, host in enumerate(hosts) for rank in host}
+        self.far, self.noise, self.messages = far, noise, 0
+        self.random = np.random.default_rng(1)
+
+    def measure(self, pivot: int) -> dict[int, float]:
+        others = [rank for rank in self.host if rank != pivot]
+        self.messages += len(others)
+        exact = {rank: 2e-5 if self.host[rank] == self.host[pivot] else self.far for rank in others}
+        return {rank: time * (1 + self.noise * self.random.random()) for rank, time in exact.items()}
+
+
+@pytest.mark.parametrize("hosts", [BLOCKS, ROUND_ROBIN, ((0, 1, 2), (3, 4, 5), (6, 7)), ((0, 7), (1, 2, 3, 4, 5, 6))])
+def test_hosts_are_found_however_ranks_are_numbered(hosts: tuple[tuple[int, ...], ...]) -> None:
+    assert measure_boundary(8, Network(hosts).measure) == Boundary(hosts)
+
+
+def test_many_ranks_need_messages_to_a_few_pivots() -> None:
+    hosts = hosts_of_launcher(4096, 8)
+    network = Network(hosts)
+    boundary = measure_boundary(4096, network.measure)
+    assert network.messages == 8 * 4095
+    assert len(boundary.hosts) == 8 and set(boundary.hosts) <= set(hosts) and len(boundary.others) == 4096 - 64
+    assert check_boundary(boundary, 4096, 8) == "hosts: 512 of 8 ranks, by messages between ranks and by the launcher"
+
+
+@pytest.mark.parametrize("far", [2e-5, 3e-5])
+def test_latency_that_does_not_tell_leaves_the_launchers_hosts(far: float) -> None:
+    boundary = measure_boundary(8, Network(BLOCKS, far).measure)
+    assert boundary == Boundary(())
+    line = check_boundary(boundary, 8, 4)
+    assert line.startswith("hosts: 2 of 4 ranks, as the launcher counts them; messages between ranks take about the ")
+    assert check_boundary(Boundary(()), 1, 1).startswith("hosts: 1 of 1 ranks, as the launcher counts them; there is ")
+
+
+def test_pivots_that_contradict_each_other_tell_nothing() -> None:
+    assert cluster_ranks(2, {0: {1: 1e-5}, 1: {0: 9e-5}}) == Boundary(())
+    near, far = 1e-5, 9e-5
+    assert cluster_ranks(3, {0: {1: near, 2: far}, 2: {0: far, 1: near}}) == Boundary(())
+
+
+def test_one_slow_message_is_no_host() -> None:
+    measured = {0: {1: 1e-5, 2: 1.9e-5, 3: 4e-5}, 3: {0: 1.2e-5, 1: 1e-5, 2: 1e-5}}
+    assert cluster_ranks(4, measured) == Boundary(())
+
+
+def test_the_launcher_agrees_or_both_are_named() -> None:
+    line = check_boundary(measure_boundary(8, Network(BLOCKS).measure), 8, 4)
+    assert line == "hosts: 2 of 4 ranks, by messages between ranks and by the launcher"
+    message = (
+        r"messages are short between ranks \(0, 2, 4, 6\), \(1, 3, 5, 7\), and the launcher has hosts of ranks "
+        r"\(0, 1, 2, 3\), \(4, 5, 6, 7\) \(LOCAL_WORLD_SIZE 4\).*numbered host by host"
+    )
+    with pytest.raises(CommError, match=message):
+        check_boundary(measure_boundary(8, Network(ROUND_ROBIN).measure), 8, 4)
+    with pytest.raises(CommError, match=r"the launcher has hosts of ranks \(0, 1, 2, 3, 4, 5, 6, 7\)"):
+        check_boundary(measure_boundary(8, Network(BLOCKS).measure), 8, 8)  # LOCAL_WORLD_SIZE is not set

@@ -1,0 +1,140 @@
+"""Host values in rounds of pairs: what ranks get, and how many sockets and store requests they take."""
+
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+from bench.processes.host_scale import Traffic, traffic
+
+from longspan.comm.all_ranks import raise_first_error
+from longspan.comm.failure_reports import FailureReports
+from longspan.comm.groups.pair_rounds import PairRounds
+from longspan.comm.stop_signal import StopSignal, received_signal
+from longspan.comm.world import World
+from longspan.errors import CommError, DataError
+from longspan.layout import Layout
+from longspan.testing import run_ranks
+
+
+def texts(rank: int, home: Layout) -> list[Any]:
+    """Texts and numbers of all ranks, joined in the order of the home."""
+    n = len(home.ranks)
+    with World(home, backend="gloo", timeout=60) as world:
+        control, joined = world.control, "".join(map(str, home.ranks))
+        assert control.reduce_object(str(rank), str.__add__, "texts") == joined
+        none_of_some = None if rank % 2 == 0 else str(rank)
+        odd = "".join(str(r) for r in home.ranks if r % 2)
+        assert control.reduce_object(none_of_some, str.__add__, "odd ranks") == (odd or None)
+        assert control.reduce_object(None, str.__add__, "nothing") is None
+        assert control.first_object([] if rank == n - 1 else None, "an empty list") == (n - 1, [])
+        for source in range(n):
+            assert control.broadcast_object({"from": rank, "size": "x" * 10**5}, source)["from"] == source
+        assert control.broadcast_object(None) is None
+        assert control.gather_objects(None) == [None] * n
+        assert control.sum_over_ranks([]) == []
+        # one order on every rank: values whose sum depends on it come out with the same bits
+        sums = control.sum_over_ranks([0.1 * (rank + 1), 10.0 ** (16 - rank), -(10.0**16)])
+        rounds = PairRounds(control.group, home.ranks, rank)
+        return [sums, rounds.reduce(torch.tensor([rank, 1]), torch.add, "ranks").tolist()]
+
+
+@pytest.mark.parametrize(
+    "home", [Layout(1), Layout(2), Layout(ranks=(2, 0, 1)), Layout(5), Layout(6), Layout(8)], ids=str
+)
+def test_every_rank_gets_the_same_in_the_order_of_the_home(home: Layout) -> None:
+    n = len(home.ranks)
+    results = run_ranks(texts, n, home)
+    assert results == [results[0]] * n and results[0][1] == [n * (n - 1) // 2, n]
+
+
+def values_of_stages(rank: int) -> list[float]:
+    with World(Layout(ranks=8, pp=2, tp=2), backend="gloo", timeout=60) as world:
+        place = world.coordinates
+        slots = world.control.sum_over_slots([10.0**place.slot + 100 * place.pp])
+        # tensor-parallel ranks hold the same value, which counts once
+        return slots + world.control.sum_over_stages([1.0 + place.slot + 10 * place.pp])
+
+
+def test_sums_count_each_slot_of_the_stages_once() -> None:
+    assert run_ranks(values_of_stages, 8) == [[11.0 + 200 * (rank >= 4), 26.0] for rank in range(8)]
+
+
+def differences(rank: int) -> list[str]:
+    """The messages of what differs between four ranks."""
+    with World(Layout(ranks=4), backend="gloo", timeout=60) as world:
+        world.step = 12
+        with pytest.raises(CommError) as plans:
+            world.control.agree(("5f0c" if rank < 3 else "91ab") * 16)
+        with pytest.raises(DataError) as errors:
+            raise_first_error(world, DataError(f"no room for {rank}") if rank in (1, 3) else None)
+        raise_first_error(world, None)
+        stop = StopSignal()
+        assert received_signal(world, stop) == ""
+        stop.received = "SIGTERM" if rank == 2 else ""
+        return [str(plans.value), str(errors.value), received_signal(world, stop)]
+
+
+def test_differences_are_named_with_their_ranks() -> None:
+    plans = (
+        "the ranks hold 2 different plans for step 12: ranks (0, 1, 2) hold 5f0c5f0c5f0c…; ranks (3) hold "
+        "91ab91ab91ab…. A plan must be made from the same lengths and settings on every rank"
+    )
+    assert run_ranks(differences, 4) == [[plans, "no room for 1 (on rank 1)", "SIGTERM"]] * 4
+
+
+def in_other_calls(rank: int) -> str:
+    with pytest.raises(CommError) as raised, World(Layout(ranks=2), backend="gloo", timeout=2) as world:
+        world.control.any_ranks(False, False) if rank else world.control.any_ranks(False)
+    return str(raised.value)
+
+
+def test_ranks_in_different_calls_time_out_and_do_not_take_each_others_values() -> None:
+    for message in run_ranks(in_other_calls, 2):
+        assert re.search("'agreement on a flag' of step 0 between ranks .0, 1. (timed out|failed)", message), message
+
+
+CALLS = 10
+
+
+def traffic_of_calls(rank: int, ranks: int) -> tuple[Traffic, Traffic]:
+    """What opening a world takes, without the group of a CPU's tensors, and what ten comparisons take."""
+    before = traffic()
+    with World(Layout(ranks=ranks), backend="gloo", timeout=60) as world:
+        opened = traffic() - before
+        world.control.barrier()
+        before = traffic()
+        for _ in range(CALLS):
+            world.control.agree("0f" * 32)
+        return opened, traffic() - before
+
+
+@pytest.mark.parametrize(("ranks", "rounds"), [(2, 1), (4, 2)])
+def test_sockets_and_messages_grow_with_the_rounds(ranks: int, rounds: int) -> None:
+    for opened, calls in run_ranks(traffic_of_calls, ranks, ranks):
+        assert opened.peer_sockets == rounds + ranks - 1, "the rounds' pairs, and all pairs for tensors of a CPU"
+        assert calls.peer_sockets == 0
+        assert CALLS * rounds * 3 <= calls.peer_messages <= CALLS * rounds * 4 + 4
+
+
+def requests_of_watching(rank: int) -> tuple[int, list[str]]:
+    """The store requests of two seconds in which nothing happens, and what the watching thread asks."""
+    asked, has_news = list[str](), FailureReports.has_news
+
+    def counted(self: FailureReports) -> bool:
+        asked.append("news")
+        return has_news(self)
+
+    FailureReports.has_news = counted
+    with World(Layout(ranks=2), backend="gloo", timeout=60) as world:
+        world.control.barrier()
+        before, asked[:] = traffic(), []
+        time.sleep(2)
+        requests = (traffic() - before).store_messages
+        return requests - len(asked), asked[:1]
+
+
+def test_watching_takes_one_store_request_at_a_time() -> None:
+    for more, asked in run_ranks(requests_of_watching, 2):
+        assert -2 <= more <= 2 and asked == ["news"]
