@@ -38,7 +38,7 @@ def facts_of(run: TrainingRun) -> RunFacts:
         comm_types="/".join(dict.fromkeys(run.choice.comm_types)),
         kernels=execution.kernels,
         plans=_plan_text(run),
-        priced_for=_priced_for(run),
+        priced_for=_price_source(run),
         peak_tflops=run.figures.peak,
         uncounted=run.figures.uncounted,
         **_data_facts(run),
@@ -166,7 +166,7 @@ def _plan_text(run: TrainingRun) -> str:
     return f"{_degree_text(run.choice)}{free}, {rows}{evaluated}"
 
 
-def _priced_for(run: TrainingRun) -> str:
+def _price_source(run: TrainingRun) -> str:
     """The model and machine of the run's prices; "" for those of no machine."""
     return (run.cost.source or "") + (REFINED if run.refinement and run.cost.source else "")
 

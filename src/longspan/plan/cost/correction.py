@@ -85,7 +85,7 @@ class Correction:
             ring_step_seconds=cost.ring_step_seconds * self.inside,
             inside_bytes_per_second=cost.inside_bytes_per_second / self.inside,
             across_bytes_per_second=cost.across_bytes_per_second / self.across,
-            states=cost.states and cost.states.corrected(linear=self.linear, inside=self.inside),
+            states=cost.states and cost.states.apply_factors(linear=self.linear, inside=self.inside),
             network=cost.network and self._apply_to_network(cost.network),
             forward=cost.forward and self.apply(cost.forward),
             source=cost.source and f"{cost.source}{REFINED}",
@@ -144,11 +144,11 @@ def fit_correction(parts: Sequence[Sequence[float]], seconds: Sequence[float]) -
             weights = usual / np.maximum(distance, usual)
         else:
             weights = np.maximum(1 - (distance / (OUTLIER * usual)) ** 2, 0) ** 2
-        factors = _bounded_solution(shares, ratios, weights, pull=(usual / SPREAD) ** 2)
+        factors = _solve_within_bounds(shares, ratios, weights, pull=(usual / SPREAD) ** 2)
     return Correction.of([float(f"{factor * common:.{DIGITS}g}") for factor in factors.tolist()])
 
 
-def _bounded_solution(shares: Floats, ratios: Floats, weights: Floats, *, pull: float) -> Floats:
+def _solve_within_bounds(shares: Floats, ratios: Floats, weights: Floats, *, pull: float) -> Floats:
     """Factors of the least weighted squares, each drawn to 1 by `pull`; those beyond the bounds are held at them."""
     weighted = shares * weights[:, None]
     matrix = weighted.T @ shares + pull * np.eye(len(PARTS))

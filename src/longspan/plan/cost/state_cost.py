@@ -124,7 +124,7 @@ class StateCost:
         """The cost of a machine on which everything takes `factor` times as long."""
         return self._times({name: factor for name in self.constants() if name.endswith("_seconds")})
 
-    def corrected(self, *, linear: float, inside: float) -> "StateCost":
+    def apply_factors(self, *, linear: float, inside: float) -> "StateCost":
         """The cost where products and the wait for messages take so many times as long."""
         return self._times({"scan_seconds": linear, "summary_seconds": linear, "step_seconds": inside})
 

@@ -270,7 +270,7 @@ class PlanChoice:
             return make(options=options)
         return plan_evaluation(lambda options: make(options=options), lengths, home, options, widest)
 
-    def corrected(self, correction: Correction) -> "PlanChoice":
+    def apply_correction(self, correction: Correction) -> "PlanChoice":
         """The same documents, priced by a cost that is corrected."""
         return replace(self, options=replace(self.options, cost=correction.apply(self.options.cost)))
 
@@ -342,7 +342,7 @@ class StepPlanner:
     def __call__(self, step: int, correction: Correction = NO_CORRECTION) -> Plan:
         """The plan of a step, counted from 0; its documents are numbered as the order's `select` gives them."""
         lengths, targets = self.order.lengths_of_step(step), self.order.targets_of_step(step)
-        return self.choice.corrected(correction).plan(lengths, self.home, targets=targets)
+        return self.choice.apply_correction(correction).plan(lengths, self.home, targets=targets)
 
 
 def planner_of_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout) -> Callable[[int], Plan]:

@@ -34,9 +34,9 @@ class SlotPaceTerm(Term):
 
     def extend(self, passes: Passes) -> Passes:
         """The passes, whose measure is timed."""
-        return replace(passes, measure=partial(self._timed, passes.measure))
+        return replace(passes, measure=partial(self._time_measure, passes.measure))
 
-    def _timed(self, measure: Measure, batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor) -> Tensor:
+    def _time_measure(self, measure: Measure, batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor) -> Tensor:
         rows = int((batch.labels != NO_TARGET).sum())
         if rows * head.vocabulary < LEAST_LOGITS:
             return measure(batch, hidden, head, *deeper)
