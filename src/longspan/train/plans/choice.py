@@ -17,11 +17,13 @@ from longspan.errors import ConfigError, LongspanError, PlanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import heads_allow
+from longspan.plan.cost.correction import NO_CORRECTION, Correction
 from longspan.plan.cost.machine import CostSettings, Machine
 from longspan.plan.cost.model_cost import read_machine
 from longspan.plan.hierarchy import levels_at
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.planners.options import PlanKeywords
+from longspan.plan.refinement import MOST_AHEAD, Refinement
 from longspan.plan.simulate.evaluation import plan_evaluation, widest_degree
 from longspan.plan.simulate.row_bytes import QWEN3_8B
 from longspan.plan.simulate.type_and_partition import options_at_degree
@@ -282,6 +284,10 @@ class PlanChoice:
             return make(options=options)
         return plan_evaluation(lambda options: make(options=options), lengths, home, options, widest)
 
+    def apply_correction(self, correction: Correction) -> "PlanChoice":
+        """The same documents, priced by a cost that is corrected."""
+        return replace(self, options=replace(self.options, cost=correction.apply(self.options.cost)))
+
     def options_on(self, home: Layout) -> PlanOptions:
         """The planners' options on a home: the cost of its slots, and micro-batches for its stages."""
         return replace(self.options, cost=self._cost(home), micro_batch_multiple=home.pp)
@@ -347,10 +353,10 @@ class StepPlanner:
     order: StepOrder | PackOrder
     home: Layout
 
-    def __call__(self, step: int) -> Plan:
+    def __call__(self, step: int, correction: Correction = NO_CORRECTION) -> Plan:
         """The plan of a step, counted from 0; its documents are numbered as the order's `select` gives them."""
         lengths, targets = self.order.lengths_of_step(step), self.order.targets_of_step(step)
-        return self.choice.plan(lengths, self.home, targets=targets)
+        return self.choice.apply_correction(correction).plan(lengths, self.home, targets=targets)
 
 
 def planner_of_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout) -> Callable[[int], Plan]:
@@ -358,10 +364,19 @@ def planner_of_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Lay
     return StepPlanner(choice, order, home)
 
 
-def plans_of_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout, *, ahead: int) -> PlanAhead:
-    """The plans of a run's training steps; a context manager.
+def plans_of_steps(
+    choice: PlanChoice,
+    order: StepOrder | PackOrder,
+    home: Layout,
+    *,
+    ahead: int,
+    refinement: Refinement | None = None,
+) -> PlanAhead:
+    """The plans of a run's training steps, priced with the corrections of a refinement; a context manager.
 
     Dynamic plans and those of a planner of one's own are made `ahead` steps early in another process; fixed and padded
     plans take a millisecond and are made when their step begins.
     """
-    return PlanAhead(planner_of_steps(choice, order, home), ahead=0 if choice.has_one_degree else ahead)
+    ahead = min(ahead, MOST_AHEAD if refinement else ahead) if not choice.has_one_degree else 0
+    argument_of = refinement.correction_of if refinement else None
+    return PlanAhead(planner_of_steps(choice, order, home), ahead=ahead, argument_of=argument_of)
