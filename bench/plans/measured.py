@@ -77,7 +77,8 @@ def _older(row: Measured) -> str:
         for key, reason in OLDER.items()
         if isinstance(key, tuple) and key[0] == row.record and key[1] in row.name
     )
-    return OLDER.get(row.record) or next(parts, "")
+    in_turn = "exchanged heads before its rings, which now take turns" if row.is_layer and row.kind == "a2a+p2p" else ""
+    return OLDER.get(row.record) or next(parts, "") or in_turn
 
 
 def _read(name: str) -> dict[str, Any]:
