@@ -77,6 +77,8 @@ def _older(row: Measured) -> str:
         for key, reason in OLDER.items()
         if isinstance(key, tuple) and key[0] == row.record and key[1] in row.name
     )
+    if row.is_layer and row.kind == "a2a+p2p":
+        return "heads went in one piece; in slices, messages hide behind them since"
     return OLDER.get(row.record) or next(parts, "")
 
 

@@ -67,8 +67,8 @@ def text_of(predictions: Sequence[Prediction], machine: Machine) -> Iterator[str
         "What limits the table: the terms of the cost were chosen with all rows in view, and only their figures are "
         "held out; the rate of towers was fitted to the record with images before; of adapters the record has sums of "
         "rows, and their squares follow from its FLOPs; no step over several hosts, with HSDP or in a training "
-        "pipeline has a record; attention-full-size-4xH200 has errors and no times. Not priced: messages of tensor parallelism, "
-        "and the shorter runs of rows that a window leaves a kernel."
+        "pipeline has a record; attention-full-size-4xH200 has errors and no times. Not priced: messages of tensor "
+        "parallelism, and the shorter runs of rows that a window leaves a kernel."
     )
     yield ""
     yield "| rows | number | within 5 % | 10 % | 20 % | mean error |"

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from longspan import Group, Layout, plan_fixed
+from longspan.attention.members import HeadSplit
 from longspan.errors import PlanError
 from longspan.plan import AttentionCall, Cost, CostSettings, Machine
+from longspan.plan.cost import attention_price
 from longspan.plan.cost.links import KINDS
 from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.simulate.simulate import simulate
@@ -24,6 +26,7 @@ def group(degree: int, *lengths: int, first: int = 0) -> Group:
 
 
 # One layer's attention forward and backward, ms, one document over so many H200s.
+# Of a2a+p2p before it had slices of heads: exchange, ring and exchange one after the other.
 ONE_HOST = [  # bench/records/attention-4xH200.md at 64K and 128K; shorter ones wait for the host
     (4, 65536, {"p2p": 54.04, "all_gather": 54.22, "a2a": 51.69, "a2a+p2p": 54.32}),
     (4, 131072, {"p2p": 213.12, "all_gather": 211.03, "a2a": 206.59, "a2a+p2p": 208.54}),
@@ -33,21 +36,50 @@ TWO_HOSTS = [  # of 4 each, emulated: NCCL over TCP, 2.65 GB/s a slot
 ]
 
 
+def prices_of_records(machine: Machine, degree: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Milliseconds of a layer under each type, of a2a+p2p in one piece."""
+    prices = machine.attention_seconds(group(degree, rows), QWEN3_8B, node_size=4)
+    monkeypatch.setattr(attention_price, "EXCHANGE_SLICE_BYTES", 1 << 40)
+    prices["a2a+p2p"] = machine.attention_seconds(group(degree, rows), QWEN3_8B, node_size=4)["a2a+p2p"]
+    return {kind: price.seconds * 1e3 for kind, price in prices.items()}
+
+
 @pytest.mark.parametrize(("degree", "rows", "measured"), ONE_HOST)
 def test_prices_inside_a_host_are_within_five_percent_of_what_was_measured(
-    degree: int, rows: int, measured: dict[str, float]
+    degree: int, rows: int, measured: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prices = H200.attention_seconds(group(degree, rows), QWEN3_8B)
-    assert {kind: prices[kind].seconds * 1e3 for kind in measured} == pytest.approx(measured, rel=0.05)
+    assert prices_of_records(H200, degree, rows, monkeypatch) == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.parametrize(("degree", "rows", "measured"), TWO_HOSTS)
 def test_prices_across_hosts_are_within_ten_percent_and_in_order(
-    degree: int, rows: int, measured: dict[str, float]
+    degree: int, rows: int, measured: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prices = SOCKETS.attention_seconds(group(degree, rows), QWEN3_8B, node_size=4)
-    assert {kind: prices[kind].seconds * 1e3 for kind in measured} == pytest.approx(measured, rel=0.1)
-    assert sorted(prices, key=lambda kind: prices[kind].seconds) == [*measured]
+    prices = prices_of_records(SOCKETS, degree, rows, monkeypatch)
+    assert prices == pytest.approx(measured, rel=0.1)
+    assert sorted(prices, key=lambda kind: prices[kind]) == [*measured]
+
+
+def test_slices_hide_messages_of_two_levels() -> None:
+    # 8 key/value heads among 4 members: two rings of a head each. Among 8 all slices share one, and so a ring.
+    for size, heads, kv_heads, rings in ((4, 32, 8, 2), (8, 32, 8, 1), (4, 12, 4, 1)):
+        call = AttentionCall(heads=heads, kv_heads=kv_heads, head_dim=128)
+        members = replace(group(2 * size, 131072), hierarchical_context_parallel_sizes=(size, 2))
+        price = SOCKETS.attention_seconds(members, call, node_size=size)["a2a+p2p"]
+        wire = price.bytes_by_level["across"] / (2 * size) / (0.7 * 2.65e9)  # each member's, all of a host at once
+        computed, split = price.seconds - price.exposed, HeadSplit(heads, kv_heads, size)
+        assert split.slices(2) // split.slices_per_kv_head(split.slices(2)) == rings
+        # In one ring half of the work is on the own block, in which nothing arrives; in two the first and last piece.
+        least = wire - computed * (1 / 2 if rings == 1 else 2 / 7 * 3 / 4 + 5 / 7)
+        assert least <= price.exposed <= least + 0.01, (size, heads, price)
+
+
+def test_key_value_heads_are_sent_as_attention_deals_them() -> None:
+    shapes = [(heads, kv, n) for heads in (8, 12, 24, 32) for kv in (1, 2, 3, 4, 8) for n in (1, 2, 3, 4, 6, 8, 12, 16)]
+    for heads, kv_heads, members in shapes:
+        if heads % kv_heads == 0 and heads % members == 0:
+            copies = attention_price.kv_copies(heads, kv_heads, members)
+            assert copies == HeadSplit(heads, kv_heads, members).kv_copies, (heads, kv_heads, members)
 
 
 CHOICES = [
@@ -110,7 +142,8 @@ def test_bytes_by_level() -> None:
     within = SOCKETS.attention_seconds(group(4, 131072), QWEN3_8B, node_size=4)
     assert all(price.bytes_by_level["across"] == 0 for price in within.values())
     repeated = H200.attention_seconds(group(16, 131072), QWEN3_8B, node_size=16)["a2a"]  # 8 heads go to 16 members
-    assert repeated.bytes_by_level["inside"] == pytest.approx(131072 * 4 * (32 + 2 * 8) * 2 * 128 * 15 / 16)
+    numbers = 2 * (32 + 16) + 2 * 32 + 4 * 16  # bytes of a row and column; the copies' gradients are summed in float32
+    assert repeated.bytes_by_level["inside"] == pytest.approx(131072 * numbers * 2 * 128 * 15 / 16)
 
 
 def test_all_types_are_priced_whatever_the_groups_own() -> None:
