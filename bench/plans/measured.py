@@ -77,8 +77,9 @@ def _older(row: Measured) -> str:
         for key, reason in OLDER.items()
         if isinstance(key, tuple) and key[0] == row.record and key[1] in row.name
     )
-    in_turn = "exchanged heads before its rings, which now take turns" if row.is_layer and row.kind == "a2a+p2p" else ""
-    return OLDER.get(row.record) or next(parts, "") or in_turn
+    if row.is_layer and row.kind == "a2a+p2p":
+        return "heads went in one piece; in slices, messages hide behind them since"
+    return OLDER.get(row.record) or next(parts, "")
 
 
 def _read(name: str) -> dict[str, Any]:
