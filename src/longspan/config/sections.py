@@ -121,7 +121,7 @@ class MachineSection:
     """The machine that plans are priced for."""
 
     machine: str = ""
-    """File of longspan bench calibrate: what steps cost here; empty: on GPUs the model on H200s (docs/planning.md)."""
+    """File of longspan bench calibrate, or a known GPU such as h200; empty: on GPUs an H200 (docs/planning.md)."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,9 @@ class RunSection(MachineSection):
     log_every: PositiveInt = 10
     """Where the output is no terminal, a line of progress every so many steps; one comes every 30 seconds in any
     case."""
+    refine: Literal["auto", "on", "off"] = "auto"
+    """Correct the prices of coming plans by the seconds of steps, and name slow slots: auto (prices of dynamic plans
+    on GPUs, slots on GPUs), on, or off, with which timing changes no plan (docs/planning.md)."""
     timeout_seconds: PositiveFloat = 600.0
     """How long a rank waits for the others before it names the one that is missing."""
     stopped_status: NonNegativeInt = 0

@@ -5,7 +5,7 @@ Planning is Python code and holds the interpreter's lock: a thread would make tr
 `planning.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from types import TracebackType
 
 from longspan.errors import LongspanError, PlanError
@@ -26,13 +26,22 @@ class PlanAhead:
     anywhere. It must pickle (a function at the top of a module, a `functools.partial` of one, an object); `ahead=0`
     plans inline, without another process.
 
+    With `argument_of` the planner is called as `planner(step, argument_of(step))`. The argument, a value that can be
+    hashed and pickled, is made here when the plan is requested, and is always the same for a step.
+
     The process ends with the context, and with this process however that ends. Use it from one thread of the process
     that opened it.
     """
 
-    def __init__(self, planner: Callable[[int], Plan], *, ahead: int = 2) -> None:
+    def __init__(
+        self,
+        planner: Callable[..., Plan],
+        *,
+        ahead: int = 2,
+        argument_of: Callable[[int], Hashable] | None = None,
+    ) -> None:
         self.ahead = check_count("ahead", ahead, least=0)
-        self._planner = planner
+        self._planner, self._argument_of = planner, argument_of
         self._planning: Planning | None = None
         self._window: range | None = None
         self._generation = 0
@@ -60,7 +69,7 @@ class PlanAhead:
         self._window = range(step, step + 1 + self.ahead)
         planning.keep_window(self._generation, self._window)
         for following in range(first_missing, self._window.stop):
-            planning.request(StepRequest(self._generation, following))
+            planning.request(self._request(following))
 
     def plan(self, step: int) -> Plan:
         """The plan of this step, waited for if need be; the plans of the next steps are begun.
@@ -70,7 +79,7 @@ class PlanAhead:
         self.start(step)
         if not self.ahead:
             return self._inline(step)
-        return self._open_planning().wait_for_plan(StepRequest(self._generation, step))
+        return self._open_planning().wait_for_plan(self._request(step))
 
     def plan_if_made(self, step: int) -> Plan | None:
         """The plan of a coming step, without waiting for it: None if it is not made yet, or could not be.
@@ -83,7 +92,7 @@ class PlanAhead:
                 return self._inline(step)
             except LongspanError:
                 return None
-        return self._open_planning().plan_if_made(StepRequest(self._generation, step))
+        return self._open_planning().plan_if_made(self._request(step))
 
     def close(self) -> None:
         """End the planning process."""
@@ -93,8 +102,11 @@ class PlanAhead:
 
     def _inline(self, step: int) -> Plan:
         if self._made_inline is None or self._made_inline[0] != step:
-            self._made_inline = (step, check_is_plan(self._planner(step), step))
+            self._made_inline = (step, check_is_plan(self._planner(step, *self._request(step).arguments), step))
         return self._made_inline[1]
+
+    def _request(self, step: int) -> StepRequest:
+        return StepRequest(self._generation, step, () if self._argument_of is None else (self._argument_of(step),))
 
     def _open_planning(self) -> "Planning":
         if self._planning is None:

@@ -1,7 +1,7 @@
 """The process that makes plans ahead: first as its owner sees it (`Planning`), then what runs in it (`serve`).
 
-Requests are answered one after the other. One is (generation, step); requests of an older generation than the newest
-are void and are answered without planning. How the process starts and ends is `launch/worker.py`'s.
+Requests are answered one after the other. One is (generation, step, arguments); requests of an older generation than
+the newest are void and are answered without planning. How the process starts and ends is `launch/worker.py`'s.
 """
 
 import os
@@ -11,7 +11,7 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, cast
@@ -20,16 +20,17 @@ from longspan.errors import PlanError
 from longspan.launch.worker import Worker, describe_end, describe_main, import_main, next_request, pickle_error
 from longspan.plan.plan import Plan
 
-Planner = Callable[[int], Plan]
+Planner = Callable[..., Plan]  # of a step, and of the arguments of its request
 
 _serving = False  # whether this is a planning process
 
 
 class StepRequest(NamedTuple):
-    """A step to plan."""
+    """A step to plan, and what the planner receives with it."""
 
     generation: int
     step: int
+    arguments: tuple[Hashable, ...] = ()
 
 
 class Failure(NamedTuple):
@@ -193,7 +194,7 @@ def serve(connection: "Connection[Any, Any]", parent: int) -> None:
     plan = _load_planner(main, payload)
     while True:
         request = requests.next()
-        answer = plan(request.step) if request.generation >= requests.newest else None
+        answer = plan(request) if request.generation >= requests.newest else None
         connection.send((request, answer if isinstance(answer, Failure) else None))
         connection.send_bytes(answer if isinstance(answer, bytes) else b"")
 
@@ -218,7 +219,7 @@ class _Requests:
             os._exit(0)
 
 
-def _load_planner(main: dict[str, Any], payload: bytes) -> Callable[[int], bytes | Failure]:
+def _load_planner(main: dict[str, Any], payload: bytes) -> Callable[[StepRequest], bytes | Failure]:
     """The planner, answering with bytes; one that cannot be loaded fails for every step."""
     try:
         import_main(main)
@@ -227,9 +228,9 @@ def _load_planner(main: dict[str, Any], payload: bytes) -> Callable[[int], bytes
         failure = Failure.of(error)
         return lambda _: failure
 
-    def plan(step: int) -> bytes | Failure:
+    def plan(request: StepRequest) -> bytes | Failure:
         try:
-            return pickle.dumps(check_is_plan(planner(step), step))
+            return pickle.dumps(check_is_plan(planner(request.step, *request.arguments), request.step))
         except BaseException as error:
             return Failure.of(error)
 

@@ -17,6 +17,7 @@ import numpy as np
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.evaluation.result import PasskeyGrid
 from longspan.plan import Plan
+from longspan.plan.cost.correction import PARTS
 from longspan.report.passkey import passkey_grids
 from longspan.run.facts import RunFacts
 from longspan.run.metrics_log import rows_and_damage
@@ -130,6 +131,7 @@ def _read_buckets(rows: object) -> tuple[BucketRow, ...]:
     return tuple(buckets)
 
 
+CORRECTION = "correction_"  # and the name of a part of the cost
 TRAIN_COLUMNS = (
     "loss",
     "tokens",
@@ -149,6 +151,7 @@ TRAIN_COLUMNS = (
     "encoder_balance",
     "predicted_encoder_share",
     "predicted_encoder_balance",
+    *(f"{CORRECTION}{part}" for part in PARTS),
     "router_balance_loss",
     "router_z_loss",
 )

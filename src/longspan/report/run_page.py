@@ -12,12 +12,13 @@ import numpy as np
 
 from longspan.config.plan_section import ONE_DEGREE
 from longspan.errors import plural
+from longspan.plan.cost.correction import PARTS
 from longspan.report.chart import Chart, Series, chart_figure
 from longspan.report.evaluation_sections import SAME, both_widths, evaluation_sections, relative_spread, samples_section
 from longspan.report.markup import section, tag, text
 from longspan.report.passkey import passkey_section
 from longspan.report.plain_text import bytes_text, number_text, seconds_text
-from longspan.report.run_folder import MTP_LOSS, EvalRow, RunFolder, last_rows
+from longspan.report.run_folder import CORRECTION, MTP_LOSS, EvalRow, RunFolder, last_rows, number
 from longspan.report.series import smooth
 from longspan.run.facts import RunFacts
 
@@ -100,6 +101,10 @@ def _share_charts(run: RunFolder) -> Iterator[Chart]:
     if len(finite(run.train["bound_share"])):
         share = _column_curves(run, "bound_share", 2)
         yield Chart("Share of the plan's bound", share, "lower bound / seconds", y_format="percent", zero=True)
+    columns = [(part, f"{CORRECTION}{part}") for part in PARTS if part in (_ratios(run) or PARTS)]
+    if columns and any(len(finite(run.train[column])) for _, column in columns):
+        lines = tuple(Series(part, run.step, run.train[column], i) for i, (part, column) in enumerate(columns))
+        yield Chart("Correction of plans' prices", lines, "measured / predicted seconds")
     if len(finite(run.train["encoder_share"])):
         encoder_series = _averages(run, [("measured", "encoder_share"), ("predicted", "predicted_encoder_share")])
         yield Chart("Encoder", encoder_series, "share of the step", y_format="percent", zero=True)
@@ -272,12 +277,22 @@ def _share_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
     if len(bound) and run.facts is not None:
         detail = f"median: the plan's lower bound, priced for {run.facts.priced_for}, over the time"
         yield "share of the plan's bound", f"{100 * np.median(bound):.0f}%", detail
+    if "whole" in (ratios := _ratios(run)):
+        of_parts = ", ".join(f"{part} {ratio:.2f}" for part, ratio in ratios.items() if part != "whole")
+        yield "measured / predicted", f"{ratios['whole']:.2f}", f"seconds of the last steps; {of_parts}"
     measured, predicted = (finite(run.train[f"{name}encoder_share"]) for name in ("", "predicted_"))
     if len(measured) and len(predicted):
         balances = (finite(run.train[f"{name}encoder_balance"]) for name in ("", "predicted_"))
         balance, as_planned = (float(np.median(values)) if len(values) else 1.0 for values in balances)
         detail = f"of the step, median; {100 * np.median(predicted):.0f}% predicted; busiest rank {balance:.2f} of the "
         yield "encoder", f"{100 * np.median(measured):.0f}%", detail + f"mean, {as_planned:.2f} predicted"
+
+
+def _ratios(run: RunFolder) -> dict[str, float]:
+    """Measured over predicted seconds at the end of a run whose prices were refined: of steps, and by part."""
+    ratios = run.summary.get("measured_over_predicted")
+    numbers = {str(name): number(value) for name, value in ratios.items()} if isinstance(ratios, dict) else {}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
 def _flops_text(tflops: float) -> str:

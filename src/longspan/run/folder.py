@@ -22,6 +22,7 @@ from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank
 from longspan.data.stream import ORDER
 from longspan.errors import CheckpointError, LongspanError, NonFiniteError, RunFolderError, plural
 from longspan.files import naming_file
+from longspan.run.refining import STATE
 from longspan.run.run_data import TrainingRun
 
 LOCK = "run.lock"
@@ -101,6 +102,7 @@ class Saves:
         """Write a checkpoint of the weights as they are; all ranks call it together."""
         run = self._run
         state = {"config": run.config.tables(), "ranks": len(run.world.home.ranks), "order": ORDER}
+        state |= {STATE: run.refinement.to_json()} if run.refinement else {}
         keep = 0 if keep_all else run.config.run.keep_checkpoints
         save_checkpoint(run.checkpoints, run.model, run.optimizer, run.world, step=self.done, state=state, keep=keep)
         self._saved, self._since = self.done, time.monotonic()

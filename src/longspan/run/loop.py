@@ -34,10 +34,12 @@ from longspan.run.loggers import logger_classes
 from longspan.run.metrics_log import read_metrics
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, open_records
+from longspan.run.refining import correction_columns, note_step, refine_prices
 from longspan.run.result import LAST_STEPS, TrainResult
 from longspan.run.run_data import TrainingRun
 from longspan.run.run_facts import facts_of
 from longspan.run.set_up import check_targets, set_up
+from longspan.run.slow_slots import SlowSlots
 from longspan.run.warm_up import warm_up_run
 from longspan.train.memory.live_bytes import peak_memory_bytes
 from longspan.train.plans import plans_of_steps
@@ -97,21 +99,26 @@ class _Loop:
             last_loss=_last_loss(run.dir / "metrics.jsonl", done) if is_first_rank(run.world) else math.nan,
             vocab_size=run.corpus.manifest.tokenizer_size,
             world=len(run.world.home.ranks),
+            ratios=run.refinement.ratios() if run.refinement else {},
         )
 
     def run_steps(self, plans: PlanAhead, stop: StopSignal) -> tuple[int, str]:
         """Run the remaining steps; returns the number of steps done, and the signal that stopped them ("" for none)."""
         run, settings, saves, stopped = self.run, self.run.config.train, Saves(self.run), ""
+        slow_slots = SlowSlots()
         if run.done < settings.steps:
             stopped = self.evaluations.evaluate_due(run.done, unless_recorded=True)
         with saves.save_before_errors():
             while saves.done < settings.steps and not stopped:
                 self.display.begin_step(saves.done + 1)
-                row, plan = _take_step(run, plans, saves.done)
+                refine_prices(run, saves.done)
+                row, plan = _take_step(run, plans, saves.done, slow_slots)
                 saves.done += 1
                 _, failure = result_or_error(partial(self.record_step, row, plan), RunFolderError)
                 self.display.show_step(row)
-                stopped, minutes_over = _agree_on_end(run.world, stop, failure, saves)
+                stopped, minutes_over, slow = _agree_on_end(run.world, stop, failure, saves, slow_slots)
+                if slow is not None:
+                    slow_slots.name(slow, run.world, self.display.log)
                 if saves.done in (run.done + 1, settings.steps) or stopped:
                     save_plan(run, plan, f"step-{saves.done:06d}")
                 if stopped or saves.due(minutes_over=minutes_over):
@@ -139,10 +146,11 @@ class _Loop:
 
 def _plans(run: TrainingRun) -> PlanAhead:
     """The plans of the run's steps, priced for its model."""
-    return plans_of_steps(run.choice, run.order, run.world.home, ahead=run.config.context.plan_ahead)
+    ahead = run.config.context.plan_ahead
+    return plans_of_steps(run.choice, run.order, run.world.home, ahead=ahead, refinement=run.refinement)
 
 
-def _take_step(run: TrainingRun, plans: PlanAhead, step: int) -> tuple[dict[str, Any], Plan]:
+def _take_step(run: TrainingRun, plans: PlanAhead, step: int, slow_slots: SlowSlots) -> tuple[dict[str, Any], Plan]:
     """Run one optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan."""
     started = time.perf_counter()
     documents = run.order.select(run.corpus, step)
@@ -151,6 +159,8 @@ def _take_step(run: TrainingRun, plans: PlanAhead, step: int) -> tuple[dict[str,
         _prepare_next_step(run, run.model, plans, step + 1)
     result = run.take_step(plan, documents, step)
     seconds = time.perf_counter() - started
+    slow_slots.note(result.slot_ratio)
+    note_step(run, plan, step, seconds - (result.encoders.seconds if result.encoders else 0.0))
     row = {"step": step + 1, "loss": result.loss, "tokens": result.tokens, "targets": result.targets}
     row |= {"grad_norm": result.grad_norm, "lr": run.optimizer.param_groups[0]["lr"], "seconds": round(seconds, 6)}
     row |= {"tokens_per_second": round(result.tokens / seconds, 3), "memory_bytes": peak_memory_bytes(run.world.device)}
@@ -160,7 +170,7 @@ def _take_step(run: TrainingRun, plans: PlanAhead, step: int) -> tuple[dict[str,
         row["source_tokens"] = run.order.source_tokens(step)
     items = item_table_of(documents, plan.lengths)
     images = [item.rows for item in items.items] if items else ()
-    row |= run.figures.step_figures(plan, seconds, images, result.encoders)
+    row |= run.figures.step_figures(plan, seconds, images, result.encoders) | correction_columns(run, step)
     if result.router is not None:
         row |= {"router_balance_loss": result.router.balance, "router_z_loss": result.router.z}
     row |= {f"mtp_loss_{depth}": loss for depth, loss in enumerate(result.mtp_losses, 1)}
@@ -179,17 +189,22 @@ def _prepare_next_step(run: TrainingRun, model: MultimodalModel, plans: PlanAhea
         plan_waves_ahead(model, with_targets_of(documents, plan), documents, depths=run.config.mtp.depths)
 
 
-def _agree_on_end(world: World, stop: StopSignal, failure: LongspanError | None, saves: Saves) -> tuple[str, bool]:
-    """Agree between ranks on the signal that any rank received ("" for none), and on whether a checkpoint is due.
+def _agree_on_end(
+    world: World, stop: StopSignal, failure: LongspanError | None, saves: Saves, slow_slots: SlowSlots
+) -> tuple[str, bool, int | None]:
+    """Agree between ranks on the signal that any rank received ("" for none), on whether a checkpoint is due, and on a
+    rank whose slot is slow (None: no slot is), in one message.
 
     Raises on every rank the error of one that failed.
     """
-    stopping = bool(stop.received) or failure is not None
-    stopping, minutes_over = world.control.any_ranks(stopping, saves.minutes_are_over())
-    if not stopping:
-        return "", minutes_over
+    stopping, slow = bool(stop.received) or failure is not None, world.rank + 1 if slow_slots.is_slow else 0
+    values = [float(stopping), float(saves.minutes_are_over()), float(slow)]
+    stops, minutes, slowest = world.control.largest_of(values, "agreement on a flag")
+    rank, minutes_over = int(slowest) - 1 if slowest else None, bool(minutes)
+    if not stops:
+        return "", minutes_over, rank
     raise_first_error(world, failure)
-    return received_signal(world, stop), minutes_over
+    return received_signal(world, stop), minutes_over, rank
 
 
 def _last_loss(file: Path, done: int) -> float:

@@ -3,8 +3,10 @@
 Rows of training: step, loss, tokens, targets, grad_norm, lr, seconds, tokens_per_second, memory_bytes, micro_batches,
 efficiency; groups, [{degree, cp_comm_type, count, tokens}] of the plan; if they are known tflops, mfu,
 predicted_seconds and bound_share, and of a model with images encoder_share, encoder_balance and both as predicted
-(`step_figures.py`); source_tokens, those of each of several sources; router_balance_loss and router_z_loss of models
-with experts; and mtp_loss_1, mtp_loss_2 and so on of depths of multi-token prediction. docs/figures.md explains them.
+(`step_figures.py`); where prices are refined (`refining.py`), the factors that priced the plan: correction_linear,
+correction_attention, correction_inside and correction_across; source_tokens, those of each of several sources;
+router_balance_loss and router_z_loss of models with experts; and mtp_loss_1, mtp_loss_2 and so on of depths of
+multi-token prediction. docs/figures.md explains them.
 
 Rows of evaluation: step, eval_name (of a named set), eval_loss, eval_perplexity, eval_token_accuracy,
 eval_bits_per_byte (where the tokenizer's tokens stand for bytes), eval_NAME of a metric of the user's (null where it

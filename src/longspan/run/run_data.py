@@ -18,6 +18,7 @@ from longspan.errors import ConfigError, DataError, EvaluationError
 from longspan.evaluation.metrics import check_metrics, load_metrics
 from longspan.evaluation.sets import MADE, EvaluationSet, check_paths, files_in_both, open_set
 from longspan.layout import Layout
+from longspan.plan.refinement import Refinement
 from longspan.run.checks.check_plans import check_longest, check_longest_of_set
 from longspan.train.long_documents import check_known
 from longspan.train.plans import query_heads
@@ -35,6 +36,7 @@ class TrainingRun(Training):
     sets: tuple[EvaluationSet, ...] = ()  # the held-out documents first, if there are any
     why_degrees: tuple[str, ...] = ()  # lines about evaluation degrees that were chosen by cost
     why_partition: str = ""  # the same for the partition of a hybrid model
+    refinement: Refinement | None = None  # of prices by measured steps, with run.refine
 
     @property
     def dir(self) -> Path:

@@ -13,6 +13,7 @@ from longspan.launch.launch import usable_cores
 from longspan.model.execution import Execution, execution_of
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.weights.local_tensors import local_tensor
+from longspan.plan.cost.correction import REFINED
 from longspan.plan.cost.model_shape import read_experts
 from longspan.run.facts import RunFacts
 from longspan.run.run_data import TrainingRun
@@ -37,7 +38,7 @@ def facts_of(run: TrainingRun) -> RunFacts:
         comm_types="/".join(dict.fromkeys(run.choice.comm_types)),
         kernels=execution.kernels,
         plans=_plan_text(run),
-        priced_for=run.cost.source or "",
+        priced_for=_price_source(run),
         peak_tflops=run.figures.peak,
         uncounted=run.figures.uncounted,
         **_data_facts(run),
@@ -163,6 +164,11 @@ def _plan_text(run: TrainingRun) -> str:
     rows = f"at most {plural(cap, 'row')} a slot" if cap else "any number of rows a slot"
     evaluated = f"; evaluation {_degree_text(run.evaluation_choice)}" if run.held_out else ""
     return f"{_degree_text(run.choice)}{free}, {rows}{evaluated}"
+
+
+def _price_source(run: TrainingRun) -> str:
+    """The model and machine of the run's prices; "" for those of no machine."""
+    return (run.cost.source or "") + (REFINED if run.refinement and run.cost.source else "")
 
 
 def _degree_text(choice: PlanChoice) -> str:

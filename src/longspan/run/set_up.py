@@ -35,6 +35,7 @@ from longspan.model.weights.hf_folder import no_progress_bars, weight_files
 from longspan.plan import Cost
 from longspan.plan.cost.cost_changes import with_spans
 from longspan.run.checks.check_model import check_images
+from longspan.run.refining import refinement_of_run
 from longspan.run.resume import (
     check_steps_left,
     checkpoint_to_resume,
@@ -164,7 +165,7 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     refuse_randomness(language_model_of(model))
     world.seed = config.train.seed
     optimizer = make_optimizer(config, world, model)
-    done = 0
+    done, state = 0, dict[str, Any]()
     if checkpoint is not None:
         state = load_checkpoint(checkpoint, model, optimizer, world)
         done = int(state["step"])
@@ -178,7 +179,8 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
         warn_of_lost_updates(config, log)
     price = partial(_cost_of_model, config, world, model, data.corpus, log)
     cost = run_on_every_rank(world, price, ConfigError)
-    run = TrainingRun(config, world, model, optimizer, cost, data.corpus, data.order, done)
+    refinement = refinement_of_run(config, cost, state, world, log)
+    run = TrainingRun(config, world, model, optimizer, cost, data.corpus, data.order, done, refinement=refinement)
     return _resolve_plans(run, data, log)
 
 
@@ -196,7 +198,9 @@ def _resolve_plans(run: TrainingRun, data: RunData, log: LogLine) -> TrainingRun
 
 
 def _cost_of_model(config: RunConfig, world: World, model: AnyModel, corpus: Corpus, log: LogLine) -> Cost:
-    cost = cost_of_run(config, model.config, log, gpu=world.device.type == "cuda")
+    gpu, tokens = world.device.type == "cuda", max(1, int(corpus.lengths.sum()))
+    share = 1.0 if corpus.targets is None else min(1.0, float(corpus.targets.sum()) / tokens)
+    cost = cost_of_run(config, model.config, log, gpu=gpu, slots=world.home.slots, target_share=share)
     if corpus.images is None or not len(corpus.images):
         return cost
-    return with_spans(cost, model.config, corpus.images.column("rows").tolist(), int(corpus.lengths.sum()))
+    return with_spans(cost, model.config, corpus.images.column("rows").tolist(), tokens)

@@ -33,20 +33,22 @@ from longspan.train.terms.document_loss import DocumentLoss
 from longspan.train.terms.encoder_times import EncoderTimes
 from longspan.train.terms.log_probs import CollectedLogProbs, TokenLogProbs
 from longspan.train.terms.mtp import MtpLoss
+from longspan.train.terms.slot_pace import SlotPaceTerm
 from longspan.train.terms.step_terms import input_terms, step_terms
 from longspan.train.terms.token_loss import LossFunction
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step, the same on every rank except `seconds` and `rows`.
+    """The result of a step, the same on every rank except `seconds`, `rows` and `slot_ratio`.
 
     `loss` is `loss_sum / divisor`, where the divisor is the plan's `targets` unless another was given; `tokens` the
     documents' rows; `rows` those that this rank computed, padding included; `grad_norm` (before clipping) is None
     without a backward pass. `router`: balance and z of a model with experts, without their coefficients; they are not
     in `loss`. `forward_twice`: micro-batches that a DocumentLoss ran forward once more, for sets in several of them.
     `mtp_losses`: the mean cross entropy of each depth of multi-token prediction, without its weight; not in `loss`.
-    `encoders`: what encoders took of a step with a backward pass; None without images and the like.
+    `encoders`: what encoders took of a step with a backward pass; None without images and the like. `slot_ratio`: this
+    slot's seconds for its rows' loss over those of the other slots for as many; None if they were not timed.
     """
 
     loss: float
@@ -62,6 +64,7 @@ class StepResult:
     forward_twice: int = 0
     mtp_losses: tuple[float, ...] = ()
     encoders: EncoderTimes | None = None
+    slot_ratio: float | None = None
 
 
 def run_step(
@@ -78,6 +81,7 @@ def run_step(
     loss: LossFunction | DocumentLoss | None = None,
     divisor: float | None = None,
     mtp: MtpLoss | None = None,
+    times_slots: bool = False,
 ) -> StepResult:
     """Run every micro-batch of a plan and return the loss: a sum over targets, divided by the plan's targets.
 
@@ -101,7 +105,8 @@ def run_step(
 
     `loss_chunk_rows` is how many rows' logits are formed at a time (0: by a budget of bytes). `router` holds the
     weights of the routers' losses in the gradient (None: those of the model's configuration); `mtp` runs the depths of
-    multi-token prediction that `add_mtp` gave the model, and puts their losses into the gradient.
+    multi-token prediction that `add_mtp` gave the model, and puts their losses into the gradient. `times_slots`
+    compares how fast slots work (`StepResult.slot_ratio`).
 
     All ranks call it together, with the same plan. Raises PlanError for a plan that does not fit the home or the
     documents, CommError where ranks hold different plans, DataError for documents that cannot be read or hold ids
@@ -116,6 +121,7 @@ def run_step(
     if step is not None:
         world.step = step
     terms = step_terms(inputs, loss=loss, divisor=divisor, router=router, mtp=mtp, chunk_rows=loss_chunk_rows)
+    terms = (*terms, SlotPaceTerm(world)) if times_slots else terms  # around the measure that all others made
     batches = read_batches(inputs, terms)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)

@@ -215,6 +215,12 @@ class Training:
         return PlanChoice.evaluation(self.config, entry, cost=self.cost, heads=query_heads(self.model.config))
 
     @property
+    def times_slots(self) -> bool:
+        """Whether a step times each slot: on GPUs, unless `run.refine` is off."""
+        refine = self.config.run.refine
+        return refine == "on" or (refine == "auto" and self.world.device.type == "cuda")
+
+    @property
     def router(self) -> RouterCoefficients:
         """The weights of the routers' losses in the gradient."""
         balance = self.config.train.router_balance_loss
@@ -246,6 +252,7 @@ class Training:
             loss_chunk_rows=config.loss_chunk_rows,
             router=self.router,
             mtp=mtp_loss(self.config),
+            times_slots=self.times_slots,
         )
 
 

@@ -124,6 +124,10 @@ class StateCost:
         """The cost of a machine on which everything takes `factor` times as long."""
         return self._times({name: factor for name in self.constants() if name.endswith("_seconds")})
 
+    def apply_factors(self, *, linear: float, inside: float) -> "StateCost":
+        """The cost where products and the wait for messages take so many times as long."""
+        return self._times({"scan_seconds": linear, "summary_seconds": linear, "step_seconds": inside})
+
     def _times(self, factors: dict[str, float]) -> "StateCost":
         return dataclasses.replace(
             self, **{name: value * factors.get(name, 1) for name, value in self.constants().items()}

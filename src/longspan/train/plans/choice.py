@@ -17,11 +17,13 @@ from longspan.errors import ConfigError, LongspanError, PlanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import heads_allow
+from longspan.plan.cost.correction import NO_CORRECTION, Correction
 from longspan.plan.cost.machine import CostSettings, Machine
 from longspan.plan.cost.model_cost import read_machine
 from longspan.plan.hierarchy import levels_at
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.planners.options import PlanKeywords
+from longspan.plan.refinement import MOST_AHEAD, Refinement
 from longspan.plan.simulate.evaluation import plan_evaluation, widest_degree
 from longspan.plan.simulate.row_bytes import QWEN3_8B
 from longspan.plan.simulate.type_and_partition import options_at_degree
@@ -63,14 +65,23 @@ def machine_of(config: RunConfig) -> Machine | Cost | None:
     return _read_once(config.run.machine) if config.run.machine else None
 
 
-def cost_of_run(config: RunConfig, model_config: Any, log: Callable[[str], None], *, gpu: bool) -> Cost:
+def cost_of_run(
+    config: RunConfig,
+    model_config: Any,
+    log: Callable[[str], None],
+    *,
+    gpu: bool,
+    slots: int = 0,
+    target_share: float = 1.0,
+) -> Cost:
     """What plans are priced by: `context.cost_model`, else the model on `run.machine`, else on H200s or on CPUs.
 
     >>> cost = cost_of_run(config, model.config, print, gpu=world.device.type == "cuda")  # doctest: +SKIP
 
-    What is recomputed counts in a cost of its model. The cost on CPUs is of no machine (`Cost.source` is ""): plans are
-    compared by it, and no time is shown. A model that its configuration does not price is planned for as a Qwen3-8B,
-    with a line in the log.
+    What is recomputed counts in a cost of its model, and what FSDP2 gathers and sums over so many `slots` (0: nothing)
+    in lockstep. `target_share` of the rows predict a token. The cost on CPUs is of no machine (`Cost.source` is
+    ""): plans are compared by it, and no time is shown. A model that its configuration does not price is planned for as
+    a Qwen3-8B, with a line in the log.
     """
     if config.context.cost_model:
         return own_cost(config.context.cost_model, model_config)
@@ -79,21 +90,26 @@ def cost_of_run(config: RunConfig, model_config: Any, log: Callable[[str], None]
         return priced
     usual = Machine.known("H200") if gpu else Machine.cpus()
     try:
-        return (priced or usual).cost(model_config, _cost_settings(config, measured=priced is not None, gpu=gpu))
+        settings = _cost_settings(config, measured=priced is not None, gpu=gpu, slots=slots)
+        return (priced or usual).cost(model_config, replace(settings, target_share=target_share))
     except PlanError as error:
         log(f"plans are priced as for a Qwen3-8B: {error}; name a file in {KEY}")
         return Cost() if gpu else replace(Cost(), source="")
 
 
-def _cost_settings(config: RunConfig, *, measured: bool, gpu: bool) -> CostSettings:
+def _cost_settings(config: RunConfig, *, measured: bool, gpu: bool, slots: int) -> CostSettings:
     """What of a run changes its model's time. The usual machines are those of two bytes a number."""
-    train = config.train
+    train, parallel = config.train, config.parallel
     return CostSettings(
         recomputation=train.activation_checkpointing,
-        recomputed_layers=train.recompute_layers * config.parallel.pp,  # of each stage
+        recomputed_layers=train.recompute_layers * parallel.pp,  # of each stage
         frozen=config.lora.rank > 0,
         depths=config.mtp.depths,
         bytes_per_number=compute_dtype(config.model, "cuda" if gpu else "cpu").itemsize if measured else 2,
+        shards=slots // parallel.dp_replicate if config.context.mode == "lockstep" else 0,
+        weight_ranks=parallel.tp,  # whose share of a slot's cost is taken when plans are made
+        dp_replicate=parallel.dp_replicate,
+        gathered_once=not parallel.reshard_after_forward,
     )
 
 
@@ -268,6 +284,10 @@ class PlanChoice:
             return make(options=options)
         return plan_evaluation(lambda options: make(options=options), lengths, home, options, widest)
 
+    def apply_correction(self, correction: Correction) -> "PlanChoice":
+        """The same documents, priced by a cost that is corrected."""
+        return replace(self, options=replace(self.options, cost=correction.apply(self.options.cost)))
+
     def options_on(self, home: Layout) -> PlanOptions:
         """The planners' options on a home: the cost of its slots, and micro-batches for its stages."""
         return replace(self.options, cost=self._cost(home), micro_batch_multiple=home.pp)
@@ -333,10 +353,10 @@ class StepPlanner:
     order: StepOrder | PackOrder
     home: Layout
 
-    def __call__(self, step: int) -> Plan:
+    def __call__(self, step: int, correction: Correction = NO_CORRECTION) -> Plan:
         """The plan of a step, counted from 0; its documents are numbered as the order's `select` gives them."""
         lengths, targets = self.order.lengths_of_step(step), self.order.targets_of_step(step)
-        return self.choice.plan(lengths, self.home, targets=targets)
+        return self.choice.apply_correction(correction).plan(lengths, self.home, targets=targets)
 
 
 def planner_of_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout) -> Callable[[int], Plan]:
@@ -344,10 +364,19 @@ def planner_of_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Lay
     return StepPlanner(choice, order, home)
 
 
-def plans_of_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout, *, ahead: int) -> PlanAhead:
-    """The plans of a run's training steps; a context manager.
+def plans_of_steps(
+    choice: PlanChoice,
+    order: StepOrder | PackOrder,
+    home: Layout,
+    *,
+    ahead: int,
+    refinement: Refinement | None = None,
+) -> PlanAhead:
+    """The plans of a run's training steps, priced with the corrections of a refinement; a context manager.
 
     Dynamic plans and those of a planner of one's own are made `ahead` steps early in another process; fixed and padded
     plans take a millisecond and are made when their step begins.
     """
-    return PlanAhead(planner_of_steps(choice, order, home), ahead=0 if choice.has_one_degree else ahead)
+    ahead = min(ahead, MOST_AHEAD if refinement else ahead) if not choice.has_one_degree else 0
+    argument_of = refinement.correction_of if refinement else None
+    return PlanAhead(planner_of_steps(choice, order, home), ahead=ahead, argument_of=argument_of)

@@ -1,0 +1,176 @@
+"""Factors by which measured steps differ from a cost's prices, and their estimate from steps (`fit_correction`).
+
+A price is linear in the factors of its four parts: `linear` (all products but attention's, and launches), `attention`,
+and the messages of the two levels of the network, `inside` a host and `across` hosts. What is recorded of steps, and
+when a correction takes effect, is `plan/refinement.py`'s.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longspan.errors import PlanError
+from longspan.plan.cost.cost import Cost
+from longspan.plan.cost.links import Network
+
+Floats = NDArray[np.float64]
+Part = Literal["linear", "attention", "inside", "across"]
+PARTS: tuple[Part, ...] = ("linear", "attention", "inside", "across")
+Seconds = tuple[float, float, float, float]  # of each part, in the order of PARTS
+
+BOUND = 3.0  # a part's factor over that of the whole is at most this, and at least its inverse
+SPREAD = 0.3  # by how much parts' factors differ from that of the whole before anything is measured
+ROUNDS, FIRST_ROUNDS = 40, 15  # of weighting; the first ones weigh every step, by the inverse of its distance
+OUTLIER = 4.685  # times the usual distance: a step that is as far away has no weight (Tukey's biweight)
+DIGITS = 4  # of a factor
+REFINED = ", refined by measured steps"  # after the source of a cost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """The factor of each part of a cost: measured seconds over predicted ones.
+
+    >>> cost = Correction(attention=1.25).apply(Cost())
+    >>> round(cost.attention_seconds / Cost().attention_seconds, 6), cost.linear_seconds == Cost().linear_seconds
+    (1.25, True)
+
+    Raises PlanError for a factor that is not above 0.
+    """
+
+    linear: float = 1.0
+    attention: float = 1.0
+    inside: float = 1.0
+    across: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, factor in self.factors().items():
+            number = isinstance(cast(object, factor), (int, float)) and not isinstance(cast(object, factor), bool)
+            if not number or not math.isfinite(factor) or factor <= 0:
+                raise PlanError(f"{name} of a correction is {factor!r}; give a finite number above 0")
+
+    def factors(self) -> dict[Part, float]:
+        """The factors by part."""
+        return {name: getattr(self, name) for name in PARTS}
+
+    @classmethod
+    def of(cls, factors: Sequence[float]) -> "Correction":
+        """The correction of factors in the order of `PARTS`."""
+        return cls(**dict(zip(PARTS, factors, strict=True)))
+
+    @classmethod
+    def from_json(cls, values: Any) -> "Correction":
+        """A correction from a JSON object. Raises PlanError for what is none."""
+        if not isinstance(values, dict) or set(cast(dict[str, Any], values)) != set(PARTS):
+            raise PlanError(f"a correction is an object with {', '.join(PARTS)}; got {values!r}")
+        return cls(**cast(dict[str, Any], values))
+
+    def apply(self, cost: Cost) -> Cost:
+        """A cost whose parts take so many times as long; the number of bytes stays."""
+        if self == NO_CORRECTION:
+            return cost
+        return dataclasses.replace(
+            cost,
+            linear_seconds=cost.linear_seconds * self.linear,
+            micro_batch_seconds=cost.micro_batch_seconds * self.linear,
+            closing_seconds=cost.closing_seconds * self.linear,
+            launch_seconds=cost.launch_seconds * self.linear,
+            attention_seconds=cost.attention_seconds * self.attention,
+            merge_seconds=cost.merge_seconds * self.attention,
+            ring_step_seconds=cost.ring_step_seconds * self.inside,
+            inside_bytes_per_second=cost.inside_bytes_per_second / self.inside,
+            across_bytes_per_second=cost.across_bytes_per_second / self.across,
+            states=cost.states and cost.states.apply_factors(linear=self.linear, inside=self.inside),
+            network=cost.network and self._apply_to_network(cost.network),
+            forward=cost.forward and self.apply(cost.forward),
+            source=cost.source and f"{cost.source}{REFINED}",
+        )
+
+    def _apply_to_network(self, network: Network) -> Network:
+        links = {"inside": network.inside.scale_times(self.inside), "across": network.across.scale_times(self.across)}
+        return dataclasses.replace(network, **links, step_seconds=network.step_seconds * self.inside)
+
+
+NO_CORRECTION = Correction()
+_SMALL = 1e-3  # change of a factor by which a part's seconds are found
+
+
+def seconds_of_parts(seconds: Callable[[Correction], float], correction: Correction) -> Seconds:
+    """The seconds of each part before correction, from a price under any correction.
+
+    >>> seconds_of_parts(lambda c: 2 * c.linear + max(c.attention, 0.5 * c.inside), Correction(linear=1.5))
+    (2.0, 1.0, 0.0, 0.0)
+
+    A price is a sum and a maximum of parts, so the parts of what is longest, times their factors, add up to it: each is
+    the derivative by its factor. Messages that attention hides have none.
+    """
+    parts: list[float] = []
+    for name, factor in correction.factors().items():
+        longer, shorter = (
+            seconds(dataclasses.replace(correction, **{name: factor * (1 + change)})) for change in (_SMALL, -_SMALL)
+        )
+        parts.append(round((longer - shorter) / (2 * _SMALL * factor), 12))
+    linear, attention, inside, across = parts
+    return linear, attention, inside, across
+
+
+def fit_correction(parts: Sequence[Sequence[float]], seconds: Sequence[float]) -> Correction:
+    """The correction under which parts of steps (in the order of `PARTS`) add up to measured seconds.
+
+    >>> fit_correction([(2, 1, 0, 0), (1, 2, 0, 0), (1, 1, 0, 0)], [3.2, 3.4, 2.2])
+    Correction(linear=1.0, attention=1.2, inside=1.1, across=1.1)
+
+    Least squares of the relative error, in which steps far from the others do not count. A step measures one number, so
+    parts are told apart only as far as plans vary: what they do not show is the median ratio of whole steps, to which
+    every factor is drawn the more, the more steps scatter. Factors are within `BOUND` of it.
+    """
+    rows = [(part, measured) for part, measured in zip(parts, seconds, strict=True) if sum(part) > 0 and measured > 0]
+    if not rows:
+        return NO_CORRECTION
+    shares = np.array([np.array(part) / sum(part) for part, _ in rows])  # (steps, parts)
+    ratios = np.array([measured / sum(part) for part, measured in rows])
+    common = float(np.median(ratios))
+    ratios = ratios / common
+    factors = np.ones(len(PARTS))
+    for turn in range(ROUNDS):
+        distance = np.abs(ratios - shares @ factors)
+        usual = max(1.4826 * float(np.median(distance)), 1e-7)
+        if turn < FIRST_ROUNDS:
+            weights = usual / np.maximum(distance, usual)
+        else:
+            weights = np.maximum(1 - (distance / (OUTLIER * usual)) ** 2, 0) ** 2
+        factors = _solve_within_bounds(shares, ratios, weights, pull=(usual / SPREAD) ** 2)
+    return Correction.of([float(f"{factor * common:.{DIGITS}g}") for factor in factors.tolist()])
+
+
+def _solve_within_bounds(shares: Floats, ratios: Floats, weights: Floats, *, pull: float) -> Floats:
+    """Factors of the least weighted squares, each drawn to 1 by `pull`; those beyond the bounds are held at them."""
+    weighted = shares * weights[:, None]
+    matrix = weighted.T @ shares + pull * np.eye(len(PARTS))
+    target = weighted.T @ ratios + pull
+    factors, free = np.ones(len(PARTS)), np.ones(len(PARTS), dtype=np.bool_)
+    while free.any():
+        rest = target[free] - matrix[np.ix_(free, ~free)] @ factors[~free]
+        factors[free] = np.linalg.solve(matrix[np.ix_(free, free)], rest)
+        beyond = np.maximum(factors / BOUND, 1 / np.maximum(factors * BOUND, 1e-9))
+        if beyond[free].max() <= 1 + 1e-9:
+            break
+        worst = int(np.where(free, beyond, 0).argmax())
+        factors[worst], free[worst] = np.clip(factors[worst], 1 / BOUND, BOUND), False
+    return factors
+
+
+def mean_shares(parts: Sequence[Sequence[float]]) -> dict[Part, float]:
+    """The mean share of each part in the steps' seconds."""
+    whole = math.fsum(math.fsum(part) for part in parts) or 1.0
+    return {name: math.fsum(part[i] for part in parts) / whole for i, name in enumerate(PARTS)}
+
+
+def median_ratio(parts: Sequence[Sequence[float]], seconds: Sequence[float]) -> float:
+    """The median of measured over predicted seconds of whole steps."""
+    return median(measured / sum(part) for part, measured in zip(parts, seconds, strict=True) if sum(part) > 0)

@@ -1,0 +1,74 @@
+"""Refinement in a run: who fits the corrections of its prices, and what is recorded of them.
+
+The first rank notes the seconds of its steps, which are those of the slowest rank, as all wait for it at the end of a
+step. What it fits is sent to all ranks every `EVERY` steps, so that all price plans by the same numbers.
+"""
+
+from typing import Any
+
+from longspan.comm import World
+from longspan.comm.all_ranks import LogLine, is_first_rank
+from longspan.config.plan_section import ONE_DEGREE
+from longspan.config.sections import RunConfig
+from longspan.errors import CheckpointError, PlanError
+from longspan.plan import Cost, Plan
+from longspan.plan.cost.correction import Correction, seconds_of_parts
+from longspan.plan.refinement import MeasuredStep, Refinement
+from longspan.run.run_data import TrainingRun
+from longspan.train.plans import PlanChoice
+
+STATE = "refinement"  # in the state of a checkpoint
+ROW = "correction_"  # and the name of a part: columns of metrics
+
+
+def refinement_of_run(
+    config: RunConfig, cost: Cost, state: dict[str, Any], world: World, log: LogLine
+) -> Refinement | None:
+    """The refinement of a run that begins, or goes on from the state of a checkpoint; None if `run.refine` is off.
+
+    Raises CheckpointError for a state that cannot be read.
+    """
+    refine, dynamic = config.run.refine, config.context.planner not in ONE_DEGREE
+    if refine == "off" or (refine == "auto" and not (dynamic and world.device.type == "cuda")):
+        return None
+    if STATE not in state:
+        return Refinement(cost, first=int(state.get("step", 0)))
+    try:
+        refinement = Refinement.from_json(state[STATE], cost)
+    except PlanError as error:
+        raise CheckpointError(f"{error}; set run.refine to 'off' to go on without it") from error
+    if refinement is None:
+        log("plans are priced by another cost than before: what was refined by measured steps is left out")
+        return Refinement(cost, first=int(state["step"]))
+    return refinement
+
+
+def refine_prices(run: TrainingRun, step: int) -> None:
+    """Before a step, fit the correction that prices plans `EVERY` steps later, if it is due; entered by all ranks."""
+    refinement = run.refinement
+    if refinement is None or not refinement.lacks_correction(step):
+        return
+    fitted = refinement.fit() if is_first_rank(run.world) else None
+    correction = run.world.control.broadcast_object(fitted, what="correction of prices")
+    assert correction is not None
+    refinement.put_correction(step, correction)
+
+
+def note_step(run: TrainingRun, plan: Plan, step: int, seconds: float) -> None:
+    """Note the seconds of a step (counted from 0), without its encoders; the first one of a session is left out."""
+    if run.refinement is None or not is_first_rank(run.world) or step == run.done:
+        return
+    choice, home, correction = run.choice, run.world.home, run.refinement.correction_of(step)
+    parts = seconds_of_parts(lambda factors: _plan_seconds(plan, choice, factors, home), correction)
+    run.refinement.note(MeasuredStep(step, seconds, parts))
+
+
+def _plan_seconds(plan: Plan, choice: PlanChoice, correction: Correction, home: Any) -> float:
+    return plan.timeline(choice.apply_correction(correction).options_on(home).cost).step_seconds
+
+
+def correction_columns(run: TrainingRun, step: int) -> dict[str, float]:
+    """The correction that priced the plan of a step, for its row of metrics; none without refinement."""
+    if run.refinement is None:
+        return {}
+    return {f"{ROW}{name}": factor for name, factor in run.refinement.correction_of(step).factors().items()}

@@ -1,0 +1,53 @@
+"""Slots that are slower than their plan: named once, with their host, in a line of the run's log.
+
+Each rank watches its own slot (`train/terms/slot_pace.py`). The number of a rank whose slot is slow goes with the
+message by which ranks agree on the end of each step: nothing is gathered.
+"""
+
+import socket
+from collections import deque
+from statistics import median
+
+from longspan.comm import World
+from longspan.comm.all_ranks import LogLine
+
+STEPS = 20  # whose median counts
+SLOWER = 1.10  # than the other slots for the same rows
+
+
+class SlowSlots:
+    """Watches this rank's slot.
+
+    >>> slots = SlowSlots()
+    >>> for _ in range(20):
+    ...     slots.note(1.2)
+    >>> slots.is_slow
+    True
+    """
+
+    def __init__(self) -> None:
+        self._ratios: deque[float] = deque(maxlen=STEPS)
+        self._is_named = False
+
+    def note(self, ratio: float | None) -> None:
+        """Note a step's seconds for the same rows over those of the other slots; None: it was not timed."""
+        if ratio is not None:
+            self._ratios.append(ratio)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the slot is slow, and not yet named."""
+        return not self._is_named and len(self._ratios) == STEPS and median(self._ratios) >= SLOWER
+
+    def name(self, rank: int, world: World, log: LogLine) -> None:
+        """Log the slow slot of a rank; entered by all ranks."""
+        text = ""
+        if rank == world.rank:
+            self._is_named = True
+            place = f"slot {world.slot} (rank {rank}, host {socket.gethostname()})"
+            text = (
+                f"{place} has been {100 * (median(self._ratios) - 1):.0f} % slower than its plan for {STEPS} steps: it "
+                "takes so much longer than the other slots for the same rows; look at the clocks and temperature of "
+                "its device and at what else runs there"
+            )
+        log(world.control.broadcast_object(text, source=rank, what="name of a slow slot"))
