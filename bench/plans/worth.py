@@ -132,7 +132,7 @@ def published_row(gbps: float, seed: int) -> Row:
         "micro_batches": len(dynamic.micro_batches),
         "over_bound": seconds / dynamic.lower_bound_seconds,
         "messages": float(busy - computed) / seconds,
-        "idle": float(seconds - busy) / seconds,
+        "idle": float(seconds - busy - options.cost.update_seconds) / seconds,
         "over_ring_16": ring / seconds,
         "over_fixed_16": sixteen.predicted_seconds / seconds,
         "over_best_fixed": best.predicted_seconds / seconds,
