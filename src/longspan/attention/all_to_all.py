@@ -169,7 +169,7 @@ class _Backward:
         own_pairs += [ring.own_gradients(later) for later in queries[len(early) :]]
         self._send_queries(run[len(early) :], queries[len(early) :])
         yield
-        self._send(run[-1], slice(1, 3), [x.to(self._kv_dtype) for x in ring.finish(own)])
+        self._send(run[-1], slice(1, 3), [x.to(self._kv_dtype) for x in ring.finish(own_pairs)])
 
     def sink_gradients(self) -> Tensor | None:
         """The sinks' gradient (N,) over the rows of this neighbourhood, of the heads that are computed here."""
