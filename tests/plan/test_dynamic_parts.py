@@ -206,7 +206,11 @@ def test_the_strong_bound_knows_what_caps_and_least_degrees_cost() -> None:
     cost = Cost()
     plain = lower_bound_seconds([15000] * 4, 16, 1024, cost)
     strong = strong_bound([15000] * 4, 16, 1024, cost)
-    assert strong.seconds > 1.8 * plain.seconds  # each document needs 15 of 16 slots: four micro-batches
+    assert strong.serial == pytest.approx(4 * plain.longest, rel=1e-12)  # each needs 15 of 16 slots: 4 micro-batches
+    assert strong.seconds > 1.7 * plain.seconds
+    near = strong_bound([15000] * 4, 16, 1024, cost, node_size=16)
+    assert near.area == pytest.approx(plain.area + plain.crossing, rel=1e-12)
+    assert strong.area > 1.6 * near.area  # 15 slots on hosts of 8 have slower links
     free = strong_bound([15000] * 4, 16, 1024, cost, "free")
     assert free.serial == pytest.approx(strong.serial, rel=1e-12)
     apart = strong_bound([500] * 64, 64, 8192, cost, min_cp=16)

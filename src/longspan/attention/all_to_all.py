@@ -156,20 +156,20 @@ class _Backward:
         of the others while the last gradients travel.
         """
         first = self._swap.slice_saved(self._saved, run.start)
-        ring, queries, own = RingGradients(first.k, first.v, self._swap.members), list[Queries](), list[_Pair]()
+        ring, queries, own_pairs = RingGradients(first.k, first.v, self._swap.members), list[Queries](), list[_Pair]()
         early = [index for index in run if 2 * index < self._swap.slices]
         for slice_index in run:
             queries.append(self._receive(slice_index))
-            own += [ring.own_gradients(queries[-1])] if slice_index in early else []
+            own_pairs += [ring.own_gradients(queries[-1])] if slice_index in early else []
         for _ in range(1, self._swap.members.degree):
             yield
             ring.add_block(queries)
         self._send_queries(early, queries[: len(early)])
         yield
-        own += [ring.own_gradients(later) for later in queries[len(early) :]]
+        own_pairs += [ring.own_gradients(later) for later in queries[len(early) :]]
         self._send_queries(run[len(early) :], queries[len(early) :])
         yield
-        self._send(run[-1], slice(1, 3), [x.to(self._kv_dtype) for x in ring.finish(own)])
+        self._send(run[-1], slice(1, 3), [x.to(self._kv_dtype) for x in ring.finish(own_pairs)])
 
     def sink_gradients(self) -> Tensor | None:
         """The sinks' gradient (N,) over the rows of this neighbourhood, of the heads that are computed here."""

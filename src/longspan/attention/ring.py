@@ -88,11 +88,11 @@ def ring_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members,
         dk, dv = sum_addends(addends, saved.k, saved.v)
     else:
         ring, (first_heads, *later_heads) = RingGradients(saved.k, saved.v, members), _slices_of_own_block(saved)
-        own = [_own_gradients(queries, members, first_heads)]
+        own_pairs = [_own_gradients(queries, members, first_heads)]
         for _ in range(1, members.degree):
             ring.add_block([queries])
-        own += [_own_gradients(queries, members, heads) for heads in later_heads]
-        own_dk, own_dv = zip(*own, strict=True)
+        own_pairs += [_own_gradients(queries, members, heads) for heads in later_heads]
+        own_dk, own_dv = zip(*own_pairs, strict=True)
         dk, dv = ring.finish([(concat_heads(own_dk), concat_heads(own_dv))])
     dq, dsinks = queries.finish()
     return Gradients(dq, dk, dv, dsinks)

@@ -12,13 +12,15 @@ from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.links import Link
 from longspan.plan.cost.machine import CostSettings, Machine
 from longspan.plan.cost.model_cost import cost_on_h200
+from longspan.plan.cost.model_flops import model_flops, peak_tflops
+from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.cost.type_price import AttentionCall, TypePrice
 from longspan.plan.dynamic import plan_dynamic
 from longspan.plan.items.encoder_shape import EncoderLoad, EncoderShape
 from longspan.plan.micro_batch import CommType, Group, MicroBatch, Mode, PartitionKind
 from longspan.plan.plan import Plan
 from longspan.plan.plan_ahead import PlanAhead
-from longspan.plan.plan_rows import read_plans
+from longspan.plan.plan_rows import group_counts, plan_row, read_plans
 from longspan.plan.planners.fixed import plan_fixed, plan_padded
 from longspan.plan.planners.options import PlanOptions
 from longspan.plan.timeline import Timeline, predicted_seconds, slot_rows, timeline
@@ -36,6 +38,7 @@ __all__ = [
     "Machine",
     "MicroBatch",
     "Mode",
+    "ModelShape",
     "PartitionKind",
     "Plan",
     "PlanAhead",
@@ -43,10 +46,14 @@ __all__ = [
     "Timeline",
     "TypePrice",
     "cost_on_h200",
+    "group_counts",
     "lower_bound_seconds",
+    "model_flops",
+    "peak_tflops",
     "plan_dynamic",
     "plan_fixed",
     "plan_padded",
+    "plan_row",
     "predicted_seconds",
     "read_plans",
     "slot_rows",

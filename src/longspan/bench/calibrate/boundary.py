@@ -95,13 +95,14 @@ def check_boundary(boundary: Boundary, ranks: int, node_size: int) -> str:
         return f"hosts: {hosts}, as the launcher counts them; {reason}, so they were not told apart by it"
     if contradicts(boundary, ranks, node_size):
         raise CommError(
-            f"messages are short between ranks {_named(boundary.hosts)}, and the launcher has hosts of ranks "
-            f"{_named(launched)} (LOCAL_WORLD_SIZE {node_size}), which plans take to be the fast groups; start "
+            f"messages are short between ranks {_hosts_text(boundary.hosts)}, and the launcher has hosts of ranks "
+            f"{_hosts_text(launched)} (LOCAL_WORLD_SIZE {node_size}), which plans take to be the fast groups; start "
             "the ranks so that they are numbered host by host, with LOCAL_WORLD_SIZE as it is"
         )
     return f"hosts: {hosts}, by messages between ranks and by the launcher"
 
 
-def _named(hosts: tuple[tuple[int, ...], ...]) -> str:
+def _hosts_text(hosts: tuple[tuple[int, ...], ...]) -> str:
+    """The first hosts, each as its ranks."""
     more = f" and {len(hosts) - NAMED} more" if len(hosts) > NAMED else ""
     return ", ".join(map(short, hosts[:NAMED])) + more

@@ -17,7 +17,7 @@ from longspan.cli.processes import reports_here, run_on_ranks
 from longspan.errors import ConfigError, plural
 from longspan.plan import Machine
 from longspan.plan.cost.links import LEVELS
-from longspan.plan.cost.machine import known_device
+from longspan.plan.cost.machine import find_device
 from longspan.report.plain_text import text_table
 from longspan.run.result import versions
 
@@ -127,7 +127,7 @@ def _sizes(flag: str, text: str) -> tuple[int, ...]:
 
 def fit_machine(measured: Measured, settings: CalibrationSettings) -> Calibration:
     """The machine that the samples show; what was not measured is that of a known device of this name or of another."""
-    known = known_device(measured.device)
+    known = find_device(measured.device)
     base = known or (Machine.known("H200") if settings.backend == "nccl" else Machine.cpus())
     base = replace(
         base,

@@ -63,12 +63,14 @@ class LinkTrials:
         together = channels.find_channel(host)
         pair = channels.find_channel(host[:2]) if self.world.slot in host[:2] and len(host) > 1 else None
         width = self.node_size
-        yield from self._of_size(
+        yield from self._trials_by_size(
             "inside", "exchange", lambda size: self._exchange(together, size // (width - 1), set(host))
         )
-        yield from self._of_size("inside", "gather", lambda size: self._gather_rows(together, size // (width - 1)))
-        yield from self._of_size("inside", "point", lambda size: self._shift(together, size))
-        yield from self._of_size("inside", "point_alone", lambda size: self._shift(pair, size))
+        yield from self._trials_by_size(
+            "inside", "gather", lambda size: self._gather_rows(together, size // (width - 1))
+        )
+        yield from self._trials_by_size("inside", "point", lambda size: self._shift(together, size))
+        yield from self._trials_by_size("inside", "point_alone", lambda size: self._shift(pair, size))
         if self.even:
             home = Layout(self.world.home.slots, dp_replicate=len(self.hosts))
             yield from self._sharded("inside", self.world.open_inner(home), width, 1)
@@ -83,24 +85,24 @@ class LinkTrials:
         first = row if place == 0 else None
         of_gather = lambda size: self._gather_rows(everyone, size * together // (slots - 1))  # noqa: E731
         of_exchange = lambda size: self._exchange(everyone, size // (slots - together), others)  # noqa: E731
-        yield from self._of_size("across", "exchange", of_exchange)
-        yield from self._of_size("across", "gather", of_gather)
-        yield from self._of_size("across", "point", lambda size: self._shift(row, size))
-        yield from self._of_size("across", "point_alone", lambda size: self._shift(first, size))
+        yield from self._trials_by_size("across", "exchange", of_exchange)
+        yield from self._trials_by_size("across", "gather", of_gather)
+        yield from self._trials_by_size("across", "point", lambda size: self._shift(row, size))
+        yield from self._trials_by_size("across", "point_alone", lambda size: self._shift(first, size))
         yield from self._sharded("across", world, slots, together)
 
     def _sharded(self, level: Level, world: World, width: int, together: int) -> Iterator[Trial]:
         """The collectives of FSDP2 on the group of its mesh, parameters in half precision and gradients in float32."""
         group = world.meshes.fsdp.get_group("slots")
         of_block = lambda size: size * together // (width - 1)  # noqa: E731
-        yield from self._of_size(
+        yield from self._trials_by_size(
             level, "sharded_gather", lambda size: self._gather_parameters(group, width, of_block(size))
         )
-        yield from self._of_size(
+        yield from self._trials_by_size(
             level, "sharded_reduce", lambda size: self._reduce_gradients(group, width, of_block(size))
         )
 
-    def _of_size(self, level: Level, kind: str, make: Callable[[int], Callable[[], object]]) -> Iterator[Trial]:
+    def _trials_by_size(self, level: Level, kind: str, make: Callable[[int], Callable[[], object]]) -> Iterator[Trial]:
         for size, fitted in self.sizes:
             turns = next((count for most, count in TURNS.items() if size <= most), 1)
             name = f"{kind.replace('_', ' ')} {level}: {size:,} bytes"

@@ -149,27 +149,27 @@ class _Bench:
 
     def samples(self) -> list[Sample]:
         """Everything, part after part."""
-        samples = self._time(self._of_model(), "steps of a model")
+        samples = self._time(self._model_trials(), "steps of a model")
         self.model = None
-        samples += self._time(self._of_device(), "products, attention and memory")
+        samples += self._time(self._device_trials(), "products, attention and memory")
         if self.world.home.slots > 1:
             sizes = GPU_SIZES if self.world.device.type == "cuda" else CPU_SIZES
             samples += self._time(LinkTrials(self.world, sizes).trials(), "messages between slots")
-            samples += self._time(self._of_types(), "types of attention")
+            samples += self._time(self._type_trials(), "types of attention")
         return samples
 
     def _time(self, trials: Iterator[Trial] | list[Trial], what: str) -> list[Sample]:
         settings = self.settings
         return self.clock.time_trials(list(trials), warmup=settings.warmup, repeats=settings.repeats, what=what)
 
-    def _of_model(self) -> Iterator[Trial]:
+    def _model_trials(self) -> Iterator[Trial]:
         tokens, counts = self.settings.tokens, self.settings.micro_batches
         sizes = [*((count, 1) for count in tokens), *((tokens[0], count) for count in counts if count > 1)]
         for i, (rows, count) in enumerate(sizes):
             yield self._steps(rows, count, fitted=_is_fitted(i))
         yield self._launch()
 
-    def _of_device(self) -> Iterator[Trial]:
+    def _device_trials(self) -> Iterator[Trial]:
         device, lengths = self.world.device.type, self.settings.lengths
         for width in PRODUCT_WIDTHS[device]:
             yield from (self._product(rows, width) for rows in PRODUCT_ROWS[device])
@@ -179,7 +179,7 @@ class _Bench:
         for i, count in enumerate(PASS_NUMBERS[device]):
             yield self._memory_pass(count, fitted=_is_fitted(i))
 
-    def _of_types(self) -> Iterator[Trial]:
+    def _type_trials(self) -> Iterator[Trial]:
         """Each type of attention of a document over a host's slots and over all; every second length is held out."""
         slots, node_size = self.world.home.slots, self.world.node_size
         of_level: dict[Level, int] = {"inside": min(slots, node_size), "across": slots}
@@ -283,8 +283,8 @@ class _Bench:
         heads = self.shape.heads, self.shape.kv_heads, self.shape.kv_heads
         q, k, v = (self._rows(shard.local_rows, count) for count in heads)
         gradient = self._rows(shard.local_rows, self.shape.heads).detach()
-        given: dict[str, Any] = {"cp_comm_type": kind, "hierarchical_context_parallel_sizes": sizes}
-        return lambda: torch.autograd.grad(attend(q, k, v, shard, **given), (q, k, v), gradient)
+        arguments: dict[str, Any] = {"cp_comm_type": kind, "hierarchical_context_parallel_sizes": sizes}
+        return lambda: torch.autograd.grad(attend(q, k, v, shard, **arguments), (q, k, v), gradient)
 
     def _rows(self, rows: int, heads: int) -> Tensor:
         size = (rows, heads, self.shape.head_dim)

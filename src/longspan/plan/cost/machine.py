@@ -410,10 +410,10 @@ def is_known(name: str) -> bool:
     return name.lower() in (known.lower() for known in _KNOWN)
 
 
-def known_device(device: str) -> Machine | None:
+def find_device(device: str) -> Machine | None:
     """The known machine of a device's full name, or None.
 
-    >>> known = known_device("NVIDIA A100-SXM4-80GB")
+    >>> known = find_device("NVIDIA A100-SXM4-80GB")
     >>> known and known.device
     'A100-80'
     """
