@@ -24,8 +24,15 @@ BENCHES = {
     "attention": ["attention", "--no-peers", "--lengths"],
     "packed": ["attention", "--no-peers", "--documents", "8", "--types", "p2p,a2a", "--lengths"],
     "step": [*("step", "--planners", "fixed"), *YARN, "--train.recompute_layers", "4", "--sequences"],
+    # of a model that one GPU holds
+    "small-step": ["step", "--planners", "fixed", "--model.preset", "qwen3-4b", "--repeats", "9", "--sequences"],
 }
-LENGTHS = {"attention": "16384,65536,131072", "packed": "16384,131072", "step": "65536,16384"}
+LENGTHS = {
+    "attention": "16384,65536,131072",
+    "packed": "16384,131072",
+    "step": "65536,16384",
+    "small-step": "16384",
+}
 
 
 def main() -> None:

@@ -22,8 +22,9 @@ def commands(path: Path) -> list[tuple[int, list[str]]]:
     found = []
     for line in re.findall(r"^#   (.*longspan train .*)$", path.read_text(), flags=re.MULTILINE):
         words = shlex.split(line)
-        flag = "--world" if "--world" in words else "--nproc-per-node"
-        found.append((int(words[words.index(flag) + 1]), words[words.index("train") + 1 :]))
+        flag = next(flag for flag in ("--world", "--nproc-per-node", "--ranks") if flag in words)
+        nodes = 2 if words[0].endswith("two_nodes.sh") else 1
+        found.append((nodes * int(words[words.index(flag) + 1]), words[words.index("train") + 1 :]))
     return found
 
 
