@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUN    ?= runs/first
 VLM    ?= runs/vlm
 
-.PHONY: train vlm test test-all test-gpu test-oldest check format bench size clean help
+.PHONY: train vlm test test-all test-gpu test-oldest predictions check format bench size clean help
 
 help:
 	@sed -n '1,4p' Makefile
@@ -20,6 +20,7 @@ help:
 	@echo "#   make test-all the tests, and the whole tables of attention and of training (hours on two cores)"
 	@echo "#   make test-gpu the tests of tests/over_nccl.py over NCCL, one rank a GPU; goes on where it was ended (PART=attention: one part)"
 	@echo "#   make test-oldest the tests with the oldest torch and transformers that we support (downloads several GB)"
+	@echo "#   make predictions  measured steps of bench/records beside what planners say; fails above 5 %"
 	@echo "#   make size     lines by folder, and the largest files"
 
 $(VENV)/.core: pyproject.toml
@@ -75,6 +76,9 @@ check: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+predictions: $(VENV)/.core
+	$(BIN)/python bench/plans/predictions.py
 
 size:
 	@for d in src/longspan/*/; do printf '%6d  %s\n' $$(cat $$d*.py | wc -l) $$d; done

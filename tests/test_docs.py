@@ -81,6 +81,31 @@ def test_degrees_of_the_page_on_evaluation_are_drawn_by_its_command(tmp_path: Pa
     assert (tmp_path / "drawn.svg").read_text() == (ROOT / "docs" / command[1]).read_text()
 
 
+def test_gains_of_dynamic_plans_are_those_of_their_record(tmp_path: Path) -> None:
+    record = ROOT / "bench/records/dynamic-worth.json"
+    command = [sys.executable, str(ROOT / "bench/plans/worth.py"), "--draw", str(record), "--tables"]
+    done = subprocess.run([*command, "--plot", str(tmp_path / "a.svg")], check=True, capture_output=True, text=True)
+    gains, of_readme, published, emulated, regrets = done.stdout.strip().split("\n\n")
+    assert of_readme in (ROOT / "README.md").read_text()
+    page = (ROOT / "docs/planning.md").read_text()
+    assert all(table in page for table in (gains, published, emulated, regrets))
+    assert (tmp_path / "a.svg").read_text() == (ROOT / "docs/dynamic-worth.svg").read_text()
+    rows = json.loads(record.read_text())["gains"].values()
+    assert len(rows) == 119 and sum(row["gain"] < 1.03 for row in rows) == 33
+    assert min(row["gain"] for row in rows) > 0.97, "a dynamic plan is not slower than the best plan of one degree"
+
+
+@pytest.mark.whole
+def test_a_few_rows_of_what_dynamic_plans_are_worth(tmp_path: Path) -> None:
+    words = [sys.executable, str(ROOT / "bench/plans/worth.py"), "--quick", "--out", str(tmp_path / "worth.json")]
+    subprocess.run(words, check=True, timeout=240)
+    record, page = json.loads((tmp_path / "worth.json").read_text()), (tmp_path / "worth.md").read_text()
+    assert len(record["gains"]) == 2 and all(row["gain"] > 0.97 for row in record["gains"].values())
+    assert "| lognorm | 16 |" in page and "## Does a wrong constant change the plan?" in page
+    done = subprocess.run(words, check=True, timeout=60, capture_output=True, text=True)
+    assert not done.stdout, "a run goes on with what its record lacks"
+
+
 def test_the_page_on_the_doctor_is_one_program(capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/doctor.md").read_text(), flags=re.DOTALL)
     exec(block, {"__name__": "__main__"})

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from longspan import Group, MicroBatch
-from longspan.attention.all_to_all import HeadSplit
 from longspan.attention.call import Dropout, _absorb
-from longspan.attention.members import Members
+from longspan.attention.members import HeadSplit, Members
 from longspan.attention.tiles import Launch, Tile, Tiling, Tokens
 from longspan.attention.tiles_between import Mask
 from longspan.comm import SequenceShard

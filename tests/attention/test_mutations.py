@@ -37,10 +37,14 @@ MUTATIONS = [
     # one ring step
     (
         "attention.ring",
-        "members.launches(owner), call)\n    out",
-        "members.launches(owner) if owner else (), call)\n    out",
+        "yield members.launches(owner), block_k",
+        "yield members.launches(owner) if owner else (), block_k",
     ),
-    ("attention.ring", "(owner), call))", "(owner) if owner else (), call))"),
+    (
+        "attention.ring",
+        "self._members.launches(owner), list",
+        "self._members.launches(owner) if owner else (), list",
+    ),
     (
         "attention.ring",
         "members.launches(members.member)",
@@ -62,7 +66,11 @@ MUTATIONS = [
     ("attention.rows", "total.index_add_(0, rows,", "total.index_copy_(0, rows,"),
     ("attention.all_gather", "(self._members.degree, -1)).sum(0)", "(self._members.degree, -1))[0]"),
     ("attention.all_to_all", ".sum(2) for x", "[:, :, 0] for x"),
-    ("attention.all_to_all", "sum_addends(of_keys, ", "sum_addends(of_keys[:1], "),
+    ("attention.all_to_all", "sum_addends(self._of_keys, ", "sum_addends(self._of_keys[:1], "),
+    # slices around a ring: those that share keys and values, and their own block, early and late
+    ("attention.ring", "of_own) for of_own in own]", "of_own) for of_own in own[:1]]"),
+    ("attention.ring", "for dout, saved, call, dq in queries:", "for dout, saved, call, dq in queries[:1]:"),
+    ("attention.all_to_all", "own += [ring.own_gradients(later) for later in queries[len(early) :]]", "pass"),
     # rows and heads where they belong
     ("attention.all_gather", "(started.pop().wait(),), order)", "(started.pop().wait(),), order.flip(0))"),
     ("attention.all_to_all", "None if orders is None else orders[1]", "None"),

@@ -20,7 +20,8 @@ from torch.distributed import HashStore
 from longspan.comm.failure_reports import FailureReports
 from longspan.comm.nodes import Nodes
 from longspan.config.file import to_toml
-from longspan.plan import Plan
+from longspan.plan import Machine, Plan
+from longspan.plan.cost.links import KINDS, SHARDED_KINDS
 from longspan.testing import backend, run_ranks
 from tests.train.small import small_config, train_rank
 
@@ -117,6 +118,22 @@ def test_a_link_has_its_limit_and_the_inside_of_a_node_has_none() -> None:
     done = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60)
     inside, across = map(float, done.stdout.split())
     assert inside < 0.3 and 0.5 < across < 2, "3 MB at 4 MB/s, less what passes at once"
+
+
+@on_cpus
+@pytest.mark.skipif(bool(missing_permission()), reason="no network namespaces here")
+def test_calibration_finds_the_nodes_and_the_speed_between_them(tmp_path: Path) -> None:
+    out = tmp_path / "machine.json"
+    sizes = ["--tokens=16,32", "--document=8", "--lengths=16,48", "--micro_batches=1,2", "--warmup=0", "--repeats=2"]
+    words = ["--ranks", "2", "--rate", "20M", "longspan", "bench", "calibrate", *sizes, "--out", str(out)]
+    printed, err = _start(*words, folder=tmp_path).communicate(timeout=200)
+    assert "\nhosts: 2 of 2 ranks, by messages between ranks and by the launcher\n" in printed, err
+    machine = Machine.from_json(json.loads(out.read_text()))
+    assert (machine.world, machine.node_size) == (4, 2) and not {"inside", "across"} & {*machine.assumed_parts}
+    assert set(machine.across.wires()) == {*KINDS, *SHARDED_KINDS}
+    each = 1e6 / float(machine.across.point.seconds(1e6))
+    assert 4e6 < each < 20e6, "two slots of a node send at once"
+    assert float(machine.inside.point.seconds(1e6)) < 1e6 / each / 2
 
 
 def test_without_namespaces_it_goes_on_with_a_line(

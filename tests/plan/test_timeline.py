@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.plan import Cost, Group, MicroBatch, Plan, predicted_seconds, slot_rows, timeline
+from longspan.plan import Cost, Group, Machine, MicroBatch, Plan, predicted_seconds, slot_rows, timeline
+from longspan.plan.simulate.row_bytes import QWEN3_8B
 from longspan.plan.timeline import GroupTable
 from tests.plan.cases import bounded, plans
 
@@ -136,3 +137,16 @@ def test_large_plans_are_priced_quickly(mode: str) -> None:
     start = time.process_time()
     assert predicted_seconds(batches, 8192, Cost(), mode=mode) > 0
     assert time.process_time() - start < 1.0
+
+
+def test_a_known_machine_computes_no_attention_over_padding() -> None:
+    group = Group((0, 1), (0, 1), (100, 300), pad_to=400)
+    padded, bare = ([MicroBatch((replace(group, pad_to=pad),))] for pad in (400, None))
+    assert GroupTable.of(padded).attention_squares(Cost()).tolist() == [2 * 400**2]
+    known = Machine.known("H200").cost(QWEN3_8B)
+    assert (
+        GroupTable.of(padded).attention_squares(known).tolist()
+        == [100**2 + 300**2]
+        == GroupTable.of(bare).attention_squares(known).tolist()
+    )
+    assert GroupTable.of(padded).seconds(known, 8)[0] > GroupTable.of(bare).seconds(known, 8)[0]  # other layers have it

@@ -8,88 +8,35 @@ Query heads are split in equal numbers. With fewer key/value heads than neighbou
 goes to several, and their gradients are summed.
 
 Large tensors go in slices of the heads: the next slice travels while one is computed, and the results of one while the
-next is. Slices that share a key/value head send it with the first, and the sum of its gradients with the last.
+next is. Slices that share a key/value head send it with the first, and the sum of its gradients with the last. Around
+a ring of several blocks the slices take turns, a block each, so that the blocks and returning gradients of one travel
+while another is computed; slices that share a key/value head share a ring.
 
 The exchanged q, k, v, out and log-sum-exp are saved for backward, as many numbers as the local ones, which backward
 does not need. Forward sends q, k, v and out, backward dout and the gradients.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
-from math import gcd
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttendCall, Gradients, Saved, sum_addends
-from longspan.attention.members import Members
-from longspan.attention.ring import ring_backward, ring_forward
-from longspan.attention.rows import accumulation_dtype, copy_rows, head_views, join_columns, member_views
+from longspan.attention.call import AttendCall, Gradients, Saved, add_block, sum_addends
+from longspan.attention.members import HeadSplit, Members, head_split
+from longspan.attention.ring import (
+    Queries,
+    RingGradients,
+    key_blocks,
+    queries_of,
+    ring_backward,
+    ring_forward,
+)
+from longspan.attention.rows import Partial, accumulation_dtype, copy_rows, head_views, join_columns, member_views
 from longspan.comm import Addend, Handle, split_columns
 from longspan.plan.cost.attention_price import EXCHANGE_SLICE_BYTES, EXCHANGE_SLICES
 
-
-@dataclass(frozen=True)
-class HeadSplit:
-    """`heads` query and `kv_heads` key/value heads for `degree` members, which divides the query heads.
-
-    A member computes `member_heads` query heads, in `member_kv_heads` equally long runs that use one key/value head
-    each, the only sharing that kernels have. Where members cut through the queries of a key/value head, or where runs
-    would differ in length, every key/value head is sent `kv_copies` times, one after another. Member 1 of this example
-    computes heads 2 and 3, which use key/value heads 0 and 1:
-
-    >>> split = HeadSplit(heads=12, kv_heads=4, degree=6)
-    >>> split.member_heads, split.member_kv_heads, split.kv_copies
-    (2, 2, 3)
-    """
-
-    heads: int
-    kv_heads: int
-    degree: int
-
-    @cached_property
-    def member_heads(self) -> int:
-        """Query heads of a member."""
-        return self.heads // self.degree
-
-    @cached_property
-    def member_kv_heads(self) -> int:
-        """Key/value heads that a member receives."""
-        return self.member_heads // gcd(self.heads // self.kv_heads, self.member_heads)
-
-    @cached_property
-    def kv_copies(self) -> int:
-        """How often every key/value head is sent."""
-        return self.degree * self.member_kv_heads // self.kv_heads
-
-    def q_heads(self, member: int) -> slice:
-        """The member's query heads."""
-        return slice(member * self.member_heads, (member + 1) * self.member_heads)
-
-    def slices(self, at_most: int) -> int:
-        """Into how many equal slices, at most so many, the query heads of every member can be cut.
-
-        >>> HeadSplit(heads=32, kv_heads=8, degree=4).slices(2), HeadSplit(heads=32, kv_heads=8, degree=8).slices(2)
-        (2, 2)
-
-        A slice is one or more whole runs, or a part of one: its key/value head is then that of other slices as well.
-        """
-        return next(n for n in range(min(at_most, self.member_heads), 0, -1) if self._cuts_evenly(n))
-
-    def slices_per_kv_head(self, slices: int) -> int:
-        """How many of so many slices use the same key/value head."""
-        return max(1, slices // self.member_kv_heads)
-
-    def _cuts_evenly(self, slices: int) -> bool:
-        return self.member_kv_heads % slices == 0 or (
-            slices % self.member_kv_heads == 0 and self.member_heads % slices == 0
-        )
-
-
-head_split = cache(HeadSplit)  # worked out once
-
-
+_Pair = tuple[Tensor, Tensor]
+_BACKWARD = "attention all-to-all backward"
 SLICES, SLICE_BYTES = EXCHANGE_SLICES, EXCHANGE_SLICE_BYTES  # as they are priced
 
 
@@ -102,20 +49,56 @@ def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendC
     copied = (q, *(x if split.kv_copies == 1 else x.repeat_interleave(split.kv_copies, 1) for x in (k, v)))
     sent = [copied if swap.begins(slice_index) else copied[:1] for slice_index in range(swap.slices)]
     arriving = [swap.send_heads(tensors, slice_index, label) for slice_index, tensors in enumerate(sent)]
-    leaving, saved, keys = list[Handle](), list[Saved](), list[Tensor]()
-    for slice_index, tensors in enumerate(sent):
-        q_all, *of_keys = swap.receive_heads(arriving.pop(0), tensors)
-        keys = of_keys or keys
-        out, (exchanged,) = ring_forward(q_all, keys[0], keys[1], members, swap.slice_call(call, slice_index))
-        out = out.to(q.dtype)
-        leaving.append(swap.send_rows((out,), f"{label}, back"))
-        # Slices that share keys and values save them with the first.
-        none = {} if swap.begins(slice_index) else {"k": k.new_empty(0), "v": v.new_empty(0)}
-        saved.append(exchanged._replace(out=out, **none))
+    leaving, saved = list[Handle](), list[Saved]()
+    _take_turns([_forward_turns(run, swap, call, (sent, arriving), (leaving, saved)) for run in swap.runs])
     out = q.new_empty((*q.shape[:2], v.shape[2]))
     for slice_index in range(swap.slices):
         swap.write_rows(leaving.pop(0), (out,), slice_index)
     return out, saved
+
+
+def _take_turns(rings: Sequence[Iterator[None]]) -> None:
+    """Advance every ring by a block, one ring after another, until all are at their end.
+
+    Every member does so in this order, and so posts its messages in it.
+    """
+    for _ in zip(*rings, strict=True):
+        pass
+
+
+def _forward_turns(
+    run: range,
+    swap: "_Swap",
+    call: AttendCall,
+    messages: tuple[Sequence[Sequence[Tensor]], list[Handle]],
+    results: tuple[list[Handle], list[Saved]],
+) -> Iterator[None]:
+    """The ring of slices that share keys and values: a turn for each block, in which all slices attend to it.
+
+    `messages` are the tensors of every slice and what arrives of the slices from here on. The outputs on their way back
+    and what is saved are appended to `results`.
+    """
+    (sent, arriving), (leaving, saved), members = messages, results, swap.members
+    q, own_k, own_v = swap.receive_heads(arriving.pop(0), sent[run.start])
+    blocks, collected = key_blocks(own_k, own_v, members), list[tuple[Tensor, Partial, AttendCall]]()
+    for turn in range(members.turns):
+        launches, k, v = next(blocks)
+        for slice_index in run:
+            if turn == 0:
+                if slice_index > run.start:
+                    (q,) = swap.receive_heads(arriving.pop(0), sent[slice_index])
+                total = Partial(q.shape[0], q.shape[1], v.shape[2], like=q)
+                collected.append((q, total, swap.slice_call(call, slice_index)))
+            q, total, slice_call = collected[slice_index - run.start]
+            add_block(total, q, k, v, launches, slice_call)
+            if turn + 1 == members.turns:
+                out, lse = total.result_with_sinks(slice_call.sinks)
+                out = out.to(q.dtype)
+                leaving.append(swap.send_rows((out,), "attention all-to-all forward, back"))
+                saved.append(Saved(q, own_k, own_v, out, lse))
+                own_k = own_v = q.new_empty(0)  # slices that share keys and values save them with the first
+        if turn + 1 < members.turns:
+            yield
 
 
 def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: AttendCall) -> Gradients:
@@ -123,36 +106,96 @@ def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: A
     if members.inner == 1:
         return ring_backward(dout, saved, members, call)
     split = head_split(dout.shape[1], call.kv_heads, members.inner)
-    swap, label = _Swap(members, split, len(saved)), "attention all-to-all backward"
-    arriving = [swap.send_heads((dout,), slice_index, label) for slice_index in range(swap.slices)]
+    swap = _Swap(members, split, len(saved))
     # Sums over all queries of a head are as exact in the input's dtype; those of one copy of it are not.
     kv_dtype = dout.dtype if split.kv_copies == 1 else accumulation_dtype(dout.dtype)
-    leaving, sinks, of_keys = list[Handle](), list[Tensor](), list[Addend]()
-    for slice_index in range(swap.slices):
-        (dout_all,) = swap.receive_heads(arriving.pop(0), (dout,))
-        exchanged = swap.slice_saved(saved, slice_index)
-        inside = ring_backward(dout_all, [exchanged], members, swap.slice_call(call, slice_index))
-        gradients = [inside.q.to(dout.dtype)]
-        of_keys.append(Addend(slice(0, len(inside.k)), (inside.k, inside.v)))
-        if swap.ends(slice_index):
-            gradients += [x.to(kv_dtype) for x in sum_addends(of_keys, exchanged.k, exchanged.v)]
-            of_keys.clear()
-        leaving += [swap.send_rows(gradients[some], f"{label}, gradients") for some in swap.messages(slice_index)]
-        sinks += [] if inside.sinks is None else [inside.sinks]
-        del inside, dout_all, gradients
+    work = _Backward(dout, saved, swap, call, kv_dtype)
+    if members.degree > 1 and swap.slices > 1:
+        _take_turns([work.ring_turns(run) for run in swap.runs])
+    else:
+        for slice_index in range(swap.slices):
+            work.compute_slice(slice_index)
     dq, dk, dv = totals = _totals(dout, saved[0], split, kv_dtype)
-    for slice_index in range(swap.slices):
-        for some in swap.messages(slice_index):
-            swap.write_rows(leaving.pop(0), totals[some], slice_index)
+    for slice_index, some, handle in work.leaving:
+        swap.write_rows(handle, totals[some], slice_index)
     if split.kv_copies > 1:
         dk, dv = (x.unflatten(1, (split.kv_heads, split.kv_copies)).sum(2) for x in (dk, dv))
-    return Gradients(dq, dk, dv, swap.place_heads(torch.cat(sinks)) if sinks else None)
+    return Gradients(dq, dk, dv, work.sink_gradients())
+
+
+class _Backward:
+    """The slices of one backward: gradients that are `leaving`, as (slice, which of dq, dk and dv, handle)."""
+
+    def __init__(
+        self, dout: Tensor, saved: Sequence[Saved], swap: "_Swap", call: AttendCall, kv_dtype: torch.dtype
+    ) -> None:
+        self.leaving: list[tuple[int, slice, Handle]] = []
+        self._dout, self._saved, self._swap, self._call, self._kv_dtype = dout, saved, swap, call, kv_dtype
+        self._arriving = [swap.send_heads((dout,), index, _BACKWARD) for index in range(swap.slices)]
+        self._sinks: dict[int, Tensor | None] = {}
+        self._of_keys: list[Addend] = []
+
+    def compute_slice(self, slice_index: int) -> None:
+        """Gradients of one slice after another, from its ring or only block."""
+        swap, queries = self._swap, self._receive(slice_index)
+        inside = ring_backward(queries.dout, [queries.saved], swap.members, queries.call)
+        self._sinks[slice_index] = inside.sinks
+        gradients = [inside.q.to(self._dout.dtype)]
+        self._of_keys.append(Addend(slice(0, len(inside.k)), (inside.k, inside.v)))
+        if swap.ends(slice_index):
+            k, v = queries.saved.k, queries.saved.v
+            gradients += [x.to(self._kv_dtype) for x in sum_addends(self._of_keys, k, v)]
+            self._of_keys.clear()
+        for some in swap.messages(slice_index):
+            self._send(slice_index, some, gradients[some])
+
+    def ring_turns(self, run: range) -> Iterator[None]:
+        """The ring of slices that share keys and values: a turn for each block, one for the own, one for the sums.
+
+        The own block of the first half of all slices is computed before the first block of another member arrives, that
+        of the others while the last gradients travel.
+        """
+        first = self._swap.slice_saved(self._saved, run.start)
+        ring, queries, own = RingGradients(first.k, first.v, self._swap.members), list[Queries](), list[_Pair]()
+        early = [index for index in run if 2 * index < self._swap.slices]
+        for slice_index in run:
+            queries.append(self._receive(slice_index))
+            own += [ring.own_gradients(queries[-1])] if slice_index in early else []
+        for _ in range(1, self._swap.members.degree):
+            yield
+            ring.add_block(queries)
+        self._send_queries(early, queries[: len(early)])
+        yield
+        own += [ring.own_gradients(later) for later in queries[len(early) :]]
+        self._send_queries(run[len(early) :], queries[len(early) :])
+        yield
+        self._send(run[-1], slice(1, 3), [x.to(self._kv_dtype) for x in ring.finish(own)])
+
+    def sink_gradients(self) -> Tensor | None:
+        """The sinks' gradient (N,) over the rows of this neighbourhood, of the heads that are computed here."""
+        sinks = [x for _, x in sorted(self._sinks.items()) if x is not None]
+        return self._swap.place_heads(torch.cat(sinks)) if sinks else None
+
+    def _receive(self, slice_index: int) -> Queries:
+        """The query heads of a slice, once their dout is here."""
+        (dout,) = self._swap.receive_heads(self._arriving.pop(0), (self._dout,))
+        saved = self._swap.slice_saved(self._saved, slice_index)
+        return queries_of(dout, saved, self._swap.slice_call(self._call, slice_index))
+
+    def _send_queries(self, indices: Sequence[int], queries: Sequence[Queries]) -> None:
+        """Start sending dq of slices that have met all blocks."""
+        for slice_index, finished in zip(indices, queries, strict=True):
+            dq, self._sinks[slice_index] = finished.finish()
+            self._send(slice_index, slice(0, 1), [dq.to(self._dout.dtype)])
+
+    def _send(self, slice_index: int, some: slice, gradients: Sequence[Tensor]) -> None:
+        self.leaving.append((slice_index, some, self._swap.send_rows(gradients, f"{_BACKWARD}, gradients")))
 
 
 def _slices(members: Members, split: HeadSplit, q: Tensor) -> int:
-    """The same on every member: by the most rows that one holds."""
+    """The same on every member: by the most rows that one holds. Rows of a narrow window come in one exchange."""
     worth = max(members.part.counts) * q.shape[1] * q.shape[2] * q.element_size() // max(1, SLICE_BYTES)
-    return split.slices(min(worth, SLICES)) if worth > 1 and members.degree == 1 else 1
+    return split.slices(min(worth, SLICES)) if worth > 1 and not members.has_narrow_window else 1
 
 
 def _totals(dout: Tensor, saved: Saved, split: HeadSplit, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,9 +218,14 @@ class _Swap:
     def __init__(self, members: Members, split: HeadSplit, slices: int) -> None:
         self.split, self.slices, self._degree = split, slices, split.degree
         self._shared = split.slices_per_kv_head(slices)
-        self._members, self._channel, self._counts = members, members.inner_channel, members.inner_counts
+        self.members, self._channel, self._counts = members, members.inner_channel, members.inner_counts
         self._me = self._channel.index
         self._local_counts = (self._counts[self._me],) * self._degree
+
+    @property
+    def runs(self) -> list[range]:
+        """The slices that share key/value heads, which one ring brings to all of them."""
+        return [range(first, first + self._shared) for first in range(0, self.slices, self._shared)]
 
     def begins(self, slice_index: int) -> bool:
         """Whether a slice is the first with its key/value heads."""
@@ -232,13 +280,13 @@ class _Swap:
 
     def receive_heads(self, handle: Handle, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What arrives of `send_heads`: (R, n, size) of all rows in document order, for tensors like those sent."""
-        arrived, orders = handle.wait(), self._members.orders
+        arrived, orders = handle.wait(), self.members.orders
         in_order = arrived if orders is None else join_columns((arrived,), orders[0])
         return split_columns(in_order, [(x.shape[1] // (self._degree * self._cuts(x)), x.shape[2]) for x in like])
 
     def send_rows(self, tensors: Sequence[Tensor], label: str) -> Handle:
         """Start sending tensors (R, n, size) of one dtype, to every member its rows."""
-        orders = self._members.orders
+        orders = self.members.orders
         packed = join_columns(tensors, None if orders is None else orders[1])
         return self._channel.all_to_all_rows(packed, self._counts, self._local_counts, label)
 

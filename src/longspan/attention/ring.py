@@ -10,7 +10,8 @@ rows in document order, so that a run sees one band and nothing is merged; their
 could not leave out much, for in zigzag order one of the two neighbours whose rows are seen comes last in it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -25,53 +26,109 @@ from longspan.attention.call import (
 )
 from longspan.attention.members import Members
 from longspan.attention.rows import Partial, RowSum, accumulation_dtype, add_addends, concat_heads, join_columns
+from longspan.attention.tiles import Launch
 from longspan.comm import Addend, GradientRing, RingBlocks, split_columns
 
 HALVES_BYTES = 48 << 20  # of a block's gradients: a message that is worth one more launch to hide (H200)
 
 
-def ring_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendCall) -> tuple[Tensor, list[Saved]]:
-    """q (T, N, H), k (T, K, H), v (T, K, Hv) of this member's rows."""
+KeyBlock = tuple[tuple[Launch, ...], Tensor, Tensor]
+
+
+class Queries(NamedTuple):
+    """Query heads in backward, and the sum of what their gradient gets from the blocks."""
+
+    dout: Tensor
+    saved: Saved
+    call: AttendCall
+    dq: RowSum
+
+    def finish(self) -> tuple[Tensor, Tensor | None]:
+        """dq, and the gradient of the sinks."""
+        return self.dq.result(), sink_gradient(self.dout, self.saved.out, self.saved.lse, self.call.sinks)
+
+
+def queries_of(dout: Tensor, saved: Saved, call: AttendCall) -> Queries:
+    """Query heads before the first block."""
+    return Queries(dout, saved, call, RowSum(tuple(saved.q.shape), saved.q))
+
+
+def key_blocks(k: Tensor, v: Tensor, members: Members) -> Iterator[KeyBlock]:
+    """What this member's rows see of the members' k and v, in `members.turns` blocks: (launches, k, v) of each.
+
+    The next block is in flight. A block is valid until the next is asked for.
+    """
     if members.has_narrow_window:
-        return window_forward(q, k, v, members, call)
-    total = Partial(q.shape[0], q.shape[1], v.shape[2], like=q)
-    if members.degree == 1:
-        add_block(total, q, k, v, members.launches(0), call)
+        seen_k, seen_v = _fetch(members, (k, v), "attention window rows forward")
+        yield members.window_rows.launches, seen_k, seen_v
+    elif members.degree == 1:
+        yield members.launches(0), k, v
     else:
         for owner, (block_k, block_v) in RingBlocks(members.channel, (k, v), members.counts, "attention ring forward"):
-            add_block(total, q, block_k, block_v, members.launches(owner), call)
+            yield members.launches(owner), block_k, block_v
+
+
+def ring_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendCall) -> tuple[Tensor, list[Saved]]:
+    """q (T, N, H), k (T, K, H), v (T, K, Hv) of this member's rows."""
+    total = Partial(q.shape[0], q.shape[1], v.shape[2], like=q)
+    for launches, block_k, block_v in key_blocks(k, v, members):
+        add_block(total, q, block_k, block_v, launches, call)
     out, lse = total.result_with_sinks(call.sinks)
     return out, [Saved(q, k, v, out, lse)]
 
 
 def ring_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members, call: AttendCall) -> Gradients:
-    """Gradients of this member's rows."""
+    """Gradients of this member's rows. The own block waits for no one: it hides the first and the last message."""
     (saved,) = saved_slices
     if members.has_narrow_window:
-        return window_backward(dout, saved, members, call)
-    dq = RowSum(tuple(saved.q.shape), saved.q)
+        return _window_backward(dout, saved, members, call)
+    queries = queries_of(dout, saved, call)
     if members.degree == 1:
-        addends = block_gradients(dq, dout, saved, members.launches(0), call)
+        addends = block_gradients(queries.dq, dout, saved, members.launches(0), call)
         dk, dv = sum_addends(addends, saved.k, saved.v)
     else:
-        dk, dv = _ring_gradients(dq, dout, saved, members, call)
-    return Gradients(dq.result(), dk, dv, sink_gradient(dout, saved.out, saved.lse, call.sinks))
+        ring, (first_heads, *later_heads) = RingGradients(saved.k, saved.v, members), _slices_of_own_block(saved)
+        own = [_own_gradients(queries, members, first_heads)]
+        for _ in range(1, members.degree):
+            ring.add_block([queries])
+        own += [_own_gradients(queries, members, heads) for heads in later_heads]
+        own_dk, own_dv = zip(*own, strict=True)
+        dk, dv = ring.finish([(concat_heads(own_dk), concat_heads(own_dv))])
+    dq, dsinks = queries.finish()
+    return Gradients(dq, dk, dv, dsinks)
 
 
-def _ring_gradients(dq: RowSum, dout: Tensor, saved: Saved, members: Members, call: AttendCall) -> tuple[Tensor, ...]:
-    """dk and dv, summed over the members. The own block waits for no one: its work hides the first and last message."""
-    channel, keys, dtype = members.channel, (saved.k, saved.v), accumulation_dtype(saved.k.dtype)
-    label = "attention ring backward, gradients"
-    sums = GradientRing(channel, keys, members.counts, label, add=add_addends, dtype=dtype)
-    (first_heads, *later_heads), parts = _slices_of_own_block(saved), list[tuple[Tensor, Tensor]]()
-    for owner, (k, v) in RingBlocks(channel, keys, members.counts, "attention ring backward"):
-        if owner == members.member:
-            parts.append(_own_gradients(dq, dout, saved, members, call, first_heads))
-        else:
-            sums.add(owner, block_gradients(dq, dout, saved._replace(k=k, v=v), members.launches(owner), call))
-    parts += [_own_gradients(dq, dout, saved, members, call, heads) for heads in later_heads]
-    dk, dv = zip(*parts, strict=True)
-    return sums.finish([Addend(slice(0, len(saved.k)), (concat_heads(dk), concat_heads(dv)))])
+class RingGradients:
+    """Backward around a ring, a block at a time, so that rings of several slices of heads can take turns.
+
+    `k` and `v` are this member's, of one slice of key/value heads. Call `add_block` once for each block of another
+    member, then `finish` with what `own_gradients` gives for the own block: it may be computed at any time.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, members: Members) -> None:
+        channel, keys, dtype = members.channel, (k, v), accumulation_dtype(k.dtype)
+        label = "attention ring backward, gradients"
+        self._members = members
+        self._sums = GradientRing(channel, keys, members.counts, label, add=add_addends, dtype=dtype)
+        self._blocks = iter(RingBlocks(channel, keys, members.counts, "attention ring backward"))
+        next(self._blocks)  # the own block: the first of another member is on its way
+
+    def add_block(self, queries: Sequence[Queries]) -> None:
+        """Wait for the next block, add what the queries get from it, and send its gradient on."""
+        owner, (k, v) = next(self._blocks)
+        launches, addends = self._members.launches(owner), list[Addend]()
+        for dout, saved, call, dq in queries:
+            addends += block_gradients(dq, dout, saved._replace(k=k, v=v), launches, call)
+        self._sums.add(owner, addends)
+
+    def own_gradients(self, queries: Queries) -> tuple[Tensor, Tensor]:
+        """dk and dv that the own block gets from the queries; what they get from it is added to their sum."""
+        return _own_gradients(queries, self._members, slice(0, queries.saved.k.shape[1]))
+
+    def finish(self, own: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """dk and dv of the own block, summed over the members, `own` last."""
+        dk, dv = self._sums.finish([Addend(slice(0, len(of_own[0])), of_own) for of_own in own])
+        return dk, dv
 
 
 def _slices_of_own_block(saved: Saved) -> list[slice]:
@@ -82,13 +139,11 @@ def _slices_of_own_block(saved: Saved) -> list[slice]:
     return [slice(0, half), slice(half, kv_heads)] if half else [slice(0, kv_heads)]
 
 
-def _own_gradients(
-    dq: RowSum, dout: Tensor, saved: Saved, members: Members, call: AttendCall, kv_heads: slice
-) -> tuple[Tensor, Tensor]:
-    """dk and dv of the own block, of some key/value heads; what their queries get is added to `dq`."""
-    per_kv_head = saved.q.shape[1] // saved.k.shape[1]
+def _own_gradients(queries: Queries, members: Members, kv_heads: slice) -> tuple[Tensor, Tensor]:
+    """dk and dv of the own block, of some key/value heads; what their queries get is added to their sum."""
+    dout, (q, k, v, out, lse), call, dq = queries
+    per_kv_head = q.shape[1] // k.shape[1]
     heads = slice(kv_heads.start * per_kv_head, kv_heads.stop * per_kv_head)
-    q, k, v, out, lse = saved
     part = Saved(q[:, heads], k[:, kv_heads], v[:, kv_heads], out[:, heads], lse[:, heads])
     dq_part, launches = RowSum(tuple(part.q.shape), part.q), members.launches(members.member)
     addends = block_gradients(dq_part, dout[:, heads], part, launches, call.for_heads(heads.start, heads.stop))
@@ -97,16 +152,7 @@ def _own_gradients(
     return gradients
 
 
-def window_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendCall) -> tuple[Tensor, list[Saved]]:
-    """q (T, N, H), k (T, K, H), v (T, K, Hv) of this member's rows."""
-    total = Partial(q.shape[0], q.shape[1], v.shape[2], like=q)
-    seen_k, seen_v = _fetch(members, (k, v), "attention window rows forward")
-    add_block(total, q, seen_k, seen_v, members.window_rows.launches, call)
-    out, lse = total.result_with_sinks(call.sinks)
-    return out, [Saved(q, k, v, out, lse)]
-
-
-def window_backward(dout: Tensor, saved: Saved, members: Members, call: AttendCall) -> Gradients:
+def _window_backward(dout: Tensor, saved: Saved, members: Members, call: AttendCall) -> Gradients:
     """Gradients of this member's rows."""
     dq = RowSum(tuple(saved.q.shape), saved.q)
     k, v = _fetch(members, (saved.k, saved.v), "attention window rows backward")

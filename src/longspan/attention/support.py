@@ -21,7 +21,7 @@ TYPE_ROWS: tuple[tuple[str, ...], ...] = (
         "`p2p`",
         "a ring: blocks travel, queries stay",
         "D − 1 blocks; under a narrow window only the rows that are seen",
-        "D − 1 blocks again, and D gradients of blocks in float32",
+        "D − 1 blocks again, and D − 1 gradients of blocks in float32",
         "three blocks at most, whatever D",
         "q, k, v, out and log-sum-exp of its own rows",
         "any",
@@ -55,7 +55,8 @@ TYPE_ROWS: tuple[tuple[str, ...], ...] = (
         "three blocks, each of A · T rows and 1 / A of the heads",
         "as `a2a`",
         "A divides N",
-        "as the two parts",
+        "in one slice of heads the next block travels while one is computed; large tensors in two slices that take "
+        "turns: exchanges, blocks and returning gradients of one travel while the other is computed",
     ),
 )
 

@@ -49,7 +49,7 @@ class BenchFlags:
 
 
 BENCHES = {
-    "calibrate": "the constants of a Cost for a model on this machine, for run.machine and plan --machine",
+    "calibrate": "what this machine and its network sustain, for run.machine and plan --machine",
     "step": "whole training steps of a model under padded, fixed and dynamic plans, next to their predictions",
 }
 SCRIPTS = {

@@ -121,7 +121,7 @@ class MachineSection:
     """The machine that plans are priced for."""
 
     machine: str = ""
-    """File of longspan bench calibrate: what steps cost here; empty: on GPUs the model on H200s (docs/planning.md)."""
+    """File of longspan bench calibrate, or a known GPU such as h200; empty: on GPUs an H200 (docs/planning.md)."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ class GroupTable:
     documents: Ints  # (G,)
     tokens: Ints  # (G,) laid-out rows
     squares: Ints  # (G,) sum of squared laid-out rows of a document
+    unpadded: Ints  # (G,) sum of squared rows of a document, without padding
     group: Ints  # (E,) of each membership
     slot: Ints  # (E,)
     way: Ints  # (G,) index into `ways`
@@ -51,6 +52,7 @@ class GroupTable:
             documents=counts,
             tokens=_segment_sums(rows, counts),
             squares=_segment_sums(rows * rows, counts),
+            unpadded=_segment_sums(lengths * lengths, counts),
             group=np.repeat(np.arange(len(groups)), degree),
             slot=np.fromiter(chain.from_iterable(group.slots for _, group in groups), np.int64, int(degree.sum())),
             way=way,
@@ -69,7 +71,7 @@ class GroupTable:
         for index, (kind, a2a_size, partition) in enumerate(self.ways):
             here = self.way == index
             priced = cost.under(kind, a2a_size).for_partition(partition)
-            tokens, squares, degree = self.tokens[here], self.squares[here], self.degree[here]
+            tokens, squares, degree = self.tokens[here], self.attention_squares(cost)[here], self.degree[here]
             inside, documents = together[here] == degree, self.documents[here]
             seconds[here] = priced.group_seconds(tokens, squares, degree, inside, documents, together=together[here])
         return seconds
@@ -78,8 +80,13 @@ class GroupTable:
         """Seconds of each group under the type of a cost, in place of its own; inf where heads or degree forbid it."""
         together = self.together(node_size)
         inside = together == self.degree
-        seconds = cost.group_seconds(self.tokens, self.squares, self.degree, inside, self.documents, together=together)
+        squares = self.attention_squares(cost)
+        seconds = cost.group_seconds(self.tokens, squares, self.degree, inside, self.documents, together=together)
         return np.where(cost.allows(self.degree) | (self.degree == 1), seconds, np.inf)
+
+    def attention_squares(self, cost: Cost) -> Ints:
+        """Squared rows that attention computes (G,): on a known machine without padding, which kernels skip."""
+        return self.unpadded if cost.network else self.squares
 
     def together(self, node_size: int) -> Ints:
         """The fewest slots of each group that share a node; its degree if all do (G,)."""
@@ -110,7 +117,7 @@ class Timeline:
 
     `rows` held, `busy` seconds of own work, `start` of that work, and `end`, at which the slot may go on; `end − start
     − busy` is the wait for others. A slot that skips a micro-batch has `start == end` and no busy time. `step_seconds`
-    is the end of the whole step, in free mode `Cost.closing_seconds` after the last slot's.
+    is the end of the whole step: `Cost.update_seconds` after the last slot's, in free mode `closing_seconds` more.
     """
 
     rows: Ints
@@ -163,7 +170,7 @@ def timeline(
         busy[active] += cost.micro_batch_seconds
         start, end, total = _free(busy, active, _components(table, count, slots))
         total += cost.closing_seconds
-    return Timeline(-(-rows // row_multiple) * row_multiple, busy, start, end, total)
+    return Timeline(-(-rows // row_multiple) * row_multiple, busy, start, end, total + cost.update_seconds)
 
 
 def _lockstep(busy: Floats) -> tuple[Floats, Floats, float]:

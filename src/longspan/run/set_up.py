@@ -198,7 +198,9 @@ def _resolve_plans(run: TrainingRun, data: RunData, log: LogLine) -> TrainingRun
 
 
 def _cost_of_model(config: RunConfig, world: World, model: AnyModel, corpus: Corpus, log: LogLine) -> Cost:
-    cost = cost_of_run(config, model.config, log, gpu=world.device.type == "cuda")
+    gpu, tokens = world.device.type == "cuda", max(1, int(corpus.lengths.sum()))
+    share = 1.0 if corpus.targets is None else min(1.0, float(corpus.targets.sum()) / tokens)
+    cost = cost_of_run(config, model.config, log, gpu=gpu, slots=world.home.slots, target_share=share)
     if corpus.images is None or not len(corpus.images):
         return cost
-    return with_spans(cost, model.config, corpus.images.column("rows").tolist(), int(corpus.lengths.sum()))
+    return with_spans(cost, model.config, corpus.images.column("rows").tolist(), tokens)

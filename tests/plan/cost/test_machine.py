@@ -2,13 +2,18 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from longspan import Group
+from longspan import Group, Layout, plan_fixed
+from longspan.attention.members import HeadSplit
 from longspan.errors import PlanError
 from longspan.plan import AttentionCall, Cost, CostSettings, Machine
+from longspan.plan.cost import attention_price
 from longspan.plan.cost.links import KINDS
+from longspan.plan.cost.model_shape import ModelShape
+from longspan.plan.simulate.simulate import simulate
 from tests.plan.cost.test_model_shape import QWEN3_8B as CONFIG
 
 QWEN3_8B = AttentionCall(heads=32, kv_heads=8, head_dim=128)
@@ -21,6 +26,7 @@ def group(degree: int, *lengths: int, first: int = 0) -> Group:
 
 
 # One layer's attention forward and backward, ms, one document over so many H200s.
+# Of a2a+p2p before it had slices of heads: exchange, ring and exchange one after the other.
 ONE_HOST = [  # bench/records/attention-4xH200.md at 64K and 128K; shorter ones wait for the host
     (4, 65536, {"p2p": 54.04, "all_gather": 54.22, "a2a": 51.69, "a2a+p2p": 54.32}),
     (4, 131072, {"p2p": 213.12, "all_gather": 211.03, "a2a": 206.59, "a2a+p2p": 208.54}),
@@ -30,21 +36,50 @@ TWO_HOSTS = [  # of 4 each, emulated: NCCL over TCP, 2.65 GB/s a slot
 ]
 
 
+def prices_of_records(machine: Machine, degree: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Milliseconds of a layer under each type, of a2a+p2p in one piece."""
+    prices = machine.attention_seconds(group(degree, rows), QWEN3_8B, node_size=4)
+    monkeypatch.setattr(attention_price, "EXCHANGE_SLICE_BYTES", 1 << 40)
+    prices["a2a+p2p"] = machine.attention_seconds(group(degree, rows), QWEN3_8B, node_size=4)["a2a+p2p"]
+    return {kind: price.seconds * 1e3 for kind, price in prices.items()}
+
+
 @pytest.mark.parametrize(("degree", "rows", "measured"), ONE_HOST)
 def test_prices_inside_a_host_are_within_five_percent_of_what_was_measured(
-    degree: int, rows: int, measured: dict[str, float]
+    degree: int, rows: int, measured: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prices = H200.attention_seconds(group(degree, rows), QWEN3_8B)
-    assert {kind: prices[kind].seconds * 1e3 for kind in measured} == pytest.approx(measured, rel=0.05)
+    assert prices_of_records(H200, degree, rows, monkeypatch) == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.parametrize(("degree", "rows", "measured"), TWO_HOSTS)
 def test_prices_across_hosts_are_within_ten_percent_and_in_order(
-    degree: int, rows: int, measured: dict[str, float]
+    degree: int, rows: int, measured: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prices = SOCKETS.attention_seconds(group(degree, rows), QWEN3_8B, node_size=4)
-    assert {kind: prices[kind].seconds * 1e3 for kind in measured} == pytest.approx(measured, rel=0.1)
-    assert sorted(prices, key=lambda kind: prices[kind].seconds) == [*measured]
+    prices = prices_of_records(SOCKETS, degree, rows, monkeypatch)
+    assert prices == pytest.approx(measured, rel=0.1)
+    assert sorted(prices, key=lambda kind: prices[kind]) == [*measured]
+
+
+def test_slices_hide_messages_of_two_levels() -> None:
+    # 8 key/value heads among 4 members: two rings of a head each. Among 8 all slices share one, and so a ring.
+    for size, heads, kv_heads, rings in ((4, 32, 8, 2), (8, 32, 8, 1), (4, 12, 4, 1)):
+        call = AttentionCall(heads=heads, kv_heads=kv_heads, head_dim=128)
+        members = replace(group(2 * size, 131072), hierarchical_context_parallel_sizes=(size, 2))
+        price = SOCKETS.attention_seconds(members, call, node_size=size)["a2a+p2p"]
+        wire = price.bytes_by_level["across"] / (2 * size) / (0.7 * 2.65e9)  # each member's, all of a host at once
+        computed, split = price.seconds - price.exposed, HeadSplit(heads, kv_heads, size)
+        assert split.slices(2) // split.slices_per_kv_head(split.slices(2)) == rings
+        # In one ring half of the work is on the own block, in which nothing arrives; in two the first and last piece.
+        least = wire - computed * (1 / 2 if rings == 1 else 2 / 7 * 3 / 4 + 5 / 7)
+        assert least <= price.exposed <= least + 0.01, (size, heads, price)
+
+
+def test_key_value_heads_are_sent_as_attention_deals_them() -> None:
+    shapes = [(heads, kv, n) for heads in (8, 12, 24, 32) for kv in (1, 2, 3, 4, 8) for n in (1, 2, 3, 4, 6, 8, 12, 16)]
+    for heads, kv_heads, members in shapes:
+        if heads % kv_heads == 0 and heads % members == 0:
+            copies = attention_price.kv_copies(heads, kv_heads, members)
+            assert copies == HeadSplit(heads, kv_heads, members).kv_copies, (heads, kv_heads, members)
 
 
 CHOICES = [
@@ -107,7 +142,8 @@ def test_bytes_by_level() -> None:
     within = SOCKETS.attention_seconds(group(4, 131072), QWEN3_8B, node_size=4)
     assert all(price.bytes_by_level["across"] == 0 for price in within.values())
     repeated = H200.attention_seconds(group(16, 131072), QWEN3_8B, node_size=16)["a2a"]  # 8 heads go to 16 members
-    assert repeated.bytes_by_level["inside"] == pytest.approx(131072 * 4 * (32 + 2 * 8) * 2 * 128 * 15 / 16)
+    numbers = 2 * (32 + 16) + 2 * 32 + 4 * 16  # bytes of a row and column; the copies' gradients are summed in float32
+    assert repeated.bytes_by_level["inside"] == pytest.approx(131072 * numbers * 2 * 128 * 15 / 16)
 
 
 def test_all_types_are_priced_whatever_the_groups_own() -> None:
@@ -137,6 +173,61 @@ def test_the_cost_of_a_model_prices_groups_as_its_layers() -> None:
     for kind, inner in (("p2p", 1), ("all_gather", 1), ("a2a", 1), ("a2a+p2p", 4)):
         seconds = float(cost.under(kind, inner).group_seconds(rows, rows**2, 8, False, together=4))
         assert seconds - cost.linear_seconds * rows / 8 == pytest.approx(36 * layers[kind].seconds, rel=1e-9)
+
+
+def test_sharded_weights_are_gathered_and_summed_for_every_micro_batch() -> None:
+    machine, weights = replace(H200, sharding_share=1.0), ModelShape.of(CONFIG).stored_weights
+    assert weights == pytest.approx(8.19e9, rel=1e-3)
+    plain = machine.cost(CONFIG)
+
+    def added(**settings: Any) -> float:
+        return machine.cost(CONFIG, CostSettings(**settings)).micro_batch_seconds - plain.micro_batch_seconds
+
+    copies, wire = 3 * weights * machine.weight_copy_seconds, weights / machine.sharding_bytes_per_second
+    assert added(shards=1) == pytest.approx(copies)
+    assert added(shards=4) == pytest.approx(copies + 8 * 3 / 4 * wire)  # twice 2 bytes, and sums of 4
+    assert added(shards=4, gathered_once=True) == pytest.approx(copies * 2 / 3 + 6 * 3 / 4 * wire)
+    assert added(shards=4, frozen=True) == pytest.approx(copies * 2 / 3 + 4 * 3 / 4 * wire)
+    assert added(shards=4, tp=2) == pytest.approx(added(shards=4) / 2) == pytest.approx(added(shards=4, weight_ranks=2))
+    assert added(shards=16) == pytest.approx(copies + 8 * 15 / 16 * wire)  # across 40 GB/s a slot, of 8 together
+    forward = machine.cost(CONFIG, CostSettings(shards=4, forward=True)).micro_batch_seconds
+    assert forward == pytest.approx(plain.micro_batch_seconds / 3 + copies / 3 + 2 * 3 / 4 * wire)
+
+
+def test_a_step_ends_with_the_optimizer() -> None:
+    weights, seconds = ModelShape.of(CONFIG).stored_weights, H200.weight_update_seconds
+    ends = {n: H200.cost(CONFIG, CostSettings(shards=n)).update_seconds - H200.update_seconds for n in (0, 1, 4)}
+    assert ends == pytest.approx({0: weights * seconds, 1: weights * seconds, 4: weights * seconds / 4})
+    twice = H200.cost(CONFIG, CostSettings(shards=8, dp_replicate=2)).update_seconds - H200.update_seconds
+    assert twice == pytest.approx(weights / 8 * (seconds + 4 / 40e9))  # each copy sends the half of its sums, twice
+    assert H200.cost(CONFIG, CostSettings(frozen=True)).update_seconds == H200.update_seconds
+    cost = H200.cost(CONFIG)
+    plan, bare = (plan_fixed([4096] * 8, Layout(4), 2, cost=c) for c in (cost, replace(cost, update_seconds=0.0)))
+    assert plan.predicted_seconds - bare.predicted_seconds == pytest.approx(cost.update_seconds)
+    assert plan.lower_bound_seconds - bare.lower_bound_seconds == pytest.approx(cost.update_seconds)
+    ran = simulate(plan, pp=2)
+    assert ran.seconds - simulate(bare, pp=2).seconds == pytest.approx(cost.update_seconds)
+
+
+def test_rows_without_a_target_have_no_logits() -> None:
+    every, half = (H200.cost(CONFIG, CostSettings(target_share=share)) for share in (1.0, 0.5))
+    head = 151936 * (6 * 4096 / H200.product_flops_per_second + H200.logit_pass_seconds)
+    assert every.linear_seconds - half.linear_seconds == pytest.approx(head / 2)
+    assert every.forward_only().linear_seconds - half.forward_only().linear_seconds == pytest.approx(head / 6)
+    frozen, none = (H200.cost(CONFIG, CostSettings(frozen=True, target_share=share)) for share in (1.0, 0.0))
+    head -= 151936 * 2 * 4096 / H200.product_flops_per_second
+    assert frozen.linear_seconds - none.linear_seconds == pytest.approx(head)
+
+
+def test_experts_have_a_rate_of_their_own_and_no_passes_of_an_mlp() -> None:
+    config = CONFIG | {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
+    shape, dense = ModelShape.of(config), ModelShape.of(CONFIG)
+    assert shape.expert_weights == 36 * 3 * 2 * 4096 * 768 and dense.expert_weights == 0
+    assert shape.stored_weights - shape.weights == 36 * 3 * 14 * 4096 * 768 + 4096 * 151936
+    assert (shape.dense_layers, dense.dense_layers) == (0, 36)
+    slower = replace(H200, expert_flops_per_second=H200.expert_flops_per_second / 2)
+    more = slower.cost(config).linear_seconds - H200.cost(config).linear_seconds
+    assert more == pytest.approx(6 * shape.expert_weights / H200.expert_flops_per_second)
 
 
 def test_settings_of_a_run() -> None:

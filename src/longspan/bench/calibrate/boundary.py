@@ -13,7 +13,7 @@ from longspan.errors import CommError
 from longspan.layout.layout import short
 
 PIVOTS = 8  # at most: O(ranks) messages
-GAP = 2.0  # near and far messages differ at least by this factor; and no two near, nor two far ones, differ by it
+GAP = 2.0  # near and far messages differ at least by this factor
 NAMED = 4  # hosts named in a message
 
 Seconds = Mapping[int, float]  # of a message between a pivot and each other rank
@@ -70,23 +70,20 @@ def cluster_ranks(ranks: int, measured: Mapping[int, Seconds]) -> Boundary:
 
 
 def _gap(seconds: Iterable[float]) -> float | None:
-    """Seconds between near and far messages; None if there is no gap, or more than one.
-
-    The gap has to be wider than the spread on either side of it, or one slow message would be a host of its own.
-    """
-    rising = sorted(seconds)
-    steps = sorted(((after / before, math.sqrt(before * after)) for before, after in pairwise(rising)), reverse=True)
-    if not steps or steps[0][0] < GAP:
-        return None
-    limit = steps[0][1]
-    near, far = ([time for time in rising if (time < limit) is side] for side in (True, False))
-    spread = max(near[-1] / near[0], far[-1] / far[0])
-    return limit if spread < steps[0][0] else None
+    """Seconds between near and far messages; None if there is no gap."""
+    steps = [(after / before, math.sqrt(before * after)) for before, after in pairwise(sorted(seconds))]
+    widest, limit = max(steps, default=(1.0, 0.0))
+    return limit if widest >= GAP else None
 
 
 def hosts_of_launcher(ranks: int, node_size: int) -> tuple[tuple[int, ...], ...]:
     """The ranks of each host as plans take them: `node_size` neighbours, fewer on the last host."""
     return tuple(tuple(range(first, min(first + node_size, ranks))) for first in range(0, ranks, node_size))
+
+
+def contradicts(boundary: Boundary, ranks: int, node_size: int) -> bool:
+    """Whether measured hosts are not those of the launcher."""
+    return not set(boundary.hosts) <= set(hosts_of_launcher(ranks, node_size))
 
 
 def check_boundary(boundary: Boundary, ranks: int, node_size: int) -> str:
@@ -96,7 +93,7 @@ def check_boundary(boundary: Boundary, ranks: int, node_size: int) -> str:
     if not boundary.hosts:
         reason = "messages between ranks take about the same time" if ranks > 1 else "there is one rank"
         return f"hosts: {hosts}, as the launcher counts them; {reason}, so they were not told apart by it"
-    if not set(boundary.hosts) <= set(launched):
+    if contradicts(boundary, ranks, node_size):
         raise CommError(
             f"messages are short between ranks {_named(boundary.hosts)}, and the launcher has hosts of ranks "
             f"{_named(launched)} (LOCAL_WORLD_SIZE {node_size}), which plans take to be the fast groups; start "

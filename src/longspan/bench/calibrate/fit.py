@@ -15,17 +15,24 @@ from numpy.typing import NDArray
 
 from longspan.plan import AttentionCall, Group, Machine
 from longspan.plan.cost.links import KINDS, LEVELS, SHARDED_KINDS, Level, Link, Wire
+from longspan.plan.cost.model_shape import ModelShape
+from longspan.plan.simulate.row_bytes import QWEN3_8B
 
 Floats = NDArray[np.float64]
 Part = Literal["step", "launch", "attention", "memory", "product", "link", "type"]
 PARTS: tuple[Part, ...] = ("step", "launch", "attention", "memory", "product", "link", "type")
-NEVER_MEASURED = (  # of state-space layers, encoders and merges of a ring
+NEVER_MEASURED = (  # of state-space layers, encoders, experts, merges of a ring, FSDP2's copies and the optimizer
     "scan_flops_per_second",
     "summary_flops_per_second",
     "channel_seconds",
     "encoder_flops_per_second",
+    "expert_flops_per_second",
     "wave_seconds",
     "merge_passes",
+    "sharding_bytes_per_second",
+    "sharding_share",
+    "weight_copy_seconds",
+    "weight_update_seconds",
 )
 
 
@@ -156,6 +163,8 @@ def _fit_steps(samples: Sequence[Sample], base: Machine, figures: dict[str, Any]
     step, micro_batch, flop = _solve(others, "steps", "micro_batches", "weight_flops", weights=samples)
     if flop:
         figures |= {"product_flops_per_second": 1 / flop, "micro_batch_seconds": micro_batch}
+        # The samples are of one width, so that passes over memory are in the rate; a step's end is measured as a whole.
+        figures |= {"layer_pass_seconds": 0.0, "logit_pass_seconds": 0.0, "update_seconds": max(0.0, step)}
     return step
 
 
@@ -199,10 +208,16 @@ def _type_seconds(machine: Machine, sample: Sample) -> float:
 
 def _scale_to(base: Machine, figures: Mapping[str, Any]) -> dict[str, float]:
     """Rates that are never measured, of a device that is not the base."""
-    faster = figures.get("product_flops_per_second", base.product_flops_per_second) / base.product_flops_per_second
+    usual = _rate_of_layers(base)
+    faster = figures.get("product_flops_per_second", usual) / usual
     memory = figures.get("memory_bytes_per_second", base.memory_bytes_per_second) / base.memory_bytes_per_second
     rates = {name: getattr(base, name) * faster for name in NEVER_MEASURED if name.endswith("_flops_per_second")}
     return rates | {"channel_seconds": base.channel_seconds / memory}
+
+
+def _rate_of_layers(machine: Machine) -> float:
+    """FLOP/s of a dense model's layers with their passes over memory, as products of a step are measured."""
+    return 6 * ModelShape.of(QWEN3_8B).weights / machine.cost(QWEN3_8B).linear_seconds
 
 
 def _solve(samples: Sequence[Sample], *names: str, weights: Sequence[Sample] | None = None) -> list[float]:

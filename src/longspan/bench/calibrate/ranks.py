@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from longspan.attention import attend
-from longspan.bench.calibrate.boundary import check_boundary, measure_boundary
+from longspan.bench.calibrate.boundary import Boundary, check_boundary, contradicts, measure_boundary
 from longspan.bench.calibrate.fit import Sample
 from longspan.bench.calibrate.link_trials import CPU_SIZES, GPU_SIZES, LinkTrials, exchange_with
 from longspan.bench.calibrate.trial import Clock, Trial
 from longspan.bench.layers import with_layers
 from longspan.comm import World, bind
+from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
 from longspan.model.prepared import vocabulary_size
@@ -81,13 +82,17 @@ def calibrate_ranks(rank: int, settings: CalibrationSettings) -> Measured:
 def _find_hosts(world: World, clock: Clock) -> str:
     """A line about the hosts. Raises CommError where messages show others than the launcher.
 
-    Hosts are told apart by the latency of short messages or, if that is about the same everywhere, by longer ones.
+    Hosts are told apart by the latency of short messages or, if that is about the same everywhere, by longer ones. What
+    contradicts the launcher is measured twice: on busy hosts a rank may be slow for a while.
     """
+    slots, node_size = world.home.slots, world.node_size
     line = ""
     for size in (SHORT, LONG):
         measure = partial(clock.time_pairs, run=exchange_with(world, size), repeats=9)
-        boundary = measure_boundary(world.home.slots, measure)
-        line = check_boundary(boundary, world.home.slots, world.node_size)
+        boundary = measure_boundary(slots, measure)
+        if contradicts(boundary, slots, node_size) and measure_boundary(slots, measure) != boundary:
+            boundary = Boundary(())
+        line = check_boundary(boundary, slots, node_size)
         if boundary.hosts:
             break
     return line
@@ -107,8 +112,13 @@ class Shape:
 
     @classmethod
     def of(cls, model: Any, dtype: torch.dtype) -> "Shape":
-        """Those of a transformers model."""
+        """Those of a transformers model. Raises ConfigError for one with state-space layers."""
         shape = ModelShape.of(model.config)
+        if shape.mixer_layers:
+            raise ConfigError(
+                "products are measured in the steps of a model without state-space layers, and this one has "
+                f"{shape.mixer_layers} of them; leave --preset and --model out"
+            )
         full = shape.layers - shape.window_layers - shape.chunk_layers
         size = shape.query_width // shape.heads
         weights = 6.0 * shape.weights

@@ -124,7 +124,7 @@ def make_settings(
         config = _with_limits(flags, config, configuration, documents, home, gpu=gpu)
     config = _check_as_run(resolve_defaults(config), max(documents.lengths), ranks, planners)
     _check_cap(flags, config)
-    cost, heads = cost_of_run(config, configuration, _silent, gpu=gpu), query_heads(configuration)
+    cost, heads = cost_of_run(config, configuration, _silent, gpu=gpu, slots=home.slots), query_heads(configuration)
     config, _ = choose_partition(config, [documents.lengths], home, cost=cost, heads=heads)
     settings = StepSettings(
         flags=flags,

@@ -20,6 +20,7 @@ from longspan.cli.plans.comparison_tables import (
     degrees_json,
     degrees_picture,
     degrees_table,
+    sensitivity_lines,
     title_of_saved_plans,
 )
 from longspan.cli.plans.lengths import read_lengths
@@ -41,6 +42,7 @@ from longspan.plan.planners.options import PlanOptions
 from longspan.plan.simulate.compare import NamedSimulation, PlannerComparison
 from longspan.plan.simulate.evaluation import which_degree
 from longspan.plan.simulate.row_bytes import QWEN3_8B, Checkpointing, RowBytes
+from longspan.plan.simulate.sensitivity import Sensitivity
 from longspan.plan.simulate.simulate import simulate
 from longspan.plan.simulate.type_and_partition import type_of
 from longspan.report.markup import page, tag
@@ -70,6 +72,9 @@ class CompareFlags(PlanningFlags):
     plan."""
     accumulation: int = 0
     """With --which-eval-degree: micro-batches that keep the pipeline full; 0: the stages."""
+    sensitivity: Switch = False
+    """With --compare: also make the dynamic plan with each constant of the price 20 % lower and higher, and print how
+    much longer it then takes: whether calibration is worth the time."""
     plans: tuple[str, ...] = ()
     """With --compare: simulate these saved plans instead, those in a run's folder, or those of all its steps
     (RUN/plans.jsonl)."""
@@ -94,6 +99,7 @@ def compare(flags: CompareFlags) -> int:
     check_least(flags, world=0, slots=0, tp=1, pp=1, vpp=1, max_tokens_per_slot=0, node_size=1, accumulation=0)
     check_degrees(flags)
     check_pictures(flags.plot, ("svg", "html"), "a comparison")
+    _check_sensitivity(flags)
     _check_compared_degrees(flags)
     if flags.plans:
         rows = list(_simulate_saved_plans(flags))
@@ -120,8 +126,21 @@ def compare(flags: CompareFlags) -> int:
         min_cp=flags.min_cp,
         max_cp=flags.max_cp,
     )
-    _show_rows(flags, title, list(comparison.simulations()), type_notes(flags, flags.cp_comm_type or "auto"))
+    notes, changes = list(type_notes(flags, flags.cp_comm_type or "auto")), list[Sensitivity]()
+    if flags.sensitivity:
+        changes = list(comparison.sensitivity())
+    _show_rows(flags, title, list(comparison.simulations()), notes, changes)
     return 0
+
+
+def _check_sensitivity(flags: CompareFlags) -> None:
+    """Raise ConfigError where there is no dynamic plan of a training step to change constants of."""
+    others = {"--plans": flags.plans, "--which-eval-degree": flags.which_eval_degree, "--evaluation": flags.evaluation}
+    for name, value in others.items():
+        if flags.sensitivity and value:
+            raise ConfigError(
+                f"--sensitivity is of the dynamic plan of a training step, and {name} compares others; leave one out"
+            )
 
 
 def _check_compared_degrees(flags: CompareFlags) -> None:
@@ -200,11 +219,18 @@ def _row_bytes(flags: CompareFlags, plan: Plan) -> RowBytes:
     return RowBytes.of(flags.model or QWEN3_8B, depths=depths, checkpointing=checkpointing, exchanged=exchanged)
 
 
-def _show_rows(flags: CompareFlags, title: str, rows: Sequence[NamedSimulation], notes: Sequence[str] = ()) -> None:
+def _show_rows(
+    flags: CompareFlags,
+    title: str,
+    rows: Sequence[NamedSimulation],
+    notes: Sequence[str] = (),
+    changes: Sequence[Sensitivity] = (),
+) -> None:
     if flags.json:
-        print(comparison_json(title, rows))
+        print(comparison_json(title, rows, changes))
     else:
-        print("\n".join([comparison_table(title, rows, flags.activation_checkpointing), *notes]))
+        table = comparison_table(title, rows, flags.activation_checkpointing)
+        print("\n".join([table, *notes, *sensitivity_lines(changes)]))
     _write_pictures(flags, title, comparison_picture(title, rows) if flags.plot else "")
 
 

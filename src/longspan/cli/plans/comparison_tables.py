@@ -13,6 +13,7 @@ from longspan.plan import Plan, slot_rows
 from longspan.plan.simulate.compare import NamedSimulation
 from longspan.plan.simulate.evaluation import DegreeComparison
 from longspan.plan.simulate.row_bytes import Checkpointing
+from longspan.plan.simulate.sensitivity import Sensitivity
 from longspan.plan.simulate.simulate import Simulation
 from longspan.plan.simulate.type_and_partition import type_of
 from longspan.report.chart import Chart, Series
@@ -41,6 +42,9 @@ UNTIMED = (
 )
 _CLOSING_NOTE = """\
 closing: share of a free step that gathers sharded parameters before it and sums their gradients after it."""
+_SENSITIVITY_NOTE = """\
+rows moved: share of rows in groups of another degree or type. longer by: time of the plan that is made with the wrong
+constant over that of the right one, both at the right price; 0 also where it is faster by chance."""
 SAME = 5e-3  # relative difference up to which a dynamic plan is no line of its own
 _NOTE = """\
 filled: one document a group and micro-batch, documents repeated to fill the last pass. planned: each document once,
@@ -114,10 +118,24 @@ def _bar_words(simulation: Simulation, timed: bool) -> str:
     )
 
 
-def comparison_json(title: str, rows: Sequence[NamedSimulation]) -> str:
-    """Simulations as a JSON object."""
+def comparison_json(title: str, rows: Sequence[NamedSimulation], changes: Sequence[Sensitivity] = ()) -> str:
+    """Simulations as a JSON object, with what wrong constants change if that was computed."""
     plans = [{"name": name} | ({"error": s} if isinstance(s, str) else _simulation_json(s)) for name, s in rows]
-    return json.dumps({"title": title, "plans": plans}, indent=1)
+    of_plans: dict[str, Any] = {"title": title, "plans": plans}
+    if changes:
+        names = ("constant", "factor", "moved", "regret")
+        of_plans["sensitivity"] = [{name: getattr(change, name) for name in names} for change in changes]
+    return json.dumps(of_plans, indent=1)
+
+
+def sensitivity_lines(changes: Sequence[Sensitivity]) -> list[str]:
+    """How the dynamic plan changes with each constant, the most harmful first; nothing if that was not computed."""
+    if not changes:
+        return []
+    worst_first = sorted(changes, key=lambda change: -change.regret)
+    names = ["constant", "wrong by", "rows moved", "longer by"]
+    cells = [(c.constant, f"{c.factor - 1:+.0%}", f"{c.moved:.0%}", f"{max(0.0, c.regret):.2%}") for c in worst_first]
+    return ["", "If a constant is wrong, the dynamic plan changes:", text_table(names, cells), _SENSITIVITY_NOTE]
 
 
 def _simulations(rows: Sequence[NamedSimulation]) -> list[tuple[str, Simulation]]:

@@ -103,7 +103,8 @@ def read_price(flags: PlanningFlags, *, training: bool = True) -> Cost:
 
     Raises ConfigError for a file without a cost and for depths without a model, PlanError for a model without a price.
     """
-    depths, machine = flags.mtp_depths, read_machine(flags.machine, "--machine") if flags.machine else None
+    depths = flags.mtp_depths
+    machine = read_machine(flags.machine, "--machine") if flags.machine and not flags.tflops else None
     of_model = isinstance(machine, Cost)
     if depths < 0 or (depths and (of_model or not flags.model)):
         model = f"--machine {flags.machine}, which was measured with what it has" if of_model else "no --model"

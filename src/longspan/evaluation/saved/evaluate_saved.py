@@ -129,7 +129,8 @@ class _Evaluator:
         model, step = load_saved_model(fit.checked, fit.config, fit.configuration, self.world, images=images)
         model.eval()
         use_machine(fit.config, self.world, log)
-        price = partial(cost_of_run, fit.config, model.config, log, gpu=self.world.device.type == "cuda")
+        gpu, slots = self.world.device.type == "cuda", self.world.home.slots
+        price = partial(cost_of_run, fit.config, model.config, log, gpu=gpu, slots=slots)
         cost = run_on_every_rank(self.world, price, ConfigError)
         with StopSignal() as stop:
             sets = tuple(self._evaluate_sets(model, step, cost, stop, log, progress))

@@ -13,7 +13,8 @@ as the code sends them, layer by layer, forward and backward:
   so do the gradients, which are exchanged. Between hosts a gather's bytes come through all slots of a host together.
 - `a2a`: each slot exchanges with the slots of its host and of other hosts at the same time; large exchanges go in two
   slices of heads, which hide behind each other's work. Key/value heads fewer than members are sent several times.
-- `a2a+p2p`: exchanges in one piece around a ring of fewer, larger blocks.
+- `a2a+p2p`: exchanges around a ring of fewer, larger blocks. Large ones go in two slices of heads as well, whose rings
+  take turns: blocks and gradients of one travel while another is computed.
 
 Measured against it: tests/plan/cost/test_machine.py, bench/records/attention-*.md.
 """
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from longspan.plan.cost.links import Network
 
@@ -97,7 +98,8 @@ class Rows(NamedTuple):
 
     `tokens` and `squares` are the sums of the documents' rows and of their squares, `degree` the members, `together`
     the fewest members of a group that share a host (the degree if all do), `busiest` what the busiest member of a ring
-    computes, over the mean, and `typical` the length of the document of a typical row (None: squares / tokens).
+    computes, over the mean, and `typical` the length of the document of a typical row (None: squares / tokens). Of
+    `narrow` groups members send each other only the rows that a window or chunk leaves, in one piece.
     """
 
     tokens: Floats
@@ -106,6 +108,7 @@ class Rows(NamedTuple):
     together: Floats
     busiest: Floats | float = 1.0
     typical: Floats | None = None
+    narrow: bool = False
 
     @property
     def inside(self) -> NDArray[np.bool_]:
@@ -127,6 +130,23 @@ def exchanging_members(kind: str, a2a_size: int, degree: Floats) -> Floats:
     if kind == "a2a+p2p":
         return np.gcd(degree.astype(np.int64), a2a_size).astype(np.float64)
     return np.ones_like(degree)
+
+
+def kv_copies(heads: int, kv_heads: int, members: ArrayLike) -> Floats:
+    """How often every key/value head is sent to members that exchange heads (`HeadSplit` deals them out).
+
+    A member computes its query heads in equally long runs that share a key/value head. It needs a head of its own for
+    each run, so that more are sent than there are if members cut through the queries of a head.
+    """
+    members = np.asarray(members, dtype=np.int64)
+    _, runs = _deal_heads(heads, kv_heads, members)
+    return np.maximum(1.0, np.asarray(members * runs / kv_heads, dtype=np.float64))
+
+
+def _deal_heads(heads: int, kv_heads: int, members: Integers) -> tuple[Integers, Integers]:
+    """The query heads of a member, and in how many runs that share a key/value head it computes them."""
+    member_heads = np.maximum(1, heads // members)
+    return member_heads, member_heads // np.gcd(max(1, heads // kv_heads), member_heads)
 
 
 def price_attention(cost: AttentionRates, rows: Rows) -> AttentionPrice:
@@ -187,14 +207,17 @@ class _Layer:
         self.cost, self.network, self.rows, self.around = cost, network, rows, around
         self.exchanging = rows.degree / around
         self.computed = computed / network.layers
-        self.copies = np.maximum(1.0, self.exchanging / network.kv_heads)  # of a key/value head among members
+        self.copies = kv_copies(network.heads, network.kv_heads, self.exchanging)  # of a key/value head among members
         self.both = cost.passes != "forward"
         per_row = rows.tokens / rows.degree / network.layers  # of a member
         self.block = network.block_share * cost.ring_bytes * per_row if self.both else cost.ring_bytes * per_row
-        self.gradients = (1 - 2 * network.block_share) * cost.ring_bytes * per_row if self.both else 0.0 * per_row
+        self.gradients = network.gradient_share * cost.ring_bytes * per_row if self.both else 0.0 * per_row
         exchanged = cost.exchange_bytes * per_row / (2 if self.both else 1)
         self.queries = (1 - network.key_share) / 2 * exchanged  # or as many bytes of outputs
         self.keys = network.key_share * exchanged * self.copies
+        # Gradients of the copies of a head are summed, and travel in the dtype of sums.
+        self.key_gradients = self.keys * np.where(self.copies > 1, network.gradient_share / network.block_share, 1.0)
+        self.slices, self.rings = self._count_slices()
 
     def wait_seconds(self) -> Floats:
         """Seconds of all layers."""
@@ -211,18 +234,27 @@ class _Layer:
         return self.network.layers * seconds
 
     def _ring(self, is_forward: bool, computed: Floats) -> Floats:
-        """Blocks travel while others are computed, all but the own one; gradients of a block travel behind it."""
+        """Blocks travel while others are computed, all but the own one; gradients of a block travel behind it.
+
+        The rings of slices take turns, so that the messages of one travel while another is computed: what shows is the
+        work on the last block of the last ring, or in backward on the blocks before the first gradients leave.
+        """
+        rings, steps = self.rings, self.around - 1
         sizes = [self.block * self.copies] if is_forward else [self.block * self.copies, self.gradients * self.copies]
+        wires = [steps * rings * self._step_seconds(size / rings) for size in sizes]
+        pieces = rings * self.around
+        exposed = np.maximum(sum(wires) - computed * (1 - 1 / pieces), 0.0)
+        if not is_forward:
+            sliced = np.maximum(sum(wires) - computed, wires[1] - computed * (1 - 2 / pieces))
+            exposed = np.where(rings > 1, np.maximum(sliced, 0.0), exposed)
+        return exposed + len(sizes) * rings * steps * self.network.step_seconds
+
+    def _step_seconds(self, size: Floats) -> Floats:
+        """Seconds of a message around the ring."""
+        inside, across = self.network.inside, self.network.across
         alone = np.minimum(self.exchanging, self.rows.together) <= 1  # one member of a host crosses
-        across = np.where(
-            alone,
-            sum(self.network.across.point_alone.seconds(size) for size in sizes),
-            sum(self.network.across.point.seconds(size) for size in sizes),
-        )
-        inside = sum(self.network.inside.point.seconds(size) for size in sizes)
-        wire = (self.around - 1) * np.where(self.rows.inside, inside, across)
-        hidden = computed * (self.around - 1) / self.around
-        return np.maximum(wire - hidden, 0.0) + len(sizes) * (self.around - 1) * self.network.step_seconds
+        crossing = np.where(alone, across.point_alone.seconds(size), across.point.seconds(size))
+        return np.where(self.rows.inside, inside.point.seconds(size), crossing)
 
     def _gather(self, is_forward: bool, computed: Floats) -> Floats:
         """Keys and values of all rows, in slices that travel while others are computed; gradients the same way back."""
@@ -247,11 +279,11 @@ class _Layer:
         return self.network.across.gather.seconds(received / together)
 
     def _exchange(self, is_forward: bool, computed: Floats) -> Floats:
-        """Heads for rows and back; slices hide the messages of others behind their work, under a2a."""
-        size, count = self.exchanging, np.where(self._is_sliced(), EXCHANGE_SLICES, 1)
+        """Heads for rows and back; slices hide the messages of others behind their work."""
+        size, count = self.exchanging, self.slices
         inside_host = np.minimum(self.rows.together, size)
         arriving = self.queries + (self.keys if is_forward else 0.0)
-        leaving = self.queries + (0.0 if is_forward else self.keys)
+        leaving = self.queries + (0.0 if is_forward else self.key_gradients)
         there, back = (
             self._exchange_seconds(x / count * (inside_host - 1) / size, x / count * (size - inside_host) / size)
             for x in (arriving, leaving)
@@ -259,9 +291,13 @@ class _Layer:
         sliced = np.maximum(there + computed + back, count * (there + back)) - computed
         return np.where(count > 1, sliced, there + back) + 2 * count * self.network.step_seconds
 
-    def _is_sliced(self) -> NDArray[np.bool_]:
-        large = self.queries >= 2 * EXCHANGE_SLICE_BYTES
-        return large & (self.cost.cp_comm_type == "a2a") & (self.network.heads / self.exchanging > 1)
+    def _count_slices(self) -> tuple[Floats, Floats]:
+        """Slices of the heads of large exchanges, and in how many rings they stand: one if they share keys."""
+        most, large = EXCHANGE_SLICES, self.queries >= 2 * EXCHANGE_SLICE_BYTES
+        heads, runs = _deal_heads(self.network.heads, self.network.kv_heads, self.exchanging.astype(np.int64))
+        even = (runs % most == 0) | ((most % runs == 0) & (heads % most == 0))
+        slices = np.where(large & even & (self.exchanging > 1) & (not self.rows.narrow), float(most), 1.0)
+        return slices, np.where(runs % most == 0, slices, 1.0)
 
     def _exchange_seconds(self, near: Floats, far: Floats) -> Floats:
         """Bytes that a member exchanges inside its host and between hosts; both travel at the same time."""

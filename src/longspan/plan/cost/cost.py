@@ -48,6 +48,7 @@ FORWARD_SHARES = {
     "merge_seconds": FORWARD_OF_ATTENTION,
     "micro_batch_seconds": 1 / 3,
     "closing_seconds": 1 / 3,
+    "update_seconds": 0.0,
 }
 
 
@@ -66,6 +67,7 @@ class Cost:
     mode: where parameters are sharded over slots, they are gathered before it and gradients are summed after it
     (`with_closing`). `launch_seconds` is the least that a micro-batch takes in the whole model however few its rows,
     because the host needs so long to launch it; `simulate` runs no micro-batch faster through pipeline stages.
+    `update_seconds` are added to every step once, whatever its rows: the optimizer, and what the ends of a step take.
     `source` names the model and machine of the constants, for tables and reports; "" means no machine: seconds only
     show how the parts of plans compare.
 
@@ -90,6 +92,7 @@ class Cost:
     merge_seconds: float = 0.0
     closing_seconds: float = 0.0
     launch_seconds: float = 0.0
+    update_seconds: float = 0.0
     source: str | None = field(default=None, compare=False)
     passes: Passes = "forward and backward"
     forward: "Cost | None" = None

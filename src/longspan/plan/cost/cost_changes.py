@@ -27,7 +27,7 @@ def with_recomputation(
     if kind == "none" and not frozen:
         return cost
     shape, forward = ModelShape.of(config, depths=depths), cost.forward_only()
-    share = min(layers or shape.decoder_layers, shape.decoder_layers) / shape.decoder_layers if kind != "none" else 0.0
+    share = recomputation_share(shape, kind, layers)
     full = share if kind == "full" else 0.0
     scans = cost.states.scan_seconds if cost.states else 0.0
     weights = (cost.linear_seconds - scans) * (1 + (share * shape.recomputed_weights / shape.weights - frozen) * 2 / 6)
@@ -42,6 +42,11 @@ def with_recomputation(
         states=cost.states and cost.states.with_recomputation(share),
         forward=forward,
     )
+
+
+def recomputation_share(shape: ModelShape, kind: Recomputation, layers: int) -> float:
+    """The share of a model's layers that run forward twice, if so many of them do (0: each)."""
+    return min(layers or shape.decoder_layers, shape.decoder_layers) / shape.decoder_layers if kind != "none" else 0.0
 
 
 def with_spans(cost: Cost, config: Any, spans: Iterable[int], tokens: int) -> Cost:

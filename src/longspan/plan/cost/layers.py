@@ -141,10 +141,15 @@ _GATED_SHARED_EXPERT = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")  # whose share
 
 
 class Weights(NamedTuple):
-    """Weights of a part of a layer, and those of its last product, which is not recomputed if it ends the layer."""
+    """Weights of a part of a layer, and those of its last product, which is not recomputed if it ends the layer.
+
+    `of_experts` are those of the experts that a token visits, `unvisited` (not in `all`) those of the others.
+    """
 
     all: int
     last: int
+    of_experts: int = 0
+    unvisited: int = 0
 
 
 class Widths(NamedTuple):
@@ -211,7 +216,9 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
         gated = bool(read.count("shared_expert_intermediate_size"))
     narrow = read.count("moe_latent_size")  # experts of Nemotron-H may read a narrower row
     weights = products * ((narrow or hidden) * visited * one + hidden * _shared_width(read, one))
-    return Weights(weights + 2 * hidden * narrow + hidden * (read.experts()[1] + gated), 0)
+    experts, one = read.experts()[1], products * (narrow or hidden) * one
+    every = weights + 2 * hidden * narrow + hidden * (experts + gated)
+    return Weights(every, 0, visited * one, max(0, experts - visited) * one)
 
 
 def _shared_width(read: ConfigReader, one: int) -> int:

@@ -205,6 +205,11 @@ class Network:
     half_speed_rows: float = 0.0
     step_seconds: float = 0.0
 
+    @property
+    def gradient_share(self) -> float:
+        """The share of the gradients of keys and values in a ring's bytes."""
+        return 1 - 2 * self.block_share
+
     def shared_by(self, tp: int) -> "Network":
         """The network as a tensor-parallel rank uses it, whose heads are a share of all."""
         return dataclasses.replace(self, heads=max(1, self.heads // tp), kv_heads=max(1, self.kv_heads // tp))

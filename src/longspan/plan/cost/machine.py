@@ -13,7 +13,7 @@ from typing import Any, cast
 from longspan.errors import PlanError
 from longspan.plan.check import check_count
 from longspan.plan.cost.cost import Cost, Passes
-from longspan.plan.cost.cost_changes import Recomputation, with_recomputation
+from longspan.plan.cost.cost_changes import Recomputation, recomputation_share, with_recomputation
 from longspan.plan.cost.links import LEVELS, Level, Link, Network
 from longspan.plan.cost.model_flops import price_model
 from longspan.plan.cost.model_shape import ModelShape
@@ -21,6 +21,8 @@ from longspan.plan.cost.type_price import AttentionCall, TypePrice, describe_gro
 from longspan.plan.micro_batch import Group
 
 VERSION = 1  # of the file
+# Passes over memory of a layer that runs forward twice, over those of forward and backward together (predictions.md).
+RECOMPUTED_PASSES = 0.75
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,10 @@ class CostSettings:
 
     `recomputation` of so many layers (0: each), `frozen` weights under adapters, `depths` of multi-token prediction,
     `bytes_per_number` of rows and weights, `tp` ranks of a slot, `ep` ranks that share experts, and `forward` alone.
+    FSDP2 shards weights over `shards` slots (0: every slot has all of them, without FSDP2), in `dp_replicate` copies,
+    gathers them for every micro-batch's forward pass, again for its backward pass unless `gathered_once`, and sums
+    gradients. `weight_ranks` of a slot share its weights (0: those of tp). In free mode shards are 0:
+    `Cost.with_closing` prices its gathers. Only the `target_share` of the rows predict a token: others have no logits.
     """
 
     recomputation: Recomputation = "none"
@@ -38,7 +44,11 @@ class CostSettings:
     bytes_per_number: int = 2
     tp: int = 1
     ep: int = 1
+    shards: int = 0
+    weight_ranks: int = 0
     dp_replicate: int = 1
+    gathered_once: bool = False
+    target_share: float = 1.0
     forward: bool = False
 
 
@@ -52,23 +62,33 @@ class Machine:
     >>> min(prices, key=lambda kind: prices[kind].seconds)
     'a2a'
 
-    `product_flops_per_second`: of all of a step but attention and scans (layers, optimizer and what else shows), by
-    FLOPs of weights. `attention_flops_per_second`: of a kernel on long pieces; on pieces of `half_speed_rows` it
-    reaches half. `scan_flops_per_second`, `summary_flops_per_second`: of state-space layers' scans, and of the passes
-    that make a run's states for others; `channel_seconds` those of a row and channel of convolutions with norms and
-    gates. A ring makes `merge_passes` passes over its output in float32 a step, at `memory_bytes_per_second`.
-    `step_seconds` is what a batch of messages takes with the launches around it, `ring_wait_seconds` what of a ring's
-    step in one layer and pass shows in whole steps; `micro_batch_seconds` those of a micro-batch's launches,
-    `layer_launch_seconds` what the host needs for one layer's forward pass. Encoders reach `encoder_flops_per_second`
-    outside attention (narrow products, rotary angles in float32), and launch a wave in `wave_seconds`
-    (bench/records/vision-step-4xH200.md). `inside` and `across` are the links.
+    `product_flops_per_second`: of products with weights; `expert_flops_per_second`: of those of experts, with the moves
+    of rows to them (bench/records/experts-H200.md). `layer_pass_seconds`: of a layer's passes over memory (norms,
+    gates, sums), for each row and number of its width; `logit_pass_seconds`: of the loss, for each row and logit.
+    `attention_flops_per_second`: of a kernel on long pieces; on pieces of `half_speed_rows` it reaches half.
+    `scan_flops_per_second`, `summary_flops_per_second`: of state-space layers' scans, and of the passes that make a
+    run's states for others; `channel_seconds` those of a row and channel of convolutions with norms and gates. A ring
+    makes `merge_passes` passes over its output in float32 a step, at `memory_bytes_per_second`. `step_seconds` is what
+    a batch of messages takes with the launches around it, `ring_wait_seconds` what of a ring's step in one layer and
+    pass shows in whole steps; `micro_batch_seconds` those of a micro-batch's launches, `layer_launch_seconds` what the
+    host needs for one layer's forward pass. Encoders reach `encoder_flops_per_second` outside attention (narrow
+    products, rotary angles in float32), and launch a wave in `wave_seconds` (bench/records/vision-step-4xH200.md).
+
+    FSDP2's messages inside a host run at `sharding_bytes_per_second` (gathers and sums of
+    bench/records/step-4xH200-moe.md), of which `sharding_share` shows; its copies take `weight_copy_seconds` a weight
+    for each gather and each sum (there and in step-4xH200-64k.md). `update_seconds` are those of the ends of a step,
+    `weight_update_seconds` of the optimizer for a weight. Rates of products, passes, share and ends are fitted to every
+    second step of bench/records/predictions.md. `inside` and `across` are the links.
     `assumed`: figures of a data sheet, not of a measurement; `assumed_parts` names the figures that a measured machine
     took from another. `world` is the number of ranks that were measured, `date` the day, and `fit_error` the mean
     relative error on samples that were held out.
     """
 
     device: str = "H200"
-    product_flops_per_second: float = 450e12
+    product_flops_per_second: float = 700e12
+    expert_flops_per_second: float = 450e12
+    layer_pass_seconds: float = 150e-12
+    logit_pass_seconds: float = 15e-12
     attention_flops_per_second: float = 617e12
     half_speed_rows: float = 300.0
     scan_flops_per_second: float = 55e12
@@ -78,10 +98,15 @@ class Machine:
     merge_passes: float = 20.0
     step_seconds: float = 50e-6
     ring_wait_seconds: float = 300e-6
-    micro_batch_seconds: float = 10e-3
+    micro_batch_seconds: float = 9e-3
     wave_seconds: float = 2e-3
     encoder_flops_per_second: float = 240e12
     layer_launch_seconds: float = 3.5e-3
+    sharding_bytes_per_second: float = 314e9
+    sharding_share: float = 0.3
+    weight_copy_seconds: float = 1.75e-12
+    update_seconds: float = 13e-3
+    weight_update_seconds: float = 7e-12
     inside: Link = field(default_factory=lambda: Link.of(0.0, 180e9))
     across: Link = field(default_factory=lambda: Link.of(50e-6, 40e9))
     node_size: int = 8
@@ -129,6 +154,9 @@ class Machine:
         return cls(
             device="cpu",
             product_flops_per_second=rate,
+            expert_flops_per_second=rate,
+            layer_pass_seconds=0.0,
+            logit_pass_seconds=0.0,
             attention_flops_per_second=rate,
             half_speed_rows=0.0,
             scan_flops_per_second=rate,
@@ -140,6 +168,11 @@ class Machine:
             step_seconds=0.0,
             ring_wait_seconds=500e-6,
             layer_launch_seconds=0.0,
+            sharding_bytes_per_second=1e9,
+            sharding_share=0.0,
+            weight_copy_seconds=0.0,
+            update_seconds=0.0,
+            weight_update_seconds=0.0,
             inside=link,
             across=link,
             assumed=True,
@@ -172,12 +205,70 @@ class Machine:
         settings = settings or CostSettings()
         shape = ModelShape.of(model, depths=settings.depths)
         cost = self._cost_of_shape(shape, settings.bytes_per_number)
-        launch = shape.decoder_layers * self.layer_launch_seconds
-        cost = dataclasses.replace(cost, forward=dataclasses.replace(cost.forward_only(), launch_seconds=launch))
-        recomputed = settings.recomputation, settings.recomputed_layers
-        cost = with_recomputation(cost, model, *recomputed, frozen=settings.frozen, depths=settings.depths)
-        cost = cost.shared_by(settings.tp)
+        kind, count = settings.recomputation, settings.recomputed_layers
+        head = (
+            (1 - settings.target_share) * 2 * shape.hidden * shape.logits / self.product_flops_per_second
+        )  # forward, of rows without
+        layers = (shape.layers + shape.dense_layers) / 2 * shape.hidden * self.layer_pass_seconds
+        logits = settings.target_share * shape.logits * self.logit_pass_seconds
+        plain = cost.linear_seconds + layers + logits - 3 * head
+        forward = dataclasses.replace(cost, linear_seconds=plain).forward_only()
+        forward = dataclasses.replace(
+            forward,
+            launch_seconds=shape.decoder_layers * self.layer_launch_seconds,
+            micro_batch_seconds=forward.micro_batch_seconds + self._sharding_seconds(shape, settings, "forward"),
+            update_seconds=self.update_seconds,
+        )
+        cost = with_recomputation(
+            dataclasses.replace(cost, forward=forward),
+            model,
+            kind,
+            count,
+            frozen=settings.frozen,
+            depths=settings.depths,
+        )
+        again = 1 + RECOMPUTED_PASSES * recomputation_share(shape, kind, count)
+        cost = dataclasses.replace(
+            cost,
+            linear_seconds=cost.linear_seconds + again * layers + logits - (2 if settings.frozen else 3) * head,
+            micro_batch_seconds=cost.micro_batch_seconds + self._sharding_seconds(shape, settings),
+            update_seconds=self._update_seconds(shape, settings),
+        ).shared_by(settings.tp)
         return cost.forward_only() if settings.forward else cost
+
+    def _sharding_seconds(
+        self, shape: ModelShape, settings: CostSettings, passes: Passes = "forward and backward"
+    ) -> float:
+        """What FSDP2 adds to a micro-batch: copies, and the share of its messages that shows."""
+        if not settings.shards:
+            return 0.0
+        weights, width = shape.stored_weights / (settings.weight_ranks or settings.tp), settings.shards
+        gathers = 1 if passes == "forward" or settings.gathered_once else 2
+        sums = 0 if passes == "forward" or settings.frozen else 1
+        sent = weights * (width - 1) / width
+        wire = sent * gathers * settings.bytes_per_number / self._sharding_speed("sharded_gather", width)
+        wire += sent * sums * max(4, settings.bytes_per_number) / self._sharding_speed("sharded_reduce", width)
+        return self.weight_copy_seconds * weights * (gathers + sums) + self.sharding_share * wire
+
+    def _sharding_speed(self, kind: str, width: int) -> float:
+        """Bytes/s that each of `width` slots receives from FSDP2, measured or by what is known of a machine."""
+        inside, across = getattr(self.inside, kind), getattr(self.across, kind)
+        speed = inside.bytes_per_second if inside else self.sharding_bytes_per_second
+        if width <= self.node_size:
+            return speed
+        # A ring of all slots crosses each boundary once, shared between the slots of a host.
+        usual = self.across.gather.bytes_per_second * self.node_size
+        return min(speed, across.bytes_per_second if across else usual)
+
+    def _update_seconds(self, shape: ModelShape, settings: CostSettings) -> float:
+        """What ends a step: the optimizer of a rank's weights, and sums of gradients over copies of the shards."""
+        if settings.frozen:
+            return self.update_seconds
+        weights = shape.stored_weights / (settings.weight_ranks or settings.tp) / max(1, settings.shards)
+        copies = settings.dp_replicate
+        link = self.inside if copies * settings.shards <= self.node_size else self.across
+        summed = weights * 4 * 2 * (copies - 1) / copies / link.point.bytes_per_second
+        return self.update_seconds + self.weight_update_seconds * weights + summed
 
     def _cost_of_shape(self, shape: ModelShape, bytes_per_number: int) -> Cost:
         constants = price_model(
@@ -190,6 +281,8 @@ class Machine:
             ring_step_latency=self.ring_wait_seconds,
             bytes_per_value=bytes_per_number,
         )
+        of_experts = 1 / self.expert_flops_per_second - 1 / self.product_flops_per_second
+        constants["linear_seconds"] += 6 * shape.expert_weights * of_experts
         network = None
         if shape.layers:
             turns = 2 * bytes_per_number + max(4, bytes_per_number)  # keys and values twice, their gradients in float32
@@ -347,6 +440,10 @@ def _scale_h200(name: str, products: float, memory: float, inside: float, across
         **rates,
         device=name,
         channel_seconds=base.channel_seconds / memory,
+        layer_pass_seconds=base.layer_pass_seconds / memory,
+        logit_pass_seconds=base.logit_pass_seconds / memory,
+        weight_copy_seconds=base.weight_copy_seconds / memory,
+        weight_update_seconds=base.weight_update_seconds / memory,
         memory_bytes_per_second=base.memory_bytes_per_second * memory,
         inside=Link.of(0.0, inside),
         across=Link.of(50e-6, across),

@@ -44,7 +44,9 @@ class ModelShape:
     last product of an MLP); `query_width` and `key_width` are `heads` and `kv_heads` x head size; `layers` attend to
     all earlier rows, `window_layers` of them only to the last `window`, and `chunk_layers` to those of their own
     `chunk` positions; in `span_layers` the rows of an image see its later ones too; `mixer_layers` are `mixer`. All
-    stand in `decoder_layers` (0: as many as attend).
+    stand in `decoder_layers` (0: as many as attend). `dense_layers` of them have
+    an MLP without experts. `expert_weights` of `weights` are of experts, and `stored_weights`
+    all that the model has. Rows are `hidden` wide, and logits of all depths together `logits`.
     """
 
     layers: int
@@ -62,6 +64,11 @@ class ModelShape:
     span_layers: int = 0
     heads: int = 1
     kv_heads: int = 1
+    dense_layers: int = 0
+    expert_weights: int = 0
+    stored_weights: int = 0
+    hidden: int = 0
+    logits: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "decoder_layers", self.decoder_layers or self.layers)
@@ -81,7 +88,9 @@ class ModelShape:
         layers = [_weights(read, kind, mixer) for kind in kinds]
         attention = [kind.attention for kind in kinds if kind.attention]
         widths = widths_of(read) if attention else (0, 0)
-        outside = hidden * read.count("vocab_size") * (1 + depths) + 2 * hidden * hidden * depths
+        vocabulary = read.count("vocab_size")
+        outside = hidden * vocabulary * (1 + depths) + 2 * hidden * hidden * depths
+        stored = hidden * vocabulary * (1 if read.value("tie_word_embeddings") else 2) + 2 * hidden * hidden * depths
         return cls(
             layers=len(attention),
             weights=sum(layer.all for layer in layers) + outside,
@@ -97,7 +106,12 @@ class ModelShape:
             decoder_layers=len(kinds),
             heads=max(1, read.count("num_attention_heads")),
             kv_heads=key_value_heads(read),
+            dense_layers=sum(kind.feeds == "dense" for kind in kinds),
             span_layers=len(attention) if ConfigReader.whole(config).family in SEEN_BY_IMAGES else 0,
+            expert_weights=sum(layer.of_experts for layer in layers),
+            stored_weights=sum(layer.all + layer.unvisited for layer in layers) + stored,
+            hidden=hidden,
+            logits=vocabulary * (1 + depths),
         )
 
 
@@ -110,7 +124,8 @@ def _weights(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -> W
         parts.append(Weights(mixer.weights, mixer.last))
     if kind.feeds:
         parts.append(feed_forward_weights(read, kind.feeds))
-    return Weights(sum(part.all for part in parts), parts[-1].last)
+    experts, unvisited = sum(part.of_experts for part in parts), sum(part.unvisited for part in parts)
+    return Weights(sum(part.all for part in parts), parts[-1].last, experts, unvisited)
 
 
 def _read_mixer(read: ConfigReader) -> MixerShape | None:

@@ -15,7 +15,7 @@ import numpy as np
 from longspan.errors import PlanError, plural
 from longspan.layout import Floats, Integers, Partition
 from longspan.plan.check import check_count
-from longspan.plan.cost.attention_price import Rows, foreign_rows, is_narrow, price_attention
+from longspan.plan.cost.attention_price import Rows, foreign_rows, is_narrow, kv_copies, price_attention
 from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.links import Level
 from longspan.plan.micro_batch import Group
@@ -124,6 +124,7 @@ def price_type(
         *np.array([tokens, call.squares(laid_out), degree, together], dtype=np.float64),
         busiest=_busiest(group, call, degree if kind == "all_gather" else around),
         typical=np.float64(min(typical, call.chunk or typical)),  # pyright: ignore[reportArgumentType]
+        narrow=width < 1.0,
     )
     price = price_attention(cost, rows)
     exposed = float(price.exposed) if degree > 1 else 0.0
@@ -159,16 +160,18 @@ def bytes_by_level(
     """What all members send under a type, by whether it stays in a host: of all layers of a cost.
 
     `sizes` are the members that exchange heads and those of a ring, `nodes` the hosts of the members. A gather goes
-    around a ring of all members, as NCCL's do; its gradients are exchanged.
+    around a ring of all members, as NCCL's do over a communicator; without one each member sends its rows to every
+    other. Its gradients are exchanged.
     """
     network, (inner, around), degree = cost.network, sizes, len(nodes)
-    copies = max(1.0, inner / network.kv_heads) if network else 1.0
-    turns = cost.ring_bytes * tokens * (around - 1) * copies
-    swapped = cost.exchange_bytes * tokens * (inner - 1) / inner
-    gradients = 0.0
+    turns = cost.ring_bytes * tokens * (around - 1)
+    swapped, gradients = cost.exchange_bytes * tokens * (inner - 1) / inner, 0.0
     if network:
-        gradients = (1 - 2 * network.block_share) * turns if cost.passes != "forward" else 0.0
-        swapped *= 1 - network.key_share + network.key_share * copies
+        copies = float(kv_copies(network.heads, network.kv_heads, inner))
+        turns, widened = turns * copies, network.gradient_share / network.block_share if copies > 1 else 1.0
+        both = cost.passes != "forward"
+        gradients = network.gradient_share * turns if both else 0.0
+        swapped *= 1 - network.key_share + network.key_share * copies * ((1 + widened) / 2 if both else 1.0)
     rings = [nodes[i::inner] for i in range(inner)]
     heads = [nodes[i : i + inner] for i in range(0, degree, inner)]
     if kind == "all_gather":

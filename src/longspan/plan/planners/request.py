@@ -185,7 +185,7 @@ class Request(PlanOptions):
             cost=self.cost,
         ).check()
         seconds, bound = plan.timeline().step_seconds, self.lower_bound(max_cp).seconds
-        bound += self.cost.closing_seconds if self.mode == "free" else 0.0
+        bound += self.cost.update_seconds + (self.cost.closing_seconds if self.mode == "free" else 0.0)
         return replace(plan, predicted_seconds=seconds, lower_bound_seconds=bound)
 
     def resolve_types(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:

@@ -4,18 +4,21 @@ Degrees of an evaluation are compared in `evaluation.py`, which also prices docu
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from longspan.errors import LongspanError
 from longspan.layout import Layout
 from longspan.plan.check import check_comm_types, heads_allow
+from longspan.plan.cost.cost import Cost
 from longspan.plan.dynamic import plan_dynamic
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import plan_fixed, plan_padded
 from longspan.plan.planners.options import PlanOptions
 from longspan.plan.simulate.evaluation import plan_evaluation, widest_degree
 from longspan.plan.simulate.row_bytes import RowBytes
+from longspan.plan.simulate.sensitivity import Sensitivity, plan_sensitivity
 from longspan.plan.simulate.simulate import Simulation, simulate
 from longspan.plan.simulate.type_and_partition import options_of_types, plan_with_partition
 
@@ -57,6 +60,18 @@ class PlannerComparison:
         dynamic = partial(plan_dynamic, lengths, home, min_cp=self.min_cp, max_cp=self.max_cp or None)
         yield "dynamic", self._fastest_simulation(dynamic, None)
 
+    def sensitivity(self) -> Iterator[Sensitivity]:
+        """What of the dynamic plan changes if a constant of the cost is wrong. Each group has its fastest type."""
+
+        def make(cost: Cost) -> Plan:
+            degrees: dict[str, Any] = {"min_cp": self.min_cp, "max_cp": self.max_cp or None}
+            return plan_dynamic(self.lengths, self.home, options=replace(self.options, cost=cost), **degrees)
+
+        def seconds(plan: Plan) -> float:
+            return simulate(plan, cost=self.options.cost, pp=self.home.pp, vpp=self.vpp).seconds
+
+        return plan_sensitivity(make, self.options.cost, seconds)
+
     def degrees(self) -> list[int]:
         """The degree that is given, or the lowest powers of two that divide the slots, hold the longest document and
         suit the query heads; all slots if there is no such degree.
@@ -72,8 +87,11 @@ class PlannerComparison:
     def _fastest_simulation(self, planner: Callable[..., Plan], cp: int | None) -> Simulation | str:
         """The fastest over communication types, at a degree or (None) of dynamic degrees; or why there is no plan."""
         hybrid = self.options.cost.states is not None  # whose types are compared with their partitions
+        choices = [self.options] if hybrid else options_of_types(self.options, self.home, cp)
+        if cp is None and len(choices) > 1:
+            choices.append(self.options)  # a type for each group
         simulations, refusals = list[Simulation](), list[str]()
-        for options in [self.options] if hybrid else options_of_types(self.options, self.home, cp):
+        for options in choices:
             try:
                 simulations.append(self._simulation(planner, options, cp))
             except LongspanError as error:  # the other rows are worth printing all the same

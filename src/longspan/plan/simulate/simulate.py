@@ -176,7 +176,8 @@ def simulate(
     times = plan.timeline(cost)
     closing = cost.closing_seconds if plan.mode == "free" else 0.0
     run = _run(plan, cost, pp, vpp) if plan.mode == "lockstep" else run_pipeline([], [], 1)
-    seconds = run.seconds if plan.mode == "lockstep" else times.step_seconds
+    seconds = run.seconds + cost.update_seconds if plan.mode == "lockstep" else times.step_seconds
+    once = closing + cost.update_seconds
     peak = _peak_rows(times.rows, run, pp * vpp) if run.actions[0] else times.rows.max(axis=0, initial=0) * 1.0
     inside, across = _bytes_on_links(plan, cost)
     hops = (pp * vpp - 1) * (2 if backward else 1)
@@ -184,9 +185,9 @@ def simulate(
         plan=plan,
         cost=cost,
         seconds=seconds,
-        lower_bound_seconds=_lower_bound(plan, cost, pp) + closing,
+        lower_bound_seconds=_lower_bound(plan, cost, pp) + once,
         bubble=run.bubble,
-        idle=max(0.0, 1 - float(times.busy.sum()) / max(plan.slots * (times.step_seconds - closing), 1e-300)),
+        idle=max(0.0, 1 - float(times.busy.sum()) / max(plan.slots * (times.step_seconds - once), 1e-300)),
         peak_rows=peak,
         activation_bytes=peak * (row_bytes.activations + pp * vpp * row_bytes.on_each_stage),
         inside_bytes=inside,

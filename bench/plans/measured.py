@@ -1,0 +1,367 @@
+"""Measured steps and single layers of bench/records, each with what a run plans it by.
+
+A `Measured` row predicts itself by the public path: the cost of the model on a machine (`Machine.cost`), the planner of
+the record, `plan.predicted_seconds` or `simulate`. No constant of a row is fitted to it.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from longspan import Group, Layout, plan_dynamic, plan_fixed, plan_padded
+from longspan.plan import AttentionCall, CostSettings, EncoderLoad, EncoderShape, Machine, PlanOptions
+from longspan.plan.cost.model_shape import ModelShape
+from longspan.plan.simulate.evaluation import plan_evaluation
+from longspan.plan.simulate.simulate import simulate
+
+HERE = Path(__file__).resolve().parents[1]
+RECORDS = HERE / "records"
+
+QWEN3_8B = {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
+QWEN3_8B |= {"head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936}
+QWEN3_4B = QWEN3_8B | {"hidden_size": 2560, "intermediate_size": 9728, "vocab_size": 10240}
+
+OLDER = {  # what has changed in the code since a record was made, by record or by (record, part of the row's name)
+    "step-4xH200-moe": "experts ran grouped_mm: 18.1 ms a layer of 16K rows, now 8.2 (experts-H200)",
+    "hybrid-step-4xH200": "made before the kernels of delta nets and of experts",
+    ("step-4xH200-tail", "padded"): "an earlier run, with the model's own norms",
+    ("step-4xH200-files", "padded"): "an earlier run, with the model's own norms",
+    ("step-H200-norms", "own norms"): "the model's own norms, which runs no longer use",
+    ("vision-step-4xH200", "replicated"): "the bench's own stand-in for images on every rank, in which no run encodes",
+    ("attention-4xH200", "16,384"): "waited for the host, which has become lean (two-commits-4xH200)",
+    ("attention-window-types-4xH200", "16,384"): "waited for the host, which has become lean",
+    ("step-4xH200-64k", "16,384"): "0.655 s since messages have streams and a lean host (two-commits-4xH200)",
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One measured time, and how the same is predicted."""
+
+    record: str
+    name: str
+    model: str
+    slots: int
+    rows: str
+    kind: str
+    settings: str
+    seconds: float
+    predict: Callable[[Machine], float]
+    older: str = ""
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it is one layer's attention, not a whole step."""
+        return self.settings.startswith("one layer")
+
+    @property
+    def is_fitted_to(self) -> bool:
+        """Whether it is a whole training step, of which every second one was fitted to."""
+        return not self.is_layer and not self.settings.startswith("forward")
+
+
+def measured_rows() -> list[Measured]:
+    """All rows, in the order of records."""
+    rows = [*_steps(), *_research_steps(), *_adapters(), *_images(), *_evaluations(), *_layers()]
+    return [replace(row, older=_older(row)) for row in rows]
+
+
+def _older(row: Measured) -> str:
+    parts = (
+        reason
+        for key, reason in OLDER.items()
+        if isinstance(key, tuple) and key[0] == row.record and key[1] in row.name
+    )
+    if row.is_layer and row.kind == "a2a+p2p":
+        return "heads went in one piece; in slices, messages hide behind them since"
+    return OLDER.get(row.record) or next(parts, "")
+
+
+def _read(name: str) -> dict[str, Any]:
+    return json.loads((RECORDS / f"{name}.json").read_text())
+
+
+def _rows_text(lengths: list[int]) -> str:
+    if len(set(lengths)) == 1:
+        return f"{len(lengths)} x {lengths[0]:,}" if len(lengths) > 1 else f"{lengths[0]:,}"
+    return f"{len(lengths)} documents, {sum(lengths):,}, longest {max(lengths):,}"
+
+
+def _predict_step(
+    machine: Machine,
+    *,
+    config: Any,
+    lengths: list[int],
+    slots: int,
+    planner: str,
+    cp: int,
+    settings: CostSettings,
+    options: PlanOptions,
+) -> float:
+    options, home = replace(options, cost=machine.cost(config, settings)), Layout(slots)
+    if planner == "dynamic":
+        return plan_dynamic(lengths, home, options=options).predicted_seconds
+    plan = plan_padded if planner == "padded" else plan_fixed
+    return plan(lengths, home, cp, options=options).predicted_seconds
+
+
+def _config(record: dict[str, Any]) -> tuple[str, Any, int]:
+    """The name, the configuration and the query heads of a record's model."""
+    shape, name = record["shape"], record["shape_name"]
+    if name.startswith("examples/"):
+        return name.rsplit("/", 1)[-1], HERE.parent / name, 16
+    config = QWEN3_8B | {"num_hidden_layers": shape["layers"], "hidden_size": shape["hidden"]}
+    if shape.get("experts"):
+        config |= {"num_key_value_heads": shape["key_value_heads"], "intermediate_size": shape["ffn"]}
+        config |= {"num_experts": shape["experts"], "num_experts_per_tok": shape["experts_per_token"]}
+        config |= {"moe_intermediate_size": shape["expert_ffn"]}
+    return f"{name.lower()}, {shape['layers']} layers", config, 32
+
+
+STEPS = ("step-4xH200-64k", "step-4xH200-128k", "step-4xH200-files", "step-4xH200-tail", "step-4xH200-moe")
+STEPS += ("step-H200-norms", "step-train-4xH200", "hybrid-step-H200", "hybrid-step-2xH200", "hybrid-step-4xH200")
+STEPS += ("hybrid-step-packed-2xH200",)
+
+
+def _steps() -> Iterator[Measured]:
+    """Of `longspan bench step`."""
+    for name in STEPS:
+        record = _read(name)
+        for row in record["rows"]:
+            if "predicted_seconds" in row:
+                yield _bench_step(name, record, row["name"], row["seconds"])
+    record = _read("step-4xH200-64k")
+    runs = [run for run in _read("two-commits-4xH200")["runs"] if run["bench"] == "step" and run["which"] == "now"]
+    for rows in zip(*(run["rows"] for run in runs), strict=True):
+        seconds = statistics.median(row["seconds"] for row in rows)
+        yield _bench_step("two-commits-4xH200", record, rows[0]["name"], seconds)
+
+
+def _bench_step(name: str, record: dict[str, Any], row: str, seconds: float) -> Measured:
+    model, config, heads = _config(record)
+    planner = next((word for word in ("dynamic", "padded") if word in row), "fixed")
+    sequences = record.get("sequences") or []
+    lengths = (
+        [int(row.split(", ")[-1].split()[0].replace(",", ""))] if sequences and "rows" in row else record["lengths"]
+    )
+    recompute, layers, slots = record["recompute"], record["recompute_layers"], record["ranks"]
+    kind, cap, cp = record["cp_comm_type"], record["max_tokens_per_slot"], record["cp"] or slots
+    words = [planner, f"recomputation {recompute}{f' of {layers} layers' if layers else ''}"]
+    words += ["FSDP2"] * (slots > 1) + ["hybrid, experts"] * ("hybrid" in name) + ["experts"] * ("moe" in name)
+    words += [row] * (name == "step-H200-norms")
+    return Measured(
+        record=name,
+        name=row,
+        model=model,
+        slots=slots,
+        rows=_rows_text(lengths),
+        kind=kind,
+        settings=", ".join(words),
+        seconds=seconds,
+        predict=partial(
+            _predict_step,
+            config=config,
+            lengths=lengths,
+            slots=slots,
+            planner=planner,
+            cp=cp,
+            settings=CostSettings(recomputation=recompute, recomputed_layers=layers, shards=slots),
+            options=PlanOptions(
+                max_tokens_per_slot=cap or None,
+                cp_comm_type=kind,
+                heads=heads,
+                partition=record.get("partition", "zigzag"),
+            ),
+        ),
+    )
+
+
+def _research_steps() -> Iterator[Measured]:
+    """Of bench/records/steps-2xH200.json."""
+    for row in _read("steps-2xH200")["rows"]:
+        slots, lengths = row["ranks"], row["lengths"]
+        again = not row.get("reshard", True)
+        settings = CostSettings(recomputation=row["recompute"], shards=slots, gathered_once=again)
+        words = f"fixed, recomputation {row['recompute']}, FSDP2" + ", gathered once" * again
+        cap = row.get("max_tokens_per_slot", 0)
+        yield Measured(
+            record="steps-2xH200",
+            name=words,
+            model=f"qwen3-8b, {row['layers']} layers",
+            slots=slots,
+            rows=_rows_text(lengths),
+            kind="auto",
+            settings=words,
+            seconds=sum(lengths) / slots / row["tokens_per_second"],
+            predict=partial(
+                _predict_step,
+                config=QWEN3_8B | {"num_hidden_layers": row["layers"]},
+                lengths=lengths,
+                slots=slots,
+                planner="fixed",
+                cp=row["cp"],
+                settings=settings,
+                options=PlanOptions(max_tokens_per_slot=cap or None, cp_comm_type="auto", heads=32),
+            ),
+        )
+
+
+def _adapters() -> Iterator[Measured]:
+    """LoRA on one slot. The record has sums of rows, not lengths: squares follow from its FLOPs."""
+    weights = ModelShape.of(QWEN3_8B).weights
+    for row in _read("lora-sft-h200")["metrics"]:
+        if "tflops" not in row:
+            continue
+        tokens, flops, count = row["tokens"], row["tflops"] * 1e12 * row["seconds"], row["micro_batches"]
+        squares, share = 2 * (flops - 4 * weights * tokens) / (12 * 4096 * 36), row["targets"] / tokens
+        yield Measured(
+            record="lora-sft-h200",
+            name=f"step {row['step']}",
+            model="qwen3-8b, 36 layers",
+            slots=1,
+            rows=f"{tokens:,} in {count} micro-batches",
+            kind="",
+            settings="LoRA, recomputation selective",
+            seconds=row["seconds"],
+            predict=partial(_predict_adapters, tokens=tokens, squares=squares, count=count, target_share=share),
+        )
+
+
+def _predict_adapters(machine: Machine, *, tokens: int, squares: float, count: int, target_share: float) -> float:
+    settings = CostSettings(recomputation="selective", frozen=True, shards=1, target_share=target_share)
+    cost = machine.cost(QWEN3_8B, settings)
+    work = float(cost.work_seconds(tokens, squares))
+    return work + count * cost.micro_batch_seconds + cost.update_seconds
+
+
+def _images() -> Iterator[Measured]:
+    """Language model and tower; the documents of bench/vision are drawn again."""
+    sys.path.insert(0, str(HERE / "vision"))
+    from vision_cases import Sizes, VisionDocuments  # pyright: ignore[reportMissingImports]
+
+    sizes = Sizes()
+    for row in _read("vision-step-4xH200")["rows"]:
+        drawn = VisionDocuments.drawn(row["documents"], sizes, 4)
+        images = [[side**2 for side in sides] for sides in drawn.images]
+        text = [sum(words) for words in drawn.text]
+        yield Measured(
+            record="vision-step-4xH200",
+            name=f"{row['documents']} images a document, {row['plan']}, {row['encoder']}",
+            model="qwen3-vl-8b, 8 layers, tower 27",
+            slots=4,
+            rows=f"{row['documents']} images a document, {sum(text) + sum(drawn.rows):,}",
+            kind="p2p",
+            settings=f"{row['plan']} at degree {row['widest']}, images {row['encoder']}",
+            seconds=row["seconds"],
+            predict=partial(_predict_images, row=row, images=images, text=text, config=sizes.configuration()),
+        )
+
+
+def _predict_images(machine: Machine, *, row: Any, images: list[list[int]], text: list[int], config: Any) -> float:
+    """Language model and tower. Dynamic plans of the record have one degree, as fixed ones have."""
+    lengths = [sum(of_document) + words for of_document, words in zip(images, text, strict=True)]
+    cost = machine.cost(config, CostSettings(shards=4, target_share=sum(text) / sum(lengths)))
+    plan = plan_fixed(lengths, Layout(4), row["widest"], max_tokens_per_slot=16384, cost=cost)
+    load = EncoderLoad.of(plan, images, EncoderShape.of(config).cost(again=1), max_rows=8192)
+    replicated = row["encoder"] == "replicated"
+    return plan.predicted_seconds + (load.replicated_seconds if replicated else load.seconds)
+
+
+def _evaluations() -> Iterator[Measured]:
+    """Forward passes of four documents, with tensor parallelism or in a pipeline."""
+    for case in _read("eval-4xH200")["rows"]:
+        home, lengths = Layout(4, tp=case["tp"], pp=case["pp"]), [case["tokens"]] * 4
+        for run in case["runs"]:
+            degree = run.get("degree")
+            if degree is None or run["trained"] != degree:
+                continue
+            yield Measured(
+                record="eval-4xH200",
+                name=f"{case['name']} at {degree}",
+                model=f"qwen3-4b, {case['layers']} layers",
+                slots=home.slots,
+                rows=_rows_text(lengths),
+                kind="auto",
+                settings=f"forward, degree {degree}, tp {home.tp}, pp {home.pp}",
+                seconds=run["median"],
+                predict=partial(_predict_evaluation, home=home, lengths=lengths, degree=degree, layers=case["layers"]),
+            )
+
+
+def _predict_evaluation(machine: Machine, *, home: Layout, lengths: list[int], degree: int, layers: int) -> float:
+    settings = CostSettings(tp=home.tp, forward=True, shards=home.slots)
+    cost = machine.cost(QWEN3_4B | {"num_hidden_layers": layers}, settings)
+    cap = lengths[0] // degree
+    options = PlanOptions(
+        max_tokens_per_slot=cap, cost=cost, cp_comm_type="auto", heads=32, micro_batch_multiple=home.pp
+    )
+    plan = plan_evaluation(lambda o: plan_fixed(lengths, home, degree, options=o), lengths, home, options, degree)
+    return simulate(plan, pp=home.pp, backward=False).seconds
+
+
+LAYERS = ("attention-4xH200", "attention-packed-4xH200", "attention-window-types-4xH200")
+
+
+def _layers() -> Iterator[Measured]:
+    """One layer's attention under each type, forward and backward."""
+    for name in LAYERS:
+        record = _read(name)
+        documents = record["documents"]
+        for row in record["rows"]:
+            lengths, kind = [row["length"] // documents] * documents, row["name"].split()[1].strip(",")
+            packed = name == "attention-packed-4xH200"
+            if "seconds" in row and packed == ("graph" in row["name"]):  # short pieces wait for the host without one
+                yield _layer(name, record, lengths, kind, row["seconds"], window=record["window"] or None)
+    record = _read("attention-4xH200")
+    runs = [run for run in _read("two-commits-4xH200")["runs"] if run["bench"] == "attention" and run["which"] == "now"]
+    for rows in zip(*(run["rows"] for run in runs), strict=True):
+        seconds, kind = statistics.median(row["seconds"] for row in rows), rows[0]["name"].split()[1]
+        yield replace(_layer("attention", record, [rows[0]["length"]], kind, seconds), record="two-commits-4xH200")
+    record = _read("two-hosts")
+    for row in record["rows"]:
+        for kind, seconds in row["seconds"].items():
+            yield _layer("two-hosts", record, [row["length"]], kind, seconds, hosts=row)
+
+
+def _layer(
+    name: str,
+    record: Any,
+    lengths: list[int],
+    kind: str,
+    seconds: float,
+    *,
+    window: int | None = None,
+    hosts: Any = None,
+) -> Measured:
+    slots, node_size = (hosts["slots"], hosts["node_size"]) if hosts else (record["ranks"], 8)
+    call = AttentionCall(
+        heads=record["heads"], kv_heads=record["key_value_heads"], head_dim=record["head_size"], window=window
+    )
+    levels = (2, 2) if kind == "a2a+p2p" and not hosts else None
+    group = Group(
+        tuple(range(slots)), tuple(range(len(lengths))), tuple(lengths), hierarchical_context_parallel_sizes=levels
+    )
+
+    def predict(machine: Machine) -> float:
+        if hosts:
+            speed, latency = hosts["bytes_per_second"], hosts["latency"]
+            machine = machine.with_link("across", bytes_per_second=speed, seconds=latency)
+        return machine.attention_seconds(group, call, node_size=node_size)[kind].seconds
+
+    words = ["one layer"] + [f"window {window}"] * bool(window)
+    return Measured(
+        record=name,
+        name=f"{kind}, {_rows_text(lengths)}",
+        model="32/8 heads of 128",
+        slots=slots,
+        rows=_rows_text(lengths),
+        kind=kind,
+        settings=", ".join(words + ([f"hosts of {node_size}"] if hosts else [])),
+        seconds=seconds,
+        predict=predict,
+    )

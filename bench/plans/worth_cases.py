@@ -1,0 +1,131 @@
+"""The cases of `worth.py`: lengths, models, networks, and the selection of their product that its table shows."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from longspan.plan import Cost, Machine
+from longspan.plan.simulate.distributions import sample_lengths
+
+LONGEST = 131072
+TOKENS_PER_SLOT = 32768
+NETWORKS = (50.0, 25.0, 12.5, 2.65)  # GB/s a GPU between hosts
+SLOTS = (16, 64, 256, 1024)
+NAMES = ("lognorm", "bimodal", "files")
+QWEN3_8B: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+}
+QWEN3_30B_A3B = QWEN3_8B | {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+QWEN3_32B = QWEN3_8B | {
+    "hidden_size": 5120,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "intermediate_size": 25600,
+}
+# DeepSeek-V2-Lite's sizes. A configuration of latent attention has no price; its keys and values are sent expanded, so
+# there are as many heads of them as of queries, here of 160 numbers, the mean of its keys (192) and values (128).
+EXPANDED_LATENT = QWEN3_30B_A3B | {
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 160,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_experts": 64,
+    "vocab_size": 102400,
+}
+MODELS = {
+    "32/8": ("Qwen3-8B", QWEN3_8B),
+    "32/4": ("Qwen3-30B-A3B", QWEN3_30B_A3B),
+    "64/8": ("Qwen3-32B", QWEN3_32B),
+    "16/16": ("DeepSeek-V2-Lite, its latent keys and values expanded", EXPANDED_LATENT),
+}
+# Published figures of long fine-tuning sets. No paper that could be read here prints a whole histogram, so the shape
+# between the published figures is assumed: exponential around each mean, and log-uniform between two ends.
+PUBLISHED = {
+    "llama3-sft": "99.89 % of examples short, 1K tokens on average, and 0.11 % long, 37K on average (of Llama 3, as "
+    "cited for arXiv 2505.19609 at en.papernotes.org); each part exponential",
+    "longalign": "10,000 examples of 8K to 64K tokens (LongAlign, arXiv 2401.18058); log-uniform in between",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of the table: `gbps` across hosts, heads as query/key-value heads of a model of `MODELS`."""
+
+    lengths: str = "lognorm"
+    slots: int = 64
+    cap: int = 8192
+    gbps: float = 50.0
+    heads: str = "32/8"
+    node_size: int = 8
+    seed: int = 7
+
+    @property
+    def key(self) -> str:
+        """Its name in the record."""
+        return f"{self.lengths} {self.slots} {self.cap} {self.gbps:g} {self.heads} {self.node_size} {self.seed}"
+
+    @property
+    def query_heads(self) -> int:
+        """Those of the model."""
+        return int(self.heads.partition("/")[0])
+
+    def documents(self) -> list[int]:
+        """32K tokens a slot, none longer than 128K or than all slots hold."""
+        longest, tokens = min(LONGEST, self.slots * self.cap), self.slots * TOKENS_PER_SLOT
+        if self.lengths not in PUBLISHED:
+            return sample_lengths(self.lengths, tokens, seed=self.seed, longest=longest).tolist()
+        random = np.random.default_rng(self.seed)
+        lengths = np.clip(_draw_published(self.lengths, random, tokens // 256), 16, longest).astype(np.int64)
+        return lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1].tolist()
+
+    def cost(self) -> Cost:
+        """H200s of `Machine.known`, with this network."""
+        return cost_of(self.heads, self.gbps)
+
+
+@cache
+def cost_of(heads: str, gbps: float) -> Cost:
+    """The price of a model on H200s with so many GB/s a GPU across hosts."""
+    machine = Machine.known("H200").with_link("across", bytes_per_second=gbps * 1e9)
+    return machine.cost(MODELS[heads][1])
+
+
+def _draw_published(name: str, random: np.random.Generator, count: int) -> np.ndarray:
+    if name == "longalign":
+        return np.exp(random.uniform(np.log(8192), np.log(65536), count))
+    return random.exponential(np.where(random.random(count) < 0.0011, 37000.0, 1000.0))
+
+
+def cases() -> Iterator[Case]:
+    """The selection, by what it varies: networks and slots, caps, heads, published sets, one host, emulated hosts."""
+    for gbps in NETWORKS:
+        yield from (Case(lengths=name, slots=slots, gbps=gbps) for name in NAMES for slots in SLOTS)
+        yield from (Case(slots=slots, cap=cap, gbps=gbps) for cap in (4096, 16384, 32768) for slots in (64, 256))
+        yield from (
+            Case(slots=slots, heads=heads, gbps=gbps) for heads in MODELS if heads != "32/8" for slots in (64, 256)
+        )
+        yield from (Case(lengths=name, gbps=gbps) for name in PUBLISHED)
+    yield from (Case(lengths=name, slots=8, cap=cap) for name in NAMES for cap in (8192, 16384, 32768))
+    emulated = (Case(lengths=name, slots=8, cap=cap, gbps=2.65, node_size=4) for name in NAMES for cap in (8192, 16384))
+    yield from emulated

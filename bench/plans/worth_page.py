@@ -1,0 +1,286 @@
+"""The record of `worth.py` as a page, the tables that README.md and docs/planning.md repeat."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from worth_cases import NAMES, NETWORKS, PUBLISHED, SLOTS
+
+Row = dict[str, Any]
+AS_GOOD = 1.03  # gains below this: one degree is as good
+NOTE = """\
+Predicted: `Machine.known("H200").with_link("across", bytes_per_second=...)`; no step was run. Batches of 32K tokens a
+slot, none longer than 128K, seed 7, lockstep, hosts of 8 slots. The best plan of one degree is the fastest over all
+degrees that hold the longest document, and each of its groups has its fastest type, as in dynamic plans. Key/value
+heads are repeated where a degree exceeds them. *Gain* is the time of that plan over the time of the dynamic one;
+*allowed* is its time over the lower bound, which no plan can beat. A network below 10 GB/s goes through sockets. Gains
+are of one draw of lengths; another seed changes them."""
+PUBLISHED_NOTE = """\
+Megatron-LM pull request 2000: Qwen3-30B-A3B on 32 GPUs, 3,072 tokens a rank, longest 49,152, degrees to 16; 1.48 × is
+claimed there. Lengths here are lognormal, 8 × 32 × 3,072 tokens a step. *Messages* and *idle* are shares of the
+dynamic step: messages that kernels do not hide, inside hosts too, and waits for slower slots. Of messages the bound
+has only those of documents that are longer than a slot's cap, as far as kernels cannot hide them. The last three
+columns are the times of other plans over that of the dynamic one: degree 16 as a ring, degree 16 under its best type,
+and the best of one degree and type."""
+EMULATED_NOTE = """\
+Attention's FLOPs for each byte that crosses hosts grow with the rows of a document. So a document on a slow network
+waits as long for messages, relative to its kernels, as a shorter one on a fast network: rows × bytes/s is the same.
+The table has one document over two hosts of 4 H200, 32 query and 8 key/value heads of 128; FLOPs a byte are those
+under `a2a`."""
+SENSITIVITY_NOTE = """\
+Lognormal lengths, 8K tokens a slot, 25 GB/s a GPU between hosts. Each constant is 20 % lower (−) and higher (+).
+*Moved* is the share of rows in groups of another degree or type. *Regret* is how much longer the plan that was made
+with the wrong constant takes, at the right price; below 0 it is faster by chance. *One degree* is the degree that is
+best at the wrong price, and its regret."""
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A table in markdown."""
+    lines = [f"| {' | '.join(head)} |", f"| {' | '.join(['---'] * len(head))} |"]
+    return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]
+
+
+def select(record: Row, **values: Any) -> list[Row]:
+    """The rows of gains that have these values, in hosts of 8 unless told."""
+    values = {"node_size": 8} | values
+    return [row for row in record["gains"].values() if all(row[name] == value for name, value in values.items())]
+
+
+def fixed_text(row: Row) -> str:
+    """The best plan of one degree in words."""
+    kinds = "/".join(kind for kind in row["fixed_types"] if kind != "one slot")
+    return f"cp {row['fixed_cp']}{f' {kinds}' if kinds else ''}"
+
+
+def gain_cell(row: Row) -> str:
+    """The gain, what is allowed, and the plan of one degree."""
+    return f"{row['gain']:.2f} of {row['fixed'] / row['bound']:.2f} ({fixed_text(row)})"
+
+
+def by_network(record: Row, names: Sequence[str], rows: Sequence[tuple[Sequence[str], Row]]) -> list[str]:
+    """A table with a column for each network; `rows` are the first cells and the values that select the gains."""
+    lines: list[Sequence[str]] = []
+    for cells, values in rows:
+        gains = {row["gbps"]: gain_cell(row) for row in select(record, **values)}
+        if gains:
+            lines.append([*cells, *(gains.get(gbps, "") for gbps in NETWORKS)])
+    return table([*names, *(f"{gbps:g} GB/s" for gbps in NETWORKS)], lines)
+
+
+def usual(**values: Any) -> Row:
+    """What selects rows of the usual case, with changes."""
+    return {"cap": 8192, "heads": "32/8"} | values
+
+
+def summary(record: Row) -> str:
+    """How many rows gain how much, in a sentence."""
+    gains = [row["gain"] for row in record["gains"].values()]
+    as_good, much = sum(gain < AS_GOOD for gain in gains), sum(gain >= 1.1 for gain in gains)
+    return (
+        f"Of {len(gains)} rows, one degree is as good (less than 3 % slower) in {as_good}, and dynamic plans are at "
+        f"least 1.1 times as fast in {much}. The least gain is {min(gains):.3f}, the greatest {max(gains):.2f}. "
+        f"Where one host holds the longest document of the step, gains are {_range(record, True)}; where it does not, "
+        f"{_range(record, False)}."
+    )
+
+
+def _range(record: Row, fits: bool) -> str:
+    """The least, median and greatest gain of rows whose longest document fits a host, or does not."""
+    rows = record["gains"].values()
+    gains = sorted(row["gain"] for row in rows if (row["longest"] <= row["node_size"] * row["cap"]) == fits)
+    return f"{gains[0]:.2f} to {gains[-1]:.2f} (median {gains[len(gains) // 2]:.2f}, {len(gains)} rows)"
+
+
+def markdown(record: Row) -> str:
+    """The record as a page."""
+    lines = [
+        "# What dynamic plans are worth over the best plan of one degree",
+        "",
+        f"Command: `{record['command']}`.",
+        "",
+    ]
+    lines += [NOTE, "", f"**{summary(record)}** Cells: gain of allowed (the best plan of one degree).", ""]
+    lines += ["## Networks and slots, 8K tokens a slot, 32 query and 8 key/value heads (Qwen3-8B)", ""]
+    rows = [((name, f"{n}"), usual(lengths=name, slots=n)) for name in NAMES for n in SLOTS]
+    lines += by_network(record, ("lengths", "slots"), rows)
+    lines += ["## Tokens a slot, lognormal lengths", ""]
+    rows = [
+        ((f"{c // 1024}K", f"{n}"), usual(lengths="lognorm", slots=n, cap=c))
+        for c in (4096, 8192, 16384, 32768)
+        for n in (64, 256)
+    ]
+    lines += by_network(record, ("tokens a slot", "slots"), rows)
+    lines += ["## Heads, lognormal lengths, 8K tokens a slot", ""]
+    models = record["models"]
+    rows = [
+        ((f"{h}, {models[h]}", f"{n}"), usual(lengths="lognorm", slots=n, heads=h)) for h in models for n in (64, 256)
+    ]
+    lines += by_network(record, ("query/key-value heads", "slots"), rows)
+    lines += ["## Published figures of long fine-tuning sets, 64 slots", ""]
+    lines += [f"- `{name}`: {words}" for name, words in record["published_lengths"].items()]
+    lines += ["", "No whole histogram was found that could be read, so the shape between these figures is assumed.", ""]
+    lines += by_network(record, ("lengths",), [((name,), usual(lengths=name, slots=64)) for name in PUBLISHED])
+    lines += ["## One host of 8", ""]
+    one_host = [row for row in select(record, slots=8) if row["gbps"] == 50]
+    lines += table(
+        ("lengths", "tokens a slot", "gain"), [(r["lengths"], f"{r['cap'] // 1024}K", gain_cell(r)) for r in one_host]
+    )
+    lines += ["## Two emulated hosts of 4 at 2.65 GB/s", ""]
+    emulated = select(record, node_size=4)
+    lines += table(
+        ("lengths", "tokens a slot", "gain"), [(r["lengths"], f"{r['cap'] // 1024}K", gain_cell(r)) for r in emulated]
+    )
+    lines += [*published_lines(record), *emulated_lines(record), *sensitivity_lines(record)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def published_lines(record: Row) -> Iterator[str]:
+    """The published setting of dynamic context parallelism."""
+    yield from ["## The published setting of dynamic context parallelism", ""]
+    yield PUBLISHED_NOTE
+    head = (
+        "GB/s",
+        "seed",
+        "longest",
+        "dynamic s",
+        "over the bound",
+        "messages",
+        "idle",
+        "ring, 16",
+        "best type, 16",
+        "best of one degree",
+    )
+    yield ""
+    yield from table(head, [_published_cells(row) for row in record["published"].values()])
+
+
+def _published_cells(row: Row) -> tuple[str, ...]:
+    best = f"{row['over_best_fixed']:.2f} (cp {row['best_cp']})"
+    shares = (f"{row['messages']:.0%}", f"{row['idle']:.0%}")
+    over_bound, *ratios = (f"{row[name]:.2f}" for name in ("over_bound", "over_ring_16", "over_fixed_16"))
+    return (
+        f"{row['gbps']:g}",
+        f"{row['seed']}",
+        f"{row['longest']:,}",
+        f"{row['dynamic']:.2f}",
+        over_bound,
+        *shares,
+        *ratios,
+        best,
+    )
+
+
+def emulated_lines(record: Row) -> Iterator[str]:
+    """Which real network each emulated case stands for."""
+    yield from ["## Which real network an emulated case stands for", ""]
+    yield EMULATED_NOTE
+    yield ""
+    rows = [row for rows in record["emulated"].values() for row in rows]
+    networks = list(rows[0]["stands_for"])
+    head = (
+        "rows at 2.65 GB/s",
+        "FLOPs a crossing byte",
+        "share of time that waits, `a2a`",
+        *(f"rows at {n} GB/s" for n in networks),
+    )
+    yield from table(head, [_emulated_cells(row) for row in rows])
+
+
+def _emulated_cells(row: Row) -> list[str]:
+    real = [f"{rows / 1024:.3g}K" for rows in row["stands_for"].values()]
+    return [f"{row['rows'] // 1024}K", f"{row['flops_per_byte']:,.0f}", f"{row['exposed']:.0%}", *real]
+
+
+def sensitivity_lines(record: Row) -> Iterator[str]:
+    """What a constant that is 20 % wrong changes."""
+    yield from ["## Does a wrong constant change the plan?", ""]
+    yield SENSITIVITY_NOTE
+    yield ""
+    rows = [row for part in record["sensitivity"].values() for row in part]
+    kept = sum(row["chosen"] == "dynamic" for row in rows)
+    yield (
+        f"**In {kept} of {len(rows)} rows the dynamic plan is still predicted to be the faster choice. "
+        f"The regret is at most {max(row['regret'] for row in rows):.1%}.**"
+    )
+    yield ""
+    for slots, rows in record["sensitivity"].items():
+        worst = max(rows, key=lambda row: row["regret"])
+        yield from [f"### {int(slots):,} slots: regret at most {max(0.0, worst['regret']):.1%}", ""]
+        yield from table(
+            ("constant", "−/+", "moved", "regret", "chosen", "one degree", "its regret"), map(_sensitive_cells, rows)
+        )
+
+
+def _sensitive_cells(row: Row) -> tuple[str, ...]:
+    sign, changed = "−" if row["factor"] < 1 else "+", row["fixed_cp"] != row["fixed_cp_of_right"]
+    degree = f"{row['fixed_cp']}{' (of right: ' + str(row['fixed_cp_of_right']) + ')' if changed else ''}"
+    return (
+        row["constant"],
+        sign,
+        f"{row['moved']:.0%}",
+        f"{row['regret']:+.1%}",
+        row["chosen"],
+        degree,
+        f"{row['fixed_regret']:+.1%}",
+    )
+
+
+def tables_of_pages(record: Row) -> Iterator[str]:
+    """The tables of README.md and of docs/planning.md: gains, the published setting, emulated cases, regrets."""
+    gains: list[Sequence[str]] = []
+    for name in NAMES:
+        for gbps in NETWORKS:
+            of_slots = {row["slots"]: f"{row['gain']:.2f}" for row in select(record, **usual(lengths=name, gbps=gbps))}
+            gains.append((SHORT[name], f"{gbps:g} GB/s", *(of_slots[slots] for slots in SLOTS)))
+    yield _joined(("lengths", "between hosts", *(f"{slots:,} GPUs" for slots in SLOTS)), gains)
+    yield _joined(("between hosts", *(SHORT[name] for name in NAMES)), list(_readme_rows(record)))
+    published: list[Sequence[str]] = []
+    for gbps in sorted({row["gbps"] for row in record["published"].values()}, reverse=True):
+        rows = [row for row in record["published"].values() if row["gbps"] == gbps]
+        names = ("over_bound", "over_ring_16", "over_best_fixed")
+        bound, *others = (_span([row[name] for row in rows]) for name in names)
+        shares = (f"{sum(row[name] for row in rows) / len(rows):.0%}" for name in ("messages", "idle"))
+        published.append((f"{gbps:g} GB/s", bound, *shares, *others))
+    head = (
+        "between hosts",
+        "dynamic over the bound",
+        "messages that show",
+        "idle",
+        "ring of 16 over dynamic",
+        "best of one degree over dynamic",
+    )
+    yield _joined(head, published)
+    rows = [row for rows in record["emulated"].values() for row in rows]
+    head = ("rows at 2.65 GB/s", *(f"rows at {n} GB/s" for n in rows[0]["stands_for"]))
+    yield _joined(head, [(cells[0], *cells[3:]) for cells in map(_emulated_cells, rows)])
+    regrets: list[Sequence[str]] = []
+    for slots, rows in record["sensitivity"].items():
+        worst = max(rows, key=lambda row: row["regret"])
+        changed = sum(row["fixed_cp"] != row["fixed_cp_of_right"] for row in rows)
+        sign = "20 % too low" if worst["factor"] < 1 else "20 % too high"
+        most = f"{worst['regret']:.1%} ({worst['constant']}, {sign})"
+        moved = f"{max(row['moved'] for row in rows):.0%}"
+        regrets.append((f"{int(slots):,}", moved, most, f"{changed} of {len(rows)}"))
+    yield _joined(("slots", "rows that move, at most", "longer by, at most", "another best degree"), regrets)
+
+
+def _readme_rows(record: Row) -> Iterator[Sequence[str]]:
+    """One host of 8, and two sizes of a cluster on each network."""
+
+    def cell(name: str, slots: Sequence[int], gbps: float) -> str:
+        rows = (select(record, **usual(lengths=name, slots=count, gbps=gbps))[0] for count in slots)
+        return ", ".join(f"{row['gain']:.2f}" for row in rows)
+
+    yield ("one host of 8", *(cell(name, (8,), 50.0) for name in NAMES))
+    for gbps in NETWORKS:
+        yield (f"{gbps:g} GB/s a GPU", *(cell(name, (64, 1024), gbps) for name in NAMES))
+
+
+def _joined(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(table(head, rows)).strip()
+
+
+def _span(values: Sequence[float]) -> str:
+    return f"{min(values):.2f} to {max(values):.2f}"
+
+
+SHORT = {"lognorm": "lognormal", "bimodal": "bimodal", "files": "source files"}

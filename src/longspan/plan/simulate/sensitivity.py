@@ -1,0 +1,98 @@
+"""How a plan changes if a constant of its cost is wrong, and what that costs: is calibration worth the time?
+
+A plan is made with one constant a share lower or higher, and priced with the right cost. Only constants of the machine
+are changed; bytes and heads are those of the model. Nothing here covers two constants that are wrong at the same time.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from longspan.plan.cost.cost import Cost
+from longspan.plan.cost.links import LEVELS, Level
+from longspan.plan.plan import Plan
+
+SHARE = 0.2
+OF_COST = {
+    "time of linear layers": "linear_seconds",
+    "time of attention": "attention_seconds",
+    "time of a ring's merging": "merge_seconds",
+    "time of a micro-batch's launches": "micro_batch_seconds",
+    "time of closing a free step": "closing_seconds",
+}
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """A plan that was made with a constant `factor` times as large as it is.
+
+    `moved` is the share of rows in groups of another degree or type than in the plan of the right cost, by degree and
+    type in total. `regret` is how much longer the plan takes than that one, relative, both priced by the right cost;
+    it is below 0 if the plan of the wrong cost is faster by chance, since planners search.
+    """
+
+    constant: str
+    factor: float
+    plan: Plan
+    moved: float
+    regret: float
+
+
+def plan_sensitivity(
+    make: Callable[[Cost], Plan], cost: Cost, price: Callable[[Plan], float] | None = None, share: float = SHARE
+) -> Iterator[Sensitivity]:
+    """Make a plan with each constant of a cost a share lower and higher, and compare it with the plan of the cost.
+
+    >>> make = lambda cost: plan_dynamic(lengths, home, cost=cost, max_tokens_per_slot=8192)
+    >>> max(changed.regret for changed in plan_sensitivity(make, Cost()))  # doctest: +SKIP
+    0.004
+
+    `price` gives the seconds of a plan at the right cost (None: those of a step without pipeline stages).
+    """
+
+    def seconds_of(plan: Plan) -> float:
+        return price(plan) if price else plan.timeline(cost).step_seconds
+
+    right = make(cost)
+    right_rows, right_seconds = rows_by_way(right), seconds_of(right)
+    for constant, factor, wrong in wrong_costs(cost, share):
+        plan = make(wrong)
+        rows = rows_by_way(plan)
+        moved = sum((right_rows - rows).values()) / max(1, right.tokens)
+        yield Sensitivity(constant, factor, plan, moved, seconds_of(plan) / right_seconds - 1)
+
+
+def rows_by_way(plan: Plan) -> Counter[tuple[int, str]]:
+    """Rows of a plan by the degree of their group, and its type if it has several slots."""
+    rows = Counter[tuple[int, str]]()
+    for group in (group for batch in plan.micro_batches for group in batch.groups):
+        kind = group.cp_comm_type if isinstance(group.cp_comm_type, str) else "/".join(group.cp_comm_type)
+        rows[group.degree, kind if group.degree > 1 else ""] += group.tokens
+    return rows
+
+
+def wrong_costs(cost: Cost, share: float = SHARE) -> Iterator[tuple[str, float, Cost]]:
+    """Each constant's name, the factor that is put on it, and the cost with it; constants that are 0 are left out."""
+    for factor in (1 - share, 1 + share):
+        for constant, name in OF_COST.items():
+            if value := getattr(cost, name):
+                yield constant, factor, replace(cost, **{name: value * factor})
+        if cost.network and cost.network.half_speed_rows:
+            half = replace(cost.network, half_speed_rows=cost.network.half_speed_rows * factor)
+            yield "rows at which kernels reach half their speed", factor, replace(cost, network=half)
+        yield "latency of a message", factor, _with_latency(cost, factor)
+        for level in LEVELS:
+            yield f"speed of links {level} hosts", factor, _with_speed(cost, level, factor)
+        if cost.states:
+            yield "time of state-space layers", factor, replace(cost, states=cost.states.scale_times(factor))
+
+
+def _with_latency(cost: Cost, factor: float) -> Cost:
+    network = cost.network and replace(cost.network, step_seconds=cost.network.step_seconds * factor)
+    return replace(cost, ring_step_seconds=cost.ring_step_seconds * factor, network=network)
+
+
+def _with_speed(cost: Cost, level: Level, factor: float) -> Cost:
+    name = f"{level}_bytes_per_second"
+    network = cost.network and replace(cost.network, **{level: getattr(cost.network, level).scale_times(1 / factor)})
+    return replace(cost, network=network, **{name: getattr(cost, name) * factor})

@@ -1,0 +1,171 @@
+"""The bytes that `attend` sends inside hosts and across, counted message by message, against prices and bounds.
+
+Every rank counts what it hands to torch, by receiver. A collective is counted by what a member must receive from each
+member, and a gather over a communicator as NCCL sends it: around a ring of the members in rank order.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longspan import Group, Layout, MicroBatch, World, attend, bind
+from longspan.attention import all_to_all
+from longspan.attention.members import HeadSplit
+from longspan.comm.groups import channel
+from longspan.plan import AttentionCall, Machine, plan_fixed
+from longspan.testing import backend, run_ranks
+from tests.attention.test_attend import needs
+
+Sent = Counter[tuple[int, int]]  # bytes by (sender, receiver)
+Sizes = tuple[int, int] | None
+HEAD, VALUE = 12, 8
+
+
+class Case(NamedTuple):
+    """A call on all slots, over communicators of the members' own or from member to member."""
+
+    kind: str
+    sizes: Sizes
+    heads: int
+    kv_heads: int
+    dtype: str
+    own: bool = False
+    sliced: bool = False
+
+
+def cases(slots: int) -> list[Case]:
+    levels = [(inner, slots // inner) for inner in range(2, slots) if slots % inner == 0]
+    ways: list[tuple[str, Sizes]] = [("p2p", None), ("all_gather", None), ("a2a", None)]
+    ways += [("a2a+p2p", sizes) for sizes in levels]
+    heads = ((2 * slots, 2 * slots), (slots, 2), (3 * slots, 3))  # keys of one's own, shared, and cut through
+    calls = [Case(*way, *shape, dtype) for way in ways for shape in heads for dtype in ("float32", "bfloat16")]
+    sliced = [call._replace(own=True, sliced=True) for call in calls if "a2a" in call.kind and call.dtype == "bfloat16"]
+    return [*calls, *(call._replace(own=True) for call in calls), *sliced]
+
+
+def call_of(case: Case) -> AttentionCall:
+    number = getattr(torch, case.dtype).itemsize
+    return AttentionCall(
+        heads=case.heads, kv_heads=case.kv_heads, head_dim=HEAD, value_dim=VALUE, bytes_per_number=number
+    )
+
+
+def group_of(case: Case, slots: int) -> Group:
+    lengths = (8 * slots, 4 * slots)  # every member has as many rows
+    return Group(tuple(range(slots)), (0, 1), lengths, case.kind, case.sizes)
+
+
+class Spy:
+    """Counts what this rank sends, at torch's functions that start messages; in this process only."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.sent = rank, Counter[int]()
+        batch, gather = dist.batch_isend_irecv, channel._all_gather_single
+        exchange: Callable[..., Any] = dist.ProcessGroup.alltoall_base
+
+        def count_batch(ops: list[dist.P2POp]) -> Any:
+            for op in ops:
+                if op.op is dist.isend:
+                    self.sent[op.peer] += op.tensor.nbytes
+            return batch(ops)
+
+        def count_exchange(group: Any, into: Tensor, x: Tensor, receives: list[int], sends: list[int]) -> Any:
+            for peer, rows in zip(dist.get_process_group_ranks(group), sends, strict=True):
+                self.sent[peer] += rows * x[:1].nbytes if peer != rank else 0
+            return exchange(group, into, x, receives, sends)
+
+        def count_gather(buffer: Tensor, x: Tensor, *, group: Any, async_op: bool) -> Any:
+            ranks = sorted(dist.get_process_group_ranks(group))
+            self.sent[ranks[(ranks.index(rank) + 1) % len(ranks)]] += (len(ranks) - 1) * x.nbytes
+            return gather(buffer, x, group=group, async_op=async_op)
+
+        dist.batch_isend_irecv, channel._all_gather_single = count_batch, count_gather
+        dist.ProcessGroup.alltoall_base = count_exchange  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def count_sent(rank: int, slots: int) -> list[Counter[int]]:
+    """The bytes that this rank sends to each other in every case, forward and backward."""
+    spy, counted, usual = Spy(rank), list[Counter[int]](), all_to_all.SLICE_BYTES
+    for own in (False, True):
+        with World(home := Layout(ranks=slots), backend=backend(), max_groups=8 if own else 0) as world:
+            for cp in (slots, slots // 2) if own else ():  # communicators of all slots, and of hosts
+                world.prepare(plan_fixed([slots] * slots, home, cp=cp))
+            for case in (case for case in cases(slots) if case.own == own):
+                all_to_all.SLICE_BYTES = 0 if case.sliced else usual
+                shard, dtype = bind(MicroBatch((group_of(case, slots),)), world), getattr(torch, case.dtype)
+                shapes = ((case.heads, HEAD), (case.kv_heads, HEAD), (case.kv_heads, VALUE))
+                q, k, v = (
+                    torch.ones(shard.local_rows, *s, dtype=dtype, device=shard.device).requires_grad_() for s in shapes
+                )
+                spy.sent.clear()
+                attend(q, k, v, shard).sum().backward()
+                counted.append(Counter({peer: size for peer, size in spy.sent.items() if size}))
+    return counted
+
+
+def by_level(sent: Sent, node_size: int) -> dict[str, float]:
+    levels = {"inside": 0.0, "across": 0.0}
+    for (sender, receiver), size in sent.items():
+        levels["inside" if sender // node_size == receiver // node_size else "across"] += size
+    return levels
+
+
+def bound(case: Case, slots: int, node_size: int) -> dict[str, float]:
+    """What must cross between two hosts under a type: least and, for a gather, what its messages take."""
+    call, tokens, hosts = call_of(case), sum(group_of(case, slots).lengths), slots // node_size
+    assert hosts == 2
+    number, wide = call.bytes_per_number, max(4, call.bytes_per_number)
+    keys = tokens * call.kv_heads * call.width
+    return {"blocks": 2 * number * keys, "gradients": wide * keys}
+
+
+@pytest.fixture(scope="module", params=[(4, 2), (8, 4)], ids=["2x2", "2x4"])
+def counted(request: pytest.FixtureRequest) -> tuple[int, int, dict[Case, Sent]]:
+    """Slots, slots of a host, and what was sent in each case."""
+    slots, node_size = request.param
+    needs(slots)
+    ranks = run_ranks(count_sent, slots, slots)
+    order = sorted(cases(slots), key=lambda case: case.own)
+    sent = {
+        case: Counter({(rank, peer): size for rank, of in enumerate(ranks) for peer, size in of[i].items()})
+        for i, case in enumerate(order)
+    }
+    return slots, node_size, sent
+
+
+def test_what_is_sent_is_what_is_priced(counted: tuple[int, int, dict[Case, Sent]]) -> None:
+    slots, node_size, sent = counted
+    differ: dict[Case, Any] = {}
+    for case, messages in sent.items():
+        if case.kind == "all_gather" and not case.own:
+            continue  # from member to member: below
+        price = Machine.known("H200").attention_seconds(group_of(case, slots), call_of(case), node_size=node_size)
+        priced = dict(price[case.kind].bytes_by_level)
+        if by_level(messages, node_size) != pytest.approx(priced, rel=1e-9):
+            differ[case] = by_level(messages, node_size), priced
+    assert not differ
+
+
+def test_what_crosses_hosts_is_each_types_bound(counted: tuple[int, int, dict[Case, Sent]]) -> None:
+    slots, node_size, sent = counted
+    for case, messages in sent.items():
+        levels, least = by_level(messages, node_size), bound(case, slots, node_size)
+        total = sum(levels.values())
+        if case.kind == "a2a":  # of all others, those on the other host
+            assert levels["across"] == pytest.approx(total * node_size / (slots - 1)), case
+        elif case.kind == "p2p":  # of the steps around the ring two cross
+            assert levels["across"] == pytest.approx(total * 2 / slots), case
+        elif case.sizes == (node_size, 2):  # blocks cross once in each pass, and gradients once
+            copies = HeadSplit(case.heads, case.kv_heads, node_size).kv_copies
+            assert levels["across"] == copies * sum(least.values()), case
+        elif case.kind == "all_gather" and case.own:
+            # A ring of all members brings a host all rows but one member's, and it needs those of the other host.
+            ring = least["blocks"] * 2 * (slots - 1) / slots
+            assert levels["across"] == pytest.approx(ring + least["gradients"] * node_size), case
+        elif case.kind == "all_gather":  # each member sends its rows to every other
+            assert levels["across"] == pytest.approx(sum(least.values()) * node_size), case
