@@ -222,8 +222,9 @@ def test_other_plans_of_the_same_tokens_have_the_same_losses(
     assert bool(plan.cost.closing_seconds) == (config.context.mode == "free")
     if plan.cost.closing_seconds:  # the other slot's half of 4 bytes a weight, and of 4 a gradient
         weights = sum(x.numel() for x in load_file(Path(config.run.dir) / "model" / "model.safetensors").values())
-        speed = Machine.cpus().inside.point.bytes_per_second
-        assert plan.cost.closing_seconds == pytest.approx(10e-3 + weights * 8 / 2 / speed, rel=1e-12)
+        cpus = Machine.cpus()
+        wire = weights * 8 / 2 / cpus.inside.point.bytes_per_second
+        assert plan.cost.closing_seconds == pytest.approx(cpus.micro_batch_seconds + wire, rel=1e-12)
 
 
 def test_dropout_in_attention_has_the_same_losses_at_every_degree(

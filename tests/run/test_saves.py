@@ -27,7 +27,7 @@ def saves_of(rank: int = 0, done: int = 0, **keys: Any) -> Saves:
     world = SimpleNamespace(rank=rank, home=SimpleNamespace(ranks=(0, 1)))
     order = SimpleNamespace(version=2)
     run: Any = SimpleNamespace(
-        config=config, world=world, done=done, checkpoints="c", model=None, optimizer=None, order=order
+        config=config, world=world, done=done, checkpoints="c", model=None, optimizer=None, order=order, refinement=None
     )
     return Saves(run)
 

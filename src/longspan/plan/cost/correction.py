@@ -80,6 +80,7 @@ class Correction:
             micro_batch_seconds=cost.micro_batch_seconds * self.linear,
             closing_seconds=cost.closing_seconds * self.linear,
             launch_seconds=cost.launch_seconds * self.linear,
+            update_seconds=cost.update_seconds * self.linear,
             attention_seconds=cost.attention_seconds * self.attention,
             merge_seconds=cost.merge_seconds * self.attention,
             ring_step_seconds=cost.ring_step_seconds * self.inside,
