@@ -67,6 +67,12 @@ class MemorySettings:
         """Whether all weights are trained, and not adapters over frozen ones."""
         return not self.lora_rank
 
+    def has_adapter(self, linear: str) -> bool:
+        """Whether a linear of this name has an adapter."""
+        return bool(self.lora_rank) and (
+            not self.lora_targets or linear in {target.rpartition(".")[2] for target in self.lora_targets}
+        )
+
     @property
     def reduce_bytes(self) -> int:
         """Bytes of a number of a gradient while it is summed over slots."""

@@ -12,7 +12,7 @@ from longspan.layout import Layout
 from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.cost.layers import LayerKind
 from longspan.plan.memory.bytes import Bytes
-from longspan.plan.memory.layer_tapes import LayerTapes
+from longspan.plan.memory.layer_tapes import EXCHANGED, KEPT_OF_ATTENTION, LayerTapes
 from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.parameters import ModelNumbers, Numbers, Stage
 from longspan.plan.memory.settings import Measure, MemorySettings
@@ -238,10 +238,14 @@ def _bytes_under(tape: Tape, measure: Measure) -> LayerBytes:
     """What a layer keeps under a measure, and its peaks above that."""
     what, _, host = measure.partition("+")
     if what == "none":
-        saved, peaks = tape.saved_bytes(), tape.peaks(held=("x",), again=False)
-        return LayerBytes(saved, 0.0, Peaks(peaks.forward, peaks.backward - saved + tape.sizes["x"]))
-    held = {"x"} | ({"out", "lse"} & set(tape.sizes) if what != "full" else set())
-    if what == "exchanged":
-        held |= {"q_moved", "k_moved", "v_moved", "out_moved"} & set(tape.sizes)
+        beside, peaks = tape.saved_bytes(("x",)), tape.peaks(held=("x",), again=False)
+        return LayerBytes(beside + tape.sizes["x"], 0.0, Peaks(peaks.forward, peaks.backward - beside))
+    names = (
+        "x",
+        *tape.lasting,
+        *(KEPT_OF_ATTENTION if what != "full" else ()),
+        *(EXCHANGED if what == "exchanged" else ()),
+    )
+    held = set(names) & set(tape.sizes)
     kept, peaks = sum(tape.sizes[name] for name in held), tape.peaks(held=held)
     return LayerBytes(0.0, kept, peaks) if host else LayerBytes(kept, 0.0, peaks)
