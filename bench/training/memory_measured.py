@@ -34,6 +34,7 @@ from longspan.train.long_documents import configuration_for
 from longspan.train.plans import PlanChoice, home_of, query_heads
 from longspan.train.training import Training, load_run_model, make_optimizer, model_configuration, prepare_run_model
 
+LONGEST = 32768  # tokens without scaled positions
 HYBRID = "examples/gpu/qwen3-next-8-layers"
 
 
@@ -90,6 +91,7 @@ def measure(case: Case) -> dict[str, Any]:
             **case.keys,
             "train.lr": 1e-4,
             "data.max_document_tokens": max(case.lengths),
+            "model.rope_scaling": "yarn" if max(case.lengths) > LONGEST else "",
             "context.max_tokens_per_slot": case.cap,
         },
     )
