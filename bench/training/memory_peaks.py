@@ -28,9 +28,19 @@ STEPS += ("hybrid-step-packed-2xH200",)
 QWEN3_8B = {"model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32}
 QWEN3_8B |= {"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936}
 QWEN3_4B = QWEN3_8B | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}
-QWEN3_06B = QWEN3_8B | {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 3072}
+QWEN3_06B = QWEN3_8B | {
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "intermediate_size": 3072,
+}
 QWEN3_06B |= {"tie_word_embeddings": True}
-QWEN3_30B = QWEN3_8B | {"model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_key_value_heads": 4}
+QWEN3_30B = QWEN3_8B | {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+}
 QWEN3_30B |= {"intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 PRESETS = {"qwen3-8b": QWEN3_8B, "qwen3-4b": QWEN3_4B, "qwen3-0.6b": QWEN3_06B, "qwen3-30b-a3b": QWEN3_30B}
 OLDER = {  # what has changed in the code since a record was made
@@ -91,8 +101,17 @@ def _step(record: str, values: dict[str, Any], row: dict[str, Any]) -> Peak:
         loss_chunk_rows=values.get("loss_chunk_rows", 0),
     )
     plan = _plan(values, name, slots)
-    older = OLDER.get(record) or next((v for k, v in OLDER.items() if isinstance(k, tuple) and k[0] == record and k[1] in name), "")
-    return _peak(record, name, values["shape_name"], int(row["peak_bytes"]), (config, Layout(slots), plan, settings, measures), older)
+    older = OLDER.get(record) or next(
+        (v for k, v in OLDER.items() if isinstance(k, tuple) and k[0] == record and k[1] in name), ""
+    )
+    return _peak(
+        record,
+        name,
+        values["shape_name"],
+        int(row["peak_bytes"]),
+        (config, Layout(slots), plan, settings, measures),
+        older,
+    )
 
 
 def _peak(record: str, name: str, model: str, measured: int, planned: Any, older: str = "") -> Peak:
@@ -135,10 +154,10 @@ def _memory_cases(folder: Path) -> Iterator[Peak]:
         if isinstance(values, dict) and values.get("bench") == "memory":
             for name, case in values["cases"].items():
                 if "peak" in case:
-                    yield _memory_case(file.stem, name, case)
+                    yield _memory_case(file.stem, name, case, values["versions"])
 
 
-def _memory_case(record: str, name: str, case: dict[str, Any]) -> Peak:
+def _memory_case(record: str, name: str, case: dict[str, Any], versions: dict[str, str]) -> Peak:
     keys, home = case["keys"], Layout(case["ranks"], **case.get("home", {}))
     config = HERE.parent / keys["model.config"] if "model.config" in keys else dict(PRESETS[keys["model.preset"]])
     if case["layers"]:
@@ -151,6 +170,7 @@ def _memory_case(record: str, name: str, case: dict[str, Any]) -> Peak:
         depths=keys.get("mtp.depths", 0),
         gathered_once=not keys.get("parallel.reshard_after_forward", True),
         loss_chunk_rows=keys.get("train.loss_chunk_rows", 0),
+        scan_kernels="flash-linear-attention" in versions,
         state_numbers=0 if keys.get("train.optimizer") == "sgd" else 2,
     )
     layers = MemoryNeeds.of_loads(config, Layout(1), (), settings).layers

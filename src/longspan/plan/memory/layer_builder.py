@@ -37,6 +37,11 @@ class LayerBuilder:
         """Whether norms and gates run as one kernel each."""
         return self.settings.gpu and self.settings.fused_norms
 
+    @property
+    def scans_by_kernels(self) -> bool:
+        """Whether state-space layers scan by kernels of GPUs, in the compute dtype."""
+        return self.settings.gpu and self.settings.scan_kernels
+
     def add(self, name: str, x: str, out: str) -> str:
         """A residual's sum."""
         return self.tape.run(name, (x, out), self.rows(self.residual), through=True)

@@ -65,7 +65,7 @@ def _add_delta_net(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
     rate = tape.run("mixer_decays", (rates,), builder.rows(heads, WIDE), also=decays)
     units = _add_units(builder, rolled, keys)
     wide = tape.run("mixer_wide_values", (rolled,), _scan_rows(builder, values))
-    chunks = {"mixer_chunks": builder.rows(heads * CHUNK)} if builder.settings.gpu else {}
+    chunks = {"mixer_chunks": builder.rows(heads * CHUNK)} if builder.scans_by_kernels else {}
     per_head = builder.rows(heads * mixer.key_size)
     out = tape.run(
         "mixer_scanned",
@@ -84,7 +84,7 @@ def _add_units(builder: LayerBuilder, rolled: str, keys: float) -> tuple[str, st
     """Queries and keys of length 1: by a kernel that keeps what it makes, or in float32, which keeps its input too."""
     tape, size, units = builder.tape, _scan_rows(builder, keys), list[str]()
     for name in ("queries", "keys"):
-        x, parts = rolled, {f"mixer_{name}.root": builder.rows(keys / 128 if builder.settings.gpu else 0, WIDE)}
+        x, parts = rolled, {f"mixer_{name}.root": builder.rows(keys / 128 if builder.scans_by_kernels else 0, WIDE)}
         if not builder.settings.gpu:
             parts |= {f"mixer_{name}.wide": size}
         units.append(tape.run(f"mixer_{name}", (x,), size, saves=(f"mixer_{name}",), also=parts))
@@ -93,7 +93,7 @@ def _add_units(builder: LayerBuilder, rolled: str, keys: float) -> tuple[str, st
 
 def _scan_rows(builder: LayerBuilder, width: float) -> float:
     """Rows as scans take them."""
-    return builder.rows(width, builder.number if builder.settings.gpu else WIDE)
+    return builder.rows(width, builder.number if builder.scans_by_kernels else WIDE)
 
 
 def _states(builder: LayerBuilder, mixer: MixerShape) -> float:
