@@ -22,6 +22,7 @@ COMMUNICATOR_BYTES = 460 << 20  # of NCCL's buffers of a group (bench/records/co
 _OF_A_DEPTH = (
     5  # rows of a depth of multi-token prediction around its layer: embedded, both joined, before its norm, after
 )
+_Key = tuple[LayerKind, SlotLoad, Measure, bool]
 
 
 @dataclass(frozen=True)
