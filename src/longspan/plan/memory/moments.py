@@ -174,7 +174,12 @@ class MicroBatchMoments:
     def _others_backward(self, i: int) -> float:
         """Whole weights and gradients in the backward pass of layer i, but the layer's own."""
         peak = self.peak
-        held = self._root + peak.numbers.head.trained * peak.settings.compute_bytes * peak.stage.predicts
+        of_root = peak.numbers.head.trained * peak.stage.predicts
+        if (
+            peak.settings.depths and not peak.numbers.tied
+        ):  # depths read the embedding, which has a gradient from there on
+            of_root += peak.numbers.embedding.trained * peak.stage.predicts
+        held = self._root + of_root * peak.settings.compute_bytes
         if peak.stays_whole:
             return held + sum(self._whole) - self._whole[i] + self._added_up
         if peak.settings.gathered_once:
