@@ -43,8 +43,8 @@ TYPE_ROWS: tuple[tuple[str, ...], ...] = (
         "(D − 1) / D of q, k, v and out",
         "(D − 1) / D of dout and of the gradients of q, k, v; in a recomputed layer of q, k, v and dout · out as well",
         "D · T rows of 1 / D of the heads: as many numbers as its own rows have",
-        "q, k, v, out and log-sum-exp as exchanged, as many numbers as its own rows have; a recomputed layer out of its "
-        "own rows and log-sum-exp",
+        "q, k, v, out and log-sum-exp as exchanged, as many numbers as its own rows have; a recomputed layer out of "
+        "its own rows and log-sum-exp",
         "D divides N; with fewer key/value heads than members, a head goes to several members",
         "large tensors in slices of heads: the next slice travels while one is computed",
     ),
