@@ -91,7 +91,7 @@ def _fitting(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> It
 
 def _fits_at_all(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> bool:
     """Whether any choice fits: if none does in which layers keep least, on the device or on the host."""
-    least = [words[-1] for words in _split_by_place(_possible(needs, fixed.words)) if words]
+    least: list[Measure] = [words[-1] for words in _split_by_place(_possible(needs, fixed.words)) if words]
     once = False if fixed.gathered_once is None else fixed.gathered_once
     return any(
         _fewest(some, slow, fast, budget, fixed) is not None

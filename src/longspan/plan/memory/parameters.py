@@ -204,7 +204,10 @@ def layers_of_stages(layers: int, stages: int) -> tuple[range, ...]:
     Raises PlanError if there are more stages than layers.
     """
     if stages > layers:
-        raise PlanError(f"{stages} pipeline stages for {layers} layers; each needs one: use at most {layers} stages")
+        raise PlanError(
+            f"{stages} pipeline stages (pp x virtual stages) for {layers} layers; each stage needs at least one: "
+            f"use at most {layers} stages"
+        )
     load = [1 + (stage == 0) + (stage == stages - 1) for stage in range(stages)]
     counts = [1] * stages
     for _ in range(layers - stages):
