@@ -91,6 +91,8 @@ class TrainConfig:
     """The same in bytes, on any device; 0: memory_fraction of a GPU, 1 GiB on a CPU."""
     offload_activations: bool = False
     """Keep what checkpointed layers start from in the host's memory meanwhile."""
+    offload_states: bool = False
+    """Keep the optimizer's moments in the host's memory; an update copies them to the device a part at a time."""
     loss_chunk_rows: NonNegativeInt = 0
     """Rows whose logits are formed at a time; 0: as many as 2 GiB hold on a GPU, 64 MiB on a CPU."""
     fused_norms: Literal["auto", "on", "off"] = "auto"
