@@ -36,6 +36,7 @@ from longspan.model.weights.fill import leave_to_checkpoint
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.plan import Cost, MemoryPlan, Plan
 from longspan.train.memory.model_fits import check_model_fits
+from longspan.train.optim.offload_states import offload_states
 from longspan.train.optim.on_shards import check_on_shards
 from longspan.train.optim.optimizer import OPTIMIZERS, OptimizerChoice, parameter_groups
 from longspan.train.optim.schedule import Schedule
@@ -179,7 +180,8 @@ def make_optimizer(config: RunConfig, world: World, model: AnyModel) -> Optimize
     """The configuration's optimizer over the parameters of a prepared model; entered by all ranks.
 
     Each group has its `initial_lr`, as torch's schedulers name it, from which a step's rate is made.
-    Raises ConfigError for a class that does not update sharded parameters as whole ones.
+    Raises ConfigError for a class that does not update sharded parameters as whole ones, and what `offload_states` does
+    where states are to wait on the host.
     """
     choice = OptimizerChoice.of(config.train)
     if choice.name not in OPTIMIZERS:
@@ -191,7 +193,7 @@ def make_optimizer(config: RunConfig, world: World, model: AnyModel) -> Optimize
         optimizer = choice.build(parameter_groups(model, choice.name, choice.weight_decay, rates))
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
-    return optimizer
+    return offload_states(optimizer, world) if config.train.offload_states else optimizer
 
 
 def _encoder_rates(config: RunConfig, model: nn.Module) -> dict[str, float] | None:

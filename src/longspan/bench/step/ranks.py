@@ -17,6 +17,7 @@ from longspan.bench.step.settings import StepSettings
 from longspan.bench.timing import profile_of, seconds_of
 from longspan.cli.machine import machine
 from longspan.comm import World
+from longspan.config.sections import RunConfig
 from longspan.data.document import synthetic_documents
 from longspan.model.prepared import vocabulary_size
 from longspan.model.seams.call_rules import refuse_randomness

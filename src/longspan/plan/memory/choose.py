@@ -4,7 +4,7 @@ Steps from the least memory to the fastest: each measure that a layer could have
 that recompute are as few as need be. The word of a run applies to all layers but those that keep more.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
