@@ -189,7 +189,7 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     model = set_up_model(data, config, configuration, memory, world, log, resumed=checkpoint is not None)
     refuse_randomness(language_model_of(model))
     world.seed = config.train.seed
-    optimizer = make_optimizer(config, world, model)
+    optimizer = make_optimizer(config, world, model, memory=memory)
     state = dict[str, Any]()
     if checkpoint is not None:
         state = load_checkpoint(checkpoint, model, optimizer, world)

@@ -91,7 +91,7 @@ def _make_training(settings: StepSettings, world: World) -> Training:
     loaded = load_run_model(config, config.data.vocab_size, settings.configuration)
     model = prepare_run_model(config, world, loaded, memory=memory)
     refuse_randomness(model)
-    optimizer = make_optimizer(config, world, model)
+    optimizer = make_optimizer(config, world, model, memory=memory)
     first_guess = memory.rows if memory is not None else None
     config = measure_rows(config, model, optimizer, world, log, first_guess=first_guess)
     cost = settings.cost if memory is None else _cost_under(settings, memory)
