@@ -66,6 +66,7 @@ class ModelNumbers:
     head: Numbers
     tied: bool
     tower: Numbers
+    tower_shape: EncoderShape | None = None
 
     @classmethod
     def of(cls, config: object, home: Layout, settings: MemorySettings) -> "ModelNumbers":
@@ -93,7 +94,7 @@ class ModelNumbers:
             of_table,
             of_table,
             bool(read.value("tie_word_embeddings")),
-            _tower_numbers(config, settings),
+            *_tower(config, settings),
         )
 
     def root(self, stage: Stage) -> Numbers:
@@ -120,14 +121,10 @@ def _layer_numbers(
     if settings.trains_all:
         return Numbers(whole, whole, 0.0, share)
     adapters = settings.lora_rank * sum(
-        a + b for name, a, b in linears_of(read, kind, mixer) if _is_target(name, settings)
+        a + b for name, a, b in linears_of(read, kind, mixer) if settings.has_adapter(name)
     )
     adapters /= home.tp
     return Numbers(whole + adapters, adapters, adapters, share + adapters)
-
-
-def _is_target(name: str, settings: MemorySettings) -> bool:
-    return not settings.lora_targets or name in {target.rpartition(".")[2] for target in settings.lora_targets}
 
 
 def linears_of(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -> list[tuple[str, float, float]]:
@@ -140,7 +137,11 @@ def linears_of(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) ->
         linears += [("o_proj", query, hidden)]
     if mixer and kind.mixes:
         inner = mixer.last // hidden
-        linears += [("in_proj", hidden, mixer.channels + inner + mixer.heads), ("out_proj", inner, hidden)]
+        if mixer.kind == "gated delta net":
+            linears += [("in_proj_qkvz", hidden, mixer.channels + inner), ("in_proj_ba", hidden, 2 * mixer.heads)]
+        else:
+            linears.append(("in_proj", hidden, mixer.channels + (inner + mixer.heads if mixer.heads else 2 * inner)))
+        linears.append(("out_proj", inner, hidden))
     if kind.feeds == "dense":
         weights = feed_forward_weights(read, "dense")
         width = weights.last // hidden
@@ -149,14 +150,14 @@ def linears_of(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) ->
     return linears
 
 
-def _tower_numbers(config: object, settings: MemorySettings) -> Numbers:
-    """The tower and projector of a model that sees, on the rank's share over all slots; nothing without images."""
+def _tower(config: object, settings: MemorySettings) -> tuple[Numbers, EncoderShape | None]:
+    """The tower and projector of a model that sees, over all slots; nothing without images."""
     if not settings.encoder_rows:
-        return Numbers()
+        return Numbers(), None
     shape = EncoderShape.of(config)
     tower, projector = float(shape.embed_weights + shape.block_weights), float(shape.projector_weights)
     trained = {"all": tower + projector, "projector": projector, "none": 0.0}[settings.encoder_trained]
-    return Numbers(tower + projector, trained, 0.0, tower + projector)
+    return Numbers(tower + projector, trained, 0.0, tower + projector), shape
 
 
 def layers_of_stages(layers: int, stages: int) -> tuple[range, ...]:
