@@ -1,4 +1,4 @@
-"""Ranges of the host's arena are exact, free with what holds them, and safe in any order of passes; on GPUs too."""
+"""Ranges of the host's arena are exact and free with what holds them; an arena that does not fit is refused."""
 
 import gc
 import weakref
@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import host_arena, prepare
 from longspan.model.host_arena import HostArena, HostRange, check_host_room, free_host_bytes
-from longspan.model.host_offload import ON_DEVICE, HostOffload, ParkedLayer, find_host_arena, park_saved_tensors
+from longspan.model.host_offload import find_host_arena
 from longspan.plan import plan_fixed
 from longspan.testing import run_ranks
 from longspan.train import run_step
@@ -30,7 +29,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @contextmanager
-def _arena(device: str, bytes: int = 0) -> Iterator[HostArena]:
+def open_arena(device: str, bytes: int = 0) -> Iterator[HostArena]:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU here")
     arena = HostArena(torch.device(device, 0) if device == "cuda" else CPU, bytes)
@@ -40,7 +39,7 @@ def _arena(device: str, bytes: int = 0) -> Iterator[HostArena]:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_arena_takes_what_is_in_use_at_once_and_takes_it_once(device: str) -> None:
-    with _arena(device) as arena:
+    with open_arena(device) as arena:
         for sizes in ((100, 1000, 256), (1000, 100, 256), (1536,), (1, 0, 1000)):  # the first needs the most
             ranges = [arena.take(size) for size in sizes]
             assert arena.used == sum(max(256, -(-size // 256) * 256) for size in sizes)
@@ -68,113 +67,6 @@ def test_free_ranges_become_one_again_in_any_order() -> None:
         whole = arena.take(arena.bytes)
         assert whole.memory.numel() == arena.bytes and arena.parts == 1
         del whole
-
-
-def test_a_tensor_keeps_its_shape_type_and_order_in_memory() -> None:
-    offload = HostOffload(HostArena(CPU))
-    tensors = [
-        torch.arange(12.0).view(3, 4).t(),
-        torch.arange(6, dtype=torch.int16)[::2],
-        torch.ones(1).expand(3, 2),
-        torch.ones(0, 5),
-        torch.randn(2, 3, dtype=torch.bfloat16),
-        torch.tensor(True),
-    ]
-    park = offload.open_layer(first=True)
-    for x, fetch in [(x, park(x)) for x in tensors]:
-        y = fetch()
-        assert torch.equal(x, y) and x.dtype == y.dtype
-        assert not x.numel() or x.stride() == y.stride() or not x.is_contiguous()
-
-
-class Block(nn.Module):
-    """A layer that saves several tensors, of which the third is parked by hand as attention's outputs are."""
-
-    def __init__(self, device: torch.device, rows: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(rows, rows, dtype=torch.float64, device=device) / rows)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + (x @ self.weight).tanh() * x.sin()
-
-
-def _run(blocks: list[Block], x: Tensor, offload: HostOffload | None) -> Tensor:
-    """A pass through all layers, each under a checkpoint whose input and two copies of it wait on the host."""
-    for number, block in enumerate(blocks):
-        if offload is None:
-            x = block(x)
-            continue
-        park = offload.open_layer(first=number == 0)
-        with park_saved_tensors(park):
-            x = checkpoint(_Keeping(park, block), x, use_reentrant=False)
-    return x
-
-
-class _Keeping:
-    """Runs a layer and keeps two more tensors on the host, which recomputation compares."""
-
-    def __init__(self, park: ParkedLayer, block: Block) -> None:
-        self._park, self._block, self._fetch = park, block, list[Any]()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if not self._fetch:
-            self._fetch = [self._park(x.detach() + 1), self._park(x.detach()[:1] * 2)]
-        else:
-            assert torch.equal(self._fetch[0](), x + 1) and torch.equal(self._fetch[1](), x[:1] * 2)
-        return self._block(x)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_passes_in_any_order_kept_graphs_and_dropped_ones(device: str) -> None:
-    with _arena(device) as arena:
-        rows = 512 if device == "cuda" else 32
-        torch.manual_seed(0)
-        blocks = [Block(arena.device, rows) for _ in range(6)]
-        inputs = [torch.randn(rows, rows, dtype=torch.float64, device=arena.device).requires_grad_() for _ in range(3)]
-        weights = [block.weight for block in blocks]
-        expected = [torch.autograd.grad(_run(blocks, x, None).sum(), (x, *weights)) for x in inputs]
-        offload, bytes = HostOffload(arena), list[int]()
-        for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0), (1, 0, 2)):
-            outs: list[Tensor | None] = [_run(blocks, x, offload) for x in inputs]
-            a_layer = rows * rows * 8 * 2 + rows * 8
-            assert arena.used == 3 * len(blocks) * a_layer
-            bytes.append(arena.bytes)
-            for number in order:
-                out, leaves = outs[number], (inputs[number], *weights)
-                assert out is not None
-                if number == 0:
-                    torch.autograd.grad(out.sum(), leaves, retain_graph=True)
-                if number == 2 and order[0] == 1:
-                    out = outs[number] = None  # dropped without a backward pass
-                    gc.collect()
-                    continue
-                gradients = torch.autograd.grad(out.sum(), leaves)
-                assert all(torch.equal(a, b) for a, b in zip(gradients, expected[number], strict=True))
-                outs[number] = None
-            out = outs = None
-            assert arena.used == 0
-        assert len(set(bytes)) == 1 and arena.parts == 1
-
-
-@pytest.mark.parametrize("tensors", [1, 2, 7])
-def test_one_whole_layer_is_fetched_ahead_and_no_more(tensors: int) -> None:
-    """By the tensors that are on the device whenever one is asked for."""
-    offload = HostOffload(HostArena(CPU))
-    layers, fetches = list[ParkedLayer](), list[list[Any]]()
-    for number in range(5):
-        park = offload.open_layer(first=number == 0)
-        fetches.append([park(torch.full((3,), float(number))) for _ in range(tensors)])
-        layers.append(park)
-    for number in reversed(range(5)):
-        for index, fetch in enumerate(fetches[number]):
-            assert fetch().tolist() == [number] * 3
-            here = [len(layer._on_device) for layer in layers]
-            assert here == [tensors * (i == number - 1) + (tensors - 1 - index) * (i == number) for i in range(5)]
-    assert fetches[4][0]().tolist() == [4] * 3, "once more"
-    assert sum(bool(layer._on_device) for layer in layers) <= ON_DEVICE
-    other = offload.open_layer(first=True)(torch.zeros(1))
-    other()
-    assert sum(bool(layer._on_device) for layer in layers) <= 1, "another pass fetches nothing of this one"
 
 
 def _held(model: nn.Module, plan: Any, documents: Any, world: World) -> tuple[int, int, int]:
@@ -209,21 +101,6 @@ def test_a_step_takes_the_bytes_of_its_layers_and_the_world_gives_them_back() ->
         arena = find_host_arena(model)
         assert arena is not None and arena.bytes == 4 * a_layer
     assert arena.bytes == 0
-
-
-def test_an_error_in_a_layer_frees_what_was_kept() -> None:
-    class Failing(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise ValueError("a layer failed")
-
-    offload, x = HostOffload(HostArena(CPU)), torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
-    blocks: Any = [Block(CPU, 4), Block(CPU, 4), Failing()]
-    with pytest.raises(ValueError, match="a layer failed"):
-        _run(blocks, x, offload)
-    gc.collect()
-    assert offload.arena.used == 0
-    out = _run(blocks[:2], x, offload)
-    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], torch.autograd.grad(_run(blocks[:2], x, None).sum(), x)[0])
 
 
 def test_an_arena_larger_than_what_is_free_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
