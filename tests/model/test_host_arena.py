@@ -17,7 +17,7 @@ from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import host_arena, prepare
 from longspan.model.host_arena import HostArena, HostRange, check_host_room, free_host_bytes
-from longspan.model.host_offload import find_host_arena
+from longspan.model.host_offload import HostOffload, find_host_arena
 from longspan.plan import plan_fixed
 from longspan.testing import run_ranks
 from longspan.train import run_step
@@ -79,8 +79,9 @@ def _held(model: nn.Module, plan: Any, documents: Any, world: World) -> tuple[in
     return arena.bytes, arena.parts, arena.used
 
 
-def test_a_step_takes_the_bytes_of_its_layers_and_the_world_gives_them_back() -> None:
-    documents = texts((32, 32))
+def test_a_step_takes_the_bytes_of_its_layers_and_the_world_gives_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    documents, passed = texts((32, 32)), list[int]()
+    monkeypatch.setattr(HostOffload, "pass_layer", lambda _: passed.append(1))
     with World(Layout(ranks=1), backend="gloo") as world:
         plan = plan_fixed((32, 32), world.home, cp=1, max_tokens_per_slot=64)
         a_layer = 64 * 32 * 4  # rows, hidden size, float32
@@ -90,7 +91,9 @@ def test_a_step_takes_the_bytes_of_its_layers_and_the_world_gives_them_back() ->
             (("selective+host", "none", "full+host", "full"), a_layer + kept),
         ):
             model = prepare(deep("llama", torch.float32), world, measures=words)
+            passed.clear()
             assert _held(model, plan, documents, world) == (bytes, 1, 0), words
+            assert bool(passed) == (words != "full+host"), "layers that stay let those on the host leave the device"
         model = prepare(deep("llama", torch.float32), world, measures="full+host", host_bytes=4 * a_layer)
         assert _held(model, plan, documents, world) == (4 * a_layer, 1, 0)
         gone = weakref.ref(find_host_arena(model))
