@@ -160,12 +160,12 @@ class StateSizes:
     def bytes_of(self, group: int, parameter: nn.Parameter) -> int:
         """Bytes of the states of a parameter of this group, each rounded up to whole places of ALIGNMENT."""
         local = local_tensor(parameter.detach())
-        shape = (min(local.numel(), 1),) * min(local.ndim, 1) if self._by_number else tuple(local.shape)
+        shape = (1,) * min(local.ndim, 1) if self._by_number else tuple(local.shape)
         key = group, local.dtype, shape
         if key not in self._bytes:
             self._bytes[key] = self._state_bytes(group, local.new_zeros(shape))
         scale = local.numel() if self._by_number else 1
-        return sum(-(-size * scale // ALIGNMENT) * ALIGNMENT for size in self._bytes[key])
+        return sum(-(-max(size * scale, 1) // ALIGNMENT) * ALIGNMENT for size in self._bytes[key])
 
     def total(self) -> int:
         """Bytes of all states of the parameters that are here."""
