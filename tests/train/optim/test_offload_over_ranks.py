@@ -88,7 +88,7 @@ def _contents(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def _digest(x: torch.Tensor) -> str:
-    return hashlib.sha256(x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(x.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _over_ranks(rank: int, root: Path) -> None:

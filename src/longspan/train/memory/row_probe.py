@@ -37,7 +37,7 @@ _DEPENDS_ON = {
         *("cp_comm_type", "hierarchical_context_parallel_sizes", "partition", "attention_kernel", "mixer_kernels"),
     ),
     "train": (
-        *("optimizer", "optimizer_arguments", "stochastic_rounding"),
+        *("optimizer", "optimizer_arguments", "stochastic_rounding", "offload_states"),
         *("activation_checkpointing", "recompute_layers", "offload_activations"),
         *("loss_chunk_rows", "fused_norms", "memory_fraction", "memory_bytes"),
     ),
