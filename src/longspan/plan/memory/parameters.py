@@ -11,11 +11,14 @@ from longspan.plan.cost.layers import (
     Weights,
     attention_weights,
     feed_forward_weights,
+    has_shared_blocks,
     kinds_of_depth,
+    latent,
     layer_kinds,
     widths_of,
 )
 from longspan.plan.cost.mixer_shape import MixerShape, mixer_of
+from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.items.encoder_shape import EncoderShape
 from longspan.plan.memory.settings import MemorySettings
 
@@ -24,8 +27,9 @@ from longspan.plan.memory.settings import MemorySettings
 class Numbers:
     """Numbers of parameters: those that a rank gathers, those that are its share before sharding over slots.
 
-    `whole` are gathered at one time (experts divided by ep, the rest by tp), `trained` of them have gradients, `adapters`
-    of these are an adapter's. `share` of a rank, before it is divided by shards, counts each tensor-parallel rank's part.
+    `whole` are gathered at one time (experts divided by ep, the rest by tp), `trained` of them have gradients,
+    `adapters` of these are an adapter's. `share` is a rank's before it is divided by shards, which counts each
+    tensor-parallel rank's part.
     """
 
     whole: float = 0.0
@@ -73,6 +77,8 @@ class ModelNumbers:
         """Of a configuration under a home. Raises PlanError for sizes that are missing."""
         read = ConfigReader.of(config)
         read.require("hidden_size", "vocab_size")
+        if reason := reason_uncounted(config):
+            raise PlanError(f"{read.where} has {reason}, whose memory no configuration tells")
         kinds = layer_kinds(read)
         if not kinds:
             read.require("num_hidden_layers")
@@ -101,6 +107,23 @@ class ModelNumbers:
         """Embedding and head on a stage; a tied one once."""
         parts = [self.embedding] * stage.embeds + [self.head] * stage.predicts
         return sum(parts[: 1 if self.tied else None], Numbers())
+
+
+def reason_uncounted(config: object) -> str:
+    """What of a model is not counted; "" for a model whose memory can be planned.
+
+    >>> reason_uncounted({"model_type": "zamba2"})
+    'shared blocks'
+
+    Raises PlanError for a configuration that `ModelShape` does not price either.
+    """
+    read = ConfigReader.of(config)
+    if has_shared_blocks(read):
+        return "shared blocks"
+    if latent(read):
+        return "latent attention"
+    ModelShape.of(config)
+    return ""
 
 
 def _layer_numbers(
@@ -186,9 +209,9 @@ def stages_of(layers: int, home: Layout, settings: MemorySettings) -> tuple[Stag
     parts: Sequence[Sequence[int]] = layers_of_stages(layers, stages)
     parts = [tuple(part) for part in parts]
     parts[-1] = (*parts[-1], *range(layers, layers + settings.depths))
-    held: list[Stage] = []
+    places: list[Stage] = []
     for place in range(home.pp):
         folded = settings.schedule == "zbv"
         here = (place, stages - 1 - place) if folded and home.pp > 1 else tuple(range(place, stages, home.pp))
-        held.append(Stage(tuple(tuple(parts[i]) for i in here), 0 in here, stages - 1 in here))
-    return tuple(held)
+        places.append(Stage(tuple(tuple(parts[i]) for i in here), 0 in here, stages - 1 in here))
+    return tuple(places)
