@@ -48,7 +48,7 @@ def _take_steps(model: Model, optimizer: Optimizer, steps: range) -> None:
     for step in steps:
         model.world.step, draws = step, torch.Generator().manual_seed(step)
         for name, parameter in model.named_parameters():
-            gradient = torch.randn(parameter.shape, generator=draws).to(parameter.dtype)
+            gradient = torch.randn(parameter.shape, generator=draws).to(parameter)
             skipped = name == "never" or (name == "later" and step < 2) or (name == "small" and step == 2)
             parameter.grad = None if skipped else gradient
         optimizer.step()
