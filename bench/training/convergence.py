@@ -248,7 +248,8 @@ def _write(flags: argparse.Namespace, comparisons: dict[str, Any]) -> None:
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         "note": (
             f"{flags.preset} on {flags.world} {'CPU processes' if flags.device == 'cpu' else 'GPUs'}, "
-            "examples/first.toml but for planner, optimizer, rate, dtype and steps (a quarter of them warm-up): sources of Python's standard library, seed 0, cp 2 where fixed."
+            "examples/first.toml but for planner, optimizer, rate, dtype and steps (a quarter of them warm-up): "
+            "sources of Python's standard library, seed 0, cp 2 where fixed."
         ),
         "bound": flags.bound,
         "recipes": comparisons,
