@@ -165,7 +165,7 @@ def test_what_is_sent_is_what_is_priced(counted: tuple[int, int, dict[Case, Sent
 def priced_bytes(case: Case, slots: int, node_size: int) -> dict[str, float]:
     """What a call sends by its price; in a recomputed layer, with what is exchanged once more."""
     price = Machine.known("H200").attention_seconds(group_of(case, slots), call_of(case), node_size=node_size)
-    priced: dict[str, float] = dict(price[case.kind].bytes_by_level)
+    priced: dict[str, float] = {**price[case.kind].bytes_by_level}
     if not case.recomputed:
         return priced
     inner = case.sizes[0] if case.sizes else slots
