@@ -1,0 +1,58 @@
+"""What the keys of memory in [train] ask for: whether a plan of memory chooses, and which keys it must follow.
+
+Which measures fit is decided in `longspan.plan.memory`; what a run does with them is in `train/memory/`. No torch.
+"""
+
+from typing import Literal
+
+from longspan.config.keys import AUTO
+from longspan.config.sections import TrainConfig
+from longspan.errors import ConfigError
+
+Checkpointing = Literal["none", "full", "selective"]
+
+
+def chooses_measures(train: TrainConfig, *, gpu: bool) -> bool:
+    """Whether a run on such devices chooses its measures by a plan of memory: on CPUs only within `memory_bytes`.
+
+    >>> chooses_measures(TrainConfig(), gpu=True), chooses_measures(TrainConfig(), gpu=False)
+    (True, False)
+    """
+    return train.memory == AUTO and (gpu or train.memory_bytes > 0)
+
+
+def checkpointing_by_hand(train: TrainConfig) -> Checkpointing | None:
+    """The value of `activation_checkpointing` that is given; None: it is left to the plan of memory."""
+    return None if train.activation_checkpointing == AUTO else train.activation_checkpointing
+
+
+def check_measures(train: TrainConfig, *, gpu: bool | None = None) -> None:
+    """Raise ConfigError for keys of recomputation that contradict each other, on such devices (None: on any)."""
+    kind = train.activation_checkpointing
+    if kind == "none":
+        _check_recomputed(train, '"none"')
+    if kind != AUTO:
+        return
+    if not chooses_measures(train, gpu=gpu is not False):
+        where = "on CPUs without train.memory_bytes" if train.memory == AUTO else 'under train.memory "none"'
+        _check_recomputed(train, f'"{AUTO}", which is "none" {where}')
+    if train.recompute_layers and train.memory == AUTO:
+        raise ConfigError(
+            f"train.recompute_layers is {train.recompute_layers}: that many layers are recomputed, and under "
+            'train.activation_checkpointing "auto" train.memory chooses how many are; use "full" or "selective" with '
+            "it, or 0 layers"
+        )
+
+
+def _check_recomputed(train: TrainConfig, kind: str) -> None:
+    """Raise ConfigError for keys that need recomputed layers, where there are none because of `kind`."""
+    if train.recompute_layers:
+        raise ConfigError(
+            f"train.recompute_layers is {train.recompute_layers}: that many layers are recomputed, and "
+            f'train.activation_checkpointing is {kind}; use "full" or "selective", or 0 layers'
+        )
+    if train.offload_activations:
+        raise ConfigError(
+            "train.offload_activations is true: it moves what checkpointed layers keep, and "
+            f'train.activation_checkpointing is {kind}; use "full" or "selective"'
+        )

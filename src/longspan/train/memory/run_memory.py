@@ -1,0 +1,170 @@
+"""The choice of a run's measures by a plan of memory, before its model is prepared, the same on every rank.
+
+What is counted and what it costs is in `longspan.plan.memory`, which plans are looked at in `coming_plans.py`. Where
+rows of a slot are "auto", some numbers of rows are compared, each with the measures that it needs.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from longspan.comm import World
+from longspan.comm.all_ranks import LogLine, run_on_first_rank
+from longspan.config.keys import AUTO
+from longspan.config.memory_keys import check_measures, chooses_measures
+from longspan.config.sections import RunConfig
+from longspan.errors import ConfigError, PlanError
+from longspan.plan import (
+    Cost,
+    Machine,
+    MemoryBudget,
+    MemoryNeeds,
+    MemoryPlan,
+    MemorySettings,
+    Plan,
+    added_seconds,
+    choose_memory,
+)
+from longspan.plan.memory.parameters import ModelNumbers
+from longspan.train.memory.coming_plans import ComingSteps
+from longspan.train.memory.memory_inputs import fixed_memory, measures_by_hand, memory_budget, memory_settings
+from longspan.train.plans.choice import cost_of_run, machine_of
+
+# Without copies to the host and second exchanges, which the prices of plans leave out.
+_PRICED_AS = {"selective": "exchanged", "selective+host": "exchanged", "full+host": "full"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunMemory:
+    """What measures of a run are chosen by: its configuration, that of its model, and its coming steps.
+
+    `target_share` of the rows predict a token; `encoder_rows` of images are encoded at once on a slot.
+    """
+
+    config: RunConfig
+    model: Any
+    ahead: ComingSteps
+    gpu: bool
+    target_share: float = 1.0
+    encoder_rows: int = 0
+
+    @property
+    def settings(self) -> MemorySettings:
+        """The settings of the plan of memory, with the keys by hand."""
+        return memory_settings(
+            self.config, gpu=self.gpu, target_share=self.target_share, encoder_rows=self.encoder_rows
+        )
+
+    @property
+    def machine(self) -> Machine:
+        """The machine by whose prices measures are compared."""
+        machine = machine_of(self.config)
+        return machine if isinstance(machine, Machine) else Machine.known("H200") if self.gpu else Machine.cpus()
+
+    def plan_of(self, chosen: MemoryPlan | None) -> MemoryPlan:
+        """The memory of the run with measures that were chosen; None: with those of the keys."""
+        settings = self.settings
+        if chosen is not None:
+            settings = replace(settings, gathered_once=chosen.gathered_once, offload_states=chosen.offload_states)
+        plans = self._plans(self.config)
+        needs = MemoryNeeds.of(self.model, self.ahead.home, plans, settings, machine=self.machine)
+        return needs.under(measures_by_hand(self.config, needs) if chosen is None else chosen.measures)
+
+    def choose(self, budget: MemoryBudget) -> MemoryPlan:
+        """The fastest measures that fit, and the rows of a slot with which they do where these are "auto".
+
+        Raises PlanError, with the bytes, where nothing fits.
+        """
+        if self.config.context.max_tokens_per_slot != AUTO:
+            return self._choose(self._plans(self.config), budget)
+        choices, refusal = list[tuple[float, MemoryPlan]](), None
+        for rows in self.ahead.rows_to_try(self.config):
+            try:
+                choices.append(self._choose_with_rows(rows, budget))
+            except PlanError as error:
+                refusal = error
+        if not choices:
+            assert refusal is not None
+            raise refusal
+        return min(choices, key=lambda choice: choice[0])[1]
+
+    def _choose_with_rows(self, rows: int, budget: MemoryBudget) -> tuple[float, MemoryPlan]:
+        """The seconds of the heaviest steps under a limit of rows, and the plan of memory."""
+        config = replace(self.config, context=replace(self.config.context, max_tokens_per_slot=rows))
+        ahead = replace(self.ahead, few=True)
+        steps = ahead.fullest_plans(config, self._cost())
+        memory = self._choose([*steps, *ahead.limit_plans(config, steps)], budget)
+        cost = self._cost(memory).shared_by(self.ahead.home.tp)
+        beside = self._unpriced_seconds(steps, memory)
+        return sum(plan.timeline(cost).step_seconds + beside * plan.tokens for plan in steps), memory
+
+    def _unpriced_seconds(self, plans: Sequence[Plan], memory: MemoryPlan) -> float:
+        """Seconds a token that copies to the host and second exchanges take."""
+        needs = MemoryNeeds.of(
+            self.model, self.ahead.home, plans, replace(self.settings, gathered_once=memory.gathered_once)
+        )
+        words = tuple(_PRICED_AS.get(word, word) for word in memory.measures)
+        priced: Any = replace(memory, measures=words)
+        more = added_seconds(self.model, memory, needs, self.machine)
+        more -= added_seconds(self.model, priced, needs, self.machine)
+        return more / (max(load.rows for load in needs.loads) * self.ahead.home.slots)
+
+    def _plans(self, config: RunConfig) -> list[Plan]:
+        steps = self.ahead.fullest_plans(config, self._cost())
+        return [*steps, *self.ahead.limit_plans(config, steps)]
+
+    def _cost(self, memory: MemoryPlan | None = None) -> Cost:
+        """The cost of plans, without the lines about it."""
+        slots = self.ahead.home.slots
+        share = self.target_share
+        return cost_of_run(
+            self.config, self.model, lambda line: None, gpu=self.gpu, slots=slots, target_share=share, memory=memory
+        )
+
+    def _choose(self, plans: Sequence[Plan], budget: MemoryBudget) -> MemoryPlan:
+        home, fixed = self.ahead.home, fixed_memory(self.config)
+        return choose_memory(self.model, home, list(plans), self.settings, budget, self.machine, fixed=fixed)
+
+
+def choose_on_ranks(run: RunMemory, world: World, log: LogLine) -> MemoryPlan | None:
+    """The measures that a run's layers have, by a plan of memory; entered by all ranks, before `prepare`.
+
+    None where the keys say what layers keep, or where the model's bytes cannot be counted. Raises ConfigError, on every
+    rank, for keys that contradict each other, and with the bytes where nothing fits.
+    """
+    check_measures(run.config.train, gpu=run.gpu)
+    if not chooses_measures(run.config.train, gpu=run.gpu):
+        return None
+    budget = memory_budget(run.config, world)
+    memory, reason = run_on_first_rank(world, partial(_choice_or_reason, run, budget), ConfigError)
+    log(memory.line(budget) if memory else f"memory: not planned, and the keys of [train] hold as they are: {reason}")
+    return memory
+
+
+def _choice_or_reason(run: RunMemory, budget: MemoryBudget) -> tuple[MemoryPlan | None, str]:
+    """The plan of memory, or why the model's bytes cannot be counted."""
+    try:
+        ModelNumbers.of(run.model, run.ahead.home, run.settings)
+    except PlanError as error:
+        return None, str(error)
+    try:
+        return run.choose(budget), ""
+    except PlanError as error:
+        raise ConfigError(str(error)) from error
+
+
+def plan_on_ranks(run: RunMemory, chosen: MemoryPlan | None, world: World) -> MemoryPlan | None:
+    """The plan of memory of a run whose rows of a slot are known; entered by all ranks.
+
+    None on CPUs without `memory_bytes`, and where the model's bytes cannot be counted.
+    """
+    if not (run.gpu or run.config.train.memory_bytes):
+        return None
+
+    def plan() -> MemoryPlan | None:
+        with suppress(PlanError):
+            return run.plan_of(chosen)
+
+    return run_on_first_rank(world, plan, ConfigError)
