@@ -16,7 +16,6 @@ from longspan.plan.memory.parameters import ModelNumbers, stages_of
 from longspan.plan.memory.settings import Measure, MemoryBudget, MemorySettings, measures_of
 from longspan.plan.memory.step_peak import StepPeak
 from longspan.plan.plan import Plan
-from longspan.plan.simulate.simulate import run_pipeline
 
 MOST_GROUPS = 8  # of a slot that have communicators of their own (comm/groups/)
 _WORDS: dict[Measure, str] = {
@@ -196,11 +195,6 @@ def _count_in_flight(home: Layout, settings: MemorySettings, place: int, micro_b
         return 1.0
     if settings.schedule == "gpipe":
         return float(micro_batches)
-    chunks = settings.vpp
-    count = -(-micro_batches // home.pp) * home.pp if chunks > 1 else micro_batches
-    actions = run_pipeline([1.0] * count, [1.0] * count, home.pp, chunks).actions[place]
-    now = most = 0
-    for action in actions:
-        now += 1 if action.kind == "forward" else -1
-        most = max(most, now)
-    return most / chunks
+    chunks, behind = settings.vpp, home.pp - place - 1
+    warm_up = behind if chunks == 1 else 2 * behind + (chunks - 1) * home.pp  # as in simulate.py
+    return min(warm_up + 1, micro_batches * chunks) / chunks

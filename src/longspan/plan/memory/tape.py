@@ -6,7 +6,6 @@ the gradient of a tensor with the operation that made it. Sizes are bytes of all
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -39,7 +38,6 @@ class Peaks(NamedTuple):
     backward: float
 
 
-@dataclass
 class Tape:
     """The operations of a layer from its input "x" to its output "y".
 
@@ -52,10 +50,11 @@ class Tape:
     Tensors that need no gradient are `constants`; `lasting` ones are kept even where the layer runs again.
     """
 
-    sizes: dict[str, float]
-    operations: list[Operation] = field(default_factory=list[Operation])
-    constants: set[str] = field(default_factory=set[str])
-    lasting: set[str] = field(default_factory=set[str])
+    def __init__(self, sizes: dict[str, float]) -> None:
+        self.sizes = dict(sizes)
+        self.operations: list[Operation] = []
+        self.constants: set[str] = set()
+        self.lasting: set[str] = set()
 
     def run(
         self,
