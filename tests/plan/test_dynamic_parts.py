@@ -151,7 +151,7 @@ def test_an_item_goes_to_the_bin_that_ends_earliest_among_those_with_room() -> N
         width, level, rows = rng.choice([1, 3, 8]), rng.random(), rng.randint(500, 9000)
         bins.add(b % 3, (0, width), anchor=-1, seconds=level, rows=rows)
         twin.append([level - (1.0, 1.5, 2.0)[b % 3], width, rows * width])
-    placed = LeastLoaded(bins, [1.0, 1.5, 2.0], mine).place(
+    placed = LeastLoaded(bins, [1.0, 1.5, 2.0], mine).place_items(
         list(range(200)), 0, mine.tokens.tolist(), mine.work.tolist()
     )
     for item in range(placed):

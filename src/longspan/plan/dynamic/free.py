@@ -149,7 +149,7 @@ class _Lanes:
         bins = Bins()
         for part, end in zip(self.parts, self.end.tolist(), strict=True):
             bins.add(0, part, anchor=-1, seconds=end, rows=int(self.problem.tokens.sum()))
-        LeastLoaded(bins, [0.0], self.problem).place(items, 0, self.problem.tokens.tolist(), self.work.tolist())
+        LeastLoaded(bins, [0.0], self.problem).place_items(items, 0, self.problem.tokens.tolist(), self.work.tolist())
         for lane_items, fillers in zip(self.items, bins.fillers, strict=True):
             lane_items.extend(fillers)
 

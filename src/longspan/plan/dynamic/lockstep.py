@@ -260,7 +260,7 @@ class _Drafting:
         work: list[float] = self.problem.work.tolist()
         tokens: list[int] = self.problem.tokens.tolist()
         at = 0
-        while (at := least_loaded.place(items, at, tokens, work)) < len(items):
+        while (at := least_loaded.place_items(items, at, tokens, work)) < len(items):
             self._add_micro_batch(self.durations[-1])
             self._add_bins(len(self.durations) - 1)
             least_loaded = LeastLoaded(self.bins, self.durations, self.problem)
