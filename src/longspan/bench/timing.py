@@ -26,7 +26,7 @@ _NAMES: tuple[tuple[Kind, tuple[str, ...]], ...] = (
 
 
 def kind_of(name: str) -> Kind:
-    """The part that a kernel or operator belongs to, by its name."""
+    """Return the part of a step that a kernel or operator belongs to, by its name."""
     low = name.lower()
     for kind, words in _NAMES:
         if any(word in low for word in words):
@@ -99,7 +99,7 @@ def _is_work(event: Any) -> bool:
 
 
 def seconds_of(run: Callable[[], object], world: World) -> float:
-    """Seconds of one run, from a moment at which all ranks are there and their GPUs have nothing left to do."""
+    """Time one run, from a moment at which all ranks have come and their GPUs are idle."""
     _wait_for_gpu(world)
     world.control.barrier("start of a timed run")
     started = time.perf_counter()
@@ -109,7 +109,7 @@ def seconds_of(run: Callable[[], object], world: World) -> float:
 
 
 def profile_of(run: Callable[[], object], world: World) -> tuple[dict[str, float], list[dict[str, Any]], float]:
-    """Seconds by part and by kernel of one run, and its seconds; the profiler itself takes some time."""
+    """Profile one run: its seconds by part, its longest kernels, and its seconds, which profiling makes more."""
     from torch.profiler import ProfilerActivity, profile
 
     cuda = world.device.type == "cuda"

@@ -109,6 +109,7 @@ def count_targets_of_text(documents: Any, items: ItemTable) -> tuple[int, ...]:
 
 
 def _count_targets(document: Any, number: int, items: ItemTable) -> int:
+    """Count the targets of a document; of one with labels those that lie on placeholders are left out."""
     if not (hasattr(document, "labels") and hasattr(document, "targets")):
         return items.targets[number]
     hidden = items.placeholders(number)

@@ -211,6 +211,7 @@ def _tensors(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def _read_group(checkpoint: Path, stored: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+    """Read some tensors of a checkpoint whole, in this process. Raises CheckpointError for unreadable files."""
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
     try:
         with warnings.catch_warnings(action="ignore"):  # that there is one process

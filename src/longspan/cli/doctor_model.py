@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from longspan.cli.machine import set_gpu_environment
 from longspan.cli.processes import Processes, has_torchrun, processes_of, reports_here, run_on_ranks, usable_gpus
 from longspan.doctor.cases import Case, CaseSet, DTypeName, cases_named, contiguous_cases, every_type, image_cases
-from longspan.doctor.images import why_no_videos
+from longspan.doctor.images import no_video_reason
 from longspan.doctor.kernels import KernelLine, kernel_lines
 from longspan.doctor.outcomes import Proof, outcome_text, proof_json, proof_text
 from longspan.doctor.proof import InWorld, Ranks, run_proof
@@ -137,6 +137,7 @@ def _run_under_torchrun(fn: Any, task: Any, count: int, seconds: float) -> InWor
 
 
 def _model_facts(config: PreTrainedConfig, small: PreTrainedConfig, processes: Processes) -> dict[str, Any]:
+    """Return the type and size of a model and the processes that prove it, as a JSON object."""
     text = small.get_text_config()
     return {
         "model_type": config.model_type,
@@ -157,7 +158,7 @@ def _video_text(small: PreTrainedConfig) -> str:
     """Whether a document with images has videos, in words; "" for a model without videos."""
     if not reads_images(small) or not isinstance(getattr(small, "video_token_id", None), int):
         return ""
-    reason = why_no_videos(small)
+    reason = no_video_reason(small)
     return f"no videos: {reason}" if reason else "one of the documents with images has videos too"
 
 

@@ -75,6 +75,7 @@ class EvalDisplay:
             self.log(f"{title}: {done:,} of {plural(count, 'micro-batch', 'es')}")
 
     def _advance(self, title: str, done: int, count: int) -> None:
+        """Move the bar of an evaluation to so many micro-batches; its bar begins with the first."""
         if self._bar is None:
             columns = TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn()
             self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(file=self._stream))

@@ -155,6 +155,7 @@ def machine_text(facts: dict[str, Any]) -> str:
 
 
 def _processor() -> str:
+    """Return the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

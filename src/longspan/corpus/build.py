@@ -37,7 +37,7 @@ def ensure_corpus(
     missing, empty or unreadable and, if the run is `resumed`, for sources or settings that changed since it began: the
     order of its documents would be another one.
     """
-    corpus = _CorpusOfRun(settings, run_dir, log, resumed=resumed).ensure(tokenizer, resumed=resumed)
+    corpus = _CorpusOfRun(settings, run_dir, log, resumed=resumed).load_or_build(tokenizer, resumed=resumed)
     for line in describe_left_out(settings, run_dir, corpus.manifest, key=f"{settings.prefix}max_document_tokens"):
         log(line)
     return corpus
@@ -69,7 +69,7 @@ class _CorpusOfRun:
             shutil.rmtree(self._folder)
             return None
 
-    def ensure(self, tokenizer: TextTokenizer | None, *, resumed: bool) -> Corpus:
+    def load_or_build(self, tokenizer: TextTokenizer | None, *, resumed: bool) -> Corpus:
         """Return the corpus, built again if it changed. Raises DataError if the corpus of a resumed run changed."""
         if resumed and self._old is None:
             raise DataError(
@@ -233,6 +233,7 @@ def _around(tokenizer: TextTokenizer) -> tuple[str, ...]:
 
 
 def _describe_changes(run_dir: Path, changes: list[str]) -> str:
+    """Describe how a corpus changed since its run began, and what to do, as an error's message."""
     more_text = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
     return (
         f"the corpus of {run_dir} changed since the run began: {'; '.join(changes[:3])}{more_text}; "

@@ -77,12 +77,12 @@ class ImageReader:
         try:
             image = self._process_pictures(placed, pictures)
         except DataError as error:
-            raise DataError(f"{self._name_of(placed)}: {error}") from error
+            raise DataError(f"{self._image_name(placed)}: {error}") from error
         self.read += 1
         if (image.grid or (0, 0, 0)) != placed.image.grid:
             raise DataError(
-                f"{self._name_of(placed)}: its patches are {image.grid} and were {placed.image.grid} when the corpus "
-                "was made; restore it, or start a run in a new folder"
+                f"{self._image_name(placed)}: its patches are {image.grid} and were {placed.image.grid} when the "
+                "corpus was made; restore it, or start a run in a new folder"
             )
         return image
 
@@ -101,8 +101,8 @@ class ImageReader:
             except DataError as error:
                 frame = f", frame {placed.image.frame + number + 1}" if placed.image.frame >= 0 else ""
                 raise DataError(
-                    f'{self._name_of(placed)}{frame}: {error} (a run in a new folder with data.check_images = "pixels" '
-                    'finds such images before its first step, and with data.on_bad = "skip" leaves their rows out)'
+                    f"{self._image_name(placed)}{frame}: {error} (a run in a new folder with data.check_images = "
+                    '"pixels" finds such images before its first step, and with data.on_bad = "skip" leaves their rows out)'
                 ) from error
         return pictures
 
@@ -115,7 +115,7 @@ class ImageReader:
         try:
             media = RowMedia() if isinstance(row, BadRow) else read_row_media(row)
         except RowError as error:
-            raise DataError(f"{self._name_of(placed)}: {error}") from error
+            raise DataError(f"{self._image_name(placed)}: {error}") from error
         number, frame = placed.image.number, placed.image.frame
         if frame < 0:
             files = list(media.images[number : number + 1])
@@ -124,11 +124,12 @@ class ImageReader:
             files = frames[frame : frame + self._processor.videos.group]
         if not files:
             raise DataError(
-                f"{self._name_of(placed)}: its row is another one than when the corpus was made; restore the file"
+                f"{self._image_name(placed)}: its row is another one than when the corpus was made; restore the file"
             )
         return files
 
-    def _name_of(self, placed: PlacedImage) -> str:
+    def _image_name(self, placed: PlacedImage) -> str:
+        """Name an image, or a video, for messages: its number, its file and row, and its path."""
         name = self._sources[self._file_of(placed.document)].name
         kind = "row" if name.endswith((".parquet", ".arrow")) else "the line at byte"
         number = placed.position + 1 if kind == "row" else placed.position

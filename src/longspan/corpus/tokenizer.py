@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from longspan.corpus.long_texts import PIECE, has_pieces, ids_in_pieces
 from longspan.corpus.tokenizer_files import copy_tokenizer_files, vocabulary_files
 from longspan.errors import DataError
-from longspan.model.weights.hf_folder import FAST_TOKENIZER, FOLDER_OPTIONS, why_refused
+from longspan.model.weights.hf_folder import FAST_TOKENIZER, FOLDER_OPTIONS, refusal_reason
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "\u2581"  # what sentencepiece writes for a space
@@ -170,6 +170,7 @@ def load_tokenizer(folder: str | Path) -> TextTokenizer:
 
 
 def _check_settings(settings: Path) -> None:
+    """Raise DataError for a file of settings that is no JSON object."""
     try:
         if not isinstance(json.loads(settings.read_text(encoding="utf-8")), dict):
             raise ValueError("it holds something else")
@@ -207,7 +208,7 @@ def _load_by_transformers(folder: Path) -> TextTokenizer:
         engine, end = stock.backend_tokenizer, stock.eos_token_id
     except Exception as error:  # json, tokenizers, huggingface_hub and transformers each raise their own
         raise DataError(
-            f"the tokenizer in {folder} cannot be loaded by transformers: {why_refused(error, _OWN_CODE)}"
+            f"the tokenizer in {folder} cannot be loaded by transformers: {refusal_reason(error, _OWN_CODE)}"
         ) from error
     return replace(_make_tokenizer(engine, end), folder=folder, kind=type(stock).__name__)
 

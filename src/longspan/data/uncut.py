@@ -18,7 +18,7 @@ _STRIDE = 64  # steps; the beginning of every 64th is kept
 class UncutSpans:
     """Spans (start, stop) of documents, sorted by document and start, none in another.
 
-    >>> UncutSpans(np.array([0, 4]), np.array([2, 0]), np.array([6, 3])).find(np.array([4, 7, 0]))
+    >>> UncutSpans(np.array([0, 4]), np.array([2, 0]), np.array([6, 3])).find_spans(np.array([4, 7, 0]))
     (array([0, 2]), array([0, 2]), array([3, 6]))
     """
 
@@ -31,7 +31,7 @@ class UncutSpans:
         """The length of the longest span, 1 without spans."""
         return int((self.stops - self.starts).max(initial=1))
 
-    def find(self, documents: Integers) -> tuple[Integers, Integers, Integers]:
+    def find_spans(self, documents: Integers) -> tuple[Integers, Integers, Integers]:
         """Return the spans of these documents: the index of each span's document, its start and its stop."""
         first, last = (np.searchsorted(self.documents, documents, side=side) for side in ("left", "right"))
         counts = last - first
@@ -117,6 +117,6 @@ class UncutBorders:
     def _find_spans(self, first: int) -> tuple[list[int], list[int]]:
         """Return the starts and stops, in tokens of the stream, of the spans in the part that begins at this place."""
         part: StreamPart = self._stream.part_at(first)
-        place, starts, stops = self._spans.find(part.ids)
+        place, starts, stops = self._spans.find_spans(part.ids)
         begins = part.before + part.ends[place]
         return (begins + starts).tolist(), (begins + stops).tolist()

@@ -62,7 +62,10 @@ class Stock:
         self.config, self.documents, self.images = config, documents, images
 
     def answers(self, cases: Sequence[Case]) -> dict[tuple[str, bool, bool], Expected | str]:
-        """For every dtype of the cases; with losses of routers where a case wants them and the model has them."""
+        """Compute the expected answer, or why there is none, for every dtype that the cases use.
+
+        Losses of routers count where a case wants them and the model has them.
+        """
         keys = dict.fromkeys((case.dtype, False, case.encoder > 0) for case in cases)
         keys |= dict.fromkeys(case.answer for case in cases if case.router_losses)
         answers: dict[tuple[str, bool, bool], Expected | str] = {}

@@ -133,6 +133,7 @@ class CaseRun:
             self.refusal = str(error).partition(DOCTOR)[0]  # this is what it names
 
     def _prepare_model(self, first: Case) -> nn.Module:
+        """Prepare a small model, with an encoder if the case has one, as the first case wants it."""
         options = PrepareOptions(activation_checkpointing=first.recompute, sequence_parallel=first.sequence_parallel)
         model = tiny_model(self.config, self.dtype, images=first.encoder > 0)
         if not first.encoder:
@@ -142,7 +143,7 @@ class CaseRun:
         return prepare(model, self.world, encoder=settings, options=options)
 
     def outcome(self, case: Case) -> Outcome:
-        """The outcome of one case; raises what its step raises, for then other ranks may wait."""
+        """Run one case and return its outcome; an error of the step is raised, as other ranks may wait in it."""
         began, self._began = self._began, time.perf_counter()
         expected = self.task.expected[case.answer]
         try:

@@ -207,6 +207,7 @@ class LocalRanks:
         self.failure = self._first_failure(timeout)
 
     def _take_answer(self, rank: LocalRank) -> None:
+        """Receive a rank's answer; a death is posted for the other ranks, a failure is noted."""
         rank.receive()
         if rank.death is not None:
             self.store.set(f"{DEAD_KEY}{rank.index}", rank.death)

@@ -64,6 +64,7 @@ def unblock_signals() -> AbstractContextManager[None]:
 
 @contextmanager
 def _signals_masked(how: int) -> Iterator[None]:
+    """Block or unblock the stop signals inside the `with` block."""
     old_mask = signal.pthread_sigmask(how, SIGNALS)
     try:
         yield

@@ -68,20 +68,20 @@ class Exchange:
         return len(np.setdiff1d(self.need.rows(rank), self.have.rows(rank)))
 
     def send(self, rank: int, to: int) -> Integers:
-        """Indices in `rank`'s order of `have` of the rows that go to `to`, in the order in which they travel."""
+        """Return the rows that go to `to`, as they travel: indices in `rank`'s order of `have`."""
         self._check(to)
         moves = self.moves(rank)
         begin = sum(moves.sends[:to])
         return as_read_only(moves.leaves[begin : begin + moves.sends[to]])
 
     def receive(self, rank: int, frm: int) -> Placement:
-        """Where the rows that arrive from `frm`, in the order in which they travel, go in `rank`'s order of `need`."""
+        """Return where the rows from `frm` go, as they travel: indices in `rank`'s order of `need`."""
         self._check(frm)
         moves = self.moves(rank)
         return _placement(moves, sum(moves.receives[:frm]), moves.receives[frm])
 
     def keep(self, rank: int) -> Placement:
-        """Rows that stay: indices in `rank`'s order of `have`, and where they go in its order of `need`."""
+        """Return the rows that stay: indices in `rank`'s order of `have`, and where they go in its order of `need`."""
         moves = self.moves(rank)
         place, target = _placement(moves, sum(moves.receives), len(moves.stays))
         return Placement(as_read_only(moves.stays[place]), target)

@@ -123,6 +123,7 @@ def preset_config(name: str, *, vocab_size: int | None = None) -> "PreTrainedCon
 
 
 def _check_vocab_size(name: str, vocab_size: int | None) -> int:
+    """Return the size as an int. Raises ModelError where it is missing or no positive integer."""
     if vocab_size is None:
         raise ModelError(f"preset {name} needs vocab_size, the number of ids of the tokenizer")
     if isinstance(vocab_size, bool) or int(vocab_size) != vocab_size or vocab_size < 1:

@@ -1,4 +1,4 @@
-"""The process that makes plans ahead: first as its owner sees it (`Planning`), then what runs in it (`serve`).
+"""The process that makes plans ahead: first as its owner sees it (`Planning`), then what runs in it (`serve_plans`).
 
 Requests are answered one after the other. One is (generation, step, arguments); requests of an older generation than
 the newest are void and are answered without planning. How the process starts and ends is `launch/worker.py`'s.
@@ -73,7 +73,7 @@ class Planning:
             )
         payload = _pickle_planner(planner)
         self._owner = os.getpid()
-        self._worker = Worker(serve)
+        self._worker = Worker(serve_plans)
         self._worker.connection.send((describe_main(payload), payload))
         self._answers: dict[StepRequest, bytes | Failure] = {}
         self._outstanding: deque[StepRequest] = deque()
@@ -183,7 +183,7 @@ def check_is_plan(plan: Any, step: int) -> Plan:
     return plan
 
 
-def serve(connection: "Connection[Any, Any]", parent: int) -> None:
+def serve_plans(connection: "Connection[Any, Any]", parent: int) -> None:
     """Plan requested steps in order, in the planning process, until the owner ends it or is gone."""
     global _serving
     _serving = True

@@ -70,14 +70,15 @@ def _kernel_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
     log_probs, log_total = logits.new_empty((2, rows), dtype=torch.float32).unbind()
     if rows:
         arguments = (logits, ids, log_probs, log_total, vocabulary, logits.stride(0))
-        _softmax_kernels().log_probs_of[(rows,)](*arguments, COLUMNS=_COLUMNS)
+        _softmax_kernels().log_probs_kernel[(rows,)](*arguments, COLUMNS=_COLUMNS)
 
     def gradient_of(slopes: Tensor) -> Tensor:
+        """Return the gradient of the logits from derivatives by each row's log-probability."""
         gradient = logits.new_empty((rows, vocabulary))
         if rows:
             slopes = slopes.to(torch.float32).contiguous()
             arguments = (logits, ids, slopes, log_total, gradient, vocabulary, logits.stride(0))
-            _softmax_kernels().gradient_of[rows, -(-vocabulary // _COLUMNS)](*arguments, COLUMNS=_COLUMNS)
+            _softmax_kernels().logit_gradient_kernel[rows, -(-vocabulary // _COLUMNS)](*arguments, COLUMNS=_COLUMNS)
         return gradient
 
     return log_probs, gradient_of

@@ -108,14 +108,14 @@ def make_settings(flags: CalibrateFlags, ranks: int, backend: str) -> Calibratio
         document=flags.document or defaults["document"],
         ranks=ranks,
         backend=backend,
-        **{name: _sizes(f"--{name}", getattr(flags, name) or defaults[name]) for name in ("tokens", "lengths")},
-        micro_batches=_sizes("--micro_batches", flags.micro_batches),
+        **{name: _parse_counts(f"--{name}", getattr(flags, name) or defaults[name]) for name in ("tokens", "lengths")},
+        micro_batches=_parse_counts("--micro_batches", flags.micro_batches),
         **{name: getattr(flags, name) for name in ("model", "warmup", "repeats", "timeout_seconds")},
     )
 
 
-def _sizes(flag: str, text: str) -> tuple[int, ...]:
-    """Different counts in rising order; two at least, to tell the cost of one more from a cost that is always there."""
+def _parse_counts(flag: str, text: str) -> tuple[int, ...]:
+    """Parse different counts, sorted; at least two, to tell the cost of one more from a cost that is always there."""
     try:
         counts = sorted({int(word) for word in text.split(",")})
     except ValueError:
@@ -126,7 +126,7 @@ def _sizes(flag: str, text: str) -> tuple[int, ...]:
 
 
 def fit_machine(measured: Measured, settings: CalibrationSettings) -> Calibration:
-    """The machine that the samples show; what was not measured is that of a known device of this name or of another."""
+    """Fit a machine to the samples; a known device of this name, or another one, gives what was not measured."""
     known = find_device(measured.device)
     base = known or (Machine.known("H200") if settings.backend == "nccl" else Machine.cpus())
     base = replace(
@@ -179,6 +179,7 @@ def make_record(
 
 
 def _row(calibration: Calibration, sample: Sample) -> dict[str, Any]:
+    """Return a sample, with its measured and its predicted seconds, as a JSON object."""
     return {
         "what": sample.name,
         "part": sample.part,

@@ -116,7 +116,7 @@ def calibrate(samples: Sequence[Sample], base: Machine, *, known: bool = False) 
         if wires := _fit_wires(fitted["link"], level):
             figures[level] = Link(**wires)
     if not known:
-        figures |= _scale_to(base, figures)
+        figures |= _scale_rates(base, figures)
     calibration = Calibration(replace(base, **figures), step_seconds, call_seconds, pass_seconds)
     of_types = _fit_types(fitted["type"], calibration)
     figures |= of_types
@@ -181,7 +181,7 @@ def _fit_wires(samples: Sequence[Sample], level: Level) -> dict[str, Wire]:
 
 
 def _fit_types(samples: Sequence[Sample], calibration: Calibration) -> dict[str, float]:
-    """Seconds of a batch of messages, as what all types take beyond kernels and wires; and those of a ring's step."""
+    """Fit the seconds of a batch of messages and of a ring's step: what all types take beyond kernels and wires."""
     if not samples:
         return {}
     free, one = (replace(calibration.machine, step_seconds=seconds) for seconds in (0.0, 1.0))
@@ -194,7 +194,7 @@ def _fit_types(samples: Sequence[Sample], calibration: Calibration) -> dict[str,
 
 
 def _ring_wait(calibration: Calibration, sample: Sample) -> float:
-    """What a step of a ring in one pass takes beyond the kernels of the call."""
+    """Return what one step of a ring takes in one pass beyond the kernels of the call."""
     assert sample.group and sample.call
     price = calibration.machine.attention_seconds(sample.group, sample.call)["p2p"]
     shown = sample.seconds - calibration.call_seconds - (price.seconds - price.exposed)
@@ -206,8 +206,8 @@ def _type_seconds(machine: Machine, sample: Sample) -> float:
     return machine.attention_seconds(sample.group, sample.call)[sample.cp_comm_type].seconds
 
 
-def _scale_to(base: Machine, figures: Mapping[str, Any]) -> dict[str, float]:
-    """Rates that are never measured, of a device that is not the base."""
+def _scale_rates(base: Machine, figures: Mapping[str, Any]) -> dict[str, float]:
+    """Return the rates that are never measured, scaled from the base's by how fast the measured device is."""
     usual = _rate_of_layers(base)
     faster = figures.get("product_flops_per_second", usual) / usual
     memory = figures.get("memory_bytes_per_second", base.memory_bytes_per_second) / base.memory_bytes_per_second
@@ -221,7 +221,7 @@ def _rate_of_layers(machine: Machine) -> float:
 
 
 def _solve(samples: Sequence[Sample], *names: str, weights: Sequence[Sample] | None = None) -> list[float]:
-    """How much one of each name takes, in seconds; 0 of each if there are no samples."""
+    """Return the seconds that one unit of each named column takes, by least squares; 0 of each without samples."""
     if not samples:
         return [0.0] * len(names)
     columns = np.stack([_column(samples, name) for name in names], axis=1)

@@ -46,7 +46,7 @@ class PairRounds:
         return self._reduce(x, self._exchange, combine)
 
     def reduce_object(self, value: T | None, combine: Callable[[T, T], T], what: str) -> T | None:
-        """The same of objects that pickle; None is no value, and takes one message of 8 bytes a round."""
+        """Reduce objects that pickle as `reduce` does tensors; None is no value, and takes 8 bytes a round."""
 
         def combine_values(first: T | None, second: T | None) -> T | None:
             if first is None or second is None:
@@ -80,6 +80,11 @@ class PairRounds:
         self._tag = zlib.crc32(f"{self._calls} {what}".encode()) >> 1  # gloo takes 31 bits
 
     def _reduce(self, value: Any, exchange: Exchange, combine: Callable[[Any, Any], Any]) -> Any:
+        """Reduce values over all members in rounds of pairs: round i exchanges with the member whose place differs in
+        bit i.
+
+        Members beyond a power of two first give their value to a partner, and get the result from it at the end.
+        """
         if self._is_second:
             exchange(self._partner, value, receives=False)
             return exchange(self._partner, value, sends=False)
@@ -102,7 +107,7 @@ class PairRounds:
         return 2 * place if place < self._pairs else place + self._pairs
 
     def _exchange(self, member: int, x: Tensor, *, sends: bool = True, receives: bool = True) -> Tensor:
-        """Exchange tensors of one shape and dtype with a member; without `receives`, x comes back."""
+        """Exchange tensors of one shape and dtype with a member; returns what arrived, or x without `receives`."""
         into = torch.empty_like(x) if receives else x
         self._transfer(member, x if sends else None, into if receives else None)
         return into

@@ -75,7 +75,7 @@ class RowExchange:
         self._there, self._back = _find_moves(exchange, channel, gradient != "none", groups.get(gradient))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(rows of have here, …) to (rows of need here, …)."""
+        """Exchange x, this member's rows of `have`, for its rows of `need`; entered by all members."""
         if x.shape[0] != self._rows:
             raise LayoutError(
                 f"{x.shape[0]} rows were given, this member has {self._rows}; pass them in the order of `have`"
@@ -147,7 +147,8 @@ def exchange_counts(counts: Tensor, channel: Channel) -> list[list[int]]:
 
 
 def all_to_all_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], channel: Channel) -> Tensor:
-    """The first `sends[0]` rows of x to member 0, the next `sends[1]` to member 1, …; what arrives, in member order.
+    """Send the first `sends[0]` rows of x to member 0, the next `sends[1]` to member 1, …; returns what arrives, by
+    member.
 
     x (sum of sends, …) to (sum of receives, …), where `receives[m]` is what member m sends here. Differentiable: a row
     is at one member before and at one after, so that its gradient is whole where it is, and travels back as it came.

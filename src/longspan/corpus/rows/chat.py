@@ -55,6 +55,7 @@ class ChatEncoding:
     def _samples(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, learnt: Sequence[int], media: RowMedia
     ) -> Iterator[Sample]:
+        """Yield the samples of a chat: one with all learnt turns, or one for each, which ends with it."""
         if self.settings.turns == "together":
             yield self._sample(messages, tools, learnt, media)
             return
@@ -70,6 +71,7 @@ class ChatEncoding:
         learnt: Collection[int],
         media: RowMedia,
     ) -> Sample:
+        """Encode a chat as one sample: render it, find the learnt turns, and put the images in their places."""
         marks = self.template.has_marks(tools)
         rendered = self.template.render(messages, tools, marks=marks)
         if not self.settings.parse_special_tokens:

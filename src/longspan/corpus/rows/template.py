@@ -140,6 +140,7 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False, marks: bool = False
     ) -> Rendered:
+        """Render messages by transformers' renderer. Raises RowError with what the template raised."""
         template = self._template(tools)
         present = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:

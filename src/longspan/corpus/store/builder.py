@@ -141,6 +141,7 @@ class _Writer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close all files; what was written is complete only with the manifest."""
         for column in (*self._columns.values(), self._codes):
             column.close()
         for file in (self._tokens, self._images):
@@ -236,6 +237,7 @@ class _Progress:
         self._log(self._progress_line(writer, self._total))
 
     def _progress_line(self, writer: _Writer, read: int) -> str:
+        """Describe how far the build is, and its speed."""
         seconds = max(time.monotonic() - self._began, 1e-3)
         return (
             f"tokenized {read / 1e6:,.1f} of {self._total / 1e6:,.1f} MB: {plural(writer.tokens, 'token')}, "
@@ -270,6 +272,7 @@ def _check_unchanged(recipe: Recipe) -> None:
 
 
 def _no_documents_error(recipe: Recipe, manifest: Manifest) -> str:
+    """Describe why a corpus has no document, as an error's message."""
     skipped, left_out = len(manifest.skipped), manifest.left_out
     rows = f" ({left_out.masked_rows:,} rows without a target, {left_out.bad_rows:,} bad ones)"
     return (

@@ -194,9 +194,12 @@ def cut_row(
     counts: Counter[str],
     uncut: Sequence[tuple[int, int]] = (),
 ) -> list[slice]:
-    """Cut a row of `length` tokens into documents of at most `longest` tokens (0: one document); count in `counts`, by
-    fields of LeftOut. If tokens have `codes`, a part whose targets are at most its first token is no document. Each of
-    the `uncut` spans (start, stop), ascending and none longer than `longest`, stays in one part."""
+    """Cut a row of `length` tokens into documents of at most `longest` tokens (0: one document).
+
+    What is cut or lost is added to `counts`, by fields of LeftOut. If tokens have `codes`, a part whose targets are at
+    most its first token is no document. Each of the `uncut` spans (start, stop), ascending and none longer than
+    `longest`, stays in one part.
+    """
     step = longest or max(length, 1)
     parts = [part for part in _cut_outside_spans(length, step, uncut) if part.stop - part.start >= SHORTEST]
     lost = length - sum(part.stop - part.start for part in parts)

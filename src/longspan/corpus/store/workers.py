@@ -67,6 +67,7 @@ class _Encoders:
             yield done, result.result()
 
     def _encode(self, batch: Batch) -> Encoded:
+        """Have an idle worker encode a batch, and return its documents."""
         worker = self._idle.get()
         try:
             return worker.encode(batch)
@@ -79,10 +80,11 @@ class _Encoder:
 
     def __init__(self, encoder: DocumentEncoder) -> None:
         environment = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-        self._worker = Worker(serve, environment=environment, own_session=True)
+        self._worker = Worker(serve_batches, environment=environment, own_session=True)
         self._worker.connection.send(encoder)
 
     def encode(self, batch: Batch) -> Encoded:
+        """Send a batch to the worker; returns its documents, or raises the worker's error."""
         try:
             self._worker.connection.send(batch)
             answer = self._worker.connection.recv()
@@ -101,7 +103,7 @@ class _Encoder:
         self._worker.connection.close()
 
 
-def serve(connection: "Connection[Any, Any]", parent: int) -> None:
+def serve_batches(connection: "Connection[Any, Any]", parent: int) -> None:
     """Encode batches, in a worker, until there is no next one."""
     encoder: DocumentEncoder = connection.recv()
     while (batch := next_request(connection, parent)) is not None:

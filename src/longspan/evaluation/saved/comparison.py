@@ -81,7 +81,7 @@ def _difference_on_set(first: SetResult, other: SetResult, unit: Unit) -> Differ
 
 
 def _document_sums(result: SetResult, unit: Unit) -> tuple[list[float], list[float]]:
-    """Of each document the sum and the count of its mean."""
+    """Return the sum and the count of each document's mean loss."""
     losses = result.evaluation.document_losses
     if unit == "loss":
         return [loss.sum for loss in losses], [loss.count for loss in losses]
@@ -102,6 +102,7 @@ def _error(residuals: np.ndarray, *, scale: float) -> float | None:
 def _length_rows(
     result: SetResult, lengths: np.ndarray, sums: np.ndarray, counts: np.ndarray
 ) -> Iterator[tuple[int, int, float, float, int]]:
+    """Yield the mean losses of two models on the documents of each bucket of lengths, with their number."""
     for bucket in result.evaluation.by_length:
         inside = (bucket.first <= lengths) & (lengths <= bucket.last)
         if inside.any():

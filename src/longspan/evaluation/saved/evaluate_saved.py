@@ -82,7 +82,7 @@ class _Fit:
 def _fit_subject(
     request: EvalRequest, checked: CheckedWeights, sets: tuple[NamedDocuments, ...], world: World, log: LogLine
 ) -> _Fit:
-    """Raises ConfigError where the longest document fits neither the model's positions nor a given layout."""
+    """Fit a subject to its longest document. Raises ConfigError where positions or a given layout are too small."""
     name, longest = max(((s, max(s.documents.lengths)) for s in sets), key=lambda pair: pair[1])
     origin = name.documents.origins[name.longest]
     scaled = bool(request.flag_keys & {"model.rope_scaling", "model.rope_factor"})

@@ -85,6 +85,8 @@ def _fit_slots(home: _Changing, slots: int) -> None:
 
 
 def _stages_and_shards(parallel: ParallelConfig, ranks: int, flag_keys: Collection[str]) -> tuple[int, int]:
+    """Choose tp and pp that divide the ranks, as large as those of the run allow; flags fix them."""
+
     def degrees(key: str) -> list[int]:
         degree = getattr(parallel, key)
         return [degree] if f"parallel.{key}" in flag_keys else _divisors(degree)
@@ -188,6 +190,7 @@ def _nearest_below(degree: int, fitting: Iterable[int]) -> int:
 
 
 def _value_text(value: Any) -> str:
+    """Return a value of a key as messages write it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):

@@ -142,6 +142,7 @@ def _build_corpora(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log
 
 
 def _open_built(folder: Path) -> Corpus:
+    """Open a corpus that the first rank built. Raises DataError where this host does not have it."""
     try:
         return Corpus(folder / "corpus")
     except DataError as error:

@@ -55,6 +55,7 @@ def check_weights(subject: Subject, tokenizer: str, world: World, log: LogLine) 
 
 
 def _read_configuration(subject: Subject) -> PreTrainedConfig:
+    """Read the configuration of a subject's model. Raises CheckpointError for a run without one."""
     run_dir = subject.weights.run_dir
     if run_dir is not None and not (run_dir / "config.json").is_file():
         raise CheckpointError(

@@ -161,6 +161,7 @@ def _tensors_of_rows(out: Any, rows: int) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def _random_draws(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return why a class is refused if two runs with different seeds differ; else nothing."""
     outs: list[Tensor] = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -191,6 +192,7 @@ def _reasons_of_rows(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _first_difference(whole: _Pass, parts: Sequence[_Pass], order: Tensor) -> str:
+    """Name the first module whose outputs differ between all rows at once and rows in pieces."""
     for name, outs in whole.outputs.items():
         for i, out in enumerate(outs):
             pieces = [part.outputs[name][i] for part in parts if i < len(part.outputs.get(name, ()))]

@@ -130,6 +130,7 @@ def _logits_in_parts(parts: VisionParts, document: TrialDocument) -> Tensor:
 
 
 def _add_rows_to_layers(model: PreTrainedModel, places: Tensor, rows: tuple[Tensor, ...], hooks: ExitStack) -> None:
+    """Have the embedding take the images' rows, and the first layers add the rows that are for them."""
     first, *deeper = rows
     embedding = model.get_input_embeddings()
     hooks.callback(embedding.register_forward_hook(lambda _, __, out: out.index_copy(1, places, first[None])).remove)

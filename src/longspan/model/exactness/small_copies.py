@@ -157,7 +157,7 @@ def _warnings_silenced() -> Iterator[None]:
 
 
 def try_once(key: Hashable, trial: Callable[[], _T]) -> _T:
-    """The result of a trial of a small copy on the host, which runs once for each key in a process.
+    """Return the result of a trial of a small copy on the host, which runs once for each key in a process.
 
     It draws random numbers of its own, in one thread: operations on tens of numbers take longer in several, above all
     if processes share the cores.
@@ -182,7 +182,7 @@ def one_line(error: Exception) -> str:
 
 
 def gradients_by_name(loss: Tensor, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor | None]:
-    """The gradient of a loss for every parameter that requires one; None if the loss does not depend on it."""
+    """Return the gradient of a loss for every parameter that requires one; None if the loss does not depend on it."""
     trained = {name: parameter for name, parameter in parameters if parameter.requires_grad}
     gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     return dict(zip(trained, gradients, strict=True))

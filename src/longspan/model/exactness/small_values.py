@@ -187,7 +187,7 @@ class _Rules:
         return self._derive_width(name, value)
 
     def _derive_width(self, name: str, value: int) -> int:
-        """Widths, and values computed from the hidden size and others."""
+        """Derive a width from the small hidden size, as the class computes it from the large one."""
         expand = self.values.get("mamba_expand") or self.values.get("expand") or 2
         derived = {
             "mamba_n_heads": expand * self.small_hidden // 16,
@@ -222,6 +222,7 @@ class _Rules:
         return self.small_hidden * 3 // 4
 
     def _kv_heads(self, name: str, value: int) -> int:
+        """Return the small number of key/value heads, in a ratio to the query heads as in the configuration."""
         queries = self.values.get("swa_num_attention_heads") if name.startswith("swa") else self.heads
         if value == 1:
             return 1
@@ -250,7 +251,10 @@ def small_values(values: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
 
 
 def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
-    """The same scalings from a length that documents of a proof exceed; lists of factors for the small rotary size."""
+    """Scale rotary frequencies as the configuration does, but from a length that documents of a proof exceed.
+
+    Lists of factors are cut to the small rotary size.
+    """
     out: dict[str, Any] = {}
     partial = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1.0
     half = int((small.get("qk_rope_head_dim") or small.get("head_dim") or sizes.head_size) * partial) // 2

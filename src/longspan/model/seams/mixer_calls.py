@@ -129,7 +129,7 @@ def _convolve(
     shard: object = None,
     **others: Any,
 ) -> Tensor:
-    """hidden_states (1, C, T), weight (C, W) -> (1, C, T)."""
+    """Run a causal convolution over the shard: hidden_states (1, C, T), weight (C, W) -> (1, C, T)."""
     x = hidden_states.to(weight.dtype).squeeze(0).t()
     silu = activation in ("silu", "swish")
     y = find_ops(shard, len(hidden_states), len(x)).convolve(x, weight, bias, silu)
@@ -149,7 +149,10 @@ def _delta_rule(
     shard: object = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """query, key (1, T, K heads, K), value (1, T, H, V), g (1, T, H) or (1, T, H, K), beta (1, T, H)."""
+    """Run a gated delta rule over the shard, in place of the class's kernel; returns (1, T, H, V) and no state.
+
+    query, key (1, T, K heads, K), value (1, T, H, V), g (1, T, H) or (1, T, H, K), beta (1, T, H).
+    """
     _refuse_state(initial_state)
     ops = find_ops(shard, len(query), query.shape[1])
     q, k, v, decay, weight = (x.squeeze(0) for x in (query, key, value, g, beta))
@@ -175,7 +178,7 @@ def _mamba2(
     shard: object = None,
     **others: Any,
 ) -> Tensor:
-    """x (1, T, H, P), dt (1, T, H), A and D (H,), B and C (1, T, G, N) -> (1, T, H, P)."""
+    """Run Mamba 2's scan over the shard: x (1, T, H, P), dt (1, T, H), A, D (H,), B, C (1, T, G, N) -> (1, T, H, P)."""
     _refuse_state(initial_states)
     if z is not None:
         raise ModelError("a Mamba 2 layer gives its gate to the scan (z), which no known layer does")

@@ -139,6 +139,7 @@ class _RefusesDDP:
         self._name = name
 
     def __iter__(self) -> Iterator[str]:
+        """Raise ModelError: DistributedDataParallel reads this list, and would sum gradients again."""
         raise ModelError(
             f"{self._name} was prepared: its gradients are summed over the slots by run_step; do not wrap it in "
             "DistributedDataParallel, nor give it to accelerator.prepare or a Trainer, which do that; what takes their "

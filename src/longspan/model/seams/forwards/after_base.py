@@ -173,6 +173,7 @@ class _Watched(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Run a function of torch, and note which watched tensor it reads the values of."""
         if func not in _WITHOUT_VALUES:
             for value in (*args, *(kwargs or {}).values()):
                 if isinstance(value, _Watched):
