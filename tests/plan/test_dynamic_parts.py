@@ -13,8 +13,8 @@ from longspan.plan.dynamic.degrees import Anchoring, DegreeTable
 from longspan.plan.dynamic.draft import Bins, LeastLoaded, divide, step_seconds
 from longspan.plan.dynamic.few_documents import plan_few
 from longspan.plan.dynamic.lockstep import DraftSettings, Effort, Search, make_draft
-from longspan.plan.dynamic.planner import _lockstep
-from longspan.plan.dynamic.problem import FreeSlots, Problem, runs
+from longspan.plan.dynamic.planner import _lockstep_candidate
+from longspan.plan.dynamic.problem import FreeSlots, Problem, even_runs
 from longspan.plan.planners.request import Request
 from longspan.plan.simulate.distributions import sample_lengths
 
@@ -38,7 +38,7 @@ def problem(lengths: list[int], slots: int, cap: int | None = 8192, min_cp: int 
     ],
 )
 def test_runs_hold_a_group_and_leave_few_slots_out(slots: int, min_cp: int, max_cp: int, widths: list[int]) -> None:
-    pieces = runs(slots, range(min_cp, max_cp + 1))
+    pieces = even_runs(slots, range(min_cp, max_cp + 1))
     assert [width for _, width in pieces] == widths
     assert [start for start, _ in pieces] == np.cumsum([0, *widths]).tolist()[:-1]
 
@@ -69,7 +69,7 @@ def test_groups_of_a_block_that_spans_nodes_are_priced_as_they_lie(slots: int, m
         of_slots = Problem.of(Request.of(lengths, Layout(slots), options), range(min_cp, slots + 1))
         few = plan_few(of_slots)
         assert few is not None and few[0] == pytest.approx(predicted_seconds(few[1], slots, cost))
-        seconds, make = _lockstep(of_slots, Effort(drafts=2, steps=4, sample_steps=6))
+        seconds, make = _lockstep_candidate(of_slots, Effort(drafts=2, steps=4, sample_steps=6))
         assert seconds == pytest.approx(predicted_seconds(make(), slots, cost))
 
 
@@ -169,8 +169,8 @@ def test_items_are_documents_or_packs_of_tiny_ones() -> None:
     assert few.documents == ((1,), (2,), (0,))
     assert sorted(d for item in many.documents for d in item) == list(range(1200))
     assert len(many.documents) < 1200
-    longest_first = [d for item in problem([7, 900] * 40, 8).documents for d in item]
-    assert longest_first == [*range(1, 80, 2), *range(0, 80, 2)]  # equal ones in the order of their numbers
+    sort_documents = [d for item in problem([7, 900] * 40, 8).documents for d in item]
+    assert sort_documents == [*range(1, 80, 2), *range(0, 80, 2)]  # equal ones in the order of their numbers
     assert many.tokens.tolist() == sorted(many.tokens.tolist(), reverse=True)
     for item, tokens in zip(many.documents, many.tokens.tolist(), strict=True):
         assert sum(many.request.lengths[d] for d in item) == tokens <= many.cap

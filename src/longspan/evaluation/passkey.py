@@ -149,7 +149,7 @@ class PasskeyDocument:
         return self.length - len(self.answer)
 
     def ids(self) -> Integers:
-        """All token ids."""
+        """Return all token ids."""
         filler = np.resize(self.pieces.filler, self.filler)
         key, pieces = self.pieces.key(self.key), self.pieces
         parts = (pieces.opening, filler[: self.key_at], key, filler[self.key_at :], pieces.question, self.answer)

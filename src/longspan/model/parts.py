@@ -75,7 +75,7 @@ def parts_of(model: PreTrainedModel) -> ModelParts:
 
 
 def with_outputs(model: PreTrainedModel, parts: ModelParts) -> ModelParts:
-    """The parts with the number of values that the base model's forward takes from a layer, as a pass shows."""
+    """Return the parts with the number of values that the base model's forward takes from a layer."""
     for outputs in (0, 1, 2):
         with suppress(Exception):  # whatever a forward raises of layers that return something else
             _, out, (x, *_) = _trace_calls(model, candidate := replace(parts, outputs=outputs))

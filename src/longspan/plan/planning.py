@@ -116,7 +116,7 @@ class Planning:
             self._changed.wait_for(lambda: request in self._answers or self._gone)
             answer = self._answers.get(request)
         if answer is None:
-            raise self._death(request.step)
+            raise self._death_error(request.step)
         if isinstance(answer, bytes):
             return pickle.loads(answer)
         raise answer.error(request.step)
@@ -136,6 +136,10 @@ class Planning:
         self._worker.connection.close()
 
     def _receive(self) -> None:
+        """Take answers from the planning process, in a thread, until it ends.
+
+        Answers come in the order of the requests: those before an answered one are not outstanding either.
+        """
         connection = self._worker.connection
         try:
             while True:
@@ -155,7 +159,8 @@ class Planning:
     def _is_in_window(self, request: StepRequest) -> bool:
         return request.generation == self._generation and request.step in self._window
 
-    def _death(self, step: int) -> PlanError:
+    def _death_error(self, step: int) -> PlanError:
+        """Return the error for a step that is not planned because the planning process has ended."""
         end = describe_end(self._worker.process.wait())
         return PlanError(
             f"step {step} has no plan: the planning process {self.pid} {end} before step {self._outstanding[0].step} "
@@ -165,6 +170,7 @@ class Planning:
 
 
 def _pickle_planner(planner: Planner) -> bytes:
+    """Pickle the planner. Raises PlanError for one that does not pickle."""
     try:
         return pickle.dumps(planner)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -211,6 +217,7 @@ class _Requests:
         return self._queue.get()
 
     def _read(self, connection: "Connection[Any, Any]", parent: int) -> None:
+        """Read requests, in a thread, until the owner ends the process or is gone."""
         try:
             while (request := next_request(connection, parent)) is not None:
                 self.newest = request.generation
@@ -229,6 +236,7 @@ def _load_planner(main: dict[str, Any], payload: bytes) -> Callable[[StepRequest
         return lambda _: failure
 
     def plan(request: StepRequest) -> bytes | Failure:
+        """Plan a step; returns a failure, or the pickled plan."""
         try:
             return pickle.dumps(check_is_plan(planner(request.step, *request.arguments), request.step))
         except BaseException as error:

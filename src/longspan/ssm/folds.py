@@ -31,7 +31,11 @@ class ForwardFold:
         self._gathered = _GatheredSummaries(chains, self._passing, states, transitions, "states of runs")
 
     def entering_states(self) -> Tensor:
-        """The state (R, H, K, V) that enters each run of this member."""
+        """Return the state (R, H, K, V) that enters each run of this member.
+
+        Chains are followed place by place: the state that enters a run is the transition of the run before it, applied
+        to the state that entered that one, plus the state that it made.
+        """
         v = self.inputs.v
         shape = (len(self.chains.mine), *self.inputs.state_shape)
         entering = v.new_zeros(shape, dtype=state_dtype(v.dtype))
@@ -65,7 +69,10 @@ class BackwardFold:
             self._gathered = _GatheredSummaries(chains, chains.backward, local, transitions, label)
 
     def leaving_gradients(self) -> Tensor:
-        """The gradient (R, H, K, V) at the final state of each run of this member."""
+        """Return the gradient (R, H, K, V) at the final state of each run of this member.
+
+        Chains are followed backwards, by the transposed transitions.
+        """
         passing, leaving = self._chains.backward, torch.zeros_like(self._zero)
         if not passing.any:
             return leaving
@@ -117,6 +124,7 @@ class _GatheredSummaries:
         return self._select_runs(runs, 1)
 
     def _select_runs(self, runs: Integers, which: int) -> Tensor:
+        """Select the gathered states (`which` 0) or transitions (1) of these runs; a view if they are consecutive."""
         first, size, shape = self._places[which][runs], self._sizes[which], (len(runs), *self._shapes[which])
         if len(first) and (np.diff(first) == size).all():
             return self._rows[int(first[0]) : int(first[-1]) + size].view(shape)
@@ -125,7 +133,7 @@ class _GatheredSummaries:
 
 
 def _put_local(into: Tensor, values: Tensor, local_numbers: Integers) -> None:
-    """into[held] ← values where this member has the run."""
+    """Set into[run] = values where this member has the run."""
     local = (local_numbers >= 0).nonzero()[0]
     if len(local):
         put_runs(into, local_numbers[local], take_runs(values, local))

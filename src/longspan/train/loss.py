@@ -249,7 +249,7 @@ def rows_of_chunk(vocabulary: int, dtype: torch.dtype, device: str) -> int:
 
 
 def chunks_of_rows(total: int, rows: int) -> Iterator[slice]:
-    """Runs of at most `rows` rows, as even as can be."""
+    """Divide rows into runs of at most `rows` rows, as even as can be."""
     count = max(1, -(-total // rows))
     for i in range(count):
         yield slice(total * i // count, total * (i + 1) // count)
@@ -290,7 +290,9 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _add_to_sums(sums: list[Tensor], gradients: list[Tensor], *, last: bool) -> list[Tensor]:
-    """Sums of gradients over chunks; a single chunk's stay as they are, others are summed in float32 at least."""
+    """Add the gradients of a chunk to their sums; a single chunk's stay as they are, others are summed in float32 at
+    least.
+    """
     if not sums:
         return gradients if last else [x.to(torch.promote_types(x.dtype, torch.float32)) for x in gradients]
     for total, gradient in zip(sums, gradients, strict=True):

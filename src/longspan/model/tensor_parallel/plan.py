@@ -174,6 +174,7 @@ def partial_parameters(model: nn.Module, placed: Sequence[StyledModule]) -> list
 
 
 def _parameters_inside(entry: StyledModule) -> Iterator[nn.Parameter]:
+    """Yield the parameters of a styled module: the one that has the style, or all."""
     if entry.parameter is None:
         yield from entry.module.parameters()
     else:

@@ -120,7 +120,7 @@ class Draft:
 
 
 def step_seconds(problem: Problem, durations: list[float]) -> float:
-    """The time in lockstep of micro-batches of these durations (0: it has no documents), with their launches."""
+    """Return the time in lockstep of micro-batches of these durations (0: without documents), with their launches."""
     multiple = problem.request.micro_batch_multiple
     count = -(-sum(duration > 0.0 for duration in durations) // multiple) * multiple
     return math.fsum(durations) + count * problem.request.cost.micro_batch_seconds
@@ -281,7 +281,7 @@ def _choose_sharing(
 
 
 def micro_batches(draft: Draft, division: Division) -> list[MicroBatch]:
-    """The micro-batches of a draft, longest documents of each group first."""
+    """Make the micro-batches of a draft, longest documents of each group first."""
     batches: list[dict[tuple[int, ...], list[int]]] = [{} for _ in draft.durations]
     for anchor in draft.anchors:
         batches[anchor.micro_batch].setdefault(slots_of(anchor.parts), []).append(anchor.item)
@@ -305,8 +305,8 @@ def _group(problem: Problem, slots: tuple[int, ...], items: list[int]) -> Group:
     return problem.request.group(slots, [d for item in sorted(items) for d in problem.documents[item]])
 
 
-def longest_first(batch: MicroBatch) -> MicroBatch:
-    """The same groups with their documents by falling length, so that ids do not matter."""
+def sort_documents(batch: MicroBatch) -> MicroBatch:
+    """Sort the documents of each group by falling length, so that their ids do not matter."""
     groups: list[Group] = []
     for group in batch.groups:
         order = sorted(range(len(group.documents)), key=lambda i: (-group.lengths[i], group.documents[i]))

@@ -45,7 +45,9 @@ class _Sizes(NamedTuple):
 
 
 def plan_few(problem: Problem) -> tuple[float, list[MicroBatch]] | None:
-    """Seconds and micro-batches of the best plan; None with too many items or slots to try, or if nothing fits."""
+    """Search for the best plan of few items; returns its seconds and micro-batches, None with too much to try or no
+    fit.
+    """
     if len(problem.tokens) > MOST_ITEMS or problem.request.slots > MOST_SLOTS:
         return None
     best: tuple[float, list[SideBySide]] | None = None
@@ -60,7 +62,7 @@ def plan_few(problem: Problem) -> tuple[float, list[MicroBatch]] | None:
 
 
 def _batches_of_items(problem: Problem) -> Iterator[list[list[int]]]:
-    """The items of each micro-batch, for a few numbers of these: equal work in each, or the longest together."""
+    """Yield items by micro-batch, for a few numbers of these: equal work in each, or the longest together."""
     tokens: list[int] = problem.tokens.tolist()
     middle = np.cumsum(problem.tokens) - problem.tokens // 2
     for count in range(problem.least_micro_batches, problem.least_micro_batches + MORE_MICRO_BATCHES + 1):
@@ -76,7 +78,7 @@ def _items_by_place(items: range | list[int], places: list[int], count: int) -> 
 
 
 def _best_arrangement(problem: Problem, items: list[int]) -> SideBySide | None:
-    """The items in the number of groups whose slowest ends earliest."""
+    """Arrange items in the number of groups whose slowest ends earliest; None if they fit in none."""
     tokens, work = problem.tokens[items].tolist(), problem.work[items].tolist()
     best: SideBySide | None = None
     for count in range(1, min(len(items), problem.request.slots // problem.min_cp, MOST_GROUPS) + 1):
@@ -88,10 +90,10 @@ def _best_arrangement(problem: Problem, items: list[int]) -> SideBySide | None:
 
 
 def _improve(problem: Problem, arrangement: SideBySide) -> SideBySide:
-    """The arrangement after moving items out of its slowest group, one at a time, as long as that helps."""
+    """Move items out of the slowest group, one at a time, as long as that helps."""
     left = MOST_MOVES
     while left > 0:
-        for groups in _moves(arrangement):
+        for groups in _groups_after_moves(arrangement):
             trial, left = _arrange(problem, groups), left - 1
             if trial is not None and trial.seconds < arrangement.seconds:
                 arrangement = trial
@@ -103,8 +105,8 @@ def _improve(problem: Problem, arrangement: SideBySide) -> SideBySide:
     return arrangement
 
 
-def _moves(arrangement: SideBySide) -> Iterator[list[list[int]]]:
-    """The groups after one item of the slowest, its last items first, has gone to another group."""
+def _groups_after_moves(arrangement: SideBySide) -> Iterator[list[list[int]]]:
+    """Yield the groups after one item of the slowest, its last items first, has gone to another group."""
     groups = list(arrangement.items)
     slowest = groups.pop(arrangement.slowest)
     for item in slowest[::-1]:
@@ -115,7 +117,7 @@ def _moves(arrangement: SideBySide) -> Iterator[list[list[int]]]:
 
 
 def _arrange(problem: Problem, groups: list[list[int]]) -> SideBySide | None:
-    """Groups on as many slots each as let the slowest end earliest, the widest first, inside blocks where they fit."""
+    """Give each group as many slots as let the slowest end earliest, the widest first, inside blocks if they fit."""
     sizes = _Sizes.of(problem, groups)
     widths = _widths(problem, sizes)
     if widths is None:
@@ -133,7 +135,7 @@ def _arrange(problem: Problem, groups: list[list[int]]) -> SideBySide | None:
 
 
 def _widths(problem: Problem, sizes: _Sizes) -> Ints | None:
-    """The fewest slots of each group (groups,) with which all end at the earliest possible time; None: no room."""
+    """Find the fewest slots of each group (groups,) with which all end at the earliest possible time; None: no room."""
     seconds = _seconds(problem, sizes)
     times = np.unique(seconds[np.isfinite(seconds)])
     low, high, widths = 0, len(times), None
@@ -150,7 +152,7 @@ def _widths(problem: Problem, sizes: _Sizes) -> Ints | None:
 
 
 def _seconds(problem: Problem, sizes: _Sizes) -> Floats:
-    """Seconds of each group at each degree: (groups, degrees); inf where its rows are over the cap."""
+    """Return the seconds of each group at each degree (groups, degrees); inf where its rows are over the cap."""
     degrees = np.array(problem.degrees, dtype=np.int64)
     inside_node = degrees <= problem.widest_in_node
     tokens, squares, documents = (x[:, None] for x in sizes)

@@ -30,14 +30,14 @@ class FreePlan:
 
 
 def plan_free(problem: Problem) -> FreePlan:
-    """The best plan for a few times at which lanes should end."""
+    """Make the best plan for a few times at which lanes should end."""
     mean = problem.mean_seconds + problem.least_micro_batches * problem.request.cost.micro_batch_seconds
     goals = GOALS if problem.request.slots <= FEW_SLOTS else GOALS[1:2]
     return min((_plan_for(problem, goal * mean) for goal in goals), key=lambda plan: plan.seconds)
 
 
 def _plan_for(problem: Problem, goal: float) -> FreePlan:
-    """Place all items on lanes, with gangs if a lane would end after `goal` seconds."""
+    """Place all items on lanes, with gangs of lanes for documents that one would end after `goal` seconds."""
     lanes = _Lanes(problem)
     width = lanes.width[lanes.usable]
     gangs = problem.tokens > width.max() * problem.cap
@@ -99,7 +99,7 @@ class _Lanes:
             self.items[lane].append(item)
 
     def _earlier_gang(self, item: int, goal: float) -> tuple[Ints | None, float]:
-        """The fewest lanes that end a document by the goal, or those that end it earliest, and when they end."""
+        """Choose the fewest lanes that end a document by the goal, or those that end it earliest; also returns when."""
         best, earliest = None, np.inf
         order = np.argsort(self.end, kind="stable")[:MOST_LANES]
         if len(self.problem.documents[item]) > 1:
@@ -121,7 +121,7 @@ class _Lanes:
         return self.problem.widest(int(self.width[lanes].sum()))
 
     def _seconds(self, item: int, lanes: Ints) -> float:
-        """Seconds of an item on a gang of these lanes, launch included; lanes count as being on different nodes."""
+        """Return the seconds of an item on a gang of these lanes, launch included, as if each were on another node."""
         tokens, degree = int(self.problem.tokens[item]), self._degree(lanes)
         seconds = self.problem.request.cost.group_seconds(tokens, tokens * tokens, degree, inside=False)
         return self.launch + float(seconds)

@@ -51,7 +51,7 @@ class RowBytes:
         checkpointing: Checkpointing = "full",
         exchanged: bool = False,
     ) -> "RowBytes":
-        """Of a model's configuration: an object or dict like transformers', a config.json or its folder.
+        """Count the bytes of a row of a model: of a configuration object or dict, a config.json or its folder.
 
         `checkpointing` has the values of `train.activation_checkpointing`, and heads are `exchanged` under a2a. Layers
         of Zamba 2 read the embedding too, which stages hand on and keep. Each of `depths` of multi-token prediction
@@ -75,7 +75,7 @@ class RowBytes:
 def _bytes_beside_inputs(
     read: ConfigReader, checkpointing: Checkpointing, exchanged: bool, depths: int, bytes_per_value: int
 ) -> float:
-    """Bytes that all layers keep of a row in addition to their inputs."""
+    """Count the bytes that all layers keep of a row in addition to their inputs."""
     kinds = layer_kinds(read)
     kinds += kinds[-1:] * depths
     if checkpointing == "full" or not kinds:

@@ -87,7 +87,7 @@ class PlanChoice:
         weights: int = 0,
         weight_bytes: int = 2,
     ) -> "PlanChoice":
-        """How training steps are planned, priced by the run's cost or else the file's.
+        """Choose how training steps are planned, priced by the run's cost or else the file's.
 
         `heads` are the model's query heads, where they are known; `weights` those of its parameters that are on a
         slot's rank and sharded over slots, of `weight_bytes` each.
@@ -105,7 +105,7 @@ class PlanChoice:
         cost: Cost | None = None,
         heads: int | None = None,
     ) -> "PlanChoice":
-        """How evaluations are planned: those of a named set, or else of the documents that are held out.
+        """Choose how evaluations are planned: those of a named set, or else of the documents that are held out.
 
         They are priced for forward passes only. Plans of a degree "auto" that is not chosen yet (`auto_degree.py`) have
         the smallest that holds their documents.

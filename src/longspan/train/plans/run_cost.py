@@ -71,7 +71,7 @@ def cost_of_run(
 
 
 def _cost_settings(config: RunConfig, *, measured: bool, gpu: bool, slots: int) -> CostSettings:
-    """What of a run changes its model's time. The usual machines are those of two bytes a number."""
+    """Return what of a run changes its model's time. The usual machines are those of two bytes a number."""
     train, parallel = config.train, config.parallel
     return CostSettings(
         recomputation=train.activation_checkpointing,
@@ -88,4 +88,5 @@ def _cost_settings(config: RunConfig, *, measured: bool, gpu: bool, slots: int) 
 
 @cache
 def _read_once(file: str) -> Machine | Cost:
+    """Read a file the first time; its prices stay for the whole process."""
     return read_machine(file, KEY)
