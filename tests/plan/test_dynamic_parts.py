@@ -10,7 +10,7 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions, lower_bound_seconds, predicted_seconds
 from longspan.plan.dynamic.degrees import Anchoring, DegreeTable
-from longspan.plan.dynamic.draft import Bins, LeastLoaded, divide, step_seconds
+from longspan.plan.dynamic.draft import Bins, LeastLoaded, divide, lockstep_seconds
 from longspan.plan.dynamic.few_documents import plan_few
 from longspan.plan.dynamic.lockstep import DraftSettings, Effort, Search, make_draft
 from longspan.plan.dynamic.planner import _lockstep_candidate
@@ -139,7 +139,7 @@ def test_micro_batches_without_documents_take_no_launch() -> None:
     mine = problem([3000, 2000, 100], 4)
     draft = make_draft(mine, DegreeTable.of(mine), np.full(3, mine.mean_seconds), Anchoring(0.5, 0.4))
     launch = mine.request.cost.micro_batch_seconds
-    assert step_seconds(draft.problem, [1.5, 0.0, 0.25]) == pytest.approx(1.75 + 2 * launch, rel=1e-12)
+    assert lockstep_seconds(draft.problem, [1.5, 0.0, 0.25]) == pytest.approx(1.75 + 2 * launch, rel=1e-12)
 
 
 def test_an_item_goes_to_the_bin_that_ends_earliest_among_those_with_room() -> None:
@@ -169,8 +169,8 @@ def test_items_are_documents_or_packs_of_tiny_ones() -> None:
     assert few.documents == ((1,), (2,), (0,))
     assert sorted(d for item in many.documents for d in item) == list(range(1200))
     assert len(many.documents) < 1200
-    sort_documents = [d for item in problem([7, 900] * 40, 8).documents for d in item]
-    assert sort_documents == [*range(1, 80, 2), *range(0, 80, 2)]  # equal ones in the order of their numbers
+    order = [d for item in problem([7, 900] * 40, 8).documents for d in item]
+    assert order == [*range(1, 80, 2), *range(0, 80, 2)]  # equal ones in the order of their numbers
     assert many.tokens.tolist() == sorted(many.tokens.tolist(), reverse=True)
     for item, tokens in zip(many.documents, many.tokens.tolist(), strict=True):
         assert sum(many.request.lengths[d] for d in item) == tokens <= many.cap

@@ -107,13 +107,13 @@ def make_tilings(tiles: TileArrays) -> tuple[Tiling, ...]:
 def _tiling(tiles: TileArrays) -> Tiling:
     """The tiles of one launch, without a limit that hides no key from a row of any of them."""
     bounds = np.stack([tiles.q_start, tiles.q_stop, tiles.k_start, tiles.k_stop], axis=1)
-    left, right = _hides(tiles)
+    left, right = _limits_that_hide(tiles)
     limits = (int(tiles.left[0]) if left.any() else None, int(tiles.right[0]) if right.any() else None)
     return Tiling(bounds, *limits)
 
 
-def _hides(tiles: TileArrays) -> tuple[Flags, Flags]:
-    """Whether the limits on either side hide a key of a tile from one of its rows."""
+def _limits_that_hide(tiles: TileArrays) -> tuple[Flags, Flags]:
+    """Return for each tile whether its left, and its right, limit hides any of its keys from any of its rows."""
     left = (tiles.left >= 0) & (tiles.left < tiles.k_stop - tiles.k_start - 1)
     right = (tiles.right >= 0) & (tiles.right < tiles.q_stop - tiles.q_start - 1)
     return left, right
@@ -200,7 +200,7 @@ def _bands(q: Segments, k: Segments, window: int) -> TileArrays:
 
 def _drop_idle_limits(tiles: TileArrays) -> TileArrays:
     """Without limits that hide nothing, tile by tile; all tiles at whose end row and key meet keep one mask."""
-    left, right = _hides(tiles)
+    left, right = _limits_that_hide(tiles)
     ahead = tiles.right > 0
     return tiles._replace(left=np.where(ahead & ~left, -1, tiles.left), right=np.where(ahead & ~right, -1, tiles.right))
 

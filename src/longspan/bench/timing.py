@@ -34,10 +34,11 @@ def kind_of(name: str) -> Kind:
     return "other layers"
 
 
-def parts_of(events: Iterable[tuple[str, float, float]], seconds: float) -> dict[str, float]:
+def seconds_by_part(events: Iterable[tuple[str, float, float]], seconds: float) -> dict[str, float]:
     """Seconds by part of events (name, start, end) of a step that took so long.
 
-    >>> parts_of([("flash_fwd", 0.0, 1.0), ("nccl_ring", 0.5, 1.5), ("gemm", 1.25, 2.0)], 2.5)["exposed communication"]
+    >>> events = [("flash_fwd", 0.0, 1.0), ("nccl_ring", 0.5, 1.5), ("gemm", 1.25, 2.0)]
+    >>> seconds_by_part(events, 2.5)["exposed communication"]
     0.25
     """
     by_kind: dict[Kind, list[Interval]] = {kind: [] for kind in ORDER}
@@ -116,7 +117,7 @@ def profile_of(run: Callable[[], object], world: World) -> tuple[dict[str, float
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as recorded:
         seconds = seconds_of(run, world)
     events = read_events(recorded, cuda=cuda)
-    return parts_of(events, seconds), longest_kernels(events), seconds
+    return seconds_by_part(events, seconds), longest_kernels(events), seconds
 
 
 def _wait_for_gpu(world: World) -> None:

@@ -135,7 +135,7 @@ class Watch:
             self.reports.post_departure(one_line(error), echo=bool(getattr(error, "seen_from_outside", False)))
 
     def failure(self, operation: Operation, error: BaseException) -> CommError:
-        """The error to raise for a collective that failed here, with a failure report."""
+        """Return the error to raise for a collective that failed here, with a failure report."""
         seconds = time.monotonic() - operation.started
         outcome = "timed out" if "timed out" in str(error).lower() else "failed"
         failure = CommError(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from longspan.config.sections import DataConfig
 from longspan.corpus.corpus_settings import CorpusSettings, describe_left_out, describe_rows, make_recipe
-from longspan.corpus.files import FileSums, LogLine, differences
+from longspan.corpus.files import FileSums, LogLine, file_differences
 from longspan.corpus.first_rows import sample_texts
 from longspan.corpus.rows.lines import special_line
 from longspan.corpus.store.builder import Recipe, build_documents
@@ -115,7 +115,7 @@ class _CorpusOfRun:
     def _compare_files(self) -> list[str]:
         """List the source files, or some images, that differ from those that the corpus was built from."""
         old_sources = None if self._old is None else self._old.sources(self._folder)
-        changes = [] if old_sources is None else differences(old_sources, self._sources)
+        changes = [] if old_sources is None else file_differences(old_sources, self._sources)
         return changes or list(islice(self._compare_images(), 3))
 
     def _compare_images(self) -> Iterator[str]:

@@ -98,7 +98,7 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def differences(before: Iterable[SourceFile], now: Iterable[SourceFile]) -> list[str]:
+def file_differences(before: Iterable[SourceFile], now: Iterable[SourceFile]) -> list[str]:
     """Describe how the files of a corpus differ from those that it was built from, one phrase per file."""
     old_sums, new_sums = _index_by_name(before), _index_by_name(now)
     changes = [f"{name} is gone" for name in old_sums.keys() - new_sums.keys()]

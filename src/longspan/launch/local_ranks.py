@@ -172,7 +172,7 @@ class LocalRanks:
             rank_end.close()
 
     def are_ready(self, timeout: float) -> bool:
-        """Whether the ranks of the call before have put back what it changed, and live."""
+        """Return whether all ranks live, and have reported that what the last call changed is as before."""
         for rank in self.ranks:
             try:
                 if rank.answer is not None and not (rank.pipe.poll(timeout) and rank.pipe.recv_bytes() == READY):

@@ -27,7 +27,7 @@ from longspan.ssm.kernels.convolutions import (
     FirstRows,
     choose_convolution,
 )
-from longspan.ssm.state_pass import join_parts, refuse_no_shard
+from longspan.ssm.state_pass import join_rows_of_parts, refuse_no_shard
 
 
 class Halo:
@@ -172,7 +172,7 @@ class _Convolved(torch.autograd.Function):
             arrived.append(arrived_rows)
         ctx.save_for_backward(x, *parameters, *arrived)
         ctx.chains, ctx.kernel, ctx.silu, ctx.parameters = chains, kernel, silu, len(parameters)
-        return join_parts(outs, x)
+        return join_rows_of_parts(outs, x)
 
     @staticmethod
     @once_differentiable
@@ -191,7 +191,7 @@ class _Convolved(torch.autograd.Function):
             if handle is not None:
                 of_part[0].index_add_(0, halo_of(part.chains, width).rows, handle.wait())
         of_parameters = [_sum([of_part[1 + i] for of_part in of_parts]) for i in range(ctx.parameters)]
-        return None, None, None, join_parts([of_part[0] for of_part in reversed(of_parts)], x), *of_parameters
+        return None, None, None, join_rows_of_parts([of_part[0] for of_part in reversed(of_parts)], x), *of_parameters
 
 
 class _Part(NamedTuple):

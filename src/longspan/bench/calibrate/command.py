@@ -82,18 +82,18 @@ def main(argv: Sequence[str]) -> int:
     """Run the bench; returns the exit code."""
     flags = parse_flags(CalibrateFlags, argv, "longspan bench calibrate")
     ranks, backend = flags.processes(CPU_RANKS)
-    settings = make_settings(flags, ranks, backend)
+    settings = make_calibration_settings(flags, ranks, backend)
     measured = run_on_ranks(calibrate_ranks, (settings,), ranks)
     if reports_here():
         calibration = fit_machine(measured, settings)
         write_machine(calibration.machine, Path(flags.out))
         record = make_record(calibration, measured, settings, ["longspan", "bench", "calibrate", *argv])
-        print(json.dumps(record, indent=1) if flags.json else record_text(record))
+        print(json.dumps(record, indent=1) if flags.json else calibration_text(record))
         print(f"wrote {flags.out}", file=sys.stderr if flags.json else sys.stdout)
     return 0
 
 
-def make_settings(flags: CalibrateFlags, ranks: int, backend: str) -> CalibrationSettings:
+def make_calibration_settings(flags: CalibrateFlags, ranks: int, backend: str) -> CalibrationSettings:
     """The settings that the ranks receive. Raises ConfigError for sizes from which no figures can be fitted."""
     defaults = GPU_DEFAULTS if backend == "nccl" else CPU_DEFAULTS
     flags.check_runs()
@@ -190,7 +190,7 @@ def _row(calibration: Calibration, sample: Sample) -> dict[str, Any]:
     }
 
 
-def record_text(record: dict[str, Any]) -> str:
+def calibration_text(record: dict[str, Any]) -> str:
     """A record for a terminal: predicted against measured, products, the machine, what is assumed, and the errors."""
     layers = f" ({plural(record['layers'], 'layer')})" if record["layers"] else ""
     head = (

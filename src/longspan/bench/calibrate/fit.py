@@ -140,7 +140,7 @@ def mean_errors(calibration: Calibration, samples: Sequence[Sample]) -> dict[str
 
 
 def _fit_attention(samples: Sequence[Sample], figures: dict[str, Any]) -> float:
-    """Set the rate of long pieces and the rows of half of it; returns the seconds of a call."""
+    """Set the rate of attention over long pieces, and the rows at which it is half; returns the seconds of a call."""
     flops, half, call = _solve(samples, "attention_flops", "half_flops", "calls")
     if flops:
         figures |= {"attention_flops_per_second": 1 / flops, "half_speed_rows": half / flops}
@@ -148,7 +148,7 @@ def _fit_attention(samples: Sequence[Sample], figures: dict[str, Any]) -> float:
 
 
 def _fit_memory(samples: Sequence[Sample], figures: dict[str, Any]) -> float:
-    """Set the speed of memory; returns the seconds of a pass without rows."""
+    """Set the bytes a second of memory; returns the seconds of a pass over no bytes."""
     call, byte = _solve(samples, "calls", "bytes")
     if byte:
         figures["memory_bytes_per_second"] = 1 / byte

@@ -12,9 +12,9 @@ from longspan.evaluation.saved.comparison import (
     HOME,
     Difference,
     comm_types,
-    differences,
     document_rows,
     retrieval_grids,
+    set_differences,
 )
 from longspan.evaluation.saved.request import SetResult, SubjectResult
 from longspan.files import as_json, json_values, os_error_text
@@ -86,7 +86,7 @@ def result_tables(results: Sequence[SubjectResult], ranks: int) -> str:
 def _result_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]:
     """Yield differences first, then the table of each subject, passkey grids, and a set's degrees or buckets."""
     first = results[0]
-    pairs = [(difference, other) for other in results[1:] for difference in differences(first, other)]
+    pairs = [(difference, other) for other in results[1:] for difference in set_differences(first, other)]
     if pairs:
         yield "\n".join(_difference_line(difference, first, other) for difference, other in pairs)
     for result in results:

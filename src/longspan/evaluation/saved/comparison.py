@@ -43,7 +43,7 @@ class Difference:
         return asdict(self)
 
 
-def differences(first: SubjectResult, other: SubjectResult) -> list[Difference]:
+def set_differences(first: SubjectResult, other: SubjectResult) -> list[Difference]:
     """The difference on every set: of losses where both read the same tokens, otherwise of bits per byte.
 
     Made documents that two tokenizers write are not the same text: they have none.
@@ -123,7 +123,7 @@ def results_record(results: Sequence[SubjectResult], ranks: int) -> dict[str, An
     if len(first.sets) == 1:
         record = first.sets[0].evaluation.row() | record
     for other in others:
-        rows = [difference.row() for difference in differences(first, other)]
+        rows = [difference.row() for difference in set_differences(first, other)]
         record["compare"] = subject_record(other) | {"differences": rows}
     return record
 

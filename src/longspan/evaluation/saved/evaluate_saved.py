@@ -27,7 +27,7 @@ from longspan.evaluation.saved.choose_sets import choose_sets, tokenizer_digest
 from longspan.evaluation.saved.fit import Change, changes_line, find_set, fit_node_size, fit_set
 from longspan.evaluation.saved.request import EvalRequest, SetResult, SubjectResult
 from longspan.evaluation.saved.sets import NamedDocuments
-from longspan.evaluation.saved.weights import CheckedWeights, check_weights, fit_positions, load_saved_model
+from longspan.evaluation.saved.weights import CheckedWeights, check_saved_weights, fit_positions, load_saved_model
 from longspan.plan import Cost
 from longspan.train.memory.rows_that_fit import read_rows_of_run
 from longspan.train.plans import PlanChoice, cost_of_run, query_heads
@@ -47,7 +47,7 @@ def evaluate_saved(request: EvalRequest, world: World, log: LogLine, progress: P
     """
     deadline = time.monotonic() + (request.seconds or math.inf)
     metrics = run_on_every_rank(world, partial(_load_metrics, request), ConfigError)
-    checked = [check_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
+    checked = [check_saved_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
     sets = choose_sets(request, checked, world, log)
     pairs = zip(checked, sets, strict=True)
     fits = [run_on_every_rank(world, partial(_fit_subject, request, *pair, world, log), ConfigError) for pair in pairs]

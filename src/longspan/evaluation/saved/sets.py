@@ -48,9 +48,9 @@ class NamedDocuments:
         return int(np.argmax(self.documents.lengths))
 
     def at_most(self, count: int) -> "NamedDocuments":
-        """Take so many of its documents (0: all), at even distances, so that they come from all its files.
+        """Take so many of the documents (0: all), at even distances, so that they come from all files.
 
-        All documents that were made stay.
+        Passkey documents, which were made in the number that was asked for, all stay.
         """
         if isinstance(self.documents, PasskeyDocuments):
             return self

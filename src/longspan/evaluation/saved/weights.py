@@ -33,7 +33,7 @@ class CheckedWeights:
     tokenizer: TextTokenizer
 
 
-def check_weights(subject: Subject, tokenizer: str, world: World, log: LogLine) -> CheckedWeights:
+def check_saved_weights(subject: Subject, tokenizer: str, world: World, log: LogLine) -> CheckedWeights:
     """Find the weights, their configuration and tokenizer (that of a folder, where one is named); entered by all ranks.
 
     Raises CheckpointError, ModelError or DataError, on every rank, for what is missing, damaged or does not match.

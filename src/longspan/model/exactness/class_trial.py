@@ -23,9 +23,9 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from longspan.errors import ModelError
 from longspan.model.exactness.small_copies import (
     gradients_by_name,
-    one_line,
     relative_error,
     shrink_configuration,
+    trial_error,
     try_once,
 )
 from longspan.model.experts.moe import expert_modules, mix_all_rows
@@ -89,7 +89,7 @@ def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, re
     except Exception as error:  # whatever a constructor or a forward raises
         if not required:
             return ClassTrial()
-        reason = f"a small {kind.__name__} that shows how they route cannot be run on the host ({one_line(error)})"
+        reason = f"a small {kind.__name__} that shows how they route cannot be run on the host ({trial_error(error)})"
         return ClassTrial((f"it has experts, and {reason}",))
 
 

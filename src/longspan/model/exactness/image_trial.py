@@ -20,10 +20,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.errors import ModelError
 from longspan.model.exactness.small_copies import (
     gradients_by_name,
-    one_line,
     relative_error,
     shrink_configuration,
     tiny_model,
+    trial_error,
     try_once,
 )
 from longspan.model.exactness.trial_documents import (
@@ -80,7 +80,7 @@ def _reasons_of_images(config: PreTrainedConfig, make_documents: _Documents) -> 
         yield str(error)
         return
     except Exception as error:
-        yield f"a small model that shows what it does with images cannot be run on the host ({one_line(error)})"
+        yield f"a small model that shows what it does with images cannot be run on the host ({trial_error(error)})"
         return
     yield from _difference_reasons(whole, parts)
 

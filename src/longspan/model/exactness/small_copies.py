@@ -176,7 +176,7 @@ def try_once(key: Hashable, trial: Callable[[], _T]) -> _T:
 _results: dict[Hashable, Any] = {}
 
 
-def one_line(error: Exception) -> str:
+def trial_error(error: Exception) -> str:
     """The error of a configuration, a constructor or a forward pass, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 

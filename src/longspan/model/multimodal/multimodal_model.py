@@ -23,8 +23,8 @@ from longspan.model.multimodal.checks import (
     check_deep_layers,
     check_encoder,
     check_encoder_home,
+    check_image_mask,
     check_shared,
-    check_spans,
 )
 from longspan.model.multimodal.encoder import Encoder, hook_item_rows, modalities_in_spans
 from longspan.model.multimodal.prepare_encoder import check_prepared
@@ -52,7 +52,7 @@ class MultimodalModel(nn.Module):
             check_encoder(modality, encoder)
             check_encoder_home(modality, encoder.world.home, world)
             check_prepared(encoder.module, encoder.world)
-        check_spans(encoders, language_model)
+        check_image_mask(encoders, language_model)
         modules = {f"the encoder of {modality}": encoder.module for modality, encoder in encoders.items()}
         check_shared({**modules, "the language model": language_model})
         self.encoder_settings, self.world = dict(encoders), world

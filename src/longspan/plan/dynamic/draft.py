@@ -116,10 +116,10 @@ class Draft:
     @property
     def seconds(self) -> float:
         """The step's time in lockstep, launches included."""
-        return step_seconds(self.problem, self.durations.tolist())
+        return lockstep_seconds(self.problem, self.durations.tolist())
 
 
-def step_seconds(problem: Problem, durations: list[float]) -> float:
+def lockstep_seconds(problem: Problem, durations: list[float]) -> float:
     """Return the time in lockstep of micro-batches of these durations (0: without documents), with their launches."""
     multiple = problem.request.micro_batch_multiple
     count = -(-sum(duration > 0.0 for duration in durations) // multiple) * multiple

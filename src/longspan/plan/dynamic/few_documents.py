@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longspan.plan.dynamic.draft import micro_batch_of, step_seconds
+from longspan.plan.dynamic.draft import lockstep_seconds, micro_batch_of
 from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, Floats, FreeSlots, Ints, Problem, slots_of
 from longspan.plan.micro_batch import MicroBatch
 from longspan.plan.planners.bin_packing import spread
@@ -53,7 +53,7 @@ def plan_few(problem: Problem) -> tuple[float, list[MicroBatch]] | None:
     best: tuple[float, list[SideBySide]] | None = None
     for batches in _batches_of_items(problem):
         arranged = [arrangement for items in batches if (arrangement := _best_arrangement(problem, items)) is not None]
-        seconds = step_seconds(problem, [arrangement.seconds for arrangement in arranged])
+        seconds = lockstep_seconds(problem, [arrangement.seconds for arrangement in arranged])
         if len(arranged) == len(batches) and (best is None or seconds < best[0]):
             best = seconds, arranged
     if best is None:

@@ -6,7 +6,7 @@ from typing import Literal, Unpack
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan.check import check_choice, check_count
-from longspan.plan.dynamic.draft import divide, micro_batches, sort_documents, step_seconds
+from longspan.plan.dynamic.draft import divide, lockstep_seconds, micro_batches, sort_documents
 from longspan.plan.dynamic.few_documents import plan_few
 from longspan.plan.dynamic.free import plan_free
 from longspan.plan.dynamic.lockstep import Effort, search
@@ -147,7 +147,7 @@ def _lockstep_candidate(problem: Problem, effort: Effort) -> Candidate:
     ends = [0.0] * len(draft.durations)
     for m, seconds in zip(draft.bins.micro_batch, division.seconds.tolist(), strict=True):
         ends[m] = max(ends[m], seconds)
-    return step_seconds(problem, ends), lambda: micro_batches(draft, division)
+    return lockstep_seconds(problem, ends), lambda: micro_batches(draft, division)
 
 
 def _free(problem: Problem) -> Candidate:

@@ -179,7 +179,7 @@ class Packer:
     def _seconds_of_places(
         self, assignment: Ints, inside: NDArray[np.bool_] | bool, count: int | None = None
     ) -> Floats:
-        """Seconds of each place (micro-batches, groups)."""
+        """Return the seconds of each place (micro-batches, groups); `inside`: whether each group is inside a node."""
         count = count or self._count(assignment)
         flags = np.broadcast_to(inside, (count, len(self.inside))).reshape(-1)
         return self._bin_seconds(assignment, flags.size, flags).reshape(count, len(self.inside))
