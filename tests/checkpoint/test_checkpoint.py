@@ -26,7 +26,7 @@ from longspan.checkpoint.files import (
     complete_checkpoints,
     create_partial,
     files_by_rank,
-    newest_good,
+    newest_good_checkpoint,
     note_damage,
     publish_checkpoint,
     read_state,
@@ -47,7 +47,7 @@ def check_files(path: Path) -> None:
 
 def latest_checkpoint(root: Path, log: Any) -> Path | None:
     """As one rank alone sees it."""
-    return newest_good(complete_checkpoints(root, log), check_files, log)[0]
+    return newest_good_checkpoint(complete_checkpoints(root, log), check_files, log)[0]
 
 
 def file_checkpoint(root: Path, step: int) -> Path:

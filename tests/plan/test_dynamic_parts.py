@@ -131,7 +131,7 @@ def test_the_longest_document_decides_how_short_a_micro_batch_can_be() -> None:
 @pytest.mark.parametrize("name", ["lognorm", "files", "expo"])
 def test_a_draft_follows_the_durations_that_are_wanted(name: str) -> None:
     search = Search(problem(sample_lengths(name, 16 * 32768, longest=65536).tolist(), 16))
-    search.attempt(DraftSettings(np.array([0.4, 0.3, 0.2, 0.15]), Anchoring(0.5, 0.4)))
+    search.try_settings(DraftSettings(np.array([0.4, 0.3, 0.2, 0.15]), Anchoring(0.5, 0.4)))
     assert search.best is not None and search.best.durations[1] > 1.3 * search.best.durations[3]
 
 
@@ -149,7 +149,7 @@ def test_an_item_goes_to_the_bin_that_ends_earliest_among_those_with_room() -> N
     bins, twin = Bins(), []
     for b in range(12):
         width, level, rows = rng.choice([1, 3, 8]), rng.random(), rng.randint(500, 9000)
-        bins.add(b % 3, (0, width), anchor=-1, seconds=level, rows=rows)
+        bins.add_bin(b % 3, (0, width), anchor=-1, seconds=level, rows=rows)
         twin.append([level - (1.0, 1.5, 2.0)[b % 3], width, rows * width])
     placed = LeastLoaded(bins, [1.0, 1.5, 2.0], mine).place_items(
         list(range(200)), 0, mine.tokens.tolist(), mine.work.tolist()

@@ -36,7 +36,7 @@ from longspan.checkpoint.files import (
     complete_checkpoints,
     create_partial,
     files_by_rank,
-    newest_good,
+    newest_good_checkpoint,
     note_damage,
     publish_checkpoint,
     read_state,
@@ -104,7 +104,7 @@ def find_checkpoint(root: str | Path, world: World, log: LogLine = print, *, not
     """
     root = Path(root)
     paths = run_on_first_rank(world, lambda: complete_checkpoints(root, log), CheckpointError)
-    newest, damage = newest_good(
+    newest, damage = newest_good_checkpoint(
         paths, partial(check_checkpoint, world=world), log if is_first_rank(world) else _silent
     )
     if note:

@@ -84,7 +84,7 @@ def complete_checkpoints(root: Path, log: LogLine = lambda _: None) -> list[Path
     return [path for path in paths if not path.name.endswith(PARTIAL)]
 
 
-def newest_good(paths: Sequence[Path], check: Check, log: LogLine) -> tuple[Path | None, dict[Path, str]]:
+def newest_good_checkpoint(paths: Sequence[Path], check: Check, log: LogLine) -> tuple[Path | None, dict[Path, str]]:
     """The first of `paths` that passes `check` (None if there are none), and what is wrong with those before it.
 
     Raises CheckpointError if there are some and none passes.

@@ -107,19 +107,19 @@ def _true_heads(flags: ProofFlags, processes: Processes) -> bool:
 
 
 def _choose_cases(flags: ProofFlags, processes: Processes, config: PreTrainedConfig) -> list[Case]:
-    """The whole set in the type that shows most there: float64 on CPUs, bfloat16 on GPUs; the basic one in another.
+    """Choose the cases of a proof: the whole set in the type that shows most there, the basic set in another.
 
-    The same with images, where the model reads them; a class that is none of text alone has the basic set of text.
-    Those of hybrids have contiguous rows too.
+    That type is float64 on CPUs, bfloat16 on GPUs. Models that read images have both sets with images too; a class that
+    cannot run on text only has the basic set of text. Hybrids have cases of contiguous rows too.
     """
     main, other = (_EXACT, _ROUNDED) if processes.backend == "gloo" else (_ROUNDED, _EXACT)
     ranks = processes.ranks
     first: tuple[DTypeName, ...] = (main[processes.backend],)
     second: tuple[DTypeName, ...] = (other[processes.backend],)
-    of_text: CaseSet = "basic" if reads_images_alone(config) else flags.cases
-    cases = [*cases_named(of_text, ranks, first), *cases_named("basic", ranks, second)]
+    text_set: CaseSet = "basic" if reads_images_alone(config) else flags.cases
+    cases = [*cases_named(text_set, ranks, first), *cases_named("basic", ranks, second)]
     if has_mixers(config):
-        cases += contiguous_cases(of_text, ranks, first)
+        cases += contiguous_cases(text_set, ranks, first)
     if reads_images(config):
         cases += [*image_cases(flags.cases, ranks, first), *image_cases("basic", ranks, second)]
     return list(dict.fromkeys(cases))

@@ -129,7 +129,7 @@ def machine() -> dict[str, Any]:
     from torch.cuda import nccl
 
     facts: dict[str, Any] = {
-        "processor": _processor(),
+        "processor": _processor_name(),
         "cores": usable_cores(),
         "memory_bytes": _memory_bytes(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -154,7 +154,7 @@ def machine_text(facts: dict[str, Any]) -> str:
     return f"{names} (CUDA {facts['cuda']}, cuDNN {facts['cudnn']}, NCCL {facts['nccl']}); {host}"
 
 
-def _processor() -> str:
+def _processor_name() -> str:
     """Return the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

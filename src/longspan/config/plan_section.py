@@ -2,7 +2,7 @@
 
 A `PlanSection` stands in three places: its keys are those of training in [context] (`context.planner`), those of
 evaluation with the prefix eval_ (`context.eval_planner`), and those of one evaluation set in its table. What is not
-given in a table is as evaluation has it, and what is not given for evaluation is as in training: `inherit` is the rule.
+given in a table is as evaluation has it; what is not given for evaluation is as in training: see `inherit_keys`.
 The plans themselves are made in `train/plans`.
 """
 
@@ -189,14 +189,14 @@ class EvalConfig(PlanSection):
         return f"{self.prefix}metrics" if self.name else "train.eval_metrics"
 
 
-def inherit(section: AnyPlan, parent: PlanSection, training: ContextConfig) -> AnyPlan:
+def inherit_keys(section: AnyPlan, parent: PlanSection, training: ContextConfig) -> AnyPlan:
     """Fill a section of evaluation: each key that is not given takes its parent's value.
 
     The parent of an evaluation set is evaluation as a whole, whose parent is `training`. A degree 0 and a limit of rows
     "auto" are those of training. Levels that are not given are fitted to the degree.
 
     >>> config = ContextConfig(context_parallel_size=4, cp_comm_type="a2a", max_tokens_per_slot=64)
-    >>> evaluation = inherit(PlanSection(context_parallel_size=8), config, config)
+    >>> evaluation = inherit_keys(PlanSection(context_parallel_size=8), config, config)
     >>> evaluation.cp_comm_type, evaluation.hierarchical_context_parallel_sizes
     ('a2a', (2, 4))
     """

@@ -55,8 +55,8 @@ class _CorpusOfRun:
         recorded = () if self._old is None else self._old.sources(self._folder)
         path = " ".join(path for _, path in settings.paths())
         sums = FileSums(None if self._cache is None else self._cache.sums_file(path), recorded or ())
-        self._sources = sums.measure(self._files, log)
-        sums.save(self._sources)
+        self._sources = sums.measure_files(self._files, log)
+        sums.save_sums(self._sources)
 
     def _read_record(self, *, resumed: bool) -> Record | None:
         """Read the record of the run; one of an earlier format is removed with its documents, unless it is resumed."""
@@ -142,7 +142,7 @@ class _CorpusOfRun:
         _check_saved(tokenizer, self._run_dir)
         for line in describe_rows(self._settings, recipe):
             self._log(line)
-        documents = self._build_documents(recipe)
+        documents = self._documents_folder(recipe)
         if (unstored := self._folder / ROWS) != documents:
             shutil.rmtree(unstored, ignore_errors=True)
         record = Record(
@@ -162,7 +162,7 @@ class _CorpusOfRun:
             self._log(special_line(corpus.manifest.special, parsed=corpus.manifest.parse_special_tokens))
         return corpus
 
-    def _build_documents(self, recipe: Recipe) -> Path:
+    def _documents_folder(self, recipe: Recipe) -> Path:
         """Return the folder of the documents of this recipe: in the cache, or without a cache in the run's folder."""
         build = partial(build_documents, recipe, log=self._log)
         if self._cache is not None:

@@ -68,12 +68,12 @@ class ImageReader:
     def picture(self, number: int) -> Any:
         """Return the upright image in three channels (PIL); of a group of frames the first."""
         placed = self._table[number]
-        return self._load_pictures(placed, self._find_files(placed)[:1])[0]
+        return self._load_pictures(placed, self._find_bytes(placed)[:1])[0]
 
     def _read_input(self, number: int) -> ImageInput:
         """Read an image and process it. Raises DataError if its grid is not that of the corpus."""
         placed = self._table[number]
-        pictures = self._load_pictures(placed, self._find_files(placed))
+        pictures = self._load_pictures(placed, self._find_bytes(placed))
         try:
             image = self._process_pictures(placed, pictures)
         except DataError as error:
@@ -107,7 +107,7 @@ class ImageReader:
                 ) from error
         return pictures
 
-    def _find_files(self, placed: PlacedImage) -> list[ImageFile]:
+    def _find_bytes(self, placed: PlacedImage) -> list[ImageFile]:
         """Find the bytes of an image or of a group of frames: in files, or in its row, which is read again."""
         if placed.image.path:
             return [ImageFile(path) for path in split_paths(placed.image.path)]
@@ -170,10 +170,10 @@ class ShownImages:
         grids = np.array([p.image.grid for p in placed if p.image.frame < 0], dtype=np.int64)
         if self.videos is None:
             return self.tokens.positions(ids, grids)
-        return self.videos.positions(ids, grids, list(_videos(p for p in placed if p.image.frame >= 0)))
+        return self.videos.positions(ids, grids, list(_video_groups(p for p in placed if p.image.frame >= 0)))
 
 
-def _videos(groups: Iterable[PlacedImage]) -> Iterator[Video]:
+def _video_groups(groups: Iterable[PlacedImage]) -> Iterator[Video]:
     """Yield the videos of groups of frames, in order; of a video that was cut, the groups that are present."""
     for _, several in groupby(groups, key=lambda placed: (placed.document, placed.image.number)):
         first, *others = (placed.image for placed in several)

@@ -188,7 +188,7 @@ class Pack:
     def __getitem__(self, positions: Integers) -> Integers:
         """Return the token ids (n,) at these positions of the pack."""
         ids = np.empty(len(positions), dtype=np.int64)
-        for document, piece_positions, places in self._runs(positions):
+        for document, piece_positions, places in self._split_positions(positions):
             ids[places] = (
                 np.asarray(document)[piece_positions]
                 if isinstance(document, list | tuple)
@@ -196,7 +196,7 @@ class Pack:
             )
         return ids
 
-    def _runs(self, positions: Integers) -> list[tuple[Any, Integers, Integers]]:
+    def _split_positions(self, positions: Integers) -> list[tuple[Any, Integers, Integers]]:
         """Split positions of the pack: documents, with their own positions and the places of these in `positions`."""
         of_piece = np.searchsorted(self.ends, positions, side="right")
         runs = list[tuple[Any, Integers, Integers]]()
@@ -212,7 +212,7 @@ class LabelledPack(Pack):
     def labels(self, positions: Integers) -> Integers:
         """Return the token id to predict at each position (n,), −100 for none."""
         labels = np.empty(len(positions), dtype=np.int64)
-        for document, piece_positions, places in self._runs(positions):
+        for document, piece_positions, places in self._split_positions(positions):
             labels[places] = document.labels(piece_positions)
         return labels
 

@@ -71,7 +71,10 @@ class UncutBorders:
     def __init__(self, stream: DocumentStream, spans: UncutSpans, size: int, packs: int) -> None:
         self._stream, self._spans, self._size, self._packs = stream, spans, size, packs
         self._begins = array("q", [0])
-        self._block, self._part_spans = lru_cache(maxsize=2)(self._borders), lru_cache(maxsize=2)(self._find_spans)
+        self._block, self._part_spans = (
+            lru_cache(maxsize=2)(self._borders_of_block),
+            lru_cache(maxsize=2)(self._find_spans),
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return UncutBorders, (self._stream, self._spans, self._size, self._packs)
@@ -97,7 +100,7 @@ class UncutBorders:
         block = max(0, bisect_left(self._begins, token) - 1)
         return block * _STRIDE + int(np.searchsorted(self._block(block)[:: self._packs], token))
 
-    def _borders(self, block: int) -> Integers:
+    def _borders_of_block(self, block: int) -> Integers:
         """Return the borders of 64 steps, and the one at which the next steps begin."""
         border, borders = self._begins[block], array("q", [self._begins[block]])
         part = self._stream.part_at_token(border)

@@ -149,7 +149,7 @@ class CaseRun:
         try:
             if self.refusal:
                 raise ModelError(self.refusal)
-            plan = self._plan(case)
+            plan = self._plan_case(case)
         except LongspanError as error:  # the same on every rank: nothing was sent yet
             return Outcome(case, "refused", message=str(error), seconds=time.perf_counter() - began)
         with precision(self.dtype, whole=self.whole):
@@ -169,7 +169,7 @@ class CaseRun:
             why=self._choice_reason(case, plan),
         )
 
-    def _plan(self, case: Case) -> Plan:
+    def _plan_case(self, case: Case) -> Plan:
         """The plan of a case. Raises what its step would, on every rank, before it communicates."""
         heads = getattr(self.task.config.get_text_config(), "num_attention_heads", None)
         packed = Packed(self.documents.lengths, self.documents.targets) if case.encoder else TEXTS

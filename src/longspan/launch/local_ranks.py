@@ -219,7 +219,7 @@ class LocalRanks:
         if not self.failed:
             running = [rank for rank in self.ranks if rank.waiting]
             return self._timeout_error(running, timeout) if running else None
-        first = self._culprit()
+        first = self._rank_to_blame()
         if first.death is not None or first.answer is None:
             error: BaseException = CommError(f"rank {first.index} of {len(self.ranks)} {first.death}")
             if stacks := _dump(self.folder, first.index):
@@ -231,7 +231,7 @@ class LocalRanks:
             error.add_note(f"rank {rank.index}: {end}")
         return error
 
-    def _culprit(self) -> LocalRank:
+    def _rank_to_blame(self) -> LocalRank:
         """The rank whose failure counts: a killed one, before an error of its own, before what others saw of it."""
         return min(
             self.failed, key=lambda rank: 0 if rank.death else 2 if rank.answer and rank.answer.consequence else 1
@@ -241,7 +241,7 @@ class LocalRanks:
         """Whether these signals, which were sent to the ranks, are why they failed."""
         if not signals or not self.failed:
             return False
-        first = self._culprit()
+        first = self._rank_to_blame()
         return first.killed_by in signals or isinstance(self.failure, KeyboardInterrupt)
 
     def _timeout_error(self, running: list[LocalRank], timeout: float | None) -> CommError:

@@ -65,7 +65,7 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
         _check_copies(source, [group for group in groups if len(group) > 1 and any(repeats[m] for m in group)])
     arriving = _arriving_blocks(target, distinct_blocks, me, groups)
     leaving = _leaving_blocks(target, distinct_blocks, me, next(group for group in groups if me in group))
-    places, several, further = _addends(arriving, target, me, groups)
+    places, several, further = _find_addends(arriving, target, me, groups)
     begin = np.empty(len(source.size), dtype=np.int64)  # of each block here, in x
     begin[distinct_blocks[me]] = source.places(me)[_first_occurrences(source.members[me], source)]
     return RowMoves(
@@ -135,7 +135,7 @@ def _choose_holder(blocks: Integers, several: Integers, receiver: int) -> Intege
     return (spread + receiver) % np.maximum(count, 1)
 
 
-def _addends(
+def _find_addends(
     arriving: Sequence[Integers], target: Blocks, me: int, groups: Groups
 ) -> tuple[Integers, Integers, tuple[Placement, ...]]:
     """Return which row of the pool each target row is copied from, and which target rows sum several.

@@ -232,7 +232,7 @@ def _header_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
         f"{plural(len(plan.micro_batches), 'micro-batch', 'es')}, {cap} rows a slot",
         f"  documents   {len(plan.lengths):>14,}   {spread}",
         f"  tokens      {plan.tokens:>14,}   {plan.targets:,} targets",
-        f"  predicted   {_seconds(times.step_seconds):>14}   {_ratio_to_bound(plan, times)}",
+        f"  predicted   {_seconds_text(times.step_seconds):>14}   {_ratio_to_bound(plan, times)}",
         f"  priced for  {cost.source or NO_MACHINE}",
         *_closing_line(plan, cost, times),
         f"  rows used   {plan.efficiency:>14.1%}   of slots x micro-batches x the fullest slot's {fullest:,} rows",
@@ -241,14 +241,16 @@ def _header_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
 
 def _ratio_to_bound(plan: Plan, times: Timeline) -> str:
     bound = plan.lower_bound_seconds
-    return f"{times.step_seconds / bound:.3f} x the lower bound of {_seconds(bound)}" if bound else "no lower bound"
+    return (
+        f"{times.step_seconds / bound:.3f} x the lower bound of {_seconds_text(bound)}" if bound else "no lower bound"
+    )
 
 
 def _closing_line(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
     """Return a line on what of the predicted seconds, in free mode, is neither a document's nor a wait for one."""
     if plan.mode == "lockstep" or not cost.closing_seconds:
         return []
-    closing, share = _seconds(cost.closing_seconds), cost.closing_seconds / times.step_seconds
+    closing, share = _seconds_text(cost.closing_seconds), cost.closing_seconds / times.step_seconds
     return [f"  closing     {closing:>14}   {share:.1%} of it: parameters gathered, gradients summed"]
 
 
@@ -264,7 +266,7 @@ def _micro_batch_lines(plan: Plan, times: Timeline, limit: int) -> list[str]:
     for before, m in zip([-1, *shown], shown, strict=False):
         if m - before > 1:
             lines.append(f"            …   {plural(m - before - 1, 'more micro-batch', 'es')}")
-        batch, longest = plan.micro_batches[m], _seconds(float(np.max(times.busy[m], initial=0.0)))
+        batch, longest = plan.micro_batches[m], _seconds_text(float(np.max(times.busy[m], initial=0.0)))
         lines.append(
             f"  {m:>11}   {groups[m]:<{width}}   {batch.tokens:>11,}   {int(times.rows[m].max()):>12,}"
             f"   {longest:>10}   {times.idle[m]:>5.1%}"
@@ -280,7 +282,7 @@ def _degrees_text(batch: MicroBatch, most: int = 4) -> str:
     return ", ".join(named[:most]) + (f", {others} more" if others else "") or "dummy"
 
 
-def _seconds(value: float) -> str:
+def _seconds_text(value: float) -> str:
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
         if value * scale >= 0.1:
             return f"{value * scale:,.3f} {unit}"

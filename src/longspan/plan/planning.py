@@ -80,7 +80,7 @@ class Planning:
         self._generation, self._window = 0, range(0)  # of the answers that are kept
         self._gone = False
         self._changed = threading.Condition()
-        self._receiver = threading.Thread(target=self._receive, name="plans ahead", daemon=True)
+        self._receiver = threading.Thread(target=self._receive_answers, name="plans ahead", daemon=True)
         self._receiver.start()
 
     @property
@@ -135,7 +135,7 @@ class Planning:
         self._receiver.join(5)
         self._worker.connection.close()
 
-    def _receive(self) -> None:
+    def _receive_answers(self) -> None:
         """Take answers from the planning process, in a thread, until it ends.
 
         Answers come in the order of the requests: those before an answered one are not outstanding either.
@@ -211,12 +211,12 @@ class _Requests:
     def __init__(self, connection: "Connection[Any, Any]", parent: int) -> None:
         self.newest = 0
         self._queue: queue.SimpleQueue[StepRequest] = queue.SimpleQueue()
-        threading.Thread(target=self._read, args=(connection, parent), daemon=True).start()
+        threading.Thread(target=self._read_requests, args=(connection, parent), daemon=True).start()
 
     def next(self) -> StepRequest:
         return self._queue.get()
 
-    def _read(self, connection: "Connection[Any, Any]", parent: int) -> None:
+    def _read_requests(self, connection: "Connection[Any, Any]", parent: int) -> None:
         """Read requests, in a thread, until the owner ends the process or is gone."""
         try:
             while (request := next_request(connection, parent)) is not None:

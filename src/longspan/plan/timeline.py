@@ -168,7 +168,7 @@ def timeline(
         active = np.zeros((count, slots), dtype=np.bool_)
         active[table.micro_batch[table.group], table.slot] = True
         busy[active] += cost.micro_batch_seconds
-        start, end, total = _free_times(busy, active, _components(table, count, slots))
+        start, end, total = _free_times(busy, active, _joined_slots(table, count, slots))
         total += cost.closing_seconds
     return Timeline(-(-rows // row_multiple) * row_multiple, busy, start, end, total + cost.update_seconds)
 
@@ -202,7 +202,7 @@ def _free_times(busy: Floats, active: NDArray[np.bool_], component: Ints) -> tup
     return start, end, float(clock.max(initial=0.0))
 
 
-def _components(table: GroupTable, count: int, slots: int) -> Ints:
+def _joined_slots(table: GroupTable, count: int, slots: int) -> Ints:
     """Return the lowest slot that groups join each slot to in each micro-batch (M, slots).
 
     By hooking and pointer jumping: a slot takes the lowest label in any of its groups, and then that label's label,

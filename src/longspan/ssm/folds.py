@@ -51,7 +51,7 @@ class ForwardFold:
             state = (
                 states if place == 1 else apply_maps(gathered.transitions(runs_before[:count]), state[:count], states)
             )
-            _put_local(entering, state, local_numbers[runs[:count]])
+            _put_local_runs(entering, state, local_numbers[runs[:count]])
         return entering
 
 
@@ -88,7 +88,7 @@ class BackwardFold:
                 later = apply_maps(gathered.transitions(runs[:going_on]).mT, gradient, gradients[:going_on])
                 gradients = later if going_on == count else torch.cat([later, gradients[going_on:]])
             gradient = gradients
-            _put_local(leaving, gradient, local_numbers[table[:count, place - 1]])
+            _put_local_runs(leaving, gradient, local_numbers[table[:count, place - 1]])
         return leaving
 
 
@@ -132,7 +132,7 @@ class _GatheredSummaries:
         return windows.index_select(0, index_on_device(first, self._rows.device)).view(shape)
 
 
-def _put_local(into: Tensor, values: Tensor, local_numbers: Integers) -> None:
+def _put_local_runs(into: Tensor, values: Tensor, local_numbers: Integers) -> None:
     """Set into[run] = values where this member has the run."""
     local = (local_numbers >= 0).nonzero()[0]
     if len(local):

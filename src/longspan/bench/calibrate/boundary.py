@@ -57,7 +57,7 @@ def cluster_ranks(ranks: int, measured: Mapping[int, Seconds]) -> Boundary:
     Near and far are told apart by the widest gap between all seconds, if it is one; if it is none, or if pivots
     contradict each other, nothing is told.
     """
-    limit = _gap(seconds for of_pivot in measured.values() for seconds in of_pivot.values())
+    limit = _widest_gap(seconds for of_pivot in measured.values() for seconds in of_pivot.values())
     if limit is None:
         return Boundary(())
     hosts: list[tuple[int, ...]] = []
@@ -71,7 +71,7 @@ def cluster_ranks(ranks: int, measured: Mapping[int, Seconds]) -> Boundary:
     return Boundary(tuple(sorted(hosts)), tuple(rank for rank in range(ranks) if rank not in set(placed)))
 
 
-def _gap(seconds: Iterable[float]) -> float | None:
+def _widest_gap(seconds: Iterable[float]) -> float | None:
     """Seconds between near and far messages; None if there is no gap."""
     steps = [(after / before, math.sqrt(before * after)) for before, after in pairwise(sorted(seconds))]
     widest, limit = max(steps, default=(1.0, 0.0))

@@ -169,7 +169,7 @@ def make_record(
         "measured": calibration.machine.to_json(),
         "overheads": overheads,
         "errors": mean_errors(calibration, measured.samples),
-        "samples": [_row(calibration, sample) for sample in measured.samples if sample.part != "product"],
+        "samples": [_sample_row(calibration, sample) for sample in measured.samples if sample.part != "product"],
         "products": [
             {"what": s.name, "measured_seconds": s.seconds, "flops_per_second": s.weight_flops / s.seconds}
             for s in measured.samples
@@ -178,7 +178,7 @@ def make_record(
     }
 
 
-def _row(calibration: Calibration, sample: Sample) -> dict[str, Any]:
+def _sample_row(calibration: Calibration, sample: Sample) -> dict[str, Any]:
     """Return a sample, with its measured and its predicted seconds, as a JSON object."""
     return {
         "what": sample.name,
@@ -213,28 +213,28 @@ def calibration_text(record: dict[str, Any]) -> str:
             head,
             text_table(("what", "measured ms", "predicted ms", "error", ""), rows),
             text_table(("what", "TFLOP/s"), products),
-            _figures(of_machine),
-            _errors(record),
+            _figure_rows(of_machine),
+            _error_line(record),
             f"measured in {record['seconds']:.0f} s",
         ]
     )
 
 
-def _figures(measured: Machine) -> str:
+def _figure_rows(measured: Machine) -> str:
     """The figures of a machine, and speeds of its links in bytes/s for long messages."""
-    rows = [(name, f"{value:.4g}", _mark(measured, name)) for name, value in measured.rates().items()]
+    rows = [(name, f"{value:.4g}", _sample_mark(measured, name)) for name, value in measured.rates().items()]
     for level in LEVELS:
         for kind, wire in getattr(measured, level).wires().items():
             figures = f"{wire.bytes_per_second:.4g} bytes/s, {1e6 * wire.latency:.4g} µs"
-            rows.append((f"{level} {kind}", figures, _mark(measured, level)))
+            rows.append((f"{level} {kind}", figures, _sample_mark(measured, level)))
     return text_table(("figure", "value", ""), rows)
 
 
-def _mark(measured: Machine, name: str) -> str:
+def _sample_mark(measured: Machine, name: str) -> str:
     return "assumed" if name in measured.assumed_parts else ""
 
 
-def _errors(record: dict[str, Any]) -> str:
+def _error_line(record: dict[str, Any]) -> str:
     """A line of the errors on what was held out."""
     held_out = sum(not row["fitted"] for row in record["samples"])
     parts = [f"{part} {100 * error:.1f} %" for part, error in record["errors"].items() if part != "all"]

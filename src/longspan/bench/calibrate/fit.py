@@ -141,7 +141,7 @@ def mean_errors(calibration: Calibration, samples: Sequence[Sample]) -> dict[str
 
 def _fit_attention(samples: Sequence[Sample], figures: dict[str, Any]) -> float:
     """Set the rate of attention over long pieces, and the rows at which it is half; returns the seconds of a call."""
-    flops, half, call = _solve(samples, "attention_flops", "half_flops", "calls")
+    flops, half, call = _solve_seconds(samples, "attention_flops", "half_flops", "calls")
     if flops:
         figures |= {"attention_flops_per_second": 1 / flops, "half_speed_rows": half / flops}
     return call
@@ -149,7 +149,7 @@ def _fit_attention(samples: Sequence[Sample], figures: dict[str, Any]) -> float:
 
 def _fit_memory(samples: Sequence[Sample], figures: dict[str, Any]) -> float:
     """Set the bytes a second of memory; returns the seconds of a pass over no bytes."""
-    call, byte = _solve(samples, "calls", "bytes")
+    call, byte = _solve_seconds(samples, "calls", "bytes")
     if byte:
         figures["memory_bytes_per_second"] = 1 / byte
     return call
@@ -160,7 +160,7 @@ def _fit_steps(samples: Sequence[Sample], base: Machine, figures: dict[str, Any]
     rate = figures.get("attention_flops_per_second", base.attention_flops_per_second)
     half = figures.get("half_speed_rows", base.half_speed_rows)
     others = [replace(s, seconds=s.seconds - (s.attention_flops + half * s.half_flops) / rate) for s in samples]
-    step, micro_batch, flop = _solve(others, "steps", "micro_batches", "weight_flops", weights=samples)
+    step, micro_batch, flop = _solve_seconds(others, "steps", "micro_batches", "weight_flops", weights=samples)
     if flop:
         figures |= {"product_flops_per_second": 1 / flop, "micro_batch_seconds": micro_batch}
         # The samples are of one width, so that passes over memory are in the rate; a step's end is measured as a whole.
@@ -220,7 +220,7 @@ def _rate_of_layers(machine: Machine) -> float:
     return 6 * ModelShape.of(QWEN3_8B).weights / machine.cost(QWEN3_8B).linear_seconds
 
 
-def _solve(samples: Sequence[Sample], *names: str, weights: Sequence[Sample] | None = None) -> list[float]:
+def _solve_seconds(samples: Sequence[Sample], *names: str, weights: Sequence[Sample] | None = None) -> list[float]:
     """Return the seconds that one unit of each named column takes, by least squares; 0 of each without samples."""
     if not samples:
         return [0.0] * len(names)

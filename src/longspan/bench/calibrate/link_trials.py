@@ -151,7 +151,7 @@ class LinkTrials:
         return torch.zeros(size, dtype=torch.uint8, device=self.world.device)
 
 
-def exchange_with(world: World, size: int) -> Callable[[int], object]:
+def exchange_call(world: World, size: int) -> Callable[[int], object]:
     """Return a call that exchanges a message of this size with another slot, for `Clock.time_pairs`."""
     channel = world.channels.find_channel(range(world.home.slots))
     x = torch.zeros(size, dtype=torch.uint8, device=world.device)

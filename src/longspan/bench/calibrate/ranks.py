@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from longspan.attention import attend
 from longspan.bench.calibrate.boundary import Boundary, check_boundary, contradicts, measure_boundary
 from longspan.bench.calibrate.fit import Sample
-from longspan.bench.calibrate.link_trials import CPU_SIZES, GPU_SIZES, LinkTrials, exchange_with
+from longspan.bench.calibrate.link_trials import CPU_SIZES, GPU_SIZES, LinkTrials, exchange_call
 from longspan.bench.calibrate.trial import Clock, Trial
 from longspan.bench.layers import with_layers
 from longspan.comm import World, bind
@@ -88,7 +88,7 @@ def _find_hosts(world: World, clock: Clock) -> str:
     slots, node_size = world.home.slots, world.node_size
     line = ""
     for size in (SHORT, LONG):
-        measure = partial(clock.time_pairs, run=exchange_with(world, size), repeats=9)
+        measure = partial(clock.time_pairs, run=exchange_call(world, size), repeats=9)
         boundary = measure_boundary(slots, measure)
         if contradicts(boundary, slots, node_size) and measure_boundary(slots, measure) != boundary:
             boundary = Boundary(())
@@ -142,7 +142,7 @@ class _Bench:
         self.settings, self.world, self.clock = settings, world, clock
         # each rank is a replica: nothing is gathered in a step
         self.replicas = world.open_inner(Layout(settings.ranks, dp_replicate=settings.ranks))
-        model = _load_model(settings)
+        model = _load_timed_model(settings)
         self.shape = Shape.of(model, getattr(torch, settings.dtype))
         self.vocabulary = vocabulary_size(model) or 1  # without an embedding, only token id 0
         self.model: nn.Module | None = prepare(model, self.replicas)
@@ -301,7 +301,7 @@ def _is_fitted(index: int) -> bool:
     return index % 3 != 2
 
 
-def _load_model(settings: CalibrationSettings) -> Any:
+def _load_timed_model(settings: CalibrationSettings) -> Any:
     """Load the model that is timed: from a folder, or random weights of a preset at the vocabulary of the bench."""
     if settings.model:
         return load_model(settings.model, dtype=settings.dtype)

@@ -34,7 +34,7 @@ class CommunicatorChoice:
         self._chosen: set[tuple[int, ...]] = set()
         self._load: Counter[int] = Counter()  # communicators per slot
 
-    def choose(self, plan: Plan) -> list[tuple[int, ...]]:
+    def choose_groups(self, plan: Plan) -> list[tuple[int, ...]]:
         """Choose the groups that get communicators of their own now: slots, ascending in each, in plan order.
 
         A group is chosen if it may gain from one and has been seen in an earlier plan, or if all groups have one
@@ -147,7 +147,7 @@ class Channels:
 
     def make_communicators(self, plan: Plan) -> None:
         """Make the communicators of their own that this plan's groups gain from and lack; entered by all ranks."""
-        for slots in self._choice.choose(plan):
+        for slots in self._choice.choose_groups(plan):
             for plane in self._home.planes():
                 ranks = tuple(plane[slot] for slot in slots)
                 group = self._groups.make_group(ranks, "communicator")

@@ -128,7 +128,7 @@ def _as_slice(rows: Integers) -> slice | None:
     return run if np.array_equal(rows, np.arange(run.start, run.stop)) else None
 
 
-def carry(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Tensor:
+def carry_rows(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Tensor:
     """Bring rows to where the target has them: x are this member's rows of the source, the result its rows of the
     target.
 
@@ -167,7 +167,7 @@ def _zero(result: Tensor, moves: DeviceMoves) -> None:
         result.index_fill_(0, moves.absent, 0)
 
 
-def _copy_rows(result: Tensor, places: Tensor, rows: Tensor) -> None:
+def _set_rows(result: Tensor, places: Tensor, rows: Tensor) -> None:
     """Set result[places] = rows, with distinct places.
 
     In elements of 16 bytes where a row has a whole number of them: torch's kernel copies element by element (on an
@@ -195,7 +195,7 @@ def _fold_repeats(x: Tensor, moves: DeviceMoves) -> Tensor:
 def _unpack_pool(pool: Tensor, moves: DeviceMoves, result: Tensor) -> None:
     """Fill the result from the pool of rows that arrived and those that stay; rows of several sources are summed."""
     if moves.arrived is not None:
-        _copy_rows(result, moves.arrived, pool)
+        _set_rows(result, moves.arrived, pool)
     elif moves.zeros:
         result.zero_()
     elif not moves.direct:

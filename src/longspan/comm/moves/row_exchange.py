@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan.comm.groups.channel import Channel
-from longspan.comm.moves.carry_rows import DeviceMoves, carry, moves_on_device
+from longspan.comm.moves.carry_rows import DeviceMoves, carry_rows, moves_on_device
 from longspan.errors import CommError, LayoutError
 from longspan.layout import Exchange
 from longspan.layout.row_blocks import Blocks
@@ -81,7 +81,7 @@ class RowExchange:
                 f"{x.shape[0]} rows were given, this member has {self._rows}; pass them in the order of `have`"
             )
         if self._back is None or not x.is_floating_point() or not torch.is_grad_enabled():
-            return carry(x.detach(), self._there, self.channel, "row exchange")
+            return carry_rows(x.detach(), self._there, self.channel, "row exchange")
         # The anchor makes every member enter backward, also one whose own rows need no gradient.
         anchor = x.new_empty(0, requires_grad=True)
         return _ExchangeRows.apply(x, anchor, self)  # pyright: ignore[reportReturnType]
@@ -94,14 +94,14 @@ class RowExchange:
     def back(self, gradient: Tensor) -> Tensor:
         """The gradient of this member's rows of `have` from that of its rows of `need`."""
         assert self._back is not None
-        return carry(gradient.detach(), self._back, self.channel, "row gradients")
+        return carry_rows(gradient.detach(), self._back, self.channel, "row gradients")
 
 
 class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, move: RowExchange) -> Tensor:
         ctx.move, ctx.shape = move, anchor.shape
-        return carry(x.detach(), move._there, move.channel, "row exchange")
+        return carry_rows(x.detach(), move._there, move.channel, "row exchange")
 
     @staticmethod
     @once_differentiable

@@ -115,7 +115,7 @@ class Processor:
         """Process a PIL image into the inputs of the model. Raises DataError if that fails."""
         several = self._sees_others and among > 1
         size = (picture.height, picture.width)
-        return _call_processor(self.name, size, lambda: read_model_inputs(self._process(picture, several)))
+        return _call_processor(self.name, size, lambda: read_model_inputs(self._process_images(picture, several)))
 
     @cached_property
     def fields(self) -> tuple[str, ...]:
@@ -141,7 +141,7 @@ class Processor:
         with suppress(Exception):  # processors whose resizing has other arguments
             if (grid := self._compute_grid(size)) is not None:
                 return grid
-        grids = self._process(_blank(size))[GRIDS][0]
+        grids = self._process_images(_blank(size))[GRIDS][0]
         return int(grids[0]), int(grids[1]), int(grids[2])
 
     def _compute_grid(self, size: Size) -> Grid | None:
@@ -160,7 +160,7 @@ class Processor:
         if grid is not None:
             with suppress(Exception):  # processors that need more than the grid
                 return str(self.stock.replace_image_token({GRIDS: np.array([grid])}, 0))
-        inputs = self._process(_blank(size), several)
+        inputs = self._process_images(_blank(size), several)
         if "text_replacement_offsets" not in inputs:
             raise DataError(
                 f"{type(self.stock).__name__} does not say what it writes for an image by itself, so its placeholders "
@@ -168,7 +168,7 @@ class Processor:
             )
         return str(inputs["text_replacement_offsets"][0][0]["replacement"])
 
-    def _process(self, image: Any, several: bool = False) -> Any:
+    def _process_images(self, image: Any, several: bool = False) -> Any:
         """Run the stock processor on a document with only this image, or with it and a blank one."""
         images = [image, _blank(_SMALL)] if several else [image]
         settings = {"return_tensors": "pt", "padding": False, "return_text_replacement_offsets": True}

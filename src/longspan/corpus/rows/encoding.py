@@ -61,7 +61,7 @@ def completion_sample(values: Mapping[str, Any], tokenizer: TextTokenizer) -> Sa
     """
     prompt, completion = (require_string(require_key(values, key), key) for key in ("prompt", "completion"))
     encoding = tokenizer.engine.encode(prompt + completion, add_special_tokens=False)
-    (opening, closing), end = tokenizer.around, tokenizer.end_of_text
+    (opening, closing), end = tokenizer.surrounding_ids, tokenizer.end_of_text
     in_completion = [stop > len(prompt) for _, stop in encoding.offsets]
     ids = np.array([*opening, *encoding.ids, *closing, *end], dtype=np.int64)
     mask = np.array([*([False] * len(opening)), *in_completion, *([True] * len([*closing, *end]))])
@@ -211,12 +211,12 @@ class RowEncoding:
     def _encode_row(self, i: int, row: Row) -> list[Sample | BadRow]:
         """Encode row `i`; a row that cannot be used gives one BadRow with the reason."""
         try:
-            samples = [sample._replace(row=i) for sample in self._samples(row)]
+            samples = [sample._replace(row=i) for sample in self._samples_of_row(row)]
         except RowError as error:
             return [BadRow(row.where, str(error), error.masked)]
         return [_masked_row(row) if _has_no_target(sample) else sample for sample in samples]
 
-    def _samples(self, row: Row) -> list[Sample]:
+    def _samples_of_row(self, row: Row) -> list[Sample]:
         """Encode a row by its kind: messages, text, token ids, or prompt and completion."""
         check_keys(row.values, self.kind)
         values, media = self._extract_media(row)

@@ -107,8 +107,8 @@ def build_documents(recipe: Recipe, folder: Path, log: LogLine) -> Manifest:
     folder.mkdir(parents=True)
     progress = _Progress(recipe, log)
     with _Writer(folder, recipe) as writer:
-        for batch, encoded in encode_batches(recipe.encoder, _read_batches(recipe.files), recipe.processes):
-            writer.add(encoded)
+        for batch, encoded in encode_batches(recipe.encoder, _rows_in_batches(recipe.files), recipe.processes):
+            writer.write_rows(encoded)
             progress.log_batch(batch, writer)
         progress.log_total(writer)
     manifest = writer.manifest()
@@ -148,7 +148,7 @@ class _Writer:
             if file is not None:
                 file.close()
 
-    def add(self, encoded: Encoded) -> None:
+    def write_rows(self, encoded: Encoded) -> None:
         """Write the documents of the next rows."""
         values = {
             "lengths": encoded.lengths,
@@ -249,7 +249,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
-def _read_batches(files: Iterable[CorpusFile]) -> Iterator[list[FileChunk]]:
+def _rows_in_batches(files: Iterable[CorpusFile]) -> Iterator[list[FileChunk]]:
     """Yield the rows of files in order, some megabytes at a time."""
     batch, size = list[FileChunk](), 0
     for number, file in enumerate(files):

@@ -95,8 +95,8 @@ class DocumentEncoder:
                     else:
                         rows.append(row)
                         places.append((piece.file, position))
-            batch.add(self.encodings[source], rows, places)
-        return batch.finish()
+            batch.add_documents(self.encodings[source], rows, places)
+        return batch.encoded_documents()
 
 
 class _BatchDocuments:
@@ -118,7 +118,7 @@ class _BatchDocuments:
         except UnicodeDecodeError:
             self._notes.skipped.append(piece.chunk.name)
 
-    def add(self, encoding: "RowEncoding", rows: Sequence[Row], places: Sequence[tuple[int, int]]) -> None:
+    def add_documents(self, encoding: "RowEncoding", rows: Sequence[Row], places: Sequence[tuple[int, int]]) -> None:
         """Add the documents of rows, which are at these places (file, position)."""
         if encoding.kind == "text":
             texts = (row.values.get("text") for row in rows)
@@ -170,7 +170,7 @@ class _BatchDocuments:
         if len(self._notes.bad) < SHOWN:
             self._notes.bad.append(f"{row.where}: {row.reason}")
 
-    def finish(self) -> Encoded:
+    def encoded_documents(self) -> Encoded:
         """Return all documents that were added."""
         codes = None
         if any(code is not None and code.any() for code in self._codes):

@@ -29,7 +29,7 @@ def encode_batches(encoder: DocumentEncoder, batches: Iterable[Batch], workers: 
             yield batch, encoder.encode(batch)
         return
     with _Encoders(encoder, workers) as pool:
-        yield from pool.map(batches)
+        yield from pool.encode_in_order(batches)
 
 
 class _Encoders:
@@ -51,7 +51,7 @@ class _Encoders:
             worker.end()
         self._threads.shutdown(cancel_futures=True)
 
-    def map(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Encoded]]:
+    def encode_in_order(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Encoded]]:
         """Yield batches in order with their documents; only some batches and bytes are in flight at a time."""
         waiting, sent = deque[tuple[Batch, int, Future[Encoded]]](), 0
         for batch in batches:
@@ -60,13 +60,13 @@ class _Encoders:
                 done, bytes_done, result = waiting.popleft()
                 sent -= bytes_done
                 yield done, result.result()
-            waiting.append((batch, size, self._threads.submit(self._encode, batch)))
+            waiting.append((batch, size, self._threads.submit(self._encode_by_idle_worker, batch)))
             sent += size
         while waiting:
             done, _, result = waiting.popleft()
             yield done, result.result()
 
-    def _encode(self, batch: Batch) -> Encoded:
+    def _encode_by_idle_worker(self, batch: Batch) -> Encoded:
         """Have an idle worker encode a batch, and return its documents."""
         worker = self._idle.get()
         try:

@@ -46,7 +46,7 @@ def evaluate_saved(request: EvalRequest, world: World, log: LogLine, progress: P
     for a metric without a count, and EvaluationStopped after a signal or beyond the time limit: on all ranks.
     """
     deadline = time.monotonic() + (request.seconds or math.inf)
-    metrics = run_on_every_rank(world, partial(_load_metrics, request), ConfigError)
+    metrics = run_on_every_rank(world, partial(_metrics_of_sets, request), ConfigError)
     checked = [check_saved_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
     sets = choose_sets(request, checked, world, log)
     pairs = zip(checked, sets, strict=True)
@@ -59,7 +59,7 @@ def evaluate_saved(request: EvalRequest, world: World, log: LogLine, progress: P
     return tuple(results)
 
 
-def _load_metrics(request: EvalRequest) -> dict[str, dict[str, Metric]]:
+def _metrics_of_sets(request: EvalRequest) -> dict[str, dict[str, Metric]]:
     """The user's metrics of each set of the run; "" are those of all other documents."""
     entries = (find_set(request.subjects[0].config, name, request.flag_keys) for name in ("", *request.sets))
     if request.metrics:
@@ -164,7 +164,7 @@ class _Evaluator:
                     token_bytes=bytes_of_ids,
                     attention_kernel=entry.attention_kernel or None,
                     stopped=partial(self._reason_to_stop, stop),
-                    progress=partial(progress, _title(self.fit, of_name, at_degree)),
+                    progress=partial(progress, _progress_title(self.fit, of_name, at_degree)),
                 )
                 result = evaluate(model, of_name.documents, at_degree, self.world, options)
                 yield SetResult(result, sources, text_bytes)
@@ -180,7 +180,8 @@ def _evaluate_at_degrees(choice: PlanChoice, degrees: Sequence[int], longest: in
     return [choice.at_degree(degree, longest=longest) for degree in degrees] or [choice]
 
 
-def _title(fit: _Fit, of_name: NamedDocuments, choice: PlanChoice) -> str:
+def _progress_title(fit: _Fit, of_name: NamedDocuments, choice: PlanChoice) -> str:
+    """Return the title of an evaluation's progress: the weights, the set and the degree."""
     words = [fit.checked.subject.weights.title.rpartition("/")[2], of_name.name]
     dynamic = "dynamic cp" if choice.planner == "dynamic" else choice.planner
     words.append(f"cp {choice.degree}" if choice.has_one_degree else dynamic)

@@ -128,7 +128,7 @@ def _build_corpora(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log
     try:
         folder.mkdir()
         files = settings.files(folder)
-        recipe = make_recipe(settings, files, FileSums().measure(files, log), tokenizer)
+        recipe = make_recipe(settings, files, FileSums().measure_files(files, log), tokenizer)
         for line in describe_rows(settings, recipe):
             log(line)
         manifest = build_documents(recipe, folder / "corpus", log)

@@ -127,7 +127,7 @@ def load_saved_model(
         load = partial(load_model, checked.subject.weights.path, dtype=config.model.dtype, sharded=None)
         model = run_on_every_rank(world, lambda: load(config=configuration, images=images), ModelError)
         return prepare_run_model(config, world, model, training=False, images=images), 0
-    images = run_on_first_rank(world, lambda: _holds_encoders(checkpoint, needed=images), CheckpointError)
+    images = run_on_first_rank(world, lambda: _look_for_encoders(checkpoint, needed=images), CheckpointError)
     state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
     adapts = bool(state.get("config", {}).get("lora", {}).get("rank"))  # then the checkpoint has only the adapter
     load = partial(load_run_model, vocabulary=configuration.get_text_config().vocab_size) if adapts else unread_model
@@ -138,8 +138,10 @@ def load_saved_model(
     return prepared, int(state["step"])
 
 
-def _holds_encoders(checkpoint: Path, *, needed: bool) -> bool:
-    """Whether a checkpoint is of a model with a tower. Raises CheckpointError where it is not, and that is needed."""
+def _look_for_encoders(checkpoint: Path, *, needed: bool) -> bool:
+    """Return whether a checkpoint is of a model with a tower. Raises CheckpointError where a tower is needed and
+    missing.
+    """
     encoders = holds_encoders(checkpoint)
     if needed and not encoders:
         raise CheckpointError(

@@ -55,7 +55,7 @@ def shrink_configuration(
     errors: list[str] = []
     for attempt in alternatives(sizes):
         try:
-            small = _small(config, attempt)
+            small = _small_configuration(config, attempt)
             _check_small_model(small, attempt, images=images)
             return small
         except Exception as error:  # configurations and models raise errors of every kind
@@ -109,7 +109,8 @@ def reads_images_alone(config: PreTrainedConfig) -> bool:
     return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
-def _small(config: PreTrainedConfig, sizes: Sizes) -> PreTrainedConfig:
+def _small_configuration(config: PreTrainedConfig, sizes: Sizes) -> PreTrainedConfig:
+    """Return a configuration of the same class with small values, and so many layers as show every kind."""
     base: Any = MODEL_MAPPING.get(type(config), None)  # pyright: ignore[reportArgumentType]
     return type(config).from_dict(
         small_image_values(_small_attributes(config, sizes, least_layers(config)), sizes, base)

@@ -135,11 +135,11 @@ class _Rules:
         latent = values.get("kv_lora_rank") is not None
         self.small_hidden = full * 3 // 4 if differs and sizes.narrow and not latent else full
 
-    def small(self, name: str, value: Any) -> Any:
+    def small_value(self, name: str, value: Any) -> Any:
         """The small value of one attribute."""
         if isinstance(value, list) and value and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
             sized = name in _HEADS or name in _KV_HEADS or _NETWORK.search(name)
-            return [self.small(name, entry) for entry in value] if sized else value
+            return [self.small_value(name, entry) for entry in value] if sized else value
         if name == "pad_token_id":
             return self.sizes.pad
         if _TOKEN.search(name):
@@ -240,10 +240,11 @@ def small_values(values: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     {'hidden_size': 64, 'num_attention_heads': 4, 'num_key_value_heads': 2}
     """
     rules = _Rules(values, sizes)
-    small = {name: rules.small(name, value) for name, value in values.items()}
+    small = {name: rules.small_value(name, value) for name, value in values.items()}
     if isinstance(layers := values.get("per_layer_config"), Mapping):
         small["per_layer_config"] = {
-            layer: {name: rules.small(name, value) for name, value in entry.items()} for layer, entry in layers.items()
+            layer: {name: rules.small_value(name, value) for name, value in entry.items()}
+            for layer, entry in layers.items()
         }
     if isinstance(rope := values.get("rope_parameters"), Mapping):
         small["rope_parameters"] = _small_rope(rope, small, rules.sizes)

@@ -143,7 +143,7 @@ def _record_routing(router: nn.Module, args: tuple[Any, ...], output: tuple[Tens
         return None
     experts_first = not output[0].is_floating_point()  # Granite's in transformers 5.17 name the experts first
     logits, weights, chosen = reversed(output) if experts_first else output
-    weights = layer.sums.record(router, logits, weights, chosen, layer.shard.real_rows)
+    weights = layer.sums.record_routing(router, logits, weights, chosen, layer.shard.real_rows)
     return (chosen, weights, logits) if experts_first else (logits, weights, chosen)
 
 

@@ -110,17 +110,17 @@ def _find_ops(name: str, kernels: tuple[str, ...], shard: object, batch: int, ro
 
 def kernel_replacements(find_ops: FindOps) -> dict[str, Callable[..., Any]]:
     """What mixers call in place of their own kernels, by the names under which they call them."""
-    delta_rule = partial(_delta_rule, find_ops)
+    delta_rule = partial(_run_delta_rule, find_ops)
     return {
-        "causal_conv1d_fn": partial(_convolve, find_ops),
+        "causal_conv1d_fn": partial(_run_convolution, find_ops),
         "torch_chunk_gated_delta_rule": delta_rule,
         "chunk_kimi_delta_attention": delta_rule,
-        "mamba2_chunk_scan": partial(_mamba2, find_ops),
+        "mamba2_chunk_scan": partial(_run_mamba2, find_ops),
         "mamba2_split_conv1d_scan_combined": lambda *_, **__: None,  # a fused kernel, which may decline
     }
 
 
-def _convolve(
+def _run_convolution(
     find_ops: FindOps,
     hidden_states: Tensor,
     weight: Tensor,
@@ -137,7 +137,7 @@ def _convolve(
     return y.to(hidden_states.dtype).t().unsqueeze(0)
 
 
-def _delta_rule(
+def _run_delta_rule(
     find_ops: FindOps,
     query: Tensor,
     key: Tensor,
@@ -162,7 +162,7 @@ def _delta_rule(
     return ops.scan(q, k, v, decay, weight, q.shape[-1] ** -0.5).to(query.dtype).unsqueeze(0), None
 
 
-def _mamba2(
+def _run_mamba2(
     find_ops: FindOps,
     x: Tensor,
     dt: Tensor,

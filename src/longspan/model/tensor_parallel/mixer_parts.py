@@ -132,7 +132,7 @@ def mixer_parts(name: str, mixer: nn.Module, tp: int) -> MixerParts:
     return parts
 
 
-def _delta_net(mixer: Any, tp: int) -> MixerParts:
+def _delta_net_parts(mixer: Any, tp: int) -> MixerParts:
     """Return the parts of a gated delta net: Qwen3-Next's (projections go key head by key head), Qwen3.5's and OLMo
     Hybrid's.
     """
@@ -157,7 +157,7 @@ def _delta_net(mixer: Any, tp: int) -> MixerParts:
     )
 
 
-def _kimi(mixer: Any, tp: int) -> MixerParts:
+def _kimi_parts(mixer: Any, tp: int) -> MixerParts:
     """Return the parts of delta attention with a decay for each number of a key: Kimi's (gates of low rank) and
     Bailing's.
     """
@@ -174,7 +174,7 @@ def _kimi(mixer: Any, tp: int) -> MixerParts:
     return MixerParts({"heads": heads.size}, rows, attributes, "o_proj", ("g_a_proj", "forget_gate.f_a_proj", "o_norm"))
 
 
-def _mamba2(mixer: Any, tp: int) -> MixerParts:
+def _mamba2_parts(mixer: Any, tp: int) -> MixerParts:
     """Return the parts of Mamba 2, which projects to [gate | x | B | C | dt] and convolves [x | B | C]."""
     inner, heads = Even(mixer.intermediate_size), Even(mixer.num_heads)
     states = OfGroups(mixer.n_groups, mixer.ssm_state_size, mixer.num_heads)
@@ -204,9 +204,9 @@ def _short_convolution(mixer: Any, tp: int) -> MixerParts:
 
 
 _KINDS: Sequence[tuple[tuple[str, ...], Callable[[Any, int], MixerParts]]] = (
-    (("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv1d"), _delta_net),
-    (("qkv_dim", "forget_gate", "conv1d"), _kimi),
-    (("ssm_state_size", "n_groups", "num_heads", "intermediate_size", "in_proj", "conv1d"), _mamba2),
+    (("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv1d"), _delta_net_parts),
+    (("qkv_dim", "forget_gate", "conv1d"), _kimi_parts),
+    (("ssm_state_size", "n_groups", "num_heads", "intermediate_size", "in_proj", "conv1d"), _mamba2_parts),
     (("conv", "in_proj", "out_proj"), _short_convolution),
 )
 

@@ -41,7 +41,7 @@ class Bins:
     room: list[int] = field(default_factory=list[int])  # rows of fillers that it can still hold
     fillers: list[list[int]] = field(default_factory=list[list[int]])
 
-    def add(self, micro_batch: int, part: tuple[int, int], anchor: int, seconds: float, rows: int) -> None:
+    def add_bin(self, micro_batch: int, part: tuple[int, int], anchor: int, seconds: float, rows: int) -> None:
         """Add a bin that is busy for some seconds already and has so many rows left on each slot."""
         self.micro_batch.append(micro_batch)
         self.start.append(part[0])

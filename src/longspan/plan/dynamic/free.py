@@ -11,7 +11,7 @@ import numpy as np
 
 from longspan.plan.dynamic.draft import Anchor, Bins, Division, Draft, LeastLoaded, divide
 from longspan.plan.dynamic.problem import Floats, Ints, Parts, Problem
-from longspan.plan.planners.bin_packing import first_fit
+from longspan.plan.planners.bin_packing import pack_first_fit
 
 GOALS = (1.003, 1.01, 1.02)  # when lanes should end, against the mean work of a slot
 FEW_SLOTS = 1024  # up to which all goals are tried; else the one in the middle
@@ -148,7 +148,7 @@ class _Lanes:
         """Give each item to the lane that ends earliest with it."""
         bins = Bins()
         for part, end in zip(self.parts, self.end.tolist(), strict=True):
-            bins.add(0, part, anchor=-1, seconds=end, rows=int(self.problem.tokens.sum()))
+            bins.add_bin(0, part, anchor=-1, seconds=end, rows=int(self.problem.tokens.sum()))
         LeastLoaded(bins, [0.0], self.problem).place_items(items, 0, self.problem.tokens.tolist(), self.work.tolist())
         for lane_items, fillers in zip(self.items, bins.fillers, strict=True):
             lane_items.extend(fillers)
@@ -160,10 +160,10 @@ class _Lanes:
             if not items:
                 continue
             items = sorted(items)
-            places = first_fit([tokens[item] for item in items], part[1] * self.problem.cap)
+            places = pack_first_fit([tokens[item] for item in items], part[1] * self.problem.cap)
             first = len(bins.seconds)
             for m in range(max(places) + 1):
-                bins.add(self.next[lane] + m, part, anchor=-1, seconds=0.0, rows=self.problem.cap)
+                bins.add_bin(self.next[lane] + m, part, anchor=-1, seconds=0.0, rows=self.problem.cap)
                 lane_of.append(lane)
             for item, at in zip(items, places, strict=True):
                 bins.fillers[first + at].append(item)

@@ -57,7 +57,7 @@ class Search:
         self.tried: list[float] = []
         self.best: Draft | None = None
 
-    def attempt(self, settings: DraftSettings) -> None:
+    def try_settings(self, settings: DraftSettings) -> None:
         """Make a draft by these settings; keep it if it is the best so far."""
         durations = settings.durations * self.problem.mean_seconds
         draft = make_draft(self.problem, self.degrees, durations, settings.anchoring)
@@ -65,19 +65,19 @@ class Search:
         if self.best is None or draft.seconds < self.best.seconds:
             self.best, self.settings = draft, settings
 
-    def climb(self, steps: int, seed: int = 0) -> None:
+    def improve_settings(self, steps: int, seed: int = 0) -> None:
         """Change the best settings a little, so many times, and keep what is better."""
         random = Random(seed)
         for _ in range(steps):
             assert self.best is not None
-            self.attempt(_change_settings(self.best, self.settings, random))
+            self.try_settings(_change_settings(self.best, self.settings, random))
 
     def rank_settings(self) -> list[int]:
         """Numbers of the settings tried, best first."""
         return sorted(range(len(self.tried)), key=lambda i: (self.tried[i], i))
 
 
-def search(problem: Problem, effort: Effort) -> Draft:
+def search_draft(problem: Problem, effort: Effort) -> Draft:
     """Search for the best draft with so much effort."""
     full = Search(problem)
     if problem.sample_factor == 1:
@@ -85,8 +85,8 @@ def search(problem: Problem, effort: Effort) -> Draft:
     else:
         candidates = _sample_settings(problem, full.degrees, effort)
     for settings in candidates:
-        full.attempt(settings)
-    full.climb(effort.steps)
+        full.try_settings(settings)
+    full.improve_settings(effort.steps)
     assert full.best is not None
     return full.best
 
@@ -95,9 +95,9 @@ def _sample_settings(problem: Problem, degrees: DegreeTable, effort: Effort) -> 
     """Search on a sample of the problem; returns settings for the whole: one improved, and the best of the first."""
     sample, settings_of_problem = Search(problem.sample()), list(initial_settings(problem, degrees))
     for settings in initial_settings(sample.problem, sample.degrees):
-        sample.attempt(settings)
+        sample.try_settings(settings)
     ranked = sample.rank_settings()
-    sample.climb(effort.sample_steps)
+    sample.improve_settings(effort.sample_steps)
     return [sample.settings, *[settings_of_problem[i] for i in ranked[: effort.drafts]]]
 
 
@@ -233,7 +233,7 @@ class _Drafting:
             seconds = float(self._seconds_alone([item], np.array([width]), in_block=False)[0])
         rows = -(-int(self.problem.tokens[item]) // width)
         for piece in (piece for part in parts for piece in self.problem.split_into_runs(part)):
-            self.bins.add(micro_batch, piece, len(self.anchors), seconds, self.problem.cap - rows)
+            self.bins.add_bin(micro_batch, piece, len(self.anchors), seconds, self.problem.cap - rows)
         self.anchors.append(Anchor(micro_batch, item, parts, rows, seconds))
 
     def _place_late(self, item: int) -> None:
@@ -272,7 +272,7 @@ class _Drafting:
     def _add_bins(self, micro_batch: int) -> None:
         """Make bins of the slots of a micro-batch that no anchor took."""
         for part in self.free[micro_batch].remaining_runs():
-            self.bins.add(micro_batch, part, anchor=-1, seconds=0.0, rows=self.problem.cap)
+            self.bins.add_bin(micro_batch, part, anchor=-1, seconds=0.0, rows=self.problem.cap)
 
     def draft(self) -> Draft:
         """Return the draft of what has been placed."""

@@ -9,7 +9,7 @@ from longspan.plan.check import check_choice, check_count
 from longspan.plan.dynamic.draft import divide, lockstep_seconds, micro_batches, sort_documents
 from longspan.plan.dynamic.few_documents import plan_few
 from longspan.plan.dynamic.free import plan_free
-from longspan.plan.dynamic.lockstep import Effort, search
+from longspan.plan.dynamic.lockstep import Effort, search_draft
 from longspan.plan.dynamic.problem import DegreeSet, Ints, Problem
 from longspan.plan.micro_batch import MicroBatch
 from longspan.plan.plan import Plan
@@ -103,7 +103,7 @@ def _fastest_plan(problem: Problem, bound: float, effort: EffortName) -> list[Mi
     """Plan in several ways and return the fastest; a way is left out if those before it come close to the bound."""
     candidates = [_free(problem)] if problem.request.mode == "free" else []
     if not candidates or candidates[0][0] > CLOSE * bound:
-        candidates.append(_lockstep_candidate(problem, _effort(effort, problem)))
+        candidates.append(_lockstep_candidate(problem, _effort_of_search(effort, problem)))
         if min(candidates, key=_seconds)[0] > CLOSE * bound and (few := plan_few(problem)) is not None:
             candidates.append((few[0], lambda: few[1]))
     best = min(candidates, key=_seconds)[0]
@@ -133,7 +133,7 @@ def _seconds(candidate: Candidate) -> float:
     return candidate[0]
 
 
-def _effort(name: EffortName, problem: Problem) -> Effort:
+def _effort_of_search(name: EffortName, problem: Problem) -> Effort:
     """Return how many drafts are made: fewer of more items and slots, where one takes longer and luck matters less."""
     some = 1 if name == "fast" else 4 if name == "balanced" else 16
     size = len(problem.tokens) + problem.request.slots
@@ -142,7 +142,7 @@ def _effort(name: EffortName, problem: Problem) -> Effort:
 
 def _lockstep_candidate(problem: Problem, effort: Effort) -> Candidate:
     """Search for the best plan in lockstep; returns its seconds and what makes its micro-batches."""
-    draft = search(problem, effort)
+    draft = search_draft(problem, effort)
     division = divide(draft, level=True)
     ends = [0.0] * len(draft.durations)
     for m, seconds in zip(draft.bins.micro_batch, division.seconds.tolist(), strict=True):

@@ -62,7 +62,7 @@ class EncoderShape:
 
         Raises PlanError for one without images, or with a tower that is not priced.
         """
-        model = ConfigReader.whole(config)
+        model = ConfigReader.of_whole_model(config)
         vision, text = model.inside("vision_config"), ConfigReader.of(config)
         priced = model.family.startswith(_MERGED) or model.family in _WHOLE
         if not priced or not vision.count("depth", "num_hidden_layers"):
@@ -88,7 +88,7 @@ class EncoderShape:
         grid_of: Sequence[Grid | None] = [None] * len(images) if grids is None else grids
         pair = (12 if trained == "all" else 4) * self.width
         return sum(
-            self._weight_flops(rows, trained) + pair * self._pairs(self.patches_of(rows), grid)
+            self._weight_flops(rows, trained) + pair * self._count_pairs(self.patches_of(rows), grid)
             for rows, grid in zip(images, grid_of, strict=True)
         )
 
@@ -102,7 +102,7 @@ class EncoderShape:
         flops -= 2 * self.entry_weights * rows if trained == "projector" else 0
         return flops + (6 if projector else 2) * self.projector_weights * rows
 
-    def _pairs(self, patches: int, grid: Grid | None) -> int:
+    def _count_pairs(self, patches: int, grid: Grid | None) -> int:
         """Count the pairs of patches that see each other, in all layers."""
         frames, tall, wide = grid or (1, 1, patches)
         in_windows = patches * self.window**2

@@ -18,7 +18,7 @@ from longspan.layout import Layout
 from longspan.plan.check import check_comm_types, heads_allow
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
-from longspan.plan.planners.bin_packing import first_fit, spread
+from longspan.plan.planners.bin_packing import pack_first_fit, pack_least_loaded
 from longspan.plan.planners.options import PlanKeywords, PlanOptions, options_of, shows_options
 from longspan.plan.planners.request import Request
 
@@ -106,12 +106,12 @@ class Packer:
         """Yield assignments worth pricing: few bins, level bins, these with one more round of micro-batches, and
         chains.
         """
-        few = self._sort_bins(first_fit(self.lengths, self.room))
+        few = self._sort_bins(pack_first_fit(self.lengths, self.room))
         yield self._place_bins(self._level_groups(few))
         groups, multiple = len(self.inside), self.request.micro_batch_multiple
         least = self._round_up(1 + int(few.max()) // groups)
         for count in (least, least + multiple):
-            level = spread(self.lengths, self.work, count * groups, self.room)
+            level = pack_least_loaded(self.lengths, self.work, count * groups, self.room)
             if level is not None:
                 yield self._place_bins(self._level_groups(self._sort_bins(level)))
         if self.request.mode == "free":
@@ -148,7 +148,7 @@ class Packer:
         members = np.split(np.argsort(batch, kind="stable"), np.cumsum(np.bincount(batch))[:-1])
         for m, here in enumerate(members):
             ids: list[int] = here.tolist()
-            bins = spread([self.lengths[i] for i in ids], [self.work[i] for i in ids], groups, self.room)
+            bins = pack_least_loaded([self.lengths[i] for i in ids], [self.work[i] for i in ids], groups, self.room)
             fresh[here] = assignment[here] if bins is None else m * groups + np.array(bins, dtype=np.int64)
         before, after = (
             self._seconds_of_places(places, inside=True, count=count).max(axis=1) for places in (assignment, fresh)
@@ -168,11 +168,11 @@ class Packer:
     def _chain_assignment(self) -> Ints:
         """Spread the documents over the groups first, then pack each group's own into few micro-batches."""
         groups, all_rows = len(self.inside), sum(self.lengths)
-        chain = np.array(spread(self.lengths, self.work, groups, all_rows), dtype=np.int64)
+        chain = np.array(pack_least_loaded(self.lengths, self.work, groups, all_rows), dtype=np.int64)
         assignment = np.empty_like(chain)
         for g in range(groups):
             here = np.flatnonzero(chain == g)
-            bins = first_fit([self.lengths[i] for i in here.tolist()], self.room)
+            bins = pack_first_fit([self.lengths[i] for i in here.tolist()], self.room)
             assignment[here] = np.array(bins, dtype=np.int64) * groups + g
         return assignment
 
