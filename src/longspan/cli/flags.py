@@ -206,6 +206,7 @@ def _is_number(word: str, kind: type[int] | type[float]) -> bool:
 
 
 def _check_name(flag: str, types: dict[str, Any], prog: str) -> None:
+    """Raise ConfigError, with the nearest name, for a flag that the verb does not have."""
     if flag in types or flag == "--help":
         return
     owners = [name for name in types if name.endswith("." + flag[2:])]
