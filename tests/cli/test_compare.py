@@ -80,7 +80,7 @@ def test_the_picture_of_planners(tmp_path: Path, capsys: pytest.CaptureFixture[s
         *COMPARE,
         "--distribution",
         "expo",
-        "--longest",
+        "--longest-document",
         "30000",
         "--slots",
         "8",
@@ -113,7 +113,7 @@ def test_degrees_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("words", [[], ["--pp", "2", "--vpp", "2"], ["--tp", "2", "--evaluation"], ["--mode", "free"]])
 def test_planners_beside_each_other(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    base = [*COMPARE, "--slots", "8", "--distribution", "expo", "--longest", "30000", *words]
+    base = [*COMPARE, "--slots", "8", "--distribution", "expo", "--longest-document", "30000", *words]
     assert main(base) == 0
     assert "fixed, cp 4" in capsys.readouterr().out
     assert main([*base, "--json"]) == 0
@@ -206,7 +206,7 @@ def test_the_closing_of_free_mode_has_a_column(tmp_path: Path, capsys: pytest.Ca
         "2",
         "--distribution",
         "expo",
-        "--longest",
+        "--longest-document",
         "30000",
         "--mode",
         "free",

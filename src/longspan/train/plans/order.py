@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from longspan.comm.all_ranks import LogLine
 from longspan.config.defaults import with_steps
 from longspan.config.sections import RunConfig
+from longspan.corpus.files import LogLine
 from longspan.data.documents import Corpus
 from longspan.data.step_order import PackOrder, StepOrder
 from longspan.data.stream import Mixture
