@@ -220,7 +220,21 @@ IMPOSSIBLE = [
     (4, {"context.mode": "free", "parallel.ep": 2}, r'context.mode is "free" and parallel.ep is 2|parallel.ep is 2'),
     (4, {"context.max_tokens_per_slot": "most"}, r"max_tokens_per_slot is 'most'; give a number of rows, or .auto."),
     (4, {"train.memory_fraction": 1.5}, r"train.memory_fraction is 1.5; it must be above 0, at most 1"),
-    (4, {"train.offload_activations": True}, 'train.activation_checkpointing is "none"; use "full" or "selective"'),
+    (
+        4,
+        {"train.offload_activations": True, "train.activation_checkpointing": "none"},
+        'train.activation_checkpointing is "none"; use "full" or "selective"',
+    ),
+    (
+        4,
+        {"train.recompute_layers": 2, "train.memory": "none"},
+        r'train.recompute_layers is 2: .* "auto", which is "none" under train.memory "none"; use "full"',
+    ),
+    (
+        4,
+        {"train.recompute_layers": 2},
+        r'train.recompute_layers is 2: .* train.activation_checkpointing "auto" train.memory chooses how many',
+    ),
     (4, {"parallel.pp": 2}, r"eval_context_parallel_size 4 does not divide 2 slots .*pp 2"),
     (4, {"parallel.vpp": 2}, r"parallel.vpp is 2"),
     (4, ONE | {"parallel.pipeline_schedule": "zero_bubble"}, r'is "zero_bubble" and parallel.pp is 1: there is no'),

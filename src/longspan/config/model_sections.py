@@ -61,7 +61,8 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Split the rows of norms and residuals over the tensor-parallel ranks; needs tp above 1."""
     reshard_after_forward: bool = True
-    """Free gathered weights after the forward pass: less memory, one more gather; never with pp above 1."""
+    """Free gathered weights after the forward pass: less memory, one more gather; never with pp above 1. true: unless
+    train.memory gathers them once, where there is room."""
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,9 @@ class TrainConfig:
     (lora.rank): 2e-4."""
     warmup_steps: NonNegativeInt = NOT_GIVEN
     """Steps of linear warm-up. Default: a twentieth of the steps, at most 100; tiny presets: 100."""
-    activation_checkpointing: Literal["none", "full", "selective"] = "none"
-    """Recompute layers in the backward pass: none, full, or selective (all but attention); true is full."""
+    activation_checkpointing: Literal["auto", "none", "full", "selective"] = "auto"
+    """Recompute layers in the backward pass: none, full (true), selective (all but attention), or auto: train.memory
+    chooses for each layer; where it chooses nothing, auto is none."""
     eval_every: NonNegativeInt = 100
     """Steps between evaluations; 0: only after the last step."""
     epochs: NonNegativeFloat = 0.0
@@ -83,14 +84,19 @@ class TrainConfig:
     """Weight decay of matrices (adamw: decoupled)."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Gradients are scaled down to this norm; 0: never."""
+    memory: Literal["auto", "none"] = "auto"
+    """auto: choose what each layer keeps, recomputes or moves to the host, how often parameters are gathered and where
+    the optimizer's states are, the fastest that fits; on GPUs, and on CPUs where memory_bytes is given. Keys that are
+    given win. none: the keys as they are (docs/memory.md)."""
     recompute_layers: NonNegativeInt = 0
     """Recompute this many of a stage's layers, the first ones, and keep the others' activations; 0: each."""
-    memory_fraction: float = 0.8
-    """Of a GPU's free memory, what max_tokens_per_slot = "auto" may fill."""
+    memory_fraction: float = 0.92
+    """Of a GPU's free memory, what a run may fill, where train.memory or max_tokens_per_slot = "auto" decide."""
     memory_bytes: NonNegativeInt = 0
-    """The same in bytes, on any device; 0: memory_fraction of a GPU, 1 GiB on a CPU."""
+    """The same in bytes, on any device, weights included; 0: memory_fraction of a GPU, on a CPU 1 GiB next to weights
+    and states for max_tokens_per_slot = "auto"."""
     offload_activations: bool = False
-    """Keep what checkpointed layers start from in the host's memory meanwhile."""
+    """Keep what checkpointed layers start from in the host's memory meanwhile; false: as train.memory chooses."""
     loss_chunk_rows: NonNegativeInt = 0
     """Rows whose logits are formed at a time; 0: as many as 2 GiB hold on a GPU, 64 MiB on a CPU."""
     fused_norms: Literal["auto", "on", "off"] = "auto"

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import World
 from longspan.config.defaults import compute_dtype, encoder_default
+from longspan.config.memory_keys import with_keys_as_written
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, plural
@@ -109,6 +110,7 @@ def prepare_run_model(
     `training`: for its weights only), and ModelError for adapters that it cannot have.
     """
     _check_layers(config, model)
+    config = with_keys_as_written(config, gpu=world.device.type == "cuda")
     kind = compute_dtype(config.model, world.device.type)
     with nullcontext() if world.rank == world.home.ranks[0] else warnings.catch_warnings(action="ignore"):
         whole = add_configured_adapter(config, model) if config.lora.rank else model

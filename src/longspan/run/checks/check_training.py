@@ -107,20 +107,6 @@ def check_mode(config: RunConfig) -> None:
             )
 
 
-def check_memory(config: RunConfig) -> None:
-    """Raise ConfigError for keys of recomputation where nothing is recomputed."""
-    if config.train.recompute_layers and config.train.activation_checkpointing == "none":
-        raise ConfigError(
-            f"train.recompute_layers is {config.train.recompute_layers}: that many layers are recomputed, and "
-            'train.activation_checkpointing is "none"; use "full" or "selective", or 0 layers'
-        )
-    if config.train.offload_activations and config.train.activation_checkpointing == "none":
-        raise ConfigError(
-            "train.offload_activations is true: it moves what checkpointed layers keep, and "
-            'train.activation_checkpointing is "none"; use "full" or "selective"'
-        )
-
-
 def check_optimizer(config: RunConfig) -> None:
     """Raise ConfigError for an optimizer that cannot train here, for its arguments, and for steps of the schedule."""
     train = config.train

@@ -4,6 +4,7 @@ What needs the data or the model (a document that is too long, a list of types a
 the run once it has them, still before the first collective of a step.
 """
 
+from longspan.config.memory_keys import check_measures
 from longspan.config.sections import RunConfig
 from longspan.layout import Layout
 from longspan.run.checks.check_data import check_data, check_eval_sets, check_packs
@@ -17,7 +18,6 @@ from longspan.run.checks.check_model import (
 )
 from longspan.run.checks.check_plans import check_plans
 from longspan.run.checks.check_training import (
-    check_memory,
     check_mode,
     check_numbers,
     check_optimizer,
@@ -44,7 +44,7 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     check_mtp_section(config)
     check_parallel(config, home)
     check_encoder(config, home)
-    check_memory(config)
+    check_measures(config)
     check_pipeline(config)
     check_mode(config)
     check_optimizer(config)

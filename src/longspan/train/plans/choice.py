@@ -10,6 +10,7 @@ from typing import Any, Unpack
 
 from longspan.config.defaults import compute_dtype
 from longspan.config.keys import AUTO
+from longspan.config.memory_keys import checkpointing_by_hand
 from longspan.config.plan_section import ONE_DEGREE, EvalConfig, PlanSection
 from longspan.config.sections import ParallelConfig, RunConfig, held_out_set
 from longspan.data.step_order import PackOrder, StepOrder
@@ -101,7 +102,7 @@ def _cost_settings(config: RunConfig, *, measured: bool, gpu: bool, slots: int) 
     """What of a run changes its model's time. The usual machines are those of two bytes a number."""
     train, parallel = config.train, config.parallel
     return CostSettings(
-        recomputation=train.activation_checkpointing,
+        recomputation=checkpointing_by_hand(train) or "none",
         recomputed_layers=train.recompute_layers * parallel.pp,  # of each stage
         frozen=config.lora.rank > 0,
         depths=config.mtp.depths,
