@@ -1,0 +1,198 @@
+"""A run on GPUs as a question of memory and time sees it: its configuration, model, home, prices and budget.
+
+From the keys of a configuration follow the settings of its memory and of its cost. No torch, no weights, no world.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from longspan.cli.plans.gpus import Gpus
+from longspan.config.keys import AUTO
+from longspan.config.memory_keys import check_measures, checkpointing_by_hand
+from longspan.config.sections import RunConfig
+from longspan.layout import Layout
+from longspan.model.presets import PRESETS
+from longspan.plan import Cost, Plan
+from longspan.plan.cost.machine import CostSettings
+from longspan.plan.cost.model_shape import ModelShape, read_query_heads
+from longspan.plan.memory.settings import MOMENTS, MemoryBudget, MemorySettings
+from longspan.run.checks.check_model import check_lora, check_model, check_mtp_section, check_precision
+from longspan.run.checks.check_plans import check_plans
+from longspan.run.checks.check_training import check_mode, check_numbers, check_parallel, check_pipeline
+from longspan.train.plans import PlanChoice, home_of
+
+BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
+OTHER_MOMENTS = 2.0  # of an optimizer whose states are not known
+
+
+@dataclass(frozen=True)
+class RunOnGpus:
+    """A run of a resolved configuration on GPUs; `target_share` of its tokens are predicted.
+
+    >>> run = RunOnGpus.of(config, gpus)  # doctest: +SKIP
+    >>> run.home.slots, run.budget.device  # doctest: +SKIP
+    (4, 79027434946)
+    """
+
+    config: RunConfig
+    gpus: Gpus
+    home: Layout
+    model: Any
+    target_share: float = 1.0
+    image_rows: float = 0.0
+
+    @classmethod
+    def of(cls, config: RunConfig, gpus: Gpus) -> "RunOnGpus":
+        """The run of a configuration. Raises ConfigError, LayoutError or PlanError for keys that do not fit."""
+        check_model(config, training=False)
+        check_numbers(config, training=False)
+        home = home_of(config.parallel, gpus.count)
+        for check in (check_precision, check_lora, check_mtp_section, check_measures, check_pipeline, check_mode):
+            check(config)
+        check_parallel(config, home)
+        check_plans(replace(config, eval=()), home, training=True)
+        return cls(config, gpus, home, model_of(config))
+
+    def on(self, count: int) -> "RunOnGpus":
+        """The same run on another number of these GPUs."""
+        gpus = replace(self.gpus, count=count)
+        return replace(self, gpus=gpus, home=home_of(self.config.parallel, count))
+
+    def with_context(self, **keys: Any) -> "RunOnGpus":
+        """The same run with other keys of [context]."""
+        return replace(self, config=replace(self.config, context=replace(self.config.context, **keys)))
+
+    @property
+    def budget(self) -> MemoryBudget:
+        """What a GPU and its share of the host may be filled with."""
+        train = self.config.train
+        device = train.memory_bytes or int(train.memory_fraction * self.gpus.bytes)
+        return MemoryBudget(device=device, host=self.gpus.host_bytes)
+
+    @cached_property
+    def settings(self) -> MemorySettings:
+        """What of the keys decides the run's bytes."""
+        return memory_settings(self.config, target_share=self.target_share, image_rows=self.image_rows / self.home.slots)
+
+    @cached_property
+    def heads(self) -> int | None:
+        """The query heads of the model."""
+        return read_query_heads(self.model)
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """The sizes of the model."""
+        return ModelShape.of(self.model, depths=self.config.mtp.depths)
+
+    @property
+    def node_size(self) -> int:
+        """Slots of one host."""
+        size = self.config.context.node_size
+        return size if isinstance(size, int) else max(1, self.gpus.machine.node_size // self.home.tp)
+
+    @cached_property
+    def cost(self) -> Cost:
+        """The price of a micro-batch without recomputation, whose seconds a plan of memory adds."""
+        parallel, mode = self.config.parallel, self.config.context.mode
+        settings = CostSettings(
+            frozen=self.config.lora.rank > 0,
+            depths=self.config.mtp.depths,
+            shards=self.home.slots // parallel.dp_replicate if mode == "lockstep" else 0,
+            weight_ranks=parallel.tp,
+            dp_replicate=parallel.dp_replicate,
+            gathered_once=not parallel.reshard_after_forward,
+            target_share=self.target_share,
+        )
+        return self.gpus.machine.cost(self.model, settings)
+
+    @property
+    def choice(self) -> PlanChoice:
+        """How its steps are planned."""
+        config = self.config
+        if config.context.node_size == AUTO:
+            config = replace(config, context=replace(config.context, node_size=self.node_size))
+        weights = int(self.shape.stored_weights / config.parallel.tp)
+        return PlanChoice.training(config, cost=self.cost, heads=self.heads, weights=weights)
+
+    def plan(self, lengths: tuple[int, ...], targets: int | None = None) -> Plan:
+        """The plan of a step of documents of these lengths. Raises PlanError where they do not fit its limit of rows."""
+        return self.choice.plan(lengths, self.home, targets=targets)
+
+
+def model_of(config: RunConfig) -> Any:
+    """What names the model to planners: its folder or config.json, or the values of a preset."""
+    if config.model.source:
+        return config.model.source
+    preset = PRESETS[config.model.preset_name]
+    values = dict(preset.values) | {"model_type": model_type(preset.config_class)}
+    return values if preset.rows else values | {"vocab_size": config.data.vocab_size}
+
+
+def model_type(config_class: str) -> str:
+    """The model type of a configuration class of transformers.
+
+    >>> model_type("Qwen3MoeConfig"), model_type("GraniteMoeHybridConfig")
+    ('qwen3_moe', 'granitemoehybrid')
+    """
+    name = config_class.removesuffix("Config")
+    if name.startswith("Granite"):
+        return name.lower()
+    return "".join("_" * (i > 0 and c.isupper()) + c.lower() for i, c in enumerate(name))
+
+
+def memory_settings(config: RunConfig, *, target_share: float = 1.0, image_rows: float = 0.0) -> MemorySettings:
+    """What of a configuration decides the bytes of its run on GPUs; `image_rows` are those of a slot in a step.
+
+    >>> memory_settings(RunConfig()).parameter_bytes
+    4
+    """
+    train, parallel, model, encoder = config.train, config.parallel, config.model, config.encoder
+    compute = model.compute_dtype
+    if compute == AUTO:
+        compute = "bfloat16" if model.dtype == "float32" else model.dtype
+    rows = min(image_rows, encoder.max_rows) if encoder.max_rows else image_rows
+    trained = encoder.train or ("none" if config.lora.rank else "all")
+    return MemorySettings(
+        parameter_bytes=BYTES[model.dtype],
+        compute_bytes=BYTES[compute],
+        state_numbers=state_numbers(config),
+        lora_rank=config.lora.rank,
+        lora_targets=config.lora.targets,
+        depths=config.mtp.depths,
+        gathered_once=not parallel.reshard_after_forward,
+        offload_states=getattr(train, "offload_states", False),
+        loss_chunk_rows=train.loss_chunk_rows,
+        target_share=target_share,
+        fused_norms=train.fused_norms != "off",
+        schedule=parallel.pipeline_schedule,
+        vpp=parallel.vpp,
+        free=config.context.mode == "free",
+        sequence_parallel=parallel.sequence_parallel,
+        encoder_rows=int(rows),
+        encoder_recomputed=encoder.recompute,
+        encoder_trained=trained,
+    )
+
+
+def state_numbers(config: RunConfig) -> float:
+    """Numbers of state that the optimizer keeps of a weight; two where they are not known."""
+    train = config.train
+    if train.optimizer == "sgd":
+        return 1.0 if any(argument.startswith("momentum=") for argument in train.optimizer_arguments) else 0.0
+    return MOMENTS.get(train.optimizer, OTHER_MOMENTS)
+
+
+def notes_of(run: RunOnGpus) -> list[str]:
+    """What the figures of a run assume or leave out, in lines."""
+    config, notes = run.config, list[str]()
+    if config.train.optimizer not in MOMENTS:
+        notes.append(
+            f"states of {config.train.optimizer} are taken as two numbers of each weight, as adamw has them"
+        )
+    return notes
+
+
+Say = Callable[[str], None]
+CHECKPOINTING = checkpointing_by_hand
