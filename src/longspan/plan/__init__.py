@@ -7,6 +7,9 @@ make one from document lengths only. Integers and numpy; no torch.
 (1, 1220, 1217)
 """
 
+from typing import TYPE_CHECKING
+
+from longspan.lazy import lazy_exports
 from longspan.plan.cost.bound import Bound, lower_bound_seconds
 from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.links import Link
@@ -25,6 +28,19 @@ from longspan.plan.planners.fixed import plan_fixed, plan_padded
 from longspan.plan.planners.options import PlanOptions
 from longspan.plan.timeline import Timeline, predicted_seconds, slot_rows, timeline
 
+if TYPE_CHECKING:  # of memory: imported on first use
+    from longspan.plan.memory.bytes import Bytes as Bytes
+    from longspan.plan.memory.choose import FixedMemory as FixedMemory
+    from longspan.plan.memory.choose import choose_memory as choose_memory
+    from longspan.plan.memory.choose import longest_document as longest_document
+    from longspan.plan.memory.memory_plan import MemoryNeeds as MemoryNeeds
+    from longspan.plan.memory.memory_plan import MemoryPlan as MemoryPlan
+    from longspan.plan.memory.seconds import added_seconds as added_seconds
+    from longspan.plan.memory.settings import MEASURES as MEASURES
+    from longspan.plan.memory.settings import MemoryBudget as MemoryBudget
+    from longspan.plan.memory.settings import MemorySettings as MemorySettings
+
+__getattr__, __dir__, _of_memory = lazy_exports(__name__)
 __all__ = [
     "AttentionCall",
     "Bound",
@@ -59,3 +75,4 @@ __all__ = [
     "slot_rows",
     "timeline",
 ]
+__all__ += _of_memory

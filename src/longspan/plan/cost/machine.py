@@ -21,6 +21,7 @@ from longspan.plan.cost.type_price import AttentionCall, TypePrice, describe_gro
 from longspan.plan.micro_batch import Group
 
 VERSION = 1  # of the file
+_ABSENT_BEFORE = {"memory_bytes": 0, "host_copy_bytes_per_second": 55e9}  # of files of older versions
 # Passes over memory of a layer that runs forward twice, over those of forward and backward together (predictions.md).
 RECOMPUTED_PASSES = 0.75
 
@@ -71,7 +72,8 @@ class Machine:
     makes `merge_passes` passes over its output in float32 a step, at `memory_bytes_per_second`. `step_seconds` is what
     a batch of messages takes with the launches around it, `ring_wait_seconds` what of a ring's step in one layer and
     pass shows in whole steps; `micro_batch_seconds` those of a micro-batch's launches, `layer_launch_seconds` what the
-    host needs for one layer's forward pass. Encoders reach `encoder_flops_per_second` outside attention (narrow
+    host needs for one layer's forward pass. A device holds `memory_bytes` (0: not known), and copies to its host's memory
+    and back at `host_copy_bytes_per_second` each way. Encoders reach `encoder_flops_per_second` outside attention (narrow
     products, rotary angles in float32), and launch a wave in `wave_seconds` (bench/records/vision-step-4xH200.md).
 
     FSDP2's messages inside a host run at `sharding_bytes_per_second` (gathers and sums of
@@ -102,6 +104,8 @@ class Machine:
     wave_seconds: float = 2e-3
     encoder_flops_per_second: float = 240e12
     layer_launch_seconds: float = 3.5e-3
+    host_copy_bytes_per_second: float = 55e9
+    memory_bytes: int = 143771 << 20
     sharding_bytes_per_second: float = 314e9
     sharding_share: float = 0.3
     weight_copy_seconds: float = 1.75e-12
@@ -119,6 +123,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         check_count("node_size of a machine", self.node_size)
+        check_count("memory_bytes of a machine", self.memory_bytes, least=0)
         for name, value in self.rates().items():
             good = (
                 isinstance(cast(object, value), (int, float)) and not isinstance(value, bool) and math.isfinite(value)
@@ -168,6 +173,8 @@ class Machine:
             step_seconds=0.0,
             ring_wait_seconds=500e-6,
             layer_launch_seconds=0.0,
+            host_copy_bytes_per_second=5e9,
+            memory_bytes=0,
             sharding_bytes_per_second=1e9,
             sharding_share=0.0,
             weight_copy_seconds=0.0,
@@ -398,6 +405,7 @@ class Machine:
             raise PlanError(
                 f"the machine's file has version {version!r}, and this longspan reads {VERSION}; measure again"
             )
+        fields = _ABSENT_BEFORE | fields
         if differ := sorted(names ^ set(fields)):
             raise PlanError(f"a machine has {', '.join(sorted(names))}; missing or unknown: {', '.join(differ)}")
         links: dict[str, Any] = {level: Link.from_json(fields[level]) for level in LEVELS}
@@ -421,18 +429,18 @@ def find_device(device: str) -> Machine | None:
     return next(map(Machine.known, names), None)
 
 
-# Of GPUs by data sheet, against an H200: matrix products in bfloat16, memory, bytes/s inside a host and across.
-_KNOWN: dict[str, tuple[float, float, float, float] | None] = {
+# Of GPUs by data sheet, against an H200: matrix products in bfloat16, memory, bytes/s inside a host and across; GiB.
+_KNOWN: dict[str, tuple[float, float, float, float, int] | None] = {
     "H200": None,
-    "A100-40": (312 / 989, 1.555 / 4.8, 120e9, 20e9),
-    "A100-80": (312 / 989, 2.039 / 4.8, 120e9, 20e9),
-    "H100": (1.0, 3.35 / 4.8, 180e9, 40e9),
-    "B200": (2250 / 989, 8.0 / 4.8, 360e9, 40e9),
+    "A100-40": (312 / 989, 1.555 / 4.8, 120e9, 20e9, 40),
+    "A100-80": (312 / 989, 2.039 / 4.8, 120e9, 20e9, 80),
+    "H100": (1.0, 3.35 / 4.8, 180e9, 40e9, 80),
+    "B200": (2250 / 989, 8.0 / 4.8, 360e9, 40e9, 180),
 }
 
 
-def _scale_h200(name: str, products: float, memory: float, inside: float, across: float) -> Machine:
-    """A machine whose products and memory are so many times as fast as an H200's."""
+def _scale_h200(name: str, products: float, memory: float, inside: float, across: float, gib: int) -> Machine:
+    """A machine whose products and memory are so many times as fast as an H200's, with so much memory."""
     base = Machine()
     rates = {key: value * products for key, value in base.rates().items() if key.endswith("flops_per_second")}
     return dataclasses.replace(
@@ -445,6 +453,7 @@ def _scale_h200(name: str, products: float, memory: float, inside: float, across
         weight_copy_seconds=base.weight_copy_seconds / memory,
         weight_update_seconds=base.weight_update_seconds / memory,
         memory_bytes_per_second=base.memory_bytes_per_second * memory,
+        memory_bytes=gib << 30,
         inside=Link.of(0.0, inside),
         across=Link.of(50e-6, across),
         assumed=True,

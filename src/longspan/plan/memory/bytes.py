@@ -1,0 +1,41 @@
+"""Bytes of one rank by what they are for, and how tables write them."""
+
+import dataclasses
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """Bytes of one rank at the moment at which it needs most.
+
+    >>> Bytes(weights=3, kept=4).total
+    7
+
+    `weights`, `gradients` and `states` are this rank's shards, without those on the host; `gathered` are weights of
+    layers that are whole, and gradients of layers before they are summed; `kept` is what layers hold for their backward
+    passes, `work` what the layer that runs holds besides; `logits` are those of a chunk and what is computed from them;
+    `communicators` the buffers of NCCL and the CUDA context.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    states: int = 0
+    gathered: int = 0
+    kept: int = 0
+    work: int = 0
+    logits: int = 0
+    communicators: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return sum(getattr(self, field.name) for field in dataclasses.fields(self))
+
+    def to_json(self) -> dict[str, int]:
+        """All by name, and their "total"."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | {"total": self.total}
+
+
+def gib(size: float) -> str:
+    """Bytes in GiB, with one decimal."""
+    return f"{size / 2**30:,.1f} GiB"

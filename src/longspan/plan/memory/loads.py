@@ -1,0 +1,120 @@
+"""The rows that a slot works on in a micro-batch, and what of them a communication type moves."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from longspan.plan.cost.attention_price import kv_copies
+from longspan.plan.cost.config_reader import ConfigReader
+from longspan.plan.cost.layers import key_value_heads
+from longspan.plan.cost.machine import Machine
+from longspan.plan.cost.type_price import AttentionCall
+from longspan.plan.memory.settings import MemorySettings
+from longspan.plan.micro_batch import Group, MicroBatch
+from longspan.plan.plan import Plan
+
+
+@dataclass(frozen=True, order=True)
+class SlotLoad:
+    """The rows of one slot in one micro-batch.
+
+    `exchanged_rows` of them are in groups that exchange heads, with key/value heads for `exchanged_key_rows` (more,
+    where members need copies of a head). A ring's blocks have at most `ring_rows`; `gathered_rows` are all rows of a group
+    whose keys and values are gathered. `later` micro-batches find the gradients of earlier ones.
+    """
+
+    rows: int
+    exchanged_rows: int = 0
+    exchanged_key_rows: float = 0.0
+    ring_rows: int = 0
+    gathered_rows: int = 0
+    later: bool = False
+
+    def covers(self, other: "SlotLoad") -> bool:
+        """Whether no number of another load is larger."""
+        return all(a >= b for a, b in zip(_numbers(self), _numbers(other), strict=True))
+
+
+def _numbers(load: SlotLoad) -> tuple[float, ...]:
+    return (
+        load.rows,
+        load.exchanged_rows,
+        load.exchanged_key_rows,
+        load.ring_rows,
+        load.gathered_rows,
+        float(load.later),
+    )
+
+
+def loads_of(
+    plans: Sequence[Plan], read: ConfigReader, settings: MemorySettings, machine: Machine, tp: int = 1
+) -> tuple[SlotLoad, ...]:
+    """The loads of all slots in all micro-batches of these plans, without those that another one covers."""
+    loads: set[SlotLoad] = set()
+    for plan in plans:
+        for index, batch in enumerate(plan.micro_batches):
+            for slot in range(plan.slots):
+                loads.add(_load(plan, batch, slot, later=index > 0, of=(read, settings, machine, tp)))
+    largest: list[SlotLoad] = []
+    for load in sorted(loads, reverse=True):
+        if not any(other.covers(load) for other in largest):
+            largest.append(load)
+    return tuple(largest) or (SlotLoad(1),)
+
+
+def _load(
+    plan: Plan,
+    batch: MicroBatch,
+    slot: int,
+    *,
+    later: bool,
+    of: tuple[ConfigReader, MemorySettings, Machine, int],
+) -> SlotLoad:
+    rows = exchanged = ring = gathered = 0
+    keys = 0.0
+    read, settings, machine, tp = of
+    heads, kv_heads = read.count("num_attention_heads") // tp, max(1, key_value_heads(read) // tp)
+    for _, group in batch.groups_of(slot):
+        here = group.rows_per_slot
+        rows += here
+        if group.degree == 1 or not heads:
+            continue
+        kind, members = way_of(group, read, settings, machine, plan.node_size, tp)
+        if members > 1:
+            exchanged += here
+            keys += here * float(kv_copies(heads, kv_heads, members))
+        if kind == "all_gather":
+            gathered = max(gathered, here * group.degree)
+        elif group.degree > members:
+            ring = max(ring, here * members)
+    rows = -(-max(rows, 1) // plan.row_multiple) * plan.row_multiple
+    return SlotLoad(rows, exchanged, keys, ring, gathered, later)
+
+
+def way_of(
+    group: Group, read: ConfigReader, settings: MemorySettings, machine: Machine, node_size: int, tp: int
+) -> tuple[str, int]:
+    """The type of most layers of a group, and how many members exchange heads under it."""
+    kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
+    kind, sizes = max(kinds, key=kinds.count), group.hierarchical_context_parallel_sizes
+    if kind == "auto" and settings.cp_comm_type:
+        kind = settings.cp_comm_type
+    if kind == "auto":
+        call = attention_call(read, settings, tp)
+        price = machine.fastest_type(group, call, node_size=node_size)
+        return price.cp_comm_type, price.sizes[0] if "a2a" in price.cp_comm_type else 1
+    inner = sizes[0] if sizes else 2
+    return kind, group.degree if kind == "a2a" else inner if kind == "a2a+p2p" else 1
+
+
+def attention_call(read: ConfigReader, settings: MemorySettings, tp: int) -> AttentionCall:
+    """One layer's attention on each rank, of full attention."""
+    heads = max(1, read.count("num_attention_heads") // tp)
+    head = read.count("head_dim", "attention_head_dim") or read.count("hidden_size") // max(
+        1, read.count("num_attention_heads")
+    )
+    return AttentionCall(
+        heads=heads,
+        kv_heads=max(1, key_value_heads(read) // tp),
+        head_dim=head,
+        bytes_per_number=settings.compute_bytes,
+    )

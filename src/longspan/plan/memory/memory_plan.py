@@ -1,0 +1,181 @@
+"""MemoryPlan: the bytes of a run on device and host, of the rank that needs most, with what each layer keeps."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from longspan.errors import plural
+from longspan.layout import Layout
+from longspan.plan.cost.config_reader import ConfigReader
+from longspan.plan.cost.machine import Machine
+from longspan.plan.memory.bytes import Bytes, gib
+from longspan.plan.memory.loads import SlotLoad, loads_of
+from longspan.plan.memory.parameters import ModelNumbers, stages_of
+from longspan.plan.memory.settings import Measure, MemoryBudget, MemorySettings, measures_of
+from longspan.plan.memory.step_peak import StepPeak
+from longspan.plan.plan import Plan
+from longspan.plan.simulate.simulate import run_pipeline
+
+_WORDS: dict[Measure, str] = {
+    "none": "keep all",
+    "exchanged": "selective with what was exchanged",
+    "selective": "selective",
+    "full": "full",
+    "selective+host": "selective on the host",
+    "full+host": "full on the host",
+}
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a run needs of the rank that needs most, and what its layers keep.
+
+    >>> plan = plan_fixed([262144], home, cp=4)
+    >>> memory = MemoryPlan.of("Qwen3-8B/config.json", home, plan, MemorySettings(), "selective")  # doctest: +SKIP
+    >>> memory.device.total  # doctest: +SKIP
+
+    `measures` has a word for each decoder layer, depths of multi-token prediction last; `rows` are the most of a slot in
+    one micro-batch. `device` is at the moment at which most is held, `host` all that waits there.
+    """
+
+    device: Bytes
+    host: Bytes
+    measures: tuple[Measure, ...]
+    rows: int
+    gathered_once: bool = False
+    offload_states: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        config: Any,
+        home: Layout,
+        plan: Plan | Sequence[Plan],
+        settings: MemorySettings,
+        measures: str | Sequence[str],
+        *,
+        machine: Machine | None = None,
+    ) -> "MemoryPlan":
+        """The memory of a run of one plan or several: `measures` is a word for all layers, or one for each.
+
+        `config` is a transformers configuration, object or dict, a config.json or its folder. `machine` decides which
+        communication type "auto" is (None: an H200). Raises PlanError for a model or measures that it cannot read.
+        """
+        needs = MemoryNeeds.of(config, home, plan, settings, machine=machine)
+        return needs.under(measures)
+
+    def fits(self, budget: MemoryBudget) -> bool:
+        """Whether a rank has so many bytes."""
+        return self.device.total <= budget.device and self.host.total <= budget.host
+
+    def table(self) -> str:
+        """The bytes of device and host, a line for each name as in the JSON."""
+        device, host = self.device.to_json(), self.host.to_json()
+        lines = [f"{'':14}{'GPU':>22}{'host':>32}"]
+        for name, size in device.items():
+            other = host[name]
+            cells = f"{gib(size):>12} {size:>17,}", f"{gib(other):>12} {other:>17,}" if other else ""
+            lines.append(f"{name:<14}{cells[0]:>30}  {cells[1]:>30}".rstrip())
+        return "\n".join(lines)
+
+    def line(self, budget: MemoryBudget | None = None) -> str:
+        """What layers keep and what is filled, in one line."""
+        counts = Counter(self.measures)
+        parts = [f"{count} {_WORDS[word]}" for word, count in counts.items()]
+        first, *others = parts
+        kept = f"{first.split(' ', 1)[0]} of {plural(len(self.measures), 'layer')} {first.split(' ', 1)[1]}"
+        of_all = f" of {gib(budget.device)}" if budget else ""
+        extras = [", weights gathered once"] * self.gathered_once + [", states on the host"] * self.offload_states
+        used = f"{gib(self.device.total).removesuffix(' GiB') if budget else gib(self.device.total)}{of_all}"
+        return f"memory: {', '.join([kept, *others])}{''.join(extras)}; {used}, {gib(self.host.total)} on the host"
+
+    def to_json(self) -> dict[str, Any]:
+        """All values, bytes as integers."""
+        return {
+            "device": self.device.to_json(),
+            "host": self.host.to_json(),
+            "measures": list(self.measures),
+            "rows": self.rows,
+            "gathered_once": self.gathered_once,
+            "offload_states": self.offload_states,
+        }
+
+
+@dataclass(frozen=True)
+class MemoryNeeds:
+    """The bytes of a run before it is decided what layers keep: made once, asked for many choices.
+
+    >>> needs.under("selective").device.total  # doctest: +SKIP
+    """
+
+    places: tuple[StepPeak, ...]
+    loads: tuple[SlotLoad, ...]
+
+    @classmethod
+    def of(
+        cls,
+        config: Any,
+        home: Layout,
+        plan: Plan | Sequence[Plan],
+        settings: MemorySettings,
+        *,
+        machine: Machine | None = None,
+    ) -> "MemoryNeeds":
+        """As `MemoryPlan.of`."""
+        plans = [plan] if isinstance(plan, Plan) else list(plan)
+        read = ConfigReader.of(config)
+        loads = loads_of(plans, read, settings, machine or Machine(), home.tp)
+        return cls.of_loads(config, home, loads, settings, max((len(p.micro_batches) for p in plans), default=1))
+
+    @classmethod
+    def of_loads(
+        cls, config: Any, home: Layout, loads: Iterable[SlotLoad], settings: MemorySettings, micro_batches: int = 1
+    ) -> "MemoryNeeds":
+        """Of the rows of slots, in steps of at most so many micro-batches."""
+        read, numbers = ConfigReader.of(config), ModelNumbers.of(config, home, settings)
+        layers = len(numbers.kinds) - settings.depths
+        places = tuple(
+            StepPeak(read, home, settings, numbers, stage, _in_flight(home, settings, place, micro_batches))
+            for place, stage in enumerate(stages_of(layers, home, settings))
+        )
+        return cls(places, tuple(loads))
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers, depths included."""
+        return len(self.places[0].numbers.kinds)
+
+    def with_settings(self, settings: MemorySettings) -> "MemoryNeeds":
+        """The same run under other settings."""
+        return replace(self, places=tuple(replace(place, settings=settings) for place in self.places))
+
+    def under(self, measures: str | Sequence[str]) -> MemoryPlan:
+        """The plan if layers keep this."""
+        words, settings = measures_of(measures, self.layers), self.places[0].settings
+        moments = [moment for place in self.places for moment in place.moments(self.loads, words)]
+        hosts = [place.host_bytes(self.loads, words) for place in self.places]
+        return MemoryPlan(
+            max(moments, key=lambda moment: moment.total),
+            max(hosts, key=lambda host: host.total),
+            words,
+            max(load.rows for load in self.loads),
+            settings.gathered_once,
+            settings.offload_states,
+        )
+
+
+def _in_flight(home: Layout, settings: MemorySettings, place: int, micro_batches: int) -> float:
+    """How many micro-batches, of all that a rank holds of the model, wait for their backward passes at most."""
+    if home.pp == 1:
+        return 1.0
+    if settings.schedule == "gpipe":
+        return float(micro_batches)
+    chunks = settings.vpp
+    count = -(-micro_batches // home.pp) * home.pp if chunks > 1 else micro_batches
+    actions = run_pipeline([1.0] * count, [1.0] * count, home.pp, chunks).actions[place]
+    now = most = 0
+    for action in actions:
+        now += 1 if action.kind == "forward" else -1
+        most = max(most, now)
+    return most / chunks

@@ -1,0 +1,193 @@
+"""How many numbers of parameters each layer has, on a rank before FSDP2 shards them, and which of them are trained."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from longspan.errors import PlanError
+from longspan.layout import Layout
+from longspan.plan.cost.config_reader import ConfigReader
+from longspan.plan.cost.layers import (
+    LayerKind,
+    Weights,
+    attention_weights,
+    feed_forward_weights,
+    kinds_of_depth,
+    layer_kinds,
+    widths_of,
+)
+from longspan.plan.cost.mixer_shape import MixerShape, mixer_of
+from longspan.plan.items.encoder_shape import EncoderShape
+from longspan.plan.memory.settings import MemorySettings
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Numbers of parameters: those that a rank gathers, those that are its share before sharding over slots.
+
+    `whole` are gathered at one time (experts divided by ep, the rest by tp), `trained` of them have gradients, `adapters`
+    of these are an adapter's. `share` of a rank, before it is divided by shards, counts each tensor-parallel rank's part.
+    """
+
+    whole: float = 0.0
+    trained: float = 0.0
+    adapters: float = 0.0
+    share: float = 0.0
+
+    def __add__(self, other: "Numbers") -> "Numbers":
+        return Numbers(
+            self.whole + other.whole,
+            self.trained + other.trained,
+            self.adapters + other.adapters,
+            self.share + other.share,
+        )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What the ranks of one pipeline position hold: layers by index (depths behind the last), and parts of the root."""
+
+    chunks: tuple[tuple[int, ...], ...]
+    embeds: bool
+    predicts: bool
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """All layers."""
+        return tuple(layer for chunk in self.chunks for layer in chunk)
+
+
+@dataclass(frozen=True)
+class ModelNumbers:
+    """The parameters of a model: of every layer, depths of multi-token prediction last, and of what is around them."""
+
+    kinds: tuple[LayerKind, ...]
+    layers: tuple[Numbers, ...]
+    embedding: Numbers
+    head: Numbers
+    tied: bool
+    tower: Numbers
+
+    @classmethod
+    def of(cls, config: object, home: Layout, settings: MemorySettings) -> "ModelNumbers":
+        """Of a configuration under a home. Raises PlanError for sizes that are missing."""
+        read = ConfigReader.of(config)
+        read.require("hidden_size", "vocab_size")
+        kinds = layer_kinds(read)
+        if not kinds:
+            read.require("num_hidden_layers")
+        depth = kinds_of_depth(read)
+        if len(depth) > 1 and settings.depths:
+            depth = depth[-1:]  # one measure for each depth; its layers are counted together
+        mixer = mixer_of(read) if any(kind.mixes for kind in kinds) else None
+        layers = [_layer_numbers(read, kind, mixer, home, settings) for kind in kinds]
+        hidden = read.count("hidden_size")
+        joined = 2 * hidden * hidden
+        extra = Numbers(joined, joined if settings.trains_all else 0.0, 0.0, joined)
+        layers += [_layer_numbers(read, depth[0], mixer, home, settings) + extra] * settings.depths
+        table = hidden * read.count("vocab_size") / home.tp
+        trained = table if settings.trains_all else 0.0
+        of_table = Numbers(table, trained, 0.0, table)
+        return cls(
+            kinds + depth * settings.depths,
+            tuple(layers),
+            of_table,
+            of_table,
+            bool(read.value("tie_word_embeddings")),
+            _tower_numbers(config, settings),
+        )
+
+    def root(self, stage: Stage) -> Numbers:
+        """Embedding and head on a stage; a tied one once."""
+        parts = [self.embedding] * stage.embeds + [self.head] * stage.predicts
+        return sum(parts[: 1 if self.tied else None], Numbers())
+
+
+def _layer_numbers(
+    read: ConfigReader, kind: LayerKind, mixer: MixerShape | None, home: Layout, settings: MemorySettings
+) -> Numbers:
+    hidden, parts = read.count("hidden_size"), list[Weights]()
+    if kind.attention:
+        parts.append(attention_weights(read))
+    if kind.mixes and mixer:
+        parts.append(Weights(mixer.weights, mixer.last))
+    if kind.feeds:
+        parts.append(feed_forward_weights(read, kind.feeds))
+    experts = sum(part.of_experts + part.unvisited for part in parts)
+    dense = sum(part.all for part in parts) - sum(part.of_experts for part in parts)
+    norms = (1 + bool(kind.feeds)) * hidden
+    whole = dense / home.tp + norms + experts / home.ep
+    share = (dense + experts) / home.tp + norms
+    if settings.trains_all:
+        return Numbers(whole, whole, 0.0, share)
+    adapters = settings.lora_rank * sum(
+        a + b for name, a, b in linears_of(read, kind, mixer) if _is_target(name, settings)
+    )
+    adapters /= home.tp
+    return Numbers(whole + adapters, adapters, adapters, share + adapters)
+
+
+def _is_target(name: str, settings: MemorySettings) -> bool:
+    return not settings.lora_targets or name in {target.rpartition(".")[2] for target in settings.lora_targets}
+
+
+def linears_of(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -> list[tuple[str, float, float]]:
+    """The linears of a layer that adapters go into: name, and numbers of a row before and behind."""
+    hidden, linears = read.count("hidden_size"), list[tuple[str, float, float]]()
+    if kind.attention:
+        query, key = widths_of(read)
+        gate = max(0, attention_weights(read).all // hidden - 2 * query - 2 * key)
+        linears += [("q_proj", hidden, query + gate), ("k_proj", hidden, key), ("v_proj", hidden, key)]
+        linears += [("o_proj", query, hidden)]
+    if mixer and kind.mixes:
+        inner = mixer.last // hidden
+        linears += [("in_proj", hidden, mixer.channels + inner + mixer.heads), ("out_proj", inner, hidden)]
+    if kind.feeds == "dense":
+        weights = feed_forward_weights(read, "dense")
+        width = weights.last // hidden
+        linears += [("gate_proj", hidden, width)] * (weights.all // weights.last > 2)
+        linears += [("up_proj", hidden, width), ("down_proj", width, hidden)]
+    return linears
+
+
+def _tower_numbers(config: object, settings: MemorySettings) -> Numbers:
+    """The tower and projector of a model that sees, on the rank's share over all slots; nothing without images."""
+    if not settings.encoder_rows:
+        return Numbers()
+    shape = EncoderShape.of(config)
+    tower, projector = float(shape.embed_weights + shape.block_weights), float(shape.projector_weights)
+    trained = {"all": tower + projector, "projector": projector, "none": 0.0}[settings.encoder_trained]
+    return Numbers(tower + projector, trained, 0.0, tower + projector)
+
+
+def layers_of_stages(layers: int, stages: int) -> tuple[range, ...]:
+    """Consecutive layers for each pipeline stage, as `prepare` cuts a model: embedding and head count as a layer each.
+
+    >>> [len(part) for part in layers_of_stages(36, 4)]
+    [8, 9, 10, 9]
+
+    Raises PlanError if there are more stages than layers.
+    """
+    if stages > layers:
+        raise PlanError(f"{stages} pipeline stages for {layers} layers; each needs one: use at most {layers} stages")
+    load = [1 + (stage == 0) + (stage == stages - 1) for stage in range(stages)]
+    counts = [1] * stages
+    for _ in range(layers - stages):
+        least = min(range(stages), key=lambda stage: (load[stage], -stage))
+        load[least] += 1
+        counts[least] += 1
+    starts = [sum(counts[:stage]) for stage in range(stages)]
+    return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
+
+
+def stages_of(layers: int, home: Layout, settings: MemorySettings) -> tuple[Stage, ...]:
+    """What each pipeline position holds, of `layers` without depths, which stand with the last stage."""
+    stages = home.pp * (settings.vpp if home.pp > 1 else 1)
+    parts: Sequence[Sequence[int]] = layers_of_stages(layers, stages)
+    parts = [tuple(part) for part in parts]
+    parts[-1] = (*parts[-1], *range(layers, layers + settings.depths))
+    held: list[Stage] = []
+    for place in range(home.pp):
+        folded = settings.schedule == "zbv"
+        here = (place, stages - 1 - place) if folded and home.pp > 1 else tuple(range(place, stages, home.pp))
+        held.append(Stage(tuple(tuple(parts[i]) for i in here), 0 in here, stages - 1 in here))
+    return tuple(held)

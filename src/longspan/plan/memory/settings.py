@@ -1,0 +1,96 @@
+"""What of a run decides its bytes besides model, home and plan, what layers may keep, and what a GPU may fill."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from longspan.errors import PlanError
+from longspan.plan.check import check_count
+
+Measure = Literal["none", "exchanged", "selective", "full", "selective+host", "full+host"]
+# What a decoder layer keeps from its forward to its backward pass, fastest first: all; its input, attention's output and
+# log-sum-exp, and what a2a types exchanged; the same without what was exchanged; its input; the last two on the host.
+MEASURES: tuple[Measure, ...] = get_args(Measure)
+MOMENTS = {"adamw": 2.0, "sgd": 0.0}  # numbers of state of a weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySettings:
+    """What of a run decides its bytes; the defaults are float32 masters under AdamW, computed in bfloat16 on GPUs.
+
+    >>> MemorySettings(parameter_bytes=2, lora_rank=16).trains_all
+    False
+
+    `parameter_bytes` of a weight, its gradient and each of `state_numbers` of its optimizer; `compute_bytes` of
+    activations and gathered weights. Adapters of `lora_rank` (0: none) on the linears `lora_targets` (none named: every
+    linear of decoder layers) have `adapter_bytes`. `depths` of multi-token prediction. `shard_parameters` as in
+    `prepare`. `gathered_once` keeps a layer's weights between forward and backward; `offload_states` keeps the
+    optimizer's states on the host. `loss_chunk_rows` as in [train]; only `target_share` of rows predict a token.
+    `schedule` and `vpp` of a pipeline. `free` mode keeps all weights and gradients whole. `sequence_parallel` as in
+    [parallel]. `cp_comm_type` is what "auto" in a plan stands for; "" is the type of the machine's prices. On a `gpu` there
+    are a context and communicators, and kernels run norms in one pass (`fused_norms`). `backward` False is an evaluation.
+    Of images `encoder_rows` are encoded at once on a slot (0: no encoder), and `encoder_trained` of it is trained.
+    """
+
+    parameter_bytes: int = 4
+    compute_bytes: int = 2
+    state_numbers: float = 2.0
+    lora_rank: int = 0
+    lora_targets: tuple[str, ...] = ()
+    adapter_bytes: int = 4
+    depths: int = 0
+    shard_parameters: bool = True
+    gathered_once: bool = False
+    offload_states: bool = False
+    loss_chunk_rows: int = 0
+    target_share: float = 1.0
+    fused_norms: bool = True
+    schedule: str = "1f1b"
+    vpp: int = 1
+    free: bool = False
+    sequence_parallel: bool = False
+    cp_comm_type: str = ""
+    gpu: bool = True
+    backward: bool = True
+    encoder_rows: int = 0
+    encoder_recomputed: bool = False
+    encoder_trained: Literal["all", "projector", "none"] = "all"
+
+    def __post_init__(self) -> None:
+        for name in ("parameter_bytes", "compute_bytes", "adapter_bytes", "vpp"):
+            check_count(f"{name} of memory settings", getattr(self, name))
+        for name in ("lora_rank", "depths", "loss_chunk_rows", "encoder_rows"):
+            check_count(f"{name} of memory settings", getattr(self, name), least=0)
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether all weights are trained, and not adapters over frozen ones."""
+        return not self.lora_rank
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes of a number of a gradient while it is summed over slots."""
+        return max(4, self.parameter_bytes if self.trains_all else self.adapter_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryBudget:
+    """The bytes that a rank may fill, of its GPU (the context included) and of its host.
+
+    >>> MemoryBudget(device=80 * 2**30, host=128 * 2**30).device
+    85899345920
+    """
+
+    device: int
+    host: int = 0
+
+
+def measures_of(words: str | Sequence[str], layers: int) -> tuple[Measure, ...]:
+    """One word a layer, of one word for all or of one for each. Raises PlanError for others, and for another count."""
+    several = (words,) * layers if isinstance(words, str) else tuple(words)
+    for word in several:
+        if word not in MEASURES:
+            raise PlanError(f"a layer keeps {word!r}; use one of {', '.join(MEASURES)}")
+    if len(several) != layers:
+        raise PlanError(f"{len(several)} measures were given for {layers} layers, depths included; give one a layer")
+    return several  # pyright: ignore[reportReturnType]

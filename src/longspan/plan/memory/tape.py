@@ -1,0 +1,159 @@
+"""What autograd holds while a layer runs forward and backward: operations with what they save, and the bytes of both.
+
+A `Tape` is a layer's forward pass as a list of operations on tensors by name. Playing it forward and backward counts
+the bytes that are alive at each operation, as autograd frees them: what an operation saved goes with its backward step,
+the gradient of a tensor with the operation that made it. Sizes are bytes of all local rows together.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Operation(NamedTuple):
+    """One operation: `inputs` to `outputs`; `saves` are tensors that backward needs, inputs or outputs.
+
+    `through`: the gradient of the output is that of every input, as in a sum. `weights` are bytes of gradients of its
+    parameters, `forward_work` and `backward_work` those of what it holds only while it runs.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    saves: tuple[str, ...]
+    through: bool = False
+    weights: float = 0.0
+    forward_work: float = 0.0
+    backward_work: float = 0.0
+
+
+class Peaks(NamedTuple):
+    """The most bytes of a forward pass that keeps nothing, and of a backward pass, above what is held before it."""
+
+    forward: float
+    backward: float
+
+
+@dataclass
+class Tape:
+    """The operations of a layer from its input "x" to its output "y".
+
+    >>> tape = Tape({"x": 8.0})
+    >>> tape.run("product", ("x",), 24.0, saves=("x",))
+    'product'
+    >>> tape.saved_bytes(), tape.peaks(held=("x",)).backward
+    (8.0, 32.0)
+
+    Tensors that need no gradient are named in `constants`.
+    """
+
+    sizes: dict[str, float]
+    operations: list[Operation] = field(default_factory=list[Operation])
+    constants: set[str] = field(default_factory=set[str])
+
+    def run(
+        self,
+        output: str,
+        inputs: Sequence[str],
+        size: float,
+        *,
+        saves: Sequence[str] = (),
+        also: dict[str, float] | None = None,
+        through: bool = False,
+        weights: float = 0.0,
+        forward_work: float = 0.0,
+        backward_work: float = 0.0,
+    ) -> str:
+        """Add an operation that makes `output` of so many bytes; `also` are tensors that it makes and only saves."""
+        assert output not in self.sizes, f"{output} is made twice"
+        extra = also or {}
+        self.sizes |= {output: size} | extra
+        self.constants |= set(extra)
+        operation = Operation(
+            tuple(inputs), (output, *extra), (*saves, *extra), through, weights, forward_work, backward_work
+        )
+        self.operations.append(operation)
+        return output
+
+    @property
+    def output(self) -> str:
+        """The tensor that the last operation makes."""
+        return self.operations[-1].outputs[0]
+
+    def saved(self) -> set[str]:
+        """The tensors that backward needs."""
+        return {name for operation in self.operations for name in operation.saves}
+
+    def saved_bytes(self) -> float:
+        """Bytes of the tensors that backward needs."""
+        return sum(self.sizes[name] for name in self.saved())
+
+    def weight_bytes(self) -> float:
+        """Bytes of the gradients of all parameters."""
+        return sum(operation.weights for operation in self.operations)
+
+    def peaks(self, held: Collection[str], *, again: bool = True) -> Peaks:
+        """The peaks of the layer's passes; `held` is kept in between and not counted: at least the input.
+
+        With `again`, backward begins with a forward pass that saves what backward needs, without its end that saves
+        nothing, as torch stops early; without, all that is saved is there already, and is counted too.
+        """
+        forward = self._forward_peak(held, frozenset())
+        saved = self.saved()
+        least = self._forward_peak(held, frozenset(saved), stop_early=True) if again else 0.0
+        return Peaks(forward, max(least + self.sizes[self.output] * again, self._backward_peak(held)))
+
+    def _forward_peak(self, held: Collection[str], saved: frozenset[str], *, stop_early: bool = False) -> float:
+        """The most bytes alive in a forward pass: of tensors from their making to their last use, and all saved."""
+        operations = self.operations
+        if stop_early:
+            last = max((i for i, op in enumerate(operations) if op.saves), default=-1)
+            operations = operations[: last + 1]
+        last_use = {name: i for i, op in enumerate(operations) for name in (*op.inputs, *op.outputs)}
+        last_use[self.output] = len(operations)
+        alive, peak = dict[str, float](), 0.0
+        for i, operation in enumerate(operations):
+            alive |= {name: self.sizes[name] for name in operation.outputs if name not in held}
+            peak = max(peak, sum(alive.values()) + operation.forward_work)
+            for name in list(alive):
+                if last_use[name] <= i and name not in saved:
+                    del alive[name]
+        return peak
+
+    def _backward_peak(self, held: Collection[str]) -> float:
+        """The most bytes alive in a backward pass: saved tensors that are left, gradients, and those of parameters."""
+        users: dict[str, int] = {}
+        for operation in self.operations:
+            for name in set(operation.saves):
+                users[name] = users.get(name, 0) + 1
+        alive = {name: self.sizes[name] for name in users if name not in held}
+        # A gradient is a buffer, which several tensors share behind a sum.
+        buffers, gradient_of, weights = {0: self.sizes[self.output]}, {self.output: 0}, 0.0
+        peak = sum(alive.values()) + buffers[0]
+        for operation in reversed(self.operations):
+            output = operation.outputs[0]
+            buffer = gradient_of.pop(output, None)
+            if buffer is None:
+                continue
+            for name in operation.inputs:
+                if name in self.constants:
+                    continue
+                if operation.through and name not in gradient_of:
+                    gradient_of[name] = buffer
+                    continue
+                new = len(buffers) + max(buffers)
+                buffers[new] = 0.0 if operation.through else self.sizes[name]
+                peak = max(peak, sum(alive.values()) + sum(buffers.values()) + weights + operation.backward_work)
+                before = gradient_of.get(name)
+                if before is None or list(gradient_of.values()).count(before) > 1:
+                    gradient_of[name] = new
+                else:  # added in place
+                    del buffers[new]
+            weights += operation.weights
+            peak = max(peak, sum(alive.values()) + sum(buffers.values()) + weights)
+            if buffer not in gradient_of.values():
+                buffers.pop(buffer, None)
+            for name in set(operation.saves):
+                users[name] -= 1
+                if not users[name]:
+                    alive.pop(name, None)
+        return peak
