@@ -3,11 +3,10 @@
 Which measures fit is decided in `longspan.plan.memory`; what a run does with them is in `train/memory/`. No torch.
 """
 
-from dataclasses import replace
 from typing import Literal
 
 from longspan.config.keys import AUTO
-from longspan.config.sections import RunConfig, TrainConfig
+from longspan.config.sections import TrainConfig
 from longspan.errors import ConfigError
 
 Checkpointing = Literal["none", "full", "selective"]
@@ -27,37 +26,22 @@ def checkpointing_by_hand(train: TrainConfig) -> Checkpointing | None:
     return None if train.activation_checkpointing == AUTO else train.activation_checkpointing
 
 
-def with_keys_as_written(config: RunConfig, *, gpu: bool) -> RunConfig:
-    """The configuration with "none" for an `activation_checkpointing` that nothing chooses on such devices.
-
-    Raises ConfigError where other keys need layers that are recomputed.
-    """
-    train = config.train
-    if chooses_measures(train, gpu=gpu) or train.activation_checkpointing != AUTO:
-        return config
-    _check_recomputed(train, '"auto", which is "none" ' + _why_none(train))
-    return replace(config, train=replace(train, activation_checkpointing="none"))
-
-
-def check_measures(config: RunConfig) -> None:
-    """Raise ConfigError for keys of recomputation that contradict each other on any device."""
-    train = config.train
-    if train.activation_checkpointing == "none":
+def check_measures(train: TrainConfig, *, gpu: bool | None = None) -> None:
+    """Raise ConfigError for keys of recomputation that contradict each other, on such devices (None: on any)."""
+    kind = train.activation_checkpointing
+    if kind == "none":
         _check_recomputed(train, '"none"')
-    if train.activation_checkpointing != AUTO:
+    if kind != AUTO:
         return
-    if train.memory == "none":
-        _check_recomputed(train, '"auto", which is "none" ' + _why_none(train))
-    if train.recompute_layers:
+    if not chooses_measures(train, gpu=gpu is not False):
+        where = "on CPUs without train.memory_bytes" if train.memory == AUTO else 'under train.memory "none"'
+        _check_recomputed(train, f'"{AUTO}", which is "none" {where}')
+    if train.recompute_layers and train.memory == AUTO:
         raise ConfigError(
             f"train.recompute_layers is {train.recompute_layers}: that many layers are recomputed, and under "
             'train.activation_checkpointing "auto" train.memory chooses how many are; use "full" or "selective" with '
             "it, or 0 layers"
         )
-
-
-def _why_none(train: TrainConfig) -> str:
-    return 'under train.memory "none"' if train.memory == "none" else "on CPUs without train.memory_bytes"
 
 
 def _check_recomputed(train: TrainConfig, kind: str) -> None:

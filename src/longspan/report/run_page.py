@@ -16,6 +16,7 @@ from longspan.plan.cost.correction import PARTS
 from longspan.report.chart import Chart, Series, chart_figure
 from longspan.report.evaluation_sections import SAME, both_widths, evaluation_sections, relative_spread, samples_section
 from longspan.report.markup import section, tag, text
+from longspan.report.memory_section import measured_peak, memory_section, planned_peak
 from longspan.report.passkey import passkey_section
 from longspan.report.plain_text import bytes_text, number_text, seconds_text
 from longspan.report.run_folder import CORRECTION, MTP_LOSS, EvalRow, RunFolder, last_rows, number
@@ -147,6 +148,7 @@ def run_sections(run: RunFolder) -> Iterator[str]:
         yield passkey_section(run.passkey)
     if run.samples:
         yield samples_section(run.samples)
+    yield memory_section(run)
     yield section("Steps", tag("div", *_small_figures(run), class_="grid-3"))
     if run.notes:
         yield section("Left out", tag("ul", *(tag("li", text(note)) for note in run.notes), class_="notes"))
@@ -261,9 +263,9 @@ def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
         tokens, targets = (finite(run.train[name]).sum() for name in ("tokens", "targets"))
         detail = f"{plural(len(seconds), 'step')}, {number_text(tokens)} tokens, {number_text(targets)} targets"
         yield "time in steps", seconds_text(float(seconds.sum())), detail
-    memory = finite(run.train["memory_bytes"])
-    if len(memory) and memory.max() > 0:
-        yield "peak memory", bytes_text(float(memory.max())), "of a process"
+    if peak := measured_peak(run):
+        planned = planned_peak(run)
+        yield "peak memory", bytes_text(peak), "of a process" + (f"; planned {bytes_text(planned)}" if planned else "")
 
 
 def _share_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:

@@ -4,7 +4,7 @@ Only values, without torch, because the report reads them too; `run_facts.py` co
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ class RunFacts:
     further ahead are predicted, `encoder` where images are encoded, "" without any; `rows` is why a hybrid's rows are
     dealt out as they are, where their cost chose; `caution` is what a user of these devices would want to change, ""
     for nothing; `node_size` is the slots of a host, 0 in files of older versions; `sessions` are the steps that were
-    done when each began, and its ranks, this one last.
+    done when each began, and its ranks, this one last; `memory` is the plan of memory as `MemoryPlan.to_json` gives it,
+    empty where none was made.
     """
 
     model: str
@@ -67,6 +68,7 @@ class RunFacts:
     caution: str = ""
     node_size: int = 0
     sessions: tuple[tuple[int, int], ...] = ()
+    memory: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Name and text of each line, for the console and the report."""

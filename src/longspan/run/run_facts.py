@@ -51,6 +51,7 @@ def facts_of(run: TrainingRun) -> RunFacts:
         rows=run.why_partition,
         caution=execution.why_slow(),
         sessions=_session_list(run),
+        memory=run.memory.to_json() if run.memory is not None else {},
     )
 
 

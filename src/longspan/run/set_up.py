@@ -106,14 +106,22 @@ def check_targets(config: RunConfig, world: World) -> None:
     run_on_first_rank(world, check, ModelError)
 
 
-def set_up_model(data: RunData, config: RunConfig, world: World, log: LogLine, *, resumed: bool) -> AnyModel:
+def set_up_model(
+    data: RunData,
+    config: RunConfig,
+    configuration: PreTrainedConfig,
+    memory: MemoryPlan | None,
+    world: World,
+    log: LogLine,
+    *,
+    resumed: bool,
+) -> AnyModel:
     """Load the run's model with a configuration that fits its data, keep its files, and prepare it.
 
     A run that is `resumed` reads and draws no weights, because its checkpoint has them all; under [lora] the checkpoint
-    has only the adapter, and the base model is read.
+    has only the adapter, and the base model is read. Layers keep what a plan of memory chose, if there is one.
     """
-    vocabulary = data.tokenizer_size if config.data.tokenizer else config.data.vocab_size
-    configuration = _fit_configuration(data, config, vocabulary, world, log)
+    vocabulary = _vocabulary(data, config)
     if config.mtp.depths and not resumed:
         log(run_on_every_rank(world, lambda: depths_line(config, configuration), ModelError))
     images = data.images > 0
@@ -129,11 +137,16 @@ def set_up_model(data: RunData, config: RunConfig, world: World, log: LogLine, *
     run_on_first_rank(
         world, lambda: keep_model_files(directory, config.model, configuration, architecture, log), RunFolderError
     )
-    return prepare_run_model(config, world, model, images=images)
+    return prepare_run_model(config, world, model, memory=memory, images=images)
 
 
-def _fit_configuration(data: RunData, config: RunConfig, vocabulary: int, world: World, log: LogLine) -> Any:
+def _vocabulary(data: RunData, config: RunConfig) -> int:
+    return data.tokenizer_size if config.data.tokenizer else config.data.vocab_size
+
+
+def _fit_configuration(data: RunData, config: RunConfig, world: World, log: LogLine) -> Any:
     """The model's configuration for this vocabulary and the longest document; raises if the tokenizer does not fit."""
+    vocabulary = _vocabulary(data, config)
     configuration = run_on_every_rank(world, lambda: model_configuration(config, vocabulary), ModelError)
     check_tokenizer(config, configuration, data.tokenizer_size)
     return configuration_for(configuration, config.model, *data.longest, log)
@@ -161,7 +174,9 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     if checkpoint is not None:
         check_steps_left(config, world, checkpoint, log)
     data.check_fit(config, world)
-    model = set_up_model(data, config, world, log, resumed=checkpoint is not None)
+    configuration = _fit_configuration(data, config, world, log)
+    ends = _Ends.of(data, config, configuration, world, log, checkpoint)
+    model = set_up_model(data, ends.config, configuration, ends.chosen, world, log, resumed=checkpoint is not None)
     refuse_randomness(language_model_of(model))
     world.seed = config.train.seed
     optimizer = make_optimizer(config, world, model)

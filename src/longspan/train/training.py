@@ -7,7 +7,7 @@ step` build on the same functions, so that neither can do what the other cannot.
 import warnings
 import zlib
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import World
 from longspan.config.defaults import compute_dtype, encoder_default
-from longspan.config.memory_keys import with_keys_as_written
+from longspan.config.memory_keys import checkpointing_by_hand
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, plural
@@ -34,7 +34,7 @@ from longspan.model.prepare_model import compile_layers
 from longspan.model.take_apart import freeze_images
 from longspan.model.weights.fill import leave_to_checkpoint
 from longspan.model.weights.hf_folder import read_configuration
-from longspan.plan import Cost, Plan
+from longspan.plan import Cost, MemoryPlan, Plan
 from longspan.train.memory.model_fits import check_model_fits
 from longspan.train.optim.on_shards import check_on_shards
 from longspan.train.optim.optimizer import OPTIMIZERS, OptimizerChoice, parameter_groups
@@ -101,16 +101,22 @@ def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
 
 
 def prepare_run_model(
-    config: RunConfig, world: World, model: PreTrainedModel, *, training: bool = True, images: bool = False
+    config: RunConfig,
+    world: World,
+    model: PreTrainedModel,
+    *,
+    memory: MemoryPlan | None = None,
+    training: bool = True,
+    images: bool = False,
 ) -> PreTrainedModel | PipelineModel | MultimodalModel:
     """Prepare a loaded model under the world's home as the configuration has it; entered by all ranks.
 
-    With [lora] it gets a new adapter, and only that is trained of the language model; with `images` its tower and
-    projector get the home of [encoder]. Raises ConfigError, on every rank, where a GPU has no room for it (without
-    `training`: for its weights only), and ModelError for adapters that it cannot have.
+    What `memory` chose takes the place of the keys of memory. With [lora] the model gets a new adapter, and only that
+    is trained of the language model; with `images` its tower and projector get the home of [encoder]. Raises
+    ConfigError, on every rank, where a GPU has no room for it (without `training`: for its weights only), and
+    ModelError for adapters that it cannot have.
     """
     _check_layers(config, model)
-    config = with_keys_as_written(config, gpu=world.device.type == "cuda")
     kind = compute_dtype(config.model, world.device.type)
     with nullcontext() if world.rank == world.home.ranks[0] else warnings.catch_warnings(action="ignore"):
         whole = add_configured_adapter(config, model) if config.lora.rank else model
@@ -119,19 +125,17 @@ def prepare_run_model(
     )
     if images:
         _freeze_encoder(config, model)
-    check_model_fits(config, model, world, kind, training=training)
+    if memory is None:
+        check_model_fits(config, model, world, kind, training=training)
     computes_in = None if dtypes == {kind} else kind
     encoder = _encoder_home(config, world, compute_dtype=computes_in) if images else None
     prepared = prepare(
         whole,
         world,
         encoder=encoder,
-        reshard_after_forward=config.parallel.reshard_after_forward,
         virtual_stages=config.parallel.vpp,
         pipeline_schedule=config.parallel.pipeline_schedule,
-        activation_checkpointing=config.train.activation_checkpointing,
-        offload_activations=config.train.offload_activations,
-        recompute_layers=config.train.recompute_layers,
+        **_memory_options(config, memory, training=training),
         attention_kernel=config.context.attention_kernel or None,
         mixer_kernels=config.context.mixer_kernels,
         fused_norms=config.train.fused_norms,
@@ -141,6 +145,18 @@ def prepare_run_model(
     if config.train.compiled:
         compile_layers(language_model_of(prepared))  # pyright: ignore[reportArgumentType]
     return prepared
+
+
+def _memory_options(config: RunConfig, memory: MemoryPlan | None, *, training: bool) -> dict[str, Any]:
+    """What the layers keep, and how often parameters are gathered: as a plan of memory chose, or by the keys."""
+    if memory is not None:
+        return {"measures": memory.measures, "reshard_after_forward": not memory.gathered_once}
+    options = {"reshard_after_forward": config.parallel.reshard_after_forward}
+    checkpointing = checkpointing_by_hand(config.train) or "none"
+    if training and checkpointing != "none":
+        options |= {"recompute_layers": config.train.recompute_layers}
+        options |= {"offload_activations": config.train.offload_activations}
+    return options | {"activation_checkpointing": checkpointing}
 
 
 def _freeze_encoder(config: RunConfig, model: PreTrainedModel) -> None:
@@ -187,13 +203,14 @@ def _encoder_rates(config: RunConfig, model: nn.Module) -> dict[str, float] | No
 
 @dataclass(frozen=True)
 class Training:
-    """A prepared model, its optimizer, and the cost that plans are priced by."""
+    """A prepared model, its optimizer, the cost that plans are priced by, and the plan of memory, if one was made."""
 
     config: RunConfig
     world: World
     model: AnyModel
     optimizer: Optimizer
     cost: Cost
+    memory: MemoryPlan | None = field(default=None, kw_only=True)
 
     @property
     def choice(self) -> PlanChoice:

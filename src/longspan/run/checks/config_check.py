@@ -44,7 +44,7 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     check_mtp_section(config)
     check_parallel(config, home)
     check_encoder(config, home)
-    check_measures(config)
+    check_measures(config.train)
     check_pipeline(config)
     check_mode(config)
     check_optimizer(config)

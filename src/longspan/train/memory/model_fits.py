@@ -79,8 +79,7 @@ def free_room(world: World) -> Room | None:
     """The free memory of this rank's GPU, or its part of the host's; None on hosts without the figure (macOS)."""
     if world.device.type == "cuda":
         return Room(torch.cuda.mem_get_info(world.device)[0], f"the GPU of rank {world.rank}", of_gpu=True)
-    ranks_here = min(len(world.home.ranks), world.node_size * world.home.tp)
-    free = _available_on_host()
+    ranks_here, free = ranks_on_host(world), available_on_host()
     return (
         None
         if free is None
@@ -88,7 +87,12 @@ def free_room(world: World) -> Room | None:
     )
 
 
-def _available_on_host(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+def ranks_on_host(world: World) -> int:
+    """How many ranks share a host."""
+    return min(len(world.home.ranks), world.node_size * world.home.tp)
+
+
+def available_on_host(meminfo: Path = Path("/proc/meminfo")) -> int | None:
     """Memory and swap that Linux could give now, in bytes."""
     try:
         sizes = dict(re.findall(r"^(\w+): +(\d+) kB$", meminfo.read_text(), flags=re.MULTILINE))

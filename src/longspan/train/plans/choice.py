@@ -16,7 +16,7 @@ from longspan.config.sections import ParallelConfig, RunConfig, held_out_set
 from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError, LongspanError, PlanError, plural
 from longspan.layout import Layout
-from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, plan_dynamic, plan_fixed, plan_padded
+from longspan.plan import Cost, MemoryPlan, Plan, PlanAhead, PlanOptions, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import heads_allow
 from longspan.plan.cost.correction import NO_CORRECTION, Correction
 from longspan.plan.cost.machine import CostSettings, Machine
@@ -74,15 +74,16 @@ def cost_of_run(
     gpu: bool,
     slots: int = 0,
     target_share: float = 1.0,
+    memory: MemoryPlan | None = None,
 ) -> Cost:
     """What plans are priced by: `context.cost_model`, else the model on `run.machine`, else on H200s or on CPUs.
 
     >>> cost = cost_of_run(config, model.config, print, gpu=world.device.type == "cuda")  # doctest: +SKIP
 
     What is recomputed counts in a cost of its model, and what FSDP2 gathers and sums over so many `slots` (0: nothing)
-    in lockstep. `target_share` of the rows predict a token. The cost on CPUs is of no machine (`Cost.source` is
-    ""): plans are compared by it, and no time is shown. A model that its configuration does not price is planned for as
-    a Qwen3-8B, with a line in the log.
+    in lockstep; both as a plan of `memory` chose where one is given. `target_share` of the rows predict a token. The
+    cost on CPUs is of no machine (`Cost.source` is ""): plans are compared by it, and no time is shown. A model that
+    its configuration does not price is planned for as a Qwen3-8B, with a line in the log.
     """
     if config.context.cost_model:
         return own_cost(config.context.cost_model, model_config)
@@ -92,6 +93,7 @@ def cost_of_run(
     usual = Machine.known("H200") if gpu else Machine.cpus()
     try:
         settings = _cost_settings(config, measured=priced is not None, gpu=gpu, slots=slots)
+        settings = settings if memory is None else replace(settings, **_costs_of(memory))
         return (priced or usual).cost(model_config, replace(settings, target_share=target_share))
     except PlanError as error:
         log(f"plans are priced as for a Qwen3-8B: {error}; name a file in {KEY}")
@@ -112,6 +114,18 @@ def _cost_settings(config: RunConfig, *, measured: bool, gpu: bool, slots: int) 
         dp_replicate=parallel.dp_replicate,
         gathered_once=not parallel.reshard_after_forward,
     )
+
+
+def _costs_of(memory: MemoryPlan) -> dict[str, Any]:
+    """What a plan of memory changes of the time: layers that are recomputed, as most of them are, and gathers."""
+    words = [word.partition("+")[0] for word in memory.measures]
+    recomputed = [word for word in words if word != "none"]
+    full = recomputed.count("full") > len(recomputed) / 2
+    return {
+        "recomputation": "full" if full else "selective" if recomputed else "none",
+        "recomputed_layers": len(recomputed),
+        "gathered_once": memory.gathered_once,
+    }
 
 
 @cache

@@ -1,0 +1,131 @@
+"""The section of a run's page that shows its plan of memory: bytes by what they are for, next to the measured peak.
+
+The plan is that of run.json, made before the model; the peak is the most of any step on the first rank.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from longspan.report.markup import key, label, section, tag, text
+from longspan.report.plain_text import bytes_text
+from longspan.report.run_folder import RunFolder
+
+KINDS = {
+    "weights": "parameters of this rank",
+    "gradients": "their gradients",
+    "states": "the optimizer's states",
+    "gathered": "whole parameters of layers, and their gradients before they are summed",
+    "kept": "what layers keep between forward and backward",
+    "work": "what the layer that runs holds besides",
+    "logits": "a chunk of logits, and what the loss makes of it",
+    "communicators": "buffers of NCCL, and the CUDA context",
+}
+MEASURES = {
+    "none": "keep all",
+    "exchanged": "keep their input, attention's output and what was exchanged",
+    "selective": "keep their input and attention's output",
+    "full": "keep their input",
+    "selective+host": "keep their input and attention's output on the host",
+    "full+host": "keep their input on the host",
+}
+WIDTH, HEIGHT, LEFT = 720.0, 26.0, 70.0
+
+
+def memory_section(run: RunFolder) -> str:
+    """The section; empty for a run that had no plan of memory."""
+    plan = run.facts.memory if run.facts is not None else {}
+    device, host = _bytes_of(plan, "device"), _bytes_of(plan, "host")
+    if not device.get("total"):
+        return ""
+    peak = measured_peak(run)
+    measures = tag("p", text(f"{measures_text(plan.get('measures', ()))}."), class_="sub")
+    return section("Memory", measures, _picture(device, host, peak), _legend(device, host), _table(device, host, peak))
+
+
+def measured_peak(run: RunFolder) -> float:
+    """The most bytes of any step; 0 where none were recorded."""
+    values = run.train["memory_bytes"]
+    values = values[np.isfinite(values)]
+    return float(values.max()) if len(values) else 0.0
+
+
+def planned_peak(run: RunFolder) -> float:
+    """What the plan of memory has of that, which on GPUs counts what torch allocates; 0 without a plan."""
+    device = _bytes_of(run.facts.memory, "device") if run.facts is not None else {}
+    return device.get("total", 0.0) - device.get("communicators", 0.0)
+
+
+def measures_text(measures: object) -> str:
+    """What the layers keep, in words: "12 of 36 layers keep all, 24 keep their input"."""
+    words = [str(word) for word in measures] if isinstance(measures, list | tuple) else []
+    counts = Counter(words)
+    parts = [f"{counts[word]} {MEASURES.get(word, word)}" for word in sorted(counts, key=words.index)]
+    return f"Of {len(words)} layers " + ", ".join(parts)
+
+
+def _bytes_of(plan: Mapping[str, Any], place: str) -> dict[str, float]:
+    values = plan.get(place)
+    names = (*KINDS, "total")
+    known = values if isinstance(values, Mapping) else {}
+    return {name: float(known[name]) for name in names if isinstance(known.get(name), int | float)}
+
+
+def _used(device: Mapping[str, float], host: Mapping[str, float]) -> list[str]:
+    """The kinds that take any bytes, in order; the place in KINDS is the colour."""
+    return [kind for kind in KINDS if device.get(kind) or host.get(kind)]
+
+
+def _picture(device: Mapping[str, float], host: Mapping[str, float], peak: float) -> str:
+    """A bar for the device, one for the host where anything waits there, and a line at the measured peak."""
+    bars = [("device", device), *([("host", host)] if host.get("total") else [])]
+    most = max(peak, *(values["total"] for _, values in bars))
+    scale, bottom = (WIDTH - LEFT - 110) / most, 24 + (HEIGHT + 12) * len(bars)
+    drawing = [part for row, (name, values) in enumerate(bars) for part in _bar(name, values, row, scale)]
+    if peak:
+        x = LEFT + peak * scale
+        drawing.append(tag("path", class_="reference", d=f"M{x:.1f} 14V{bottom:.1f}"))
+        drawing.append(label(f"measured {bytes_text(peak)}", x, 10, "end" if x > WIDTH / 2 else "start"))
+    return tag(
+        "svg", *drawing, class_="chart", viewBox=f"0 0 {WIDTH:g} {bottom:g}", role="img", aria_label="plan of memory"
+    )
+
+
+def _bar(name: str, values: Mapping[str, float], row: int, scale: float) -> Iterator[str]:
+    y, x = 20 + (HEIGHT + 12) * row, LEFT
+    yield label(name, LEFT - 10, y + HEIGHT / 2 + 4, "end")
+    for color, kind in enumerate(KINDS):
+        width = values.get(kind, 0.0) * scale
+        if width:
+            title = tag("title", text(f"{kind}: {bytes_text(values[kind])}"))
+            yield tag("rect", title, class_=f"b k{color}", x=x, y=y, width=width, height=HEIGHT)
+            x += width
+    yield label(bytes_text(values["total"]), x + 6, y + HEIGHT / 2 + 4, "start")
+
+
+def _legend(device: Mapping[str, float], host: Mapping[str, float]) -> str:
+    colors = {kind: color for color, kind in enumerate(KINDS)}
+    entries = (
+        tag("li", key(tag("rect", class_=f"b k{colors[kind]}", width=22, height=12)), text(f"{kind}: {KINDS[kind]}"))
+        for kind in _used(device, host)
+    )
+    return tag("ul", *entries, class_="legend")
+
+
+def _table(device: Mapping[str, float], host: Mapping[str, float], peak: float) -> str:
+    """Bytes by kind; the measured peak stands under what torch allocates of the plan."""
+    rows = [(kind, _cell(device, kind), _cell(host, kind)) for kind in (*_used(device, host), "total")]
+    if device.get("communicators"):
+        allocated = device["total"] - device["communicators"]
+        rows.append(("total without communicators", bytes_text(allocated), ""))
+    if peak:
+        rows.append(("measured peak", bytes_text(peak), ""))
+    head = tag("thead", tag("tr", *(tag("th", text(name)) for name in ("", "device", "host"))))
+    body = (tag("tr", *(tag("td", text(cell)) for cell in row)) for row in rows)
+    return tag("div", tag("table", head, tag("tbody", *body)), class_="scroll")
+
+
+def _cell(values: Mapping[str, float], kind: str) -> str:
+    return bytes_text(values[kind]) if values.get(kind) else ""

@@ -1,0 +1,95 @@
+"""The plans of coming steps by which a run's memory is planned, before its model is made.
+
+Plans of one degree are made for thousands of steps, and those whose slots are fullest count. Dynamic plans take longer:
+those of a few steps are made, and where rows have a limit, one that fills every slot to it, as later plans may.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import nlargest
+
+from longspan.config.keys import AUTO
+from longspan.config.sections import RunConfig
+from longspan.layout import Layout
+from longspan.plan import Cost, Plan
+from longspan.plan.timeline import slot_rows
+from longspan.train.memory.row_probe import probe_plan
+from longspan.train.plans import PlanChoice
+
+MOST_STEPS = 4096  # whose documents are looked at
+FEW_STEPS = 4  # for which dynamic plans are made
+
+
+@dataclass(frozen=True)
+class ComingSteps:
+    """The documents of coming steps, from `first` to before `last`, for a home.
+
+    >>> ahead = ComingSteps(order.lengths_of_step, world.home, heads=32, first=0, last=config.train.steps)
+
+    `heads` are the model's query heads, where they are known.
+    """
+
+    lengths_of_step: Callable[[int], Sequence[int]]
+    home: Layout
+    heads: int | None
+    first: int
+    last: int
+
+    @property
+    def steps(self) -> range:
+        """The steps that are looked at."""
+        return range(self.first, min(self.last, self.first + MOST_STEPS))
+
+    def fullest_plans(self, config: RunConfig, cost: Cost) -> list[Plan]:
+        """Plans of the steps whose slots are fullest, where that is known, and otherwise of the heaviest steps.
+
+        Raises PlanError for documents that fit no group.
+        """
+        choice = PlanChoice.training(config, cost=cost, heads=self.heads)
+        steps = self.steps if self._sees_all(config) else self.heaviest_steps()
+        plans = (choice.plan(self.lengths_of_step(step), self.home) for step in steps)
+        return nlargest(FEW_STEPS, plans, key=most_rows)
+
+    def limit_plans(self, config: RunConfig, plans: Sequence[Plan]) -> list[Plan]:
+        """A plan that fills every slot to its limit of rows, or with all tokens of one of these plans; none where the
+        fullest steps are known, or rows have no limit."""
+        cap = PlanChoice.training(config, heads=self.heads).options.max_tokens_per_slot
+        if not cap or self._sees_all(config):
+            return []
+        multiple = max(plan.row_multiple for plan in plans)
+        rows = min(cap, max(plan.tokens for plan in plans)) // multiple * multiple
+        return [probe_plan(config, self.home, max(rows, multiple), self.heads)]
+
+    def _sees_all(self, config: RunConfig) -> bool:
+        """Whether every step's plan is made."""
+        found_later = config.context.max_tokens_per_slot == AUTO
+        one_degree = PlanChoice.training(config, heads=self.heads).has_one_degree
+        return one_degree and not found_later and self.steps.stop == self.last
+
+    def heaviest_steps(self) -> Sequence[int]:
+        """The steps with the longest documents and those with most tokens, a few of both."""
+        lengths = {step: self.lengths_of_step(step) for step in self.steps}
+        longest = nlargest(FEW_STEPS // 2, lengths, key=lambda step: max(lengths[step], default=0))
+        return sorted({*longest, *nlargest(FEW_STEPS // 2, lengths, key=lambda step: sum(lengths[step]))})
+
+    def rows_to_try(self, config: RunConfig) -> list[int]:
+        """Rows of a slot that `max_tokens_per_slot = "auto"` may begin with, the fewest first.
+
+        From those that the longest document needs in the widest group to those with which the heaviest step is one
+        micro-batch, doubling.
+        """
+        choice = PlanChoice.training(config, heads=self.heads)
+        lengths = [self.lengths_of_step(step) for step in self.heaviest_steps()]
+        longest, tokens = max(max(step, default=1) for step in lengths), max(sum(step) for step in lengths)
+        most_slots = choice.widest(self.home) or self.home.slots
+        widest = max(d for d in range(1, most_slots + 1) if self.home.slots % d == 0)
+        multiple = 2 * choice.options.row_multiple  # of the two parts of a document that a slot has
+        rows = [-(-longest // widest) + multiple]
+        while rows[-1] < tokens / self.home.slots + multiple:
+            rows.append(2 * rows[-1])
+        return [-(-count // multiple) * multiple for count in rows]
+
+
+def most_rows(plan: Plan) -> int:
+    """The rows of the fullest slot in any micro-batch."""
+    return int(slot_rows(plan.micro_batches, plan.slots, plan.row_multiple).max(initial=0))
