@@ -3,7 +3,7 @@
 From the keys of a configuration follow the settings of its memory and of its cost. No torch, no weights, no world.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,10 +14,10 @@ from longspan.config.memory_keys import check_measures, checkpointing_by_hand
 from longspan.config.sections import RunConfig
 from longspan.layout import Layout
 from longspan.model.presets import PRESETS
-from longspan.plan import Cost, Plan
+from longspan.plan import Cost, FixedMemory, MemoryBudget, MemoryNeeds, MemoryPlan, MemorySettings, Plan, added_seconds, choose_memory
 from longspan.plan.cost.machine import CostSettings
 from longspan.plan.cost.model_shape import ModelShape, read_query_heads
-from longspan.plan.memory.settings import MOMENTS, MemoryBudget, MemorySettings
+from longspan.plan.memory.settings import MOMENTS
 from longspan.run.checks.check_model import check_lora, check_model, check_mtp_section, check_precision
 from longspan.run.checks.check_plans import check_plans
 from longspan.run.checks.check_training import check_mode, check_numbers, check_parallel, check_pipeline
@@ -25,6 +25,8 @@ from longspan.train.plans import PlanChoice, home_of
 
 BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
 OTHER_MOMENTS = 2.0  # of an optimizer whose states are not known
+# Without copies to the host and second exchanges, which the prices of plans leave out.
+_PRICED_AS = {"selective": "exchanged", "selective+host": "exchanged", "full+host": "full"}
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,9 @@ class RunOnGpus:
         check_model(config, training=False)
         check_numbers(config, training=False)
         home = home_of(config.parallel, gpus.count)
-        for check in (check_precision, check_lora, check_mtp_section, check_measures, check_pipeline, check_mode):
+        for check in (check_precision, check_lora, check_mtp_section, check_pipeline, check_mode):
             check(config)
+        check_measures(config.train, gpu=True)
         check_parallel(config, home)
         check_plans(replace(config, eval=()), home, training=True)
         return cls(config, gpus, home, model_of(config))
@@ -74,7 +77,8 @@ class RunOnGpus:
     @cached_property
     def settings(self) -> MemorySettings:
         """What of the keys decides the run's bytes."""
-        return memory_settings(self.config, target_share=self.target_share, image_rows=self.image_rows / self.home.slots)
+        rows = self.image_rows / self.home.slots
+        return memory_settings(self.config, target_share=self.target_share, image_rows=rows)
 
     @cached_property
     def heads(self) -> int | None:
@@ -92,33 +96,94 @@ class RunOnGpus:
         size = self.config.context.node_size
         return size if isinstance(size, int) else max(1, self.gpus.machine.node_size // self.home.tp)
 
-    @cached_property
-    def cost(self) -> Cost:
-        """The price of a micro-batch without recomputation, whose seconds a plan of memory adds."""
+    def cost(self, memory: MemoryPlan | None = None) -> Cost:
+        """The price of a step with what a plan of memory recomputes and how often it gathers; None: nothing, twice."""
         parallel, mode = self.config.parallel, self.config.context.mode
+        words = [word.partition("+")[0] for word in memory.measures] if memory else []
+        recomputed = [word for word in words if word != "none"]
+        full = 2 * recomputed.count("full") > len(recomputed)
         settings = CostSettings(
+            recomputation="none" if not recomputed else "full" if full else "selective",
+            recomputed_layers=len(recomputed),
             frozen=self.config.lora.rank > 0,
             depths=self.config.mtp.depths,
+            tp=1,
             shards=self.home.slots // parallel.dp_replicate if mode == "lockstep" else 0,
             weight_ranks=parallel.tp,
             dp_replicate=parallel.dp_replicate,
-            gathered_once=not parallel.reshard_after_forward,
+            gathered_once=memory.gathered_once if memory else not parallel.reshard_after_forward,
             target_share=self.target_share,
         )
         return self.gpus.machine.cost(self.model, settings)
 
-    @property
+    @cached_property
     def choice(self) -> PlanChoice:
         """How its steps are planned."""
         config = self.config
         if config.context.node_size == AUTO:
             config = replace(config, context=replace(config.context, node_size=self.node_size))
         weights = int(self.shape.stored_weights / config.parallel.tp)
-        return PlanChoice.training(config, cost=self.cost, heads=self.heads, weights=weights)
+        return PlanChoice.training(config, cost=self.cost(), heads=self.heads, weights=weights)
 
-    def plan(self, lengths: tuple[int, ...], targets: int | None = None) -> Plan:
+    @property
+    def fixed(self) -> FixedMemory:
+        """The keys of memory that are given by hand; with train.memory "none" all of them are."""
+        train, kind = self.config.train, checkpointing_by_hand(self.config.train)
+        by_hand = train.memory == "none"
+        kind = kind or ("none" if by_hand else None)
+        return FixedMemory(
+            measure=kind,
+            layers=None if kind in (None, "none") else train.recompute_layers,
+            offload=train.offload_activations or (False if by_hand else None),
+            gathered_once=not self.config.parallel.reshard_after_forward or (False if by_hand else None),
+            offload_states=self.settings.offload_states or (False if by_hand else None),
+        )
+
+    def memory_of(self, plans: Sequence[Plan], fixed: FixedMemory | None = None) -> MemoryPlan:
+        """The fastest plan of memory of these plans. Raises PlanError, with the bytes, where none fits."""
+        return choose_memory(
+            self.model,
+            self.home,
+            list(plans),
+            self.settings,
+            self.budget,
+            self.gpus.machine,
+            fixed=fixed or self.fixed,
+        )
+
+    def seconds(self, plans: Sequence[Plan], memory: MemoryPlan) -> float:
+        """The mean seconds of the steps of these plans, with what the plan of memory adds."""
+        cost, extra, states = self.cost(memory).shared_by(self.home.tp), *self._unpriced_seconds(plans, memory)
+        times = [plan.timeline(cost).step_seconds + extra * plan.tokens + states for plan in plans]
+        return sum(times) / len(times)
+
+    def _unpriced_seconds(self, plans: Sequence[Plan], memory: MemoryPlan) -> tuple[float, float]:
+        """Seconds a token that copies to the host and second exchanges take, and those a step for states there."""
+        settings = replace(self.settings, gathered_once=memory.gathered_once)
+        machine, model = self.gpus.machine, self.model
+        needs = MemoryNeeds.of(model, self.home, list(plans), settings, machine=machine)
+        words: Any = tuple(_PRICED_AS.get(word, word) for word in memory.measures)
+        of_device = replace(memory, offload_states=False)
+        whole = added_seconds(model, memory, needs, machine)
+        on_device = added_seconds(model, of_device, needs, machine)
+        priced = added_seconds(model, replace(of_device, measures=words), needs, machine)
+        return max(0.0, on_device - priced) / (memory.rows * self.home.slots), whole - on_device
+
+    def plan(self, lengths: Sequence[int], targets: int | None = None) -> Plan:
         """The plan of a step of documents of these lengths. Raises PlanError where they do not fit its limit of rows."""
         return self.choice.plan(lengths, self.home, targets=targets)
+
+
+def least_memory(run: RunOnGpus, plans: Sequence[Plan], fixed: FixedMemory) -> MemoryPlan:
+    """What plans hold with these keys if all else is chosen to hold least, whether it fits or not."""
+    settings = replace(run.settings, gathered_once=bool(fixed.gathered_once))
+    settings = replace(settings, offload_states=fixed.offload_states is not False and settings.gpu)
+    if fixed.offload_states is None and fixed.measure is not None:
+        settings = replace(settings, offload_states=False)
+    needs = MemoryNeeds.of(run.model, run.home, list(plans), settings, machine=run.gpus.machine)
+    word = fixed.measure or "full"
+    host = word != "none" and fixed.offload is not False
+    return needs.under(f"{word}+host" if host else word)
 
 
 def model_of(config: RunConfig) -> Any:
@@ -192,7 +257,3 @@ def notes_of(run: RunOnGpus) -> list[str]:
             f"states of {config.train.optimizer} are taken as two numbers of each weight, as adamw has them"
         )
     return notes
-
-
-Say = Callable[[str], None]
-CHECKPOINTING = checkpointing_by_hand
