@@ -267,6 +267,8 @@ class TrainFlags(RunConfig):
     """auto: a GPU for each process where there are any; cpu: processes on CPUs; cuda: GPUs, or an error."""
     json: Switch = False
     """Print the result as one JSON object on standard output; progress goes to standard error."""
+    dry_run: Switch = False
+    """Train nothing: print what the run would hold on each GPU, with which measures, its steps and hours."""
 
 
 def parse_train(argv: Sequence[str]) -> tuple[TrainFlags, RunConfig]:

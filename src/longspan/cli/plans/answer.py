@@ -9,24 +9,27 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from longspan.cli.plans.fit import (
+    UNIT,
     Choices,
     Documents,
     Fit,
     by_hand,
     fewest_gpus,
     find_fit,
+    fit_of,
+    leanest_way,
     longest_under,
 )
 from longspan.cli.plans.positions import position_notes, with_positions
 from longspan.cli.plans.run_documents import RunDocuments, sampled_steps
-from longspan.cli.plans.run_on_gpus import RunOnGpus, least_memory
+from longspan.cli.plans.run_on_gpus import RunOnGpus, leanest, notes_of
 from longspan.config.keys import value_at
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.errors import PlanError, plural
 from longspan.plan import MemoryPlan, Plan, group_counts
 
 COLUMNS = ("none", "selective", "full")  # measures of all layers, shown next to those of "auto"
-SEARCHED, PRICED = 4, 32  # steps of a run: by which keys are chosen, and whose seconds count
+SEARCHED, PRICED = 3, 16  # steps of a run: by which keys are chosen, and whose seconds count
 
 
 @dataclass(frozen=True)
@@ -159,63 +162,59 @@ def _given_in(config: RunConfig) -> list[str]:
 
 def answer_longest(run: RunOnGpus, given: frozenset[str], choices: Choices) -> Answer:
     """The longest document on the GPUs, under each measure and under "auto"."""
-    degree = 0 if choices.degree else int(run.config.context.context_parallel_size)
-    columns = [_longest_column(run, name, degree) for name in COLUMNS]
-    tokens, fit = longest_under(run, run.fixed, degree=degree)
-    if fit is None:
-        return _refused("the longest document", run, (Documents((1024 * run.home.slots,)),), given, choices)
-    fit = _with_positions(fit, tokens)
-    columns.append(Column("auto", fit.memory, tokens, True))
-    return Answer(
-        title=f"the longest document: {tokens:,} tokens",
-        run=run,
-        fits=True,
-        memory=fit.memory,
-        columns=tuple(columns),
-        longest=tokens,
-        fit=fit,
-        given=given,
-        notes=tuple(position_notes(fit.run, tokens)),
-    )
+    degree = _degree(run, choices)
+    tokens, way = longest_under(run, run.fixed, degree=degree)
+    if not tokens:
+        return _refused("the shortest document", run, [Documents((UNIT * run.home.slots,))], given, choices)
+    fit = _with_positions(fit_of(way, [Documents((tokens,))]), tokens)
+    columns = [*(_longest_column(run, name, degree) for name in COLUMNS), Column("auto", fit.memory, tokens, True)]
+    title = f"the longest document has {tokens:,} tokens"
+    return replace(_answer(title, run, fit, given, columns), longest=tokens)
 
 
 def _longest_column(run: RunOnGpus, name: str, degree: int) -> Column:
-    tokens, fit = longest_under(run, by_hand(run, name), degree=degree)
-    return Column(name, fit.memory if fit else None, tokens, fit is not None)
+    """The longest document if all layers have one measure."""
+    tokens, way = longest_under(run, by_hand(run, name), degree=degree)
+    plan = way.plan((tokens,)) if tokens else None
+    return Column(name, plan and next(leanest(way, [plan], by_hand(way, name))), tokens, bool(tokens))
+
+
+def _degree(run: RunOnGpus, choices: Choices) -> int:
+    """The degree of the longest document; 0: all slots."""
+    return int(run.config.context.context_parallel_size) if run.choice.has_one_degree and not choices.degree else 0
 
 
 def _with_positions(fit: Fit, longest: int) -> Fit:
     return replace(fit, run=with_positions(fit.run, longest))
 
 
-def answer_step(
-    run: RunOnGpus, lengths: Sequence[int], source: str, given: frozenset[str], choices: Choices
-) -> Answer:
+def answer_step(run: RunOnGpus, lengths: Sequence[int], source: str, given: frozenset[str], choices: Choices) -> Answer:
     """Whether one step of these documents fits, and with which keys."""
-    steps = (Documents(tuple(lengths)),)
+    steps = [Documents(tuple(lengths))]
     title = f"a step of {plural(len(lengths), 'document')} ({plural(sum(lengths), 'token')}) from {source}"
     try:
         fit = find_fit(run, steps, choices)
     except PlanError as error:
         return _refused(title, run, steps, given, choices, error)
-    return _answer(title, run, _with_positions(fit, max(lengths)), given, choices)
+    return _with_longest(_answer(title, run, _with_positions(fit, max(lengths)), given, _columns(fit)), choices)
 
 
 def answer_run(run: RunOnGpus, documents: RunDocuments, given: frozenset[str], choices: Choices) -> Answer:
     """Whether a run of these documents fits, with which keys, and how long it takes."""
     sampled = [_documents_of(documents, step) for step in sampled_steps(documents.steps, PRICED)]
-    searched = [sampled[i] for i in sampled_steps(len(sampled), SEARCHED)]
-    longest = (Documents((documents.longest,)),)
+    longest = Documents((documents.longest,))
+    searched = [*(sampled[i] for i in sampled_steps(len(sampled), SEARCHED)), longest]
     title = f"a run of {plural(documents.steps, 'step')}: {documents.line}"
+    given |= {"train.tokens_per_step", "train.epochs" if run.config.train.epochs else "train.steps"}
     try:
-        way = find_fit(run, (*searched, *longest), choices).run
+        way = find_fit(run, searched, choices).run
         plans = [way.plan(step.lengths, step.targets) for step in sampled]
-        memory = way.memory_of([*plans, *(way.plan(step.lengths) for step in longest)])
+        memory = way.memory_of([*plans, way.plan(longest.lengths)])
     except PlanError as error:
-        return _refused(title, run, (*searched, *longest), given, choices, error, steps=documents.steps)
+        return replace(_refused(title, run, searched, given, choices, error), steps=documents.steps)
     fit = _with_positions(Fit(way, tuple(plans), memory, way.seconds(plans, memory)), documents.longest)
-    answer = _answer(title, run, fit, given | {"train.tokens_per_step"}, choices)
-    return replace(answer, steps=documents.steps, sampled=len(sampled), degrees=degrees_of(plans))
+    answer = _with_longest(_answer(title, run, fit, given, _columns(fit)), choices)
+    return replace(answer, steps=documents.steps, sampled=len(sampled))
 
 
 def _documents_of(documents: RunDocuments, step: int) -> Documents:
@@ -232,31 +231,39 @@ def degrees_of(plans: Sequence[Plan]) -> tuple[Degree, ...]:
     return tuple(Degree(d, groups[d], tokens[d] / (tokens.total() or 1)) for d in sorted(groups))
 
 
-def _answer(title: str, run: RunOnGpus, fit: Fit, given: frozenset[str], choices: Choices) -> Answer:
-    """The answer of a way that fits, with the columns of other measures for the same plans."""
-    degree = 0 if choices.degree else int(run.config.context.context_parallel_size)
-    longest = longest_under(run, run.fixed, degree=degree if run.choice.has_one_degree else 0)[0]
-    columns = [_same_plans(fit, name) for name in COLUMNS]
-    columns.append(Column("auto", fit.memory, max(max(plan.lengths) for plan in fit.plans), True))
-    notes = position_notes(fit.run, max(max(plan.lengths) for plan in fit.plans))
+def _answer(title: str, run: RunOnGpus, fit: Fit, given: frozenset[str], columns: Sequence[Column]) -> Answer:
+    """The answer of a way that fits."""
     return Answer(
         title=title,
         run=run,
         fits=True,
         memory=fit.memory,
         columns=tuple(columns),
-        longest=longest,
+        longest=0,
         fit=fit,
         given=given,
-        notes=tuple(notes),
+        notes=(*notes_of(fit.run), *position_notes(fit.run, _longest_of(fit))),
         degrees=degrees_of(fit.plans),
     )
 
 
-def _same_plans(fit: Fit, measure: str) -> Column:
-    memory = least_memory(fit.run, fit.plans, by_hand(fit.run, measure))
-    longest = max(max(plan.lengths) for plan in fit.plans)
-    return Column(measure, memory, longest, memory.fits(fit.run.budget))
+def _with_longest(answer: Answer, choices: Choices) -> Answer:
+    """The answer with the longest document that fits the GPUs in question."""
+    run = answer.run
+    return replace(answer, longest=longest_under(run, run.fixed, degree=_degree(run, choices))[0])
+
+
+def _columns(fit: Fit) -> list[Column]:
+    """The table's columns: the same plans under each measure, and what was chosen."""
+    columns = list[Column]()
+    for name in COLUMNS:
+        memory = next(leanest(fit.run, fit.plans, by_hand(fit.run, name)))
+        columns.append(Column(name, memory, _longest_of(fit), memory.fits(fit.run.budget)))
+    return [*columns, Column("auto", fit.memory, _longest_of(fit), True)]
+
+
+def _longest_of(fit: Fit) -> int:
+    return max(max(plan.lengths) for plan in fit.plans)
 
 
 def _refused(
@@ -266,33 +273,26 @@ def _refused(
     given: frozenset[str],
     choices: Choices,
     error: PlanError | None = None,
-    *,
-    steps_of_run: int | None = None,
-    **more: Any,
 ) -> Answer:
     """The answer where nothing fits: what the way that needs least holds, and the fewest GPUs that would do."""
-    steps_of_run = more.get("steps", steps_of_run)
-    lengths = [n for step in steps for n in step.lengths]
-    degree = 0 if choices.degree else int(run.config.context.context_parallel_size)
-    rows = run.config.context.max_tokens_per_slot
-    widest = degree or run.home.slots
-    tried = run.with_context(planner="fixed", context_parallel_size=widest)
-    if choices.rows or not isinstance(rows, int):
-        tried = tried.with_context(max_tokens_per_slot=-(-max(lengths) // widest) + 2 * tried.choice.options.row_multiple)
-    plans = [tried.plan(step.lengths, step.targets) for step in steps]
-    memory = least_memory(tried, plans, run.fixed)
-    longest = longest_under(run, run.fixed, degree=degree)[0]
+    way = leanest_way(run, steps, choices)
+    try:
+        plans = [way.plan(step.lengths, step.targets) for step in steps]
+    except PlanError:
+        raise error or PlanError(title) from None  # documents fit no group, whatever memory there is
+    memory = next(leanest(way, plans, run.fixed))
+    longest = max(n for step in steps for n in step.lengths)
     other = fewest_gpus(run, steps, choices)
-    other = other and _with_positions(other, max(lengths))
-    return Answer(
+    answer = Answer(
         title=title,
-        run=tried,
+        run=way,
         fits=False,
         memory=memory,
-        columns=(Column("least", memory, max(lengths), False),),
-        longest=longest,
-        fit=other,
+        columns=(Column("least", memory, longest, False),),
+        longest=0,
+        fit=other and _with_positions(other, longest),
         refusal=str(error or ""),
         given=given,
-        steps=steps_of_run,
+        notes=tuple(notes_of(run)),
     )
+    return _with_longest(answer, choices)

@@ -12,7 +12,7 @@ from longspan.report.chart_documents import StackedBar, stacked_document
 from longspan.report.plain_text import seconds_text, text_table
 
 WIDTH = 110  # of a command's lines
-MEASURE_WORDS = "none: keep all; selective: attention's output and the input; full: the input; +host: on the host"
+MEASURE_WORDS = "none: all; selective: their input and attention's output; full: their input; auto: as chosen above"
 
 
 def answer_lines(answer: Answer, command: str) -> list[str]:
@@ -22,7 +22,7 @@ def answer_lines(answer: Answer, command: str) -> list[str]:
     lines += [answer.memory.line(run.budget)]
     if answer.step_seconds is not None:
         lines += _time_lines(answer)
-    lines += ["", bytes_table(answer.columns, with_tokens=answer.longest), *_table_notes(answer), ""]
+    lines += ["", bytes_table(answer.columns), *_table_notes(answer), ""]
     lines += [*answer.notes, "the keys to write:", *command_lines(command, answer.keys if fit else {})]
     return lines
 
@@ -44,11 +44,12 @@ def _time_lines(answer: Answer) -> Iterator[str]:
         yield f"degrees: {shares}"
 
 
-def bytes_table(columns: Sequence[Column], *, with_tokens: int) -> str:
+def bytes_table(columns: Sequence[Column]) -> str:
     """The bytes of device and host under each column's measures, in GiB; rows named as in the JSON."""
     names = ["GiB of one GPU", *(column.name for column in columns)]
-    rows = [["tokens", *(f"{column.tokens:,}" if column.memory else "0" for column in columns)]]
-    rows += [["fits", *("yes" if column.fits else "no" for column in columns)]]
+    rows = [["fits", *("yes" if column.fits else "no" for column in columns)]]
+    if len({column.tokens for column in columns}) > 1:
+        rows = [["longest", *(f"{column.tokens:,}" for column in columns)]]
     for place in ("device", "host"):
         for name in Bytes().to_json():
             sizes = [None if c.memory is None else getattr(c.memory, place).to_json()[name] for c in columns]
@@ -59,12 +60,13 @@ def bytes_table(columns: Sequence[Column], *, with_tokens: int) -> str:
 
 def _table_notes(answer: Answer) -> Iterator[str]:
     run = answer.run
+    yield f"what layers keep: {MEASURE_WORDS}"
     yield (
         f"a GPU may be filled up to {gib(run.budget.device)} (train.memory_fraction), the host up to "
-        f"{gib(run.budget.host)} for each GPU; {MEASURE_WORDS}"
+        f"{gib(run.budget.host)} for each GPU"
     )
-    if len(answer.columns) > 1 and answer.columns[0].memory and answer.title.split(":")[0] != "the longest document":
-        yield f"the longest document that fits all {plural(run.gpus.count, 'GPU')}: {answer.longest:,} tokens"
+    if answer.columns[-1].tokens != answer.longest:
+        yield f"the longest document that fits: {answer.longest:,} tokens"
 
 
 def refusal_line(answer: Answer) -> str:

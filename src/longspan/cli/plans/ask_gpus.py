@@ -75,8 +75,7 @@ def choices_of(question: Question) -> Choices:
     return Choices(
         planner=not question.gives("context.planner"),
         degree=not question.gives(*(f"context.{key}" for key in degrees)),
-        rows=not question.gives("context.max_tokens_per_slot")
-        or question.config.context.max_tokens_per_slot == AUTO,
+        rows=not question.gives("context.max_tokens_per_slot") or question.config.context.max_tokens_per_slot == AUTO,
     )
 
 

@@ -8,18 +8,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longspan.cli.plans.run_on_gpus import RunOnGpus
+from longspan.cli.plans.run_on_gpus import RunOnGpus, leanest
 from longspan.config.keys import AUTO
 from longspan.errors import LayoutError, PlanError
 from longspan.plan import FixedMemory, MemoryPlan, Plan
-from longspan.plan.timeline import slot_rows
 from longspan.train.plans import degrees_to_compare
 
 UNIT = 1024  # rows of a slot: longest documents are whole multiples
 MOST_ROWS = 1 << 26  # of a slot, which no GPU holds
 MOST_GPUS = 1024
 HOST_GPUS = 8  # more GPUs than these are counted in whole hosts
-WAYS = 6  # limits of rows that are compared
+WAYS = 5  # limits of rows that are compared
 
 
 @dataclass(frozen=True)
@@ -129,31 +128,40 @@ def _round_up(rows: int, unit: int) -> int:
     return -(-rows // unit) * unit
 
 
-def longest_under(run: RunOnGpus, fixed: FixedMemory, *, degree: int = 0) -> tuple[int, Fit | None]:
-    """The most tokens of one document over `degree` slots (0: all), in whole 1,024 rows a slot, and its way.
+def longest_under(run: RunOnGpus, fixed: FixedMemory, *, degree: int = 0) -> tuple[int, RunOnGpus]:
+    """The most tokens of one document over `degree` slots (0: all), in whole 1,024 rows a slot, and its run.
 
-    0 tokens and None where not even these fit.
+    0 tokens where not even these fit.
     """
     degree = degree or run.home.slots
     run = run.with_context(planner="fixed", context_parallel_size=degree)
     unit = _round_up(UNIT, 2 * run.choice.options.row_multiple)
 
-    def fitting(rows: int) -> Fit | None:
-        try:
-            return fit_of(run.with_context(max_tokens_per_slot=rows), [Documents((rows * degree,))], fixed)
-        except PlanError:
-            return None
+    def fits(rows: int) -> bool:
+        plan = replace(run.choice, options=replace(run.choice.options, max_tokens_per_slot=None)).plan(
+            (rows * degree,), run.home
+        )
+        return any(memory.fits(run.budget) for memory in leanest(run, [plan], fixed))
 
-    low, high, best = 0, 1, None
-    while high * unit < MOST_ROWS and (fit := fitting(high * unit)):
-        low, high, best = high, 2 * high, fit
+    low, high = 0, 1
+    while high * unit < MOST_ROWS and fits(high * unit):
+        low, high = high, 2 * high
     while low + 1 < high:
         middle = (low + high) // 2
-        if fit := fitting(middle * unit):
-            low, best = middle, fit
-        else:
-            high = middle
-    return low * unit * degree, best
+        low, high = (middle, high) if fits(middle * unit) else (low, middle)
+    return low * unit * degree, run.with_context(max_tokens_per_slot=max(1, low) * unit)
+
+
+def leanest_way(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> RunOnGpus:
+    """The way whose slots hold fewest rows: the widest degree that may be chosen, and no more rows than it needs."""
+    planned = run
+    if choices.planner or run.choice.has_one_degree:
+        planned = run.with_context(planner=run.config.context.planner if run.choice.has_one_degree else "fixed")
+        if choices.degree:
+            planned = planned.with_context(context_parallel_size=max(degrees_to_compare(run.home, planned.choice)))
+    if not choices.rows and run.config.context.max_tokens_per_slot != AUTO:
+        return planned
+    return planned.with_context(max_tokens_per_slot=limits_of_rows(planned, steps)[0])
 
 
 def fewest_gpus(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fit | None:
@@ -196,8 +204,3 @@ def by_hand(run: RunOnGpus, measure: str) -> FixedMemory:
     changes["gathered_once"] = fixed.gathered_once or False
     changes["offload_states"] = fixed.offload_states or False
     return replace(fixed, **changes)
-
-
-def most_rows(plans: Sequence[Plan]) -> int:
-    """The rows of the fullest slot in any micro-batch of these plans."""
-    return max(int(slot_rows(plan.micro_batches, plan.slots, plan.row_multiple).max(initial=0)) for plan in plans)

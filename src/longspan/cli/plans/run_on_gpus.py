@@ -3,7 +3,7 @@
 From the keys of a configuration follow the settings of its memory and of its cost. No torch, no weights, no world.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,17 @@ from longspan.config.memory_keys import check_measures, checkpointing_by_hand
 from longspan.config.sections import RunConfig
 from longspan.layout import Layout
 from longspan.model.presets import PRESETS
-from longspan.plan import Cost, FixedMemory, MemoryBudget, MemoryNeeds, MemoryPlan, MemorySettings, Plan, added_seconds, choose_memory
+from longspan.plan import (
+    Cost,
+    FixedMemory,
+    MemoryBudget,
+    MemoryNeeds,
+    MemoryPlan,
+    MemorySettings,
+    Plan,
+    added_seconds,
+    choose_memory,
+)
 from longspan.plan.cost.machine import CostSettings
 from longspan.plan.cost.model_shape import ModelShape, read_query_heads
 from longspan.plan.memory.settings import MOMENTS
@@ -107,7 +117,6 @@ class RunOnGpus:
             recomputed_layers=len(recomputed),
             frozen=self.config.lora.rank > 0,
             depths=self.config.mtp.depths,
-            tp=1,
             shards=self.home.slots // parallel.dp_replicate if mode == "lockstep" else 0,
             weight_ranks=parallel.tp,
             dp_replicate=parallel.dp_replicate,
@@ -174,16 +183,29 @@ class RunOnGpus:
         return self.choice.plan(lengths, self.home, targets=targets)
 
 
-def least_memory(run: RunOnGpus, plans: Sequence[Plan], fixed: FixedMemory) -> MemoryPlan:
-    """What plans hold with these keys if all else is chosen to hold least, whether it fits or not."""
-    settings = replace(run.settings, gathered_once=bool(fixed.gathered_once))
-    settings = replace(settings, offload_states=fixed.offload_states is not False and settings.gpu)
-    if fixed.offload_states is None and fixed.measure is not None:
-        settings = replace(settings, offload_states=False)
-    needs = MemoryNeeds.of(run.model, run.home, list(plans), settings, machine=run.gpus.machine)
-    word = fixed.measure or "full"
-    host = word != "none" and fixed.offload is not False
-    return needs.under(f"{word}+host" if host else word)
+def leanest(run: RunOnGpus, plans: Sequence[Plan], fixed: FixedMemory) -> Iterator[MemoryPlan]:
+    """What plans hold if every layer keeps as little as these keys let it, on the device or on the host; least first.
+
+    The first one has least on the device, whether it fits or not.
+    """
+    base = MemoryNeeds.of(run.model, run.home, list(plans), run.settings, machine=run.gpus.machine)
+    kinds = ("full", "selective") if fixed.measure is None else (fixed.measure,)
+    places = [True, False] if fixed.offload is None else [fixed.offload]
+    words = dict.fromkeys(f"{kind}+host" if host and kind != "none" else kind for host in places for kind in kinds)
+    for states in [True, False] if fixed.offload_states is None else [fixed.offload_states]:
+        settings = replace(run.settings, gathered_once=bool(fixed.gathered_once), offload_states=states)
+        needs = base.with_settings(settings)
+        for word in words:
+            yield needs.under(_words_of_layers(needs, word, fixed.layers))
+
+
+def _words_of_layers(needs: MemoryNeeds, word: str, layers: int | None) -> list[str]:
+    """The word of the first `layers` of each stage (None, 0: each), "none" of the others."""
+    words = ["none"] * needs.layers
+    for place in needs.places:
+        for layer in place.stage.layers[: layers or None]:
+            words[layer] = word
+    return words
 
 
 def model_of(config: RunConfig) -> Any:
@@ -253,7 +275,5 @@ def notes_of(run: RunOnGpus) -> list[str]:
     """What the figures of a run assume or leave out, in lines."""
     config, notes = run.config, list[str]()
     if config.train.optimizer not in MOMENTS:
-        notes.append(
-            f"states of {config.train.optimizer} are taken as two numbers of each weight, as adamw has them"
-        )
+        notes.append(f"states of {config.train.optimizer} are taken as two numbers of each weight, as adamw has them")
     return notes
