@@ -232,7 +232,16 @@ def model_folder(tmp_path: Path, **values: int) -> str:
 def test_under_a2a_degrees_divide_the_query_heads_of_the_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = ["--distribution", "lognorm", "--slots", "24", "--max-tokens-per-slot", "8192", "--longest-document", "60000"]
+    base = [
+        "--distribution",
+        "lognorm",
+        "--slots",
+        "24",
+        "--max-tokens-per-slot",
+        "8192",
+        "--longest-document",
+        "60000",
+    ]
     words, cost = [*base, "--cp-comm-type", "a2a"], tmp_path / "cost.json"
     cost.write_text("{}")
     model = model_folder(tmp_path)

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from longspan.cli.plans.answer import Answer, Column, keys_of_run
+from longspan.cli.plans.answer import Answer, Column
 from longspan.errors import plural
 from longspan.plan.memory.bytes import Bytes, gib
 from longspan.report.chart_documents import StackedBar, stacked_document
@@ -81,9 +81,10 @@ def refusal_line(answer: Answer) -> str:
         line += f"; the longest document that fits has {answer.longest:,} tokens"
     if answer.fit is None:
         return f"{line}; no number of such GPUs up to 1,024 would do with these keys"
-    keys = " ".join(_words(keys_of_run(answer.fit.run, answer.given)))
+    keys = " ".join(_words(answer.keys))
+    released = " if train.memory may choose" if answer.chosen_freely else ""
     kept = answer.fit.memory.line().removeprefix("memory: ")
-    return f"{line}; {plural(answer.fit.run.gpus.count, 'GPU')} would do ({kept}), with {keys}"
+    return f"{line}; {plural(answer.fit.run.gpus.count, 'GPU')} would do{released} ({kept}), with {keys}"
 
 
 def command_lines(command: str, keys: Mapping[str, Any]) -> list[str]:

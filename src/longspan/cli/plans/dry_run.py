@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from longspan.cli.machine import gpu_here
-from longspan.cli.plans.answer import answer_run
 from longspan.cli.plans.ask_gpus import log_line, show_answer
 from longspan.cli.plans.fit import Choices
 from longspan.cli.plans.gpus import HOST_BYTES, Gpus, named_machine
+from longspan.cli.plans.questions import answer_run
 from longspan.cli.plans.run_documents import open_documents
 from longspan.cli.plans.run_on_gpus import RunOnGpus
 from longspan.cli.processes import has_torchrun, ranks_on_this_host, reports_here, usable_gpus

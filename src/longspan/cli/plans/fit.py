@@ -55,12 +55,12 @@ def find_fit(run: RunOnGpus, steps: Sequence[Documents], choices: Choices, fixed
     'selective'
     """
     best: Fit | None = None
-    refusals = list[tuple[int, PlanError]]()
+    refusals = list[tuple[tuple[int, int], PlanError]]()
     for way in _ways(run, steps, choices):
         try:
             fit = fit_of(way, steps, fixed)
         except PlanError as error:
-            refusals.append((_rows_of(way), error))
+            refusals.append(((_rows_of(way), -way.choice.widest(way.home)), error))
             continue
         if best is None or fit.seconds < best.seconds:
             best = fit

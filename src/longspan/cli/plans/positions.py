@@ -85,4 +85,4 @@ def position_notes(run: RunOnGpus, longest: int) -> Iterator[str]:
     if run.config.model.rope_scaling:
         yield f"{known}: model.rope_scaling = {run.config.model.rope_scaling!r} stretches them"
     else:
-        yield f"{known}, and its positions cannot be stretched by model.rope_scaling: longspan train refuses longer documents"
+        yield f"{known}, and model.rope_scaling cannot stretch them: longspan train refuses longer documents"

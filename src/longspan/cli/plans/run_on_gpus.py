@@ -179,7 +179,7 @@ class RunOnGpus:
         return max(0.0, on_device - priced) / (memory.rows * self.home.slots), whole - on_device
 
     def plan(self, lengths: Sequence[int], targets: int | None = None) -> Plan:
-        """The plan of a step of documents of these lengths. Raises PlanError where they do not fit its limit of rows."""
+        """The plan of a step of documents of these lengths. Raises PlanError where they exceed its limit of rows."""
         return self.choice.plan(lengths, self.home, targets=targets)
 
 
