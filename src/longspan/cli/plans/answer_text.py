@@ -72,11 +72,12 @@ def _table_notes(answer: Answer) -> Iterator[str]:
 def refusal_line(answer: Answer) -> str:
     """Where nothing fits: why, and what would fit, in one line."""
     run, memory = answer.run, answer.memory
-    line = (
-        f"{answer.title} does not fit {plural(run.gpus.count, run.gpus.name)}: at least {gib(memory.device.total)} "
-        f"({memory.device.total:,} bytes) are needed of a GPU that may be filled up to {gib(run.budget.device)}, and "
-        f"{gib(memory.host.total)} of the host's {gib(run.budget.host)}"
+    why = (
+        f"at least {gib(memory.device.total)} ({memory.device.total:,} bytes) are needed of a GPU that may be filled "
+        f"up to {gib(run.budget.device)}, and {gib(memory.host.total)} of the host's {gib(run.budget.host)}"
     )
+    line = f"{answer.title} does not fit {plural(run.gpus.count, run.gpus.name)}: "
+    line += answer.refusal if memory.fits(run.budget) and answer.refusal else why
     if answer.longest:
         line += f"; the longest document that fits has {answer.longest:,} tokens"
     if answer.fit is None:
