@@ -6,14 +6,16 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from longspan import Group, Layout, MicroBatch, World, attend, bind
 from longspan.attention.all_gather import gather_bytes_per_head
+from longspan.attention.saved_outputs import Recording
 from longspan.comm import SequenceShard
 from longspan.testing import backend
 from tests.reference import dense_attention, relative_error
@@ -136,6 +138,7 @@ class Way:
     layer: int | None = None
     padding: int = 0  # rows to pad the shard to
     heads_at_once: int | None = None  # of all_gather, through its byte budget
+    recomputed: bool = False  # under a checkpoint that keeps attention's output and log-sum-exp
 
 
 Case = tuple[Question, Way]
@@ -269,12 +272,26 @@ def found(case: Case, slots: int, shard: SequenceShard) -> list[Tensor]:
     *qkv, dout, sinks = (x.to(shard.device) for x in tensors(question, slots, shard.tokens))
     leaves = [x.requires_grad_() for x in (*(shard.scatter(x) for x in qkv), sinks)]
     sink_leaf = leaves[3] if question.sinks else None
-    out = attend(*leaves[:3], shard, sinks=sink_leaf, **question.options, **options_of(case, shard, leaves))
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, shard, sinks=sink_leaf, **question.options, **options_of(case, shard, leaves))
+
+    q, k, v = leaves[:3]
+    out = _recomputed(layer, q, k, v) if case[1].recomputed else layer(q, k, v)
     out.backward(shard.scatter(dout))
     assert question.sinks == (leaves[3].grad is not None)
     for name, x in zip("qkv", leaves, strict=False):
         assert x.grad is not None, f"no gradient of {name} at {len(x)} rows"
     return [out.detach(), *(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)]
+
+
+def _recomputed(layer: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The layer under a checkpoint, with queries, keys and values that are recomputed too."""
+
+    def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return layer(q * 1, k * 1, v * 1)
+
+    return cast(Tensor, checkpoint(whole, q, k, v, use_reentrant=False, context_fn=Recording().contexts))
 
 
 def options_of(case: Case, shard: SequenceShard, leaves: list[Tensor]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 import longspan.attention.ring as ring
 from longspan import Layout, World, attend, bind
 from longspan.attention import all_gather
-from longspan.attention import call as call_module
+from longspan.attention import rows as rows_module
 from longspan.attention.call import AttendCall, Dropout, Saved
 from longspan.attention.kernels import reference
 from longspan.attention.tiles import Launch, Tile, Tiling, Tokens
@@ -129,7 +129,7 @@ def peak_of_a_backward_pass(world, sinks):
 
 
 def test_sinks_take_little_memory(monkeypatch):
-    monkeypatch.setattr(call_module, "NUMBERS_AT_ONCE", 64 * HEADS * SIZE)
+    monkeypatch.setattr(rows_module, "NUMBERS_AT_ONCE", 64 * HEADS * SIZE)
     with World(Layout(ranks=1), backend=backend()) as world:
         without, result_with_sinks = (peak_of_a_backward_pass(world, sinks) for sinks in (False, True))
     assert all(b <= a + 0.5 for a, b in zip(without, result_with_sinks, strict=True)), (without, result_with_sinks)

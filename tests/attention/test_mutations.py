@@ -86,7 +86,7 @@ MUTATIONS = [
         "out, lse_with_sinks",
     ),
     ("attention.call", "self.sinks[start:stop]", "self.sinks[: stop - start]"),
-    ("attention.call", "total -= (weight *", "total += (weight *"),
+    ("attention.call", "return -weight.mul_(", "return weight.mul_("),
     ("attention.attend", "total += part", "total = part"),
     # the sign of the scale
     ("attention.arguments", "sign=(scale > 0) - (scale < 0)", "sign=1"),

@@ -1,6 +1,7 @@
 """Recomputed layers give the gradients of the stock model; kept attention is neither computed nor sent again."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -15,7 +16,8 @@ from longspan.comm import Channel, World, bind
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.recompute import HostOffload, save_on_host
+from longspan.model.host_arena import HostArena
+from longspan.model.host_offload import HostOffload, park_saved_tensors
 from longspan.plan import Group, MicroBatch, Plan, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
@@ -120,6 +122,10 @@ class Layer(nn.Module):
         return x
 
 
+def _host_offload() -> HostOffload:
+    return HostOffload(HostArena(torch.device("cpu")))
+
+
 def _layer() -> tuple[Layer, Tensor]:
     torch.manual_seed(0)
     return Layer(), torch.randn(9, 8, dtype=torch.float64, requires_grad=True)
@@ -142,14 +148,11 @@ def test_several_calls_in_flight(offload: bool, twice: bool, monkeypatch: pytest
         expected = [_gradients(layer, x, layer(x, shard)) for shard in shards]
         module = import_module("longspan.attention.attend")
         monkeypatch.setattr(module, "_forward", _noting(module._forward, computed))
-        host_offload, outs = HostOffload() if offload else None, []
+        host_offload, outs = _host_offload() if offload else None, []
         for shard in shards:
-            recording = Recording(host_offload)
-            if host_offload is not None:
-                host_offload.begin()
-                with save_on_host(host_offload):
-                    outs.append(checkpoint(layer, x, shard, use_reentrant=False, context_fn=recording.contexts))
-            else:
+            park = host_offload.open_layer(first=True) if host_offload is not None else None
+            recording = Recording(park)
+            with park_saved_tensors(park) if park is not None else nullcontext():
                 outs.append(checkpoint(layer, x, shard, use_reentrant=False, context_fn=recording.contexts))
         assert len(computed) == 9
         of_outs = [_gradients(layer, x, out, twice=twice) for out in outs]
@@ -188,7 +191,7 @@ def test_a_layer_that_writes_into_attentions_output_is_an_error(how: str, saved:
     """torch's checkpoints do not look at version counters: gradients would be wrong, without a word."""
     _, x = _layer()
     layer = Writing(how)
-    recording = Recording(HostOffload() if "offloaded" in saved else None)
+    recording = Recording(_host_offload().open_layer(first=True) if "offloaded" in saved else None)
     parts = [Group((0,), (0,), (4,)), Group((0,), (1,), (5,))] if groups == 2 else [Group((0,), (0, 1), (4, 5))]
     contexts = noop_context_fn if saved == "full" else recording.contexts
     with World(Layout(ranks=1), backend="gloo") as world:

@@ -75,7 +75,8 @@ def all_gather_forward(
 
 def all_gather_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members, call: AttendCall) -> Gradients:
     """Gradients of the local rows; those of k and v in the accumulation dtype."""
-    ((q, k, v, out, lse),) = saved_slices
+    (saved,) = saved_slices
+    q, k, v, out, lse = saved
     slices = head_slices(q, k, v, sum(members.counts), call.max_gather_bytes)
     dq_parts, sums = list[Tensor](), _GradientSums(members)
     for heads, (all_k, all_v) in _gather_slices(members, (k, v), slices, "attention all-gather backward"):
@@ -85,7 +86,7 @@ def all_gather_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Me
         dq_parts.append(dq.result())
         del all_k, all_v, part
     dk, dv = sums.finish()
-    return Gradients(concat_heads(dq_parts), dk, dv, sink_gradient(dout, out, lse, call.sinks))
+    return Gradients(concat_heads(dq_parts), dk, dv, sink_gradient(dout, saved, call.sinks))
 
 
 def _gather_slices(

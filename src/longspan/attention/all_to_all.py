@@ -13,7 +13,9 @@ a ring of several blocks the slices take turns, a block each, so that the blocks
 while another is computed; slices that share a key/value head share a ring.
 
 The exchanged q, k, v, out and log-sum-exp are saved for backward, as many numbers as the local ones, which backward
-does not need. Forward sends q, k, v and out, backward dout and the gradients.
+does not need. Forward sends q, k, v and out, backward dout and the gradients. Where the local q, k, v and out are saved
+in their place, with the log-sum-exp as exchanged, backward sends them along with dout: of out no more than its products
+with dout, a number of each row and head, if the kernel takes those.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +33,17 @@ from longspan.attention.ring import (
     ring_backward,
     ring_forward,
 )
-from longspan.attention.rows import Partial, accumulation_dtype, copy_rows, head_views, join_columns, member_views
+from longspan.attention.rows import (
+    Partial,
+    accumulation_dtype,
+    copy_rows,
+    deltas,
+    head_views,
+    heads_as_numbers,
+    join_columns,
+    member_views,
+    numbers_as_heads,
+)
 from longspan.comm import Addend, Handle, split_columns
 from longspan.plan.cost.attention_price import EXCHANGE_SLICE_BYTES, EXCHANGE_SLICES
 
@@ -46,8 +58,7 @@ def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendC
         return ring_forward(q, k, v, members, call)
     split = head_split(q.shape[1], k.shape[1], members.inner)
     swap, label = _Swap(members, split, _slices(members, split, q)), "attention all-to-all forward"
-    copied = (q, *(x if split.kv_copies == 1 else x.repeat_interleave(split.kv_copies, 1) for x in (k, v)))
-    sent = [copied if swap.begins(slice_index) else copied[:1] for slice_index in range(swap.slices)]
+    sent = swap.tensors_to_send(q, k, v)
     arriving = [swap.send_heads(tensors, slice_index, label) for slice_index, tensors in enumerate(sent)]
     leaving, saved = list[Handle](), list[Saved]()
     _take_turns([_forward_turns(run, swap, call, (sent, arriving), (leaving, saved)) for run in swap.runs])
@@ -131,7 +142,15 @@ class _Backward:
     ) -> None:
         self.leaving: list[tuple[int, slice, Handle]] = []
         self._dout, self._saved, self._swap, self._call, self._kv_dtype = dout, saved, swap, call, kv_dtype
-        self._arriving = [swap.send_heads((dout,), index, _BACKWARD) for index in range(swap.slices)]
+        self._is_local = saved[0].q.shape[1] == swap.split.heads  # all heads of the own rows
+        self._sent: list[tuple[Tensor, ...]] = [(dout,)] * swap.slices
+        self._takes_deltas = call.kernel is not None and call.kernel.takes_deltas(call)
+        if self._is_local:
+            q, k, v, out, _ = saved[0]
+            of_out = numbers_as_heads(deltas(dout, out), dout.dtype, swap.heads_of_slice) if self._takes_deltas else out
+            self._sent = [(*tensors, dout, of_out) for tensors in swap.tensors_to_send(q, k, v)]
+        self._arriving = [swap.send_heads(tensors, i, _BACKWARD) for i, tensors in enumerate(self._sent)]
+        self._pair: tuple[Tensor, ...] = ()  # keys and values that arrived with the first of the slices that share them
         self._sinks: dict[int, Tensor | None] = {}
         self._of_keys: list[Addend] = []
 
@@ -155,11 +174,13 @@ class _Backward:
         The own block of the first half of all slices is computed before the first block of another member arrives, that
         of the others while the last gradients travel.
         """
-        first = self._swap.slice_saved(self._saved, run.start)
-        ring, queries, own_pairs = RingGradients(first.k, first.v, self._swap.members), list[Queries](), list[_Pair]()
+        queries, own_pairs = [self._receive(run.start)] if self._is_local else list[Queries](), list[_Pair]()
+        first = queries[0].saved if queries else self._swap.slice_saved(self._saved, run.start)
+        ring = RingGradients(first.k, first.v, self._swap.members)
         early = [index for index in run if 2 * index < self._swap.slices]
         for slice_index in run:
-            queries.append(self._receive(slice_index))
+            if slice_index >= run.start + len(queries):
+                queries.append(self._receive(slice_index))
             own_pairs += [ring.own_gradients(queries[-1])] if slice_index in early else []
         for _ in range(1, self._swap.members.degree):
             yield
@@ -177,10 +198,16 @@ class _Backward:
         return self._swap.place_heads(torch.cat(sinks)) if sinks else None
 
     def _receive(self, slice_index: int) -> Queries:
-        """The query heads of a slice, once their dout is here."""
-        (dout,) = self._swap.receive_heads(self._arriving.pop(0), (self._dout,))
-        saved = self._swap.slice_saved(self._saved, slice_index)
-        return queries_of(dout, saved, self._swap.slice_call(self._call, slice_index))
+        """The query heads of a slice, once their dout is here, and with it what was saved of the own rows only."""
+        swap = self._swap
+        arrived = swap.receive_heads(self._arriving.pop(0), self._sent[slice_index])
+        if self._is_local:
+            q, *pair, dout, out = arrived
+            k, v = self._pair = tuple(pair) or self._pair
+            saved = Saved(q, k, v, heads_as_numbers(out) if self._takes_deltas else out, self._saved[slice_index].lse)
+        else:
+            (dout,), saved = arrived, swap.slice_saved(self._saved, slice_index)
+        return queries_of(dout, saved, swap.slice_call(self._call, slice_index))
 
     def _send_queries(self, indices: Sequence[int], queries: Sequence[Queries]) -> None:
         """Start sending dq of slices that have met all blocks."""
@@ -218,6 +245,7 @@ class _Swap:
     def __init__(self, members: Members, split: HeadSplit, slices: int) -> None:
         self.split, self.slices, self._degree = split, slices, split.degree
         self._shared = split.slices_per_kv_head(slices)
+        self.heads_of_slice = split.member_heads // slices
         self.members, self._channel, self._counts = members, members.inner_channel, members.inner_counts
         self._me = self._channel.index
         self._local_counts = (self._counts[self._me],) * self._degree
@@ -235,6 +263,12 @@ class _Swap:
         """Whether it is the last with them."""
         return self.begins(slice_index + 1)
 
+    def tensors_to_send(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
+        """Of each slice the tensors that are sent, with keys and values if it is the first with them."""
+        copies = self.split.kv_copies
+        copied = (q, *(x if copies == 1 else x.repeat_interleave(copies, 1) for x in (k, v)))
+        return [copied if self.begins(slice_index) else copied[:1] for slice_index in range(self.slices)]
+
     def slice_saved(self, saved: Sequence[Saved], slice_index: int) -> Saved:
         """What is saved of a slice, with its keys and values."""
         first = saved[slice_index - slice_index % self._shared]
@@ -248,9 +282,8 @@ class _Swap:
 
     def slice_call(self, call: AttendCall, slice_index: int) -> AttendCall:
         """The call for the query heads of a slice that are computed here."""
-        count = self.split.member_heads // self.slices
-        start = self.split.q_heads(self._me).start + slice_index * count
-        return call.for_heads(start, start + count)
+        start = self.split.q_heads(self._me).start + slice_index * self.heads_of_slice
+        return call.for_heads(start, start + self.heads_of_slice)
 
     def place_heads(self, x: Tensor) -> Tensor:
         """What belongs to the query heads computed here, among those of all: (N,), zero elsewhere."""

@@ -2,7 +2,8 @@
 
 One autograd function per call goes through the parts of a shard (one per group that this slot is in) in plan order, and
 in backward in reverse, which is the one order in which every rank enters its collectives. Backward gets q,
-k, v, out and the log-sum-exp of the local rows, or, where heads were exchanged for rows, as many numbers of those.
+k, v, out and the log-sum-exp of the local rows, or, where heads were exchanged for rows, as many numbers of those
+(inside a recording, whose layers are recomputed, the local ones: `saved_outputs.py`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -153,7 +154,8 @@ class _Attend(torch.autograd.Function):
         if recording is None:
             out, saved, slices = _forward(q, k, v, with_sinks)
         else:
-            out, saved, slices = recording.output(lambda: _forward(q, k, v, with_sinks), (q, k, v))
+            local = not recording.keep_exchanged
+            out, saved, slices = recording.output(lambda: _forward(q, k, v, with_sinks, local=local), (q, k, v))
         ctx.call, ctx.slices = call, slices
         ctx.shapes = [x.shape[1:] for x in (q, k, v)]
         ctx.save_for_backward(sinks, out if any(x is None for x in saved) else None, *saved)
@@ -180,16 +182,20 @@ def _with_sinks(call: AttendCall, sinks: Tensor | None) -> AttendCall:
     return call if sinks is None else replace(call, sinks=sinks)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, call: AttendCall) -> tuple[Tensor, list[Tensor | None], list[int]]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, call: AttendCall, *, local: bool = False
+) -> tuple[Tensor, list[Tensor | None], list[int]]:
     """Output (T, N, Hv) of all parts, what they save for backward, and in how many slices each does.
 
-    None stands for the output of a part, which is saved as a part of the whole output.
+    None stands for the output of a part, which is saved as a part of the whole output. With `local` q, k, v and out are
+    saved of the own rows under every type, in place of what was exchanged: backward exchanges them once more.
     """
+    parts = list[tuple[Tensor, Sequence[Saved]]]()
     with _disable_autocast(q):
-        parts = [
-            PATTERNS[cp_comm_type][0](take_rows(q, rows), take_rows(k, rows), take_rows(v, rows), members, call)
-            for rows, cp_comm_type, members in call.parts
-        ]
+        for rows, cp_comm_type, members in call.parts:
+            of_part = take_rows(q, rows), take_rows(k, rows), take_rows(v, rows)
+            part_out, slices = PATTERNS[cp_comm_type][0](*of_part, members, call)
+            parts.append((part_out, [Saved(*of_part, part_out, x.lse) for x in slices] if local else slices))
     (out,) = _join_parts([(part_out,) for part_out, _ in parts], q, [(q.shape[1], v.shape[2])])
     saved = [None if x is part_out else x for part_out, slices in parts for of_slice in slices for x in of_slice]
     return out, saved, [len(slices) for _, slices in parts]

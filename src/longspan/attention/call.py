@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from longspan.attention.members import Members
-from longspan.attention.rows import Partial, RowSum, take_rows
+from longspan.attention.rows import Partial, RowSum, deltas, take_rows
 from longspan.attention.tiles import Launch, Tile
 from longspan.attention.tiles_between import Mask
 from longspan.comm import Addend, SequenceShard
@@ -82,14 +82,14 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-NUMBERS_AT_ONCE = 1 << 23  # of (rows, heads, head size) whose products with the gradient are held: 32 MiB in float32
 _CPU, _CAUSAL = torch.device("cpu"), Mask()
 
 
 class Saved(NamedTuple):
     """What backward needs of forward: q (T, N, H), k (Tk, K, H), v (Tk, K, Hv), out (T, N, Hv) and lse (T, N).
 
-    `out` and `lse` are over the keys of all blocks, whichever block k and v are.
+    `out` and `lse` are over the keys of all blocks, whichever block k and v are. For kernels that take them, `out` may
+    be the sums dout · out of each row and head instead (T, N).
     """
 
     q: Tensor
@@ -97,6 +97,10 @@ class Saved(NamedTuple):
     v: Tensor
     out: Tensor
     lse: Tensor
+
+    def deltas(self, dout: Tensor) -> Tensor:
+        """dout · out of each row and head (T, N), in the accumulation dtype."""
+        return self.out if self.out.ndim == 2 else deltas(dout, self.out)
 
 
 class BlockKernel(Protocol):
@@ -110,6 +114,11 @@ class BlockKernel(Protocol):
     @property
     def backward(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
         """(dout, saved, launch, call) -> dq, dk, dv."""
+        ...
+
+    @property
+    def takes_deltas(self) -> Callable[..., bool]:
+        """(call) -> whether backward takes dout · out of each row and head in place of the output."""
         ...
 
 
@@ -257,16 +266,9 @@ def sum_addends(addends: list[Addend], k: Tensor, v: Tensor) -> tuple[Tensor, Te
     return dk.result(), dv.result()
 
 
-def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
-    """−Σ rows weight of the sink · (dout · out): with lse over keys and sink, softmax's gradient at value 0.
-
-    Some rows after others: products of all rows at once would take several times the memory of the queries.
-    """
+def sink_gradient(dout: Tensor, saved: Saved, sinks: Tensor | None) -> Tensor | None:
+    """−Σ rows weight of the sink · (dout · out): with lse over keys and sink, softmax's gradient at value 0."""
     if sinks is None:
         return None
-    total = sinks.new_zeros(sinks.shape, dtype=lse.dtype)
-    at_once = max(1, NUMBERS_AT_ONCE // out.shape[1:].numel())
-    for dout_rows, out_rows, lse_rows in zip(*(x.split(at_once) for x in (dout, out, lse)), strict=True):
-        weight = torch.exp(sinks.to(lse.dtype) - lse_rows)
-        total -= (weight * (dout_rows * out_rows.to(lse.dtype)).sum(-1)).sum(0)
-    return total
+    weight = (sinks.to(saved.lse.dtype) - saved.lse).exp_()
+    return -weight.mul_(saved.deltas(dout)).sum(0)

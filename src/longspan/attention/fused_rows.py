@@ -10,9 +10,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-_PAIRS = 16  # (row, head) pairs that one program merges
+_PAIRS = 16  # (row, head) pairs that one program merges, or whose sums it takes
 _COPIES = 3  # of one launch
 _ALIGNED = 16  # bytes: Triton compiles a kernel for addresses that this divides, and another for those it does not
 _REMEMBERED = 4096  # launches with their numbers; those of one micro-batch are some dozens
@@ -114,6 +115,16 @@ def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
         constants = {"HAS_B": first + 1 < len(addends), "FRESH": first == 0, "WIDTH": _power(total.shape[1])}
         arguments = (total, total.stride(0), *of_a, *of_b, total.shape[1])
         _launch("sum_rows", (total.shape[0], 1, 1), arguments, constants)
+
+
+def deltas(dout: Tensor, out: Tensor) -> Tensor:
+    """dout · out (T, N) in float32, for dout and out (T, N, Hv) whose columns are contiguous."""
+    rows, heads, size = out.shape
+    sums = out.new_empty((rows, heads), dtype=torch.float32)
+    if sums.numel():
+        arguments = (dout, out, sums, rows * heads, heads, size, *dout.stride()[:2], *out.stride()[:2])
+        _launch("deltas", (-(-rows * heads // _PAIRS), 1, 1), arguments, {"PAIRS": _PAIRS, "WIDTH": _power(size)})
+    return sums
 
 
 def _launch(

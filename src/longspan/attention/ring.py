@@ -45,7 +45,7 @@ class Queries(NamedTuple):
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
         """dq, and the gradient of the sinks."""
-        return self.dq.result(), sink_gradient(self.dout, self.saved.out, self.saved.lse, self.call.sinks)
+        return self.dq.result(), sink_gradient(self.dout, self.saved, self.call.sinks)
 
 
 def queries_of(dout: Tensor, saved: Saved, call: AttendCall) -> Queries:
@@ -158,7 +158,7 @@ def _window_backward(dout: Tensor, saved: Saved, members: Members, call: AttendC
     k, v = _fetch(members, (saved.k, saved.v), "attention window rows backward")
     addends = block_gradients(dq, dout, saved._replace(k=k, v=v), members.window_rows.launches, call)
     dk, dv = _return_gradients(members, sum_addends(addends, k, v), "attention window rows backward, gradients")
-    return Gradients(dq.result(), dk, dv, sink_gradient(dout, saved.out, saved.lse, call.sinks))
+    return Gradients(dq.result(), dk, dv, sink_gradient(dout, saved, call.sinks))
 
 
 def _fetch(members: Members, tensors: tuple[Tensor, Tensor], label: str) -> tuple[Tensor, ...]:

@@ -7,6 +7,7 @@ pass over memory (`fused_rows.py`).
 """
 
 from collections.abc import Sequence
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from longspan.comm.moves.ring import Block, covers
 
 RowIndex = slice | Tensor
 Move = tuple[Tensor, Tensor]
+
+_ALIGNED = 16  # bytes
+NUMBERS_AT_ONCE = 1 << 23  # of (rows, heads, head size) whose products are held at a time: 32 MiB in float32
 
 
 def runs_fused(x: Tensor) -> bool:
@@ -175,6 +179,35 @@ def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
     for x, index in addends:
         rows = (index >= 0).nonzero().squeeze(1)
         total.index_add_(0, rows, x.index_select(0, index.index_select(0, rows)).to(total.dtype))
+
+
+def deltas(dout: Tensor, out: Tensor) -> Tensor:
+    """dout · out of each row and head (T, N), in the accumulation dtype, for dout and out (T, N, Hv).
+
+    On CPUs some rows after others: products of all rows at once would take several times the memory of the queries.
+    """
+    dtype = accumulation_dtype(dout.dtype)
+    if dtype == torch.float32 and runs_fused(dout):
+        return fused.deltas(*(x if x.stride(2) == 1 else x.contiguous() for x in (dout, out)))
+    at_once = max(1, NUMBERS_AT_ONCE // out.shape[1:].numel())
+    sums = [(a.to(dtype) * b.to(dtype)).sum(-1) for a, b in zip(dout.split(at_once), out.split(at_once), strict=True)]
+    return sums[0] if len(sums) == 1 else torch.cat(sums)
+
+
+def numbers_as_heads(numbers: Tensor, dtype: torch.dtype, heads_of_slice: int) -> Tensor:
+    """Numbers of rows and heads (T, N) as heads of another dtype, bit by bit, to travel with others: (T, N, size).
+
+    Zeros fill a slice of the heads up to 16 bytes, for kernels want the rows of what travels with them so aligned.
+    """
+    aligned = _ALIGNED // numbers.itemsize
+    wide = numbers.new_zeros((*numbers.shape, aligned // gcd(aligned, heads_of_slice)))
+    wide[..., 0] = numbers
+    return wide.view(dtype)
+
+
+def heads_as_numbers(heads: Tensor) -> Tensor:
+    """The numbers (R, n) of `numbers_as_heads` as they were, in the accumulation dtype."""
+    return heads.clone(memory_format=torch.contiguous_format).view(accumulation_dtype(heads.dtype))[..., 0].contiguous()
 
 
 def pad_heads(x: Tensor, size: int) -> Tensor:

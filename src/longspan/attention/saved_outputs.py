@@ -1,9 +1,10 @@
 """Attention outputs that outlive the forward pass of a layer whose other activations are recomputed in backward.
 
 `attend` looks for an active recording. Inside `Recording.forward()` what its forward pass gives is computed and kept,
-inside `Recording.recompute()` it is taken from there, call by call in the same order, so that neither the kernels nor
-the communication of attention run a second time. Elsewhere nothing is kept. `model/recompute.py` opens a
-recording for each layer.
+inside `Recording.recompute()` it is taken from there, call by call in the same order, so that the kernels of attention
+do not run a second time. Kept are the output and the log-sum-exp of the local rows: queries, keys and values are
+recomputed, and where heads are exchanged for rows, backward exchanges them once more. Elsewhere nothing is kept.
+`model/recompute.py` opens a recording for each layer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,11 +43,13 @@ class Recording:
     """What the attention calls of one checkpointed call of a layer gave, in order.
 
     `park` may keep it elsewhere (`model/recompute.py`); by default it stays where it is. It is freed with the
-    recording, which the layer's checkpoint holds until its backward pass is over.
+    recording, which the layer's checkpoint holds until its backward pass is over. With `keep_exchanged` the queries,
+    keys, values and outputs that `a2a` and `a2a+p2p` exchanged are kept as well, and not exchanged again.
     """
 
-    def __init__(self, park: Park | None = None) -> None:
+    def __init__(self, park: Park | None = None, *, keep_exchanged: bool = False) -> None:
         self._park: Park = park or _keep_in_place
+        self.keep_exchanged = keep_exchanged
         self._calls: list[Any] = []
         self._next: int | None = None  # None: recording
 

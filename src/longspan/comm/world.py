@@ -5,6 +5,7 @@ plans; how ranks talk is in what a world has: `control_group`, `groups/channels`
 """
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import count
 from socket import gethostname
@@ -97,7 +98,7 @@ class World:
     ) -> None:
         self.home, self.timeout, self.key = home, float(timeout), -1
         self._arguments = (backend, device, max_groups)
-        self._inner_worlds = ExitStack()  # worlds that are left with this one
+        self._inner_worlds = ExitStack()  # worlds that are left with this one, and `on_leaving`
 
     # ---- opening and leaving
 
@@ -202,6 +203,10 @@ class World:
         inner = self._inner_worlds.enter_context(World(home, backend, self.timeout, device, max_groups=max_groups))
         inner.machine = self.machine
         return inner
+
+    def on_leaving(self, action: Callable[[], None]) -> None:
+        """Have this done when the world is left, the last action first; not where an error ends it."""
+        self._inner_worlds.push(lambda kind, *_: action() if kind is None else None)
 
     def prepare(self, plan: Plan) -> None:
         """Make the communicators of their own that this plan's groups gain from and lack; entered by all ranks.

@@ -97,6 +97,9 @@ class TrainConfig:
     and states for max_tokens_per_slot = "auto"."""
     offload_activations: bool = False
     """Keep what checkpointed layers start from in the host's memory meanwhile; false: as train.memory chooses."""
+    offload_states: bool = False
+    """Keep the optimizer's moments in the host's memory; an update copies them to the device a part at a time. false:
+    as train.memory chooses."""
     loss_chunk_rows: NonNegativeInt = 0
     """Rows whose logits are formed at a time; 0: as many as 2 GiB hold on a GPU, 64 MiB on a CPU."""
     fused_norms: Literal["auto", "on", "off"] = "auto"

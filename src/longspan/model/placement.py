@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.model.experts.expert_parallel import check_experts, shard_experts
+from longspan.model.host_offload import HostOffload
 from longspan.model.layers import decoder_layers, other_towers
 from longspan.model.mtp.depths import depths_of
 from longspan.model.recompute import Recomputation
@@ -82,16 +83,16 @@ class Placement:
         """What gradients are summed over the slots in."""
         return self.sharding.precision(model).reduce_dtype or self.dtype_of(model)
 
-    def place(self, model: PreTrainedModel, root: nn.Module, *, has_experts: bool) -> None:
+    def place(self, model: PreTrainedModel, root: nn.Module, offload: HostOffload | None, *, has_experts: bool) -> None:
         """Bring the layers that are here under the home; all ranks call it together.
 
-        `root` is what will be called: the model, or a stage around it. `has_experts` is of the whole model: a stage may
-        have none.
+        `root` is what will be called: the model, or a stage around it. `offload` is one for all stages of a rank.
+        `has_experts` is of the whole model: a stage may have none.
         """
         world, rows, copies = self.world, self.sequence_parallel, not self.sharding.parameters
         if world.home.tp > 1:
             split_over_tp(model, world, sequence_parallel=rows, sum_expert_gradients=copies)
-        self.recomputation.apply(model)
+        self.recomputation.apply(model, offload)
         if copies:
             if not is_empty(root):
                 nn.Module.to(root, world.device)

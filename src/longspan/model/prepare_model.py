@@ -90,10 +90,14 @@ def prepare(
     every rank keeps a copy; `reshard_after_forward` frees a layer's gathered parameters between forward and backward;
     `activation_checkpointing` recomputes each decoder layer in backward: "full" (or True) all of it, "selective" all
     but attention, whose output is kept; `recompute_layers` does so only for the first so many of a stage's layers (0:
-    each); `offload_activations` keeps in the host's memory what recomputation starts from. `compute_dtype` (such as
-    bfloat16) is what FSDP2 computes in, over parameters and gradient sums in their own type. `attention_kernel` names a
-    row of `longspan.attention.KERNELS`; without it each call takes the first that can. `mixer_kernels` names kernels of
-    state-space layers that are used only on request: "mamba_ssm", "causal_conv1d", or only "torch" (docs/hybrid.md).
+    each); `offload_activations` keeps in the host's memory what recomputation starts from. In place of these three,
+    `measures` says it of each decoder layer of the whole model, and after them of each depth of multi-token prediction,
+    by a word of `longspan.model.recompute.MEASURES`, or by one word for all: measures=("none", "selective+host", …).
+    `host_bytes` is what a rank keeps on the host (0: measured in the first step): its memory is checked and taken here.
+    `compute_dtype` (such as bfloat16) is what FSDP2 computes in, over parameters and gradient sums in their own type.
+    `attention_kernel` names a row of `longspan.attention.KERNELS`; without it each call takes the first that can.
+    `mixer_kernels` names kernels of state-space layers that are used only on request: "mamba_ssm", "causal_conv1d", or
+    only "torch" (docs/hybrid.md).
     `fused_norms` runs RMS norms as one kernel (`norms.py`): "on", "off", or "auto": on GPUs, those that can.
     `probe=False` skips the trial forward pass on the meta device that shows whether every layer reaches `attend`; the
     model's first pass then shows it, and raises ModelError.

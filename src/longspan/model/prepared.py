@@ -4,6 +4,7 @@ Whether a model may run is decided in `exactness/check_model.py`; the arguments 
 `seams/attention_calls.py`, and its layers are sharded, split and recomputed by `placement.py`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from longspan.model.adapters import model_inside
 from longspan.model.exactness.check_model import Evidence, check_model
 from longspan.model.execution import Execution
 from longspan.model.experts.moe import expert_modules, use_experts
+from longspan.model.host_offload import HostOffload
 from longspan.model.lora.without_adapter import redirect_peft_model
 from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
 from longspan.model.pipeline.settings import PipelineSettings
@@ -52,6 +54,8 @@ class PrepareOptions:
     activation_checkpointing: bool | str = False
     offload_activations: bool = False
     recompute_layers: int = 0
+    measures: str | Sequence[str] | None = None
+    host_bytes: int = 0
     compute_dtype: torch.dtype | None = None
     attention_kernel: str | None = None
     mixer_kernels: tuple[str, ...] = ()
@@ -72,11 +76,23 @@ class PrepareOptions:
                 reshard_after_forward=frees_parameters,
                 compute_dtype=self.compute_dtype,
             ),
-            Recomputation.of(
-                self.activation_checkpointing, layers=self.recompute_layers, offload=self.offload_activations
-            ),
+            self.recomputation(),
             sequence_parallel=self.sequence_parallel,
         )
+
+    def recomputation(self) -> Recomputation:
+        """What each layer keeps. Raises ModelError for options that exclude each other."""
+        if self.measures is None:
+            return Recomputation.of(
+                self.activation_checkpointing,
+                layers=self.recompute_layers,
+                offload=self.offload_activations,
+                host_bytes=self.host_bytes,
+            )
+        for name in ("activation_checkpointing", "offload_activations", "recompute_layers"):
+            if (value := getattr(self, name)) not in (False, "none", 0):
+                raise ModelError(f"measures say what each layer keeps, and {name} is {value!r}; use one of them")
+        return Recomputation.of_layers(self.measures, self.host_bytes)
 
     def pipeline(self, world: World) -> PipelineSettings:
         """The stages of the world's home. Raises PlanError for a schedule that does not fit it."""
@@ -109,13 +125,14 @@ def prepare_language_model(
     tried = add_row_loss(model, probe=options.probe or world.home.pp > 1, required=options.probe)
     rules = _make_call_rules(model, placement, kernel, evidence)
     weights = pop_deferred_weights(model)
+    offload = placement.recomputation.make_offload(world)
     if world.home.pp > 1:
-        prepared = _cut_and_place(model, placement, pipeline, tried=tried)
+        prepared = _cut_and_place(model, placement, pipeline, offload, tried=tried)
         prepared.probed = options.probe
         models = [stage.model for stage in prepared.stages]
     else:
         prepared, models = model, [model]
-        placement.place(model, model, has_experts=bool(expert_modules(model)))
+        placement.place(model, model, offload, has_experts=bool(expert_modules(model)))
         if not options.probe:
             FirstPass(prepared)
     if weights is not None:
@@ -178,7 +195,12 @@ def _attention_implementation(model: PreTrainedModel) -> str | dict[str, str]:
 
 
 def _cut_and_place(
-    model: PreTrainedModel, placement: Placement, pipeline: PipelineSettings, *, tried: bool
+    model: PreTrainedModel,
+    placement: Placement,
+    pipeline: PipelineSettings,
+    offload: HostOffload | None,
+    *,
+    tried: bool,
 ) -> PipelineModel:
     """This rank's stages, each placed as a model of its own; the rest of the model is freed."""
     dtype, has_experts = placement.dtype_of(model), bool(expert_modules(model))
@@ -186,7 +208,7 @@ def _cut_and_place(
     for stage in stages:
         if stage.last:
             add_row_loss(stage.model, probe=False, tried=tried)
-        placement.place(stage.model, stage, has_experts=has_experts)
+        placement.place(stage.model, stage, offload, has_experts=has_experts)
     return PipelineModel(model, placement.world, stages, pipeline, dtype)
 
 

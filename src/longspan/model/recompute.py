@@ -1,146 +1,64 @@
 """Which activations of decoder layers are kept for backward, which are recomputed, and which wait on the host.
 
-On a GPU those that wait are copied to pinned memory and back on a CUDA stream of their own. A backward pass goes
-through the layers in reverse, so fetching one tensor also fetches those that were offloaded shortly before it. On a CPU
-they are copied, so that the same code runs.
+One word a layer, its measure:
 
-"full" keeps a layer's input and recomputes the layer, its communication included. "selective" keeps attention's output
-and log-sum-exp as well, so that attention and its communication run once. Built on `torch.utils.checkpoint`, for each
-layer, without re-entrance; whatever a layer was called with, its shard included, is bound into the recomputation.
+    none            all activations stay
+    exchanged       "selective", and what attention exchanged over all-to-all stays too
+    selective       the layer's input, and attention's output and log-sum-exp: attention runs once
+    full            the layer's input: the layer is recomputed, attention and its communication included
+    selective+host  what "selective" keeps, waiting on the host
+    full+host       what "full" keeps, waiting on the host
+
+Built on `torch.utils.checkpoint`, for each layer, without re-entrance; whatever a layer was called with, its shard
+included, is bound into the recomputation. How tensors wait on the host is in `host_offload.py`.
 """
 
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast, get_args
 
-import torch
-from torch import Tensor
+from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 from transformers import PreTrainedModel
 
 from longspan.attention.saved_outputs import Recording
+from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.layers import decoder_layers, layers_of_stages
-from longspan.model.mtp.depths import mtp_blocks
+from longspan.model.host_arena import HostArena, check_host_room
+from longspan.model.host_offload import HostOffload, park_saved_tensors
+from longspan.model.layers import Absent, layer_list, layers_of_stages
+from longspan.model.mtp.depths import MtpBlocks, depths_of
 from longspan.model.seams.layer_arguments import within_layer
 
-AHEAD = 4  # tensors: a layer's input and what its attention keeps
-
-
-class HostOffload:
-    """Copies the activations of one model to the host: `offloaded = offload(x)`, and later `x = offloaded()`.
-
-    >>> offload = HostOffload()
-    >>> offloaded = offload(torch.ones(3))
-    >>> offloaded().tolist()
-    [1.0, 1.0, 1.0]
-
-    `begin` starts a new chain, and nothing is fetched ahead across its start. Fetching a tensor also starts to fetch
-    the few that were offloaded before it in its chain, unless they have been fetched already.
-    """
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._last: weakref.ref[OffloadedTensor] | None = None
-
-    def begin(self) -> None:
-        """Called by the first layer of a forward pass: what follows is not fetched together with what was before."""
-        self._last = None
-
-    def __call__(self, x: Tensor) -> "OffloadedTensor":
-        """Copy a tensor to the host; its memory is free once nothing else holds it."""
-        offloaded = OffloadedTensor(x, self._copy_stream(x.device), self._last)
-        self._last = weakref.ref(offloaded)
-        return offloaded
-
-    def _copy_stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        if device.type != "cuda":
-            return None
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
-
-
-class OffloadedTensor:
-    """A tensor in the host's memory; call it to get the tensor back on its device."""
-
-    def __init__(
-        self, x: Tensor, stream: torch.cuda.Stream | None, before: "weakref.ref[OffloadedTensor] | None"
-    ) -> None:
-        self._device, self._copy_stream, self._before = x.device, stream, before
-        self._here: tuple[Tensor, torch.cuda.Event] | None = None
-        self._taken = False
-        x = x.detach()
-        self._host = torch.empty_like(x, device="cpu", pin_memory=stream is not None)
-        if stream is None:
-            self._host.copy_(x)
-            return
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            self._host.copy_(x, non_blocking=True)
-        x.record_stream(stream)
-
-    def __call__(self) -> Tensor:
-        """The tensor as it was; the tensors that were offloaded before it begin to be fetched too."""
-        if self._copy_stream is None:
-            return self._host.clone()
-        self._taken = True
-        self.fetch()
-        previous = self._previous()
-        for _ in range(AHEAD):
-            if previous is not None and not previous._taken:
-                previous.fetch()
-            previous = None if previous is None else previous._previous()
-        assert self._here is not None
-        (x, arrived), self._here = self._here, None
-        current = torch.cuda.current_stream(self._device)
-        current.wait_event(arrived)
-        x.record_stream(current)
-        return x
-
-    def _previous(self) -> "OffloadedTensor | None":
-        return None if self._before is None else self._before()
-
-    def fetch(self) -> None:
-        """Start to copy the tensor back, unless that has been started."""
-        if self._copy_stream is None or self._here is not None:
-            return
-        with torch.cuda.stream(self._copy_stream):
-            x = torch.empty_like(self._host, device=self._device)
-            x.copy_(self._host, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record(self._copy_stream)
-        self._here = (x, arrived)
-
-
-def save_on_host(offload: HostOffload) -> torch.autograd.graph.saved_tensors_hooks:
-    """Inside, the tensors that autograd saves wait in the host's memory."""
-    return torch.autograd.graph.saved_tensors_hooks(offload, lambda offloaded: offloaded())
-
-
-Recompute = Literal["none", "full", "selective"]
+Measure = Literal["none", "exchanged", "selective", "full", "selective+host", "full+host"]
+MEASURES: tuple[Measure, ...] = get_args(Measure)
+_CHECKPOINTING = ("none", "full", "selective")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recomputation:
-    """Which decoder layers are recomputed in backward, and where what they start from waits meanwhile.
+    """The measure of each decoder layer: of a whole model in `measures`, or `measure` for a stage's first `layers`.
 
-    `layers` is how many of a stage's layers, the first ones (0: each); with `offload`, what is kept waits on the host.
+    `measures` has a word for each decoder layer of the model, and then one for each depth of multi-token prediction.
+    Without it `layers` is how many of a stage's layers, the first ones (0: each). `host_bytes` are what a rank's arena
+    begins with; 0: it grows in the first step.
     """
 
-    kind: Recompute = "none"
+    measure: Measure = "none"
     layers: int = 0
-    offload: bool = False
+    measures: tuple[Measure, ...] | None = None
+    host_bytes: int = 0
 
     @classmethod
-    def of(cls, checkpointing: bool | str, *, layers: int = 0, offload: bool = False) -> "Recomputation":
+    def of(
+        cls, checkpointing: bool | str, *, layers: int = 0, offload: bool = False, host_bytes: int = 0
+    ) -> "Recomputation":
         """From `activation_checkpointing`: True is "full", False "none". Raises ModelError for another word."""
         kind = ("full" if checkpointing else "none") if isinstance(checkpointing, bool) else checkpointing
-        if kind not in get_args(Recompute):
-            raise ModelError(f"activation_checkpointing is {kind!r}; use one of {', '.join(get_args(Recompute))}")
+        if kind not in _CHECKPOINTING:
+            raise ModelError(f"activation_checkpointing is {kind!r}; use one of {', '.join(_CHECKPOINTING)}")
         if kind == "none" and layers:
             raise ModelError(f"recompute_layers is {layers}; it needs activation_checkpointing 'full' or 'selective'")
         if kind == "none" and offload:
@@ -148,52 +66,111 @@ class Recomputation:
                 "offload_activations moves what checkpointed layers keep; it needs activation_checkpointing "
                 "'full' or 'selective'"
             )
-        return cls(kind=cast(Recompute, kind), layers=layers, offload=offload)
+        measure = cast(Measure, f"{kind}+host" if offload else kind)
+        return cls(measure=measure, layers=layers, host_bytes=host_bytes)
+
+    @classmethod
+    def of_layers(cls, measures: str | Sequence[str], host_bytes: int = 0) -> "Recomputation":
+        """From one word for all layers, or a word for each. Raises ModelError for another word."""
+        words = (measures,) if isinstance(measures, str) else tuple(measures)
+        if wrong := [word for word in words if word not in MEASURES]:
+            raise ModelError(f"measures has {wrong[0]!r}; use {', '.join(MEASURES)}")
+        if isinstance(measures, str):
+            return cls(measure=cast(Measure, measures), host_bytes=host_bytes)
+        return cls(measures=cast("tuple[Measure, ...]", words), host_bytes=host_bytes)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether any layer's tensors wait on the host."""
+        return any(word.endswith("+host") for word in self.measures or (self.measure,))
 
     def check(self, model: PreTrainedModel, stages: int) -> None:
         """Raise ModelError where a whole model that goes into so many stages cannot be recomputed so.
 
-        The same on every rank, before anything is changed: more layers than the largest stage has, or layers that
-        cannot be recomputed.
+        The same on every rank, before anything is changed: more layers than the largest stage has, another number of
+        words than layers, or layers that cannot be recomputed.
         """
-        layers = decoder_layers(model)
-        limit = max(len(part) for part in layers_of_stages(len(layers), stages))
+        layers, depths = len(layer_list(model)[1]), len(depths_of(model))
+        limit = max(len(part) for part in layers_of_stages(layers, stages))
         if not 0 <= self.layers <= limit:
             place = "are here" if stages == 1 else f"are in the largest of {stages} pipeline stages"
             raise ModelError(
                 f"recompute_layers is {self.layers}, {limit} decoder layers {place}; use 0 (each) to {limit}"
             )
-        for name, layer in layers.items() if self.kind != "none" else ():
-            if not (model.supports_gradient_checkpointing and hasattr(layer, "gradient_checkpointing")):
+        if self.measures is not None and len(self.measures) != layers + depths:
+            of_depths = f" and {depths} depths of multi-token prediction" if depths else ""
+            raise ModelError(
+                f"measures has {len(self.measures)} words; {type(model).__name__} has {layers} decoder layers"
+                f"{of_depths}: give one word for each, or one for all"
+            )
+        for name, layer, measure in self._measures(model):
+            supported = model.supports_gradient_checkpointing and hasattr(layer, "gradient_checkpointing")
+            if measure != "none" and not supported:
                 raise ModelError(
                     f"{type(model).__name__}: {name} ({type(layer).__name__}) does not support activation "
                     "checkpointing; switch it off"
                 )
 
-    def apply(self, model: PreTrainedModel) -> None:
-        """Recompute the layers that are here, a whole model's or a stage's, which may be fewer than `layers`.
+    def make_offload(self, world: World) -> HostOffload | None:
+        """Where layers keep tensors on the host, one place for all stages of a rank; None where none does.
 
-        Those of multi-token prediction come after the others.
+        Entered by all ranks. Raises ModelError where `host_bytes` are more than what is free.
         """
-        if self.kind == "none":
-            return
-        offload = HostOffload() if self.offload else None
-        layers = [*decoder_layers(model).values(), *mtp_blocks(model).values()]
-        for index, layer in enumerate(layers[: self.layers or None]):
+        if not self.on_host:
+            return None
+        if self.host_bytes:
+            check_host_room(self.host_bytes, world, "activations on the host take")
+        arena = HostArena(world.device, self.host_bytes)
+        arena.close_with(world)
+        return HostOffload(arena)
+
+    def apply(self, model: PreTrainedModel, offload: HostOffload | None) -> None:
+        """Have the layers that are here keep what their measures say, a whole model's or a stage's."""
+        first = True
+        for _, layer, measure in self._measures(model):
             module: Any = layer  # the attributes that transformers' gradient_checkpointing_enable sets, in 5.17 to 5.23
-            module._gradient_checkpointing_func = partial(
-                run_checkpointed, selective=self.kind == "selective", offload=offload, first=index == 0
-            )
-            module.gradient_checkpointing = True
+            if measure != "none":
+                module._gradient_checkpointing_func = partial(
+                    run_checkpointed, measure=measure, offload=offload, first=first
+                )
+                module.gradient_checkpointing = True
+            if measure.endswith("+host"):
+                first = False
+            elif offload is not None and not first:
+                module.register_forward_pre_hook(partial(_pass_layer, offload))
+
+    def _measures(self, model: PreTrainedModel) -> list[tuple[str, nn.Module, Measure]]:
+        """The layers that are here by name, those of depths last, each with its measure."""
+        name, layers = layer_list(model)
+        here = [(i, f"{name}.{i}", layer) for i, layer in enumerate(layers) if not isinstance(layer, Absent)]
+        for number, depth in enumerate(depths_of(model)):
+            block = depth.mtp_block
+            parts = [*block] if isinstance(block, MtpBlocks) else [block]
+            here += [(len(layers) + number, f"depth {number} of multi-token prediction", part) for part in parts]
+        if self.measures is not None:
+            return [(name, layer, self.measures[index]) for index, name, layer in here]
+        count = self.layers or len(here)
+        return [(name, layer, self.measure if i < count else "none") for i, (_, name, layer) in enumerate(here)]
+
+
+def _pass_layer(offload: HostOffload, *_: Any) -> None:
+    offload.pass_layer()
 
 
 def run_checkpointed(
-    run: Callable[..., Any], *args: Any, selective: bool, offload: HostOffload | None, first: bool
+    run: Callable[..., Any],
+    *args: Any,
+    measure: Measure,
+    offload: HostOffload | None = None,
+    first: bool = False,
 ) -> Any:
-    """Call a layer under a checkpoint of its own."""
-    if offload is not None and first:
-        offload.begin()
-    contexts = Recording(offload).contexts if selective else noop_context_fn
-    # Inside, the checkpoint's own hooks are innermost: those of the offload see the layer's inputs and nothing else.
-    with save_on_host(offload) if offload is not None else nullcontext():
+    """Call a layer under a checkpoint of its own; `first`: of its pass, the first layer with tensors on the host."""
+    park = offload.open_layer(first=first) if offload is not None and measure.endswith("+host") else None
+    contexts = noop_context_fn if measure.startswith("full") else _recording(measure, park).contexts
+    # Inside, the checkpoint's own hooks are innermost: those that park see the layer's inputs and nothing else.
+    with park_saved_tensors(park) if park is not None else nullcontext():
         return checkpoint(within_layer(run), *args, use_reentrant=False, context_fn=contexts)
+
+
+def _recording(measure: Measure, park: Callable[..., Any] | None) -> Recording:
+    return Recording(park)

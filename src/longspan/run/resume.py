@@ -83,6 +83,11 @@ def drop_old_node_size(config: RunConfig, checkpoint: Path | None, world: World,
     return replace(config, context=replace(config.context, node_size=AUTO))
 
 
+def steps_done(checkpoint: Path, world: World) -> int:
+    """How many steps a checkpoint has; entered by all ranks."""
+    return int(run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError).get("step", 0))
+
+
 def check_steps_left(config: RunConfig, world: World, checkpoint: Path, log: LogLine) -> None:
     """Raise ConfigError for a checkpoint beyond the last step, and for a finished run under other keys.
 

@@ -5,6 +5,7 @@ files of a Hugging Face folder that saved and exported models of the run need: c
 (rope scaling included), and generation_config.json; the tokenizer's files come with the corpus.
 """
 
+import math
 import warnings
 from copy import deepcopy
 from dataclasses import replace
@@ -32,7 +33,7 @@ from longspan.model.multimodal.multimodal_model import language_model_of
 from longspan.model.seams.call_rules import refuse_randomness
 from longspan.model.weights.fill import empty_model, images_class
 from longspan.model.weights.hf_folder import no_progress_bars, weight_files
-from longspan.plan import Cost
+from longspan.plan import Cost, MemoryPlan
 from longspan.plan.cost.cost_changes import with_spans
 from longspan.run.checks.check_model import check_images
 from longspan.run.refining import refinement_of_run
@@ -41,11 +42,15 @@ from longspan.run.resume import (
     checkpoint_to_resume,
     drop_old_node_size,
     rate_line,
+    steps_done,
     with_held_out_of,
 )
 from longspan.run.run_data import RunData, TrainingRun, open_data, with_rows
 from longspan.train.long_documents import configuration_for
-from longspan.train.memory.rows_that_fit import measure_rows
+from longspan.train.memory.coming_plans import ComingSteps
+from longspan.train.memory.images_held import UNEVEN
+from longspan.train.memory.rows_that_fit import measure_rows, use_rows_of_run
+from longspan.train.memory.run_memory import RunMemory, choose_on_ranks, plan_on_ranks
 from longspan.train.plans import cost_of_run, query_heads
 from longspan.train.plans.node_size import with_node_size
 from longspan.train.plans.order import source_lines, with_steps_of_epochs
@@ -175,15 +180,19 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
         check_steps_left(config, world, checkpoint, log)
     data.check_fit(config, world)
     configuration = _fit_configuration(data, config, world, log)
-    ends = _Ends.of(data, config, configuration, world, log, checkpoint)
-    model = set_up_model(data, ends.config, configuration, ends.chosen, world, log, resumed=checkpoint is not None)
+    config, why_partition = _choose_partition(config, data, configuration, world, log)
+    config = use_rows_of_run(config, world, log)
+    data.check_fit(config, world)
+    done = 0 if checkpoint is None else steps_done(checkpoint, world)
+    asked = _run_memory(config, data, configuration, world, done)
+    memory = choose_on_ranks(asked, world, log) if done < config.train.steps else None
+    model = set_up_model(data, config, configuration, memory, world, log, resumed=checkpoint is not None)
     refuse_randomness(language_model_of(model))
     world.seed = config.train.seed
-    optimizer = make_optimizer(config, world, model)
-    done, state = 0, dict[str, Any]()
+    optimizer = make_optimizer(config, world, model, memory=memory)
+    state = dict[str, Any]()
     if checkpoint is not None:
         state = load_checkpoint(checkpoint, model, optimizer, world)
-        done = int(state["step"])
         log(f"going on from {checkpoint}: {done} of {config.train.steps} steps are done")
         if done < config.train.steps and (line := rate_line(config, state)):
             log(line)
@@ -192,30 +201,64 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
             world, lambda: write_atomically(directory / "config.toml", to_toml(as_written)), RunFolderError
         )
         warn_of_lost_updates(config, log)
-    price = partial(_cost_of_model, config, world, model, data.corpus, log)
+    price = partial(_cost_of_model, config, world, model.config, data.corpus, log, memory)
     cost = run_on_every_rank(world, price, ConfigError)
     refinement = refinement_of_run(config, cost, state, world, log)
     run = TrainingRun(config, world, model, optimizer, cost, data.corpus, data.order, done, refinement=refinement)
-    return _resolve_plans(run, data, log)
+    run = _resolve_plans(replace(run, why_partition=why_partition, memory=memory), data, log)
+    if done == config.train.steps:
+        return run
+    return replace(run, memory=plan_on_ranks(replace(asked, config=run.config), memory, world))
+
+
+def _choose_partition(
+    config: RunConfig, data: RunData, configuration: Any, world: World, log: LogLine
+) -> tuple[RunConfig, str]:
+    """The configuration with a partition in place of "auto", and why; before memory is planned, as types need it."""
+    price = partial(_cost_of_model, config, world, configuration, data.corpus, lambda line: None, None)
+    cost = run_on_every_rank(world, price, ConfigError)
+    return choose_partition_on_ranks(config, data.order, world, log, cost=cost, heads=query_heads(data.model))
+
+
+def _run_memory(config: RunConfig, data: RunData, configuration: Any, world: World, done: int) -> RunMemory:
+    """What the measures of the remaining steps are chosen by."""
+    ahead = ComingSteps(data.order.lengths_of_step, world.home, query_heads(data.model), done, config.train.steps)
+    rows = math.ceil(UNEVEN * data.image_rows(config.train.tokens_per_step) / world.home.slots)
+    return RunMemory(
+        config=config,
+        model=configuration,
+        ahead=ahead,
+        gpu=world.device.type == "cuda",
+        target_share=_target_share(data.corpus),
+        encoder_rows=min(rows, config.encoder.max_rows or rows),
+    )
 
 
 def _resolve_plans(run: TrainingRun, data: RunData, log: LogLine) -> TrainingRun:
-    """The run with its evaluation sets, and with "auto" resolved: partition, rows of a slot, evaluation degrees."""
+    """The run with its evaluation sets, and with "auto" resolved: rows of a slot, evaluation degrees."""
     world, cost, heads = run.world, run.cost, query_heads(data.model)
-    config, why_partition = choose_partition_on_ranks(run.config, run.order, world, log, cost=cost, heads=heads)
-    image_rows = data.image_rows(config.train.tokens_per_step)
-    config = measure_rows(config, run.model, run.optimizer, world, log, image_rows=image_rows)
+    config, image_rows = run.config, data.image_rows(run.config.train.tokens_per_step)
+    first_guess = run.memory.rows if run.memory is not None else None
+    config = measure_rows(config, run.model, run.optimizer, world, log, image_rows=image_rows, first_guess=first_guess)
     data.check_fit(config, world)
     lengths = {s.name: s.documents.lengths for s in data.sets}
     config, why = choose_degrees(config, lengths, world, log, cost=cost, heads=heads)
-    sets = with_rows(data.sets, config)
-    return replace(run, config=config, sets=sets, why_degrees=why, why_partition=why_partition)
+    return replace(run, config=config, sets=with_rows(data.sets, config), why_degrees=why)
 
 
-def _cost_of_model(config: RunConfig, world: World, model: AnyModel, corpus: Corpus, log: LogLine) -> Cost:
-    gpu, tokens = world.device.type == "cuda", max(1, int(corpus.lengths.sum()))
-    share = 1.0 if corpus.targets is None else min(1.0, float(corpus.targets.sum()) / tokens)
-    cost = cost_of_run(config, model.config, log, gpu=gpu, slots=world.home.slots, target_share=share)
+def _cost_of_model(
+    config: RunConfig, world: World, model: Any, corpus: Corpus, log: LogLine, memory: MemoryPlan | None
+) -> Cost:
+    """The cost of a model of this configuration, whose layers keep what the keys, or a plan of memory, say."""
+    gpu, share = world.device.type == "cuda", _target_share(corpus)
+    slots = world.home.slots
+    cost = cost_of_run(config, model, log, gpu=gpu, slots=slots, target_share=share, memory=memory)
     if corpus.images is None or not len(corpus.images):
         return cost
-    return with_spans(cost, model.config, corpus.images.column("rows").tolist(), tokens)
+    return with_spans(cost, model, corpus.images.column("rows").tolist(), max(1, int(corpus.lengths.sum())))
+
+
+def _target_share(corpus: Corpus) -> float:
+    """The share of all tokens that are predicted."""
+    tokens = max(1, int(corpus.lengths.sum()))
+    return 1.0 if corpus.targets is None else min(1.0, float(corpus.targets.sum()) / tokens)

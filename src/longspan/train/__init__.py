@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from longspan.train.gradients import clip_grad_norm as clip_grad_norm
     from longspan.train.gradients import grad_norm as grad_norm
     from longspan.train.loss import summed_cross_entropy as summed_cross_entropy
+    from longspan.train.optim.offload_states import offload_states as offload_states
     from longspan.train.optim.optimizer import build_optimizer as build_optimizer
     from longspan.train.optim.schedule import Schedule as Schedule
     from longspan.train.plans import PlanChoice as PlanChoice

@@ -36,6 +36,7 @@ from longspan.model.weights.fill import leave_to_checkpoint
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.plan import Cost, MemoryPlan, Plan
 from longspan.train.memory.model_fits import check_model_fits
+from longspan.train.optim.offload_states import offload_states
 from longspan.train.optim.on_shards import check_on_shards
 from longspan.train.optim.optimizer import OPTIMIZERS, OptimizerChoice, parameter_groups
 from longspan.train.optim.schedule import Schedule
@@ -150,7 +151,8 @@ def prepare_run_model(
 def _memory_options(config: RunConfig, memory: MemoryPlan | None, *, training: bool) -> dict[str, Any]:
     """What the layers keep, and how often parameters are gathered: as a plan of memory chose, or by the keys."""
     if memory is not None:
-        return {"measures": memory.measures, "reshard_after_forward": not memory.gathered_once}
+        measures = {"measures": memory.measures, "host_bytes": memory.host.kept}
+        return measures | {"reshard_after_forward": not memory.gathered_once}
     options = {"reshard_after_forward": config.parallel.reshard_after_forward}
     checkpointing = checkpointing_by_hand(config.train) or "none"
     if training and checkpointing != "none":
@@ -175,11 +177,12 @@ def _encoder_home(config: RunConfig, world: World, **same: Any) -> EncoderHome:
     )
 
 
-def make_optimizer(config: RunConfig, world: World, model: AnyModel) -> Optimizer:
+def make_optimizer(config: RunConfig, world: World, model: AnyModel, *, memory: MemoryPlan | None = None) -> Optimizer:
     """The configuration's optimizer over the parameters of a prepared model; entered by all ranks.
 
-    Each group has its `initial_lr`, as torch's schedulers name it, from which a step's rate is made.
-    Raises ConfigError for a class that does not update sharded parameters as whole ones.
+    Its states wait on the host by the key, or if a plan of `memory` chose so. Each group has its `initial_lr`, as
+    torch's schedulers name it, from which a step's rate is made. Raises ConfigError for a class that does not update
+    sharded parameters as whole ones, and what `offload_states` does where states are to wait on the host.
     """
     choice = OptimizerChoice.of(config.train)
     if choice.name not in OPTIMIZERS:
@@ -191,7 +194,8 @@ def make_optimizer(config: RunConfig, world: World, model: AnyModel) -> Optimize
         optimizer = choice.build(parameter_groups(model, choice.name, choice.weight_decay, rates))
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
-    return optimizer
+    on_host = config.train.offload_states if memory is None else memory.offload_states
+    return offload_states(optimizer, world) if on_host else optimizer
 
 
 def _encoder_rates(config: RunConfig, model: nn.Module) -> dict[str, float] | None:

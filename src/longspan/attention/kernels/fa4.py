@@ -57,20 +57,35 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     """Gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
     assert call.dropout is None
     q, k, v, out, lse = saved
+    options: dict[str, Any] = {}
+    if out.ndim == 2:  # the kernel takes dout · out − dlse of each row
+        options["dlse"] = _as_lse(-out, launch)
+        out = torch.zeros_like(dout)
     tensors, lengths = _arguments(launch, q, k, v, out, dout)
-    heads_first = lse.transpose(0, 1).contiguous()
     dq, dk, dv, *_ = _interface()._flash_attn_bwd(
         *tensors,
-        heads_first[None] if tensors[0].ndim == 4 else heads_first,
+        _as_lse(lse, launch),
         softmax_scale=call.scale,
         softcap=call.softcap or 0.0,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         **lengths,
         **_mask(launch),
+        **options,
     )
     if dq.ndim == 4:
         dq, dk, dv = dq[0], dk[0], dv[0]
     return dq[..., : q.shape[2]], dk[..., : k.shape[2]], dv[..., : v.shape[2]]
+
+
+def takes_deltas(call: AttendCall) -> bool:
+    """Whether backward takes dout · out of each row: not of heads of 256 on Blackwell, which have kernels apart."""
+    return max(call.head_size, call.value_size) <= 128 or torch.cuda.get_device_capability(call.device)[0] == 9
+
+
+def _as_lse(x: Tensor, launch: Launch) -> Tensor:
+    """x (Tq, N) as the kernel takes a log-sum-exp: heads first, (1, N, Tq) for one tile."""
+    heads_first = x.transpose(0, 1).contiguous()
+    return heads_first[None] if len(launch.tiling) == 1 else heads_first
 
 
 def _arguments(launch: Launch, *tensors: Tensor) -> tuple[list[Tensor], dict[str, Any]]:

@@ -36,23 +36,22 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
-    q, k, v, out, lse = saved
-    dtype = accumulation_dtype(q.dtype)
+    q, k, v, _, lse = saved
+    dtype, deltas = accumulation_dtype(q.dtype), saved.deltas(dout)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))
     for tile in _pieces(launch, q.shape[1], dtype, call.dropout):
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
-        q_rows, dout_rows, out_rows = (_group_heads(x[rows], k.shape[1], dtype) for x in (q, dout, out))
+        q_rows, dout_rows = (_group_heads(x[rows], k.shape[1], dtype) for x in (q, dout))
         k_rows, v_rows = k[keys].to(dtype), v[keys].to(dtype)
         weights = _scores(q_rows, k_rows, call)
         slope = None if call.softcap is None else weights.div(call.softcap).square_().neg_().add_(1)  # of tanh
-        row_lse = lse[rows].unflatten(1, (k.shape[1], -1)).permute(1, 2, 0)
+        row_lse, delta = (x[rows].unflatten(1, (k.shape[1], -1)).permute(1, 2, 0) for x in (lse, deltas))
         weights = _masked_(weights, tile).sub_(row_lse.unsqueeze(-1)).exp_()
         factors = None if call.dropout is None else _factors(call.dropout, launch, tile, weights)
         dv[keys] += torch.einsum("kgqs,qkgh->skh", weights if factors is None else weights * factors, dout_rows)
         dscores = torch.einsum("qkgh,skh->kgqs", dout_rows, v_rows)
         if factors is not None:
             dscores *= factors
-        delta = (dout_rows * out_rows).sum(-1).permute(1, 2, 0)
         dscores.sub_(delta.unsqueeze(-1)).mul_(weights).mul_(call.scale)
         if slope is not None:
             dscores *= slope

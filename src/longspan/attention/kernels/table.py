@@ -45,7 +45,8 @@ class Kernel:
 
     `packed` describes how it runs several documents, `needs` what it depends on; `missing` returns what this
     installation or device lacks of that ("" where nothing). `one_document_only`: by name it
-    runs every launch, but without a name it is chosen only for calls with one document in each group.
+    runs every launch, but without a name it is chosen only for calls with one document in each group. `takes_deltas`
+    tells of a call whether backward takes dout · out of each row and head in place of the output.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Kernel:
     packed: str = ""
     needs: str = ""
     missing: Callable[[torch.device], str] = field(default=lambda device: "", repr=False)
+    takes_deltas: Callable[[AttendCall], bool] = field(default=lambda call: False, repr=False)
 
     def lacks(self, call: AttendCall) -> str:
         """Why this kernel cannot do it, as "needs …, got …"; "" where it can."""
@@ -112,6 +114,7 @@ KERNELS: tuple[Kernel, ...] = (
         packed="one variable-length call",
         needs="the extra `fa4`; compute capability 9 to 11",
         missing=fa4.missing,
+        takes_deltas=fa4.takes_deltas,
     ),
     Kernel(
         name="cudnn",
@@ -149,6 +152,7 @@ KERNELS: tuple[Kernel, ...] = (
         packed="one launch",
         needs="compute capability 8.0; triton, which torch's builds for GPUs bring",
         missing=triton_flash.missing,
+        takes_deltas=lambda call: True,
     ),
     Kernel(
         name="cpu_flash",
@@ -169,6 +173,7 @@ KERNELS: tuple[Kernel, ...] = (
         features=frozenset(FEATURES),
         packed="document by document, some query rows at a time",
         needs="nothing",
+        takes_deltas=lambda call: True,
     ),
 )
 

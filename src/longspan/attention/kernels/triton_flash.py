@@ -18,7 +18,6 @@ from torch import Tensor
 from longspan.attention.call import AttendCall, Saved
 from longspan.attention.tiles import Launch
 
-_PAIRS = 16  # (row, head) pairs whose sums one program takes
 LARGEST = 512
 
 
@@ -95,7 +94,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     assert call.dropout is None
     q, k, v, dout = (_contiguous_heads(x) for x in (saved.q, saved.k, saved.v, dout))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    delta = _deltas(dout, _contiguous_heads(saved.out))
+    delta = saved.deltas(dout)
     tensors = (q, k, v, dout, saved.lse, delta)
     strides = (*_strides(q, k, v, dout), *saved.lse.stride(), delta.stride(0))
     shared = (*launch.cu_seqlens, q.shape[1] // k.shape[1], *_scores(launch, call), *strides)
@@ -139,16 +138,6 @@ def _launch_fitting(
             continue
         _fitting[key] = index
         return
-
-
-def _deltas(dout: Tensor, out: Tensor) -> Tensor:
-    """dout · out (T, N) in float32."""
-    rows, heads, size = out.shape
-    delta = out.new_empty((rows, heads), dtype=torch.float32)
-    _kernels().deltas[(-(-rows * heads // _PAIRS),)](
-        *(dout, out, delta, rows * heads, heads, size, *_strides(dout, out)), PAIRS=_PAIRS, WIDTH=_width(out)
-    )
-    return delta
 
 
 def _scores(launch: Launch, call: AttendCall) -> tuple[float, float, int, int]:

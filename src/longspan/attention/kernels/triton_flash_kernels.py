@@ -124,32 +124,6 @@ def forward(
 
 
 @triton.jit
-def deltas(
-    dout,
-    out,
-    delta,
-    pairs,
-    heads,
-    size,
-    dout_row,
-    dout_head,
-    out_row,
-    out_head,
-    PAIRS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """delta (T, N) of contiguous float32: dout · out of PAIRS rows and heads."""
-    pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
-    row, head = pair // heads, pair % heads
-    column = tl.arange(0, WIDTH)
-    inside = (pair < pairs)[:, None] & (column < size)[None, :]
-    of_dout = tl.load(dout + (row * dout_row + head * dout_head)[:, None] + column[None, :], mask=inside, other=0.0)
-    of_out = tl.load(out + (row * out_row + head * out_head)[:, None] + column[None, :], mask=inside, other=0.0)
-    products = of_dout.to(tl.float32) * of_out.to(tl.float32)
-    tl.store(delta + pair, tl.sum(products, 1), mask=pair < pairs)
-
-
-@triton.jit
 def query_gradients(
     q,
     k,

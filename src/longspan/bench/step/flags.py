@@ -42,9 +42,7 @@ class StepFlags(BenchFlags, SourceFlags):
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: FlagConversionOff[ParallelConfig] = field(default_factory=ParallelConfig)
     context: ContextConfig = field(default_factory=lambda: ContextConfig(cp_comm_type="auto"))
-    train: FlagConversionOff[TrainConfig] = field(
-        default_factory=lambda: TrainConfig(activation_checkpointing="selective")
-    )
+    train: FlagConversionOff[TrainConfig] = field(default_factory=TrainConfig)
     run: MachineSection = field(default_factory=MachineSection)
     peak_tflops: float = 0.0
     """Peak TFLOP/s of a device, for the model FLOPs utilisation; 0: the vendor's figure for a known GPU."""

@@ -17,13 +17,18 @@ from longspan.bench.step.settings import StepSettings
 from longspan.bench.timing import profile_of, seconds_of
 from longspan.cli.machine import machine
 from longspan.comm import World
+from longspan.config.sections import RunConfig
 from longspan.data.document import synthetic_documents
 from longspan.model.prepared import vocabulary_size
 from longspan.model.seams.call_rules import refuse_randomness
+from longspan.plan import Cost, MemoryPlan
 from longspan.plan.cost.model_flops import model_flops
 from longspan.plan.cost.model_shape import ModelShape
 from longspan.run.result import versions
-from longspan.train.memory.rows_that_fit import measure_rows
+from longspan.train.memory.coming_plans import ComingSteps
+from longspan.train.memory.rows_that_fit import measure_rows, use_rows_of_run
+from longspan.train.memory.run_memory import RunMemory, choose_on_ranks, plan_on_ranks
+from longspan.train.plans import cost_of_run, query_heads
 from longspan.train.plans.node_size import with_node_size
 from longspan.train.plans.run_machine import use_machine
 from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
@@ -79,13 +84,33 @@ def _rows_note(batch: StepSettings, settings: StepSettings) -> str:
 
 def _make_training(settings: StepSettings, world: World) -> Training:
     """The model and optimizer of a run, by the functions that set up a run."""
-    config = settings.config
+    log = partial(_log_on_first, world.rank)
+    asked = _run_memory(settings, use_rows_of_run(settings.config, world, log), world)
+    memory = choose_on_ranks(asked, world, log)
+    config = asked.config
     loaded = load_run_model(config, config.data.vocab_size, settings.configuration)
-    model = prepare_run_model(config, world, loaded)
+    model = prepare_run_model(config, world, loaded, memory=memory)
     refuse_randomness(model)
-    optimizer = make_optimizer(config, world, model)
-    config = measure_rows(config, model, optimizer, world, lambda text: None)
-    return Training(config, world, model, optimizer, settings.cost)
+    optimizer = make_optimizer(config, world, model, memory=memory)
+    first_guess = memory.rows if memory is not None else None
+    config = measure_rows(config, model, optimizer, world, log, first_guess=first_guess)
+    cost = settings.cost if memory is None else _cost_under(settings, memory)
+    memory = plan_on_ranks(replace(asked, config=config), memory, world)
+    return Training(config, world, model, optimizer, cost, memory=memory)
+
+
+def _run_memory(settings: StepSettings, config: RunConfig, world: World) -> RunMemory:
+    """What measures are chosen by: the documents of every batch, each as a step; planners share one model."""
+    batches = [batch.lengths for batch in settings.batches()]
+    heads = query_heads(settings.configuration)
+    ahead = ComingSteps(lambda step: batches[step], settings.home, heads, 0, len(batches), settings.planners)
+    return RunMemory(config=config, model=settings.configuration, ahead=ahead, gpu=world.device.type == "cuda")
+
+
+def _cost_under(settings: StepSettings, memory: MemoryPlan) -> Cost:
+    """The cost of plans if layers keep what was chosen."""
+    gpu, slots = settings.device == "cuda", settings.home.slots
+    return cost_of_run(settings.config, settings.configuration, print, gpu=gpu, slots=slots, memory=memory)
 
 
 def _measure_planner(settings: StepSettings, planner: str, training: Training) -> dict[str, Any]:

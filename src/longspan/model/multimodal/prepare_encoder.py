@@ -174,7 +174,7 @@ def _blocks_by_name(
 ) -> dict[str, nn.Module]:
     """What is sharded and recomputed one at a time, by name. Raises ModelError if there is nothing to recompute."""
     units = encoder_blocks(module, blocks)
-    if not units and recomputation.kind != "none":
+    if not units and recomputation.measure != "none":
         raise ModelError(
             f"{type(module).__name__} has no list of blocks (nn.ModuleList) to recompute one at a time; name them in "
             "blocks=, or switch activation checkpointing off"
@@ -207,7 +207,7 @@ def _sample(parameter: Tensor) -> str:
 
 def _recompute_block(block: nn.Module, recomputation: Recomputation) -> None:
     """Have backward run this block again, whatever its class; FSDP2's hooks stay outside."""
-    if recomputation.kind == "none":
+    if recomputation.measure == "none":
         return
     inner: Any = block.forward
 
@@ -216,7 +216,7 @@ def _recompute_block(block: nn.Module, recomputation: Recomputation) -> None:
         run = partial(inner, **kwargs)
         if not torch.is_grad_enabled():
             return run(*args)
-        return run_checkpointed(run, *args, selective=recomputation.kind == "selective", offload=None, first=False)
+        return run_checkpointed(run, *args, measure=recomputation.measure)
 
     block.forward = forward
 

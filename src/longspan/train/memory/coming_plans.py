@@ -5,10 +5,9 @@ those of a few steps are made, and where rows have a limit, one that fills every
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import nlargest
 
-from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan
@@ -26,7 +25,8 @@ class ComingSteps:
 
     >>> ahead = ComingSteps(order.lengths_of_step, world.home, heads=32, first=0, last=config.train.steps)
 
-    `heads` are the model's query heads, where they are known.
+    `heads` are the model's query heads, where they are known; `planners` take the place of the configuration's. `few`:
+    only a few plans are made, whatever the planner.
     """
 
     lengths_of_step: Callable[[int], Sequence[int]]
@@ -34,6 +34,8 @@ class ComingSteps:
     heads: int | None
     first: int
     last: int
+    planners: tuple[str, ...] = ()
+    few: bool = False
 
     @property
     def steps(self) -> range:
@@ -45,10 +47,14 @@ class ComingSteps:
 
         Raises PlanError for documents that fit no group.
         """
-        choice = PlanChoice.training(config, cost=cost, heads=self.heads)
         steps = self.steps if self._sees_all(config) else self.heaviest_steps()
-        plans = (choice.plan(self.lengths_of_step(step), self.home) for step in steps)
-        return nlargest(FEW_STEPS, plans, key=most_rows)
+        choices = [PlanChoice.training(c, cost=cost, heads=self.heads) for c in self._with_planners(config)]
+        plans = (choice.plan(self.lengths_of_step(step), self.home) for choice in choices for step in steps)
+        return nlargest(FEW_STEPS * len(choices), plans, key=most_rows)
+
+    def _with_planners(self, config: RunConfig) -> list[RunConfig]:
+        planners = self.planners or (config.context.planner,)
+        return [replace(config, context=replace(config.context, planner=planner)) for planner in planners]
 
     def limit_plans(self, config: RunConfig, plans: Sequence[Plan]) -> list[Plan]:
         """A plan that fills every slot to its limit of rows, or with all tokens of one of these plans; none where the
@@ -62,9 +68,10 @@ class ComingSteps:
 
     def _sees_all(self, config: RunConfig) -> bool:
         """Whether every step's plan is made."""
-        found_later = config.context.max_tokens_per_slot == AUTO
+        if self.last - self.first <= FEW_STEPS:
+            return True
         one_degree = PlanChoice.training(config, heads=self.heads).has_one_degree
-        return one_degree and not found_later and self.steps.stop == self.last
+        return one_degree and not self.few and self.steps.stop == self.last
 
     def heaviest_steps(self) -> Sequence[int]:
         """The steps with the longest documents and those with most tokens, a few of both."""

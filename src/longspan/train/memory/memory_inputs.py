@@ -11,12 +11,13 @@ from longspan.comm import World
 from longspan.config.defaults import compute_dtype, encoder_default
 from longspan.config.memory_keys import checkpointing_by_hand
 from longspan.config.sections import RunConfig
+from longspan.model.host_arena import free_host_bytes
 from longspan.model.load import torch_dtype
 from longspan.plan import FixedMemory, MemoryBudget, MemorySettings
 from longspan.plan.memory.memory_plan import MemoryNeeds
 from longspan.plan.memory.step_peak import CONTEXT_BYTES
-from longspan.train.memory.model_fits import available_on_host, ranks_on_host
-from longspan.train.optim.optimizer import OptimizerChoice
+from longspan.train.memory.model_fits import ranks_on_host
+from longspan.train.optim.optimizer import OPTIMIZERS, OptimizerChoice
 
 HOST_SHARE = 0.85  # of the host's free memory: the rest is for reading documents, and for saving
 _SIDE = 128  # of the matrix by which an optimizer's states are counted
@@ -77,7 +78,7 @@ def memory_budget(config: RunConfig, world: World) -> MemoryBudget:
 
 
 def _budget_here(config: RunConfig, world: World) -> tuple[int, int]:
-    host = int(HOST_SHARE * (available_on_host() or 0) / ranks_on_host(world))
+    host = int(HOST_SHARE * (free_host_bytes() or 0) / ranks_on_host(world))
     if config.train.memory_bytes:
         return config.train.memory_bytes, host
     free, all_bytes = torch.cuda.mem_get_info(world.device)
@@ -85,14 +86,18 @@ def _budget_here(config: RunConfig, world: World) -> tuple[int, int]:
 
 
 def fixed_memory(config: RunConfig) -> FixedMemory:
-    """The keys of memory that are given by hand, which a plan of memory follows; it chooses the others."""
+    """The keys of memory that are given by hand, which a plan of memory follows; it chooses the others.
+
+    Only states of known optimizers are moved to the host without a key.
+    """
     train, kind = config.train, checkpointing_by_hand(config.train)
+    states = None if train.optimizer in OPTIMIZERS else False
     return FixedMemory(
         measure=kind,
         layers=None if kind is None else train.recompute_layers,
         offload=train.offload_activations or None,
         gathered_once=not config.parallel.reshard_after_forward or None,
-        offload_states=train.offload_states or None,
+        offload_states=train.offload_states or states,
     )
 
 

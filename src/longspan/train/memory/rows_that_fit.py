@@ -29,6 +29,7 @@ from longspan.errors import ConfigError
 from longspan.files import write_atomically
 from longspan.model.multimodal.multimodal_model import MultimodalModel, language_model_of
 from longspan.model.weights.local_tensors import local_tensor
+from longspan.plan.memory.step_peak import CONTEXT_BYTES
 from longspan.train.memory.images_held import ImagesHeld, images_held
 from longspan.train.memory.row_probe import memory_keys, most_bytes, read_measurement, too_many_rows
 from longspan.train.optim.optimizer import OptimizerChoice
@@ -38,15 +39,20 @@ CPU_BUDGET = 1 << 30
 
 
 def memory_budget(config: RunConfig, model: nn.Module, optimizer: Optimizer, device: torch.device) -> float:
-    """Bytes for gradients and activations, next to weights and moments."""
-    if config.train.memory_bytes:
-        return float(config.train.memory_bytes)
-    if device.type != "cuda":
+    """Bytes for gradients and activations: those that a run may fill, without weights and moments, and what a GPU's
+    context takes."""
+    train = config.train
+    states = 0 if optimizer.state or train.offload_states else states_to_come(OptimizerChoice.of(train), model)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        taken = torch.cuda.memory_allocated(device) + CONTEXT_BYTES
+        most = train.memory_fraction * (torch.cuda.mem_get_info(device)[0] + taken)
+        return (train.memory_bytes or most) - taken - states
+    if not train.memory_bytes:
         return float(CPU_BUDGET)
-    torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info(device)[0]
-    states = 0 if optimizer.state else states_to_come(OptimizerChoice.of(config.train), model)
-    return config.train.memory_fraction * free - states
+    kept = [] if train.offload_states else tree_leaves(list(optimizer.state.values()))
+    tensors = [local_tensor(x.detach()) for x in (*model.parameters(), *kept) if isinstance(x, Tensor)]
+    return float(train.memory_bytes - states - sum(x.numel() * x.element_size() for x in tensors))
 
 
 def states_to_come(choice: OptimizerChoice, model: nn.Module) -> int:
@@ -102,27 +108,47 @@ def fit_rows(probes: Sequence[tuple[int, int]], budget: float, ranks: int) -> Ro
     return RowsThatFit(rows, row_bytes, fixed, budget, ranks)
 
 
-def measure_rows(
-    config: RunConfig, model: nn.Module, optimizer: Optimizer, world: World, log: LogLine, *, image_rows: float = 0.0
-) -> RunConfig:
-    """The configuration with a number in place of "auto": the run's own, or measured now; entered by all ranks.
+def use_rows_of_run(config: RunConfig, world: World, log: LogLine) -> RunConfig:
+    """The configuration with the number that the run measured before in place of "auto"; entered by all ranks."""
+    if config.context.max_tokens_per_slot != AUTO:
+        return config
+    file, ranks, keys = Path(config.run.dir) / FILE, len(world.home.ranks), memory_keys(config)
+    fit: RowsThatFit | None = run_on_first_rank(
+        world, lambda: read_measurement(RowsThatFit, file, ranks, keys, "it is measured again"), ConfigError
+    )
+    return config if fit is None else _use_rows(config, fit, log)
 
-    `image_rows` are the rows of images in a step, on all slots together, of a model that has an encoder.
+
+def measure_rows(
+    config: RunConfig,
+    model: nn.Module,
+    optimizer: Optimizer,
+    world: World,
+    log: LogLine,
+    *,
+    image_rows: float = 0.0,
+    first_guess: int | None = None,
+) -> RunConfig:
+    """The configuration with a number in place of "auto", measured now; entered by all ranks.
+
+    `image_rows` are the rows of images in a step, on all slots together, of a model that has an encoder; `first_guess`
+    is how many rows of a slot a plan of memory has room for.
     """
     if config.context.max_tokens_per_slot != AUTO:
         return config
     directory = Path(config.run.dir)
-    file, ranks, keys = directory / FILE, len(world.home.ranks), memory_keys(config)
-    fit: RowsThatFit | None = run_on_first_rank(
-        world, lambda: read_measurement(RowsThatFit, file, ranks, keys, "it is measured again"), ConfigError
-    )
-    if fit is None:
-        below = run_on_first_rank(world, lambda: too_many_rows(directory, ranks, keys), ConfigError)
-        uses = 1 + config.mtp.depths
-        images = images_held(model, image_rows, world, uses=uses) if isinstance(model, MultimodalModel) else None
-        fit = replace(measure(config, model, optimizer, world, below=below, images=images), measured_for=keys)
-        text = json.dumps(asdict(fit), indent=1)
-        run_on_first_rank(world, lambda: write_atomically(file, text), ConfigError)
+    ranks, keys = len(world.home.ranks), memory_keys(config)
+    below = run_on_first_rank(world, lambda: too_many_rows(directory, ranks, keys), ConfigError)
+    uses = 1 + config.mtp.depths
+    images = images_held(model, image_rows, world, uses=uses) if isinstance(model, MultimodalModel) else None
+    fit = measure(config, model, optimizer, world, below=below, images=images, first_guess=first_guess)
+    fit = replace(fit, measured_for=keys)
+    text = json.dumps(asdict(fit), indent=1)
+    run_on_first_rank(world, lambda: write_atomically(directory / FILE, text), ConfigError)
+    return _use_rows(config, fit, log)
+
+
+def _use_rows(config: RunConfig, fit: RowsThatFit, log: LogLine) -> RunConfig:
     fill = f"{fit.rows:,} rows of {fit.bytes_per_row:,.0f} bytes each fit in {fit.budget_bytes:,.0f} bytes"
     log(f"max_tokens_per_slot: {fill}")
     return _set_rows(replace(config, context=replace(config.context, max_tokens_per_slot=fit.rows)), fit.rows)
@@ -162,12 +188,13 @@ def measure(
     *,
     below: int | None = None,
     images: ImagesHeld | None = None,
+    first_guess: int | None = None,
 ) -> RowsThatFit:
     """Run two probes and one that is nearer, and agree on the rows that fit on every rank.
 
-    `below`: so many rows did not fit before; no probe has as many, nor has the result. What `images` hold is not the
-    rows'. Raises ConfigError where fewer rows than two probes need are left, or images do not fit, and on a rank that
-    runs out of memory in a probe.
+    A `first_guess` is probed after a small probe, and both correct it. `below`: so many rows did not fit before; no
+    probe has as many, nor has the result. What `images` hold is not the rows'. Raises ConfigError where fewer rows than
+    two probes need are left, or images do not fit, and on a rank that runs out of memory in a probe.
     """
     budget = memory_budget(config, model, optimizer, world.device)
     if images is not None:
@@ -175,6 +202,9 @@ def measure(
         budget -= images.held
     probes = _Probes(config, language_model_of(model), world, budget, below)
     probes.run(probes.first, warm=True)
+    if first_guess is not None and (rows := probes.guessed_rows(first_guess)) > probes.first:
+        probes.run(rows)
+        return probes.fit_rows()
     probes.run(probes.second_rows())
     third_rows = probes.third_rows()
     if third_rows > probes.most:
@@ -213,6 +243,10 @@ class _Probes:
     def _bytes_of_all(self, rows: int) -> list[int]:
         bytes_here = most_bytes(self._config, self._model, self._world, rows)
         return self._world.control.gather_objects(max(bytes_here, 1), f"the bytes of a probe of {rows} rows")
+
+    def guessed_rows(self, guess: int) -> int:
+        """The rows of a probe of a guess, below what did not fit before."""
+        return self._round(min(guess, self._limit / 2))
 
     def second_rows(self) -> int:
         """The rows of the second probe: more than the first had if they surely fit, otherwise half as many."""

@@ -5,6 +5,7 @@ rows of a slot are "auto", some numbers of rows are compared, each with the meas
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,11 +16,20 @@ from longspan.config.keys import AUTO
 from longspan.config.memory_keys import check_measures, chooses_measures
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, PlanError
-from longspan.plan import Cost, FixedMemory, Machine, MemoryBudget, MemoryPlan, MemorySettings, Plan, choose_memory
-from longspan.plan.memory.memory_plan import MemoryNeeds
-from longspan.plan.memory.seconds import added_seconds
+from longspan.plan import (
+    Cost,
+    Machine,
+    MemoryBudget,
+    MemoryNeeds,
+    MemoryPlan,
+    MemorySettings,
+    Plan,
+    added_seconds,
+    choose_memory,
+)
+from longspan.plan.memory.parameters import ModelNumbers
 from longspan.train.memory.coming_plans import ComingSteps
-from longspan.train.memory.memory_inputs import fixed_memory, memory_budget, memory_settings, measures_by_hand
+from longspan.train.memory.memory_inputs import fixed_memory, measures_by_hand, memory_budget, memory_settings
 from longspan.train.plans.choice import cost_of_run, machine_of
 
 # Without copies to the host and second exchanges, which the prices of plans leave out.
@@ -53,11 +63,14 @@ class RunMemory:
         machine = machine_of(self.config)
         return machine if isinstance(machine, Machine) else Machine.known("H200") if self.gpu else Machine.cpus()
 
-    def plan_of_keys(self) -> MemoryPlan:
-        """The memory of the run if its layers keep what the keys say."""
+    def plan_of(self, chosen: MemoryPlan | None) -> MemoryPlan:
+        """The memory of the run with measures that were chosen; None: with those of the keys."""
+        settings = self.settings
+        if chosen is not None:
+            settings = replace(settings, gathered_once=chosen.gathered_once, offload_states=chosen.offload_states)
         plans = self._plans(self.config)
-        needs = MemoryNeeds.of(self.model, self.ahead.home, plans, self.settings, machine=self.machine)
-        return needs.under(measures_by_hand(self.config, needs))
+        needs = MemoryNeeds.of(self.model, self.ahead.home, plans, settings, machine=self.machine)
+        return needs.under(measures_by_hand(self.config, needs) if chosen is None else chosen.measures)
 
     def choose(self, budget: MemoryBudget) -> MemoryPlan:
         """The fastest measures that fit, and the rows of a slot with which they do where these are "auto".
@@ -80,8 +93,9 @@ class RunMemory:
     def _choose_with_rows(self, rows: int, budget: MemoryBudget) -> tuple[float, MemoryPlan]:
         """The seconds of the heaviest steps under a limit of rows, and the plan of memory."""
         config = replace(self.config, context=replace(self.config.context, max_tokens_per_slot=rows))
-        steps = self.ahead.fullest_plans(config, self._cost())
-        memory = self._choose([*steps, *self.ahead.limit_plans(config, steps)], budget)
+        ahead = replace(self.ahead, few=True)
+        steps = ahead.fullest_plans(config, self._cost())
+        memory = self._choose([*steps, *ahead.limit_plans(config, steps)], budget)
         cost = self._cost(memory).shared_by(self.ahead.home.tp)
         beside = self._unpriced_seconds(steps, memory)
         return sum(plan.timeline(cost).step_seconds + beside * plan.tokens for plan in steps), memory
@@ -110,40 +124,47 @@ class RunMemory:
         )
 
     def _choose(self, plans: Sequence[Plan], budget: MemoryBudget) -> MemoryPlan:
-        fixed: FixedMemory = fixed_memory(self.config)
-        return choose_memory(
-            self.model, self.ahead.home, list(plans), self.settings, budget, self.machine, fixed=fixed
-        )
+        home, fixed = self.ahead.home, fixed_memory(self.config)
+        return choose_memory(self.model, home, list(plans), self.settings, budget, self.machine, fixed=fixed)
 
 
-def choose_on_ranks(run: RunMemory, world: World, log: LogLine) -> tuple[MemoryPlan | None, bool]:
-    """The plan of memory of a run, and whether it chose the measures; entered by all ranks, before `prepare`.
+def choose_on_ranks(run: RunMemory, world: World, log: LogLine) -> MemoryPlan | None:
+    """The measures that a run's layers have, by a plan of memory; entered by all ranks, before `prepare`.
 
-    Where the keys say what layers keep, it only tells what that takes; None for a model whose bytes cannot be counted.
-    Raises ConfigError, on every rank, for keys that contradict each other, and with the bytes where nothing fits.
+    None where the keys say what layers keep, or where the model's bytes cannot be counted. Raises ConfigError, on every
+    rank, for keys that contradict each other, and with the bytes where nothing fits.
     """
-    train = run.config.train
-    check_measures(train, gpu=run.gpu)
-    if not (run.gpu or train.memory_bytes):
-        return None, False
-    chooses, budget = chooses_measures(train, gpu=run.gpu), memory_budget(run.config, world)
-    memory, reason = run_on_first_rank(world, partial(_plan_or_reason, run, budget, chooses=chooses), ConfigError)
-    if memory is None:
-        log(f"memory: not planned, and the keys of [train] hold as they are: {reason}")
-        return None, False
-    log(memory.line(budget))
-    return memory, chooses
+    check_measures(run.config.train, gpu=run.gpu)
+    if not chooses_measures(run.config.train, gpu=run.gpu):
+        return None
+    budget = memory_budget(run.config, world)
+    memory, reason = run_on_first_rank(world, partial(_choice_or_reason, run, budget), ConfigError)
+    log(memory.line(budget) if memory else f"memory: not planned, and the keys of [train] hold as they are: {reason}")
+    return memory
 
 
-def _plan_or_reason(run: RunMemory, budget: MemoryBudget, *, chooses: bool) -> tuple[MemoryPlan | None, str]:
+def _choice_or_reason(run: RunMemory, budget: MemoryBudget) -> tuple[MemoryPlan | None, str]:
     """The plan of memory, or why the model's bytes cannot be counted."""
     try:
-        by_keys = run.plan_of_keys()
+        ModelNumbers.of(run.model, run.ahead.home, run.settings)
     except PlanError as error:
         return None, str(error)
-    if not chooses:
-        return by_keys, ""
     try:
         return run.choose(budget), ""
     except PlanError as error:
         raise ConfigError(str(error)) from error
+
+
+def plan_on_ranks(run: RunMemory, chosen: MemoryPlan | None, world: World) -> MemoryPlan | None:
+    """The plan of memory of a run whose rows of a slot are known; entered by all ranks.
+
+    None on CPUs without `memory_bytes`, and where the model's bytes cannot be counted.
+    """
+    if not (run.gpu or run.config.train.memory_bytes):
+        return None
+
+    def plan() -> MemoryPlan | None:
+        with suppress(PlanError):
+            return run.plan_of(chosen)
+
+    return run_on_first_rank(world, plan, ConfigError)

@@ -9,7 +9,7 @@ part from each other and a resumed run rounds otherwise.
 """
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,16 +38,15 @@ class StochasticRounding(Optimizer):
         optimizer = choice.build(parameter_groups(model, choice.name, choice.weight_decay, rates))
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._wide = choice.build([nn.Parameter(torch.zeros(1, 1))])  # steps on the float32 copy of one parameter
-        self._world, self._parts = world, _parts(model)
-        self._last_step, self._draws = -1, 0
+        self.kind, self._world, self._parts = choice.kind, world, _parts(model)
+        self._last_step, self._draws = -1, Counter[nn.Parameter]()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One update of every parameter that has a gradient."""
         assert closure is None, "a step evaluates the loss once"
-        step = self._world.step
-        self._draws = self._draws + 1 if step == self._last_step else 0  # the caller may not count steps
-        self._last_step = step
+        if self._world.step != self._last_step:
+            self._last_step, self._draws = self._world.step, Counter()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -74,7 +73,9 @@ class StochasticRounding(Optimizer):
         parameter.copy_(_round_value(wide_parameter.detach(), parameter.dtype, bits))
 
     def _generator(self, parameter: nn.Parameter) -> torch.Generator:
-        counted = self._world.seed, self._last_step, self._draws, self._parts[parameter]
+        draws = self._draws[parameter]  # of this step: the caller may not count steps
+        self._draws[parameter] += 1
+        counted = self._world.seed, self._last_step, draws, self._parts.get(parameter)
         seed = int.from_bytes(hashlib.blake2b(repr(counted).encode(), digest_size=7).digest(), "little")
         return torch.Generator(local_tensor(parameter).device).manual_seed(seed)
 

@@ -1,0 +1,262 @@
+"""The host's memory as a place for tensors of a device: an arena of exact size, registered with CUDA and used again.
+
+torch's own pinned memory takes a power of two of bytes for each tensor, and keeps it. An arena takes what is asked for,
+to 256 bytes: memory of the operating system (`mmap`) that `cudaHostRegister` pins, so that copies run at the bus's rate
+next to kernels. On a CPU it is the same memory, not registered. What is copied into it, and when, is in
+`host_offload.py`.
+
+Pages that are registered cannot be swapped out, and a host that has too few of them ends processes without a word:
+`check_host_room` compares what the ranks of a host will ask for with what is free there, before the first step.
+"""
+
+import mmap
+import os
+import threading
+import weakref
+from bisect import insort
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.comm import World, on_all_ranks
+from longspan.errors import ModelError, plural
+
+ALIGNMENT = 256  # bytes: what CUDA's own allocations begin at a multiple of
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
+_GIB = 1 << 30
+_LESS = "keep less on the host (offload_activations, measures with +host, offload_states)"
+
+
+class HostArena:
+    """Memory of the host for tensors of one device: `place = arena.take(bytes)`, and `place.memory` is a tensor there.
+
+    >>> arena = HostArena(torch.device("cpu"), 1024)
+    >>> place = arena.take(100)
+    >>> place.memory.shape, arena.used, arena.bytes
+    (torch.Size([100]), 256, 1024)
+
+    A range is free again once nothing holds it. Without `bytes`, or where more is needed, the arena grows by what is
+    missing; the next time that it is empty, its parts become one. Its memory is unregistered and given back by `close`
+    or with the arena. On a GPU all copies from and to it are made on its stream `copies`, one after another, so that a
+    range may be taken again while the last copy from it is under way. Raises ModelError where the host has less free
+    than the arena grows by.
+    """
+
+    def __init__(self, device: torch.device, bytes: int = 0) -> None:
+        self.device = device
+        self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._lock = threading.RLock()  # backward passes run in threads of their own
+        self._freed: deque[tuple[_Part, int, int]] = deque()  # ranges are collected in any thread, also inside `take`
+        self._parts: list[_Part] = []
+        self._used = 0
+        if bytes:
+            self._grow(bytes)
+
+    @property
+    def bytes(self) -> int:
+        """The memory that it has now."""
+        return sum(part.size for part in self._parts)
+
+    @property
+    def parts(self) -> int:
+        """How many registrations that memory is: one, but while the arena grows."""
+        return len(self._parts)
+
+    @property
+    def used(self) -> int:
+        """What of it is in use."""
+        with self._lock:
+            self._take_back()
+            return self._used
+
+    def take(self, bytes: int) -> "HostRange":
+        """A range of so many bytes, and at least one."""
+        size = _round_up(max(bytes, 1), ALIGNMENT)
+        with self._lock:
+            self._take_back()
+            if not self._used and len(self._parts) > 1:
+                total = self.bytes
+                self._parts.clear()
+                self._grow(total)
+            for part in self._parts:
+                if (start := part.take(size)) is not None:
+                    break
+            else:
+                part = self._grow(size)
+                start = part.take(size)
+            assert start is not None
+            self._used += size
+        return HostRange(self._freed, part, start, size, bytes)
+
+    def close(self) -> None:
+        """Give the memory back: now, or once the ranges in use are free. A later `take` begins anew."""
+        with self._lock:
+            self._take_back()
+            self._parts.clear()
+
+    def close_with(self, world: World) -> None:
+        """Close it when the world is left, if it is still there."""
+        close = weakref.WeakMethod(self.close)
+
+        def close_arena() -> None:
+            if (method := close()) is not None:
+                method()
+
+        world.on_leaving(close_arena)
+
+    def _grow(self, bytes: int) -> "_Part":
+        free = free_host_bytes()
+        if free is not None and bytes > free:
+            raise ModelError(
+                f"the host's arena needs {bytes:,} bytes more ({bytes / _GIB:.2f} GiB) next to the {self.bytes:,} that "
+                f"it has, and {free:,} are free ({free / _GIB:.2f} GiB); {_LESS}, or use more slots"
+            )
+        part = _Part(_round_up(bytes, ALIGNMENT), self.copies)
+        self._parts.append(part)
+        return part
+
+    def _take_back(self) -> None:
+        """Enter the ranges that nothing holds any more as free."""
+        while self._freed:
+            part, start, size = self._freed.popleft()
+            part.give_back(start, size)
+            self._used -= size
+
+
+class HostRange:
+    """Bytes of an arena, `memory`; free again with this object, so that no view of them may outlive it."""
+
+    __slots__ = ("_freed", "_part", "_size", "_start", "memory")
+
+    def __init__(
+        self, freed: "deque[tuple[_Part, int, int]]", part: "_Part", start: int, size: int, bytes: int
+    ) -> None:
+        self._freed, self._part, self._start, self._size = freed, part, start, size
+        self.memory = part.memory[start : start + bytes]  # (bytes,) of uint8
+
+    def __del__(self) -> None:
+        self._freed.append((self._part, self._start, self._size))  # without the lock, which this thread may hold
+
+    def like(self, x: Tensor) -> Tensor:
+        """A tensor here of the shape, type and order in memory of `x`; of what is not dense, contiguous."""
+        strides = torch.empty_like(x, device="meta").stride()
+        return self.memory.view(x.dtype).as_strided(x.shape, strides)
+
+
+class _Part:
+    """Memory that is registered at once, and the ranges of it that are free, by address."""
+
+    def __init__(self, size: int, copies: torch.cuda.Stream | None) -> None:
+        self.size = size
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # processes of data loaders would copy pinned pages
+            with suppress(AttributeError, OSError):  # Linux only; a kernel may be built without
+                pages.madvise(getattr(mmap, advice))
+        self.memory = torch.frombuffer(pages, dtype=torch.uint8)  # holds the pages
+        if copies is not None:
+            _register(self.memory)
+            # The end of a process unregisters too, and waits for nothing: a failed run may have copies that never end.
+            weakref.finalize(self, _unregister, self.memory.data_ptr(), copies, os.getpid()).atexit = False
+        self._free = [(0, size)]  # start and end
+
+    def take(self, size: int) -> int | None:
+        """The start of the first free range of this size; None where there is none."""
+        for index, (start, end) in enumerate(self._free):
+            if end - start >= size:
+                self._free[index : index + 1] = [(start + size, end)] if end - start > size else []
+                return start
+        return None
+
+    def give_back(self, start: int, size: int) -> None:
+        """Free a range; neighbours become one."""
+        insort(self._free, (start, start + size))
+        merged: list[tuple[int, int]] = []
+        for first, end in self._free:
+            if merged and merged[-1][1] == first:
+                merged[-1] = (merged[-1][0], end)
+            else:
+                merged.append((first, end))
+        self._free = merged
+
+
+def _round_up(bytes: int, multiple: int) -> int:
+    return -(-bytes // multiple) * multiple
+
+
+def _register(memory: Tensor) -> None:
+    """Pin memory for CUDA. Raises ModelError with CUDA's number of the error."""
+    cudart: Any = torch.cuda.cudart()
+    if code := int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE)):
+        raise ModelError(
+            f"cudaHostRegister gave error {code} for {memory.numel():,} bytes of the host's memory "
+            f"({memory.numel() / _GIB:.2f} GiB); {_LESS}"
+        )
+
+
+def _unregister(address: int, copies: torch.cuda.Stream, process: int) -> None:
+    """Undo `_register`, once no copy is under way; not in a forked process. After a GPU's error CUDA refuses."""
+    if process == os.getpid():
+        with suppress(Exception):
+            copies.synchronize()
+            cudart: Any = torch.cuda.cudart()
+            cudart.cudaHostUnregister(address)
+
+
+def free_host_bytes(root: Path = Path("/")) -> int | None:
+    """Bytes of the host's memory that this process may still take, by Linux and by its control group; None: not known.
+
+    Files that Linux keeps in memory, and drops for others, count as free.
+    """
+    figures = [_meminfo(root / "proc/meminfo"), *_room_in_groups(root / "sys/fs/cgroup")]
+    known = [figure for figure in figures if figure is not None]
+    return max(0, min(known)) if known else None
+
+
+def _meminfo(file: Path) -> int | None:
+    with suppress(OSError, ValueError, IndexError):
+        for line in file.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _room_in_groups(folder: Path) -> list[int]:
+    """What limits of control groups leave, of version 2 and of version 1, as a container sees them."""
+    rooms = list[int]()
+    for base, limit, used, files in (
+        (folder, "memory.max", "memory.current", "inactive_file"),
+        (folder / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        with suppress(OSError, ValueError):  # no such group, or "max"
+            most, now = int((base / limit).read_text()), int((base / used).read_text())
+            statistics = dict(line.split() for line in (base / "memory.stat").read_text().splitlines())
+            rooms.append(most - now + int(statistics.get(files, 0)))
+    return rooms
+
+
+def check_host_room(bytes: int, world: World, what: str = "this run keeps on the host") -> None:
+    """Raise ModelError on all ranks where the ranks of a host ask for more bytes together than are free there.
+
+    >>> check_host_room(plan.host.total, world)
+
+    Entered by all ranks, each with its own number, before it takes any of them. A host whose memory is not known, as
+    on macOS, is not judged.
+    """
+    places = world.control.gather_objects((gethostname(), bytes, free_host_bytes()), "check of the host's memory")
+    for host in dict.fromkeys(name for name, _, _ in places):
+        of_ranks = [asked for name, asked, _ in places if name == host]
+        rooms = [free for name, _, free in places if name == host and free is not None]
+        total = sum(of_ranks)
+        if rooms and total > (room := min(rooms)):
+            raise on_all_ranks(
+                ModelError(
+                    f"{what} {total:,} bytes ({total / _GIB:.2f} GiB) for {plural(len(of_ranks), 'rank')} of host "
+                    f"{host}, at most {max(of_ranks):,} for one, and {room:,} are free there ({room / _GIB:.2f} GiB); "
+                    f"{_LESS}, start fewer ranks on a host, or use more hosts"
+                )
+            )

@@ -1,0 +1,155 @@
+"""Activations of decoder layers that wait in the host's memory between forward and backward, a layer at a time.
+
+On a GPU they are copied on a CUDA stream of their own, into memory that is registered once (`host_arena.py`). A layer's
+tensors leave the device when the second layer after it begins, and come back, all of them, when backward reaches the
+layer after it: of two neighbouring layers at most, tensors that wait on the host are on the device too. On a CPU they
+are copied at once, so that the same code runs.
+
+Memory of the device is taken and freed on the stream that computes, which waits for the copies by events: no block
+waits for the host to see that a copy has ended, however far the host is ahead.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from longspan.model.host_arena import HostArena, HostRange
+
+ON_DEVICE = 2  # layers: the one that runs and its neighbour
+
+
+class HostOffload:
+    """Where the layers of one model keep tensors on the host: `park = offload.open_layer(first=…)`, one a call.
+
+    >>> offload = HostOffload(HostArena(torch.device("cpu")))
+    >>> fetch = offload.open_layer(first=True)(torch.ones(3))
+    >>> fetch().tolist()
+    [1.0, 1.0, 1.0]
+
+    What a call parked comes back by `fetch`, in any order and as often as need be; its room is free again once nothing
+    holds `fetch`. The calls from a first layer to the next are a pass; nothing is fetched ahead from one to another.
+    """
+
+    def __init__(self, arena: HostArena) -> None:
+        self.arena = arena
+        self._last: weakref.ref[ParkedLayer] | None = None
+        self._on_device: deque[weakref.ref[ParkedLayer] | None] = deque()
+
+    def open_layer(self, *, first: bool) -> "ParkedLayer":
+        """The place of one call of a layer; `first`, if its pass begins with it."""
+        layer = ParkedLayer(self, None if first else self._last)
+        self._last = weakref.ref(layer)
+        self.hold(layer)
+        return layer
+
+    def pass_layer(self) -> None:
+        """Called before a layer that parks nothing: those before it are done with the device, as before any other."""
+        self.hold(None)
+
+    def hold(self, layer: "ParkedLayer | None") -> None:
+        """Let this layer's tensors be on the device, and those of the layers before its neighbour leave it."""
+        reference = None if layer is None else weakref.ref(layer)
+        if reference is not None and reference in self._on_device:
+            self._on_device.remove(reference)
+        self._on_device.append(reference)
+        while len(self._on_device) > ON_DEVICE:
+            reference = self._on_device.popleft()
+            if reference is not None and (earlier := reference()) is not None:
+                earlier.leave_device()
+
+
+class ParkedLayer:
+    """What one call of a layer keeps on the host; `fetch = park(x)` and later `x = fetch()`.
+
+    Fetching one tensor fetches all of them, and those of the layer before it in its pass.
+    """
+
+    def __init__(self, offload: HostOffload, before: "weakref.ref[ParkedLayer] | None") -> None:
+        self._offload, self._before = offload, before
+        self._on_host: list[tuple[HostRange, Tensor]] = []
+        self._on_device: dict[int, Tensor] = {}  # by index; from the allocator of the stream that computes
+        self._versions: dict[int, int] = {}
+        self._copied: torch.cuda.Event | None = None  # after the last copy, there or back
+
+    def __call__(self, x: Tensor) -> Callable[[], Tensor]:
+        """Copy a tensor to the host. One of another device, or without elements, stays where it is."""
+        x, arena = x.detach(), self._offload.arena
+        if x.device.type != arena.device.type or not x.numel():
+            return x.detach
+        place, index = arena.take(x.numel() * x.element_size()), len(self._on_host)
+        on_host = place.like(x)
+        self._on_host.append((place, on_host))
+        if (copies := arena.copies) is None:
+            on_host.copy_(x)
+        else:
+            copies.wait_stream(torch.cuda.current_stream(x.device))
+            with torch.cuda.stream(copies):
+                on_host.copy_(x, non_blocking=True)
+            self._note_copies(copies)
+            self._on_device[index], self._versions[index] = x, x._version
+        return partial(self.fetch, index)
+
+    def fetch(self, index: int) -> Tensor:
+        """A tensor as it was when it was parked."""
+        self._offload.hold(self)
+        if index not in self._on_device:
+            self.bring_back()
+        previous = None if self._before is None else self._before()
+        if previous is not None and not previous._on_device:
+            self._offload.hold(previous)
+            previous.bring_back()
+        if self._copied is not None:
+            torch.cuda.current_stream(self._offload.arena.device).wait_event(self._copied)
+        x = self._on_device.pop(index)
+        self._check_version(index, x)
+        return x
+
+    def bring_back(self) -> None:
+        """Begin to copy to the device what is not there."""
+        copies, device = self._offload.arena.copies, self._offload.arena.device
+        absent = [index for index in range(len(self._on_host)) if index not in self._on_device]
+        for index in absent:
+            self._versions.pop(index, None)
+            self._on_device[index] = torch.empty_like(self._on_host[index][1], device=device)
+        if copies is not None:  # after what used the memory before
+            copies.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(copies) if copies is not None else nullcontext():
+            for index in absent:
+                self._on_device[index].copy_(self._on_host[index][1], non_blocking=True)
+        if copies is not None:
+            self._note_copies(copies)
+
+    def _note_copies(self, copies: torch.cuda.Stream) -> None:
+        self._copied = torch.cuda.Event()
+        self._copied.record(copies)
+
+    def leave_device(self) -> None:
+        """Free what is on the device, after the copies that are under way."""
+        if self._copied is not None and self._on_device:
+            torch.cuda.current_stream(self._offload.arena.device).wait_event(self._copied)
+        for index, x in self._on_device.items():
+            self._check_version(index, x)
+        self._on_device.clear()
+
+    def _check_version(self, index: int, x: Tensor) -> None:
+        if x._version != self._versions.get(index, x._version):
+            raise RuntimeError(
+                f"a tensor {tuple(x.shape)} that a layer keeps on the host was modified by an inplace operation before "
+                "it had been copied; write x = x + y in place of x += y, or keep it on the device"
+            )
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # at the end of a process
+            for x in self._on_device.values():
+                if self._offload.arena.copies is not None:
+                    x.record_stream(self._offload.arena.copies)
+
+
+def park_saved_tensors(park: ParkedLayer) -> torch.autograd.graph.saved_tensors_hooks:
+    """Inside, the tensors that autograd saves wait in the host's memory."""
+    return torch.autograd.graph.saved_tensors_hooks(park, lambda fetch: fetch())

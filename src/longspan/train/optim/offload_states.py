@@ -1,0 +1,277 @@
+"""An optimizer whose moments wait in the host's memory, and are on the device a bucket at a time during an update.
+
+Each bucket's moments are copied to the device, updated there by the optimizer's own kernels, and copied back, so that
+parameters get the same bits as with moments on the device. On a GPU, two CUDA streams copy while it updates: the next
+bucket comes while the one before goes. No more than two buckets are on the device, of BUCKET_BYTES each, or of one
+parameter's moments where these are more and its optimizer takes no part of it. On a CPU the same code copies at once.
+
+Counts of steps and other single numbers stay on the device. Gradients and parameters are not moved.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from longspan.comm import World
+from longspan.comm.all_ranks import run_on_every_rank
+from longspan.errors import ConfigError
+from longspan.model.host_arena import HostArena, HostRange, check_host_room
+from longspan.model.weights.local_tensors import local_tensor
+from longspan.train.optim.state_parts import (
+    Bucket,
+    StateSizes,
+    check_one_by_one,
+    cut_into_buckets,
+    waits,
+    with_local,
+)
+
+BUCKET_BYTES = 256 << 20
+"""Moments of a bucket: 5 ms of a bus of 55 GB/s, a thousand times what it takes to start a copy; two take 0.5 GiB."""
+
+
+def offload_states(optimizer: Optimizer, world: World, *, bucket_bytes: int = BUCKET_BYTES) -> "OffloadedStates":
+    """The optimizer with its moments in the host's memory; call it once, after `prepare`, on all ranks together.
+
+    >>> optimizer = offload_states(torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True), world)
+    >>> result = run_step(model, plan, documents, world, optimizer=optimizer)
+
+    Use what it returns in place of `optimizer`, in schedulers and checkpoints too. Parameters get the same bits, and
+    checkpoints are the same files. The host's memory is taken now: on GPUs it is registered with CUDA, of exact size.
+    On the device a step takes at most two buckets of `bucket_bytes` for moments (`device_bytes`).
+
+    Raises ConfigError on every rank for an optimizer without states, for one that does not update a few parameters at a
+    time as it does all, and for states that are no plain tensors; ModelError where a host lacks the bytes.
+    """
+    if isinstance(optimizer, OffloadedStates):
+        raise ConfigError("the states of this optimizer wait on the host already; call offload_states once")
+
+    def measure() -> int:
+        check_one_by_one(optimizer)
+        return StateSizes(optimizer).total()
+
+    size = run_on_every_rank(world, measure, ConfigError)
+    if not world.control.reduce_object(size, max, "bytes of the optimizer's states"):
+        raise ConfigError(
+            f"{type(optimizer).__name__} keeps no states with these arguments, so that none can wait on the host; "
+            "leave out offload_states (train.offload_states = false)"
+        )
+    check_host_room(size, world, "moments of the optimizer on the host (train.offload_states) take")
+    return OffloadedStates(optimizer, world.device, bucket_bytes=bucket_bytes)
+
+
+class OffloadedStates(Optimizer):
+    """An optimizer whose states are in the host's memory, made by `offload_states`.
+
+    `state` holds them as tensors of the host, DTensors for parameters that are DTensors; they are complete when `step`
+    returns. Schedulers and hooks belong to this optimizer. `inner`, which updates, has no states of its own.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.inner, self._bucket_bytes = optimizer, bucket_bytes
+        optimizer.param_groups = self.param_groups
+        self._sizes = StateSizes(optimizer)
+        self._copies, self._arena = _Copies(device), HostArena(device, self._sizes.total())
+        self._places = dict[tuple[nn.Parameter, str], tuple[HostRange, Tensor]]()
+        states, optimizer.state = optimizer.state, defaultdict(dict)
+        for parameter in [p for group in self.param_groups for p in group["params"] if p in states]:
+            self.state[parameter] = self._on_host(parameter, states.pop(parameter))  # of steps before this
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host's memory that hold the states, from the beginning on."""
+        return self._arena.bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """The most bytes of the device that states take during a step in which every parameter has a gradient."""
+        sizes = [b.bytes for b in cut_into_buckets(self.inner, self._sizes, self._bucket_bytes, every=True)]
+        return int(max(map(sum, zip(sizes, [*sizes[1:], 0.0], strict=True)), default=0))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One update of every parameter that has a gradient; returns what `closure` does."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        buckets = [*cut_into_buckets(self.inner, self._sizes, self._bucket_bytes)]
+        before = {part.parameter: {**self.state.get(part.parameter, {})} for b in buckets for part in b.parts}
+        coming = self._fetch(buckets[0], before) if buckets else None
+        leaving = list[Tensor]()
+        for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
+            fetched, coming = coming, None
+            assert fetched is not None
+            self._copies.wait_for_stores()
+            leaving.clear()  # the bucket before is on the host: its memory of the device is free
+            if following is not None:
+                coming = self._fetch(following, before)
+            self._copies.wait_for_fetch(fetched.arrived)
+            leaving = self._store(bucket, self._update(bucket, fetched.states))
+        self._copies.finish()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; moments are copied to the host's memory, whatever device they come from."""
+        state_dict = {**state_dict}
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        states: dict[Any, dict[str, Any]] = state_dict["state"]
+        small = {key: {k: v for k, v in state.items() if not _has_numbers(v)} for key, state in states.items()}
+        self.inner.load_state_dict(state_dict | {"state": small})  # counts, settings, and all that a class checks
+        loaded, self.inner.state = self.inner.state, defaultdict(dict)
+        self.param_groups = self.inner.param_groups
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        parameters = dict(zip(saved, (p for group in self.param_groups for p in group["params"]), strict=True))
+        self.state = defaultdict(dict)
+        for key, state in states.items():
+            parameter = parameters[key]
+            values = {k: _cast(v, parameter, k) if _has_numbers(v) else loaded[parameter][k] for k, v in state.items()}
+            self.state[parameter] = self._on_host(parameter, values)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    # ---- one bucket
+
+    def _fetch(self, bucket: Bucket, before: Mapping[nn.Parameter, dict[str, Any]]) -> "_Fetched":
+        """Begin to copy a bucket's states to the device; those of its parameters `before` this step."""
+        states, pairs = list[dict[str, Any]](), list[tuple[Tensor, Tensor]]()
+        for part in bucket.parts:
+            state = dict[str, Any]()
+            for name, value in before[part.parameter].items():
+                if _has_numbers(value):
+                    host = part.numbers(local_tensor(value))
+                    pairs.append((torch.empty_like(host, device=self._copies.device), host))
+                    state[name] = part.state_on_device(value, pairs[-1][0])
+                else:  # a count, which the update of every part moves on
+                    state[name] = value.clone() if isinstance(value, Tensor) and not part.last else value
+            states.append(state)
+        return _Fetched(states, self._copies.fetch(pairs))
+
+    def _update(self, bucket: Bucket, states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Let the inner optimizer update the bucket's parts; returns their states on the device."""
+        inner, stand_ins = self.inner, [part.stand_in() for part in bucket.parts]
+        group = {**bucket.group, "params": stand_ins}
+        inner.param_groups = [group]
+        inner.state = defaultdict(dict, {p: state for p, state in zip(stand_ins, states, strict=True) if state})
+        try:
+            inner.step()
+            return [inner.state.get(p, {}) for p in stand_ins]
+        finally:
+            inner.param_groups, inner.state = self.param_groups, defaultdict(dict)
+            bucket.group.update({key: value for key, value in group.items() if key != "params"})
+
+    def _store(self, bucket: Bucket, states: Sequence[dict[str, Any]]) -> list[Tensor]:
+        """Begin to copy updated states to the host; returns those that must stay on the device until they are there."""
+        pairs = list[tuple[Tensor, Tensor]]()
+        for part, new_state in zip(bucket.parts, states, strict=True):
+            state = self.state[part.parameter]
+            for name, value in new_state.items():
+                if waits(value, part.parameter):
+                    state[name] = host = self._place(part.parameter, name, value, whole=part.whole)
+                    pairs.append((part.numbers(local_tensor(host)), local_tensor(value)))
+                else:
+                    state[name] = value
+        self._copies.store(pairs)
+        return [value for _, value in pairs]
+
+    # ---- the host's memory
+
+    def _on_host(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A parameter's state with its numbers in the host's memory."""
+        values = dict(state)
+        for name, value in state.items():
+            if _has_numbers(value):
+                values[name] = host = self._place(parameter, name, value, whole=True)
+                local_tensor(host).copy_(local_tensor(value))
+        return values
+
+    def _place(self, parameter: nn.Parameter, name: str, value: Tensor, *, whole: bool) -> Tensor:
+        """The tensor of the host for a state of this parameter: made once, and the same in later steps.
+
+        It is like `value`; where that is a part's, like the parameter, with the type of `value`.
+        """
+        like, local = (value if whole else parameter.detach()), local_tensor(parameter.detach())
+        if (shape := local_tensor(like).shape) != local.shape:  # a state of another shape, such as a sum of each row
+            local = local_tensor(like)
+        memory = self._places.get((parameter, name))
+        if memory is None or (memory[1].shape, memory[1].dtype) != (shape, value.dtype):
+            place = self._arena.take(local.numel() * value.dtype.itemsize)
+            memory = place, place.like(torch.empty_like(local, dtype=value.dtype, device="meta"))
+            self._places[parameter, name] = memory
+        return with_local(like, memory[1])
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """The states of a bucket's parts on the device, and the event after which they are there (None: now)."""
+
+    states: list[dict[str, Any]]
+    arrived: torch.cuda.Event | None
+
+
+class _Copies:
+    """Copies to a GPU and back, each way on a stream of its own; for a CPU, copies at once.
+
+    The GPU's memory is taken and freed on the stream that updates, which waits for the copies, so that no block waits
+    for the host to see that a copy has ended.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        on_gpu = device.type == "cuda"
+        self._to_device = torch.cuda.Stream(device) if on_gpu else None
+        self._to_host = torch.cuda.Stream(device) if on_gpu else None
+
+    def fetch(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
+        """Copy into each first tensor, just made, the second one; returns the event to wait for."""
+        return self._copy(pairs, self._to_device)
+
+    def store(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copy into each first tensor, of the host, the second one, which stays until `wait_for_stores`."""
+        self._copy(pairs, self._to_host)
+
+    def _copy(
+        self, pairs: Iterable[tuple[Tensor, Tensor]], stream: torch.cuda.Stream | None
+    ) -> torch.cuda.Event | None:
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        if stream is None:
+            return None
+        arrived = torch.cuda.Event()
+        arrived.record(stream)
+        return arrived
+
+    def wait_for_fetch(self, arrived: torch.cuda.Event | None) -> None:
+        """Let what is computed next wait for a bucket to arrive."""
+        if arrived is not None:
+            torch.cuda.current_stream(self.device).wait_event(arrived)
+
+    def wait_for_stores(self) -> None:
+        """Let what is computed next wait for all that is on its way to the host."""
+        if self._to_host is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._to_host)
+
+    def finish(self) -> None:
+        """Return once all is on the host, and let what is computed next wait for it too."""
+        self.wait_for_stores()
+        if self._to_host is not None:
+            self._to_host.synchronize()
+
+
+def _has_numbers(value: Any) -> bool:
+    """Whether a state is more than a count: it waits on the host."""
+    return isinstance(value, Tensor) and value.ndim > 0
+
+
+def _cast(value: Tensor, parameter: Tensor, name: str) -> Tensor:
+    """A loaded state in the type that torch's `load_state_dict` gives it."""
+    return value.to(parameter.dtype) if parameter.is_floating_point() and name != "step" else value

@@ -1,0 +1,255 @@
+"""What an update handles at a time where moments wait on the host: parts of parameters, in buckets of bounded bytes.
+
+Optimizers of torch that update each number by itself get a large parameter in parts, with the same bits; others get
+whole parameters, a few at a time. What their states take is found by updates of small tensors, before the first step.
+"""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from longspan.errors import ConfigError
+from longspan.model.weights.local_tensors import local_tensor
+from longspan.train.optim.stochastic_rounding import StochasticRounding
+
+BY_NUMBER = {
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),
+    *(optim.Adadelta, optim.Adagrad, optim.RMSprop, optim.Rprop, optim.ASGD),
+}
+CUT = 1024  # numbers: a part begins at a multiple, so that kernels treat its numbers as they do in the whole
+ALIGNMENT = 256  # bytes of each state's place on the host
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Numbers `start` to `stop` of a parameter's local tensor; `whole`: the parameter itself, of any layout.
+
+    `last`: no part of this parameter follows.
+    """
+
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    whole: bool
+    last: bool
+
+    def numbers(self, local: Tensor) -> Tensor:
+        """This part of the parameter's local tensor, its gradient's, or that of a state; a view."""
+        return local if self.whole else local.view(-1)[self.start : self.stop]
+
+    def stand_in(self) -> nn.Parameter:
+        """A parameter with the same memory, and gradient, which an optimizer updates in place of the part.
+
+        It is a DTensor where the parameter is one, so that the optimizer chooses the same kernels.
+        """
+        if self.whole:
+            return self.parameter
+        assert self.parameter.grad is not None
+        stand_in = nn.Parameter(self._like_parameter(local_tensor(self.parameter.detach())))
+        stand_in.grad = self._like_parameter(local_tensor(self.parameter.grad))
+        return stand_in
+
+    def state_on_device(self, value: Tensor, local: Tensor) -> Tensor:
+        """The state of the stand-in, from that of the parameter on the host and this part of it on the device."""
+        if self.whole:
+            return with_local(value, local)
+        return replicated(local, value) if isinstance(value, DTensor) else local
+
+    def _like_parameter(self, local: Tensor) -> Tensor:
+        numbers = self.numbers(local)
+        return replicated(numbers, self.parameter) if isinstance(self.parameter, DTensor) else numbers
+
+
+def replicated(local: Tensor, like: DTensor) -> DTensor:
+    """A DTensor on the same mesh that claims to be whole here: what is done with it number by number stays here."""
+    mesh = like.device_mesh
+    return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def with_local(value: Tensor, local: Tensor) -> Tensor:
+    """A tensor sharded as `value` is, with this local tensor, which may be on another device than the mesh."""
+    if not isinstance(value, DTensor):
+        return local
+    spec = value._spec
+    assert spec.tensor_meta is not None
+    spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+    # `from_local` would copy a tensor of the host to the mesh's device; FSDP2 places parameters on the host like this
+    return DTensor(local, spec, requires_grad=False)
+
+
+def comes_apart(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
+    """Whether the optimizer may update any part of the parameter by itself."""
+    local = local_tensor(parameter.detach())
+    gradient = local if parameter.grad is None else local_tensor(parameter.grad)
+    is_flat = local.ndim > 0 and local.is_contiguous() and gradient.is_contiguous() and local.shape == gradient.shape
+    return type(optimizer) in BY_NUMBER and is_flat
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parts of parameters of one group that are updated together."""
+
+    group: dict[str, Any]
+    parts: tuple[Part, ...]
+    bytes: float
+
+
+def cut_into_buckets(
+    optimizer: Optimizer, sizes: "StateSizes", bucket_bytes: int, *, every: bool = False
+) -> Iterator[Bucket]:
+    """The parameters that have gradients, or `every` one, in order, in buckets whose states take so many bytes at most.
+
+    Only a parameter that does not come apart may take more.
+    """
+    for index, group in enumerate(optimizer.param_groups):
+        parts, filled = list[Part](), 0.0
+        for parameter in group["params"]:
+            if parameter.grad is None and not every:
+                continue
+            number_bytes = sizes.bytes_of(index, parameter) / max(local_tensor(parameter.detach()).numel(), 1)
+            for part in _parts(optimizer, parameter, number_bytes, bucket_bytes):
+                part_bytes = number_bytes * (part.stop - part.start)
+                if parts and filled + part_bytes > bucket_bytes:
+                    yield Bucket(group, tuple(parts), filled)
+                    parts, filled = [], 0.0
+                parts.append(part)
+                filled += part_bytes
+        if parts:
+            yield Bucket(group, tuple(parts), filled)
+
+
+def _parts(optimizer: Optimizer, parameter: nn.Parameter, number_bytes: float, bucket_bytes: int) -> Iterator[Part]:
+    """A parameter in parts whose states fill a bucket; in one where they take less, or where it does not come apart."""
+    numel = local_tensor(parameter.detach()).numel()
+    if not comes_apart(optimizer, parameter):
+        yield Part(parameter, 0, numel, whole=True, last=True)
+        return
+    step = numel if numel * number_bytes <= bucket_bytes else max(int(bucket_bytes / number_bytes) // CUT, 1) * CUT
+    for start in range(0, max(numel, 1), max(step, 1)):
+        stop = min(numel, start + step)
+        yield Part(parameter, start, stop, whole=False, last=stop == numel)
+
+
+# ---- what states take, and whether parts may be updated one after another
+
+
+class StateSizes:
+    """The bytes that an optimizer's states take on the host, found by an update of a small tensor of each kind.
+
+    >>> StateSizes(AdamW([nn.Parameter(torch.zeros(64))])).bytes_of(0, parameter)
+    512
+
+    Where states are not numbers like the parameter's, a tensor of its local shape is updated. Raises ConfigError for
+    states that cannot wait on the host.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        kind = optimizer.kind if isinstance(optimizer, StochasticRounding) else type(optimizer)
+        self._by_number = kind in BY_NUMBER
+        self._bytes = dict[Any, tuple[int, ...]]()
+
+    def bytes_of(self, group: int, parameter: nn.Parameter) -> int:
+        """Bytes of the states of a parameter of this group, each rounded up to whole places of ALIGNMENT."""
+        local = local_tensor(parameter.detach())
+        shape = (min(local.numel(), 1),) * min(local.ndim, 1) if self._by_number else tuple(local.shape)
+        key = group, local.dtype, shape
+        if key not in self._bytes:
+            self._bytes[key] = self._state_bytes(group, local.new_zeros(shape))
+        scale = local.numel() if self._by_number else 1
+        return sum(-(-size * scale // ALIGNMENT) * ALIGNMENT for size in self._bytes[key])
+
+    def total(self) -> int:
+        """Bytes of all states of the parameters that are here."""
+        groups = enumerate(self._optimizer.param_groups)
+        return sum(self.bytes_of(index, p) for index, group in groups for p in group["params"] if p.requires_grad)
+
+    def _state_bytes(self, group: int, values: Tensor) -> tuple[int, ...]:
+        parameter = nn.Parameter(values)
+        parameter.grad = torch.zeros_like(values)
+        shadow = shadow_of(self._optimizer, self._optimizer.param_groups[group], [parameter])
+        shadow.step()
+        state = shadow.state[parameter]
+        for name, value in state.items():
+            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            if tensors and (tensors[0] is not value or type(value) not in (Tensor, nn.Parameter)):
+                raise ConfigError(
+                    f"{type(self._optimizer).__name__} keeps {name!r} as {type(value).__name__}; only plain tensors "
+                    "wait on the host: use adamw, or keep its states on the device (train.offload_states = false)"
+                )
+        return tuple(value.nbytes for value in state.values() if waits(value, parameter))
+
+
+def waits(value: Any, parameter: Tensor) -> bool:
+    """Whether a state waits on the host: numbers for those of the parameter, not a count of steps."""
+    return isinstance(value, Tensor) and value.ndim > 0 and value.device == parameter.device
+
+
+def shadow_of(optimizer: Optimizer, group: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> Optimizer:
+    """The optimizer with other parameters, and no states, in a group with these settings; it stays as it is."""
+    shadow = object.__new__(type(optimizer))
+    shadow.__dict__.update(optimizer.__dict__)
+    shadow.__dict__.pop("step", None)  # a scheduler of torch puts there a step of the optimizer itself
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(shadow, hooks, OrderedDict())
+    settings = deepcopy({key: value for key, value in group.items() if key != "params"})
+    shadow.param_groups, shadow.state = [settings | {"params": [*parameters]}], defaultdict(dict)
+    return shadow
+
+
+def check_one_by_one(optimizer: Optimizer) -> None:
+    """Raise ConfigError for an optimizer that updates parameters otherwise together than one after another.
+
+    Small tensors of the dims of the parameters are updated both ways; nothing of the optimizer changes.
+    """
+    if type(optimizer) in BY_NUMBER or isinstance(optimizer, StochasticRounding):
+        return
+    for group in optimizer.param_groups:
+        shapes = {tuple(min(size, 4) for size in local_tensor(p.detach()).shape): p for p in group["params"]}
+        like = [p for p in shapes.values() for _ in range(2)]
+        if difference := _difference(optimizer, group, [*shapes, *shapes], like):
+            raise ConfigError(
+                f"{type(optimizer).__name__} cannot update a few parameters at a time, as states on the host need: "
+                f"{difference}; use adamw, sgd, or keep its states on the device (train.offload_states = false)"
+            )
+
+
+STEPS = 3
+
+
+def _difference(optimizer: Optimizer, group: Mapping[str, Any], shapes: Any, like: Sequence[nn.Parameter]) -> str:
+    """Describe how an update of all parameters differs from updates of one after another; "" if it does not."""
+    draws = torch.Generator().manual_seed(0)
+    values = [
+        torch.randn(shape, generator=draws).to(local_tensor(p.detach())) for shape, p in zip(shapes, like, strict=True)
+    ]
+    together, single = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
+    at_once, one_by_one = shadow_of(optimizer, group, together), shadow_of(optimizer, group, ())
+    for _ in range(STEPS):
+        for a, b in zip(together, single, strict=True):
+            a.grad = torch.randn(a.shape, generator=draws).to(a)
+            b.grad = a.grad.clone()
+        at_once.step()
+        for parameter in single:
+            one_by_one.param_groups[0]["params"] = [parameter]
+            one_by_one.step()
+    if not all(map(torch.equal, together, single)):
+        return "together they become others than one after another"
+    changed = [
+        key
+        for key, value in at_once.param_groups[0].items()
+        if key != "params" and not _same(value, one_by_one.param_groups[0][key])
+    ]
+    return f"it counts in the group's {changed[0]!r}" if changed else ""
+
+
+def _same(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) else a == b
