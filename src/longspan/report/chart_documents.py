@@ -141,8 +141,8 @@ def stacked_document(
         tag("rect", width=WIDTH, height=round(bottom + 34), fill="#fff"),
         *(label(line, 12, 20 + LINE * i, "start", "" if i else "title") for i, line in enumerate(titles)),
         *_stack_legend(names, top - 20),
-        *(part for i, bar in enumerate(bars) for part in _stack_row(bar, names, top + ROW * i, scale)),
         *_reference_line(reference, scale, top, bottom),
+        *(part for i, bar in enumerate(bars) for part in _stack_row(bar, names, top + ROW * i, scale)),
         label(unit, 12, bottom + 20, "start"),
         xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {WIDTH} {bottom + 34:.0f}",
@@ -165,4 +165,4 @@ def _stack_row(bar: StackedBar, names: Sequence[str], y: float, scale: float) ->
         width = bar.parts.get(name, 0.0) * scale
         yield tag("rect", x=x, y=y, width=width, height=BAR, fill=FILLS[place])
         x += width
-    yield label(bar.words, x + 8, y + BAR / 2 + 4, "start")
+    yield label(bar.words, x + 8, y + BAR / 2 + 4, "start", "halo")

@@ -21,7 +21,7 @@ from longspan.cli.plans.fit import (
 )
 from longspan.cli.plans.positions import position_notes, with_positions
 from longspan.cli.plans.run_documents import RunDocuments, sampled_steps
-from longspan.cli.plans.run_on_gpus import RunOnGpus, leanest, notes_of
+from longspan.cli.plans.run_on_gpus import RunOnGpus, leanest
 from longspan.config.sections import TrainConfig
 from longspan.errors import PlanError, plural
 
@@ -34,7 +34,13 @@ def answer_longest(run: RunOnGpus, given: frozenset[str], choices: Choices) -> A
     degree = _degree(run, choices)
     tokens, way = longest_under(run, run.fixed, degree=degree)
     if not tokens:
-        return _refused(f"a document of {UNIT * run.home.slots:,} tokens", run, [Documents((UNIT * run.home.slots,))], given, choices)
+        return _refused(
+            f"a document of {UNIT * run.home.slots:,} tokens",
+            run,
+            [Documents((UNIT * run.home.slots,))],
+            given,
+            choices,
+        )
     fit = _with_positions(fit_of(way, [Documents((tokens,))]), tokens)
     columns = [*(_longest_column(run, name, degree) for name in COLUMNS), Column("auto", fit.memory, tokens, True)]
     title = f"the longest document has {tokens:,} tokens"
@@ -101,7 +107,7 @@ def _answer(title: str, run: RunOnGpus, fit: Fit, given: frozenset[str], columns
         columns=tuple(columns),
         fit=fit,
         given=given,
-        notes=(*notes_of(fit.run), *position_notes(fit.run, _longest_of(fit))),
+        notes=tuple(position_notes(fit.run, _longest_of(fit))),
         degrees=degrees_of(fit.plans),
     )
 
@@ -152,7 +158,6 @@ def _refused(
         fit=other and _with_positions(other, longest),
         refusal=str(error or ""),
         given=given,
-        notes=tuple(notes_of(run)),
     )
     return _with_longest(answer, choices)
 
@@ -160,7 +165,7 @@ def _refused(
 def _without_measures_by_hand(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fit | None:
     """The way on the same GPUs if no measure is given by hand; None where none is, or it does not fit either."""
     usual, parallel = TrainConfig(), replace(run.config.parallel, reshard_after_forward=True)
-    free = replace(run.config.train, **{key: getattr(usual, key) for key in BY_HAND if hasattr(usual, key)})
+    free = replace(run.config.train, **{key: getattr(usual, key) for key in BY_HAND})
     config = replace(run.config, train=free, parallel=parallel)
     if config == run.config:
         return None

@@ -10,7 +10,7 @@ from typing import Any
 
 from longspan.cli.plans.gpus import Gpus
 from longspan.config.keys import AUTO
-from longspan.config.memory_keys import check_measures, checkpointing_by_hand
+from longspan.config.memory_keys import check_measures
 from longspan.config.sections import RunConfig
 from longspan.layout import Layout
 from longspan.model.presets import PRESETS
@@ -27,14 +27,12 @@ from longspan.plan import (
 )
 from longspan.plan.cost.machine import CostSettings
 from longspan.plan.cost.model_shape import ModelShape, read_query_heads
-from longspan.plan.memory.settings import MOMENTS
 from longspan.run.checks.check_model import check_lora, check_model, check_mtp_section, check_precision
 from longspan.run.checks.check_plans import check_plans
 from longspan.run.checks.check_training import check_mode, check_numbers, check_parallel, check_pipeline
 from longspan.train.plans import PlanChoice, home_of
+from longspan.train.plans.memory_settings import fixed_keys, memory_settings_of
 
-BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
-OTHER_MOMENTS = 2.0  # of an optimizer whose states are not known
 # Without copies to the host and second exchanges, which the prices of plans leave out.
 _PRICED_AS = {"selective": "exchanged", "selective+host": "exchanged", "full+host": "full"}
 
@@ -87,8 +85,9 @@ class RunOnGpus:
     @cached_property
     def settings(self) -> MemorySettings:
         """What of the keys decides the run's bytes."""
-        rows = self.image_rows / self.home.slots
-        return memory_settings(self.config, target_share=self.target_share, image_rows=rows)
+        rows, most = int(self.image_rows / self.home.slots), self.config.encoder.max_rows
+        rows = min(rows, most) if most else rows
+        return memory_settings_of(self.config, target_share=self.target_share, encoder_rows=rows)
 
     @cached_property
     def heads(self) -> int | None:
@@ -136,17 +135,8 @@ class RunOnGpus:
 
     @property
     def fixed(self) -> FixedMemory:
-        """The keys of memory that are given by hand; with train.memory "none" all of them are."""
-        train, kind = self.config.train, checkpointing_by_hand(self.config.train)
-        by_hand = train.memory == "none"
-        kind = kind or ("none" if by_hand else None)
-        return FixedMemory(
-            measure=kind,
-            layers=None if kind in (None, "none") else train.recompute_layers,
-            offload=train.offload_activations or (False if by_hand else None),
-            gathered_once=not self.config.parallel.reshard_after_forward or (False if by_hand else None),
-            offload_states=self.settings.offload_states or (False if by_hand else None),
-        )
+        """The keys of memory that are given by hand."""
+        return fixed_keys(self.config)
 
     def memory_of(self, plans: Sequence[Plan], fixed: FixedMemory | None = None) -> MemoryPlan:
         """The fastest plan of memory of these plans. Raises PlanError, with the bytes, where none fits."""
@@ -227,53 +217,3 @@ def model_type(config_class: str) -> str:
     if name.startswith("Granite"):
         return name.lower()
     return "".join("_" * (i > 0 and c.isupper()) + c.lower() for i, c in enumerate(name))
-
-
-def memory_settings(config: RunConfig, *, target_share: float = 1.0, image_rows: float = 0.0) -> MemorySettings:
-    """What of a configuration decides the bytes of its run on GPUs; `image_rows` are those of a slot in a step.
-
-    >>> memory_settings(RunConfig()).parameter_bytes
-    4
-    """
-    train, parallel, model, encoder = config.train, config.parallel, config.model, config.encoder
-    compute = model.compute_dtype
-    if compute == AUTO:
-        compute = "bfloat16" if model.dtype == "float32" else model.dtype
-    rows = min(image_rows, encoder.max_rows) if encoder.max_rows else image_rows
-    trained = encoder.train or ("none" if config.lora.rank else "all")
-    return MemorySettings(
-        parameter_bytes=BYTES[model.dtype],
-        compute_bytes=BYTES[compute],
-        state_numbers=state_numbers(config),
-        lora_rank=config.lora.rank,
-        lora_targets=config.lora.targets,
-        depths=config.mtp.depths,
-        gathered_once=not parallel.reshard_after_forward,
-        offload_states=getattr(train, "offload_states", False),
-        loss_chunk_rows=train.loss_chunk_rows,
-        target_share=target_share,
-        fused_norms=train.fused_norms != "off",
-        schedule=parallel.pipeline_schedule,
-        vpp=parallel.vpp,
-        free=config.context.mode == "free",
-        sequence_parallel=parallel.sequence_parallel,
-        encoder_rows=int(rows),
-        encoder_recomputed=encoder.recompute,
-        encoder_trained=trained,
-    )
-
-
-def state_numbers(config: RunConfig) -> float:
-    """Numbers of state that the optimizer keeps of a weight; two where they are not known."""
-    train = config.train
-    if train.optimizer == "sgd":
-        return 1.0 if any(argument.startswith("momentum=") for argument in train.optimizer_arguments) else 0.0
-    return MOMENTS.get(train.optimizer, OTHER_MOMENTS)
-
-
-def notes_of(run: RunOnGpus) -> list[str]:
-    """What the figures of a run assume or leave out, in lines."""
-    config, notes = run.config, list[str]()
-    if config.train.optimizer not in MOMENTS:
-        notes.append(f"states of {config.train.optimizer} are taken as two numbers of each weight, as adamw has them")
-    return notes
