@@ -18,7 +18,7 @@ help:
 	@echo "#   make check    format, lint, types, import contracts, names"
 	@echo "#   make format   let ruff rewrite what make check would complain of"
 	@echo "#   make test-all the tests, and the whole tables of attention and of training (hours on two cores)"
-	@echo "#   make test-gpu the tests of tests/over_nccl.py over NCCL, one rank a GPU; goes on where it was ended (PART=attention: one part)"
+	@echo "#   make test-gpu the tests of tests/over_nccl.py over NCCL, one rank a GPU; goes on where it was ended (PART=attention: one part; RANKS_PER_GPU=8: ranks share a GPU)"
 	@echo "#   make test-oldest the tests with the oldest torch and transformers that we support (downloads several GB)"
 	@echo "#   make predictions  measured steps of bench/records beside what planners say; fails above 5 %"
 	@echo "#   make size     lines by folder, and the largest files"
@@ -53,7 +53,7 @@ test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "whole or not whole"
 
 test-gpu: $(VENV)/.dev
-	$(BIN)/python -m pytest --backend nccl -m nccl --resume=runs/test-gpu.jsonl $(if $(PART),--part $(PART))
+	$(BIN)/python -m pytest --backend nccl -m nccl --resume=runs/test-gpu.jsonl $(if $(PART),--part $(PART)) $(if $(RANKS_PER_GPU),--ranks-per-gpu $(RANKS_PER_GPU))
 
 $(OLDEST)/.dev: pyproject.toml
 	@echo "installing the oldest torch and transformers that we support into $(OLDEST) (several GB)"

@@ -28,6 +28,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--backend", choices=["gloo", "nccl"], default="gloo", help="what distributed tests open their worlds with"
     )
+    parser.addoption(
+        "--ranks-per-gpu", type=int, default=1, help="with --backend nccl: ranks that share a GPU, over sockets"
+    )
     parser.addoption("--part", choices=list(PARTS), help="of the tests marked nccl, those of this part")
     parser.addoption(
         "--resume", type=Path, metavar="FILE", help="write outcomes to this file, and leave out what passed there"
@@ -46,8 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(folder.cleanup)
     if config.getoption("--backend") == "nccl":
         from longspan import testing
-        from tests.launch.rank_pool import run_on_gpus
+        from tests.launch.rank_pool import RANKS_PER_GPU, run_on_gpus
 
+        os.environ[RANKS_PER_GPU] = str(config.getoption("--ranks-per-gpu"))
         testing.run_on_gpus = run_on_gpus
     if (path := config.getoption("--resume")) is not None:
         config.pluginmanager.register(Resumed(path))

@@ -37,18 +37,30 @@ class Nodes:
     gpus: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
-    def on_this_machine(cls, count: int, ranks: int = 0, *, on_cpus: int = 4, cpu: bool = False) -> "Nodes":
+    def on_this_machine(
+        cls, count: int, ranks: int = 0, *, on_cpus: int = 4, cpu: bool = False, same_gpus: bool = False
+    ) -> "Nodes":
         """Nodes that share out this machine's GPUs, with `ranks` of them each (0: as many as there are).
 
-        Without GPUs, or with `cpu`, a node has `ranks` or `on_cpus` ranks. Raises ValueError if the GPUs are too few.
+        Without GPUs, or with `cpu`, a node has `ranks` or `on_cpus` ranks. With `same_gpus` every node has the first
+        `ranks` GPUs (0: all), which take turns: results are right, times are not those of as many GPUs. Raises
+        ValueError if the GPUs are too few.
         """
         gpus = () if cpu else _visible_gpus()
         if not gpus:
             return cls(count, ranks or on_cpus)
+        if same_gpus:
+            ranks = ranks or len(gpus)
+            if ranks > len(gpus):
+                raise ValueError(f"a node of {ranks} ranks needs {ranks} GPUs, and this machine has {len(gpus)}")
+            return cls(count, ranks, (gpus[:ranks],) * count)
         ranks = ranks or len(gpus) // count
         if not ranks or count * ranks > len(gpus):
             need = f"{count} nodes of {max(1, ranks)} rank(s) need {count * max(1, ranks)} GPUs"
-            raise ValueError(f"{need}, and this machine has {len(gpus)}; give fewer ranks, or ranks on CPUs")
+            raise ValueError(
+                f"{need}, and this machine has {len(gpus)}; give fewer ranks, nodes on the same GPUs (--same-gpus), or "
+                "ranks on CPUs"
+            )
         return cls(count, ranks, tuple(tuple(gpus[node * ranks : (node + 1) * ranks]) for node in range(count)))
 
     def __str__(self) -> str:

@@ -5,7 +5,8 @@ bench/two_nodes.sh --ranks 2 --rate 50M longspan bench calibrate --out machine.j
 bench/two_nodes.sh python script.py
 
 COMMAND is `longspan …`, `python …`, a script or a program, without torchrun: each node is a torchrun of its own. GPUs
-are shared out between the nodes; without GPUs, ranks are on CPUs with gloo. NCCL and gloo use sockets between nodes.
+are shared out between the nodes, or with --same-gpus each node has all of them; without GPUs, ranks are on CPUs with
+gloo. NCCL and gloo use sockets between nodes.
 With --rate each node has a network of its own with a link of that speed to the other, if this system allows network
 namespaces (as root, or by `unshare --map-root-user`; `ip` and `tc` are needed). Inside a node there is no limit. The
 nodes then reach nothing outside of this machine.
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     try:
         words = torchrun_words(options.command)
-        nodes = Nodes.on_this_machine(options.nodes, options.ranks, cpu=options.cpu)
+        nodes = Nodes.on_this_machine(options.nodes, options.ranks, cpu=options.cpu, same_gpus=options.same_gpus)
     except ValueError as error:
         _say(f"error: {error}")
         return 2
@@ -113,6 +114,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=_count, default=0, help="of each node (its share of the GPUs; 4 on CPUs)")
     parser.add_argument("--rate", type=bytes_per_second, help="bytes a second between nodes, each way: 2.65G, 50M")
     parser.add_argument("--cpu", action="store_true", help="leave GPUs aside")
+    parser.add_argument(
+        "--same-gpus", action="store_true", help="all nodes on the same GPUs, which take turns: right results, slower"
+    )
     parser.add_argument("command", nargs=argparse.PARSER, metavar="COMMAND", help="with its own flags")
     return parser
 

@@ -20,13 +20,14 @@ from tests.attention.cases import (
     wide_table,
     worst_errors,
 )
+from tests.launch.rank_pool import most_ranks
 
 SEED = int(os.environ.get("LONGSPAN_TEST_SEED", "0"))
 
 
 def needs(ranks):
     """Skip where the backend has fewer devices than ranks."""
-    if backend() == "nccl" and torch.cuda.device_count() < ranks:
+    if backend() == "nccl" and most_ranks() < ranks:
         pytest.skip(f"{ranks} ranks need {ranks} GPUs, this machine has {torch.cuda.device_count()}")
 
 

@@ -5,6 +5,7 @@ anything; a suite of tests spends most of its time there. Fresh ranks for every 
 """
 
 import atexit
+import os
 import tempfile
 import unittest
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ from longspan.launch.launch import pickle_call
 from longspan.launch.local_ranks import LocalRanks
 from tests.launch.process_state import ProcessState
 
+RANKS_PER_GPU = "LONGSPAN_TEST_RANKS_PER_GPU"
+SLOWER = 4  # times as long may a test take where ranks share a GPU
 READY_SECONDS = 30.0  # a rank that has not put back what a call changed by then is ended
 
 
@@ -72,14 +75,34 @@ class RankPool:
             self._folder = None
 
 
+def most_ranks() -> int:
+    """Ranks that a test can have under `pytest --backend nccl`."""
+    return torch.cuda.device_count() * int(os.environ[RANKS_PER_GPU])
+
+
 @cache
-def _gpu_pool() -> RankPool:
-    """One rank for each GPU, for all calls of this process."""
-    return RankPool(torch.cuda.device_count())
+def _gpu_pool(ranks_of_gpu: int) -> RankPool:
+    """So many ranks for each GPU, for all calls of this process."""
+    return RankPool(ranks_of_gpu * torch.cuda.device_count())
 
 
 def run_on_gpus(fn: Callable[..., Any], n: int, args: Sequence[Any], timeout: float) -> list[Any]:
-    """`run_ranks` under `pytest --backend nccl`; a test that needs more ranks than there are GPUs is skipped."""
-    if n > torch.cuda.device_count():
-        raise unittest.SkipTest(f"needs {n} GPUs, this machine has {torch.cuda.device_count()}")
-    return _gpu_pool().run(fn, n, args, timeout=timeout)
+    """`run_ranks` under `pytest --backend nccl`; a test that needs more ranks than there are GPUs is skipped.
+
+    With `--ranks-per-gpu` several ranks share a GPU, which takes turns.
+    """
+    gpus, ranks_of_gpu = torch.cuda.device_count(), int(os.environ[RANKS_PER_GPU])
+    if n > gpus * ranks_of_gpu:
+        each = f" of {ranks_of_gpu} ranks each" if ranks_of_gpu > 1 else ""
+        raise unittest.SkipTest(f"needs {n} GPUs, this machine has {gpus}{each}")
+    pool = _gpu_pool(ranks_of_gpu)
+    if ranks_of_gpu == 1:
+        return pool.run(fn, n, args, timeout=timeout)
+    return pool.run(_share_gpu, n, (gpus, fn, *args), timeout=SLOWER * timeout)
+
+
+def _share_gpu(rank: int, gpus: int, fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn` on a GPU that other ranks use too. NCCL takes it for one of another host, and uses sockets."""
+    os.environ |= {"LOCAL_RANK": str(rank % gpus), "NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+    os.environ["NCCL_NET"] = "Socket"
+    return fn(rank, *args)

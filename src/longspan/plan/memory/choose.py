@@ -12,7 +12,6 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan.cost.machine import Machine
 from longspan.plan.memory.bytes import gib
-from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.memory_plan import MemoryNeeds, MemoryPlan
 from longspan.plan.memory.seconds import added_seconds
 from longspan.plan.memory.settings import MEASURES, Measure, MemoryBudget, MemorySettings
@@ -184,8 +183,3 @@ def longest_document(
         middle = (low + high) // 2
         low, high = (middle, high) if fitting(middle * unit) is not None else (low, middle)
     return low * unit * home.slots, fitting(low * unit) if low else None
-
-
-def widest_load(needs: MemoryNeeds) -> SlotLoad:
-    """The load of most rows."""
-    return max(needs.loads)

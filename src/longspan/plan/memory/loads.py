@@ -19,7 +19,7 @@ class SlotLoad:
 
     `exchanged_rows` of them are in groups that exchange heads, with key/value heads for `exchanged_key_rows` (more,
     where members need copies of a head). A ring's blocks have at most `ring_rows`; `gathered_rows` are all rows of a group
-    whose keys and values are gathered. `later` micro-batches find the gradients of earlier ones.
+    whose keys and values are gathered. Documents lie on the slot in so many `runs`. `later` micro-batches find the gradients of earlier ones.
     """
 
     rows: int
@@ -27,6 +27,7 @@ class SlotLoad:
     exchanged_key_rows: float = 0.0
     ring_rows: int = 0
     gathered_rows: int = 0
+    runs: int = 1
     later: bool = False
 
     def covers(self, other: "SlotLoad") -> bool:
@@ -41,6 +42,7 @@ def _numbers(load: SlotLoad) -> tuple[float, ...]:
         load.exchanged_key_rows,
         load.ring_rows,
         load.gathered_rows,
+        load.runs,
         float(load.later),
     )
 
@@ -69,13 +71,14 @@ def _load(
     later: bool,
     of: tuple[ConfigReader, MemorySettings, Machine, int],
 ) -> SlotLoad:
-    rows = exchanged = ring = gathered = 0
+    rows = exchanged = ring = gathered = runs = 0
     keys = 0.0
     read, settings, machine, tp = of
     heads, kv_heads = read.count("num_attention_heads") // tp, max(1, key_value_heads(read) // tp)
     for _, group in batch.groups_of(slot):
         here = group.rows_per_slot
         rows += here
+        runs += len(group.lengths) * (2 if group.degree > 1 and group.partition == "zigzag" else 1)
         if group.degree == 1 or not heads:
             continue
         kind, members = way_of(group, read, settings, machine, plan.node_size, tp)
@@ -87,7 +90,7 @@ def _load(
         elif group.degree > members:
             ring = max(ring, here * members)
     rows = -(-max(rows, 1) // plan.row_multiple) * plan.row_multiple
-    return SlotLoad(rows, exchanged, keys, ring, gathered, later)
+    return SlotLoad(rows, exchanged, keys, ring, gathered, max(1, runs), later)
 
 
 def way_of(

@@ -120,14 +120,10 @@ def _layer_numbers(
     if settings.trains_all:
         return Numbers(whole, whole, 0.0, share)
     adapters = settings.lora_rank * sum(
-        a + b for name, a, b in linears_of(read, kind, mixer) if _is_target(name, settings)
+        a + b for name, a, b in linears_of(read, kind, mixer) if settings.has_adapter(name)
     )
     adapters /= home.tp
     return Numbers(whole + adapters, adapters, adapters, share + adapters)
-
-
-def _is_target(name: str, settings: MemorySettings) -> bool:
-    return not settings.lora_targets or name in {target.rpartition(".")[2] for target in settings.lora_targets}
 
 
 def linears_of(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -> list[tuple[str, float, float]]:
@@ -140,7 +136,11 @@ def linears_of(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) ->
         linears += [("o_proj", query, hidden)]
     if mixer and kind.mixes:
         inner = mixer.last // hidden
-        linears += [("in_proj", hidden, mixer.channels + inner + mixer.heads), ("out_proj", inner, hidden)]
+        if mixer.kind == "gated delta net":
+            linears += [("in_proj_qkvz", hidden, mixer.channels + inner), ("in_proj_ba", hidden, 2 * mixer.heads)]
+        else:
+            linears.append(("in_proj", hidden, mixer.channels + (inner + mixer.heads if mixer.heads else 2 * inner)))
+        linears.append(("out_proj", inner, hidden))
     if kind.feeds == "dense":
         weights = feed_forward_weights(read, "dense")
         width = weights.last // hidden

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.cost.cost_changes import Recomputation
 from longspan.plan.cost.machine import CostSettings, Machine
 from longspan.plan.cost.model_shape import ModelShape
@@ -62,8 +61,3 @@ def _host_seconds(memory: MemoryPlan, needs: MemoryNeeds, machine: Machine, laye
             shown = max(0.0, copied - layer_seconds / 3) + max(0.0, copied - layer_seconds)
             seconds += shown + 2 * (1 - HIDDEN_SHARE) * min(copied, layer_seconds / 3)
     return seconds
-
-
-def model_reader(config: Any) -> ConfigReader:
-    """The reader of a configuration."""
-    return ConfigReader.of(config)

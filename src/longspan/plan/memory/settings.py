@@ -28,7 +28,8 @@ class MemorySettings:
     optimizer's states on the host. `loss_chunk_rows` as in [train]; only `target_share` of rows predict a token.
     `schedule` and `vpp` of a pipeline. `free` mode keeps all weights and gradients whole. `sequence_parallel` as in
     [parallel]. `cp_comm_type` is what "auto" in a plan stands for; "" is the type of the machine's prices. On a `gpu` there
-    are a context and communicators, and kernels run norms in one pass (`fused_norms`). `backward` False is an evaluation.
+    are a context and communicators, and kernels run norms in one pass (`fused_norms`). State-space layers scan by
+    `scan_kernels` of GPUs, else in float32. `backward` False is an evaluation.
     Of images `encoder_rows` are encoded at once on a slot (0: no encoder), and `encoder_trained` of it is trained.
     """
 
@@ -51,6 +52,7 @@ class MemorySettings:
     sequence_parallel: bool = False
     cp_comm_type: str = ""
     gpu: bool = True
+    scan_kernels: bool = True
     backward: bool = True
     encoder_rows: int = 0
     encoder_recomputed: bool = False
@@ -66,6 +68,12 @@ class MemorySettings:
     def trains_all(self) -> bool:
         """Whether all weights are trained, and not adapters over frozen ones."""
         return not self.lora_rank
+
+    def has_adapter(self, linear: str) -> bool:
+        """Whether a linear of this name has an adapter."""
+        return bool(self.lora_rank) and (
+            not self.lora_targets or linear in {target.rpartition(".")[2] for target in self.lora_targets}
+        )
 
     @property
     def reduce_bytes(self) -> int:

@@ -12,14 +12,14 @@ from longspan.layout import Layout
 from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.cost.layers import LayerKind
 from longspan.plan.memory.bytes import Bytes
-from longspan.plan.memory.layer_tapes import LayerTapes
+from longspan.plan.memory.layer_tapes import EXCHANGED, KEPT_OF_ATTENTION, LayerTapes
 from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.parameters import ModelNumbers, Numbers, Stage
 from longspan.plan.memory.settings import Measure, MemorySettings
 from longspan.plan.memory.tape import Peaks, Tape
 
-CONTEXT_BYTES = 600 << 20  # of a CUDA context with its kernels (H200)
-COMMUNICATOR_BYTES = 300 << 20  # of NCCL's buffers of a group (H200)
+CONTEXT_BYTES = 1300 << 20  # of a CUDA context with its kernels (bench/records/memory-measured.json)
+COMMUNICATOR_BYTES = 460 << 20  # of NCCL's buffers of a group (bench/records/communicators-4xH200.md)
 _LOGIT_BYTES = {True: 2 << 30, False: 64 << 20}  # of a chunk (train/loss.py)
 
 
@@ -135,8 +135,7 @@ class StepPeak:
         whole_gradients = 0.0
         if self.stays_whole:
             whole_gradients = sum(n.trained for n in numbers) * sums + root.trained * sums
-        others = self.in_flight - 1
-        kept = others * sum(layer.kept for layer in each) if settings.backward else 0.0
+        kept = (self.in_flight - 1) * sum(layer.kept for layer in each) if settings.backward else 0.0
         all_whole = sum(self._whole(n) for n in numbers)
         for i, layer in enumerate(each):
             whole = self._whole(numbers[i])
@@ -179,40 +178,49 @@ class StepPeak:
             layer = each[i]
             kept -= layer.kept
             before = self._whole(numbers[i - 1]) * arrived if i else 0.0
-            gathered = self._whole(root) + head + behind
+            others = self._whole(root) + head
             if self.stays_whole:
-                gathered += all_whole + whole_gradients
+                others += all_whole - self._whole(numbers[i]) + whole_gradients
             elif self.stays_gathered:
-                gathered += sum(map(self._whole, numbers[: i + 1]))
+                others += sum(map(self._whole, numbers[:i]))
             else:
-                gathered += self._whole(numbers[i]) + before
+                others += before
             ahead = each[i - 1].host if i else 0.0
             yield replace(
                 base,
                 gradients=int(summed),
-                gathered=int(gathered),
+                gathered=int(others + self._whole(numbers[i]) + behind),
                 kept=int(kept + layer.kept + layer.host + ahead),
                 work=int(layer.peaks.backward),
             )
             behind = numbers[i].trained * sums if not self.stays_whole else 0.0
-            own = numbers[i].trained * settings.compute_bytes
             yield replace(
                 base,
                 gradients=int(summed),
-                gathered=int(gathered - self._whole(numbers[i]) + own + behind),
+                gathered=int(others + self._summing(numbers[i])),
                 kept=int(kept + ahead),
                 work=int(hidden),
             )
             if not load.later:
                 summed += self.gradient_bytes(numbers[i])
-        own = root.trained * settings.compute_bytes
-        whole = 0.0 if self.settings.shard_parameters else own
         yield replace(
             base,
-            gradients=int(summed + whole),
-            gathered=int(own + root.trained * sums + whole_gradients + (all_whole if self.stays_whole else 0.0)),
+            gradients=int(summed),
+            gathered=int(self._summing(root) + whole_gradients + (all_whole if self.stays_whole else 0.0)),
             work=int(hidden),
         )
+
+    def _summing(self, numbers: Numbers) -> float:
+        """Gradients of a layer while they are summed over slots: as they were, laid out to be sent, and the result.
+
+        Over one slot FSDP2 divides what would be sent by 1 first, into another tensor.
+        """
+        settings = self.settings
+        own = numbers.trained * settings.compute_bytes
+        if not settings.shard_parameters:
+            return own
+        sent = numbers.trained * settings.reduce_bytes
+        return max(own + sent, sent * (3 if self.shards == 1 else 1 + 1 / self.shards))
 
     def _loss_bytes(self, load: SlotLoad) -> tuple[float, ...]:
         """Of a chunk of logits with sums of the head's gradient, and of these when backward scales them."""
@@ -238,10 +246,14 @@ def _bytes_under(tape: Tape, measure: Measure) -> LayerBytes:
     """What a layer keeps under a measure, and its peaks above that."""
     what, _, host = measure.partition("+")
     if what == "none":
-        saved, peaks = tape.saved_bytes(), tape.peaks(held=("x",), again=False)
-        return LayerBytes(saved, 0.0, Peaks(peaks.forward, peaks.backward - saved + tape.sizes["x"]))
-    held = {"x"} | ({"out", "lse"} & set(tape.sizes) if what != "full" else set())
-    if what == "exchanged":
-        held |= {"q_moved", "k_moved", "v_moved", "out_moved"} & set(tape.sizes)
+        beside, peaks = tape.saved_bytes(("x",)), tape.peaks(held=("x",), again=False)
+        return LayerBytes(beside + tape.sizes["x"], 0.0, Peaks(peaks.forward, peaks.backward - beside))
+    names = (
+        "x",
+        *tape.lasting,
+        *(KEPT_OF_ATTENTION if what != "full" else ()),
+        *(EXCHANGED if what == "exchanged" else ()),
+    )
+    held = set(names) & set(tape.sizes)
     kept, peaks = sum(tape.sizes[name] for name in held), tape.peaks(held=held)
     return LayerBytes(0.0, kept, peaks) if host else LayerBytes(kept, 0.0, peaks)

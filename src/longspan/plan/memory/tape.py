@@ -43,12 +43,13 @@ class Tape:
     >>> tape.saved_bytes(), tape.peaks(held=("x",)).backward
     (8.0, 32.0)
 
-    Tensors that need no gradient are named in `constants`.
+    Tensors that need no gradient are `constants`; `lasting` ones are kept even where the layer runs again.
     """
 
     sizes: dict[str, float]
     operations: list[Operation] = field(default_factory=list[Operation])
     constants: set[str] = field(default_factory=set[str])
+    lasting: set[str] = field(default_factory=set[str])
 
     def run(
         self,
@@ -83,9 +84,9 @@ class Tape:
         """The tensors that backward needs."""
         return {name for operation in self.operations for name in operation.saves}
 
-    def saved_bytes(self) -> float:
-        """Bytes of the tensors that backward needs."""
-        return sum(self.sizes[name] for name in self.saved())
+    def saved_bytes(self, but: Collection[str] = ()) -> float:
+        """Bytes of the tensors that backward needs, without some."""
+        return sum(self.sizes[name] for name in self.saved() if name not in but)
 
     def weight_bytes(self) -> float:
         """Bytes of the gradients of all parameters."""

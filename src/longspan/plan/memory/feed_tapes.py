@@ -1,0 +1,108 @@
+"""The tapes of MLPs and of experts.
+
+Experts (`model/experts/`) get a copy of a row for each of its visits, expert after expert. On GPUs a plain gate keeps
+its input only; elsewhere, and of other gates, what torch's operations save.
+"""
+
+from longspan.plan.cost.config_reader import ConfigReader
+from longspan.plan.cost.layers import Weights, feed_forward_weights
+from longspan.plan.memory.layer_builder import WIDE, LayerBuilder
+
+_INDEX = 8  # bytes of the number of a row
+_OWN_GATES = {"gpt_oss": 4}  # families with another gate, and tensors that it saves between its input and its output
+_PLAIN_SHARED = ("granitemoe", "bamba")  # families whose shared MLP is like any other
+
+
+def dense_width(read: ConfigReader) -> int:
+    """Numbers of a row inside an MLP."""
+    return feed_forward_weights(read, "dense").last // read.count("hidden_size")
+
+
+def has_gate(read: ConfigReader) -> bool:
+    """Whether MLPs and experts have three products, of which one is a gate."""
+    return read.value("mlp_hidden_act") is None
+
+
+def add_mlp(builder: LayerBuilder, prefix: str, x: str, width: float) -> str:
+    """An MLP so wide, split over tensor-parallel ranks."""
+    tape, width, hidden = builder.tape, width / builder.tp, builder.hidden
+    size = builder.rows(width)
+    if not has_gate(builder.read):
+        up = builder.linear(f"{prefix}up", "up_proj", x, hidden, width)
+        product = tape.run(f"{prefix}act", (up,), size, saves=(up,))
+    else:
+        gate = builder.linear(f"{prefix}gate_of", "gate_proj", x, hidden, width)
+        act = tape.run(f"{prefix}act", (gate,), size, saves=(gate,))
+        up = builder.linear(f"{prefix}up", "up_proj", x, hidden, width)
+        product = tape.run(f"{prefix}product", (act, up), size, saves=(act, up))
+    return builder.linear(f"{prefix}down", "down_proj", product, width, hidden)
+
+
+def add_experts(builder: LayerBuilder, x: str) -> str:
+    """A router, the rows of visits through experts, their weighted sums, and the experts that every row visits."""
+    read, tape, trained = builder.read, builder.tape, builder.settings.trains_all
+    weights, visits = feed_forward_weights(read, "experts"), read.count("num_experts_per_tok", "num_experts_per_token")
+    gates, width = 1 + has_gate(read), expert_width(read)
+    of_experts = (weights.of_experts + weights.unvisited) / builder.ep * builder.number * trained
+    share = _add_router(builder, x, visits)
+    narrow = read.count("moe_latent_size") or builder.hidden
+    size = builder.rows(visits * narrow)
+    going = tape.run("going", (x,), size)
+    if builder.ep > 1:
+        going = tape.run("sorted", (tape.run("arrived", (going,), size),), size)
+    inner = tape.run(
+        "inner",
+        (going,),
+        builder.rows(gates * visits * width),
+        saves=(going,) if trained else (),
+        weights=of_experts * gates / (gates + 1),
+    )
+    product = _add_gate(builder, inner, visits * width)
+    coming = tape.run("coming", (product,), size, saves=(product,) if trained else (), weights=of_experts / (gates + 1))
+    if builder.ep > 1:
+        coming = tape.run("sent_back", (tape.run("unsorted", (coming,), size),), size)
+    out = tape.run("mixed", (coming, share), builder.rows(builder.hidden), saves=(coming, share))
+    return _add_shared(builder, x, out, weights)
+
+
+def expert_width(read: ConfigReader) -> int:
+    """Numbers of a row inside an expert."""
+    return read.count("moe_intermediate_size") or read.count("intermediate_size")
+
+
+def _add_router(builder: LayerBuilder, x: str, visits: int) -> str:
+    """Weights of a row's visits. Their order is kept even where the layer is recomputed."""
+    tape, count = builder.tape, builder.read.experts()[1]
+    parts = {"visited": builder.rows(visits, _INDEX), "order": builder.rows(2 * visits, _INDEX)}
+    if builder.read.family not in _OWN_GATES:  # a softmax over all experts, in float32
+        parts |= {"probabilities": builder.rows(count, WIDE)}
+    tape.lasting.add("order")
+    saves = (x,) if builder.settings.trains_all else ()
+    return tape.run("share", (x,), builder.rows(visits), saves=saves, also=parts)
+
+
+def _add_gate(builder: LayerBuilder, inner: str, width: float) -> str:
+    tape, size = builder.tape, builder.rows(width)
+    between = _OWN_GATES.get(builder.read.family, 0 if builder.settings.gpu else 1)
+    if not has_gate(builder.read):
+        return tape.run("expert_product", (inner,), size, saves=(inner,))
+    parts = {f"expert_gate.{i}": size for i in range(between)}
+    return tape.run(
+        "expert_product", (inner,), size, saves=(inner,), also=parts, backward_work=2 * size * (between > 1)
+    )
+
+
+def _add_shared(builder: LayerBuilder, x: str, out: str, weights: Weights) -> str:
+    """The experts that every row visits as one MLP, for some families with a weight for each row."""
+    read, hidden = builder.read, builder.hidden
+    narrow = read.count("moe_latent_size")
+    shared = weights.all - weights.of_experts - hidden * read.experts()[1] - 2 * hidden * narrow
+    width = shared // ((1 + has_gate(read)) * hidden) if not has_gate(read) else shared // (3 * hidden)
+    if not width:
+        return out
+    shared_out = add_mlp(builder, "shared_", x, width)
+    size = builder.rows(hidden)
+    if shared % hidden == 0 and shared // hidden % (2 + has_gate(read)):
+        weight = builder.tape.run("shared_weight", (x,), builder.rows(1), saves=("shared_weight",))
+        shared_out = builder.tape.run("shared_part", (shared_out, weight), size, saves=(shared_out, weight))
+    return builder.tape.run("experts_out", (out, shared_out), size, through=True)

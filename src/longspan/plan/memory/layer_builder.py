@@ -1,0 +1,93 @@
+"""Builds the tape of a layer from parts that all layers have: products with adapters or without, norms, sums.
+
+What norms keep is as they run: on GPUs by kernels that keep their input and a root a row, else by torch's or
+transformers' operations in float32.
+"""
+
+from longspan.plan.cost.config_reader import ConfigReader
+from longspan.plan.memory.loads import SlotLoad
+from longspan.plan.memory.settings import MemorySettings
+from longspan.plan.memory.tape import Tape
+
+WIDE = 4  # bytes of a number of float32
+
+
+class LayerBuilder:
+    """A tape while it is built: for the rows of a load, on one of `tp` ranks and of `ep` that share experts.
+
+    >>> builder = LayerBuilder(read, MemorySettings(), SlotLoad(rows=1024))  # doctest: +SKIP
+    >>> builder.norm("normed", "x", builder.hidden)  # doctest: +SKIP
+    'normed'
+    """
+
+    def __init__(
+        self, read: ConfigReader, settings: MemorySettings, load: SlotLoad, *, tp: int = 1, ep: int = 1
+    ) -> None:
+        self.read, self.settings, self.load, self.tp, self.ep = read, settings, load, tp, ep
+        self.number, self.hidden = settings.compute_bytes, read.count("hidden_size")
+        self.residual = self.hidden // tp if settings.sequence_parallel else self.hidden
+        self.tape = Tape({"x": self.rows(self.residual)})
+
+    def rows(self, width: float, bytes_per_number: int = 0) -> float:
+        """Bytes of a tensor so wide of all local rows; of the compute dtype unless another size is given."""
+        return self.load.rows * width * (bytes_per_number or self.number)
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether norms and gates run as one kernel each."""
+        return self.settings.gpu and self.settings.fused_norms
+
+    @property
+    def scans_by_kernels(self) -> bool:
+        """Whether state-space layers scan by kernels of GPUs, in the compute dtype."""
+        return self.settings.gpu and self.settings.scan_kernels
+
+    def add(self, name: str, x: str, out: str) -> str:
+        """A residual's sum."""
+        return self.tape.run(name, (x, out), self.rows(self.residual), through=True)
+
+    def norm(self, name: str, x: str, width: float, groups: float = 1) -> str:
+        """An RMS norm of `groups` parts of a row."""
+        tape, roots = self.tape, {f"{name}.root": self.rows(groups, WIDE)}
+        if self.by_kernels:
+            return tape.run(name, (x,), self.rows(width), saves=(x,), also=roots)
+        rounds = not self.settings.fused_norms and not self.read.family.startswith("gemma")
+        wide = tape.run(f"{name}.wide", (x,), self.rows(width, WIDE))
+        even_size = self.rows(width, self.number if rounds else WIDE)
+        even = tape.run(
+            f"{name}.even",
+            (wide,),
+            even_size,
+            saves=(wide,),
+            also=roots,
+            forward_work=self.rows(width, WIDE),
+            backward_work=2 * self.rows(width, WIDE),
+        )
+        return tape.run(name, (even,), self.rows(width), saves=(even,), backward_work=even_size)
+
+    def gated_norm(self, name: str, x: str, gate: str, width: float, groups: float, *, gate_first: bool) -> str:
+        """A norm with a gate before it (Mamba 2) or after it (gated delta nets)."""
+        tape, roots = self.tape, {f"{name}.root": self.rows(groups, WIDE)}
+        if self.by_kernels:
+            return tape.run(name, (x, gate), self.rows(width), saves=(x, gate), also=roots)
+        wide, size = self.rows(width, WIDE), self.rows(width)
+        if gate_first:
+            parts = {f"{name}.{part}": wide for part in ("x", "gate", "silu", "product")}
+            even = tape.run(f"{name}.even", (x, gate), size, also=parts | roots, backward_work=2 * wide)
+            return tape.run(name, (even,), size, saves=(even,))
+        parts = {f"{name}.{part}": wide for part in ("x", "gate", "silu")} | {f"{name}.even": size}
+        return tape.run(name, (x, gate), size, also=parts | {f"{name}.scaled": size} | roots, backward_work=2 * wide)
+
+    def linear(self, name: str, target: str, x: str, width_in: float, width_out: float) -> str:
+        """A product with a weight of these widths, with its adapter if the linear `target` has one."""
+        settings, size = self.settings, self.rows(width_out)
+        if settings.trains_all:
+            return self.tape.run(name, (x,), size, saves=(x,), weights=width_in * width_out * self.number)
+        if not settings.has_adapter(target):
+            return self.tape.run(name, (x,), size)
+        rank, numbers = settings.lora_rank, settings.lora_rank * self.number
+        base = self.tape.run(f"{name}.base", (x,), size)
+        narrow = self.tape.run(f"{name}.a", (x,), self.rows(rank), saves=(x,), weights=numbers * width_in)
+        wide = self.tape.run(f"{name}.b", (narrow,), size, saves=(narrow,), weights=numbers * width_out)
+        scaled = self.tape.run(f"{name}.scaled", (wide,), size)
+        return self.tape.run(name, (base, scaled), size, through=True)

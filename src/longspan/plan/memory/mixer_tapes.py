@@ -1,0 +1,106 @@
+"""The tapes of state-space layers: projections, a convolution, the scan of rows with its states, a gated norm.
+
+Scans take rows in the compute dtype where kernels of GPUs run them, else in float32 (`ssm/state_pass.py`). States of
+runs of rows are float32; kernels also make those of every chunk, forward and once more backward.
+"""
+
+from longspan.plan.cost.mixer_shape import CHUNK, MixerShape
+from longspan.plan.memory.layer_builder import WIDE, LayerBuilder
+
+
+def add_mixer(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
+    """A state-space layer of a kind, whose heads tensor-parallel ranks share."""
+    if mixer.kind == "short convolution":
+        return _add_short_convolution(builder, x, mixer)
+    return _add_delta_net(builder, x, mixer) if mixer.delta else _add_mamba(builder, x, mixer)
+
+
+def _add_short_convolution(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
+    tape, inner = builder.tape, mixer.channels / builder.tp
+    size = builder.rows(inner)
+    parts = builder.linear("mixer_in", "in_proj", x, builder.hidden, 3 * inner)
+    gated = tape.run("mixer_gated", (parts,), size, saves=(parts,))
+    rolled = tape.run("mixer_rolled", (gated,), size, saves=(gated,))
+    out = tape.run("mixer_out", (rolled, parts), size, saves=(rolled, parts))
+    return builder.linear("mixer_back", "out_proj", out, inner, builder.hidden)
+
+
+def _add_mamba(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
+    """One projection of gate, rows of the convolution and steps, of which all are read as parts."""
+    tape, tp = builder.tape, builder.tp
+    inner, channels, heads = mixer.last / builder.hidden / tp, mixer.channels / tp, mixer.heads / tp
+    every = builder.linear("mixer_in", "in_proj", x, builder.hidden, inner + channels + heads)
+    steps = {f"mixer_step.{i}": builder.rows(heads, WIDE) for i in range(4)}
+    step = tape.run("mixer_steps", (every,), builder.rows(heads, WIDE), also=steps)
+    rolled = tape.run("mixer_rolled", (every,), builder.rows(channels), saves=(every,))
+    read = (channels - inner) / 2
+    values = tape.run("mixer_values", (rolled, step), _scan_rows(builder, inner), saves=(rolled,))
+    keys = {name: _scan_rows(builder, read) for name in ("mixer_keys", "mixer_queries")}
+    out = tape.run(
+        "mixer_scanned",
+        (values, rolled),
+        builder.rows(inner),
+        saves=(values,),
+        also=keys | {"mixer_states": _states(builder, mixer)},
+        forward_work=_chunk_states(builder, mixer) + 2 * builder.rows(inner, WIDE),
+        backward_work=3 * _chunk_states(builder, mixer) + 3 * builder.rows(inner, WIDE),
+    )
+    normed = builder.gated_norm("mixer_normed", out, every, inner, 1, gate_first=True)
+    return builder.linear("mixer_back", "out_proj", normed, inner, builder.hidden)
+
+
+def _add_delta_net(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
+    """Queries, keys and values through one convolution, unit queries and keys, the scan, and a gated norm of heads."""
+    tape, tp = builder.tape, builder.tp
+    values, heads = mixer.heads * mixer.value_size / tp, mixer.heads / tp
+    channels = mixer.channels / tp
+    keys = (channels - values) / 2
+    every = builder.linear("mixer_in", "in_proj_qkvz", x, builder.hidden, channels + values)
+    rates = builder.linear("mixer_rates", "in_proj_ba", x, builder.hidden, 2 * heads)
+    mixed = tape.run("mixer_mixed", (every,), builder.rows(channels))
+    gate = tape.run("mixer_gate", (every,), builder.rows(values))
+    rolled = tape.run("mixer_rolled", (mixed,), builder.rows(channels), saves=(mixed,))
+    decays = {"mixer_beta": builder.rows(heads), "mixer_wide_beta": builder.rows(heads, WIDE)}
+    decays |= {f"mixer_decay.{i}": builder.rows(heads, WIDE) for i in range(3)}
+    rate = tape.run("mixer_decays", (rates,), builder.rows(heads, WIDE), also=decays)
+    units = _add_units(builder, rolled, keys)
+    wide = tape.run("mixer_wide_values", (rolled,), _scan_rows(builder, values))
+    chunks = {"mixer_chunks": builder.rows(heads * CHUNK)} if builder.scans_by_kernels else {}
+    per_head = builder.rows(heads * mixer.key_size)
+    out = tape.run(
+        "mixer_scanned",
+        (*units, wide, rate),
+        builder.rows(values),
+        saves=(*units, wide),
+        also=chunks | {"mixer_states": _states(builder, mixer)},
+        forward_work=_chunk_states(builder, mixer) + 2 * builder.rows(values) + 2 * per_head,
+        backward_work=2 * _chunk_states(builder, mixer) + 4 * builder.rows(values) + 4 * per_head,
+    )
+    normed = builder.gated_norm("mixer_normed", out, gate, values, heads, gate_first=False)
+    return builder.linear("mixer_back", "out_proj", normed, values, builder.hidden)
+
+
+def _add_units(builder: LayerBuilder, rolled: str, keys: float) -> tuple[str, str]:
+    """Queries and keys of length 1: by a kernel that keeps what it makes, or in float32, which keeps its input too."""
+    tape, size, units = builder.tape, _scan_rows(builder, keys), list[str]()
+    for name in ("queries", "keys"):
+        x, parts = rolled, {f"mixer_{name}.root": builder.rows(keys / 128 if builder.scans_by_kernels else 0, WIDE)}
+        if not builder.settings.gpu:
+            parts |= {f"mixer_{name}.wide": size}
+        units.append(tape.run(f"mixer_{name}", (x,), size, saves=(f"mixer_{name}",), also=parts))
+    return units[0], units[1]
+
+
+def _scan_rows(builder: LayerBuilder, width: float) -> float:
+    """Rows as scans take them."""
+    return builder.rows(width, builder.number if builder.scans_by_kernels else WIDE)
+
+
+def _states(builder: LayerBuilder, mixer: MixerShape) -> float:
+    """The states that enter runs."""
+    return builder.load.runs * mixer.state / builder.tp * WIDE
+
+
+def _chunk_states(builder: LayerBuilder, mixer: MixerShape) -> float:
+    """The state before each chunk."""
+    return builder.rows(mixer.state / builder.tp / CHUNK)

@@ -1,0 +1,150 @@
+"""Bytes that a real model's step holds, counted layer by layer by what operators make, on a CPU."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from longspan.comm import World
+from longspan.model import prepare
+from longspan.model.layers import decoder_layers
+from longspan.model.seams.forwards import norms
+from longspan.plan import Plan
+from longspan.train import run_step
+from longspan.train.memory.live_bytes import LiveBytes
+
+
+@dataclass
+class Counted:
+    """Bytes alive in one step, above those before it: after each layer's forward pass, and the most of each pass.
+
+    `alive[i]` before layer i runs forward, `alive[-1]` after the last; `forward` and `backward` are the most while layer i
+    runs forward, and backward.
+    """
+
+    alive: list[int] = field(default_factory=list[int])
+    forward: list[int] = field(default_factory=list[int])
+    backward: dict[int, int] = field(default_factory=dict[int, int])
+    most: int = 0
+
+    @property
+    def kept(self) -> list[int]:
+        """What each layer keeps."""
+        return [after - before for before, after in zip(self.alive, self.alive[1:], strict=False)]
+
+
+class _Marks:
+    """Reads a counter as layers run: one model, one step of one micro-batch."""
+
+    def __init__(self, model: Any) -> None:
+        self.live, self.counted, self.start, self.now = LiveBytes(), Counted(), 0, -1
+        for tensor in (*model.parameters(), *model.buffers()):  # views of them are none of a step's bytes
+            self.live._live[tensor.untyped_storage()._cdata] = 0
+        layers = list(decoder_layers(model).values())
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(self._before(index))
+            layer.register_forward_hook(self._after(index, last=index == len(layers) - 1))
+
+    def _is_again(self) -> bool:
+        return self.now >= 0
+
+    def _before(self, index: int) -> Any:
+        def hook(*_: Any) -> None:
+            if not self._is_again():
+                self.counted.alive.append(self.live.now)
+                self.live.peak = self.live.now
+
+        return hook
+
+    def _after(self, index: int, *, last: bool) -> Any:
+        def hook(_: Any, __: Any, output: Any) -> Any:
+            if self._is_again():
+                return
+            self.counted.forward.append(self.live.peak)
+            if last:
+                self.counted.alive.append(self.live.now)
+            y = output[0] if isinstance(output, tuple) else output
+            if y.requires_grad:
+                y.register_hook(lambda _, index=index: self._turn(index))
+
+        return hook
+
+    def _turn(self, index: int) -> None:
+        """Layer `index` is about to run backward, and the one behind it has."""
+        self.end()
+        self.now = index
+        self.live.peak = self.live.now
+
+    def end(self) -> None:
+        if self.now >= 0:
+            self.counted.backward[self.now] = self.live.peak
+
+
+class _Norm(torch.autograd.Function):
+    """A norm as kernels of GPUs run it: of what is made, the input and a root for each group of a row are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, offset: float) -> Tensor:
+        wide = x.detach().float()
+        root = torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        ctx.save_for_backward(x, root, weight, gate)
+        ctx.offset = offset
+        out = wide * root * (weight + offset)
+        return (out if gate is None else out * silu(gate.float())).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, root, weight, gate = ctx.saved_tensors
+        dx = gradients[0] * (weight + ctx.offset) * root.to(x.dtype)
+        return dx, torch.zeros_like(weight), None if gate is None else dx.clone(), None
+
+
+def use_kernel_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have norms keep on a CPU what they keep on GPUs; their gradients are not those of the norm."""
+
+    def run(norm: Any, formula: Any, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        return _Norm.apply(x, norm.weight, gate, formula.offset)  # pyright: ignore[reportReturnType]
+
+    for name in ("_norm_in_one_kernel", "_norm_in_one_pass"):
+        monkeypatch.setattr(norms, name, run)
+
+
+def count_step(
+    config: PreTrainedConfig,
+    plan: Plan,
+    world: World,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    lora: Any = None,
+    **how: Any,
+) -> Counted:
+    """One step of a model of this configuration, prepared so."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config).to(dtype)
+    if lora is not None:
+        from longspan.model.lora.new import NewAdapter, add_lora
+
+        model = add_lora(model, NewAdapter(**lora))
+    options: dict[str, Any] = {"shard_parameters": False, "fused_norms": "on", "probe": False} | how
+    prepared: Any = prepare(model, world, **options)
+    documents = documents_of(plan.lengths, config.get_text_config().vocab_size)
+    run_step(prepared, plan, documents, world)
+    prepared.zero_grad(set_to_none=True)
+    marks = _Marks(prepared)
+    with marks.live:
+        run_step(prepared, plan, documents, world)
+        marks.end()
+    marks.counted.most = max([*marks.counted.forward, *marks.counted.backward.values()])
+    return marks.counted
+
+
+def documents_of(lengths: Sequence[int], vocabulary: int) -> list[np.ndarray]:
+    """Documents of random token ids."""
+    generator = np.random.default_rng(0)
+    return [generator.integers(0, vocabulary, size=length) for length in lengths]
