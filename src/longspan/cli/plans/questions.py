@@ -34,13 +34,8 @@ def answer_longest(run: RunOnGpus, given: frozenset[str], choices: Choices) -> A
     degree = _degree(run, choices)
     tokens, way = longest_under(run, run.fixed, degree=degree)
     if not tokens:
-        return _refused(
-            f"a document of {UNIT * run.home.slots:,} tokens",
-            run,
-            [Documents((UNIT * run.home.slots,))],
-            given,
-            choices,
-        )
+        least = UNIT * run.home.slots
+        return _refused(f"a document of {least:,} tokens", run, [Documents((least,))], given, choices)
     fit = _with_positions(fit_of(way, [Documents((tokens,))]), tokens)
     columns = [*(_longest_column(run, name, degree) for name in COLUMNS), Column("auto", fit.memory, tokens, True)]
     title = f"the longest document has {tokens:,} tokens"
