@@ -35,6 +35,9 @@ MODEL: dict[str, Any] = {
 GPUS = ["--gpu-bytes", str(5 << 30), "--host-bytes", str(2 << 30), "--gpus", "4"]
 
 
+DRAWN = ["--distribution", "uniform", "--tokens", "30000", "--longest-document", "9000", "--cp-comm-type", "a2a"]
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
@@ -172,6 +175,7 @@ def test_a_run_has_steps_and_hours(model: str, tmp_path: Path, capsys: pytest.Ca
     sizes = [400 * (1 + i % 7) for i in range(60)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": "x" * 4 * n}) + "\n" for n in sizes))
     words = ["--model", model, *GPUS, "--data", str(tmp_path / "texts.jsonl"), "--tokens-per-step", "4000"]
+    words += ["--cp-comm-type", "p2p"]
     picture = tmp_path / "run.svg"
     answer = ask([*words, "--epochs", "3", "--plot", str(picture)], capsys)
     config = load_config(None, {"model.path": model, "train.tokens_per_step": 4000})
@@ -184,9 +188,10 @@ def test_a_run_has_steps_and_hours(model: str, tmp_path: Path, capsys: pytest.Ca
     assert answer["longest"] > max(sizes)
     texts = [element.text for element in ElementTree.parse(picture).iter() if element.tag.endswith("text")]
     assert {"auto", "kept", "weights"} <= {*texts} and any("hours" in str(text) for text in texts)
-    assert main(["plan", *words]) == 0  # one epoch
+    assert main(["plan", *words, "--train.steps", "100", "--cp", "1"]) == 0
     printed = capsys.readouterr()
-    assert "tokens are estimated as bytes / 4" in printed.err and ", the mean of 16 of them: " in printed.out
+    assert "tokens are estimated as bytes / 4" in printed.err and "100 steps of " in printed.out
+    assert ", the mean of 64 of them: " in printed.out and "--train.steps 100" in printed.out
 
 
 def test_no_torch(model: str, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ Weights, gradients, optimizer states, logits and second forward passes are not c
 train.memory chooses: longspan plan --gpu NAME --gpus N counts all that it holds. sent: bytes of the step on all
 links."""
 _ACTIVATIONS = {
-    "full": "of layers recomputed in full only their inputs; --activation-checkpointing none keeps several\ntimes as much",
+    "full": "of layers recomputed in full only their inputs; --activation-checkpointing none keeps\nseveral times more",
     "selective": "of layers recomputed selectively their inputs and outputs of attention",
     "none": "of layers without recomputation all that their backward passes read",
 }

@@ -11,14 +11,14 @@ from typing import Any
 from longspan.cli.plans.run_on_gpus import RunOnGpus, leanest
 from longspan.config.keys import AUTO
 from longspan.errors import LayoutError, PlanError
-from longspan.plan import FixedMemory, MemoryPlan, Plan
+from longspan.plan import FixedMemory, MemoryPlan, MicroBatch, Plan
 from longspan.train.plans import degrees_to_compare
 
 UNIT = 1024  # rows of a slot: longest documents are whole multiples
 MOST_ROWS = 1 << 26  # of a slot, which no GPU holds
 MOST_GPUS = 1024
 HOST_GPUS = 8  # more GPUs than these are counted in whole hosts
-WAYS = 5  # limits of rows that are compared
+WAYS = {True: 5, False: 3}  # limits of rows that are compared, of plans of one degree and of dynamic ones
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,10 @@ def limits_of_rows(run: RunOnGpus, steps: Sequence[Documents]) -> list[int]:
     widest = max(d for d in range(1, widest + 1) if run.home.slots % d == 0 and choice.allows(d, run.home))
     least = _round_up(-(-max(n for step in steps for n in step.lengths) // widest), unit)
     most = max(_rows_without_limit(run, step) for step in steps)
-    limits, rows = [least], least
-    while rows < most and len(limits) < WAYS:
-        rows = min(_round_up(2 * rows, unit), _round_up(most, unit))
-        limits.append(rows)
-    return limits
+    count = WAYS[choice.has_one_degree]
+    ratio = max(2.0, (max(most, least) / least) ** (1 / (count - 1)))
+    limits = [_round_up(min(int(least * ratio**i), most), unit) for i in range(count)]
+    return sorted({least, *(limit for limit in limits if limit > least)})
 
 
 def _rows_without_limit(run: RunOnGpus, step: Documents) -> int:
@@ -137,10 +136,11 @@ def longest_under(run: RunOnGpus, fixed: FixedMemory, *, degree: int = 0) -> tup
     run = run.with_context(planner="fixed", context_parallel_size=degree)
     unit = _round_up(UNIT, 2 * run.choice.options.row_multiple)
 
-    def fits(rows: int) -> bool:
-        plan = replace(run.choice, options=replace(run.choice.options, max_tokens_per_slot=None)).plan(
-            (rows * degree,), run.home
-        )
+    run = run.with_context(max_tokens_per_slot=0)
+    short = _as_configured(run.plan((unit * degree,)), run)
+
+    def fits(rows: int, plan: Plan | None = None) -> bool:
+        plan = plan or _with_length(short, rows * degree)
         return any(memory.fits(run.budget) for memory in leanest(run, [plan], fixed))
 
     low, high = 0, 1
@@ -149,7 +149,27 @@ def longest_under(run: RunOnGpus, fixed: FixedMemory, *, degree: int = 0) -> tup
     while low + 1 < high:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * unit) else (low, middle)
+    while low and not fits(low * unit, run.plan((low * unit * degree,))):  # its planner shares attention in another way
+        low -= 1 + low // 256
+    low = max(low, 0)
     return low * unit * degree, run.with_context(max_tokens_per_slot=max(1, low) * unit)
+
+
+def _as_configured(plan: Plan, run: RunOnGpus) -> Plan:
+    """The plan of one document with the type of the keys, so that "auto" is decided by each length."""
+    types = run.choice.options.cp_comm_type
+    if types != AUTO:
+        return plan
+    (group,) = plan.micro_batches[0].groups
+    group = replace(group, cp_comm_type=AUTO, hierarchical_context_parallel_sizes=None)
+    return replace(plan, micro_batches=(MicroBatch((group,)), *plan.micro_batches[1:]))
+
+
+def _with_length(plan: Plan, tokens: int) -> Plan:
+    """The plan of one document as if it had another length."""
+    (group,) = plan.micro_batches[0].groups
+    group = replace(group, lengths=(tokens,), pad_to=None)
+    return replace(plan, lengths=(tokens,), micro_batches=(MicroBatch((group,)), *plan.micro_batches[1:]))
 
 
 def leanest_way(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> RunOnGpus:

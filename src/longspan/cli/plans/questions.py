@@ -26,7 +26,7 @@ from longspan.config.sections import TrainConfig
 from longspan.errors import PlanError, plural
 
 COLUMNS = ("none", "selective", "full")  # measures of all layers, shown next to those of "auto"
-SEARCHED, PRICED = 3, 16  # steps of a run: by which keys are chosen, and whose seconds count
+PRICED = {True: 64, False: 8}  # steps of a run whose seconds count, of plans of one degree and of dynamic ones
 
 
 def answer_longest(run: RunOnGpus, given: frozenset[str], choices: Choices) -> Answer:
@@ -71,13 +71,14 @@ def answer_step(run: RunOnGpus, lengths: Sequence[int], source: str, given: froz
 
 def answer_run(run: RunOnGpus, documents: RunDocuments, given: frozenset[str], choices: Choices) -> Answer:
     """Whether a run of these documents fits, with which keys, and how long it takes."""
-    sampled = [_documents_of(documents, step) for step in sampled_steps(documents.steps, PRICED)]
+    sampled = _sampled(documents, PRICED[False])
     longest = Documents((documents.longest,))
-    searched = [*(sampled[i] for i in sampled_steps(len(sampled), SEARCHED)), longest]
+    searched = [max(sampled, key=lambda step: sum(n * n for n in step.lengths)), longest]
     title = f"a run of {plural(documents.steps, 'step')}: {documents.line}"
     given |= {"train.tokens_per_step", "train.epochs" if run.config.train.epochs else "train.steps"}
     try:
         way = find_fit(run, searched, choices).run
+        sampled = _sampled(documents, PRICED[way.choice.has_one_degree])
         plans = [way.plan(step.lengths, step.targets) for step in sampled]
         memory = way.memory_of([*plans, way.plan(longest.lengths)])
     except PlanError as error:
@@ -85,6 +86,11 @@ def answer_run(run: RunOnGpus, documents: RunDocuments, given: frozenset[str], c
     fit = _with_positions(Fit(way, tuple(plans), memory, way.seconds(plans, memory)), documents.longest)
     answer = _with_longest(_answer(title, run, fit, given, _columns(fit)), choices)
     return replace(answer, steps=documents.steps, sampled=len(sampled))
+
+
+def _sampled(documents: RunDocuments, most: int) -> list[Documents]:
+    """The documents of at most so many steps of a run."""
+    return [_documents_of(documents, step) for step in sampled_steps(documents.steps, most)]
 
 
 def _documents_of(documents: RunDocuments, step: int) -> Documents:
