@@ -37,7 +37,7 @@ def _time_lines(answer: Answer) -> Iterator[str]:
         of = f", the mean of {answer.sampled} of them" if answer.sampled < answer.steps else ""
         yield (
             f"{plural(answer.steps, 'step')} of {seconds_text(answer.step_seconds)}{of}: {hours:,.2f} hours, "
-            f"{hours * gpus:,.2f} GPU-hours (without evaluations and checkpoints)"
+            f"{hours * gpus:,.2f} GPU-hours, without evaluations and checkpoints"
         )
     shares = ", ".join(f"{d.degree}: {d.share:.1%} of the tokens" for d in answer.degrees)
     if shares:

@@ -15,7 +15,7 @@ from longspan.cli.plans.questions import answer_longest, answer_run, answer_step
 from longspan.cli.plans.run_documents import of_one_epoch, open_documents
 from longspan.cli.plans.run_on_gpus import RunOnGpus
 from longspan.config.defaults import resolve_defaults
-from longspan.config.keys import AUTO
+from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.sections import RunConfig
 from longspan.errors import PlanError
 
@@ -43,9 +43,17 @@ def ask_gpus(flags: "PlanFlags", question: Question) -> int:
         else:
             lengths, words = read_lengths(flags, run.home.slots)
             answer = answer_step(run, lengths, words, question.given, choices)
-    model = config.model
-    named = f"--model.path {model.path}" if model.path else f"--model.preset {model.preset}"
-    return show_answer(answer, f"longspan train {named}", plot=flags.plot, as_json=flags.json)
+    return show_answer(answer, _command(config, question), plot=flags.plot, as_json=flags.json)
+
+
+def _command(config: RunConfig, question: Question) -> str:
+    """The command of the run, with words in capitals for what the question does not say."""
+    model, data = config.model, config.data
+    words = ["longspan train", f"--model.path {model.path}" if model.path else f"--model.preset {model.preset}"]
+    words.append(f"--data.path {data.path if question.gives('data.path') else 'DATA'}")
+    words += [f"--data.tokenizer {data.tokenizer}"] * bool(data.tokenizer)
+    words += ["--train.lr LR"] * (config.train.lr == NOT_GIVEN)
+    return " ".join(words)
 
 
 def _ask_run(config: RunConfig, gpus: Gpus, question: Question) -> Answer:
