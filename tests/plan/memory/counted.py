@@ -31,6 +31,7 @@ class Counted:
     alive: list[int] = field(default_factory=list[int])
     forward: list[int] = field(default_factory=list[int])
     backward: dict[int, int] = field(default_factory=dict[int, int])
+    loss: int = 0
     most: int = 0
 
     @property
@@ -69,6 +70,7 @@ class _Marks:
             self.counted.forward.append(self.live.peak)
             if last:
                 self.counted.alive.append(self.live.now)
+                self.live.peak = self.live.now
             y = output[0] if isinstance(output, tuple) else output
             if y.requires_grad:
                 y.register_hook(lambda _, index=index: self._turn(index))
@@ -77,6 +79,8 @@ class _Marks:
 
     def _turn(self, index: int) -> None:
         """Layer `index` is about to run backward, and the one behind it has."""
+        if self.now < 0:
+            self.counted.loss = self.live.peak
         self.end()
         self.now = index
         self.live.peak = self.live.now

@@ -29,7 +29,8 @@ class Bytes:
     @property
     def total(self) -> int:
         """The sum."""
-        return sum(getattr(self, field.name) for field in dataclasses.fields(self))
+        shards = self.weights + self.gradients + self.states
+        return shards + self.gathered + self.kept + self.work + self.logits + self.communicators
 
     def to_json(self) -> dict[str, int]:
         """All by name, and their "total"."""

@@ -1,11 +1,12 @@
-"""What layers keep so that a step fits and takes least time: by prices of a machine, measure by measure.
+"""What layers keep so that a step fits and takes least time, by the prices of a machine; and the longest document.
 
-Steps from the least memory to the fastest: each measure that a layer could have has a price in seconds, and the layers
-that recompute are as few as need be. The word of a run applies to all layers but those that keep more.
+The first layers of each stage have one measure and the others a faster one: as few of the first as fit. All pairs of
+measures are tried, with weights gathered once or twice and states on the device or the host, and what costs least wins.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement
 from typing import Any
 
 from longspan.errors import PlanError
@@ -13,18 +14,23 @@ from longspan.layout import Layout
 from longspan.plan.cost.machine import Machine
 from longspan.plan.memory.bytes import gib
 from longspan.plan.memory.memory_plan import MemoryNeeds, MemoryPlan
-from longspan.plan.memory.seconds import added_seconds
+from longspan.plan.memory.seconds import MemoryPrices
 from longspan.plan.memory.settings import MEASURES, Measure, MemoryBudget, MemorySettings
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import plan_fixed
+
+_ROWS = 1024  # of a slot, by which the longest document is found
 
 
 @dataclass(frozen=True, kw_only=True)
 class FixedMemory:
     """Keys of memory that are given by hand, and are not chosen; None leaves a key to the choice.
 
-    `measure` is what layers keep that recompute, or "none" for all; with `layers` the first so many of a stage have it and
-    the others keep all. `offload` moves what is kept to the host.
+    >>> FixedMemory(measure="selective", offload=False).words
+    ('selective',)
+
+    `measure` ("none", "selective" or "full") is what layers keep that recompute; with `layers` the first so many of a
+    stage have it (0: each) and the others keep all. `offload` moves what is kept to the host, or does not.
     """
 
     measure: str | None = None
@@ -33,113 +39,141 @@ class FixedMemory:
     gathered_once: bool | None = None
     offload_states: bool | None = None
 
+    @property
+    def words(self) -> tuple[Measure, ...]:
+        """The measures that layers may have. Raises PlanError where the keys leave none."""
+        words = [word for word in MEASURES if self.measure is None or word.partition("+")[0] == self.measure]
+        if self.offload is not None:
+            words = [
+                word for word in words if ("+" in word) == self.offload or (word == "none" and self.measure is None)
+            ]
+        if self.measure == "selective" and not self.offload:
+            words.append("exchanged")
+        if not words:
+            raise PlanError(
+                f"no measure keeps {self.measure!r} with offload {self.offload}; use one of {', '.join(MEASURES)}"
+            )
+        return tuple(sorted(words, key=MEASURES.index))
+
 
 def choose_memory(
     config: Any,
     home: Layout,
-    plan: Plan | list[Plan],
+    plan: Plan | Sequence[Plan],
     settings: MemorySettings,
     budget: MemoryBudget,
     machine: Machine | None = None,
     *,
     fixed: FixedMemory | None = None,
 ) -> MemoryPlan:
-    """The fastest plan of memory that fits a budget.
+    """The fastest plan of memory that fits a budget; `plan` is a plan, or all plans of a run.
 
     >>> memory = choose_memory("Qwen3-8B/config.json", home, plan, MemorySettings(), budget)  # doctest: +SKIP
 
-    `plan` is a plan or all plans of a run. Raises PlanError, with the bytes, where no choice fits.
+    Raises PlanError, with the bytes, where no choice fits.
     """
     machine, fixed = machine or Machine(), fixed or FixedMemory()
     needs = MemoryNeeds.of(config, home, plan, settings, machine=machine)
-    best = _fastest(config, needs, budget, machine, fixed)
-    if best is not None:
-        return best
-    least = min(_least_choices(needs, fixed), key=lambda memory: memory.device.total)
+    prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
+    fitting = list(_fitting(needs, budget, fixed))
+    if fitting:
+        return min(fitting, key=prices.seconds)
+    least = min((some.under(words) for some, words in _leanest(needs, fixed)), key=lambda memory: memory.excess(budget))
     raise PlanError(_refusal(least, budget, home, fixed))
 
 
-def _fastest(
-    config: Any, needs: MemoryNeeds, budget: MemoryBudget, machine: Machine, fixed: FixedMemory
-) -> MemoryPlan | None:
-    best: tuple[float, MemoryPlan] | None = None
+def _fitting(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> Iterator[MemoryPlan]:
+    """Of each pair of measures and each setting, the plan that fits with as few layers of the slower one as can be."""
     for some in _settings(needs, fixed):
-        for word in _words(fixed):
-            memory = _fewest(some, word, budget, fixed)
-            if memory is None:
-                continue
-            seconds = added_seconds(config, memory, some, machine)
-            if best is None or seconds < best[0] - 1e-9:
-                best = seconds, memory
-    return best[1] if best else None
+        for fast, slow in combinations_with_replacement(_possible(needs, fixed.words), 2):
+            if (memory := _fewest(some, slow, fast, budget, fixed)) is not None:
+                yield memory
+
+
+def _fits_at_all(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> bool:
+    """Whether any choice fits: if none does in which layers keep least, on the device or on the host."""
+    least = [words[-1] for words in _by_place(_possible(needs, fixed.words)) if words]
+    once = False if fixed.gathered_once is None else fixed.gathered_once
+    pairs = list(combinations_with_replacement(least, 2))
+    return any(
+        _fewest(some, slow, fast, budget, fixed) is not None
+        for some in _settings(needs, replace(fixed, gathered_once=once))
+        for fast, slow in pairs
+    )
+
+
+def _by_place(words: Sequence[Measure]) -> tuple[list[Measure], list[Measure]]:
+    """Measures that keep on the device, and those that keep on the host."""
+    return [word for word in words if "+" not in word], [word for word in words if "+" in word]
+
+
+def _possible(needs: MemoryNeeds, words: Sequence[Measure]) -> Sequence[Measure]:
+    """Without what is the same as another measure: where no head is exchanged."""
+    exchanges = any(load.exchanged_rows for load in needs.loads)
+    return [word for word in words if exchanges or word != "exchanged"]
 
 
 def _settings(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryNeeds]:
     """The needs under each choice of settings."""
-    settings, home = needs.places[0].settings, needs.places[0].home
-    free = settings.shard_parameters and home.pp == 1 and not settings.free and settings.backward
-    once = [fixed.gathered_once] if fixed.gathered_once is not None else [True, False] if free else [False]
-    states = [fixed.offload_states] if fixed.offload_states is not None else [False, True] if settings.gpu else [False]
+    place = needs.places[0]
+    settings = place.settings
+    gathers = place.shards > 1 and not place.stays_whole and settings.backward
+    once = [fixed.gathered_once] if fixed.gathered_once is not None else [True, False] if gathers else [False]
+    has_states = settings.gpu and settings.backward and settings.state_numbers > 0
+    states = [fixed.offload_states] if fixed.offload_states is not None else [False, True] if has_states else [False]
     for offload_states in states:
         for gathered_once in once:
             yield needs.with_settings(replace(settings, gathered_once=gathered_once, offload_states=offload_states))
 
 
-def _words(fixed: FixedMemory) -> tuple[Measure, ...]:
-    """The measures that layers which do not keep all may have."""
-    words = MEASURES[1:] if fixed.measure is None else tuple(w for w in MEASURES if w.split("+")[0] == fixed.measure)
-    if fixed.offload is not None:
-        words = tuple(word for word in words if ("+" in word) == fixed.offload)
-    if fixed.measure == "none":
-        return ("none",)
-    if not words:
-        raise PlanError(
-            f"no measure keeps {fixed.measure!r} with offload {fixed.offload}; use one of {', '.join(MEASURES)}"
-        )
-    return words
-
-
-def _fewest(needs: MemoryNeeds, word: Measure, budget: MemoryBudget, fixed: FixedMemory) -> MemoryPlan | None:
-    """As few layers under a measure as fit, the first ones of each stage; None where all do not fit."""
+def _fewest(
+    needs: MemoryNeeds, slow: Measure, fast: Measure, budget: MemoryBudget, fixed: FixedMemory
+) -> MemoryPlan | None:
+    """As few layers of the slower measure as fit on the device; None where these do not fit, or not on the host."""
     most = max(len(place.stage.layers) for place in needs.places)
-    low, high = (0, most) if fixed.layers is None else (fixed.layers or most, fixed.layers or most)
-    if fixed.measure not in (None, "none") and fixed.layers is None:
-        low = most
-    best: MemoryPlan | None = None
-    while low <= high:
+    if fixed.layers is not None:
+        return (
+            _if_fits(needs.under(_measures(needs, slow, "none", fixed.layers or most)), budget)
+            if slow == fast
+            else None
+        )
+    if slow == fast:
+        return _if_fits(needs.under(slow), budget)
+    low, high = 1, most
+    while low < high:
         count = (low + high) // 2
-        memory = needs.under(_measures(needs, word, count))
-        if memory.fits(budget):
-            best, high = memory, count - 1
-        else:
-            low = count + 1
-    return best
+        fits = needs.under(_measures(needs, slow, fast, count)).device.total <= budget.device
+        low, high = (low, count) if fits else (count + 1, high)
+    return _if_fits(needs.under(_measures(needs, slow, fast, low)), budget)
 
 
-def _measures(needs: MemoryNeeds, word: Measure, count: int) -> tuple[Measure, ...]:
-    """The word for the first so many layers of each rank's stages, "none" for the others."""
-    words: list[Measure] = ["none"] * needs.layers
+def _if_fits(memory: MemoryPlan, budget: MemoryBudget) -> MemoryPlan | None:
+    return memory if memory.fits(budget) else None
+
+
+def _measures(needs: MemoryNeeds, slow: Measure, fast: Measure, count: int) -> tuple[Measure, ...]:
+    """One word for the first so many layers of each rank's stages, another for the others."""
+    words = [fast] * needs.layers
     for place in needs.places:
         for layer in place.stage.layers[:count]:
-            words[layer] = word
+            words[layer] = slow
     return tuple(words)
 
 
-def _least_choices(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryPlan]:
-    """What each choice needs if every layer keeps as little as it may."""
-    for some in _settings(needs, fixed):
-        for word in _words(fixed):
-            yield some.under(word)
+def _leanest(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[MemoryNeeds, Measure]]:
+    """Each choice with every layer alike."""
+    return ((some, word) for some in _settings(needs, fixed) for word in fixed.words)
 
 
 def _refusal(least: MemoryPlan, budget: MemoryBudget, home: Layout, fixed: FixedMemory) -> str:
     given = ", ".join(f"{name} = {value!r}" for name, value in vars(fixed).items() if value is not None)
-    under = f" with {given}" if given else " under any measure"
+    under = f"with {given}" if given else "under any measure"
+    device, host = least.device.total, least.host.total
     return (
-        f"the run does not fit{under}: a slot of {least.rows:,} rows needs at least {gib(least.device.total)} "
-        f"({least.device.total:,} bytes) of a GPU that may fill {gib(budget.device)} ({budget.device:,}), and "
-        f"{gib(least.host.total)} of the host's {gib(budget.host)}; use more than {len(home.ranks)} ranks, fewer rows a "
-        "slot (context.max_tokens_per_slot), or a higher tp"
+        f"the run does not fit {under}: with a slot of {least.rows:,} rows a rank needs at least {gib(device)} "
+        f"({device:,} bytes) of a GPU that may fill {gib(budget.device)} ({budget.device:,}), and {gib(host)} "
+        f"({host:,}) of its host's {gib(budget.host)} ({budget.host:,}); use more than {len(home.ranks)} ranks, fewer rows "
+        "a slot (context.max_tokens_per_slot), or a higher parallel.tp"
     )
 
 
@@ -152,34 +186,38 @@ def longest_document(
     measures: str = "auto",
     *,
     cp_comm_type: str = "auto",
-    row_multiple: int = 1,
+    fixed: FixedMemory | None = None,
 ) -> tuple[int, MemoryPlan | None]:
-    """The most tokens of one document over all slots that fit, in whole 1024 a slot, and their plan of memory.
+    """The most tokens of one document over all slots that fit, in 1024 rows of a slot, and the plan of memory for it.
 
     >>> tokens, memory = longest_document("Qwen3-8B/config.json", home, MemorySettings(), budget)  # doctest: +SKIP
 
-    `measures` "auto" takes those that need least; a word is that of all layers. 0 and None where nothing fits.
+    `measures` "auto" takes those that need least; a word is that of all layers. 0 and None where nothing fits. Raises
+    PlanError for a model that cannot be counted.
     """
-    machine = machine or Machine()
-    unit = 1024 * row_multiple
-    fixed = (
-        FixedMemory()
-        if measures == "auto"
-        else FixedMemory(measure=measures.split("+")[0], layers=0, offload="+" in measures)
-    )
+    machine, fixed = machine or Machine(), fixed or FixedMemory()
+    multiple = home.tp if settings.sequence_parallel else 1
 
-    def fitting(rows: int) -> MemoryPlan | None:
+    def needs_of(rows: int) -> MemoryNeeds:
         plan = plan_fixed([rows * home.slots], home, cp=home.slots, cp_comm_type=cp_comm_type)
-        needs = MemoryNeeds.of(config, home, plan, settings, machine=machine)
-        if measures == "auto":
-            return _fastest(config, needs, budget, machine, fixed)
-        memory = needs.under(measures)
-        return memory if memory.fits(budget) else None
+        return MemoryNeeds.of(config, home, plan, settings, machine=machine)
 
+    def fits(rows: int) -> bool:
+        if measures != "auto":
+            return needs_of(rows).under(measures).fits(budget)
+        return _fits_at_all(needs_of(rows), budget, fixed)
+
+    step = _ROWS * multiple
     low, high = 0, 1
-    while fitting(high * unit) is not None and high < 1 << 16:
+    while fits(high * step):
         low, high = high, high * 2
     while low + 1 < high:
         middle = (low + high) // 2
-        low, high = (middle, high) if fitting(middle * unit) is not None else (low, middle)
-    return low * unit * home.slots, fitting(low * unit) if low else None
+        low, high = (middle, high) if fits(middle * step) else (low, middle)
+    if not low:
+        return 0, None
+    needs = needs_of(low * step)
+    if measures != "auto":
+        return low * step * home.slots, needs.under(measures)
+    prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
+    return low * step * home.slots, min(_fitting(needs, budget, fixed), key=prices.seconds)

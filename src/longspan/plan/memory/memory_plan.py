@@ -11,12 +11,14 @@ from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.cost.machine import Machine
 from longspan.plan.memory.bytes import Bytes, gib
 from longspan.plan.memory.loads import SlotLoad, loads_of
+from longspan.plan.memory.moments import moments_of
 from longspan.plan.memory.parameters import ModelNumbers, stages_of
 from longspan.plan.memory.settings import Measure, MemoryBudget, MemorySettings, measures_of
 from longspan.plan.memory.step_peak import StepPeak
 from longspan.plan.plan import Plan
 from longspan.plan.simulate.simulate import run_pipeline
 
+MOST_GROUPS = 8  # of a slot that have communicators of their own (comm/groups/)
 _WORDS: dict[Measure, str] = {
     "none": "keep all",
     "exchanged": "selective with what was exchanged",
@@ -68,6 +70,10 @@ class MemoryPlan:
     def fits(self, budget: MemoryBudget) -> bool:
         """Whether a rank has so many bytes."""
         return self.device.total <= budget.device and self.host.total <= budget.host
+
+    def excess(self, budget: MemoryBudget) -> int:
+        """Bytes of device and host above a budget."""
+        return max(0, self.device.total - budget.device) + max(0, self.host.total - budget.host)
 
     def table(self) -> str:
         """The bytes of device and host, a line for each name as in the JSON."""
@@ -126,17 +132,25 @@ class MemoryNeeds:
         plans = [plan] if isinstance(plan, Plan) else list(plan)
         read = ConfigReader.of(config)
         loads = loads_of(plans, read, settings, machine or Machine(), home.tp)
-        return cls.of_loads(config, home, loads, settings, max((len(p.micro_batches) for p in plans), default=1))
+        micro_batches = max((len(plan.micro_batches) for plan in plans), default=1)
+        return cls.of_loads(config, home, loads, settings, micro_batches, groups=_groups_of_slot(plans))
 
     @classmethod
     def of_loads(
-        cls, config: Any, home: Layout, loads: Iterable[SlotLoad], settings: MemorySettings, micro_batches: int = 1
+        cls,
+        config: Any,
+        home: Layout,
+        loads: Iterable[SlotLoad],
+        settings: MemorySettings,
+        micro_batches: int = 1,
+        *,
+        groups: int = 0,
     ) -> "MemoryNeeds":
-        """Of the rows of slots, in steps of at most so many micro-batches."""
+        """Of the rows of slots, in steps of at most so many micro-batches, in so many groups of a slot."""
         read, numbers = ConfigReader.of(config), ModelNumbers.of(config, home, settings)
         layers = len(numbers.kinds) - settings.depths
         places = tuple(
-            StepPeak(read, home, settings, numbers, stage, _in_flight(home, settings, place, micro_batches))
+            StepPeak(read, home, settings, numbers, stage, _in_flight(home, settings, place, micro_batches), groups)
             for place, stage in enumerate(stages_of(layers, home, settings))
         )
         return cls(places, tuple(loads))
@@ -153,7 +167,7 @@ class MemoryNeeds:
     def under(self, measures: str | Sequence[str]) -> MemoryPlan:
         """The plan if layers keep this."""
         words, settings = measures_of(measures, self.layers), self.places[0].settings
-        moments = [moment for place in self.places for moment in place.moments(self.loads, words)]
+        moments = [moment for place in self.places for moment in moments_of(place, self.loads, words)]
         hosts = [place.host_bytes(self.loads, words) for place in self.places]
         return MemoryPlan(
             max(moments, key=lambda moment: moment.total),
@@ -163,6 +177,14 @@ class MemoryNeeds:
             settings.gathered_once,
             settings.offload_states,
         )
+
+
+def _groups_of_slot(plans: Sequence[Plan]) -> int:
+    """The groups of several slots, other than all, that a slot is in at most, each with a communicator of its own."""
+    groups = {group.slots for plan in plans for batch in plan.micro_batches for group in batch.groups}
+    several = [slots for slots in groups if 1 < len(slots) < max(plan.slots for plan in plans)]
+    counts = Counter(slot for slots in several for slot in slots)
+    return min(max(counts.values(), default=0), MOST_GROUPS)
 
 
 def _in_flight(home: Layout, settings: MemorySettings, place: int, micro_batches: int) -> float:

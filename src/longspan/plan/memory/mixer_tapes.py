@@ -7,6 +7,10 @@ runs of rows are float32; kernels also make those of every chunk, forward and on
 from longspan.plan.cost.mixer_shape import CHUNK, MixerShape
 from longspan.plan.memory.layer_builder import WIDE, LayerBuilder
 
+# Tensors of all rows and values in float32 that torch's operations hold in a scan, forward and backward, without a delta
+# rule and with one (counted on a CPU, and of peaks in bench/records/memory-measured.json).
+_TORCH_SCANS = {False: (8, 20), True: (10, 26)}
+
 
 def add_mixer(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
     """A state-space layer of a kind, whose heads tensor-parallel ranks share."""
@@ -42,8 +46,7 @@ def _add_mamba(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
         builder.rows(inner),
         saves=(values,),
         also=keys | {"mixer_states": _states(builder, mixer)},
-        forward_work=_chunk_states(builder, mixer) + 2 * builder.rows(inner, WIDE),
-        backward_work=3 * _chunk_states(builder, mixer) + 3 * builder.rows(inner, WIDE),
+        **_scan_work(builder, mixer, inner),
     )
     normed = builder.gated_norm("mixer_normed", out, every, inner, 1, gate_first=True)
     return builder.linear("mixer_back", "out_proj", normed, inner, builder.hidden)
@@ -66,15 +69,13 @@ def _add_delta_net(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
     units = _add_units(builder, rolled, keys)
     wide = tape.run("mixer_wide_values", (rolled,), _scan_rows(builder, values))
     chunks = {"mixer_chunks": builder.rows(heads * CHUNK)} if builder.scans_by_kernels else {}
-    per_head = builder.rows(heads * mixer.key_size)
     out = tape.run(
         "mixer_scanned",
         (*units, wide, rate),
         builder.rows(values),
         saves=(*units, wide),
         also=chunks | {"mixer_states": _states(builder, mixer)},
-        forward_work=_chunk_states(builder, mixer) + 2 * builder.rows(values) + 2 * per_head,
-        backward_work=2 * _chunk_states(builder, mixer) + 4 * builder.rows(values) + 4 * per_head,
+        **_scan_work(builder, mixer, values),
     )
     normed = builder.gated_norm("mixer_normed", out, gate, values, heads, gate_first=False)
     return builder.linear("mixer_back", "out_proj", normed, values, builder.hidden)
@@ -101,6 +102,17 @@ def _states(builder: LayerBuilder, mixer: MixerShape) -> float:
     return builder.load.runs * mixer.state / builder.tp * WIDE
 
 
-def _chunk_states(builder: LayerBuilder, mixer: MixerShape) -> float:
-    """The state before each chunk."""
-    return builder.rows(mixer.state / builder.tp / CHUNK)
+def _scan_work(builder: LayerBuilder, mixer: MixerShape, values: float) -> dict[str, float]:
+    """What a scan holds while it runs forward and backward: states before chunks, and rows of all heads."""
+    states = builder.rows(mixer.state / builder.tp / CHUNK)
+    if not builder.scans_by_kernels:
+        forward, backward = _TORCH_SCANS[mixer.delta]
+        return {
+            "forward_work": forward * builder.rows(values, WIDE),
+            "backward_work": backward * builder.rows(values, WIDE),
+        }
+    if not mixer.delta:
+        wide = builder.rows(values, WIDE)
+        return {"forward_work": states + 2 * wide, "backward_work": 3 * states + 3 * wide}
+    rows = builder.rows(values + mixer.heads * mixer.key_size / builder.tp)
+    return {"forward_work": states + 2 * rows, "backward_work": 2 * states + 4 * rows}

@@ -66,6 +66,7 @@ class ModelNumbers:
     head: Numbers
     tied: bool
     tower: Numbers
+    tower_shape: EncoderShape | None = None
 
     @classmethod
     def of(cls, config: object, home: Layout, settings: MemorySettings) -> "ModelNumbers":
@@ -93,7 +94,7 @@ class ModelNumbers:
             of_table,
             of_table,
             bool(read.value("tie_word_embeddings")),
-            _tower_numbers(config, settings),
+            *_tower(config, settings),
         )
 
     def root(self, stage: Stage) -> Numbers:
@@ -149,14 +150,14 @@ def linears_of(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) ->
     return linears
 
 
-def _tower_numbers(config: object, settings: MemorySettings) -> Numbers:
-    """The tower and projector of a model that sees, on the rank's share over all slots; nothing without images."""
+def _tower(config: object, settings: MemorySettings) -> tuple[Numbers, EncoderShape | None]:
+    """The tower and projector of a model that sees, over all slots; nothing without images."""
     if not settings.encoder_rows:
-        return Numbers()
+        return Numbers(), None
     shape = EncoderShape.of(config)
     tower, projector = float(shape.embed_weights + shape.block_weights), float(shape.projector_weights)
     trained = {"all": tower + projector, "projector": projector, "none": 0.0}[settings.encoder_trained]
-    return Numbers(tower + projector, trained, 0.0, tower + projector)
+    return Numbers(tower + projector, trained, 0.0, tower + projector), shape
 
 
 def layers_of_stages(layers: int, stages: int) -> tuple[range, ...]:

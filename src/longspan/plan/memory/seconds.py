@@ -1,63 +1,111 @@
-"""What a plan of memory costs: seconds that recomputation, another gather, and copies to the host add to a micro-batch."""
+"""What a plan of memory costs: seconds that recomputation, another gather, and copies to the host add to a micro-batch.
 
+By a machine's prices, for the largest load. They compare choices; a step's time is `Machine.cost`'s.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.cost_changes import Recomputation
 from longspan.plan.cost.machine import CostSettings, Machine
 from longspan.plan.cost.model_shape import ModelShape
+from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.memory_plan import MemoryNeeds, MemoryPlan
+from longspan.plan.memory.step_peak import StepPeak
 
-HIDDEN_SHARE = 0.9  # of copies to the host and back beside a layer's work, where they are shorter than it
+SHOWN_SHARE = 0.1  # of copies to the host that a layer's work could hide
 
 
 def added_seconds(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: Machine) -> float:
-    """Seconds that the largest micro-batch takes longer than if all were kept on the device, by a machine's prices.
+    """Seconds that the largest micro-batch takes longer than if everything were kept on the device.
 
-    Recomputation by `Machine.cost` of the rows of one document; heads that are exchanged again; copies to and from the host
-    beyond what a layer's work hides; the second gather of weights; states that are copied for the update.
+    >>> added_seconds("Qwen3-8B/config.json", needs.under("full"), needs, Machine.known("H200"))  # doctest: +SKIP
     """
-    place, load = needs.places[0], max(needs.loads)
-    settings, rows = place.settings, load.rows
-    layers = len(memory.measures)
-    frozen = not settings.trains_all
-    plain = machine.cost(config, CostSettings(depths=settings.depths, frozen=frozen)).shared_by(place.home.tp)
-    seconds = 0.0
-    for kind in ("selective", "full"):
-        count = sum(_recomputes(word) == kind for word in memory.measures)
-        if count:
-            again = machine.cost(
-                config,
-                CostSettings(recomputation=kind, recomputed_layers=count, depths=settings.depths, frozen=frozen),
-            ).shared_by(place.home.tp)
-            seconds += float(again.work_seconds(rows, rows * rows) - plain.work_seconds(rows, rows * rows))
-    leans = sum(word.startswith("selective") for word in memory.measures)
-    if load.exchanged_rows and leans:
-        shape = ModelShape.of(config, depths=settings.depths)
-        moved = load.exchanged_rows * (shape.query_width + 2 * shape.key_width) * settings.compute_bytes
-        seconds += leans * moved / machine.inside.point.bytes_per_second
-    seconds += _host_seconds(memory, needs, machine, float(plain.work_seconds(rows, rows * rows)) / layers)
-    if not memory.gathered_once and place.shards > 1 and place.home.pp == 1 and settings.shard_parameters:
+    return MemoryPrices(config, machine, needs.places[0], max(needs.loads)).seconds(memory)
+
+
+@dataclass(frozen=True)
+class MemoryPrices:
+    """Prices of what layers keep, for one load: made once for many plans of memory."""
+
+    config: Any
+    machine: Machine
+    place: StepPeak
+    load: SlotLoad
+
+    def seconds(self, memory: MemoryPlan) -> float:
+        """What a plan adds: its layers', and that of gathers and states."""
+        layers = sum(self._layer_seconds(index, word) for index, word in enumerate(memory.measures))
+        gather = 0.0 if memory.gathered_once else self._gather_seconds
+        copied = 2 * memory.host.states / self.machine.host_copy_bytes_per_second
+        return layers + gather + copied
+
+    def _layer_seconds(self, index: int, word: str) -> float:
+        what, _, host = word.partition("+")
+        if what == "none":
+            return 0.0
+        seconds = self._full_seconds if what == "full" else self._selective_seconds
+        if what == "selective":
+            seconds += self._exchange_seconds
+        return seconds + (self._host_seconds(index, word) if host else 0.0)
+
+    def _cost(self, kind: Recomputation) -> float:
+        """Seconds of the load in the whole model, whose layers recompute so."""
+        settings = self.place.settings
+        costs = CostSettings(recomputation=kind, depths=settings.depths, frozen=not settings.trains_all)
+        cost: Cost = self.machine.cost(self.config, costs).shared_by(self.place.home.tp)
+        rows = self.load.rows * max(1, self.degree)
+        return float(cost.work_seconds(rows, rows * rows / max(1, self.load.runs // 2))) / max(1, self.degree)
+
+    @property
+    def degree(self) -> int:
+        """Slots that share a document, as far as a load shows it."""
+        load = self.load
+        return self.place.home.slots if load.exchanged_rows or load.ring_rows or load.gathered_rows else 1
+
+    @property
+    def _layers(self) -> int:
+        return len(self.place.numbers.kinds)
+
+    @cached_property
+    def _plain_seconds(self) -> float:
+        return self._cost("none") / self._layers
+
+    @cached_property
+    def _selective_seconds(self) -> float:
+        return max(0.0, self._cost("selective") / self._layers - self._plain_seconds)
+
+    @cached_property
+    def _full_seconds(self) -> float:
+        return max(0.0, self._cost("full") / self._layers - self._plain_seconds)
+
+    @cached_property
+    def _exchange_seconds(self) -> float:
+        """Queries, keys and values of a layer once more."""
+        if not self.load.exchanged_rows:
+            return 0.0
+        shape = ModelShape.of(self.config, depths=self.place.settings.depths)
+        moved = self.load.exchanged_rows * (shape.query_width + 2 * shape.key_width)
+        return moved * self.place.settings.compute_bytes / self.machine.inside.point.bytes_per_second
+
+    def _host_seconds(self, index: int, word: str) -> float:
+        """Copies there and back: what a layer's passes do not hide, and a share of what they do."""
+        size = self.place.layer_bytes(index, self.load, word).host  # pyright: ignore[reportArgumentType]
+        copied = size / self.machine.host_copy_bytes_per_second
+        forward = self._plain_seconds / 3
+        backward = self._plain_seconds - forward
+        hidden = min(copied, forward) + min(copied, backward)
+        return 2 * copied - hidden + SHOWN_SHARE * hidden
+
+    @cached_property
+    def _gather_seconds(self) -> float:
+        """The second gather of weights in a micro-batch."""
+        place, machine = self.place, self.machine
+        if place.shards == 1 or place.stays_whole:
+            return 0.0
         every = sum(numbers.whole for numbers in place.numbers.layers)
-        wire = every * settings.compute_bytes * (place.shards - 1) / place.shards / machine.sharding_bytes_per_second
-        seconds += machine.weight_copy_seconds * every + machine.sharding_share * wire
-    if memory.offload_states:
-        seconds += 2 * memory.host.states / machine.host_copy_bytes_per_second
-    return seconds
-
-
-def _recomputes(word: str) -> Recomputation:
-    what = word.partition("+")[0]
-    return "none" if what == "none" else "full" if what == "full" else "selective"
-
-
-def _host_seconds(memory: MemoryPlan, needs: MemoryNeeds, machine: Machine, layer_seconds: float) -> float:
-    """Copies there and back that layers' work does not hide, with a share of those that it does."""
-    place, load = needs.places[0], max(needs.loads)
-    seconds = 0.0
-    for index, word in enumerate(memory.measures):
-        size = place.layer_bytes(index, load, word).host
-        if size:
-            copied = size / machine.host_copy_bytes_per_second
-            shown = max(0.0, copied - layer_seconds / 3) + max(0.0, copied - layer_seconds)
-            seconds += shown + 2 * (1 - HIDDEN_SHARE) * min(copied, layer_seconds / 3)
-    return seconds
+        wire = every * place.settings.compute_bytes * (place.shards - 1) / place.shards
+        wire /= machine.sharding_bytes_per_second
+        return machine.weight_copy_seconds * every + machine.sharding_share * wire

@@ -30,7 +30,8 @@ class MemorySettings:
     [parallel]. `cp_comm_type` is what "auto" in a plan stands for; "" is the type of the machine's prices. On a `gpu` there
     are a context and communicators, and kernels run norms in one pass (`fused_norms`). State-space layers scan by
     `scan_kernels` of GPUs, else in float32. `backward` False is an evaluation.
-    Of images `encoder_rows` are encoded at once on a slot (0: no encoder), and `encoder_trained` of it is trained.
+    Of images a slot encodes `encoder_rows` rows in a step, or, `encoder_recomputed`, in a wave (0: no encoder);
+    `encoder_trained` of it is trained.
     """
 
     parameter_bytes: int = 4
@@ -76,9 +77,14 @@ class MemorySettings:
         )
 
     @property
+    def trained_bytes(self) -> int:
+        """Bytes of a trained weight."""
+        return self.parameter_bytes if self.trains_all else self.adapter_bytes
+
+    @property
     def reduce_bytes(self) -> int:
         """Bytes of a number of a gradient while it is summed over slots."""
-        return max(4, self.parameter_bytes if self.trains_all else self.adapter_bytes)
+        return max(4, self.trained_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

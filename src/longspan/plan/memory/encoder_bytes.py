@@ -1,0 +1,82 @@
+"""What images take: activations of a tower's blocks, its weights while they are whole, and the work of a block.
+
+Encoders run before the language model. What they keep waits until its backward pass is over, or, where they are
+recomputed, is made again then, a wave at a time. Sizes are those of `EncoderShape`: a tower's blocks, without what
+projectors keep.
+"""
+
+from functools import cached_property
+
+from longspan.plan.items.encoder_shape import EncoderShape
+from longspan.plan.memory.step_peak import StepPeak
+
+_BLOCK_ROWS = 8  # tensors so wide as the tower that a block keeps: two norms' inputs and outputs, q, k, v, output
+_BACKWARD_ROWS = 3  # tensors as wide as an MLP, of gradients in its backward pass
+_ROTARY = 4  # bytes of a number of queries and keys while they are turned
+
+
+class EncoderBytes:
+    """Images of one slot: `rows` of the language model in a step, or in a wave where they are recomputed.
+
+    >>> EncoderBytes(peak).kept  # doctest: +SKIP
+    """
+
+    def __init__(self, peak: StepPeak) -> None:
+        self._peak, self._settings = peak, peak.settings
+        self.rows = peak.settings.encoder_rows
+
+    @cached_property
+    def _shape(self) -> EncoderShape | None:
+        return self._peak.numbers.tower_shape if self.rows else None
+
+    @cached_property
+    def _patches(self) -> float:
+        shape = self._shape
+        return (
+            0.0 if shape is None else self.rows * (shape.patches_of(1) if shape.merge else shape.patches / shape.rows)
+        )
+
+    @cached_property
+    def _mlp_width(self) -> float:
+        """Numbers of a patch inside a block's MLP, all of its products together."""
+        shape = self._shape
+        assert shape is not None
+        layers = shape.full_layers + shape.window_layers
+        return shape.block_weights / layers / shape.width - 4 * shape.width
+
+    @cached_property
+    def _saved(self) -> float:
+        """Bytes that all blocks keep of the images, if all of the tower is trained."""
+        shape, number = self._shape, self._settings.compute_bytes
+        if shape is None or self._settings.encoder_trained != "all":
+            return 0.0
+        of_block = _BLOCK_ROWS * shape.width + self._mlp_width
+        return self._patches * (shape.full_layers + shape.window_layers) * of_block * number
+
+    @property
+    def _outputs(self) -> float:
+        return self.rows * self._peak.row_bytes
+
+    @property
+    def kept(self) -> float:
+        """Bytes that are kept while the language model runs."""
+        return self._outputs + (0.0 if self._settings.encoder_recomputed else self._saved)
+
+    @property
+    def again(self) -> float:
+        """Bytes that are kept while encoders run backward."""
+        return self._outputs + self._saved
+
+    @property
+    def gathered(self) -> float:
+        """A tower is gathered as a whole, and its gradients are summed as one."""
+        tower = self._peak.numbers.tower
+        return self._peak.whole(tower) * (1 + (self._peak.shards > 1)) + self._peak.summing(tower)
+
+    @property
+    def work(self) -> float:
+        """The backward pass of one block."""
+        if self._shape is None:
+            return 0.0
+        turned = 2 * self._shape.width * _ROTARY
+        return self._patches * (_BACKWARD_ROWS * self._mlp_width / 2 * self._settings.compute_bytes + turned)

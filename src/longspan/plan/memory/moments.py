@@ -1,0 +1,199 @@
+"""The moments of a step at which a rank may hold most: layer by layer forward, the loss, backward, and the end.
+
+FSDP2 (torch 2.11 to 2.13) holds in a forward pass a layer's weights twice, as they arrived and laid out, and those of the
+root (embedding and head) throughout. In backward it holds the layer's and those of the one before, which it fetches
+ahead, the layer's gradients, and what is sent of the layer behind until this one's is. Over one slot nothing arrives.
+In free mode and in pipelines all weights are whole throughout, and gradients are added up whole, in the dtype of sums.
+
+Gradients are counted as they come: in the first micro-batch of a step none are there when the loss is made.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from longspan.plan.memory.bytes import Bytes
+from longspan.plan.memory.encoder_bytes import EncoderBytes
+from longspan.plan.memory.loads import SlotLoad
+from longspan.plan.memory.settings import Measure
+from longspan.plan.memory.step_peak import LayerBytes, StepPeak
+
+_CHUNK_BYTES = {True: 2 << 30, False: 64 << 20}  # of logits at a time (train/loss.py)
+_AT_THE_LOSS = 3  # rows between layers: before the last norm and after it, and the gradient; of each depth one more
+
+
+def moments_of(peak: StepPeak, loads: Sequence[SlotLoad], measures: Sequence[Measure]) -> Iterator[Bytes]:
+    """Bytes at every moment of steps with these loads, and at the optimizer's.
+
+    >>> max(moments_of(peak, loads, ["full"] * 36), key=lambda moment: moment.total)  # doctest: +SKIP
+    """
+    base = peak.resident
+    if peak.settings.backward:
+        yield replace(base, gradients=int(peak.gradient_bytes(peak.all_numbers)))
+    for load in loads:
+        yield from MicroBatchMoments(peak, load, tuple(measures)).all()
+
+
+@dataclass(frozen=True)
+class MicroBatchMoments:
+    """One micro-batch of a load."""
+
+    peak: StepPeak
+    load: SlotLoad
+    measures: tuple[Measure, ...]
+
+    def all(self) -> Iterator[Bytes]:
+        """All moments."""
+        yield from self._forward()
+        yield from self._loss()
+        if self.peak.settings.backward:
+            yield from self._backward()
+            yield from self._end()
+
+    @cached_property
+    def _layers(self) -> list[LayerBytes]:
+        return [self.peak.layer_bytes(i, self.load, self.measures[i]) for i in self.peak.stage.layers]
+
+    @cached_property
+    def _whole(self) -> list[float]:
+        return [self.peak.whole(self.peak.numbers.layers[i]) for i in self.peak.stage.layers]
+
+    @cached_property
+    def _root(self) -> float:
+        return self.peak.whole(self.peak.root)
+
+    @cached_property
+    def _arrived(self) -> int:
+        """1 where weights arrive from other slots, in a tensor of their own."""
+        return int(self.peak.shards > 1)
+
+    @cached_property
+    def _summed(self) -> float:
+        """Shards of gradients that were there before."""
+        every = self.peak.gradient_bytes(self.peak.all_numbers)
+        return every if self.load.later and not self.peak.stays_whole else 0.0
+
+    @cached_property
+    def _added_up(self) -> float:
+        """Whole gradients that micro-batches add up, and that wait for the sum over slots."""
+        peak = self.peak
+        if not peak.stays_whole or not peak.settings.backward:
+            return 0.0
+        return peak.all_numbers.trained * peak.settings.reduce_bytes
+
+    @cached_property
+    def _before(self) -> float:
+        """What is kept of other micro-batches, and of images."""
+        if not self.peak.settings.backward:
+            return 0.0
+        images = EncoderBytes(self.peak)
+        return (self.peak.in_flight - 1) * sum(layer.kept for layer in self._layers) + images.kept
+
+    def _moment(self, *, gradients: float, gathered: float, kept: float, work: float, logits: float = 0.0) -> Bytes:
+        base = self.peak.resident
+        return Bytes(
+            weights=base.weights,
+            gradients=int(gradients),
+            states=base.states,
+            gathered=int(gathered),
+            kept=int(kept),
+            work=int(work),
+            logits=int(logits),
+            communicators=base.communicators,
+        )
+
+    def _held_forward(self, i: int) -> float:
+        """Whole weights while layer i runs forward."""
+        if self.peak.stays_whole:
+            return self._root + sum(self._whole)
+        laid_out = sum(self._whole[: i + 1]) if self.peak.settings.gathered_once else self._whole[i]
+        return self._root + laid_out + self._arrived * self._whole[i]
+
+    def _forward(self) -> Iterator[Bytes]:
+        added_up, kept = self._added_up if self.load.later else 0.0, self._before
+        for i, layer in enumerate(self._layers):
+            leaving = self._layers[i - 1].host if i else 0.0  # on its way to the host
+            held = self._held_forward(i) + added_up
+            yield self._moment(gradients=self._summed, gathered=held, kept=kept + leaving, work=layer.peaks.forward)
+            kept += layer.kept if self.peak.settings.backward else 0.0
+
+    def _loss(self) -> Iterator[Bytes]:
+        peak, settings = self.peak, self.peak.settings
+        if not peak.stage.predicts:
+            return
+        held = self._root + self._arrived * self._whole[-1] * (not peak.stays_whole)
+        if peak.stays_whole or settings.gathered_once:
+            held += sum(self._whole)
+        held += self._added_up if self.load.later else 0.0
+        kept = self._before + sum(layer.kept for layer in self._layers) if settings.backward else 0.0
+        rows = (_AT_THE_LOSS + settings.depths) * self.load.rows * peak.row_bytes
+        for logits in self._logits():
+            yield self._moment(gradients=self._summed, gathered=held, kept=kept, work=rows, logits=logits)
+
+    def _logits(self) -> Iterator[float]:
+        """Of a chunk of logits with sums of the head's gradient, and of these when backward scales them."""
+        settings, number = self.peak.settings, self.peak.settings.compute_bytes
+        vocabulary = self.peak.read.count("vocab_size") / self.peak.home.tp
+        of_logit = 2 * number + (0 if settings.gpu else max(4, number))
+        rows = max(1, round(self.load.rows * settings.target_share))
+        most = settings.loss_chunk_rows or max(1, int(_CHUNK_BYTES[settings.gpu] // (vocabulary * of_logit)))
+        chunks = -(-rows // most)
+        trained = self.peak.numbers.head.trained if settings.backward else 0.0
+        wide = max(4, number) if chunks > 1 else number
+        others = settings.depths * trained * wide  # sums of the other losses
+        yield others + -(-rows // chunks) * vocabulary * of_logit + trained * (wide * (chunks > 1) + number)
+        yield others + trained * (wide * 2 + number * (wide != number))
+
+    def _backward(self) -> Iterator[Bytes]:
+        peak, stage = self.peak, self.peak.stage
+        kept, summed = self._before + sum(layer.kept for layer in self._layers), self._summed
+        behind = 0.0  # what is sent of the layer behind
+        for i in reversed(range(len(self._layers))):
+            layer, numbers = self._layers[i], peak.numbers.layers[stage.layers[i]]
+            kept -= layer.kept
+            coming = self._layers[i - 1].host if i else 0.0
+            others = self._others_backward(i)
+            own = layer.kept + layer.host
+            yield self._moment(
+                gradients=summed,
+                gathered=others + self._whole[i] + behind,
+                kept=kept + own + coming,
+                work=layer.peaks.backward,
+            )
+            if peak.stays_whole:
+                continue
+            yield self._moment(
+                gradients=summed,
+                gathered=others + peak.summing(numbers),
+                kept=kept + coming,
+                work=self.load.rows * peak.row_bytes,
+            )
+            behind = numbers.trained * peak.settings.reduce_bytes if peak.settings.shard_parameters else 0.0
+            summed += 0.0 if self.load.later else peak.gradient_bytes(numbers)
+
+    def _others_backward(self, i: int) -> float:
+        """Whole weights and gradients in the backward pass of layer i, but the layer's own."""
+        peak = self.peak
+        held = self._root + peak.numbers.head.trained * peak.settings.compute_bytes * peak.stage.predicts
+        if peak.stays_whole:
+            return held + sum(self._whole) - self._whole[i] + self._added_up
+        if peak.settings.gathered_once:
+            return held + sum(self._whole[:i])
+        return held + (self._arrived * self._whole[i - 1] if i else 0.0)
+
+    def _end(self) -> Iterator[Bytes]:
+        """The root's gradients are summed, after all layers'; then those of images."""
+        peak, root = self.peak, self.peak.root
+        every = peak.gradient_bytes(peak.all_numbers)
+        before = self._summed if self.load.later else every - peak.gradient_bytes(root)
+        rows = self.load.rows * peak.row_bytes
+        if peak.stays_whole:
+            held = sum(self._whole) + self._added_up
+            largest = max((peak.numbers.layers[i] for i in peak.stage.layers), key=lambda n: n.trained)
+            sent = largest.trained * peak.settings.reduce_bytes
+            yield self._moment(gradients=every, gathered=held + sent, kept=0.0, work=rows)
+        else:
+            yield self._moment(gradients=before, gathered=peak.summing(root), kept=0.0, work=rows)
+        images = EncoderBytes(peak)
+        if images.rows:
+            yield self._moment(gradients=every, gathered=images.gathered, kept=images.again, work=images.work)
