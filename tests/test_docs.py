@@ -240,6 +240,35 @@ def test_the_program_of_the_readme_runs(run_here: Callable[..., str]) -> None:
     run_here("readme", f"BLOCK = {block!r}\n{README}")
 
 
+MEMORY = """
+from longspan.testing import run_ranks
+
+def main(rank):
+    import numpy as np
+    import torch
+
+    from longspan import Layout, World
+    from longspan.model import load_model, prepare
+    from longspan.plan import plan_fixed
+
+    with World(Layout(2)) as world:
+        model = prepare(load_model(preset="qwen3-tiny", vocab_size=64), world, probe=False)
+        plan = plan_fixed([30, 8], world.home, cp=2)
+        names = vars() | {"documents": [np.arange(30), np.arange(8)], "folder": "runs/mine"}
+        exec(BLOCK, names)
+        moments = sum(x.nbytes for state in names["optimizer"].state.values() for x in state.values() if x.ndim)
+        assert 0 < moments // 2 <= names["optimizer"].host_bytes
+
+if __name__ == "__main__":
+    run_ranks(main, 2)
+"""
+
+
+def test_the_program_of_the_page_on_memory_runs(run_here: Callable[..., str]) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/memory.md").read_text(), flags=re.DOTALL)
+    assert "bytes of the host, at most" in run_here("memory", f"BLOCK = {block!r}\n{MEMORY}")
+
+
 def test_the_page_on_gpus_generates_with_stock_transformers(tmp_path: Path, run_page: Callable[[str], str]) -> None:
     """Its program runs where a run with a folder's model has left its own."""
     folder = tmp_path / "runs/mine/model"
@@ -265,7 +294,7 @@ def test_no_page_has_a_program_that_is_not_run() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     with_programs = {page.stem for page in pages if "```python" in page.read_text()}
     run_here = {"attention", "bridge", "evaluation", "gpu", "losses", "own-loop", "parallelism", "planning", "tour"}
-    run_here |= {"README", "doctor", "figures", "fine-tuning", "hybrid", "mtp", "multimodal", "vision-models"}
+    run_here |= {"README", "doctor", "figures", "fine-tuning", "hybrid", "memory", "mtp", "multimodal", "vision-models"}
     assert with_programs == run_here
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from longspan import Group, Layout, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan import AttentionCall, CostSettings, EncoderLoad, EncoderShape, Machine, PlanOptions
+from longspan.plan.cost.cost_changes import Recomputation
 from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.simulate.evaluation import plan_evaluation
 from longspan.plan.simulate.simulate import simulate
@@ -170,7 +171,7 @@ def _bench_step(name: str, record: dict[str, Any], row: str, seconds: float) -> 
             slots=slots,
             planner=planner,
             cp=cp,
-            settings=CostSettings(recomputation=recompute, recomputed_layers=layers, shards=slots),
+            settings=CostSettings(recomputation=_kind(recompute), recomputed_layers=layers, shards=slots),
             options=PlanOptions(
                 max_tokens_per_slot=cap or None,
                 cp_comm_type=kind,
@@ -181,12 +182,18 @@ def _bench_step(name: str, record: dict[str, Any], row: str, seconds: float) -> 
     )
 
 
+def _kind(recompute: str) -> Recomputation:
+    """How a record's layers were recomputed, in today's words: "selective" kept what was exchanged in all of these."""
+    kinds: dict[str, Recomputation] = {"none": "none", "selective": "exchanged", "full": "full"}
+    return kinds[recompute]
+
+
 def _research_steps() -> Iterator[Measured]:
     """Of bench/records/steps-2xH200.json."""
     for row in _read("steps-2xH200")["rows"]:
         slots, lengths = row["ranks"], row["lengths"]
         again = not row.get("reshard", True)
-        settings = CostSettings(recomputation=row["recompute"], shards=slots, gathered_once=again)
+        settings = CostSettings(recomputation=_kind(row["recompute"]), shards=slots, gathered_once=again)
         words = f"fixed, recomputation {row['recompute']}, FSDP2" + ", gathered once" * again
         cap = row.get("max_tokens_per_slot", 0)
         yield Measured(

@@ -3,11 +3,14 @@
     python bench/training/convergence.py --out bench/records/convergence.json --plot docs/convergence.svg  # 30 minutes
     python bench/training/convergence.py --recipes sgd:float32:0.3 --steps 20 --out /tmp/convergence.json  # a part
     python bench/training/convergence.py --draw bench/records/convergence.json --plot docs/convergence.svg  # no run
+    python bench/training/convergence.py --preset qwen3-moe-tiny --world 2 --steps 300 \
+        --recipes adamw:float32:0.001,adamw:bfloat16:0.001 --out bench/records/convergence-experts.json
 
 A recipe is an optimizer, a dtype and a learning rate; each of its three runs is `longspan train examples/first.toml
---world 4` with another `context.planner`. Documents of a step follow from the seed alone, which the script checks by
-their tokens and targets. The difference of a step is that of its highest and its lowest loss over the planners. Recipes
-that `--out` holds already are kept, so that a record can grow.
+--world 4` with another `context.planner`. bfloat16 is that of the arithmetic, over parameters in float32; losses of
+such runs differ by its rounding, which is no failure. With --device cuda ranks are on GPUs. Documents of a step follow
+from the seed alone, which the script checks by their tokens and targets. The difference of a step is that of its
+highest and its lowest loss over the planners. Recipes that `--out` holds already are kept, so that a record can grow.
 
 AdamW at 6e-3 magnifies any difference, however small, about tenfold every four steps; that recipe may exceed `--bound`.
 The command fails where another one does.
@@ -32,7 +35,7 @@ from longspan.run.result import versions
 
 ROOT = Path(__file__).parents[2]
 PLANNERS = ("padded", "fixed", "dynamic")
-DTYPES, OPTIMIZERS = ("float32", "float64"), ("adamw", "sgd")
+DTYPES, OPTIMIZERS = ("float32", "float64", "bfloat16"), ("adamw", "sgd")
 UNSTABLE = "adamw:float32:0.006"
 RECIPES = f"adamw:float64:0.001,adamw:float32:0.001,sgd:float32:0.3,{UNSTABLE}"
 COLOURS = {"padded": "#8d99ae", "fixed": "#e07a1f", "dynamic": "#1f6feb"}
@@ -71,7 +74,9 @@ def curve(planner: str, recipe: Recipe, flags: argparse.Namespace, folder: Path)
     values = {
         "context.planner": planner,
         "data.eval_documents": 0,
-        "model.dtype": recipe.dtype,
+        "model.preset": flags.preset,
+        "model.dtype": "float32" if recipe.dtype == "bfloat16" else recipe.dtype,
+        "model.compute_dtype": recipe.dtype,
         "train.optimizer": recipe.optimizer,
         "train.lr": recipe.lr,
         "train.steps": flags.steps,
@@ -88,7 +93,7 @@ def curve(planner: str, recipe: Recipe, flags: argparse.Namespace, folder: Path)
         "--world",
         str(flags.world),
         "--device",
-        "cpu",
+        flags.device,
     ]
     subprocess.run([*command, *words], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     lines = (Path(values["run.dir"]) / "metrics.jsonl").read_text().splitlines()
@@ -108,7 +113,13 @@ def compared(curves: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
         "difference": apart,
         "largest_difference": max(apart),
         "micro_batches": {planner: sum(row["micro_batches"] for row in rows) for planner, rows in curves.items()},
+        "tokens_per_second": {planner: _tokens_per_second(rows) for planner, rows in curves.items()},
     }
+
+
+def _tokens_per_second(rows: Sequence[dict[str, Any]]) -> float:
+    """Of all steps after the first, which warms up."""
+    return sum(row["tokens"] for row in rows[1:]) / max(1e-9, sum(row["seconds"] for row in rows[1:]))
 
 
 def markdown(record: dict[str, Any]) -> str:
@@ -123,7 +134,9 @@ def markdown(record: dict[str, Any]) -> str:
         above = f"first above {bound:g} at step {past}" if past else f"never above {bound:g}"
         lines += [f"Largest difference of a step: {largest:.1e} (step {at}); {above}.", ""]
         batches = ", ".join(f"{planner} {count}" for planner, count in comparison["micro_batches"].items())
-        lines += [f"Micro-batches of all steps: {batches}.", ""]
+        speeds = comparison.get("tokens_per_second", {})
+        shown = "".join(f"; {planner} {speed:,.0f} tokens/s" for planner, speed in speeds.items())
+        lines += [f"Micro-batches of all steps: {batches}{shown}.", ""]
         lines += [
             f"| step | {' | '.join(comparison['losses'])} | difference |",
             "| --- " * (2 + len(comparison["losses"])) + "|",
@@ -187,6 +200,8 @@ def main() -> None:
     """Run, compare, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--world", type=int, default=4)
+    parser.add_argument("--preset", default="qwen3-tiny", help="the model")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--recipes", default=RECIPES, help="optimizer:dtype:rate, …")
     parser.add_argument("--bound", type=float, default=1e-4, help="most that the losses of one step may differ")
@@ -203,7 +218,8 @@ def main() -> None:
         for name, recipe in recipes.items():
             comparisons[name] = comparisons.get(name) or _run(recipe, flags, Path(folder))
             _write(flags, {name: comparisons[name] for name in [*recipes, *comparisons] if name in comparisons})
-    over = [name for name in recipes if name != UNSTABLE and comparisons[name]["largest_difference"] > flags.bound]
+    bounded = [name for name in recipes if name != UNSTABLE and ":bfloat16:" not in name]
+    over = [name for name in bounded if comparisons[name]["largest_difference"] > flags.bound]
     if over:
         sys.exit(f"losses of a step differ by more than {flags.bound:g}: {', '.join(over)}")
 
@@ -215,9 +231,10 @@ def _draw(file: Path, to: Path | None) -> None:
 
 
 def _run(recipe: Recipe, flags: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    command = (
-        f"python bench/training/convergence.py --world {flags.world} --steps {flags.steps} --recipes {recipe.name}"
-    )
+    model = "" if flags.preset == "qwen3-tiny" else f" --preset {flags.preset}"
+    device = "" if flags.device == "cpu" else f" --device {flags.device}"
+    numbers = f"--world {flags.world} --steps {flags.steps} --recipes {recipe.name}"
+    command = f"python bench/training/convergence.py{model}{device} {numbers}"
     curves = {planner: curve(planner, recipe, flags, folder) for planner in PLANNERS}
     comparison = {"command": command} | compared(curves)
     print(f"{recipe.name}: largest difference of a step {comparison['largest_difference']:.1e}", flush=True)
@@ -230,8 +247,9 @@ def _write(flags: argparse.Namespace, comparisons: dict[str, Any]) -> None:
         "machine": machine(),
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         "note": (
-            f"qwen3-tiny on {flags.world} CPU processes, examples/first.toml but for planner, optimizer, rate, dtype "
-            "and steps (a quarter of them warm-up): sources of Python's standard library, seed 0, cp 2 where fixed."
+            f"{flags.preset} on {flags.world} {'CPU processes' if flags.device == 'cpu' else 'GPUs'}, "
+            "examples/first.toml but for planner, optimizer, rate, dtype and steps (a quarter of them warm-up): "
+            "sources of Python's standard library, seed 0, cp 2 where fixed."
         ),
         "bound": flags.bound,
         "recipes": comparisons,

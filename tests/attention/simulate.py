@@ -13,11 +13,19 @@ from longspan.layout import Partition
 
 
 def simulate(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lengths: Sequence[int], degree: int, call: AttendCall
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lengths: Sequence[int],
+    degree: int,
+    call: AttendCall,
+    *,
+    with_deltas: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out, dq, dk, dv of packed rows (S, …), where every member meets every member's block, its own first.
 
-    Sums over members accumulate as those that travel a ring do.
+    Sums over members accumulate as those that travel a ring do. With `with_deltas` backward gets dout · out.
     """
     shares = Partition.zigzag(lengths, degree)
     rows = [torch.from_numpy(shares.rows(member).copy()).to(q.device) for member in range(degree)]
@@ -34,6 +42,7 @@ def simulate(
         part = RowSum(tuple(q[mine].shape), q)
         for theirs, launches in blocks:
             saved = Saved(q[mine], k[theirs], v[theirs], out[mine], lse)
+            saved = saved._replace(out=saved.deltas(dout[mine])) if with_deltas else saved
             addends = block_gradients(part, dout[mine], saved, launches, call)
             block = sum_addends(addends, k[theirs], v[theirs])
             dk[theirs] += block[0]

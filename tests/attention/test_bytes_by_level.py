@@ -6,6 +6,8 @@ member, and a gather over a communicator as NCCL sends it: around a ring of the 
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
+from math import gcd
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,6 +18,7 @@ from torch import Tensor
 from longspan import Group, Layout, MicroBatch, World, attend, bind
 from longspan.attention import all_to_all
 from longspan.attention.members import HeadSplit
+from longspan.attention.saved_outputs import Recording
 from longspan.comm.groups import channel
 from longspan.plan import AttentionCall, Machine, plan_fixed
 from longspan.testing import backend, run_ranks
@@ -36,6 +39,8 @@ class Case(NamedTuple):
     dtype: str
     own: bool = False
     sliced: bool = False
+    recomputed: bool = False
+    kernel: str | None = None
 
 
 def cases(slots: int) -> list[Case]:
@@ -44,8 +49,10 @@ def cases(slots: int) -> list[Case]:
     ways += [("a2a+p2p", sizes) for sizes in levels]
     heads = ((2 * slots, 2 * slots), (slots, 2), (3 * slots, 3))  # keys of one's own, shared, and cut through
     calls = [Case(*way, *shape, dtype) for way in ways for shape in heads for dtype in ("float32", "bfloat16")]
-    sliced = [call._replace(own=True, sliced=True) for call in calls if "a2a" in call.kind and call.dtype == "bfloat16"]
-    return [*calls, *(call._replace(own=True) for call in calls), *sliced]
+    exchanging = [call._replace(own=True) for call in calls if "a2a" in call.kind and call.dtype == "bfloat16"]
+    sliced = [call._replace(sliced=True) for call in exchanging]
+    again = [call._replace(recomputed=True, kernel=kernel) for call in exchanging for kernel in (None, "reference")]
+    return [*calls, *(call._replace(own=True) for call in calls), *sliced, *again]
 
 
 def call_of(case: Case) -> AttentionCall:
@@ -102,8 +109,13 @@ def count_sent(rank: int, slots: int) -> list[Counter[int]]:
                 q, k, v = (
                     torch.ones(shard.local_rows, *s, dtype=dtype, device=shard.device).requires_grad_() for s in shapes
                 )
+                recording = Recording() if case.recomputed else None
                 spy.sent.clear()
-                attend(q, k, v, shard).sum().backward()
+                with recording.forward() if recording else nullcontext():
+                    out = attend(q, k, v, shard, kernel=case.kernel)
+                with recording.recompute() if recording else nullcontext():
+                    out = attend(q, k, v, shard, kernel=case.kernel) if recording else out
+                out.sum().backward()
                 counted.append(Counter({peer: size for peer, size in spy.sent.items() if size}))
     return counted
 
@@ -144,11 +156,29 @@ def test_what_is_sent_is_what_is_priced(counted: tuple[int, int, dict[Case, Sent
     for case, messages in sent.items():
         if case.kind == "all_gather" and not case.own:
             continue  # from member to member: below
-        price = Machine.known("H200").attention_seconds(group_of(case, slots), call_of(case), node_size=node_size)
-        priced = dict(price[case.kind].bytes_by_level)
+        priced = priced_bytes(case, slots, node_size)
         if by_level(messages, node_size) != pytest.approx(priced, rel=1e-9):
             differ[case] = by_level(messages, node_size), priced
     assert not differ
+
+
+def priced_bytes(case: Case, slots: int, node_size: int) -> dict[str, float]:
+    """What a call sends by its price; in a recomputed layer, with what is exchanged once more."""
+    price = Machine.known("H200").attention_seconds(group_of(case, slots), call_of(case), node_size=node_size)
+    priced: dict[str, float] = {**price[case.kind].bytes_by_level}
+    if not case.recomputed:
+        return priced
+    inner = case.sizes[0] if case.sizes else slots
+    tokens, number, split = sum(group_of(case, slots).lengths), 2, HeadSplit(case.heads, case.kv_heads, inner)
+    heads = case.heads * HEAD + case.kv_heads * split.kv_copies * (HEAD + VALUE)  # q, k and v
+    of_out = case.heads * VALUE * number
+    if case.kernel == "reference":  # in place of the output dout · out in float32, filled up to multiples of 16 bytes
+        of_out = case.heads * 4 * (4 // gcd(4, split.member_heads))
+    across = max(0, inner - node_size) / inner  # neighbours on the other host
+    again = tokens * (number * heads + of_out)
+    priced["across"] += again * across
+    priced["inside"] += again * ((inner - 1) / inner - across)
+    return priced
 
 
 def test_what_crosses_hosts_is_each_types_bound(counted: tuple[int, int, dict[Case, Sent]]) -> None:

@@ -1,5 +1,7 @@
 """Every kernel, block by block with global out and lse, against the dense float64 reference."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -31,7 +33,7 @@ def usable(dtype, window=None, softcap=None):
     return [kernel for kernel in KERNELS if not kernel.lacks(call)]
 
 
-def errors(kernel, dtype, heads, lengths, degree, seed=0, device=DEVICE, **options):
+def errors(kernel, dtype, heads, lengths, degree, seed=0, device=DEVICE, with_deltas=False, **options):
     """Relative errors of out, dq, dk, dv."""
     generator = torch.Generator().manual_seed(seed)
     n, kv, size, v_size = heads
@@ -46,7 +48,7 @@ def errors(kernel, dtype, heads, lengths, degree, seed=0, device=DEVICE, **optio
     numbers = {"scale": options.get("scale", size**-0.5), "softcap": options.get("softcap")}
     mask = Mask(options.get("causal", True), options.get("window"))
     call = AttendCall(n, kv, size, v_size, dtype, device, mask, **numbers, kernel=kernel)
-    results = simulate(q, k, v, dout, lengths, degree, call)
+    results = simulate(q, k, v, dout, lengths, degree, call, with_deltas=with_deltas)
     return [relative_error(f, w) for f, w in zip(results, [expected, *(x.grad for x in leaves)], strict=True)]
 
 
@@ -59,6 +61,17 @@ def test_kernels_match_the_reference(dtype, options):
                 for degree in (1, 2, 3):
                     worst = max(errors(kernel, dtype, shape, lengths, degree, seed, **options))
                     assert worst <= LIMIT[dtype], (kernel.name, heads, lengths, degree, seed, worst)
+
+
+@pytest.mark.parametrize("options", [*MASKS, {"softcap": 2.0}], ids=str)
+def test_kernels_that_take_the_products_of_dout_and_the_output(options):
+    call = AttendCall(1, 1, 16, 16, torch.float64, DEVICE)
+    kernels = [k for k in usable(torch.float64, options.get("window"), options.get("softcap")) if k.takes_deltas(call)]
+    assert [kernel.name for kernel in kernels] == ["reference"]
+    for heads in HEADS.values():
+        for degree in (1, 3):
+            worst = max(errors(kernels[0], torch.float64, heads, (5, 1, 40, 3), degree, with_deltas=True, **options))
+            assert worst <= 1e-12, (heads, degree, worst)
 
 
 @pytest.mark.parametrize("options", [{"scale": 0.3}, {"softcap": 2.0}, {"softcap": 1.5, "window": 4}], ids=str)
@@ -119,9 +132,10 @@ def test_kernels_at_the_head_sizes_of_models(name, options):
     kernels = [kernel for kernel in KERNELS if not kernel.lacks(call)]
     assert kernels[0].name != "reference", f"no kernel of GPUs for {name} with {options}"
     for kernel in kernels:
-        for degree in (1, 2, 4):
-            relative = errors(kernel, torch.bfloat16, shape, lengths, degree, device=cuda, **options)
-            assert all(e <= b for e, b in zip(relative, bound, strict=True)), (kernel.name, degree, relative, bound)
+        for degree, deltas in itertools.product((1, 2, 4), (False, True)[: 1 + kernel.takes_deltas(call)]):
+            relative = errors(kernel, torch.bfloat16, shape, lengths, degree, 0, cuda, deltas, **options)
+            case = kernel.name, degree, deltas, relative, bound
+            assert all(e <= b for e, b in zip(relative, bound, strict=True)), case
 
 
 def dense_errors(dtype, heads, lengths, device, **options):

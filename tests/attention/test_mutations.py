@@ -8,7 +8,7 @@ import pytest
 from longspan import Layout, World
 from longspan.attention import all_to_all, ring
 from longspan.testing import backend, run_ranks
-from tests.attention.cases import LIMIT, WAYS, Question, cases_of, worst_errors
+from tests.attention.cases import LIMIT, WAYS, Question, Way, cases_of, worst_errors
 from tests.attention.test_attend import needs
 from tests.mutation import mutated
 
@@ -24,6 +24,9 @@ CASES = cases_of(
         Question("shares without rows", "64/8 of 64"),  # members with two key/value heads, each of several slices
     ),
     WAYS,
+) + cases_of(
+    [Question("ragged", "mla", dropout=0.3, sinks=True), Question("halves", "64/8 of 64", sinks=True)],
+    [Way(kind, recomputed=True) for kind in ("a2a", "a2a+p2p")],
 )
 
 MUTATIONS = [
@@ -79,6 +82,20 @@ MUTATIONS = [
     ("attention.all_to_all", "start = self.split.q_heads(self._me).start + slice_index", "start = slice_index"),
     ("attention.all_to_all", "slice_index * cuts // self.slices)", "slice_index * (cuts == self.slices))"),
     ("attention.all_to_all", "of_all[self.split.q_heads(self._me)] = x", "of_all[: len(x)] = x"),
+    # what a recomputed layer exchanges once more
+    ("attention.attend", "part_out, x.lse) for x in slices]", "part_out, slices[0].lse) for x in slices]"),
+    ("attention.all_to_all", "self._pair = tuple(pair) or self._pair", "self._pair = self._pair or tuple(pair)"),
+    (
+        "attention.all_to_all",
+        "heads_as_numbers(out) if self._takes_deltas",
+        "0 * heads_as_numbers(out) if self._takes_deltas",
+    ),
+    (
+        "attention.all_to_all",
+        "self._takes_deltas else out, self._saved",
+        "self._takes_deltas else 0 * out, self._saved",
+    ),
+    ("attention.rows", "wide[..., 0] = numbers", "wide[..., -1] = numbers"),
     # sinks
     (
         "attention.rows",

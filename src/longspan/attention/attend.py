@@ -155,7 +155,7 @@ class _Attend(torch.autograd.Function):
             out, saved, slices = _forward(q, k, v, with_sinks)
         else:
             local = not recording.keep_exchanged
-            out, saved, slices = recording.output(lambda: _forward(q, k, v, with_sinks, local=local), (q, k, v))
+            out, saved, slices = recording.output(lambda: _forward(q, k, v, with_sinks, local), (q, k, v))
         ctx.call, ctx.slices = call, slices
         ctx.shapes = [x.shape[1:] for x in (q, k, v)]
         ctx.save_for_backward(sinks, out if any(x is None for x in saved) else None, *saved)
@@ -183,7 +183,7 @@ def _with_sinks(call: AttendCall, sinks: Tensor | None) -> AttendCall:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, call: AttendCall, *, local: bool = False
+    q: Tensor, k: Tensor, v: Tensor, call: AttendCall, local: bool = False
 ) -> tuple[Tensor, list[Tensor | None], list[int]]:
     """Output (T, N, Hv) of all parts, what they save for backward, and in how many slices each does.
 

@@ -197,7 +197,7 @@ def deltas(dout: Tensor, out: Tensor) -> Tensor:
 def numbers_as_heads(numbers: Tensor, dtype: torch.dtype, heads_of_slice: int) -> Tensor:
     """Numbers of rows and heads (T, N) as heads of another dtype, bit by bit, to travel with others: (T, N, size).
 
-    Zeros fill a slice of the heads up to 16 bytes, for kernels want the rows of what travels with them so aligned.
+    With zeros a slice of the heads fills a multiple of 16 bytes, as kernels want the rows of what travels with it.
     """
     aligned = _ALIGNED // numbers.itemsize
     wide = numbers.new_zeros((*numbers.shape, aligned // gcd(aligned, heads_of_slice)))

@@ -41,9 +41,10 @@ TYPE_ROWS: tuple[tuple[str, ...], ...] = (
         "`a2a`",
         "heads for rows (Ulysses): each member has all rows for N / D heads",
         "(D − 1) / D of q, k, v and out",
-        "(D − 1) / D of dout and of the gradients of q, k, v",
+        "(D − 1) / D of dout and of the gradients of q, k, v; in a recomputed layer of q, k, v and dout · out as well",
         "D · T rows of 1 / D of the heads: as many numbers as its own rows have",
-        "q, k, v, out and log-sum-exp as exchanged, as many numbers as its own rows have",
+        "q, k, v, out and log-sum-exp as exchanged, as many numbers as its own rows have; a recomputed layer out of "
+        "its own rows and log-sum-exp",
         "D divides N; with fewer key/value heads than members, a head goes to several members",
         "large tensors in slices of heads: the next slice travels while one is computed",
     ),

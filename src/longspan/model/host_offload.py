@@ -16,10 +16,11 @@ from contextlib import nullcontext, suppress
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longspan.model.host_arena import HostArena, HostRange
 
+HOST_OFFLOAD = "host_offload"  # the attribute of prepared models
 ON_DEVICE = 2  # layers: the one that runs and its neighbour
 
 
@@ -153,3 +154,13 @@ class ParkedLayer:
 def park_saved_tensors(park: ParkedLayer) -> torch.autograd.graph.saved_tensors_hooks:
     """Inside, the tensors that autograd saves wait in the host's memory."""
     return torch.autograd.graph.saved_tensors_hooks(park, lambda fetch: fetch())
+
+
+def find_host_arena(model: nn.Module) -> HostArena | None:
+    """The arena of a prepared model's activations on the host, whose `bytes` are what it takes; None without one.
+
+    >>> find_host_arena(model).bytes  # doctest: +SKIP
+    1207959552
+    """
+    offloads = (getattr(module, HOST_OFFLOAD, None) for module in model.modules())
+    return next((offload.arena for offload in offloads if isinstance(offload, HostOffload)), None)

@@ -19,7 +19,7 @@ from longspan.model.adapters import model_inside
 from longspan.model.exactness.check_model import Evidence, check_model
 from longspan.model.execution import Execution
 from longspan.model.experts.moe import expert_modules, use_experts
-from longspan.model.host_offload import HostOffload
+from longspan.model.host_offload import HOST_OFFLOAD, HostOffload
 from longspan.model.lora.without_adapter import redirect_peft_model
 from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
 from longspan.model.pipeline.settings import PipelineSettings
@@ -135,6 +135,7 @@ def prepare_language_model(
         placement.place(model, model, offload, has_experts=bool(expert_modules(model)))
         if not options.probe:
             FirstPass(prepared)
+    setattr(prepared, HOST_OFFLOAD, offload)
     if weights is not None:
         weights.fill(models, world)
     _check_every_call(prepared, rules, execution)

@@ -166,11 +166,9 @@ def run_checkpointed(
 ) -> Any:
     """Call a layer under a checkpoint of its own; `first`: of its pass, the first layer with tensors on the host."""
     park = offload.open_layer(first=first) if offload is not None and measure.endswith("+host") else None
-    contexts = noop_context_fn if measure.startswith("full") else _recording(measure, park).contexts
+    contexts = noop_context_fn
+    if not measure.startswith("full"):
+        contexts = Recording(park, keep_exchanged=measure == "exchanged").contexts
     # Inside, the checkpoint's own hooks are innermost: those that park see the layer's inputs and nothing else.
     with park_saved_tensors(park) if park is not None else nullcontext():
         return checkpoint(within_layer(run), *args, use_reentrant=False, context_fn=contexts)
-
-
-def _recording(measure: Measure, park: Callable[..., Any] | None) -> Recording:
-    return Recording(park)

@@ -126,7 +126,7 @@ def prepare_run_model(
     )
     if images:
         _freeze_encoder(config, model)
-    if memory is None:
+    if memory is None or world.device.type != "cuda":  # a plan of memory saw to the GPU
         check_model_fits(config, model, world, kind, training=training)
     computes_in = None if dtypes == {kind} else kind
     encoder = _encoder_home(config, world, compute_dtype=computes_in) if images else None

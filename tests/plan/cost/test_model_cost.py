@@ -1,5 +1,7 @@
 """Costs of models: by what H200s sustain, and with layers that run forward twice, counted beside torch's own count."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -63,6 +65,17 @@ def test_full_recomputation_repeats_attention_and_its_ring() -> None:
     assert full.ring_bytes == pytest.approx(cost.ring_bytes * 4 / 3)
     assert third.attention_seconds == pytest.approx(cost.attention_seconds * (1 + 2 / 21))
     assert with_recomputation(cost, CONFIG, "none") == cost
+
+
+def test_lean_recomputation_exchanges_queries_keys_and_values_once_more() -> None:
+    cost = Cost.for_model(CONFIG, tflops=1.0)
+    lean, half = (with_recomputation(cost, CONFIG, "selective", layers) for layers in (0, 1))
+    exchanged = with_recomputation(cost, CONFIG, "exchanged")
+    queries, keys = 4 * 16, 2 * 16
+    once, again = 2 * 2 * (queries + keys), queries + 2 * keys  # q, k, v and out forward, their gradients backward
+    assert lean.exchange_bytes == pytest.approx(cost.exchange_bytes * (1 + again / once))
+    assert half.exchange_bytes == pytest.approx(cost.exchange_bytes * (1 + again / once / 3))
+    assert exchanged == replace(lean, exchange_bytes=cost.exchange_bytes)
 
 
 def test_frozen_weights_cost_no_gradients_of_their_own() -> None:

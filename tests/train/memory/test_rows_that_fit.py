@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
 
 from longspan.comm import World
 from longspan.config.sections import RunConfig
@@ -37,6 +38,11 @@ def world_of_one_process(home: Layout, gather_objects: Callable[..., list[float]
     """What `measure` asks of a world, with what all ranks would answer."""
     control = SimpleNamespace(gather_objects=gather_objects)
     return SimpleNamespace(device=torch.device("cpu"), home=home, control=control)
+
+
+def nothing_trained() -> tuple[nn.Module, Any]:
+    """A model and an optimizer that take no bytes of a budget."""
+    return nn.Module(), SimpleNamespace(state={})
 
 
 def test_the_fit_of_two_probes() -> None:
@@ -84,8 +90,7 @@ def test_probes_suit_rows_that_are_split_over_tp(tmp_path: Path, monkeypatch: py
 
         monkeypatch.setattr(rows_that_fit, "most_bytes", bytes_of)
         world = world_of_one_process(home, lambda value, what="": [value])
-        unused: Any = None
-        assert measure(config, unused, unused, world).rows == 2010
+        assert measure(config, *nothing_trained(), world).rows == 2010
         assert len(probed) == 4 and probed[-1] > 1000 and not any(rows % tp for rows in probed)
 
 
@@ -126,17 +131,15 @@ def test_probes_go_no_further_than_those_before_allow(
     monkeypatch.setattr(rows_that_fit, "most_bytes", bytes_of)
     config = small_config(tmp_path, train__memory_bytes=machine.budgets[0])
     world = world_of_one_process(Layout(ranks=2), gather_objects)
-    unused: Any = None
-    fit = measure(config, unused, unused, world, below=machine.below)
+    fit = measure(config, *nothing_trained(), world, below=machine.below)
     assert (probed, fit.rows) == ([sizes[0], *sizes], rows)
     assert all(machine.fixed + machine.row_bytes * n <= min(machine.budgets) for n in sizes[1:] if n > sizes[0])
 
 
 def test_too_few_rows_for_probes_are_named(tmp_path: Path) -> None:
-    unused: Any = None
     world = world_of_one_process(Layout(ranks=1), lambda value: [value])
     with pytest.raises(ConfigError, match="7 rows of a slot did not fit when this run was started before"):
-        measure(small_config(tmp_path, train__memory_bytes=1000), unused, unused, world, below=7)
+        measure(small_config(tmp_path, train__memory_bytes=1000), *nothing_trained(), world, below=7)
 
 
 def _measured(rank: int, config: RunConfig) -> tuple[RowsThatFit, float, bool]:

@@ -78,7 +78,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
 
 def takes_deltas(call: AttendCall) -> bool:
-    """Whether backward takes dout · out of each row: not of heads of 256 on Blackwell, which have kernels apart."""
+    """Whether backward takes dout · out of each row: its own kernels for heads of 256 on Blackwell do not."""
     return max(call.head_size, call.value_size) <= 128 or torch.cuda.get_device_capability(call.device)[0] == 9
 
 

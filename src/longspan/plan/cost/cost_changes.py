@@ -9,26 +9,32 @@ from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.model_flops import later_pairs
 from longspan.plan.cost.model_shape import ModelShape
 
-Recomputation = Literal["none", "selective", "full"]
+Recomputation = Literal["none", "exchanged", "selective", "full"]
 
 
 def with_recomputation(
     cost: Cost, config: Any, kind: Recomputation, layers: int = 0, *, frozen: bool = False, depths: int = 0
 ) -> Cost:
-    """A model's cost if so many layers (0: each) run forward again in backward: "none", "selective" or "full".
+    """A model's cost if so many layers (0: each) run forward again in backward, by what they keep of attention.
+
+    Layers of "selective" keep its output and the log-sum-exp, those of "exchanged" also what `a2a` types exchanged, and
+    those of "full" nothing; "none" runs no layer again.
 
     >>> with_recomputation(cost, "Qwen3-8B/config.json", "selective").linear_seconds  # doctest: +SKIP
 
     Forward is a third of what a layer's weights take (2 FLOPs of 6), and of "full" 2 products in attention of 7, one of
-    the ring's two passes and a third of its bytes. torch stops before the last product of a dense layer, from which
-    nothing is kept. Of `frozen` weights, under adapters, gradients are not computed: 2 FLOPs of 6. An evaluation
-    recomputes nothing: its `forward_only` is that of the model's cost. State-space layers run again under either kind.
+    the ring's two passes and a third of its bytes. Under "selective" an exchange has the queries, keys and values once
+    more (what it has of outputs is a number of each row and head, and not counted). torch stops before the last product
+    of a dense layer, from which nothing is kept. Of `frozen` weights, under adapters, gradients are not computed: 2
+    FLOPs of 6. An evaluation recomputes nothing: its `forward_only` is that of the model's cost. State-space layers run
+    again under each kind.
     """
     if kind == "none" and not frozen:
         return cost
     shape, forward = ModelShape.of(config, depths=depths), cost.forward_only()
     share = recomputation_share(shape, kind, layers)
-    full = share if kind == "full" else 0.0
+    full, again = (share if kind == word else 0.0 for word in ("full", "selective"))
+    keys = shape.key_width / max(1, shape.query_width + shape.key_width)  # of what is exchanged
     scans = cost.states.scan_seconds if cost.states else 0.0
     weights = (cost.linear_seconds - scans) * (1 + (share * shape.recomputed_weights / shape.weights - frozen) * 2 / 6)
     return replace(
@@ -37,7 +43,7 @@ def with_recomputation(
         attention_seconds=cost.attention_seconds * (1 + full * 2 / 7),
         ring_step_seconds=cost.ring_step_seconds * (1 + full / 2),
         ring_bytes=cost.ring_bytes * (1 + full * (cost.network.block_share if cost.network else 1 / 3)),
-        exchange_bytes=cost.exchange_bytes * (1 + full / 2),
+        exchange_bytes=cost.exchange_bytes * (1 + full / 2 + again * (1 + keys) / 4),
         merge_seconds=cost.merge_seconds * (1 + full * 2 / 7),
         states=cost.states and cost.states.with_recomputation(share),
         forward=forward,

@@ -1,7 +1,7 @@
 """The plans of coming steps by which a run's memory is planned, before its model is made.
 
 Plans of one degree are made for thousands of steps, and those whose slots are fullest count. Dynamic plans take longer:
-those of a few steps are made, and where rows have a limit, one that fills every slot to it, as later plans may.
+those of two steps are made, and where rows have a limit, one that fills every slot to it, as later plans may.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from longspan.train.memory.row_probe import probe_plan
 from longspan.train.plans import PlanChoice
 
 MOST_STEPS = 4096  # whose documents are looked at
-FEW_STEPS = 4  # for which dynamic plans are made
+FEW_STEPS = 4  # for which plans are made that are priced as those of the run
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,17 @@ class ComingSteps:
 
         Raises PlanError for documents that fit no group.
         """
-        steps = self.steps if self._sees_all(config) else self.heaviest_steps()
         choices = [PlanChoice.training(c, cost=cost, heads=self.heads) for c in self._with_planners(config)]
-        plans = (choice.plan(self.lengths_of_step(step), self.home) for choice in choices for step in steps)
-        return nlargest(FEW_STEPS * len(choices), plans, key=most_rows)
+        steps = self.fullest_steps(choices[0]) if self._sees_all(config) else self.heaviest_steps()
+        return [choice.plan(self.lengths_of_step(step), self.home) for choice in choices for step in steps]
+
+    def fullest_steps(self, choice: PlanChoice) -> Sequence[int]:
+        """The steps with most rows in a slot, by plans whose prices are simple and take a millisecond."""
+        if len(self.steps) <= FEW_STEPS:
+            return self.steps
+        simple = replace(choice, options=replace(choice.options, cost=Cost(), cp_comm_type="p2p"))
+        plans = ((most_rows(simple.plan(self.lengths_of_step(step), self.home)), step) for step in self.steps)
+        return [step for _, step in nlargest(FEW_STEPS, plans)]
 
     def _with_planners(self, config: RunConfig) -> list[RunConfig]:
         planners = self.planners or (config.context.planner,)
@@ -74,10 +81,10 @@ class ComingSteps:
         return one_degree and not self.few and self.steps.stop == self.last
 
     def heaviest_steps(self) -> Sequence[int]:
-        """The steps with the longest documents and those with most tokens, a few of both."""
+        """The step with the longest document, and that with most tokens."""
         lengths = {step: self.lengths_of_step(step) for step in self.steps}
-        longest = nlargest(FEW_STEPS // 2, lengths, key=lambda step: max(lengths[step], default=0))
-        return sorted({*longest, *nlargest(FEW_STEPS // 2, lengths, key=lambda step: sum(lengths[step]))})
+        longest = max(lengths, key=lambda step: max(lengths[step], default=0))
+        return sorted({longest, max(lengths, key=lambda step: sum(lengths[step]))})
 
     def rows_to_try(self, config: RunConfig) -> list[int]:
         """Rows of a slot that `max_tokens_per_slot = "auto"` may begin with, the fewest first.

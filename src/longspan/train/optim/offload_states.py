@@ -91,7 +91,10 @@ class OffloadedStates(Optimizer):
 
     @property
     def device_bytes(self) -> int:
-        """The most bytes of the device that states take during a step in which every parameter has a gradient."""
+        """The most bytes of the device that states take during a step in which every parameter has a gradient.
+
+        Where an optimizer makes new tensors for states, those of one parameter come on top.
+        """
         sizes = [b.bytes for b in cut_into_buckets(self.inner, self._sizes, self._bucket_bytes, every=True)]
         return int(max(map(sum, zip(sizes, [*sizes[1:], 0.0], strict=True)), default=0))
 
@@ -153,12 +156,16 @@ class OffloadedStates(Optimizer):
             states.append(state)
         return _Fetched(states, self._copies.fetch(pairs))
 
-    def _update(self, bucket: Bucket, states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Let the inner optimizer update the bucket's parts; returns their states on the device."""
+    def _update(self, bucket: Bucket, states: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Let the inner optimizer update the bucket's parts; returns their states on the device.
+
+        `states` is emptied: an optimizer that makes new tensors need not keep all of the old ones meanwhile.
+        """
         inner, stand_ins = self.inner, [part.stand_in() for part in bucket.parts]
         group = {**bucket.group, "params": stand_ins}
         inner.param_groups = [group]
         inner.state = defaultdict(dict, {p: state for p, state in zip(stand_ins, states, strict=True) if state})
+        states.clear()
         try:
             inner.step()
             return [inner.state.get(p, {}) for p in stand_ins]

@@ -32,7 +32,8 @@ ALIGNMENT = 256  # bytes of each state's place on the host
 class Part:
     """Numbers `start` to `stop` of a parameter's local tensor; `whole`: the parameter itself, of any layout.
 
-    `last`: no part of this parameter follows.
+    `last`: no part of this parameter follows. `plain`: the optimizer gets plain tensors for those of a DTensor, as its
+    group names the kernels; otherwise DTensors, so that it chooses the same ones.
     """
 
     parameter: nn.Parameter
@@ -40,32 +41,27 @@ class Part:
     stop: int
     whole: bool
     last: bool
+    plain: bool
 
     def numbers(self, local: Tensor) -> Tensor:
         """This part of the parameter's local tensor, its gradient's, or that of a state; a view."""
         return local if self.whole else local.view(-1)[self.start : self.stop]
 
     def stand_in(self) -> nn.Parameter:
-        """A parameter with the same memory, and gradient, which an optimizer updates in place of the part.
-
-        It is a DTensor where the parameter is one, so that the optimizer chooses the same kernels.
-        """
+        """A parameter with the same memory, and gradient, which an optimizer updates in place of the part."""
         if self.whole:
             return self.parameter
         assert self.parameter.grad is not None
-        stand_in = nn.Parameter(self._like_parameter(local_tensor(self.parameter.detach())))
-        stand_in.grad = self._like_parameter(local_tensor(self.parameter.grad))
+        stand_in = nn.Parameter(self._as_given(self.parameter, self.numbers(local_tensor(self.parameter.detach()))))
+        stand_in.grad = self._as_given(self.parameter, self.numbers(local_tensor(self.parameter.grad)))
         return stand_in
 
     def state_on_device(self, value: Tensor, local: Tensor) -> Tensor:
         """The state of the stand-in, from that of the parameter on the host and this part of it on the device."""
-        if self.whole:
-            return with_local(value, local)
-        return replicated(local, value) if isinstance(value, DTensor) else local
+        return with_local(value, local) if self.whole else self._as_given(value, local)
 
-    def _like_parameter(self, local: Tensor) -> Tensor:
-        numbers = self.numbers(local)
-        return replicated(numbers, self.parameter) if isinstance(self.parameter, DTensor) else numbers
+    def _as_given(self, like: Tensor, local: Tensor) -> Tensor:
+        return replicated(local, like) if isinstance(like, DTensor) and not self.plain else local
 
 
 def replicated(local: Tensor, like: DTensor) -> DTensor:
@@ -110,12 +106,12 @@ def cut_into_buckets(
     Only a parameter that does not come apart may take more.
     """
     for index, group in enumerate(optimizer.param_groups):
-        parts, filled = list[Part](), 0.0
+        plain, parts, filled = bool(group.get("fused") or group.get("foreach")), list[Part](), 0.0
         for parameter in group["params"]:
             if parameter.grad is None and not every:
                 continue
             number_bytes = sizes.bytes_of(index, parameter) / max(local_tensor(parameter.detach()).numel(), 1)
-            for part in _parts(optimizer, parameter, number_bytes, bucket_bytes):
+            for part in _parts(optimizer, parameter, number_bytes, bucket_bytes, plain=plain):
                 part_bytes = number_bytes * (part.stop - part.start)
                 if parts and filled + part_bytes > bucket_bytes:
                     yield Bucket(group, tuple(parts), filled)
@@ -126,16 +122,18 @@ def cut_into_buckets(
             yield Bucket(group, tuple(parts), filled)
 
 
-def _parts(optimizer: Optimizer, parameter: nn.Parameter, number_bytes: float, bucket_bytes: int) -> Iterator[Part]:
+def _parts(
+    optimizer: Optimizer, parameter: nn.Parameter, number_bytes: float, bucket_bytes: int, *, plain: bool
+) -> Iterator[Part]:
     """A parameter in parts whose states fill a bucket; in one where they take less, or where it does not come apart."""
     numel = local_tensor(parameter.detach()).numel()
     if not comes_apart(optimizer, parameter):
-        yield Part(parameter, 0, numel, whole=True, last=True)
+        yield Part(parameter, 0, numel, whole=True, last=True, plain=plain)
         return
     step = numel if numel * number_bytes <= bucket_bytes else max(int(bucket_bytes / number_bytes) // CUT, 1) * CUT
     for start in range(0, max(numel, 1), max(step, 1)):
         stop = min(numel, start + step)
-        yield Part(parameter, start, stop, whole=False, last=stop == numel)
+        yield Part(parameter, start, stop, whole=False, last=stop == numel, plain=plain)
 
 
 # ---- what states take, and whether parts may be updated one after another
@@ -160,12 +158,12 @@ class StateSizes:
     def bytes_of(self, group: int, parameter: nn.Parameter) -> int:
         """Bytes of the states of a parameter of this group, each rounded up to whole places of ALIGNMENT."""
         local = local_tensor(parameter.detach())
-        shape = (min(local.numel(), 1),) * min(local.ndim, 1) if self._by_number else tuple(local.shape)
+        shape = (1,) * min(local.ndim, 1) if self._by_number else tuple(local.shape)
         key = group, local.dtype, shape
         if key not in self._bytes:
             self._bytes[key] = self._state_bytes(group, local.new_zeros(shape))
         scale = local.numel() if self._by_number else 1
-        return sum(-(-size * scale // ALIGNMENT) * ALIGNMENT for size in self._bytes[key])
+        return sum(-(-max(size * scale, 1) // ALIGNMENT) * ALIGNMENT for size in self._bytes[key])
 
     def total(self) -> int:
         """Bytes of all states of the parameters that are here."""

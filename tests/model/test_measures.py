@@ -1,0 +1,139 @@
+"""A step whose layers keep what their measures say gives the loss and every gradient of the plain step, in float64."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from longspan.comm import World
+from longspan.doctor.stock import whole_float64
+from longspan.errors import ModelError
+from longspan.layout import Layout
+from longspan.model import prepare
+from longspan.model.host_offload import HostOffload, find_host_arena
+from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.recompute import Recomputation
+from longspan.plan import Group, MicroBatch, Plan, plan_fixed
+from longspan.testing import backend, run_ranks
+from longspan.train import MtpLoss, run_step
+from tests.model.deep import answer, deep
+from tests.model.lora.adapted import adapted
+from tests.model.mtp.dense import with_depths
+from tests.model.stock import gradients_of, texts, tiny, worst
+
+LENGTHS = (13, 1, 24, 7, 2, 9)
+EXACT = 1e-12
+Words = str | tuple[str, ...]
+
+# For models of four layers and of two: lists in which neighbours have other measures, which hold each measure once.
+OF_FOUR: tuple[Words, ...] = (
+    ("none", "selective+host", "exchanged", "full+host"),
+    ("full+host", "selective", "full", "selective+host"),
+)
+OF_TWO: tuple[Words, ...] = (("full+host", "none"), ("selective", "selective+host"))
+
+
+def _deep(family: str) -> Callable[[], nn.Module]:
+    return lambda: deep(family, torch.float64)
+
+
+def _depths(words: Words) -> Words:
+    """A word more, for a depth of multi-token prediction."""
+    return words if isinstance(words, str) else (*words, "selective+host")
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Words, ...]]] = {
+    "tied embeddings": (_deep("qwen3"), ("full", "selective+host", *OF_FOUR)),
+    "norms after the MLP": (lambda: tiny("gemma2", torch.float64, attention="eager"), OF_TWO),
+    "experts": (_deep("qwen3-moe"), OF_FOUR),
+    "an adapter": (lambda: adapted("deep", "the first layer"), OF_FOUR),
+    "a hybrid with a depth": (lambda: with_depths("qwen3-next", 1), tuple(map(_depths, OF_TWO))),
+}
+
+
+def _plan(home: Layout) -> Plan:
+    """Groups of one to four slots, packed, of three types, in micro-batches of other groups; or two in flight."""
+    if home.pp > 1:
+        return plan_fixed(LENGTHS, home, cp=1, max_tokens_per_slot=32)
+    batches = (
+        MicroBatch((Group((0, 1, 2), (2, 1), (24, 1)), Group((3,), (0,), (13,)))),
+        MicroBatch((Group((2, 3), (4,), (2,), "all_gather"), Group((1, 0), (3,), (7,), "a2a"))),
+        MicroBatch((Group((3, 0, 1, 2), (5,), (9,), "a2a"),)),
+    )
+    return Plan(4, LENGTHS, batches, targets=sum(LENGTHS) - len(LENGTHS)).check()
+
+
+def _step(model: nn.Module, plan: Plan, world: World) -> tuple[float, dict[str, Tensor]]:
+    """The loss, with that of depths, and every gradient of this rank."""
+    mtp: Any = {"mtp": MtpLoss(weight=0.7)} if hasattr(model, "mtp") and world.home.pp == 1 else {}
+    result: Any = run_step(model, plan, texts(LENGTHS), world, **mtp)
+    gradients = gradients_of(model)
+    model.zero_grad()
+    return result.loss + sum(result.mtp_losses or ()), gradients
+
+
+def _errors(rank: int, home: Layout, names: Sequence[str], options: dict[str, Any]) -> dict[str, float]:
+    """The largest relative error of each case, list of measures and plan."""
+    errors, plan = dict[str, float](), _plan(home)
+    with World(home, backend=backend()) as world, whole_float64():
+        for name in names:
+            make, lists = CASES[name]
+            model = prepare(make(), world, **options)
+            loss, gradients = _step(model, plan, world)
+            if name == "tied embeddings" and home.pp == 1:
+                dense = answer(make(), texts(LENGTHS), world.device)  # pyright: ignore[reportArgumentType]
+                errors["the plain step"] = max(abs(loss / dense.loss - 1), worst(gradients, dense.gradients))
+            for words in lists:
+                offload = _measure(model, words, world) if words != lists[-1] else None
+                if offload is None:
+                    model = prepare(make(), world, measures=words, **options)
+                arena = offload.arena if offload is not None else find_host_arena(model)
+                here, of_rank = _step(model, plan, world)
+                errors[f"{name}, {words}"] = max(abs(here / loss - 1), worst(of_rank, gradients))
+                assert ("+host" in str(words)) == (arena is not None), (name, words)
+                assert arena is None or (not arena.used and (arena.bytes or home.pp > 1)), (name, words)
+    return errors
+
+
+def _measure(model: Any, words: Words, world: World) -> HostOffload | None:
+    """Have a prepared model, or its stages, keep something else."""
+    recomputation = Recomputation.of_layers(words)
+    offload = recomputation.make_offload(world)
+    for part in [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]:
+        layers: Any = [module for module in part.modules() if hasattr(module, "gradient_checkpointing")]
+        for layer in layers:
+            layer.gradient_checkpointing = False
+        recomputation.apply(part, offload)
+    return offload
+
+
+@pytest.mark.parametrize(
+    ("home", "names", "options"),
+    [
+        (Layout(ranks=4), [*CASES], {}),
+        (Layout(ranks=2, pp=2), ["tied embeddings"], {}),
+        (Layout(ranks=2, pp=2), ["experts"], {"pipeline_schedule": "zbv", "virtual_stages": 2}),
+    ],
+    ids=["4 slots", "2 stages", "2 folded stages, split backward"],
+)
+def test_every_measure_is_the_plain_step(home: Layout, names: list[str], options: dict[str, Any]) -> None:
+    for errors in run_ranks(_errors, len(home.ranks), home, names, options):
+        assert errors and max(errors.values()) < EXACT, {case: e for case, e in errors.items() if e >= EXACT}
+
+
+def test_other_words_and_numbers_of_words_are_refused() -> None:
+    with World(Layout(ranks=1), backend="gloo") as world:
+        with pytest.raises(ModelError, match="measures has 'some'; use none, exchanged, selective, full, selective"):
+            prepare(tiny("qwen3"), world, measures="some")
+        with pytest.raises(ModelError, match="measures has 3 words; Qwen3ForCausalLM has 2 decoder layers: give one"):
+            prepare(tiny("qwen3"), world, measures=("none", "full", "full"))
+        with pytest.raises(ModelError, match="has 2 decoder layers and 2 depths of multi-token prediction"):
+            prepare(with_depths("qwen3", 2), world, measures=("none", "full"))
+        with pytest.raises(ModelError, match="measures say what each layer keeps, and recompute_layers is 1; use one"):
+            prepare(tiny("qwen3"), world, measures="full", recompute_layers=1)
+        with pytest.raises(
+            ModelError, match=r"activations on the host take .* bytes .* for 1 rank of host .* are free"
+        ):
+            prepare(tiny("qwen3"), world, measures="full+host", host_bytes=1 << 60)

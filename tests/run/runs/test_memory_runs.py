@@ -1,0 +1,98 @@
+"""Runs whose layers keep what a plan of memory chose: the losses and gradients of runs that recompute nothing.
+
+Every model is trained in float64 with room for everything, and with the least that fits, under which its layers keep
+different things. A step has several micro-batches.
+"""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from longspan.config.sections import RunConfig
+from longspan.errors import ConfigError
+from longspan.testing import run_ranks
+from tests.train.small import small_config, train_rank
+
+SETTINGS: dict[str, object] = {
+    "model__dtype": "float64",
+    "train__steps": 2,
+    "train__eval_every": 0,
+    "train__tokens_per_step": 256,
+    "data__eval_documents": 0,
+}
+GEMMA = {
+    "model_type": "gemma3_text",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 300,
+    "sliding_window": 24,
+    "query_pre_attn_scalar": 16,
+    "max_position_embeddings": 4096,
+    "architectures": ["Gemma3ForCausalLM"],
+    "tie_word_embeddings": True,
+}
+DYNAMIC = {"context__planner": "dynamic", "context__plan_ahead": 0}
+A2A = {"context__cp_comm_type": "a2a"}
+RUNS: dict[str, dict[str, object]] = {
+    "tied, a2a": {"model__preset": "qwen3-deep-tiny"} | A2A,
+    "dynamic, adapters": {"model__preset": "qwen3-deep-tiny", "lora__rank": 4, "train__lr": 1e-3} | DYNAMIC,
+    "a mixture": {"model__preset": "qwen3-moe-tiny"} | A2A,
+    "a hybrid, dynamic": {"model__preset": "bamba-tiny"} | DYNAMIC,
+    "Gemma 3": {"model__config": "gemma"} | A2A,
+    "multi-token prediction": {"model__preset": "qwen3-tiny", "mtp__depths": 1},
+}
+ROOM = 1 << 40
+
+
+def _config(folder: Path, changes: dict[str, object]) -> RunConfig:
+    if "model__config" in changes:
+        (folder / "gemma").mkdir()
+        (folder / "gemma" / "config.json").write_text(json.dumps(GEMMA))
+        changes = changes | {"model__config": str(folder / "gemma")}
+    return small_config(folder, **SETTINGS, **changes)
+
+
+class Trained(NamedTuple):
+    """Loss and norm of the gradients of each step, and run.json's plan of memory."""
+
+    steps: list[tuple[float, float]]
+    memory: dict[str, Any]
+
+
+def _train(rank: int, config: RunConfig, size: int) -> Trained:
+    """Train within so many bytes, in a folder of their own."""
+    train, run = replace(config.train, memory_bytes=size), replace(config.run, dir=f"{config.run.dir}-{size}")
+    train_rank(rank, replace(config, train=train, run=run), 2)
+    folder = Path(run.dir)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    memory = json.loads((folder / "run.json").read_text())["memory"]
+    return Trained([(row["loss"], row["grad_norm"]) for row in rows], memory)
+
+
+def _train_with_less(rank: int, config: RunConfig) -> tuple[str, list[Trained]]:
+    """The refusal of a kibibyte, and the runs with room for all and with the least that the refusal names."""
+    plain = _train(rank, config, ROOM)
+    with pytest.raises(ConfigError) as refusal:
+        _train(rank, config, 1 << 10)
+    found = re.search(r"needs at least .* \(([\d,]+) bytes\)", str(refusal.value))
+    assert found is not None
+    return str(refusal.value), [plain, _train(rank, config, int(found[1].replace(",", "")))]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_layers_keep_changes_no_loss_and_no_gradient(name: str, tmp_path: Path) -> None:
+    answers = run_ranks(_train_with_less, 2, _config(tmp_path, RUNS[name]))
+    refusals, (runs, _) = zip(*answers, strict=True)
+    assert refusals[0] == refusals[1] and "that may fill 0.0 GiB (1,024)" in refusals[0]
+    (plain, all_kept), (less, chosen) = runs
+    assert set(all_kept["measures"]) == {"none"} and all_kept["gathered_once"]
+    assert len(set(chosen["measures"])) > 1 and chosen["device"]["total"] < all_kept["device"]["total"]
+    assert less == [pytest.approx(step, rel=1e-12) for step in plain]

@@ -1,0 +1,72 @@
+"""Moments on the host of a GPU: the same bits, also where copies are late; registered memory of exact size."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, optim
+from torch.utils._pytree import tree_leaves
+
+from longspan.train.optim import offload_states as module
+from longspan.train.optim.offload_states import OffloadedStates
+from tests.train.optim.test_offload_states import ADAMW, KINDS, Model, _differences, _everything, _make, _take_steps
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+BUCKET = 1 << 20
+SHAPES = {"wide": (3, 410_000), "small": (7,), "matrix": (600, 700), "last": (5, 3), "never": (9,), "later": (600, 2)}
+GPU = torch.device("cuda", 0)
+LATE = {"none": (), "fetches": ("fetch",), "stores": ("store",), "both": ("fetch", "store")}
+
+
+@pytest.mark.parametrize("late", LATE)
+@pytest.mark.parametrize("kind", ["adamw", "adam", "sgd", "nadam", "adagrad", "adafactor", "adamw by chance"])
+def test_parameters_and_states_are_the_same_bits(kind: str, late: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LATE[late]:
+        monkeypatch.setattr(module._Copies, name, _late(getattr(module._Copies, name)))
+    models = [Model(torch.bfloat16 if KINDS[kind][0] is ADAMW else torch.float32, SHAPES).to(GPU) for _ in range(2)]
+    plain, inner = (_make(model, *KINDS[kind]) for model in models)
+    offloaded = OffloadedStates(inner, GPU, bucket_bytes=BUCKET)
+    for steps in (range(1), range(1, 4)):
+        for model, optimizer in zip(models, (plain, offloaded), strict=True):
+            _take_steps(model, optimizer, steps)
+        on_device, on_host = _everything(models[0], plain), _everything(models[1], offloaded)
+        assert not _differences(*(_to_cpu(state) for state in (on_device, on_host)))
+        large = [x for x in tree_leaves(on_host["state"]) if isinstance(x, Tensor) and x.ndim]
+        assert large and all(x.device.type == "cpu" and x.is_pinned() for x in large)
+
+
+def _late(copy: Any) -> Any:
+    """Copies that begin some milliseconds after what they must wait for."""
+
+    def copy_late(copies: Any, pairs: Any) -> Any:
+        for stream in (copies._to_device, copies._to_host):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(4_000_000)
+        return copy(copies, pairs)
+
+    return copy_late
+
+
+def _to_cpu(state: Any) -> Any:
+    return torch.utils._pytree.tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, state)
+
+
+def test_states_are_loaded_and_two_buckets_are_on_the_device() -> None:
+    model = Model(torch.float32, SHAPES).to(GPU)
+    optimizer = OffloadedStates(_make(model, optim.AdamW, {"fused": True}), GPU, bucket_bytes=BUCKET)
+    counts = [p.numel() for p in model.parameters()]
+    assert optimizer.host_bytes == sum(2 * -(-4 * count // 256) * 256 for count in counts)
+    _take_steps(model, optimizer, range(2))
+    optimizer.load_state_dict(_to_device(optimizer.state_dict()))  # as from an optimizer with states on the device
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.step()
+    added = torch.cuda.max_memory_allocated() - before
+    assert 1.4 * BUCKET < added <= optimizer.device_bytes + (1 << 16) <= 2 * BUCKET + (1 << 16)
+    assert torch.cuda.memory_allocated() - before < 1 << 16
+    assert optimizer.host_bytes == sum(2 * -(-4 * count // 256) * 256 for count in counts)
+
+
+def _to_device(state: Any) -> Any:
+    return torch.utils._pytree.tree_map(lambda x: x.to(GPU) if isinstance(x, Tensor) else x, state)

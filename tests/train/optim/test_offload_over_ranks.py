@@ -1,0 +1,158 @@
+"""Moments on the host over ranks: the same bits and the same checkpoints under every way of sharding parameters."""
+
+import hashlib
+import json
+import zlib
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from longspan.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from longspan.comm import World
+from longspan.config.file import load_config
+from longspan.config.sections import RunConfig
+from longspan.layout import Layout
+from longspan.model import load_model, prepare
+from longspan.model.lora.new import NewAdapter, add_lora
+from longspan.model.weights.local_tensors import local_tensor
+from longspan.run import set_up
+from longspan.run.metrics_log import read_metrics
+from longspan.testing import backend, run_ranks
+from longspan.train import offload_states
+from longspan.train.optim.offload_states import OffloadedStates
+from longspan.train.training import make_optimizer
+from tests.train.small import small_config, train_rank, without_times
+
+BUCKET = 64 << 10  # bytes: a layer's matrices come apart
+
+
+@dataclass(frozen=True)
+class Case:
+    """A home, a model, keys of [train], and the rank of an adapter (0: the model's own weights are trained)."""
+
+    home: Layout
+    preset: str = "qwen3-tiny"
+    keys: dict[str, Any] = field(default_factory=dict[str, Any])
+    dtype: str = "float32"
+    lora: int = 0
+
+
+BY_CHANCE = {"train.stochastic_rounding": True}
+MOMENTUM = {"train.optimizer": "sgd", "train.optimizer_arguments": ("momentum=0.9", "nesterov=true")}
+NADAM = {"train.optimizer": "torch.optim.NAdam"}
+CASES = {
+    "shards": Case(Layout(2)),
+    "replicas, by chance": Case(Layout(2, dp_replicate=2), keys=BY_CHANCE, dtype="bfloat16"),
+    "tp": Case(Layout(2, tp=2), keys=NADAM),
+    "tied ends of a pipeline": Case(Layout(2, pp=2), keys=MOMENTUM),
+    "experts": Case(Layout(2, ep=2), "qwen3-moe-tiny"),
+    "an adapter": Case(Layout(2), lora=2),
+}
+
+
+def _open(case: Case, world: World, *, on_host: bool) -> tuple[Any, Any]:
+    """A model and its optimizer, the same each time but for where moments are."""
+    model: Any = load_model(None, case.preset, dtype=case.dtype, vocab_size=64, seed=1)
+    model = prepare(add_lora(model, NewAdapter(rank=case.lora)) if case.lora else model, world, probe=False)
+    world.seed = 7
+    optimizer = make_optimizer(load_config(None, {"train.lr": 1e-2} | case.keys), world, model)
+    return model, offload_states(optimizer, world, bucket_bytes=BUCKET) if on_host else optimizer
+
+
+def _step(model: Any, optimizer: Any, world: World, step: int) -> None:
+    """One update along gradients that are drawn by the names of parameters."""
+    world.step = step
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            draws = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
+            parameter.grad = torch.zeros_like(parameter)
+            local_tensor(parameter.grad).copy_(torch.randn(local_tensor(parameter).shape, generator=draws))
+    optimizer.step()
+
+
+def _contents(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Weights and states that are here by name, with how they are sharded."""
+    values = dict[str, Any]()
+    for name, parameter in model.named_parameters():
+        states = {f"{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
+        for key, value in {name: parameter.detach(), **states}.items():
+            sharding = (value.device_mesh, value.placements, value.stride()) if isinstance(value, DTensor) else None
+            values[key] = (value.dtype, value.shape, sharding, _digest(local_tensor(value)))
+    return values
+
+
+def _digest(x: torch.Tensor) -> str:
+    return hashlib.sha256(x.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _over_ranks(rank: int, root: Path) -> None:
+    for name, case in CASES.items():
+        with World(case.home, backend=backend(), timeout=60) as world:
+            pairs = {place: _open(case, world, on_host=place == "host") for place in ("device", "host")}
+            for step in (1, 2):
+                for pair in pairs.values():
+                    _step(*pair, world, step)
+            for place, pair in pairs.items():
+                save_checkpoint(root / name / place, *pair, world, step=2)
+            device, host = (_files(root / name / place / "step-000002") for place in pairs)
+            assert device == host and len(device[0]) == 2 + 1, name
+            for place, other in (("device", "host"), ("host", "device")):
+                pairs[f"{place}, resumed"] = _open(case, world, on_host=place == "host")
+                load_checkpoint(root / name / other / "step-000002", *pairs[f"{place}, resumed"], world)
+            for pair in pairs.values():
+                _step(*pair, world, 3)
+            expected, *others = (_contents(*pair) for pair in pairs.values())
+            assert all(
+                s.device.type == "cpu" for s in tree_leaves(pairs["host"][1].state) if isinstance(s, torch.Tensor)
+            )
+            assert any(".exp_avg" in key or ".momentum" in key for key in expected)
+            for other in others:
+                assert [*other] == [*expected] and other == expected, name
+
+
+def _files(checkpoint: Path) -> tuple[dict[str, Any], Any]:
+    """Sizes and hashes of files without the index, which has the folder's name in it; and what the index says."""
+    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    index = FileSystemReader(checkpoint).read_metadata()
+    return {n: file for n, file in files.items() if n != ".metadata"}, (index.state_dict_metadata, index.storage_data)
+
+
+def test_weights_moments_and_checkpoints_are_the_same_under_every_home(tmp_path: Path) -> None:
+    run_ranks(_over_ranks, 2, tmp_path, timeout=120)
+
+
+def _train(config: RunConfig, steps: int, *, on_host: bool) -> list[dict[str, object]]:
+    train = replace(config.train, steps=steps, offload_states=on_host)
+    built = list[Any]()
+
+    def noted(*arguments: Any) -> Any:
+        built.append(make_optimizer(*arguments))
+        return built[-1]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(set_up, "make_optimizer", noted)
+        train_rank(0, replace(config, train=train), 1)
+    assert [isinstance(optimizer, OffloadedStates) for optimizer in built] == [on_host]
+    return [without_times(row) for row in read_metrics(Path(config.run.dir) / "metrics.jsonl")]
+
+
+def _switched_runs(rank: int, root: Path) -> None:
+    keys = {"train__eval_every": 0, "context__context_parallel_size": 1, "context__eval_context_parallel_size": 1}
+    keys |= {"train__schedule": "constant"}
+    straight = _train(small_config(root / "straight", **keys), 4, on_host=False)
+    switched = small_config(root / "switched", **keys)
+    for steps, on_host in ((1, True), (2, False), (4, True)):
+        rows = _train(switched, steps, on_host=on_host)
+    losses, others = ([(row["loss"], row["grad_norm"]) for row in r if "loss" in row] for r in (straight, rows))
+    assert losses == others and len(losses) == 4
+    assert any(norm > 1 for _, norm in losses), "some gradients are clipped"
+
+
+def test_a_run_goes_on_with_the_key_switched_on_or_off(tmp_path: Path) -> None:
+    run_ranks(_switched_runs, 1, tmp_path, timeout=120)
