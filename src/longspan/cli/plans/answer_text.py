@@ -39,9 +39,10 @@ def _time_lines(answer: Answer) -> Iterator[str]:
             f"{plural(answer.steps, 'step')} of {seconds_text(answer.step_seconds)}{of}: {hours:,.2f} hours, "
             f"{hours * gpus:,.2f} GPU-hours, without evaluations and checkpoints"
         )
-    shares = ", ".join(f"{d.degree}: {d.share:.1%} of the tokens" for d in answer.degrees)
-    if shares:
-        yield f"degrees: {shares}"
+    if len(answer.degrees) == 1:
+        yield f"degree {answer.degrees[0].degree} for all documents"
+    elif answer.degrees:
+        yield f"tokens by degree: {', '.join(f'{d.degree}: {d.share:.1%}' for d in answer.degrees)}"
 
 
 def bytes_table(columns: Sequence[Column]) -> str:
