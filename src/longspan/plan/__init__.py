@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # of memory: imported on first use
     from longspan.plan.memory.choose import longest_document as longest_document
     from longspan.plan.memory.memory_plan import MemoryNeeds as MemoryNeeds
     from longspan.plan.memory.memory_plan import MemoryPlan as MemoryPlan
+    from longspan.plan.memory.parameters import uncounted as uncounted
     from longspan.plan.memory.seconds import added_seconds as added_seconds
     from longspan.plan.memory.settings import MEASURES as MEASURES
     from longspan.plan.memory.settings import MemoryBudget as MemoryBudget

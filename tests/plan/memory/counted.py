@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.nn.functional import silu
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from longspan import MtpLoss, add_mtp
 from longspan.comm import World
 from longspan.model import prepare
 from longspan.model.layers import decoder_layers
+from longspan.model.lora.new import NewAdapter, add_lora
 from longspan.model.seams.forwards import norms
 from longspan.plan import Plan
 from longspan.train import run_step
@@ -52,6 +54,12 @@ class _Marks:
             layer.register_forward_pre_hook(self._before(index))
             layer.register_forward_hook(self._after(index, last=index == len(layers) - 1))
 
+    def _read_peak(self) -> int:
+        """The most since this was called last."""
+        peak = self.live.peak
+        self.counted.most, self.live.peak = max(self.counted.most, peak), self.live.now
+        return peak
+
     def _is_again(self) -> bool:
         return self.now >= 0
 
@@ -59,7 +67,7 @@ class _Marks:
         def hook(*_: Any) -> None:
             if not self._is_again():
                 self.counted.alive.append(self.live.now)
-                self.live.peak = self.live.now
+                self._read_peak()
 
         return hook
 
@@ -67,10 +75,9 @@ class _Marks:
         def hook(_: Any, __: Any, output: Any) -> Any:
             if self._is_again():
                 return
-            self.counted.forward.append(self.live.peak)
+            self.counted.forward.append(self._read_peak())
             if last:
                 self.counted.alive.append(self.live.now)
-                self.live.peak = self.live.now
             y = output[0] if isinstance(output, tuple) else output
             if y.requires_grad:
                 y.register_hook(lambda _, index=index: self._turn(index))
@@ -79,15 +86,16 @@ class _Marks:
 
     def _turn(self, index: int) -> None:
         """Layer `index` is about to run backward, and the one behind it has."""
-        if self.now < 0:
-            self.counted.loss = self.live.peak
         self.end()
         self.now = index
-        self.live.peak = self.live.now
 
     def end(self) -> None:
-        if self.now >= 0:
-            self.counted.backward[self.now] = self.live.peak
+        """The pass that runs is over: the loss, or a layer's backward pass."""
+        peak = self._read_peak()
+        if self.now < 0:
+            self.counted.loss = peak
+        else:
+            self.counted.backward[self.now] = peak
 
 
 class _Norm(torch.autograd.Function):
@@ -126,25 +134,25 @@ def count_step(
     *,
     dtype: torch.dtype = torch.bfloat16,
     lora: Any = None,
+    depths: int = 0,
     **how: Any,
 ) -> Counted:
-    """One step of a model of this configuration, prepared so."""
+    """One step of a model of this configuration, with an adapter or depths of multi-token prediction, prepared so."""
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config).to(dtype)
     if lora is not None:
-        from longspan.model.lora.new import NewAdapter, add_lora
-
-        model = add_lora(model, NewAdapter(**lora))
+        model = add_lora(model, NewAdapter(**lora)).to(dtype)
+    if depths:
+        model = add_mtp(model, depths=depths).to(dtype)
     options: dict[str, Any] = {"shard_parameters": False, "fused_norms": "on", "probe": False} | how
     prepared: Any = prepare(model, world, **options)
     documents = documents_of(plan.lengths, config.get_text_config().vocab_size)
-    run_step(prepared, plan, documents, world)
+    run_step(prepared, plan, documents, world, mtp=MtpLoss() if depths else None)
     prepared.zero_grad(set_to_none=True)
     marks = _Marks(prepared)
     with marks.live:
-        run_step(prepared, plan, documents, world)
+        run_step(prepared, plan, documents, world, mtp=MtpLoss() if depths else None)
         marks.end()
-    marks.counted.most = max([*marks.counted.forward, *marks.counted.backward.values()])
     return marks.counted
 
 

@@ -10,7 +10,6 @@ from longspan.plan.memory.layer_builder import WIDE, LayerBuilder
 
 _INDEX = 8  # bytes of the number of a row
 _OWN_GATES = {"gpt_oss": 4}  # families with another gate, and tensors that it saves between its input and its output
-_PLAIN_SHARED = ("granitemoe", "bamba")  # families whose shared MLP is like any other
 
 
 def dense_width(read: ConfigReader) -> int:
@@ -97,12 +96,12 @@ def _add_shared(builder: LayerBuilder, x: str, out: str, weights: Weights) -> st
     read, hidden = builder.read, builder.hidden
     narrow = read.count("moe_latent_size")
     shared = weights.all - weights.of_experts - hidden * read.experts()[1] - 2 * hidden * narrow
-    width = shared // ((1 + has_gate(read)) * hidden) if not has_gate(read) else shared // (3 * hidden)
-    if not width:
+    products = 2 + has_gate(read)
+    if not (width := shared // (products * hidden)):
         return out
     shared_out = add_mlp(builder, "shared_", x, width)
     size = builder.rows(hidden)
-    if shared % hidden == 0 and shared // hidden % (2 + has_gate(read)):
+    if shared // hidden % products:  # a weight for each row
         weight = builder.tape.run("shared_weight", (x,), builder.rows(1), saves=("shared_weight",))
         shared_out = builder.tape.run("shared_part", (shared_out, weight), size, saves=(shared_out, weight))
     return builder.tape.run("experts_out", (out, shared_out), size, through=True)

@@ -63,7 +63,8 @@ class LayerBuilder:
             forward_work=self.rows(width, WIDE),
             backward_work=2 * self.rows(width, WIDE),
         )
-        return tape.run(name, (even,), self.rows(width), saves=(even,), backward_work=even_size)
+        saves = (even,) if self.settings.trains_all else ()  # for the gradient of its weight
+        return tape.run(name, (even,), self.rows(width), saves=saves, backward_work=even_size)
 
     def gated_norm(self, name: str, x: str, gate: str, width: float, groups: float, *, gate_first: bool) -> str:
         """A norm with a gate before it (Mamba 2) or after it (gated delta nets)."""

@@ -20,6 +20,7 @@ from longspan.plan.memory.step_peak import LayerBytes, StepPeak
 
 _CHUNK_BYTES = {True: 2 << 30, False: 64 << 20}  # of logits at a time (train/loss.py)
 _AT_THE_LOSS = 3  # rows between layers: before the last norm and after it, and the gradient; of each depth one more
+_OF_WIDE_NORM = 2  # as many more, where the last norm is computed in float32 step by step
 
 
 def moments_of(peak: StepPeak, loads: Sequence[SlotLoad], measures: Sequence[Measure]) -> Iterator[Bytes]:
@@ -126,7 +127,8 @@ class MicroBatchMoments:
             held += sum(self._whole)
         held += self._added_up if self.load.later else 0.0
         kept = self._before + sum(layer.kept for layer in self._layers) if settings.backward else 0.0
-        rows = (_AT_THE_LOSS + settings.depths) * self.load.rows * peak.row_bytes
+        count = _AT_THE_LOSS + settings.depths + _OF_WIDE_NORM * (not (settings.gpu and settings.fused_norms))
+        rows = count * self.load.rows * peak.row_bytes
         for logits in self._logits():
             yield self._moment(gradients=self._summed, gathered=held, kept=kept, work=rows, logits=logits)
 
@@ -174,7 +176,12 @@ class MicroBatchMoments:
     def _others_backward(self, i: int) -> float:
         """Whole weights and gradients in the backward pass of layer i, but the layer's own."""
         peak = self.peak
-        held = self._root + peak.numbers.head.trained * peak.settings.compute_bytes * peak.stage.predicts
+        of_root = peak.numbers.head.trained * peak.stage.predicts
+        if (
+            peak.settings.depths and not peak.numbers.tied
+        ):  # depths read the embedding, which has a gradient from there on
+            of_root += peak.numbers.embedding.trained * peak.stage.predicts
+        held = self._root + of_root * peak.settings.compute_bytes
         if peak.stays_whole:
             return held + sum(self._whole) - self._whole[i] + self._added_up
         if peak.settings.gathered_once:
@@ -187,11 +194,12 @@ class MicroBatchMoments:
         every = peak.gradient_bytes(peak.all_numbers)
         before = self._summed if self.load.later else every - peak.gradient_bytes(root)
         rows = self.load.rows * peak.row_bytes
-        if peak.stays_whole:
-            held = sum(self._whole) + self._added_up
+        if peak.stays_whole:  # layer by layer, then the root
             largest = max((peak.numbers.layers[i] for i in peak.stage.layers), key=lambda n: n.trained)
-            sent = largest.trained * peak.settings.reduce_bytes
-            yield self._moment(gradients=every, gathered=held + sent, kept=0.0, work=rows)
+            sent, of_root = (n.trained * peak.settings.reduce_bytes for n in (largest, root))
+            held = self._root + sum(self._whole) + self._added_up + sent
+            yield self._moment(gradients=peak.gradient_bytes(largest), gathered=held, kept=0.0, work=rows)
+            yield self._moment(gradients=every, gathered=self._root + 2 * of_root, kept=0.0, work=rows)
         else:
             yield self._moment(gradients=before, gathered=peak.summing(root), kept=0.0, work=rows)
         images = EncoderBytes(peak)

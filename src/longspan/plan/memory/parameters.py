@@ -11,11 +11,14 @@ from longspan.plan.cost.layers import (
     Weights,
     attention_weights,
     feed_forward_weights,
+    has_shared_blocks,
     kinds_of_depth,
+    latent,
     layer_kinds,
     widths_of,
 )
 from longspan.plan.cost.mixer_shape import MixerShape, mixer_of
+from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.items.encoder_shape import EncoderShape
 from longspan.plan.memory.settings import MemorySettings
 
@@ -73,6 +76,8 @@ class ModelNumbers:
         """Of a configuration under a home. Raises PlanError for sizes that are missing."""
         read = ConfigReader.of(config)
         read.require("hidden_size", "vocab_size")
+        if reason := uncounted(config):
+            raise PlanError(f"{read.where} has {reason}, whose memory no configuration tells")
         kinds = layer_kinds(read)
         if not kinds:
             read.require("num_hidden_layers")
@@ -101,6 +106,23 @@ class ModelNumbers:
         """Embedding and head on a stage; a tied one once."""
         parts = [self.embedding] * stage.embeds + [self.head] * stage.predicts
         return sum(parts[: 1 if self.tied else None], Numbers())
+
+
+def uncounted(config: object) -> str:
+    """What of a model is not counted; "" for a model whose memory can be planned.
+
+    >>> uncounted({"model_type": "zamba2"})
+    'shared blocks'
+
+    Raises PlanError for a configuration that `ModelShape` does not price either.
+    """
+    read = ConfigReader.of(config)
+    if has_shared_blocks(read):
+        return "shared blocks"
+    if latent(read):
+        return "latent attention"
+    ModelShape.of(config)
+    return ""
 
 
 def _layer_numbers(

@@ -57,8 +57,8 @@ class StepPeak:
 
     @property
     def stays_whole(self) -> bool:
-        """Whether weights and gradients are whole through all micro-batches of a step."""
-        return self.settings.free or self.home.pp > 1
+        """Whether FSDP2's weights and gradients are whole through all micro-batches of a step."""
+        return self.settings.shard_parameters and (self.settings.free or self.home.pp > 1)
 
     @property
     def row_bytes(self) -> int:
@@ -147,10 +147,21 @@ class StepPeak:
 def _bytes_under(tape: Tape, measure: Measure) -> LayerBytes:
     """What a layer keeps under a measure, and its peaks above that."""
     what, _, host = measure.partition("+")
+    kept = kept_under(tape, what)
     if what == "none":
-        besides, peaks = tape.saved_bytes(("x",)), tape.peaks(held=("x",), again=False)
-        return LayerBytes(besides + tape.sizes["x"], 0.0, Peaks(peaks.forward, peaks.backward - besides))
-    names = ["x", *tape.lasting, *KEPT_OF_ATTENTION * (what != "full"), *EXCHANGED * (what == "exchanged")]
-    held = set(names) & set(tape.sizes)
-    kept, peaks = sum(tape.sizes[name] for name in held), tape.peaks(held=held)
+        peaks = tape.peaks(held=("x",), again=False)
+        return LayerBytes(kept, 0.0, Peaks(peaks.forward, peaks.backward - tape.saved_bytes(("x",))))
+    peaks = tape.peaks(held=_names_kept(tape, what))
     return LayerBytes(0.0, kept, peaks) if host else LayerBytes(kept, 0.0, peaks)
+
+
+def kept_under(tape: Tape, what: str) -> float:
+    """Bytes that a layer keeps under "none", "exchanged", "selective" or "full", wherever they wait."""
+    if what == "none":
+        return tape.saved_bytes(("x",)) + tape.sizes["x"]
+    return sum(tape.sizes[name] for name in _names_kept(tape, what))
+
+
+def _names_kept(tape: Tape, what: str) -> set[str]:
+    names = ["x", *tape.lasting, *KEPT_OF_ATTENTION * (what != "full"), *EXCHANGED * (what == "exchanged")]
+    return set(names) & set(tape.sizes)

@@ -1,0 +1,108 @@
+"""What is chosen: it fits, nothing that is faster fits, keys given by hand win, and refusals say the bytes."""
+
+from typing import Any
+
+import pytest
+
+from longspan.errors import PlanError
+from longspan.layout import Layout
+from longspan.plan import (
+    FixedMemory,
+    Machine,
+    MemoryBudget,
+    MemoryNeeds,
+    MemoryPlan,
+    MemorySettings,
+    added_seconds,
+    choose_memory,
+    longest_document,
+    plan_fixed,
+)
+from longspan.plan.simulate.row_bytes import QWEN3_8B
+
+GIB = 2**30
+HOME = Layout(2)
+H200 = MemoryBudget(device=129 * GIB, host=128 * GIB)
+NO_HOST = MemoryBudget(device=129 * GIB)
+
+
+def chosen(rows: int, budget: MemoryBudget = H200, **fixed: Any) -> MemoryPlan:
+    """For one document over both slots."""
+    plan = plan_fixed([rows * 2], HOME, cp=2, cp_comm_type="a2a")
+    return choose_memory(QWEN3_8B, HOME, plan, MemorySettings(), budget, fixed=FixedMemory(**fixed))
+
+
+def test_keeps_all_where_there_is_room() -> None:
+    memory = chosen(4096)
+    assert set(memory.measures) == {"none"} and memory.gathered_once and not memory.offload_states
+
+
+@pytest.mark.parametrize("rows", (16384, 65536, 262144))
+def test_fits_and_is_no_slower_than_one_word(rows: int) -> None:
+    memory = chosen(rows)
+    assert memory.fits(H200)
+    plan = plan_fixed([rows * 2], HOME, cp=2, cp_comm_type="a2a")
+    needs, machine = MemoryNeeds.of(QWEN3_8B, HOME, plan, MemorySettings()), Machine()
+    seconds = added_seconds(QWEN3_8B, memory, needs, machine)
+    for word in ("none", "exchanged", "selective", "full", "selective+host", "full+host"):
+        other = needs.under(word)
+        assert not other.fits(H200) or seconds <= added_seconds(QWEN3_8B, other, needs, machine)
+
+
+def test_recomputes_as_few_layers_as_need_be() -> None:
+    memory = chosen(16384, NO_HOST, measure="selective", offload=False, gathered_once=False)
+    assert memory.fits(NO_HOST)
+    count = sum(word != "exchanged" for word in memory.measures)
+    memory = chosen(16384, NO_HOST, offload=False, gathered_once=False)
+    recomputed = [word for word in memory.measures if word != "none"]
+    fewer = [*recomputed[1:], *["none"] * (37 - len(recomputed))]
+    plan = plan_fixed([16384 * 2], HOME, cp=2, cp_comm_type="a2a")
+    assert 0 < len(recomputed) < 36 and count <= 36
+    assert not MemoryPlan.of(QWEN3_8B, HOME, plan, MemorySettings(), fewer).fits(NO_HOST)
+
+
+def test_keys_given_by_hand_win() -> None:
+    assert set(chosen(4096, measure="full").measures) == {"full"} | (
+        {"full+host"} & set(chosen(4096, measure="full").measures)
+    )
+    some = chosen(4096, measure="selective", layers=5, offload=False)
+    assert some.measures[5:] == ("none",) * 31 and set(some.measures[:5]) <= {"selective", "exchanged"}
+    assert all("+host" in word for word in chosen(4096, measure="full", offload=True).measures)
+    assert not chosen(4096, gathered_once=False).gathered_once
+    assert chosen(4096, offload_states=True).offload_states
+
+
+def test_refusals_have_the_bytes() -> None:
+    with pytest.raises(PlanError, match=r"does not fit under any measure: with a slot of 4,194,304 rows .* bytes\)"):
+        chosen(1 << 22)
+    with pytest.raises(PlanError, match="with measure = 'none'"):
+        chosen(65536, measure="none")
+    with pytest.raises(PlanError, match="no measure keeps 'none' with offload True"):
+        chosen(4096, measure="none", offload=True)
+
+
+def test_longest_document() -> None:
+    """It fits, and 1024 rows a slot more do not."""
+    settings = MemorySettings()
+    for word in ("selective", "full"):
+        tokens, memory = longest_document(QWEN3_8B, HOME, settings, NO_HOST, measures=word, cp_comm_type="a2a")
+        assert memory is not None and memory.fits(NO_HOST) and memory.rows * 2 == tokens
+        more = plan_fixed([tokens + 2048], HOME, cp=2, cp_comm_type="a2a")
+        assert not MemoryPlan.of(QWEN3_8B, HOME, more, settings, word).fits(NO_HOST)
+    longest, memory = longest_document(QWEN3_8B, HOME, settings, H200, cp_comm_type="a2a")
+    assert memory is not None and memory.fits(H200) and longest > tokens
+    assert longest_document(QWEN3_8B, HOME, settings, MemoryBudget(device=GIB)) == (0, None)
+
+
+def test_seconds_of_measures() -> None:
+    """What is recomputed costs, more so attention; copies that are longer than a layer's work cost too."""
+    plan = plan_fixed([65536], HOME, cp=2, cp_comm_type="p2p")
+    needs, machine = MemoryNeeds.of(QWEN3_8B, HOME, plan, MemorySettings()), Machine()
+    seconds = {
+        word: added_seconds(QWEN3_8B, needs.under(word), needs, machine)
+        for word in ("none", "selective", "full", "selective+host", "full+host")
+    }
+    assert seconds["none"] < seconds["selective"] < seconds["full"]
+    assert seconds["selective"] < seconds["selective+host"] and seconds["full"] < seconds["full+host"]
+    once = MemoryNeeds.of(QWEN3_8B, HOME, plan, MemorySettings(gathered_once=True))
+    assert added_seconds(QWEN3_8B, once.under("none"), once, machine) < seconds["none"]

@@ -1,0 +1,194 @@
+"""Plans of memory as values: their parts, what decides them, and how they are printed."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from longspan.errors import PlanError
+from longspan.layout import Layout
+from longspan.plan import (
+    MEASURES,
+    Bytes,
+    Group,
+    Machine,
+    MemoryBudget,
+    MemoryNeeds,
+    MemoryPlan,
+    MemorySettings,
+    MicroBatch,
+    Plan,
+    plan_fixed,
+)
+from longspan.plan.simulate.row_bytes import QWEN3_8B
+
+GIB = 2**30
+MOE = QWEN3_8B | {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+VISION = {
+    "model_type": "qwen2_5_vl",
+    "text_config": QWEN3_8B | {"num_hidden_layers": 4},
+    "vision_config": {
+        "depth": 4,
+        "hidden_size": 1280,
+        "num_heads": 16,
+        "intermediate_size": 3420,
+        "spatial_merge_size": 2,
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+    },
+}
+
+
+def planned(measures: Any = "selective", *, rows: int = 8192, config: Any = QWEN3_8B, **changes: Any) -> MemoryPlan:
+    """One document over all slots of a home."""
+    home = changes.pop("home", Layout(4))
+    plan = changes.pop("plan", None) or plan_fixed(
+        [rows * home.slots], home, cp=home.slots, cp_comm_type=changes.pop("cp_comm_type", "a2a")
+    )
+    return MemoryPlan.of(config, home, plan, MemorySettings(**changes), measures)
+
+
+def test_bytes_add_up() -> None:
+    values = Bytes(weights=1, gradients=2, states=3, gathered=4, kept=5, work=6, logits=7, communicators=8)
+    assert values.to_json() == {**vars(values), "total": 36} and values.total == 36
+
+
+def test_shards_of_float32_masters() -> None:
+    device = planned().device
+    weights = 8.19e9 * 4 / 4
+    assert device.weights == pytest.approx(weights, rel=1e-3) and device.states == pytest.approx(2 * weights, rel=1e-3)
+    assert planned(state_numbers=0).device.states == 0
+    assert planned(parameter_bytes=2).device.weights == pytest.approx(weights / 2, rel=1e-3)
+
+
+def test_measures_keep_less_in_their_order() -> None:
+    """On the device; what waits on the host is what the same measure keeps on the device."""
+    plans = {word: planned(word, rows=65536) for word in MEASURES}
+    totals = [plans[word].device.total for word in ("none", "exchanged", "selective", "full", "full+host")]
+    assert totals == sorted(totals, reverse=True) and len(set(totals)) == 5
+    assert plans["full+host"].host.kept == 36 * 65536 * 4096 * 2
+    assert plans["selective+host"].host.kept == 36 * 65536 * (2 * 4096 * 2 + 4 * 32)
+    assert plans["none"].host.total == 0
+
+
+def test_a_word_for_each_layer() -> None:
+    some = planned(["full"] * 12 + ["none"] * 24)
+    assert planned("full").device.total < some.device.total < planned("none").device.total
+    assert some.measures.count("full") == 12
+    with pytest.raises(PlanError, match="35 measures were given for 36 layers"):
+        planned(["none"] * 35)
+    with pytest.raises(PlanError, match="a layer keeps 'half'; use one of none, exchanged, selective"):
+        planned("half")
+
+
+def test_worst_slot_of_every_micro_batch() -> None:
+    """A dynamic plan: the fullest slot of any micro-batch, and gradients are there from the second one on."""
+    small = MicroBatch((Group((0, 1), (0,), (2048,)), Group((2,), (1,), (512,))))
+    large = MicroBatch((Group((3,), (2,), (90000,)),))
+
+    def of(*batches: MicroBatch) -> MemoryPlan:
+        lengths = (2048, 512, 90000)
+        return planned(plan=Plan(4, lengths, batches, targets=1))
+
+    assert of(small, large).rows == 90000
+    assert of(small, large).device.total > of(large, small).device.total > of(small, small).device.total
+    several = planned(plan=[Plan(4, (2048, 512, 90000), (batch,), targets=1) for batch in (small, large)])
+    assert several.device == of(large).device
+
+
+def test_adapters_have_the_gradients_and_states() -> None:
+    whole, adapter = planned(parameter_bytes=2), planned(parameter_bytes=2, lora_rank=16)
+    assert adapter.device.weights > whole.device.weights
+    assert adapter.device.states == pytest.approx(2 * 4 * 43.65e6 / 4, rel=0.01)  # 43.65 M numbers of rank 16
+    assert adapter.device.total < whole.device.total
+
+
+def test_experts_are_shared_by_ep() -> None:
+    home = Layout(4, ep=4)
+    alone, shared = planned(config=MOE), planned(config=MOE, home=home)
+    assert shared.device.gathered < 0.6 * alone.device.gathered
+    assert shared.device.weights == alone.device.weights
+
+
+def test_copies_and_free_mode_hold_more() -> None:
+    assert planned(home=Layout(4, dp_replicate=2)).device.weights == 2 * planned().device.weights
+    free = planned(free=True, rows=512)
+    assert free.device.gathered > 8.19e9 * (2 + 4)  # all weights in bfloat16, all gradients in float32
+    whole = planned(shard_parameters=False, rows=512).device
+    assert whole.weights == pytest.approx(8.19e9 * 4, rel=1e-3)
+    assert planned("none", gathered_once=True).device.gathered > planned("none").device.gathered + 10 * GIB
+
+
+def test_stages_keep_micro_batches_in_flight() -> None:
+    home = Layout(4, pp=4)
+    plan = plan_fixed([8192] * 8, home, cp=1, max_tokens_per_slot=8192)
+    first, last = (MemoryNeeds.of(QWEN3_8B, home, plan, MemorySettings()).places[i] for i in (0, 3))
+    assert (first.in_flight, last.in_flight) == (4.0, 1.0)
+    gpipe = MemoryNeeds.of(QWEN3_8B, home, plan, MemorySettings(schedule="gpipe"))
+    assert all(place.in_flight == 8.0 for place in gpipe.places)
+    one = planned("full", home=home, plan=plan)
+    assert one.device.total < planned("full", home=home, plan=plan, schedule="gpipe").device.total
+    with pytest.raises(PlanError, match="80 pipeline stages for 36 layers"):
+        planned(home=Layout(80, pp=80), plan=plan)
+
+
+def test_images_wait_unless_they_are_encoded_again() -> None:
+    def of(**changes: Any) -> MemoryPlan:
+        return planned("full", config=VISION, rows=2048, **changes)
+
+    plain, kept = of(), of(encoder_rows=8192)
+    again = of(encoder_rows=1024, encoder_recomputed=True)
+    assert plain.device.total < again.device.total < kept.device.total
+    assert kept.device.kept > plain.device.kept + 8192 * 4 * 4 * 8 * 1280 * 2
+    with pytest.raises(PlanError, match="has no tower"):
+        planned(encoder_rows=10)
+
+
+def test_states_on_the_host() -> None:
+    here, there = planned(), planned(offload_states=True)
+    assert there.host.states == here.device.states and there.device.states == 0
+    assert there.offload_states and "states on the host" in there.line()
+
+
+def test_printed() -> None:
+    memory = planned(["selective"] * 12 + ["none"] * 24, gathered_once=True)
+    table = memory.table()
+    names = [line.split()[0] for line in table.splitlines()[1:]]
+    assert names == [*memory.device.to_json()]
+    assert f"{memory.device.total:,}" in table
+    line = memory.line(MemoryBudget(device=100 * GIB))
+    assert line.startswith("memory: 12 of 36 layers selective, 24 keep all, weights gathered once; ")
+    assert "of 100.0 GiB, 0.0 GiB on the host" in line
+    values = json.loads(json.dumps(memory.to_json()))
+    assert values["device"]["total"] == memory.device.total and set(values["host"]) == set(values["device"])
+
+
+def test_without_a_gpu_there_is_no_context() -> None:
+    assert planned(gpu=False).device.communicators == 0 < planned().device.communicators
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "zamba2", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 10}, "shared blocks"),
+        (QWEN3_8B | {"kv_lora_rank": 512}, "latent attention"),
+        ({"hidden_size": 64, "num_hidden_layers": 2}, "has no vocab_size"),
+    ],
+)
+def test_refuses_what_is_not_counted(config: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        planned(config=config, rows=16)
+
+
+def test_machines_know_their_memory() -> None:
+    assert Machine.known("h200").memory_bytes == 143771 << 20
+    assert Machine.known("H100").memory_bytes == 80 * GIB and Machine.known("a100-40").memory_bytes == 40 * GIB
+    values = Machine().to_json()
+    assert Machine.from_json(values) == Machine()
+    older = {
+        name: value for name, value in values.items() if name not in ("memory_bytes", "host_copy_bytes_per_second")
+    }
+    assert Machine.from_json(older) == replace(Machine(), memory_bytes=0)
+    with pytest.raises(PlanError, match="memory_bytes of a machine"):
+        Machine(memory_bytes=-1)
