@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from longspan.cli.gpu_plans.fit import UNIT
 from longspan.cli.main import main
-from longspan.cli.plans.fit import UNIT
 from longspan.config.file import load_config
 from longspan.layout import Layout
 from longspan.plan import Bytes, Machine, MemoryPlan, MemorySettings, plan_fixed

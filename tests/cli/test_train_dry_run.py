@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from longspan.cli import machine
+from longspan.cli.gpu_plans import dry_run
+from longspan.cli.gpu_plans.positions import can_scale, position_limit
 from longspan.cli.main import main
-from longspan.cli.plans import dry_run
-from longspan.cli.plans.positions import can_scale, position_limit
 from longspan.config.file import load_config
 from longspan.model import rope
 from longspan.train.memory.memory_inputs import memory_settings

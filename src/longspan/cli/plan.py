@@ -12,9 +12,9 @@ from functools import partial
 from typing import Literal
 
 from longspan.cli.flags import check_least, parse_flags
-from longspan.cli.plans.ask_gpus import ask_gpus
+from longspan.cli.gpu_plans.ask_gpus import ask_gpus
+from longspan.cli.gpu_plans.gpu_flags import GpuFlags, asks_for_gpus, parse_question
 from longspan.cli.plans.compare import CompareFlags, check_flags_of_comparison, compare
-from longspan.cli.plans.gpu_flags import GpuFlags, asks_for_gpus, parse_question
 from longspan.cli.plans.lengths import read_lengths
 from longspan.cli.plans.planning import (
     UNPRICED,

@@ -4,16 +4,16 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from longspan.cli.plans.answer import Answer
-from longspan.cli.plans.answer_text import answer_json, answer_lines, answer_picture, refusal_line
-from longspan.cli.plans.fit import Choices
-from longspan.cli.plans.gpu_flags import Question, source_of, with_model
-from longspan.cli.plans.gpus import Gpus, read_gpus
+from longspan.cli.gpu_plans.answer import Answer
+from longspan.cli.gpu_plans.answer_text import answer_json, answer_lines, answer_picture, refusal_line
+from longspan.cli.gpu_plans.fit import Choices
+from longspan.cli.gpu_plans.gpu_flags import Question, source_of, with_model
+from longspan.cli.gpu_plans.gpus import Gpus, read_gpus
+from longspan.cli.gpu_plans.questions import answer_longest, answer_run, answer_step
+from longspan.cli.gpu_plans.run_documents import of_one_epoch, open_documents
+from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus
 from longspan.cli.plans.lengths import read_lengths
 from longspan.cli.plans.planning import check_pictures, kind_of_picture, write_file
-from longspan.cli.plans.questions import answer_longest, answer_run, answer_step
-from longspan.cli.plans.run_documents import of_one_epoch, open_documents
-from longspan.cli.plans.run_on_gpus import RunOnGpus
 from longspan.config.defaults import resolve_defaults
 from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.sections import RunConfig

@@ -6,8 +6,8 @@ Prices and bytes are those of `RunOnGpus`; degree, rows and measures that are no
 from collections.abc import Sequence
 from dataclasses import replace
 
-from longspan.cli.plans.answer import BY_HAND, Answer, Column, degrees_of
-from longspan.cli.plans.fit import (
+from longspan.cli.gpu_plans.answer import BY_HAND, Answer, Column, degrees_of
+from longspan.cli.gpu_plans.fit import (
     UNIT,
     Choices,
     Documents,
@@ -19,11 +19,13 @@ from longspan.cli.plans.fit import (
     leanest_way,
     longest_under,
 )
-from longspan.cli.plans.positions import position_notes, with_positions
-from longspan.cli.plans.run_documents import RunDocuments, sampled_steps
-from longspan.cli.plans.run_on_gpus import RunOnGpus, leanest
+from longspan.cli.gpu_plans.positions import position_notes, with_positions
+from longspan.cli.gpu_plans.run_documents import RunDocuments, sampled_steps
+from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus, leanest
+from longspan.config.defaults import encoder_default
 from longspan.config.sections import TrainConfig
 from longspan.errors import PlanError, plural
+from longspan.plan import EncoderLoad, EncoderShape, Plan
 
 COLUMNS = ("none", "selective", "full")  # measures of all layers, shown next to those of "auto"
 PRICED = {True: 64, False: 8}  # steps of a run whose seconds count, of plans of one degree and of dynamic ones
@@ -83,9 +85,33 @@ def answer_run(run: RunOnGpus, documents: RunDocuments, given: frozenset[str], c
         memory = way.memory_of([*plans, way.plan(longest.lengths)])
     except PlanError as error:
         return replace(_refused(title, run, searched, given, choices, error), steps=documents.steps)
-    fit = _with_positions(Fit(way, tuple(plans), memory, way.seconds(plans, memory)), documents.longest)
+    encoding, note = _encoding(way, documents, plans)
+    seconds = way.seconds(plans, memory) + encoding
+    fit = _with_positions(Fit(way, tuple(plans), memory, seconds), documents.longest)
     answer = _with_longest(_answer(title, run, fit, given, _columns(fit)), choices)
-    return replace(answer, steps=documents.steps, sampled=len(sampled))
+    return replace(answer, steps=documents.steps, sampled=len(sampled), notes=(*note, *answer.notes))
+
+
+def _encoding(run: RunOnGpus, documents: RunDocuments, plans: Sequence[Plan]) -> tuple[float, Sequence[str]]:
+    """The mean seconds a step that encoding its images takes, and a line about them."""
+    if not documents.image_rows:
+        return 0.0, ()
+    config, rows = run.config, f"images: {documents.image_rows:,.0f} rows in a step"
+    try:
+        cost = EncoderShape.of(run.model).cost(trained=config.encoder.train or encoder_default(config))
+    except PlanError as error:
+        return 0.0, (f"{rows}, whose encoding is not in the seconds: {error}",)
+    steps = sampled_steps(documents.steps, len(plans))
+    images = [documents.images_of(step) for step in steps]
+    if not any(images):
+        return 0.0, (f"{rows}, whose encoding is not in the seconds of packs (data.pack_to)",)
+    most = config.encoder.max_rows or None
+    loads = [
+        EncoderLoad.of(plan, of_step, cost, max_rows=most).seconds if any(of_step) else 0.0
+        for plan, of_step in zip(plans, images, strict=True)
+    ]
+    seconds = sum(loads) / len(loads)
+    return seconds, (f"{rows}, encoded in {seconds:.3g} s of these on H200s",)
 
 
 def _sampled(documents: RunDocuments, most: int) -> list[Documents]:

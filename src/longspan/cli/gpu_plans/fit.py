@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longspan.cli.plans.run_on_gpus import RunOnGpus, leanest
+from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus, leanest
 from longspan.config.keys import AUTO
 from longspan.errors import LayoutError, PlanError
 from longspan.plan import FixedMemory, MemoryPlan, MicroBatch, Plan

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from longspan.cli.plans.fit import Fit
-from longspan.cli.plans.run_on_gpus import RunOnGpus
+from longspan.cli.gpu_plans.fit import Fit
+from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus
 from longspan.config.keys import value_at
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.plan import MemoryPlan, Plan, group_counts

@@ -4,9 +4,9 @@ With a tokenizer the corpus is made as `longspan train` makes it, and its tokens
 for the run. Without one, tokens are estimated. No weights and no world are needed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -40,11 +40,18 @@ class RunDocuments:
     target_share: float
     image_rows: float
     line: str
+    images: Mapping[int, Sequence[int]] = field(default_factory=dict[int, Sequence[int]])  # rows of each, by document
 
     @property
     def steps(self) -> int:
         """Steps of the whole run."""
         return self.config.train.steps
+
+    def images_of(self, step: int) -> list[Sequence[int]]:
+        """The rows of each image of a step's documents; none of packs, whose documents are cut."""
+        if not self.images or isinstance(self.order, PackOrder):
+            return []
+        return [self.images.get(document, ()) for document in self.order.documents_of_step(step)]
 
 
 @contextmanager
@@ -72,11 +79,14 @@ def open_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterator[R
         lengths: npt.NDArray[Any] = np.asarray(corpus.lengths)
         tokens = max(1, int(lengths.sum()))
         share = 1.0 if corpus.targets is None else min(1.0, float(corpus.targets.sum()) / tokens)
-        rows = 0.0
+        rows, images = 0.0, dict[int, list[int]]()
         if corpus.images is not None and len(corpus.images):
             rows = float(corpus.images.column("rows").sum()) / tokens * config.train.tokens_per_step
+            columns = (np.asarray(corpus.images.column(name)).tolist() for name in ("document", "rows"))
+            for document, count in zip(*columns, strict=True):
+                images.setdefault(document, []).append(count)
         longest, line = _longest(config, order, lengths), documents_line(config, order)
-        yield RunDocuments(config, order, longest, share, rows, line)
+        yield RunDocuments(config, order, longest, share, rows, line, images)
 
 
 def _tokenizer_folder(config: RunConfig) -> Path | None:

@@ -9,13 +9,13 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from longspan.cli.gpu_plans.ask_gpus import log_line, show_answer
+from longspan.cli.gpu_plans.fit import Choices
+from longspan.cli.gpu_plans.gpus import HOST_BYTES, Gpus, named_machine
+from longspan.cli.gpu_plans.questions import answer_run
+from longspan.cli.gpu_plans.run_documents import open_documents
+from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus
 from longspan.cli.machine import gpu_here
-from longspan.cli.plans.ask_gpus import log_line, show_answer
-from longspan.cli.plans.fit import Choices
-from longspan.cli.plans.gpus import HOST_BYTES, Gpus, named_machine
-from longspan.cli.plans.questions import answer_run
-from longspan.cli.plans.run_documents import open_documents
-from longspan.cli.plans.run_on_gpus import RunOnGpus
 from longspan.cli.processes import has_torchrun, ranks_on_this_host, reports_here, usable_gpus
 from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from longspan.cli.plans.gpus import Gpus
+from longspan.cli.gpu_plans.gpus import Gpus
 from longspan.config.keys import AUTO
 from longspan.config.memory_keys import check_measures
 from longspan.config.sections import RunConfig

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from longspan.cli.plans.gpu_flags import GpuFlags
+from longspan.cli.gpu_plans.gpu_flags import GpuFlags
 from longspan.errors import ConfigError, PlanError
 from longspan.plan import Machine
 from longspan.plan.cost.machine import is_known

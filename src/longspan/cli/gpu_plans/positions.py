@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from longspan.cli.plans.run_on_gpus import RunOnGpus
+from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus
 from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.cost.model_shape import has_mixers
 

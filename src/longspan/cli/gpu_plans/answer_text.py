@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from longspan.cli.plans.answer import Answer, Column
+from longspan.cli.gpu_plans.answer import Answer, Column
 from longspan.errors import plural
 from longspan.plan.memory.bytes import Bytes, gib
 from longspan.report.chart_documents import StackedBar, stacked_document
