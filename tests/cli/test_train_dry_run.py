@@ -14,7 +14,7 @@ from longspan.cli.main import main
 from longspan.config.file import load_config
 from longspan.model import rope
 from longspan.train.memory.memory_inputs import memory_settings
-from longspan.train.plans.memory_settings import memory_settings_of
+from longspan.train.memory.memory_settings import memory_settings_of
 
 CONFIG = """
 [model]

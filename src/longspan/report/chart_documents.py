@@ -121,12 +121,12 @@ class StackedBar:
     words: str
 
 
-def stacked_document(
+def stack_document(
     title: str, bars: Sequence[StackedBar], unit: str, reference: tuple[float, str] | None = None
 ) -> str:
     """Bars of parts as the text of an .svg file, with a legend; the reference is a line at a value, with its words.
 
-    >>> Path("memory.svg").write_text(stacked_document("Memory", [StackedBar("none", {"kept": 3.0}, "3 GiB")], "GiB"))
+    >>> Path("memory.svg").write_text(stack_document("Memory", [StackedBar("none", {"kept": 3.0}, "3 GiB")], "GiB"))
     """
     titles = title.splitlines()
     names = [name for name in dict.fromkeys(n for bar in bars for n in bar.parts) if any(b.parts[name] for b in bars)]

@@ -75,7 +75,7 @@ class Answer:
         return None if seconds is None or self.steps is None else seconds * self.steps / 3600
 
     @property
-    def chosen_freely(self) -> bool:
+    def needs_free_measures(self) -> bool:
         """Whether it fits the same GPUs only without the measures that are given by hand."""
         return not self.fits and self.fit is not None and self.fit.run.gpus.count == self.run.gpus.count
 
@@ -84,8 +84,8 @@ class Answer:
         """The keys with which it fits, on more GPUs or without measures by hand where it must be; {} if it does not."""
         if self.fit is None:
             return {}
-        given = {key for key in self.given if not (self.chosen_freely and _is_by_hand(key))}
-        return keys_of_run(self.fit.run, frozenset(given))
+        names = {key for key in self.given if not (self.needs_free_measures and _is_by_hand(key))}
+        return keys_of_run(self.fit.run, frozenset(names))
 
     def to_json(self) -> dict[str, Any]:
         """As `longspan plan --json` prints it: bytes as integers, those of `device` and `host` for one GPU."""
@@ -135,7 +135,7 @@ def keys_of_run(run: RunOnGpus, given: frozenset[str]) -> dict[str, Any]:
     """The keys that were given and those that were chosen, as `longspan train` takes them; degree and rows always."""
     config, one_degree = run.config, run.choice.has_one_degree
     names = {name for name in given if name.partition(".")[0] in SHOWN or name in OF_MODELS}
-    names |= {name for name in _changed_keys(config) if name != GATHERS or name in given}
+    names |= {name for name in _own_keys(config) if name != GATHERS or name in given}
     names |= {"train.memory", "context.planner", "context.cp_comm_type", "context.max_tokens_per_slot"}
     names |= {"context.context_parallel_size"} if one_degree else {*DYNAMIC}
     names |= {"model.rope_scaling"} if config.model.rope_scaling else set()
@@ -145,7 +145,7 @@ def keys_of_run(run: RunOnGpus, given: frozenset[str]) -> dict[str, Any]:
     return values
 
 
-def _changed_keys(config: RunConfig) -> set[str]:
+def _own_keys(config: RunConfig) -> set[str]:
     """The keys of adapters, depths and degrees of the model that differ from their defaults."""
     names = set[str]()
     for section, kind in section_kinds().items():

@@ -8,7 +8,7 @@ from typing import Any
 from longspan.cli.gpu_plans.answer import Answer, Column
 from longspan.errors import plural
 from longspan.plan.memory.bytes import Bytes, gib
-from longspan.report.chart_documents import StackedBar, stacked_document
+from longspan.report.chart_documents import StackedBar, stack_document
 from longspan.report.plain_text import seconds_text, text_table
 
 WIDTH = 110  # of a command's lines
@@ -84,9 +84,9 @@ def refusal_line(answer: Answer) -> str:
     if answer.fit is None:
         return f"{line}; no number of such GPUs up to 1,024 would do with these keys"
     keys = " ".join(_words(answer.keys))
-    released = " if train.memory may choose" if answer.chosen_freely else ""
-    kept = answer.fit.memory.line().removeprefix("memory: ")
-    return f"{line}; {plural(answer.fit.run.gpus.count, 'GPU')} would do{released} ({kept}), with {keys}"
+    released = " if train.memory may choose" if answer.needs_free_measures else ""
+    measures = answer.fit.memory.line().removeprefix("memory: ")
+    return f"{line}; {plural(answer.fit.run.gpus.count, 'GPU')} would do{released} ({measures}), with {keys}"
 
 
 def command_lines(command: str, keys: Mapping[str, Any]) -> list[str]:
@@ -126,4 +126,4 @@ def answer_picture(answer: Answer) -> str:
     lines = [answer.title, f"on {answer.run.gpus.title}"]
     if answer.step_seconds is not None:
         lines += [*_time_lines(answer)]
-    return stacked_document("\n".join(lines), bars, "GiB of one GPU", (budget / 2**30, f"may be filled, {gib(budget)}"))
+    return stack_document("\n".join(lines), bars, "GiB of one GPU", (budget / 2**30, f"may be filled, {gib(budget)}"))

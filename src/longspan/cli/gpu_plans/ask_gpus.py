@@ -2,15 +2,14 @@
 
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from longspan.cli.gpu_plans.answer import Answer
 from longspan.cli.gpu_plans.answer_text import answer_json, answer_lines, answer_picture, refusal_line
 from longspan.cli.gpu_plans.fit import Choices
-from longspan.cli.gpu_plans.gpu_flags import Question, source_of, with_model
+from longspan.cli.gpu_plans.gpu_flags import GpuFlags, Question, source_of, with_model
 from longspan.cli.gpu_plans.gpus import Gpus, read_gpus
 from longspan.cli.gpu_plans.questions import answer_longest, answer_run, answer_step
-from longspan.cli.gpu_plans.run_documents import of_one_epoch, open_documents
+from longspan.cli.gpu_plans.run_documents import open_documents, with_one_epoch
 from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus
 from longspan.cli.plans.lengths import read_lengths
 from longspan.cli.plans.planning import check_pictures, kind_of_picture, write_file
@@ -19,14 +18,11 @@ from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.sections import RunConfig
 from longspan.errors import PlanError
 
-if TYPE_CHECKING:
-    from longspan.cli.plan import PlanFlags
-
 SUBJECT = "what a GPU holds"
 DOES_NOT_FIT = 2  # status
 
 
-def ask_gpus(flags: "PlanFlags", question: Question) -> int:
+def ask_gpus(flags: GpuFlags, question: Question) -> int:
     """Answer a question about GPUs; returns the exit code. Raises LongspanError for one that cannot be answered."""
     check_pictures(flags.plot, ("svg", "html"), SUBJECT)
     source = source_of(flags, question)
@@ -34,7 +30,7 @@ def ask_gpus(flags: "PlanFlags", question: Question) -> int:
     gpus = read_gpus(flags, flags.tflops, question.config.run.machine)
     config = resolve_defaults(_with_types(question))
     if source == "data":
-        answer = _ask_run(of_one_epoch(config, given=question.gives("train.epochs", "train.steps")), gpus, question)
+        answer = _ask_run(with_one_epoch(config, given=question.gives("train.epochs", "train.steps")), gpus, question)
     else:
         run = RunOnGpus.of(config, gpus)
         choices = choices_of(question)

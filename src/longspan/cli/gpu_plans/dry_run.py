@@ -11,7 +11,7 @@ from pathlib import Path
 
 from longspan.cli.gpu_plans.ask_gpus import log_line, show_answer
 from longspan.cli.gpu_plans.fit import Choices
-from longspan.cli.gpu_plans.gpus import HOST_BYTES, Gpus, named_machine
+from longspan.cli.gpu_plans.gpus import HOST_BYTES, Gpus, find_machine
 from longspan.cli.gpu_plans.questions import answer_run
 from longspan.cli.gpu_plans.run_documents import open_documents
 from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus
@@ -52,7 +52,7 @@ def dry_run(config: RunConfig, command: str, *, world: int, on_gpus: bool, as_js
 def _gpus_of(config: RunConfig, ranks: int, *, on_gpus: bool) -> Gpus:
     """The GPUs of a run: those here, or as run.machine says, else H200s."""
     here = gpu_here() if on_gpus else None
-    named = named_machine(config.run.machine, "run.machine") if config.run.machine else None
+    named = find_machine(config.run.machine, "run.machine") if config.run.machine else None
     if here is None:
         machine = named or Machine.known("H200")
         size = machine.memory_bytes or Machine().memory_bytes
@@ -74,7 +74,7 @@ def _gpus_of(config: RunConfig, ranks: int, *, on_gpus: bool) -> Gpus:
 def free_on_host(meminfo: Path = Path("/proc/meminfo")) -> int:
     """The memory that Linux could give now, in bytes; 0 where it does not say."""
     try:
-        found = re.search(r"^MemAvailable: +(\d+) kB$", meminfo.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        match = re.search(r"^MemAvailable: +(\d+) kB$", meminfo.read_text(encoding="utf-8"), flags=re.MULTILINE)
     except OSError:
         return 0
-    return 1024 * int(found.group(1)) if found else 0
+    return 1024 * int(match.group(1)) if match else 0

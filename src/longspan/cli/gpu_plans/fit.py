@@ -217,7 +217,7 @@ def _fit_on(run: RunOnGpus, count: int, steps: Sequence[Documents], choices: Cho
         return None
 
 
-def by_hand(run: RunOnGpus, measure: str) -> FixedMemory:
+def one_measure(run: RunOnGpus, measure: str) -> FixedMemory:
     """One measure for all layers on the device, with the run's other keys as they are."""
     fixed = run.fixed
     changes: dict[str, Any] = {"measure": measure, "layers": None, "offload": False if measure != "none" else None}

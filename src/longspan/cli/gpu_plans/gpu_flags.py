@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from longspan.cli.flags import Switch, TrainFlags, check_names, flag_types, parse_flags
+from longspan.cli.plans.planning import PlanningFlags
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.errors import ConfigError
 
@@ -45,7 +46,7 @@ OF_DOCUMENTS = ("lengths", "same", "distribution", "tokens", "longest_document",
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuFlags:
+class GpuFlags(PlanningFlags):
     """Whether a run fits GPUs, with which keys, and how long it takes: flags that only such a question has."""
 
     gpu: str = ""
@@ -104,26 +105,23 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
     """
     types = flag_types(kind) | {name: hint for name, hint in flag_types(TrainFlags).items() if "." in name}
     check_names(argv, types, PROG)
-    words, keys, given = list[str](), list[str](), dict[str, str]()
+    words, keys, flag_of = list[str](), list[str](), dict[str, str]()
     for name, values in _clauses(argv):
         key = name if _is_key(name) else KEYS.get(name, "")
         if not key:
             _check_flag(name)
             words += [name, *values]
             continue
-        if key in given and key != name:
-            raise ConfigError(f"{name.replace('_', '-')} and {key} are the same key, and both are given; leave one out")
-        if key in given and given[key] not in (key, name):
-            raise ConfigError(
-                f"{given[key].replace('_', '-')} and {key} are the same key, and both are given; leave one out"
-            )
-        given[key] = name
+        if (other := flag_of.get(key, name)) != name:
+            flags_of_key = (flag if _is_key(flag) else flag.replace("_", "-") for flag in (other, name))
+            raise ConfigError(f"{' and '.join(flags_of_key)} are the same key, and both are given; leave one out")
+        flag_of[key] = name
         keys += [key, *values]
     flags = parse_flags(kind, words, PROG)
     of_keys = parse_flags(TrainFlags, keys, PROG, TrainFlags())
     sections: dict[str, Any] = {name: getattr(of_keys, name) for name in section_kinds()}
     config = RunConfig(**sections)
-    return flags, Question(config, frozenset(key[2:] for key in given))
+    return flags, Question(config, frozenset(key[2:] for key in flag_of))
 
 
 def with_model(question: Question, folder: str) -> Question:

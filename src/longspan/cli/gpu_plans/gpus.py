@@ -72,12 +72,12 @@ def _machine_of(flags: GpuFlags, tflops: float, run_machine: str) -> tuple[Machi
             f"--tflops {tflops:g}: run.machine {run_machine} has its own speed; give one of --tflops and --machine"
         )
     if flags.gpu:
-        machine, name = named_machine(flags.gpu, "--gpu"), ""
+        machine, name = find_machine(flags.gpu, "--gpu"), ""
         name = machine.device if not flags.gpu_bytes else f"{machine.device} of {flags.gpu_bytes:,} bytes"
     else:
         machine, name = Machine(), f"GPU of {flags.gpu_bytes:,} bytes"
     if run_machine:
-        priced = named_machine(run_machine, "run.machine")
+        priced = find_machine(run_machine, "run.machine")
         return (
             replace(priced, memory_bytes=machine.memory_bytes),
             name,
@@ -90,7 +90,7 @@ def _machine_of(flags: GpuFlags, tflops: float, run_machine: str) -> tuple[Machi
     return machine, name, (("its speed by data sheet",) if machine.assumed else ())
 
 
-def named_machine(name: str, key: str) -> Machine:
+def find_machine(name: str, key: str) -> Machine:
     """The machine of a GPU by name, or of a file. Raises ConfigError for a name that is neither."""
     if not is_known(name) and not Path(name).is_file():
         try:

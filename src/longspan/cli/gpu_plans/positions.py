@@ -23,7 +23,7 @@ def position_limit(model: Any) -> int | None:
     163840
     """
     limit, rope = ConfigReader.of(model).count("max_position_embeddings"), _rope(model)
-    if not limit or _left_to_mixers(model):
+    if not limit or _has_no_positions(model):
         return None
     kind, factor = _type_of(rope), rope.get("factor") or 1.0
     if kind in ("linear", "dynamic"):
@@ -38,7 +38,7 @@ def can_scale(model: Any) -> bool:
     read = ConfigReader.whole(model)
     by_layer = any(read.value(name) is not None for name in BY_LAYER) or _is_nested(read.value("rope_parameters"))
     is_text = read.value("text_config") is None
-    return is_text and not by_layer and not _left_to_mixers(model) and _type_of(_rope(model)) == "default"
+    return is_text and not by_layer and not _has_no_positions(model) and _type_of(_rope(model)) == "default"
 
 
 def _rope(model: Any) -> Mapping[str, Any]:
@@ -59,7 +59,7 @@ def _type_of(rope: Mapping[str, Any]) -> str:
     return str(rope.get("rope_type", rope.get("type", "default")))
 
 
-def _left_to_mixers(model: Any) -> bool:
+def _has_no_positions(model: Any) -> bool:
     """Whether a hybrid's attention has no positions."""
     read = ConfigReader.of(model)
     if not has_mixers(model):

@@ -12,15 +12,15 @@ from longspan.cli.gpu_plans.fit import (
     Choices,
     Documents,
     Fit,
-    by_hand,
     fewest_gpus,
     find_fit,
     fit_of,
     leanest_way,
     longest_under,
+    one_measure,
 )
 from longspan.cli.gpu_plans.positions import position_notes, with_positions
-from longspan.cli.gpu_plans.run_documents import RunDocuments, sampled_steps
+from longspan.cli.gpu_plans.run_documents import RunDocuments, sample_steps
 from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus, leanest
 from longspan.config.defaults import encoder_default
 from longspan.config.sections import TrainConfig
@@ -37,7 +37,7 @@ def answer_longest(run: RunOnGpus, given: frozenset[str], choices: Choices) -> A
     tokens, way = longest_under(run, run.fixed, degree=degree)
     if not tokens:
         least = UNIT * run.home.slots
-        return _refused(f"a document of {least:,} tokens", run, [Documents((least,))], given, choices)
+        return _refuse(f"a document of {least:,} tokens", run, [Documents((least,))], given, choices)
     fit = _with_positions(fit_of(way, [Documents((tokens,))]), tokens)
     columns = [*(_longest_column(run, name, degree) for name in COLUMNS), Column("auto", fit.memory, tokens, True)]
     title = f"the longest document has {tokens:,} tokens"
@@ -46,9 +46,9 @@ def answer_longest(run: RunOnGpus, given: frozenset[str], choices: Choices) -> A
 
 def _longest_column(run: RunOnGpus, name: str, degree: int) -> Column:
     """The longest document if all layers have one measure."""
-    tokens, way = longest_under(run, by_hand(run, name), degree=degree)
+    tokens, way = longest_under(run, one_measure(run, name), degree=degree)
     plan = way.plan((tokens,)) if tokens else None
-    return Column(name, plan and next(leanest(way, [plan], by_hand(way, name))), tokens, bool(tokens))
+    return Column(name, plan and next(leanest(way, [plan], one_measure(way, name))), tokens, bool(tokens))
 
 
 def _degree(run: RunOnGpus, choices: Choices) -> int:
@@ -67,28 +67,28 @@ def answer_step(run: RunOnGpus, lengths: Sequence[int], source: str, given: froz
     try:
         fit = find_fit(run, steps, choices)
     except PlanError as error:
-        return _refused(title, run, steps, given, choices, error)
+        return _refuse(title, run, steps, given, choices, error)
     return _with_longest(_answer(title, run, _with_positions(fit, max(lengths)), given, _columns(fit)), choices)
 
 
 def answer_run(run: RunOnGpus, documents: RunDocuments, given: frozenset[str], choices: Choices) -> Answer:
     """Whether a run of these documents fits, with which keys, and how long it takes."""
-    sampled = _sampled(documents, PRICED[False])
+    sampled = _sample_documents(documents, PRICED[False])
     longest = Documents((documents.longest,))
     searched = [max(sampled, key=lambda step: sum(n * n for n in step.lengths)), longest]
     title = f"a run of {plural(documents.steps, 'step')}: {documents.line}"
-    given |= {"train.tokens_per_step", "train.epochs" if run.config.train.epochs else "train.steps"}
+    names = given | {"train.tokens_per_step", "train.epochs" if run.config.train.epochs else "train.steps"}
     try:
         way = find_fit(run, searched, choices).run
-        sampled = _sampled(documents, PRICED[way.choice.has_one_degree])
+        sampled = _sample_documents(documents, PRICED[way.choice.has_one_degree])
         plans = [way.plan(step.lengths, step.targets) for step in sampled]
         memory = way.memory_of([*plans, way.plan(longest.lengths)])
     except PlanError as error:
-        return replace(_refused(title, run, searched, given, choices, error), steps=documents.steps)
+        return replace(_refuse(title, run, searched, names, choices, error), steps=documents.steps)
     encoding, note = _encoding(way, documents, plans)
     seconds = way.seconds(plans, memory) + encoding
     fit = _with_positions(Fit(way, tuple(plans), memory, seconds), documents.longest)
-    answer = _with_longest(_answer(title, run, fit, given, _columns(fit)), choices)
+    answer = _with_longest(_answer(title, run, fit, names, _columns(fit)), choices)
     return replace(answer, steps=documents.steps, sampled=len(sampled), notes=(*note, *answer.notes))
 
 
@@ -101,7 +101,7 @@ def _encoding(run: RunOnGpus, documents: RunDocuments, plans: Sequence[Plan]) ->
         cost = EncoderShape.of(run.model).cost(trained=config.encoder.train or encoder_default(config))
     except PlanError as error:
         return 0.0, (f"{rows}, whose encoding is not in the seconds: {error}",)
-    steps = sampled_steps(documents.steps, len(plans))
+    steps = sample_steps(documents.steps, len(plans))
     images = [documents.images_of(step) for step in steps]
     if not any(images):
         return 0.0, (f"{rows}, whose encoding is not in the seconds of packs (data.pack_to)",)
@@ -114,9 +114,9 @@ def _encoding(run: RunOnGpus, documents: RunDocuments, plans: Sequence[Plan]) ->
     return seconds, (f"{rows}, encoded in {seconds:.3g} s of these on H200s",)
 
 
-def _sampled(documents: RunDocuments, most: int) -> list[Documents]:
+def _sample_documents(documents: RunDocuments, most: int) -> list[Documents]:
     """The documents of at most so many steps of a run."""
-    return [_documents_of(documents, step) for step in sampled_steps(documents.steps, most)]
+    return [_documents_of(documents, step) for step in sample_steps(documents.steps, most)]
 
 
 def _documents_of(documents: RunDocuments, step: int) -> Documents:
@@ -149,7 +149,7 @@ def _columns(fit: Fit) -> list[Column]:
     """The table's columns: the same plans under each measure, and what was chosen."""
     columns = list[Column]()
     for name in COLUMNS:
-        memory = next(leanest(fit.run, fit.plans, by_hand(fit.run, name)))
+        memory = next(leanest(fit.run, fit.plans, one_measure(fit.run, name)))
         columns.append(Column(name, memory, _longest_of(fit), memory.fits(fit.run.budget)))
     return [*columns, Column("auto", fit.memory, _longest_of(fit), True)]
 
@@ -158,7 +158,7 @@ def _longest_of(fit: Fit) -> int:
     return max(max(plan.lengths) for plan in fit.plans)
 
 
-def _refused(
+def _refuse(
     title: str,
     run: RunOnGpus,
     steps: Sequence[Documents],
@@ -175,7 +175,7 @@ def _refused(
         plans = [without_limit.plan(step.lengths, step.targets) for step in steps]
     memory = next(leanest(way, plans, run.fixed))
     longest = max(n for step in steps for n in step.lengths)
-    other = _without_measures_by_hand(run, steps, choices) or fewest_gpus(run, steps, choices)
+    other = _fit_with_free_measures(run, steps, choices) or fewest_gpus(run, steps, choices)
     answer = Answer(
         title=title,
         run=way,
@@ -189,7 +189,7 @@ def _refused(
     return _with_longest(answer, choices)
 
 
-def _without_measures_by_hand(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fit | None:
+def _fit_with_free_measures(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fit | None:
     """The way on the same GPUs if no measure is given by hand; None where none is, or it does not fit either."""
     usual, parallel = TrainConfig(), replace(run.config.parallel, reshard_after_forward=True)
     free = replace(run.config.train, **{key: getattr(usual, key) for key in BY_HAND})

@@ -65,7 +65,7 @@ def open_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterator[R
     """
     tokenizer = _tokenizer_folder(config)
     if tokenizer is None and estimate:
-        yield _estimated(config, log)
+        yield _estimate_documents(config, log)
         return
     from longspan.corpus.build import ensure_corpus
     from longspan.corpus.corpus_settings import CorpusSettings
@@ -98,7 +98,7 @@ def _tokenizer_folder(config: RunConfig) -> Path | None:
     return folder if config.model.source and any((folder / name).is_file() for name in TOKENIZERS) else None
 
 
-def _estimated(config: RunConfig, log: Log) -> RunDocuments:
+def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
     """Documents whose tokens are estimated by the bytes of their texts. Raises ConfigError for a mixture of sources."""
     data = config.data
     if data.sources:
@@ -134,15 +134,15 @@ def _longest(config: RunConfig, order: StepOrder | PackOrder, lengths: npt.NDArr
     return data.pack_to if data.pack_attention == "across" else min(data.pack_to, int(lengths.max()))
 
 
-def sampled_steps(steps: int, most: int) -> list[int]:
+def sample_steps(steps: int, most: int) -> list[int]:
     """At most so many of a run's steps, evenly apart, the first one among them.
 
-    >>> sampled_steps(10, 4)
+    >>> sample_steps(10, 4)
     [0, 2, 5, 7]
     """
     return [i * steps // most for i in range(most)] if steps > most else [*range(steps)]
 
 
-def of_one_epoch(config: RunConfig, *, given: bool) -> RunConfig:
+def with_one_epoch(config: RunConfig, *, given: bool) -> RunConfig:
     """The configuration of one epoch, unless epochs or steps are given."""
     return config if given else replace(config, train=replace(config.train, epochs=1.0))

@@ -30,8 +30,8 @@ from longspan.plan.cost.model_shape import ModelShape, read_query_heads
 from longspan.run.checks.check_model import check_lora, check_model, check_mtp_section, check_precision
 from longspan.run.checks.check_plans import check_plans
 from longspan.run.checks.check_training import check_mode, check_numbers, check_parallel, check_pipeline
+from longspan.train.memory.memory_settings import fixed_keys, memory_settings_of
 from longspan.train.plans import PlanChoice, home_of
-from longspan.train.plans.memory_settings import fixed_keys, memory_settings_of
 
 # Without copies to the host and second exchanges, which the prices of plans leave out.
 _PRICED_AS = {"selective": "exchanged", "selective+host": "exchanged", "full+host": "full"}
@@ -152,11 +152,11 @@ class RunOnGpus:
 
     def seconds(self, plans: Sequence[Plan], memory: MemoryPlan) -> float:
         """The mean seconds of the steps of these plans, with what the plan of memory adds."""
-        cost, extra, states = self.cost(memory).shared_by(self.home.tp), *self._unpriced_seconds(plans, memory)
+        cost, extra, states = self.cost(memory).shared_by(self.home.tp), *self._extra_seconds(plans, memory)
         times = [plan.timeline(cost).step_seconds + extra * plan.tokens + states for plan in plans]
         return sum(times) / len(times)
 
-    def _unpriced_seconds(self, plans: Sequence[Plan], memory: MemoryPlan) -> tuple[float, float]:
+    def _extra_seconds(self, plans: Sequence[Plan], memory: MemoryPlan) -> tuple[float, float]:
         """Seconds a token that copies to the host and second exchanges take, and those a step for states there."""
         settings = replace(self.settings, gathered_once=memory.gathered_once)
         machine, model = self.gpus.machine, self.model
