@@ -15,6 +15,7 @@ from longspan.config.file import load_config
 from longspan.model import rope
 from longspan.train.memory.memory_inputs import memory_settings
 from longspan.train.memory.memory_settings import memory_settings_of
+from tests.run.runs.test_images_run import model_folder, rows_with_images
 
 CONFIG = """
 [model]
@@ -153,3 +154,17 @@ def test_positions_are_those_that_training_knows(name: str, values: dict[str, An
         assert not can_scale(str(tmp_path))
     else:
         assert can_scale(str(tmp_path))
+
+
+def test_images_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("PIL")
+    rows, folder = rows_with_images(tmp_path), tmp_path / "model"
+    folder.mkdir()
+    model_folder(folder)
+    words = ["plan", "--model", str(folder), "--data", str(rows), "--gpu", "h200", "--tokens-per-step", "400", "--json"]
+    assert main([*words, "--epochs", "2"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert any(re.match(r"images: \d+ rows in a step, encoded in .* s of these", note) for note in answer["notes"])
+    assert main([*words, "--data.pack_to", "200"]) == 0
+    packed = json.loads(capsys.readouterr().out)
+    assert "not in the seconds of packs" in packed["notes"][0]
