@@ -5,15 +5,18 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from longspan.bench.step.flags import parse_step
 from longspan.cli.gpu_plans.fit import UNIT
 from longspan.cli.main import main
 from longspan.config.file import load_config
+from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Bytes, Machine, MemoryPlan, MemorySettings, plan_fixed
 from longspan.plan.simulate.row_bytes import QWEN3_8B
@@ -242,6 +245,24 @@ def test_refusals(words: list[str], message: str, model: str, capsys: pytest.Cap
     assert main(["plan", *words, *named]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(message, line), line
+
+
+def test_bench_step_names_the_new_flag_too() -> None:
+    with pytest.raises(ConfigError, match="no flag --longest: .* is --longest_document"):
+        parse_step(["--distribution", "lognorm", "--longest", "4000"])
+
+
+def test_a_machine_from_a_file_has_its_own_bytes(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine, file = Machine(memory_bytes=9 << 30), tmp_path / "machine.json"
+    file.write_text(json.dumps(machine.to_json()))
+    words = ["--model", model, "--gpu", str(file), "--same", "1x4096"]
+    assert ask(words, capsys)["gpu_bytes"] == 9 << 30
+    file.write_text(json.dumps(replace(machine, memory_bytes=0).to_json()))
+    assert main(["plan", *words]) == 2 and "give --gpu-bytes" in capsys.readouterr().err
+    fast, slow = (ask([*words, *GPUS, "--tflops", tflops], capsys)["step_seconds"] for tflops in ("700", "70"))
+    assert slow > 5 * fast
 
 
 def test_models_that_cannot_be_planned_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
