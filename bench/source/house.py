@@ -109,6 +109,7 @@ ALLOWED = frozenset(
             "under",
             "known",
             "without_adapter",
+            "added_seconds",
         ),
         # a field of files that runs write
         "measured_for",

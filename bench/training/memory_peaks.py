@@ -3,8 +3,8 @@
     python bench/training/memory_peaks.py                       # the table, bench/records/memory-predicted.md
     python bench/training/memory_peaks.py --out /dev/null --more FOLDER    # with further records
 
-A peak is the most that torch's allocator gave out; the context and communicators, which it does not see, are left out of
-predictions too. Each record is planned again from its lengths. Rows are off by more than 3 % where they say so.
+A peak is the most that torch's allocator gave out; the context and communicators, which it does not see, are left out
+of predictions too. Each record is planned again from its lengths. Rows are off by more than 3 % where they say so.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def _step(record: str, values: dict[str, Any], row: dict[str, Any]) -> Peak:
     """Of `longspan bench step`."""
     name, slots = str(row["name"]), int(values["ranks"])
     config, words = _config(values), [values["recompute"]]
-    layers = len(MemoryNeeds.of_loads(config, Layout(1), (), MemorySettings()).places[0].numbers.kinds)
+    layers = len(MemoryNeeds.for_loads(config, Layout(1), (), MemorySettings()).places[0].numbers.kinds)
     # What was exchanged was kept when these records were made.
     word = {"selective": "exchanged"}.get(words[0], words[0])
     first = values["recompute_layers"] or layers
@@ -173,7 +173,7 @@ def _memory_case(record: str, name: str, case: dict[str, Any], versions: dict[st
         scan_kernels="flash-linear-attention" in versions,
         state_numbers=0 if keys.get("train.optimizer") == "sgd" else 2,
     )
-    layers = MemoryNeeds.of_loads(config, Layout(1), (), settings).layers
+    layers = MemoryNeeds.for_loads(config, Layout(1), (), settings).layers
     word = keys["train.activation_checkpointing"] + "+host" * keys.get("train.offload_activations", False)
     if case.get("kept_exchanged", True) and word == "selective":
         word = "exchanged"
@@ -195,10 +195,10 @@ def text_of(peaks: list[Peak]) -> Iterator[str]:
     """The record."""
     current = [peak for peak in peaks if not peak.older]
     yield from ("# Predicted and measured peaks of memory", "")
-    good = sum(abs(peak.error) <= BOUND for peak in current)
+    good, mean = sum(abs(p.error) <= BOUND for p in current), sum(abs(p.error) for p in current) / len(current)
     yield (
         f"Command: `python bench/training/memory_peaks.py`. Of {len(current)} rows {good} are within 3 %; the mean error "
-        f"is {100 * sum(abs(peak.error) for peak in current) / len(current):.1f} %. The parts are those of the prediction."
+        f"is {100 * mean:.1f} %. The parts, in GiB, are those of the prediction, without context and communicators."
     )
     names = ("weights", "gradients", "states", "gathered", "kept", "work", "logits")
     for title, some in (("", current), ("Older code, which does not count:", [p for p in peaks if p.older])):
@@ -208,11 +208,8 @@ def text_of(peaks: list[Peak]) -> Iterator[str]:
         for peak in some:
             parts = " | ".join(gib(getattr(peak.moment, name)).removesuffix(" GiB") for name in names)
             note = peak.older or ("**off**" if abs(peak.error) > BOUND else "")
-            measured, predicted = peak.measured / 2**30, peak.predicted / 2**30
-            yield (
-                f"| {peak.record} | {peak.name} | {measured:.1f} | {predicted:.1f} | {100 * peak.error:+.1f} % | {parts} "
-                f"| {note} |"
-            )
+            sizes = f"{peak.measured / 2**30:.1f} | {peak.predicted / 2**30:.1f} | {100 * peak.error:+.1f} %"
+            yield f"| {peak.record} | {peak.name} | {sizes} | {parts} | {note} |"
 
 
 def main() -> None:

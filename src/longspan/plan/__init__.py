@@ -35,14 +35,14 @@ if TYPE_CHECKING:  # of memory: imported on first use
     from longspan.plan.memory.choose import longest_document as longest_document
     from longspan.plan.memory.memory_plan import MemoryNeeds as MemoryNeeds
     from longspan.plan.memory.memory_plan import MemoryPlan as MemoryPlan
-    from longspan.plan.memory.parameters import uncounted as uncounted
+    from longspan.plan.memory.parameters import reason_uncounted as reason_uncounted
     from longspan.plan.memory.seconds import added_seconds as added_seconds
     from longspan.plan.memory.settings import MEASURES as MEASURES
     from longspan.plan.memory.settings import MemoryBudget as MemoryBudget
     from longspan.plan.memory.settings import MemorySettings as MemorySettings
 
-__getattr__, __dir__, _of_memory = lazy_exports(__name__)
-__all__ = [
+__getattr__, __dir__, __all__ = lazy_exports(__name__)
+__all__ += [
     "AttentionCall",
     "Bound",
     "CommType",
@@ -76,4 +76,3 @@ __all__ = [
     "slot_rows",
     "timeline",
 ]
-__all__ += _of_memory

@@ -26,8 +26,8 @@ from longspan.train.memory.live_bytes import LiveBytes
 class Counted:
     """Bytes alive in one step, above those before it: after each layer's forward pass, and the most of each pass.
 
-    `alive[i]` before layer i runs forward, `alive[-1]` after the last; `forward` and `backward` are the most while layer i
-    runs forward, and backward.
+    `alive[i]` before layer i runs forward, `alive[-1]` after the last; `forward` and `backward` are the most while
+    layer i runs forward, and backward; `loss` is the most between the two.
     """
 
     alive: list[int] = field(default_factory=list[int])

@@ -94,7 +94,7 @@ def test_worst_slot_of_every_micro_batch() -> None:
     assert of(small, large).rows == 90000
     assert of(small, large).device.total > of(large, small).device.total > of(small, small).device.total
     several = planned(plan=[Plan(4, (2048, 512, 90000), (batch,), targets=1) for batch in (small, large)])
-    assert several.device == of(large).device
+    assert replace(several.device, communicators=0) == replace(of(large).device, communicators=0)
 
 
 def test_adapters_have_the_gradients_and_states() -> None:

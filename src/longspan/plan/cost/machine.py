@@ -72,9 +72,10 @@ class Machine:
     makes `merge_passes` passes over its output in float32 a step, at `memory_bytes_per_second`. `step_seconds` is what
     a batch of messages takes with the launches around it, `ring_wait_seconds` what of a ring's step in one layer and
     pass shows in whole steps; `micro_batch_seconds` those of a micro-batch's launches, `layer_launch_seconds` what the
-    host needs for one layer's forward pass. A device holds `memory_bytes` (0: not known), and copies to its host's memory
-    and back at `host_copy_bytes_per_second` each way. Encoders reach `encoder_flops_per_second` outside attention (narrow
-    products, rotary angles in float32), and launch a wave in `wave_seconds` (bench/records/vision-step-4xH200.md).
+    host needs for one layer's forward pass. A device holds `memory_bytes` (0: not known), and copies to its host's
+    memory and back at `host_copy_bytes_per_second` each way. Encoders reach `encoder_flops_per_second` outside
+    attention (narrow products, rotary angles in float32), and launch a wave in `wave_seconds`
+    (bench/records/vision-step-4xH200.md).
 
     FSDP2's messages inside a host run at `sharding_bytes_per_second` (gathers and sums of
     bench/records/step-4xH200-moe.md), of which `sharding_share` shows; its copies take `weight_copy_seconds` a weight

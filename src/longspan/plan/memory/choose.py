@@ -92,7 +92,7 @@ def _fitting(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> It
 
 def _fits_at_all(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> bool:
     """Whether any choice fits: if none does in which layers keep least, on the device or on the host."""
-    least = [words[-1] for words in _by_place(_possible(needs, fixed.words)) if words]
+    least = [words[-1] for words in _split_by_place(_possible(needs, fixed.words)) if words]
     once = False if fixed.gathered_once is None else fixed.gathered_once
     pairs = list(combinations_with_replacement(least, 2))
     return any(
@@ -102,7 +102,7 @@ def _fits_at_all(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -
     )
 
 
-def _by_place(words: Sequence[Measure]) -> tuple[list[Measure], list[Measure]]:
+def _split_by_place(words: Sequence[Measure]) -> tuple[list[Measure], list[Measure]]:
     """Measures that keep on the device, and those that keep on the host."""
     return [word for word in words if "+" not in word], [word for word in words if "+" in word]
 
@@ -166,14 +166,14 @@ def _leanest(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[MemoryNee
 
 
 def _refusal(least: MemoryPlan, budget: MemoryBudget, home: Layout, fixed: FixedMemory) -> str:
-    given = ", ".join(f"{name} = {value!r}" for name, value in vars(fixed).items() if value is not None)
-    under = f"with {given}" if given else "under any measure"
+    keys = ", ".join(f"{name} = {value!r}" for name, value in vars(fixed).items() if value is not None)
+    under = f"with {keys}" if keys else "under any measure"
     device, host = least.device.total, least.host.total
     return (
         f"the run does not fit {under}: with a slot of {least.rows:,} rows a rank needs at least {gib(device)} "
         f"({device:,} bytes) of a GPU that may fill {gib(budget.device)} ({budget.device:,}), and {gib(host)} "
-        f"({host:,}) of its host's {gib(budget.host)} ({budget.host:,}); use more than {len(home.ranks)} ranks, fewer rows "
-        "a slot (context.max_tokens_per_slot), or a higher parallel.tp"
+        f"({host:,}) of its host's {gib(budget.host)} ({budget.host:,}); use more than {len(home.ranks)} ranks, fewer "
+        "rows a slot (context.max_tokens_per_slot), or a higher parallel.tp"
     )
 
 

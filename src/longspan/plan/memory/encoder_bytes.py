@@ -18,7 +18,7 @@ _ROTARY = 4  # bytes of a number of queries and keys while they are turned
 class EncoderBytes:
     """Images of one slot: `rows` of the language model in a step, or in a wave where they are recomputed.
 
-    >>> EncoderBytes(peak).kept  # doctest: +SKIP
+    >>> EncoderBytes(peak).bytes_kept  # doctest: +SKIP
     """
 
     def __init__(self, peak: StepPeak) -> None:
@@ -45,7 +45,7 @@ class EncoderBytes:
         return shape.block_weights / layers / shape.width - 4 * shape.width
 
     @cached_property
-    def _saved(self) -> float:
+    def _block_bytes(self) -> float:
         """Bytes that all blocks keep of the images, if all of the tower is trained."""
         shape, number = self._shape, self._settings.compute_bytes
         if shape is None or self._settings.encoder_trained != "all":
@@ -58,17 +58,17 @@ class EncoderBytes:
         return self.rows * self._peak.row_bytes
 
     @property
-    def kept(self) -> float:
+    def bytes_kept(self) -> float:
         """Bytes that are kept while the language model runs."""
-        return self._outputs + (0.0 if self._settings.encoder_recomputed else self._saved)
+        return self._outputs + (0.0 if self._settings.encoder_recomputed else self._block_bytes)
 
     @property
     def again(self) -> float:
         """Bytes that are kept while encoders run backward."""
-        return self._outputs + self._saved
+        return self._outputs + self._block_bytes
 
     @property
-    def gathered(self) -> float:
+    def whole_bytes(self) -> float:
         """A tower is gathered as a whole, and its gradients are summed as one."""
         tower = self._peak.numbers.tower
         return self._peak.whole(tower) * (1 + (self._peak.shards > 1)) + self._peak.summing(tower)

@@ -33,7 +33,7 @@ class LayerBuilder:
         return self.load.rows * width * (bytes_per_number or self.number)
 
     @property
-    def by_kernels(self) -> bool:
+    def runs_kernels(self) -> bool:
         """Whether norms and gates run as one kernel each."""
         return self.settings.gpu and self.settings.fused_norms
 
@@ -49,7 +49,7 @@ class LayerBuilder:
     def norm(self, name: str, x: str, width: float, groups: float = 1) -> str:
         """An RMS norm of `groups` parts of a row."""
         tape, roots = self.tape, {f"{name}.root": self.rows(groups, WIDE)}
-        if self.by_kernels:
+        if self.runs_kernels:
             return tape.run(name, (x,), self.rows(width), saves=(x,), also=roots)
         rounds = not self.settings.fused_norms and not self.read.family.startswith("gemma")
         wide = tape.run(f"{name}.wide", (x,), self.rows(width, WIDE))
@@ -69,7 +69,7 @@ class LayerBuilder:
     def gated_norm(self, name: str, x: str, gate: str, width: float, groups: float, *, gate_first: bool) -> str:
         """A norm with a gate before it (Mamba 2) or after it (gated delta nets)."""
         tape, roots = self.tape, {f"{name}.root": self.rows(groups, WIDE)}
-        if self.by_kernels:
+        if self.runs_kernels:
             return tape.run(name, (x, gate), self.rows(width), saves=(x, gate), also=roots)
         wide, size = self.rows(width, WIDE), self.rows(width)
         if gate_first:

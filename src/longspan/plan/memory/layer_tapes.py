@@ -29,7 +29,7 @@ class LayerTapes:
     """Makes the tape of a layer from its kind and a slot's rows.
 
     >>> tapes = LayerTapes(ConfigReader.of(config), MemorySettings())  # doctest: +SKIP
-    >>> tapes.tape(kind, SlotLoad(rows=16384)).saved_bytes()  # doctest: +SKIP
+    >>> tapes.tape(kind, SlotLoad(rows=16384)).bytes_saved()  # doctest: +SKIP
     """
 
     read: ConfigReader
@@ -42,7 +42,7 @@ class LayerTapes:
         builder = LayerBuilder(self.read, self.settings, load, tp=self.tp, ep=self.ep)
         x = "x"
         if kind.attention or kind.mixes:
-            x = builder.add("h", x, _post_norm(builder, "n1_post", self._mixed(builder, kind)))
+            x = builder.add("h", x, _post_norm(builder, "n1_post", self._add_mixing(builder, kind)))
         if kind.feeds:
             normed = builder.norm("n2", x, builder.hidden)
             experts = kind.feeds == "experts"
@@ -50,7 +50,7 @@ class LayerTapes:
             builder.add("y", x, _post_norm(builder, "n2_post", out))
         return builder.tape
 
-    def _mixed(self, builder: LayerBuilder, kind: LayerKind) -> str:
+    def _add_mixing(self, builder: LayerBuilder, kind: LayerKind) -> str:
         """What attention, a state-space layer, or both, make of the normed rows."""
         normed, parts = builder.norm("n1", "x", builder.hidden), list[str]()
         mixer = mixer_of(self.read) if kind.mixes else None

@@ -18,8 +18,9 @@ class SlotLoad:
     """The rows of one slot in one micro-batch.
 
     `exchanged_rows` of them are in groups that exchange heads, with key/value heads for `exchanged_key_rows` (more,
-    where members need copies of a head). A ring's blocks have at most `ring_rows`; `gathered_rows` are all rows of a group
-    whose keys and values are gathered. Documents lie on the slot in so many `runs`. `later` micro-batches find the gradients of earlier ones.
+    where members need copies of a head). A ring's blocks have at most `ring_rows`; `gathered_rows` are all rows of a
+    group whose keys and values are gathered. Documents lie on the slot in so many `runs`. `later` micro-batches find
+    the gradients of earlier ones.
     """
 
     rows: int

@@ -37,8 +37,8 @@ class MemoryPlan:
     >>> memory = MemoryPlan.of("Qwen3-8B/config.json", home, plan, MemorySettings(), "selective")  # doctest: +SKIP
     >>> memory.device.total  # doctest: +SKIP
 
-    `measures` has a word for each decoder layer, depths of multi-token prediction last; `rows` are the most of a slot in
-    one micro-batch. `device` is at the moment at which most is held, `host` all that waits there.
+    `measures` has a word for each decoder layer, depths of multi-token prediction last; `rows` are the most of a slot
+    in one micro-batch. `device` is at the moment at which most is held, `host` all that waits there.
     """
 
     device: Bytes
@@ -90,11 +90,12 @@ class MemoryPlan:
         counts = Counter(self.measures)
         parts = [f"{count} {_WORDS[word]}" for word, count in counts.items()]
         first, *others = parts
-        kept = f"{first.split(' ', 1)[0]} of {plural(len(self.measures), 'layer')} {first.split(' ', 1)[1]}"
+        first_measure = f"{first.split(' ', 1)[0]} of {plural(len(self.measures), 'layer')} {first.split(' ', 1)[1]}"
         of_all = f" of {gib(budget.device)}" if budget else ""
         extras = [", weights gathered once"] * self.gathered_once + [", states on the host"] * self.offload_states
         used = f"{gib(self.device.total).removesuffix(' GiB') if budget else gib(self.device.total)}{of_all}"
-        return f"memory: {', '.join([kept, *others])}{''.join(extras)}; {used}, {gib(self.host.total)} on the host"
+        measures = ", ".join([first_measure, *others]) + "".join(extras)
+        return f"memory: {measures}; {used}, {gib(self.host.total)} on the host"
 
     def to_json(self) -> dict[str, Any]:
         """All values, bytes as integers."""
@@ -133,10 +134,10 @@ class MemoryNeeds:
         read = ConfigReader.of(config)
         loads = loads_of(plans, read, settings, machine or Machine(), home.tp)
         micro_batches = max((len(plan.micro_batches) for plan in plans), default=1)
-        return cls.of_loads(config, home, loads, settings, micro_batches, groups=_groups_of_slot(plans))
+        return cls.for_loads(config, home, loads, settings, micro_batches, groups=_groups_of_slot(plans))
 
     @classmethod
-    def of_loads(
+    def for_loads(
         cls,
         config: Any,
         home: Layout,
@@ -150,7 +151,9 @@ class MemoryNeeds:
         read, numbers = ConfigReader.of(config), ModelNumbers.of(config, home, settings)
         layers = len(numbers.kinds) - settings.depths
         places = tuple(
-            StepPeak(read, home, settings, numbers, stage, _in_flight(home, settings, place, micro_batches), groups)
+            StepPeak(
+                read, home, settings, numbers, stage, _count_in_flight(home, settings, place, micro_batches), groups
+            )
             for place, stage in enumerate(stages_of(layers, home, settings))
         )
         return cls(places, tuple(loads))
@@ -187,7 +190,7 @@ def _groups_of_slot(plans: Sequence[Plan]) -> int:
     return min(max(counts.values(), default=0), MOST_GROUPS)
 
 
-def _in_flight(home: Layout, settings: MemorySettings, place: int, micro_batches: int) -> float:
+def _count_in_flight(home: Layout, settings: MemorySettings, place: int, micro_batches: int) -> float:
     """How many micro-batches, of all that a rank holds of the model, wait for their backward passes at most."""
     if home.pp == 1:
         return 1.0

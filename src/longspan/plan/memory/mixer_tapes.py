@@ -7,8 +7,8 @@ runs of rows are float32; kernels also make those of every chunk, forward and on
 from longspan.plan.cost.mixer_shape import CHUNK, MixerShape
 from longspan.plan.memory.layer_builder import WIDE, LayerBuilder
 
-# Tensors of all rows and values in float32 that torch's operations hold in a scan, forward and backward, without a delta
-# rule and with one (counted on a CPU, and of peaks in bench/records/memory-measured.json).
+# Tensors of all rows and values in float32 that torch's operations hold in a scan, forward and backward, without a
+# delta rule and with one (counted on a CPU, and of peaks in bench/records/memory-measured.json).
 _TORCH_SCANS = {False: (8, 18), True: (10, 26)}
 
 

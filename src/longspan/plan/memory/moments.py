@@ -1,7 +1,7 @@
 """The moments of a step at which a rank may hold most: layer by layer forward, the loss, backward, and the end.
 
-FSDP2 (torch 2.11 to 2.13) holds in a forward pass a layer's weights twice, as they arrived and laid out, and those of the
-root (embedding and head) throughout. In backward it holds the layer's and those of the one before, which it fetches
+FSDP2 (torch 2.11 to 2.13) holds in a forward pass a layer's weights twice, as they arrived and laid out, and those of
+the root (embedding and head) throughout. In backward it holds the layer's and those of the one before, which it fetches
 ahead, the layer's gradients, and what is sent of the layer behind until this one's is. Over one slot nothing arrives.
 In free mode and in pipelines all weights are whole throughout, and gradients are added up whole, in the dtype of sums.
 
@@ -64,18 +64,18 @@ class MicroBatchMoments:
         return self.peak.whole(self.peak.root)
 
     @cached_property
-    def _arrived(self) -> int:
+    def _arrival(self) -> int:
         """1 where weights arrive from other slots, in a tensor of their own."""
         return int(self.peak.shards > 1)
 
     @cached_property
-    def _summed(self) -> float:
+    def _shards(self) -> float:
         """Shards of gradients that were there before."""
         every = self.peak.gradient_bytes(self.peak.all_numbers)
         return every if self.load.later and not self.peak.stays_whole else 0.0
 
     @cached_property
-    def _added_up(self) -> float:
+    def _whole_gradients(self) -> float:
         """Whole gradients that micro-batches add up, and that wait for the sum over slots."""
         peak = self.peak
         if not peak.stays_whole or not peak.settings.backward:
@@ -83,12 +83,12 @@ class MicroBatchMoments:
         return peak.all_numbers.trained * peak.settings.reduce_bytes
 
     @cached_property
-    def _before(self) -> float:
+    def _other_activations(self) -> float:
         """What is kept of other micro-batches, and of images."""
         if not self.peak.settings.backward:
             return 0.0
         images = EncoderBytes(self.peak)
-        return (self.peak.in_flight - 1) * sum(layer.kept for layer in self._layers) + images.kept
+        return (self.peak.in_flight - 1) * sum(layer.kept for layer in self._layers) + images.bytes_kept
 
     def _moment(self, *, gradients: float, gathered: float, kept: float, work: float, logits: float = 0.0) -> Bytes:
         base = self.peak.resident
@@ -103,34 +103,36 @@ class MicroBatchMoments:
             communicators=base.communicators,
         )
 
-    def _held_forward(self, i: int) -> float:
+    def _whole_forward(self, i: int) -> float:
         """Whole weights while layer i runs forward."""
         if self.peak.stays_whole:
             return self._root + sum(self._whole)
         laid_out = sum(self._whole[: i + 1]) if self.peak.settings.gathered_once else self._whole[i]
-        return self._root + laid_out + self._arrived * self._whole[i]
+        return self._root + laid_out + self._arrival * self._whole[i]
 
     def _forward(self) -> Iterator[Bytes]:
-        added_up, kept = self._added_up if self.load.later else 0.0, self._before
+        whole_gradients, activations = self._whole_gradients if self.load.later else 0.0, self._other_activations
         for i, layer in enumerate(self._layers):
             leaving = self._layers[i - 1].host if i else 0.0  # on its way to the host
-            held = self._held_forward(i) + added_up
-            yield self._moment(gradients=self._summed, gathered=held, kept=kept + leaving, work=layer.peaks.forward)
-            kept += layer.kept if self.peak.settings.backward else 0.0
+            whole = self._whole_forward(i) + whole_gradients
+            yield self._moment(
+                gradients=self._shards, gathered=whole, kept=activations + leaving, work=layer.peaks.forward
+            )
+            activations += layer.kept if self.peak.settings.backward else 0.0
 
     def _loss(self) -> Iterator[Bytes]:
         peak, settings = self.peak, self.peak.settings
         if not peak.stage.predicts:
             return
-        held = self._root + self._arrived * self._whole[-1] * (not peak.stays_whole)
+        whole = self._root + self._arrival * self._whole[-1] * (not peak.stays_whole)
         if peak.stays_whole or settings.gathered_once:
-            held += sum(self._whole)
-        held += self._added_up if self.load.later else 0.0
-        kept = self._before + sum(layer.kept for layer in self._layers) if settings.backward else 0.0
+            whole += sum(self._whole)
+        whole += self._whole_gradients if self.load.later else 0.0
+        activations = self._other_activations + sum(layer.kept for layer in self._layers) if settings.backward else 0.0
         count = _AT_THE_LOSS + settings.depths + _OF_WIDE_NORM * (not (settings.gpu and settings.fused_norms))
         rows = count * self.load.rows * peak.row_bytes
         for logits in self._logits():
-            yield self._moment(gradients=self._summed, gathered=held, kept=kept, work=rows, logits=logits)
+            yield self._moment(gradients=self._shards, gathered=whole, kept=activations, work=rows, logits=logits)
 
     def _logits(self) -> Iterator[float]:
         """Of a chunk of logits with sums of the head's gradient, and of these when backward scales them."""
@@ -148,18 +150,18 @@ class MicroBatchMoments:
 
     def _backward(self) -> Iterator[Bytes]:
         peak, stage = self.peak, self.peak.stage
-        kept, summed = self._before + sum(layer.kept for layer in self._layers), self._summed
+        activations, summed = self._other_activations + sum(layer.kept for layer in self._layers), self._shards
         behind = 0.0  # what is sent of the layer behind
         for i in reversed(range(len(self._layers))):
             layer, numbers = self._layers[i], peak.numbers.layers[stage.layers[i]]
-            kept -= layer.kept
+            activations -= layer.kept
             coming = self._layers[i - 1].host if i else 0.0
             others = self._others_backward(i)
-            own = layer.kept + layer.host
+            own_bytes = layer.kept + layer.host
             yield self._moment(
                 gradients=summed,
                 gathered=others + self._whole[i] + behind,
-                kept=kept + own + coming,
+                kept=activations + own_bytes + coming,
                 work=layer.peaks.backward,
             )
             if peak.stays_whole:
@@ -167,7 +169,7 @@ class MicroBatchMoments:
             yield self._moment(
                 gradients=summed,
                 gathered=others + peak.summing(numbers),
-                kept=kept + coming,
+                kept=activations + coming,
                 work=self.load.rows * peak.row_bytes,
             )
             behind = numbers.trained * peak.settings.reduce_bytes if peak.settings.shard_parameters else 0.0
@@ -177,31 +179,29 @@ class MicroBatchMoments:
         """Whole weights and gradients in the backward pass of layer i, but the layer's own."""
         peak = self.peak
         of_root = peak.numbers.head.trained * peak.stage.predicts
-        if (
-            peak.settings.depths and not peak.numbers.tied
-        ):  # depths read the embedding, which has a gradient from there on
+        if peak.settings.depths and not peak.numbers.tied:  # depths read the embedding: it has a gradient by now
             of_root += peak.numbers.embedding.trained * peak.stage.predicts
-        held = self._root + of_root * peak.settings.compute_bytes
+        whole = self._root + of_root * peak.settings.compute_bytes
         if peak.stays_whole:
-            return held + sum(self._whole) - self._whole[i] + self._added_up
+            return whole + sum(self._whole) - self._whole[i] + self._whole_gradients
         if peak.settings.gathered_once:
-            return held + sum(self._whole[:i])
-        return held + (self._arrived * self._whole[i - 1] if i else 0.0)
+            return whole + sum(self._whole[:i])
+        return whole + (self._arrival * self._whole[i - 1] if i else 0.0)
 
     def _end(self) -> Iterator[Bytes]:
         """The root's gradients are summed, after all layers'; then those of images."""
         peak, root = self.peak, self.peak.root
         every = peak.gradient_bytes(peak.all_numbers)
-        before = self._summed if self.load.later else every - peak.gradient_bytes(root)
+        before = self._shards if self.load.later else every - peak.gradient_bytes(root)
         rows = self.load.rows * peak.row_bytes
         if peak.stays_whole:  # layer by layer, then the root
             largest = max((peak.numbers.layers[i] for i in peak.stage.layers), key=lambda n: n.trained)
             sent, of_root = (n.trained * peak.settings.reduce_bytes for n in (largest, root))
-            held = self._root + sum(self._whole) + self._added_up + sent
-            yield self._moment(gradients=peak.gradient_bytes(largest), gathered=held, kept=0.0, work=rows)
+            whole = self._root + sum(self._whole) + self._whole_gradients + sent
+            yield self._moment(gradients=peak.gradient_bytes(largest), gathered=whole, kept=0.0, work=rows)
             yield self._moment(gradients=every, gathered=self._root + 2 * of_root, kept=0.0, work=rows)
         else:
             yield self._moment(gradients=before, gathered=peak.summing(root), kept=0.0, work=rows)
         images = EncoderBytes(peak)
         if images.rows:
-            yield self._moment(gradients=every, gathered=images.gathered, kept=images.again, work=images.work)
+            yield self._moment(gradients=every, gathered=images.whole_bytes, kept=images.again, work=images.work)

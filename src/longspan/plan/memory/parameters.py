@@ -27,8 +27,9 @@ from longspan.plan.memory.settings import MemorySettings
 class Numbers:
     """Numbers of parameters: those that a rank gathers, those that are its share before sharding over slots.
 
-    `whole` are gathered at one time (experts divided by ep, the rest by tp), `trained` of them have gradients, `adapters`
-    of these are an adapter's. `share` of a rank, before it is divided by shards, counts each tensor-parallel rank's part.
+    `whole` are gathered at one time (experts divided by ep, the rest by tp), `trained` of them have gradients,
+    `adapters` of these are an adapter's. `share` is a rank's before it is divided by shards, which counts each
+    tensor-parallel rank's part.
     """
 
     whole: float = 0.0
@@ -76,7 +77,7 @@ class ModelNumbers:
         """Of a configuration under a home. Raises PlanError for sizes that are missing."""
         read = ConfigReader.of(config)
         read.require("hidden_size", "vocab_size")
-        if reason := uncounted(config):
+        if reason := reason_uncounted(config):
             raise PlanError(f"{read.where} has {reason}, whose memory no configuration tells")
         kinds = layer_kinds(read)
         if not kinds:
@@ -108,10 +109,10 @@ class ModelNumbers:
         return sum(parts[: 1 if self.tied else None], Numbers())
 
 
-def uncounted(config: object) -> str:
+def reason_uncounted(config: object) -> str:
     """What of a model is not counted; "" for a model whose memory can be planned.
 
-    >>> uncounted({"model_type": "zamba2"})
+    >>> reason_uncounted({"model_type": "zamba2"})
     'shared blocks'
 
     Raises PlanError for a configuration that `ModelShape` does not price either.
@@ -208,9 +209,9 @@ def stages_of(layers: int, home: Layout, settings: MemorySettings) -> tuple[Stag
     parts: Sequence[Sequence[int]] = layers_of_stages(layers, stages)
     parts = [tuple(part) for part in parts]
     parts[-1] = (*parts[-1], *range(layers, layers + settings.depths))
-    held: list[Stage] = []
+    places: list[Stage] = []
     for place in range(home.pp):
         folded = settings.schedule == "zbv"
         here = (place, stages - 1 - place) if folded and home.pp > 1 else tuple(range(place, stages, home.pp))
-        held.append(Stage(tuple(tuple(parts[i]) for i in here), 0 in here, stages - 1 in here))
-    return tuple(held)
+        places.append(Stage(tuple(tuple(parts[i]) for i in here), 0 in here, stages - 1 in here))
+    return tuple(places)

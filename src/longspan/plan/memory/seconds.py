@@ -39,15 +39,16 @@ class MemoryPrices:
         """What a plan adds: its layers', and that of gathers and states."""
         layers = sum(self._layer_seconds(index, word) for index, word in enumerate(memory.measures))
         gather = 0.0 if memory.gathered_once else self._gather_seconds
-        copied = 2 * memory.host.states / self.machine.host_copy_bytes_per_second
+        states = memory.host.states if memory.offload_states else 0
+        copied = 2 * states / self.machine.host_copy_bytes_per_second
         return layers + gather + copied
 
     def _layer_seconds(self, index: int, word: str) -> float:
-        what, _, host = word.partition("+")
-        if what == "none":
+        kind, _, host = word.partition("+")
+        if kind == "none":
             return 0.0
-        seconds = self._full_seconds if what == "full" else self._selective_seconds
-        if what == "selective":
+        seconds = self._full_seconds if kind == "full" else self._selective_seconds
+        if kind == "selective":
             seconds += self._exchange_seconds
         return seconds + (self._host_seconds(index, word) if host else 0.0)
 

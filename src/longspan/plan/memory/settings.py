@@ -8,8 +8,8 @@ from longspan.errors import PlanError
 from longspan.plan.check import check_count
 
 Measure = Literal["none", "exchanged", "selective", "full", "selective+host", "full+host"]
-# What a decoder layer keeps from its forward to its backward pass, fastest first: all; its input, attention's output and
-# log-sum-exp, and what a2a types exchanged; the same without what was exchanged; its input; the last two on the host.
+# What a decoder layer keeps from its forward to its backward pass, fastest first: all; its input, attention's output
+# and log-sum-exp, and what a2a types exchanged; the same without what was exchanged; its input; these on the host.
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 MOMENTS = {"adamw": 2.0, "sgd": 0.0}  # numbers of state of a weight
 
@@ -27,11 +27,10 @@ class MemorySettings:
     `prepare`. `gathered_once` keeps a layer's weights between forward and backward; `offload_states` keeps the
     optimizer's states on the host. `loss_chunk_rows` as in [train]; only `target_share` of rows predict a token.
     `schedule` and `vpp` of a pipeline. `free` mode keeps all weights and gradients whole. `sequence_parallel` as in
-    [parallel]. `cp_comm_type` is what "auto" in a plan stands for; "" is the type of the machine's prices. On a `gpu` there
-    are a context and communicators, and kernels run norms in one pass (`fused_norms`). State-space layers scan by
-    `scan_kernels` of GPUs, else in float32. `backward` False is an evaluation.
-    Of images a slot encodes `encoder_rows` rows in a step, or, `encoder_recomputed`, in a wave (0: no encoder);
-    `encoder_trained` of it is trained.
+    [parallel]. `cp_comm_type` is what "auto" in a plan stands for; "" is the type of the machine's prices. On a `gpu`
+    there are a context and communicators, and kernels run norms in one pass (`fused_norms`). State-space layers scan by
+    `scan_kernels` of GPUs, else in float32. `backward` False is an evaluation. Of images a slot encodes `encoder_rows`
+    rows in a step, or, `encoder_recomputed`, in a wave (0: no encoder); `encoder_trained` of it is trained.
     """
 
     parameter_bytes: int = 4
@@ -77,14 +76,14 @@ class MemorySettings:
         )
 
     @property
-    def trained_bytes(self) -> int:
+    def weight_bytes(self) -> int:
         """Bytes of a trained weight."""
         return self.parameter_bytes if self.trains_all else self.adapter_bytes
 
     @property
     def reduce_bytes(self) -> int:
         """Bytes of a number of a gradient while it is summed over slots."""
-        return max(4, self.trained_bytes)
+        return max(4, self.weight_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

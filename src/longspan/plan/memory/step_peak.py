@@ -92,7 +92,7 @@ class StepPeak:
         settings, every, tower = self.settings, self.all_numbers, self.numbers.tower
         trained = every.share if settings.trains_all else every.adapters
         trained += tower.trained - tower.share if settings.trains_all else tower.trained
-        weights = (every.share - trained) * settings.parameter_bytes + trained * settings.trained_bytes
+        weights = (every.share - trained) * settings.parameter_bytes + trained * settings.weight_bytes
         return Bytes(
             weights=int(weights / self.shards),
             states=0 if settings.offload_states else self._state_bytes(),
@@ -104,7 +104,7 @@ class StepPeak:
         if not settings.backward:
             return 0
         trained = every.share - tower.share + tower.trained if settings.trains_all else every.adapters + tower.trained
-        return int(trained * settings.trained_bytes * settings.state_numbers / self.shards)
+        return int(trained * settings.weight_bytes * settings.state_numbers / self.shards)
 
     def _communicators(self) -> int:
         if not self.settings.gpu:
@@ -117,10 +117,10 @@ class StepPeak:
         """Bytes of this rank's shard of the gradients of these parameters."""
         if not numbers.trained or not self.settings.backward:
             return 0.0
-        own = self.settings.trained_bytes
+        size = self.settings.weight_bytes
         if self.home.dp_replicate > 1:
-            own = max(own, self.settings.reduce_bytes)  # sums over a copy's shards, until copies are added
-        return numbers.trained / numbers.whole * numbers.share * own / self.shards
+            size = max(size, self.settings.reduce_bytes)  # sums over a copy's shards, until copies are added
+        return numbers.trained / numbers.whole * numbers.share * size / self.shards
 
     def whole(self, numbers: Numbers) -> float:
         """Bytes of these parameters as a layer computes with them, where FSDP2 makes them."""
@@ -131,37 +131,37 @@ class StepPeak:
 
         Over one slot FSDP2 divides what would be sent by 1 first, into another tensor.
         """
-        own = numbers.trained * self.settings.compute_bytes
+        gradients = numbers.trained * self.settings.compute_bytes
         if not self.settings.shard_parameters:
-            return own
+            return gradients
         sent = numbers.trained * self.settings.reduce_bytes
-        return max(own + sent, sent * (3 if self.shards == 1 else 1 + 1 / self.shards))
+        return max(gradients + sent, sent * (3 if self.shards == 1 else 1 + 1 / self.shards))
 
     def host_bytes(self, loads: Sequence[SlotLoad], measures: Sequence[Measure]) -> Bytes:
         """What waits on the host: activations of the largest load, and states."""
-        kept = max(sum(self.layer_bytes(i, load, measures[i]).host for i in self.stage.layers) for load in loads)
+        activations = max(sum(self.layer_bytes(i, load, measures[i]).host for i in self.stage.layers) for load in loads)
         states = self._state_bytes() if self.settings.offload_states else 0
-        return Bytes(kept=int(kept * self.in_flight) if self.settings.backward else 0, states=states)
+        return Bytes(kept=int(activations * self.in_flight) if self.settings.backward else 0, states=states)
 
 
 def _bytes_under(tape: Tape, measure: Measure) -> LayerBytes:
     """What a layer keeps under a measure, and its peaks above that."""
-    what, _, host = measure.partition("+")
-    kept = kept_under(tape, what)
-    if what == "none":
+    kind, _, host = measure.partition("+")
+    size = bytes_kept(tape, kind)
+    if kind == "none":
         peaks = tape.peaks(held=("x",), again=False)
-        return LayerBytes(kept, 0.0, Peaks(peaks.forward, peaks.backward - tape.saved_bytes(("x",))))
-    peaks = tape.peaks(held=_names_kept(tape, what))
-    return LayerBytes(0.0, kept, peaks) if host else LayerBytes(kept, 0.0, peaks)
+        return LayerBytes(size, 0.0, Peaks(peaks.forward, peaks.backward - tape.bytes_saved(("x",))))
+    peaks = tape.peaks(held=_names_kept(tape, kind))
+    return LayerBytes(0.0, size, peaks) if host else LayerBytes(size, 0.0, peaks)
 
 
-def kept_under(tape: Tape, what: str) -> float:
+def bytes_kept(tape: Tape, kind: str) -> float:
     """Bytes that a layer keeps under "none", "exchanged", "selective" or "full", wherever they wait."""
-    if what == "none":
-        return tape.saved_bytes(("x",)) + tape.sizes["x"]
-    return sum(tape.sizes[name] for name in _names_kept(tape, what))
+    if kind == "none":
+        return tape.bytes_saved(("x",)) + tape.sizes["x"]
+    return sum(tape.sizes[name] for name in _names_kept(tape, kind))
 
 
-def _names_kept(tape: Tape, what: str) -> set[str]:
-    names = ["x", *tape.lasting, *KEPT_OF_ATTENTION * (what != "full"), *EXCHANGED * (what == "exchanged")]
+def _names_kept(tape: Tape, kind: str) -> set[str]:
+    names = ["x", *tape.lasting, *KEPT_OF_ATTENTION * (kind != "full"), *EXCHANGED * (kind == "exchanged")]
     return set(names) & set(tape.sizes)

@@ -40,7 +40,7 @@ class Tape:
     >>> tape = Tape({"x": 8.0})
     >>> tape.run("product", ("x",), 24.0, saves=("x",))
     'product'
-    >>> tape.saved_bytes(), tape.peaks(held=("x",)).backward
+    >>> tape.bytes_saved(), tape.peaks(held=("x",)).backward
     (8.0, 32.0)
 
     Tensors that need no gradient are `constants`; `lasting` ones are kept even where the layer runs again.
@@ -80,13 +80,13 @@ class Tape:
         """The tensor that the last operation makes."""
         return self.operations[-1].outputs[0]
 
-    def saved(self) -> set[str]:
+    def names_saved(self) -> set[str]:
         """The tensors that backward needs."""
         return {name for operation in self.operations for name in operation.saves}
 
-    def saved_bytes(self, but: Collection[str] = ()) -> float:
+    def bytes_saved(self, but: Collection[str] = ()) -> float:
         """Bytes of the tensors that backward needs, without some."""
-        return sum(self.sizes[name] for name in self.saved() if name not in but)
+        return sum(self.sizes[name] for name in self.names_saved() if name not in but)
 
     def weight_bytes(self) -> float:
         """Bytes of the gradients of all parameters."""
@@ -99,7 +99,7 @@ class Tape:
         nothing, as torch stops early; without, all that is saved is there already, and is counted too.
         """
         forward = self._forward_peak(held, frozenset())
-        saved = self.saved()
+        saved = self.names_saved()
         least = self._forward_peak(held, frozenset(saved), stop_early=True) if again else 0.0
         return Peaks(forward, max(least + self.sizes[self.output] * again, self._backward_peak(held)))
 

@@ -12,7 +12,7 @@ from longspan.plan.cost.layers import has_shared_blocks, kinds_of_depth, layer_k
 from longspan.plan.memory.layer_tapes import LayerTapes
 from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.settings import MemorySettings
-from longspan.plan.memory.step_peak import kept_under
+from longspan.plan.memory.step_peak import bytes_kept
 
 Checkpointing = Literal["full", "selective", "none"]
 
@@ -69,7 +69,7 @@ class RowBytes:
         kinds = layer_kinds(read) + kinds_of_depth(read)[-1:] * depths
         return cls(
             activations=sum(
-                row if checkpointing == "full" else kept_under(tapes.tape(kind, load), checkpointing) for kind in kinds
+                row if checkpointing == "full" else bytes_kept(tapes.tape(kind, load), checkpointing) for kind in kinds
             )
             + 4 * depths * row,
             between_stages=(1 + with_embedding) * row,
