@@ -42,13 +42,13 @@ def test_an_arena_takes_what_is_in_use_at_once_and_takes_it_once(device: str) ->
     with open_arena(device) as arena:
         for sizes in ((100, 1000, 256), (1000, 100, 256), (1536,), (1, 0, 1000)):  # the first needs the most
             ranges = [arena.take(size) for size in sizes]
-            assert arena.used == sum(max(256, -(-size // 256) * 256) for size in sizes)
+            assert arena.bytes_in_use == sum(max(256, -(-size // 256) * 256) for size in sizes)
             addresses = sorted((place.memory.data_ptr(), place.memory.numel()) for place in ranges)
             assert all(a + size <= b for (a, size), (b, _) in pairwise(addresses))
             if device == "cuda":
                 assert all(place.memory.is_pinned() for place in ranges if place.memory.numel())
             ranges.clear()
-            assert arena.bytes == 1536 and arena.used == 0
+            assert arena.bytes == 1536 and arena.bytes_in_use == 0
         assert arena.parts == 1, "what it grew by is one registration now"
         ranges = [arena.take(1536), arena.take(5)]
         assert (arena.bytes, arena.parts) == (1792, 2)
@@ -76,7 +76,7 @@ def _held(model: nn.Module, plan: Any, documents: Any, world: World) -> tuple[in
     for _ in range(2):
         run_step(model, plan, documents, world)
         model.zero_grad()
-    return arena.bytes, arena.parts, arena.used
+    return arena.bytes, arena.parts, arena.bytes_in_use
 
 
 def test_a_step_takes_the_bytes_of_its_layers_and_the_world_gives_them_back(monkeypatch: pytest.MonkeyPatch) -> None:

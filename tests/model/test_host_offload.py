@@ -141,7 +141,7 @@ def _try_orders(arena: HostArena, rows: int) -> None:
     for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0), (1, 0, 2)):
         outs: list[Tensor | None] = [_run(blocks, x, offload) for x in inputs]
         a_layer = rows * rows * 8 * 2 + rows * 8
-        assert arena.used == 3 * len(blocks) * a_layer
+        assert arena.bytes_in_use == 3 * len(blocks) * a_layer
         bytes.append(arena.bytes)
         for number in order:
             out, leaves = outs[number], (inputs[number], *weights)
@@ -157,7 +157,7 @@ def _try_orders(arena: HostArena, rows: int) -> None:
             outs[number] = None
         out = None
         outs.clear()
-        assert arena.used == 0
+        assert arena.bytes_in_use == 0
     assert len(set(bytes)) == 1 and arena.parts == 1
 
 
@@ -233,6 +233,6 @@ def test_an_error_in_a_layer_frees_what_was_kept() -> None:
     with pytest.raises(ValueError, match="a layer failed"):
         _run(blocks, x, offload)
     gc.collect()
-    assert offload.arena.used == 0
+    assert offload.arena.bytes_in_use == 0
     out = _run(blocks[:2], x, offload)
     assert torch.equal(torch.autograd.grad(out.sum(), x)[0], torch.autograd.grad(_run(blocks[:2], x, None).sum(), x)[0])

@@ -93,13 +93,13 @@ def _errors(rank: int, home: Layout, names: Sequence[str], options: dict[str, An
                 here, of_rank = _step(model, plan, world)
                 errors[f"{name}, {words}"] = max(abs(here / loss - 1), worst(of_rank, gradients))
                 assert ("+host" in str(words)) == (arena is not None), (name, words)
-                assert arena is None or (not arena.used and (arena.bytes or home.pp > 1)), (name, words)
+                assert arena is None or (not arena.bytes_in_use and (arena.bytes or home.pp > 1)), (name, words)
     return errors
 
 
 def _measure(model: Any, words: Words, world: World) -> HostOffload | None:
     """Have a prepared model, or its stages, keep something else."""
-    recomputation = Recomputation.of_layers(words)
+    recomputation = Recomputation.parse_measures(words)
     offload = recomputation.make_offload(world)
     for part in [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]:
         layers: Any = [module for module in part.modules() if hasattr(module, "gradient_checkpointing")]

@@ -37,7 +37,7 @@ class HostArena:
 
     >>> arena = HostArena(torch.device("cpu"), 1024)
     >>> place = arena.take(100)
-    >>> place.memory.shape, arena.used, arena.bytes
+    >>> place.memory.shape, arena.bytes_in_use, arena.bytes
     (torch.Size([100]), 256, 1024)
 
     A range is free again once nothing holds it. Without `bytes`, or where more is needed, the arena grows by what is
@@ -68,7 +68,7 @@ class HostArena:
         return len(self._parts)
 
     @property
-    def used(self) -> int:
+    def bytes_in_use(self) -> int:
         """What of it is in use."""
         with self._lock:
             self._take_back()
@@ -249,7 +249,7 @@ def check_host_room(bytes: int, world: World, what: str = "this run keeps on the
     """
     places = world.control.gather_objects((gethostname(), bytes, free_host_bytes()), "check of the host's memory")
     for host in dict.fromkeys(name for name, _, _ in places):
-        of_ranks = [asked for name, asked, _ in places if name == host]
+        of_ranks = [size for name, size, _ in places if name == host]
         rooms = [free for name, _, free in places if name == host and free is not None]
         total = sum(of_ranks)
         if rooms and total > (room := min(rooms)):

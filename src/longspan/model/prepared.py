@@ -92,7 +92,7 @@ class PrepareOptions:
         for name in ("activation_checkpointing", "offload_activations", "recompute_layers"):
             if (value := getattr(self, name)) not in (False, "none", 0):
                 raise ModelError(f"measures say what each layer keeps, and {name} is {value!r}; use one of them")
-        return Recomputation.of_layers(self.measures, self.host_bytes)
+        return Recomputation.parse_measures(self.measures, self.host_bytes)
 
     def pipeline(self, world: World) -> PipelineSettings:
         """The stages of the world's home. Raises PlanError for a schedule that does not fit it."""

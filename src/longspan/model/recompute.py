@@ -70,7 +70,7 @@ class Recomputation:
         return cls(measure=measure, layers=layers, host_bytes=host_bytes)
 
     @classmethod
-    def of_layers(cls, measures: str | Sequence[str], host_bytes: int = 0) -> "Recomputation":
+    def parse_measures(cls, measures: str | Sequence[str], host_bytes: int = 0) -> "Recomputation":
         """From one word for all layers, or a word for each. Raises ModelError for another word."""
         words = (measures,) if isinstance(measures, str) else tuple(measures)
         if wrong := [word for word in words if word not in MEASURES]:

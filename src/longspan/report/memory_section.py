@@ -63,7 +63,7 @@ def measures_text(measures: object) -> str:
     words = [str(word) for word in measures] if isinstance(measures, list | tuple) else []
     counts = Counter(words)
     parts = [f"{counts[word]} {MEASURES.get(word, word)}" for word in sorted(counts, key=words.index)]
-    return f"Of {len(words)} layers " + ", ".join(parts)
+    return ", ".join(parts).replace(" ", f" of {len(words)} layers ", 1)
 
 
 def _bytes_of(plan: Mapping[str, Any], place: str) -> dict[str, float]:

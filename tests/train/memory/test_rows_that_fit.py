@@ -30,7 +30,7 @@ from longspan.train.memory.row_probe import (
     read_measurement,
     too_many_rows,
 )
-from longspan.train.memory.rows_that_fit import FILE, RowsThatFit, fit_rows, measure
+from longspan.train.memory.rows_that_fit import FILE, RowsThatFit, fit_rows, measure, memory_budget
 from tests.train.small import small_config, train_rank
 
 
@@ -134,6 +134,44 @@ def test_probes_go_no_further_than_those_before_allow(
     fit = measure(config, *nothing_trained(), world, below=machine.below)
     assert (probed, fit.rows) == ([sizes[0], *sizes], rows)
     assert all(machine.fixed + machine.row_bytes * n <= min(machine.budgets) for n in sizes[1:] if n > sizes[0])
+
+
+@pytest.mark.parametrize(
+    ("guess", "below", "sizes", "rows"),
+    [
+        (4096, None, [64, 64, 4096], 9900),  # a plan of memory that had room for more
+        (16384, None, [64, 64, 16384], 9900),  # and one for less
+        (4096, 2048, [64, 64, 1024], 1024),  # where a probe of 2048 rows found no memory before
+        (64, None, [64, 64, 256, 2048], 9900),  # no more than the first probe has
+    ],
+)
+def test_one_probe_corrects_a_first_guess(
+    guess: int, below: int | None, sizes: list[int], rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed = list[int]()
+
+    def bytes_of(config: RunConfig, model: object, world: World, rows: int) -> int:
+        probed.append(rows)
+        return 10**5 + 1000 * rows
+
+    monkeypatch.setattr(rows_that_fit, "most_bytes", bytes_of)
+    world = world_of_one_process(Layout(ranks=1), lambda value, what="": [value])
+    config = small_config(tmp_path, train__memory_bytes=10**7)
+    fit = measure(config, *nothing_trained(), world, below=below, first_guess=guess)
+    assert (probed, fit.rows) == (sizes, rows)
+
+
+def test_weights_and_moments_are_part_of_what_a_run_may_fill(tmp_path: Path) -> None:
+    model = nn.Linear(100, 10, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for keys, taken in (({}, 3), ({"train__offload_states": True}, 1)):
+        config = small_config(tmp_path, train__memory_bytes=10**6, **keys)
+        to_come = memory_budget(config, model, optimizer, torch.device("cpu"))
+        assert to_come == pytest.approx(10**6 - taken * 4000, abs=4)  # the count of steps is a number of its own
+    model(torch.ones(1, 100)).sum().backward()
+    optimizer.step()
+    config = small_config(tmp_path, train__memory_bytes=10**6)
+    assert memory_budget(config, model, optimizer, torch.device("cpu")) == 10**6 - 3 * 4000 - 4
 
 
 def test_too_few_rows_for_probes_are_named(tmp_path: Path) -> None:

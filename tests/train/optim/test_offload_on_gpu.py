@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, optim
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from longspan.train.optim import offload_states as module
 from longspan.train.optim.offload_states import OffloadedStates
@@ -15,14 +15,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 BUCKET = 1 << 20
 SHAPES = {"wide": (3, 410_000), "small": (7,), "matrix": (600, 700), "last": (5, 3), "never": (9,), "later": (600, 2)}
 GPU = torch.device("cuda", 0)
-LATE = {"none": (), "fetches": ("fetch",), "stores": ("store",), "both": ("fetch", "store")}
+COPIES = ((module._Copies, "fetch"), (module._Copies, "store"))
+LATE: dict[str, Any] = {"none": (), "copies": COPIES, "stores": COPIES[1:], "updates": ((OffloadedStates, "_update"),)}
 
 
 @pytest.mark.parametrize("late", LATE)
 @pytest.mark.parametrize("kind", ["adamw", "adam", "sgd", "nadam", "adagrad", "adafactor", "adamw by chance"])
 def test_parameters_and_states_are_the_same_bits(kind: str, late: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in LATE[late]:
-        monkeypatch.setattr(module._Copies, name, _late(getattr(module._Copies, name)))
+    for owner, name in LATE[late]:
+        monkeypatch.setattr(owner, name, _late(getattr(owner, name)))
     models = [Model(torch.bfloat16 if KINDS[kind][0] is ADAMW else torch.float32, SHAPES).to(GPU) for _ in range(2)]
     plain, inner = (_make(model, *KINDS[kind]) for model in models)
     offloaded = OffloadedStates(inner, GPU, bucket_bytes=BUCKET)
@@ -35,20 +36,21 @@ def test_parameters_and_states_are_the_same_bits(kind: str, late: str, monkeypat
         assert large and all(x.device.type == "cpu" and x.is_pinned() for x in large)
 
 
-def _late(copy: Any) -> Any:
-    """Copies that begin some milliseconds after what they must wait for."""
+def _late(method: Any) -> Any:
+    """A method whose work on the GPU begins some milliseconds after what it must wait for."""
 
-    def copy_late(copies: Any, pairs: Any) -> Any:
-        for stream in (copies._to_device, copies._to_host):
+    def late_method(self: Any, *arguments: Any) -> Any:
+        on_copies = isinstance(self, module._Copies)
+        for stream in (self._to_device, self._to_host) if on_copies else (torch.cuda.current_stream(),):
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(4_000_000)
-        return copy(copies, pairs)
+        return method(self, *arguments)
 
-    return copy_late
+    return late_method
 
 
 def _to_cpu(state: Any) -> Any:
-    return torch.utils._pytree.tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, state)
+    return tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, state)
 
 
 def test_states_are_loaded_and_two_buckets_are_on_the_device() -> None:
@@ -69,4 +71,4 @@ def test_states_are_loaded_and_two_buckets_are_on_the_device() -> None:
 
 
 def _to_device(state: Any) -> Any:
-    return torch.utils._pytree.tree_map(lambda x: x.to(GPU) if isinstance(x, Tensor) else x, state)
+    return tree_map(lambda x: x.to(GPU) if isinstance(x, Tensor) else x, state)

@@ -48,7 +48,7 @@ def _take_steps(model: Model, optimizer: Optimizer, steps: range) -> None:
     for step in steps:
         model.world.step, draws = step, torch.Generator().manual_seed(step)
         for name, parameter in model.named_parameters():
-            gradient = torch.randn(parameter.shape, generator=draws).to(parameter.dtype)
+            gradient = torch.randn(parameter.shape, generator=draws).to(parameter)
             skipped = name == "never" or (name == "later" and step < 2) or (name == "small" and step == 2)
             parameter.grad = None if skipped else gradient
         optimizer.step()
@@ -265,3 +265,18 @@ def test_a_scheduler_and_a_closure_drive_it_as_any_optimizer(place: str) -> None
         return [*losses, _everything(model, optimizer)]
 
     assert not _differences(train(offloaded=False), train(offloaded=True))
+
+
+def test_parameters_that_come_later_are_updated_too() -> None:
+    """Those of a group that is added have room on the host of their own."""
+    results = list[Any]()
+    for place in ("device", "host"):
+        model = Model(torch.float32)
+        first, *others = model.parameters()
+        optimizer: Optimizer = optim.AdamW([first], lr=0.01, fused=True)
+        optimizer = OffloadedStates(optimizer, CPU, bucket_bytes=BUCKET) if place == "host" else optimizer
+        _take_steps(model, optimizer, range(2))
+        optimizer.add_param_group({"params": others, "lr": 0.1})
+        _take_steps(model, optimizer, range(2, 5))
+        results.append(_everything(model, optimizer))
+    assert not _differences(*results)

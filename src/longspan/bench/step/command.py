@@ -10,6 +10,7 @@ from longspan.bench.step.ranks import step_ranks
 from longspan.bench.step.settings import make_settings
 from longspan.bench.timing import ORDER
 from longspan.cli.processes import run_on_ranks
+from longspan.report.memory_section import measures_text
 from longspan.report.plain_text import bytes_text, markdown_table, text_table
 
 _NAMES = (
@@ -23,6 +24,7 @@ _NAMES = (
     "TFLOP/s",
     "MFU",
     "peak memory",
+    "planned",
 )
 _NORMS = {
     "auto": ", norms fused on GPUs",
@@ -35,16 +37,18 @@ _PARTS = ("part of a profiled step, ms", *ORDER, "idle", "step")
 def record_text(record: dict[str, Any]) -> str:
     """A record for a terminal."""
     parts = f"\n\n{text_table(_PARTS, rows)}" if (rows := _part_rows(record)) else ""
-    return f"{_record_title(record)}\n\n{text_table(_NAMES, _rows(record))}{parts}{_missing_text(record)}"
+    memory = f"\n\n{text}" if (text := _memory_text(record)) else ""
+    return f"{_record_title(record)}\n\n{text_table(_NAMES, _rows(record))}{memory}{parts}{_missing_text(record)}"
 
 
 def record_markdown(record: dict[str, Any]) -> str:
     """A record for people who read bench/records."""
+    memory = f"{text}.\n\n" if (text := _memory_text(record)) else ""
     parts = f"{markdown_table(_PARTS, rows)}\n\n{_kernel_tables(record)}" if (rows := _part_rows(record)) else ""
     return (
         f"# {_record_title(record)}\n\n"
         f"{where_it_ran(record)}\n\n"
-        f"{markdown_table(_NAMES, _rows(record))}\n\n{parts}"
+        f"{markdown_table(_NAMES, _rows(record))}\n\n{memory}{parts}"
         "Whole steps with forward, backward and optimizer, at learning rate 0: the loss is that of the same weights. "
         f"Seconds are the median of {record['repeats']} steps after {record['warmup']}, of the slowest rank. "
         f"Predicted under {record['cost_source']}. Model FLOPs are 6 a weight and token and causal attention, without "
@@ -79,10 +83,25 @@ def _documents_text(record: dict[str, Any]) -> str:
 
 
 def _rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
-    return [_record_row(row) for row in record["rows"] if "missing" not in row]
+    return [_record_row(row, _planned_text(record)) for row in record["rows"] if "missing" not in row]
 
 
-def _record_row(row: dict[str, Any]) -> tuple[str, ...]:
+def _planned_text(record: dict[str, Any]) -> str:
+    """The peak by the plan of memory, of what torch allocates: without the CUDA context and communicators."""
+    memory = record.get("memory")
+    return bytes_text(memory["device"]["total"] - memory["device"]["communicators"]) if memory else ""
+
+
+def _memory_text(record: dict[str, Any]) -> str:
+    """What layers keep by the plan of memory, and where the rest is."""
+    if not (memory := record.get("memory")):
+        return ""
+    extras = [", weights gathered once"] * memory["gathered_once"] + [", states on the host"] * memory["offload_states"]
+    host = f"; {bytes_text(memory['host']['total'])} on the host" if memory["host"]["total"] else ""
+    return f"memory: {measures_text(memory['measures'])}{''.join(extras)}{host}"
+
+
+def _record_row(row: dict[str, Any], planned_memory: str) -> tuple[str, ...]:
     planned = "predicted_seconds" in row
     return (
         row["name"],
@@ -95,6 +114,7 @@ def _record_row(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['model_tflops_per_device']:.3g}",
         f"{100 * row['mfu']:.1f} %" if "mfu" in row else "",
         bytes_text(row["peak_bytes"]) if row["peak_bytes"] else "",
+        planned_memory if planned else "",
     )
 
 

@@ -43,7 +43,7 @@ def step_ranks(rank: int, settings: StepSettings) -> dict[str, Any]:
         record = _empty_record(settings, world)
         for name, measure in _measure_cases(settings, world):
             row = {"name": name} | measure()
-            record["cost"] = row.pop("cost", record["cost"])
+            record |= {key: row.pop(key) for key in ("cost", "memory") if key in row}
             record["rows"].append(row)
             _keep_row(record, settings, rank)
     return record
@@ -56,7 +56,7 @@ def _log_on_first(rank: int, line: str) -> None:
 
 def _empty_record(settings: StepSettings, world: World) -> dict[str, Any]:
     about = {"backend": world.backend, "machine": machine(), "versions": versions()}
-    return {"bench": "step", **settings.to_json(), "cost": settings.cost.to_json(), **about, "rows": []}
+    return {"bench": "step", **settings.to_json(), "cost": settings.cost.to_json(), "memory": None, **about, "rows": []}
 
 
 def _measure_cases(settings: StepSettings, world: World) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
@@ -136,6 +136,7 @@ def _measure_planner(settings: StepSettings, planner: str, training: Training) -
         "widest": max(group.degree for batch in plan.micro_batches for group in batch.groups),
         "planning_seconds": planning,
         "cost": plan.cost.to_json(),
+        "memory": training.memory.to_json() if training.memory is not None else None,
     }
 
 

@@ -15,7 +15,7 @@ from longspan.plan.timeline import slot_rows
 from longspan.train.memory.row_probe import probe_plan
 from longspan.train.plans import PlanChoice
 
-MOST_STEPS = 4096  # whose documents are looked at
+MOST_STEPS = 1024  # whose documents are looked at
 FEW_STEPS = 4  # for which plans are made that are priced as those of the run
 
 

@@ -105,18 +105,10 @@ class OffloadedStates(Optimizer):
             loss = None if closure is None else closure()
         buckets = [*cut_into_buckets(self.inner, self._sizes, self._bucket_bytes)]
         before = {part.parameter: {**self.state.get(part.parameter, {})} for b in buckets for part in b.parts}
-        coming = self._fetch(buckets[0], before) if buckets else None
-        leaving = list[Tensor]()
-        for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
-            fetched, coming = coming, None
-            assert fetched is not None
-            self._copies.wait_for_stores()
-            leaving.clear()  # the bucket before is on the host: its memory of the device is free
-            if following is not None:
-                coming = self._fetch(following, before)
-            self._copies.wait_for_fetch(fetched.arrived)
-            leaving = self._store(bucket, self._update(bucket, fetched.states))
-        self._copies.finish()
+        try:
+            self._update_all(buckets, before)
+        finally:
+            self._copies.finish()
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -138,6 +130,19 @@ class OffloadedStates(Optimizer):
             self.state[parameter] = self._on_host(parameter, values)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def _update_all(self, buckets: Sequence[Bucket], before: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        """Update bucket after bucket, while the next one comes to the device and the one before goes to the host."""
+        coming, leaving = (self._fetch(buckets[0], before) if buckets else None), list[Tensor]()
+        for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
+            fetched, coming = coming, None
+            assert fetched is not None
+            self._copies.wait_for_stores()
+            leaving.clear()  # the bucket before is on the host: its memory of the device is free
+            if following is not None:
+                coming = self._fetch(following, before)
+            self._copies.wait_for_fetch(fetched.arrived)
+            leaving = self._store(bucket, self._update(bucket, fetched.states))
 
     # ---- one bucket
 
@@ -264,14 +269,18 @@ class _Copies:
 
     def wait_for_stores(self) -> None:
         """Let what is computed next wait for all that is on its way to the host."""
-        if self._to_host is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._to_host)
+        self._wait_for(self._to_host)
 
     def finish(self) -> None:
-        """Return once all is on the host, and let what is computed next wait for it too."""
-        self.wait_for_stores()
+        """Return once all is on the host, and let what is computed next wait for every copy."""
+        self._wait_for(self._to_device)
+        self._wait_for(self._to_host)
         if self._to_host is not None:
             self._to_host.synchronize()
+
+    def _wait_for(self, stream: torch.cuda.Stream | None) -> None:
+        if stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(stream)
 
 
 def _has_numbers(value: Any) -> bool:

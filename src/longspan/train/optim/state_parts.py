@@ -61,10 +61,10 @@ class Part:
         return with_local(value, local) if self.whole else self._as_given(value, local)
 
     def _as_given(self, like: Tensor, local: Tensor) -> Tensor:
-        return replicated(local, like) if isinstance(like, DTensor) and not self.plain else local
+        return local_dtensor(local, like) if isinstance(like, DTensor) and not self.plain else local
 
 
-def replicated(local: Tensor, like: DTensor) -> DTensor:
+def local_dtensor(local: Tensor, like: DTensor) -> DTensor:
     """A DTensor on the same mesh that claims to be whole here: what is done with it number by number stays here."""
     mesh = like.device_mesh
     return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -1,0 +1,157 @@
+"""What a run's measures are chosen by: its settings, the keys by hand, the fullest plans, and rows of a slot."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from longspan.config.file import load_config
+from longspan.config.sections import RunConfig, TrainConfig
+from longspan.errors import PlanError
+from longspan.layout import Layout
+from longspan.plan import Cost, FixedMemory, MemoryBudget
+from longspan.plan.simulate.row_bytes import QWEN3_8B
+from longspan.train.memory.coming_plans import ComingSteps, most_rows
+from longspan.train.memory.memory_inputs import count_states, fixed_memory, memory_settings
+from longspan.train.memory.run_memory import RunMemory
+from longspan.train.optim.optimizer import OptimizerChoice
+
+GIB = 1 << 30
+
+
+def config_of(**changes: object) -> RunConfig:
+    keys = {key.replace("__", "."): value for key, value in changes.items()}
+    given: dict[str, object] = {"model.preset": "qwen3-8b", "train.lr": 1e-5, "train.steps": 20}
+    return load_config(None, given | {"context.max_tokens_per_slot": 8192} | keys)
+
+
+def lengths_of_step(step: int) -> list[int]:
+    """Short documents, and in step 13 one of 8192 tokens."""
+    return [1000 + 10 * step] * 12 + [8192] * (step == 13)
+
+
+def run_of(config: RunConfig, *, gpus: int = 2, gpu: bool = True) -> RunMemory:
+    ahead = ComingSteps(lengths_of_step, Layout(ranks=gpus), 32, 0, config.train.steps)
+    return RunMemory(config=config, model=QWEN3_8B, ahead=ahead, gpu=gpu)
+
+
+@pytest.mark.parametrize(
+    ("keys", "fixed"),
+    [
+        ({}, FixedMemory()),
+        ({"train.activation_checkpointing": "selective"}, FixedMemory(measure="selective", layers=0)),
+        ({"train.activation_checkpointing": "none"}, FixedMemory(measure="none", layers=0)),
+        (
+            {"train.activation_checkpointing": True, "train.recompute_layers": 3},
+            FixedMemory(measure="full", layers=3),
+        ),
+        ({"train.offload_activations": True}, FixedMemory(offload=True)),
+        ({"parallel.reshard_after_forward": False}, FixedMemory(gathered_once=True)),
+        ({"train.offload_states": True}, FixedMemory(offload_states=True)),
+        ({"train.optimizer": "torch.optim.NAdam"}, FixedMemory(offload_states=False)),
+    ],
+)
+def test_keys_by_hand_are_not_chosen(keys: dict[str, object], fixed: FixedMemory) -> None:
+    assert fixed_memory(load_config(None, keys)) == fixed
+
+
+@pytest.mark.parametrize(
+    ("train", "numbers"),
+    [
+        (TrainConfig(), 2.0),
+        (TrainConfig(optimizer="sgd"), 0.0),
+        (TrainConfig(optimizer="sgd", optimizer_arguments=("momentum=0.9",)), 1.0),
+        (TrainConfig(optimizer="torch.optim.NAdam"), 2.0),
+    ],
+)
+def test_numbers_of_state_are_counted_on_the_optimizer_itself(train: TrainConfig, numbers: float) -> None:
+    assert count_states(OptimizerChoice.of(replace(train, lr=1e-3)), torch.float32) == numbers
+
+
+def test_settings_follow_the_keys() -> None:
+    usual = memory_settings(config_of(), gpu=True)
+    assert (usual.parameter_bytes, usual.compute_bytes, usual.state_numbers) == (4, 2, 2.0)
+    assert usual.fused_norms and not memory_settings(config_of(), gpu=False).fused_norms
+    other = memory_settings(
+        config_of(
+            model__dtype="bfloat16", lora__rank=8, context__mode="free", train__loss_chunk_rows=64, mtp__depths=1
+        ),
+        gpu=True,
+        target_share=0.25,
+    )
+    assert (other.parameter_bytes, other.lora_rank, other.loss_chunk_rows, other.depths) == (2, 8, 64, 1)
+    assert other.free and other.target_share == 0.25
+
+
+def test_the_fullest_steps_are_found_among_all() -> None:
+    config = config_of()
+    plans = run_of(config).ahead.fullest_plans(config, Cost())
+    assert max(map(most_rows, plans)) >= 8192 and any(max(plan.lengths) == 8192 for plan in plans)
+    assert run_of(config).ahead.limit_plans(config, plans) == []
+
+
+def test_dynamic_plans_are_bounded_by_the_limit_of_rows() -> None:
+    config = config_of(context__planner="dynamic", context__max_tokens_per_slot=8192)
+    ahead = run_of(config).ahead
+    plans = ahead.fullest_plans(config, Cost())
+    (limit,) = ahead.limit_plans(config, plans)
+    assert len(plans) <= 2 and any(max(plan.lengths) == 8192 for plan in plans)
+    assert most_rows(limit) == 8192 and limit.timeline().rows.tolist() == [[8192, 8192]]
+
+
+def test_rows_to_try_reach_from_the_longest_document_to_one_micro_batch() -> None:
+    config = config_of(context__max_tokens_per_slot="auto", context__planner="dynamic")
+    rows = run_of(config, gpus=4).ahead.rows_to_try(config)
+    assert rows[0] == 2048 + 2 and rows[-2] < sum(lengths_of_step(13)) / 4 + 2 <= rows[-1]
+    fixed = config_of(context__max_tokens_per_slot="auto", context__context_parallel_size=1)
+    assert run_of(fixed, gpus=4).ahead.rows_to_try(fixed) == [8194]
+
+
+def test_less_memory_means_slower_measures_and_then_a_refusal_with_the_bytes() -> None:
+    config = config_of()
+    run, host = run_of(config), 64 * GIB
+    rooms = (400, 140, 112)
+    plans = [run.choose(MemoryBudget(device=room * GIB, host=host)) for room in rooms]
+    assert set(plans[0].measures) == {"none"} and plans[0].gathered_once
+    assert [plan.device.total <= room * GIB for plan, room in zip(plans, rooms, strict=True)] == [True] * 3
+    kept = [plan.measures.count("none") for plan in plans]
+    assert kept == sorted(kept, reverse=True) and kept[-1] < 36
+    with pytest.raises(
+        PlanError, match=r"does not fit under any measure: with a slot of 8,192 rows .* \([\d,]+ bytes\)"
+    ):
+        run.choose(MemoryBudget(device=20 * GIB, host=host))
+    by_hand = run_of(config_of(train__activation_checkpointing="none"))
+    with pytest.raises(PlanError, match="measure = 'none'"):
+        by_hand.choose(MemoryBudget(device=50 * GIB, host=host))
+
+
+def test_rows_auto_are_those_whose_steps_are_fastest() -> None:
+    """With little room fewer rows, which need less recomputation, and with much as many as a step has."""
+    run = run_of(config_of(context__max_tokens_per_slot="auto", context__planner="dynamic"))
+    run = replace(run, model=QWEN3_8B | {"num_hidden_layers": 8})
+    little = run.choose(MemoryBudget(device=40 * GIB, host=0))
+    much = run.choose(MemoryBudget(device=200 * GIB, host=0))
+    assert set(much.measures) == {"none"} and much.rows >= little.rows
+
+
+@pytest.mark.parametrize(
+    ("keys", "layers", "word"),
+    [
+        ({"train__activation_checkpointing": "selective"}, 36, "selective"),
+        ({"train__activation_checkpointing": "full", "train__recompute_layers": 5}, 5, "full"),
+        ({"train__activation_checkpointing": "full", "train__offload_activations": True}, 36, "full+host"),
+        ({"train__memory": "none"}, 0, "none"),
+    ],
+)
+def test_the_plan_of_keys_as_they_are(keys: dict[str, object], layers: int, word: str) -> None:
+    memory = run_of(config_of(**keys)).plan_of(None)
+    assert memory.measures == (word,) * layers + ("none",) * (36 - layers)
+
+
+def test_recomputed_layers_are_those_of_each_stage() -> None:
+    config = config_of(
+        train__activation_checkpointing="full", train__recompute_layers=1, parallel__pp=2, context__cp_comm_type="p2p"
+    )
+    ahead = ComingSteps(lengths_of_step, Layout(ranks=4, pp=2), 32, 0, 20)
+    words = RunMemory(config=config, model=QWEN3_8B, ahead=ahead, gpu=True).plan_of(None).measures
+    assert [index for index, word in enumerate(words) if word == "full"] == [0, 18]
