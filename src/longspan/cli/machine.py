@@ -59,6 +59,18 @@ def _driver_gpus() -> Gpus:
     return Gpus(count.value, (capability[0].value, capability[1].value))
 
 
+def gpu_here() -> tuple[str, int] | None:
+    """The name and the bytes of this machine's first GPU that torch can use, by CUDA's driver; None without one."""
+    if sys.platform != "linux" or not _has_build("cuda") or not _driver_gpus().count:
+        return None
+    driver = ctypes.CDLL("libcuda.so.1")
+    name, size, device = ctypes.create_string_buffer(256), ctypes.c_size_t(), ctypes.c_int()
+    if driver.cuDeviceGet(ctypes.byref(device), 0) or driver.cuDeviceTotalMem_v2(ctypes.byref(size), device):
+        return None
+    driver.cuDeviceGetName(name, len(name), device)
+    return name.value.decode(errors="replace"), int(size.value)
+
+
 @cache
 def _torch_build() -> dict[str, Any]:
     """The facts of torch's build, read without importing torch."""

@@ -26,11 +26,11 @@ plan of that type can beat on these slots and stages. bubble: share of a stage's
 idle: share that slots wait for slower ones. peak rows and kept: what the fullest slot's first stage holds for its
 backward passes, as rows of the whole model and as bytes of activations in bfloat16,
 {activations}.
-Weights, gradients, optimizer states, logits and second forward passes are not counted. sent: bytes of the step on all
+Weights, gradients, optimizer states, logits and second forward passes are not counted, and a run keeps what
+train.memory chooses: longspan plan --gpu NAME --gpus N counts all that it holds. sent: bytes of the step on all
 links."""
 _ACTIVATIONS = {
-    "full": "of layers recomputed in full their inputs alone; --activation-checkpointing none, which training has by "
-    "itself,\nkeeps several times as much",
+    "full": "of layers recomputed in full only their inputs; --activation-checkpointing none keeps\nseveral times more",
     "selective": "of layers recomputed selectively their inputs and outputs of attention",
     "none": "of layers without recomputation all that their backward passes read",
 }

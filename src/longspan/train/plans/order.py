@@ -1,12 +1,14 @@
 """The documents that a run's steps take, their order and how often, and the lines of output about them."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from longspan.comm.all_ranks import LogLine
 from longspan.config.defaults import with_steps
 from longspan.config.sections import RunConfig
+from longspan.corpus.files import LogLine
 from longspan.data.documents import Corpus
 from longspan.data.step_order import PackOrder, StepOrder
 from longspan.data.stream import Mixture
@@ -60,18 +62,33 @@ def count_held_out(setting: int | str, documents: int) -> int:
 
 def step_order_of(config: RunConfig, corpus: Corpus) -> StepOrder | PackOrder:
     """The order of a run's documents."""
+    data = config.data
+    mixture = Mixture(corpus.source_of, tuple(s.weight for s in data.sources)) if data.sources else None
+    uncut = _uncut_spans(config, corpus) if data.pack_to else None
+    return order_of_lengths(config, corpus.lengths, targets=corpus.targets, mixture=mixture, uncut=uncut)
+
+
+def order_of_lengths(
+    config: RunConfig,
+    lengths: npt.NDArray[Any],
+    *,
+    targets: npt.NDArray[Any] | None = None,
+    mixture: Mixture | None = None,
+    uncut: UncutSpans | None = None,
+) -> StepOrder | PackOrder:
+    """The order of documents of these lengths, as `StepOrder` and `PackOrder` take the rest."""
     data, tokens = config.data, config.train.tokens_per_step
     order = StepOrder(
-        corpus.lengths,
+        lengths,
         tokens_per_step=tokens,
         seed=config.train.seed,
-        eval_documents=count_held_out(data.eval_documents, len(corpus)),
-        targets=corpus.targets,
-        mixture=Mixture(corpus.source_of, tuple(s.weight for s in data.sources)) if data.sources else None,
+        eval_documents=count_held_out(data.eval_documents, len(lengths)),
+        targets=targets,
+        mixture=mixture,
     )
     if not data.pack_to:
         return order
-    across, uncut = data.pack_attention == "across", _uncut_spans(config, corpus)
+    across = data.pack_attention == "across"
     return PackOrder(order, pack_to=data.pack_to, tokens_per_step=tokens, across=across, uncut=uncut)
 
 
