@@ -65,7 +65,7 @@ class RowBytes:
         row = read.count("hidden_size") * bytes_per_value
         with_embedding = has_shared_blocks(read)
         settings = MemorySettings(compute_bytes=bytes_per_value)
-        tapes, load = LayerTapes(read, settings), SlotLoad(1, *((1, 1.0) if exchanged else ()))
+        tapes, load = LayerTapes(read, settings), SlotLoad(1, int(exchanged), float(exchanged))
         kinds = layer_kinds(read) + kinds_of_depth(read)[-1:] * depths
         return cls(
             activations=sum(
