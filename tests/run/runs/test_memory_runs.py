@@ -39,8 +39,8 @@ GEMMA = {
     "architectures": ["Gemma3ForCausalLM"],
     "tie_word_embeddings": True,
 }
-DYNAMIC = {"context__planner": "dynamic", "context__plan_ahead": 0}
-A2A = {"context__cp_comm_type": "a2a"}
+DYNAMIC: dict[str, object] = {"context__planner": "dynamic", "context__plan_ahead": 0}
+A2A: dict[str, object] = {"context__cp_comm_type": "a2a"}
 RUNS: dict[str, dict[str, object]] = {
     "tied, a2a": {"model__preset": "qwen3-deep-tiny"} | A2A,
     "dynamic, adapters": {"model__preset": "qwen3-deep-tiny", "lora__rank": 4, "train__lr": 1e-3} | DYNAMIC,

@@ -38,7 +38,7 @@ from longspan.train.plans import row_multiple_of
 CPU_BUDGET = 1 << 30
 
 
-def memory_budget(config: RunConfig, model: nn.Module, optimizer: Optimizer, device: torch.device) -> float:
+def activation_budget(config: RunConfig, model: nn.Module, optimizer: Optimizer, device: torch.device) -> float:
     """Bytes for gradients and activations: those that a run may fill, without weights and moments, and what a GPU's
     context takes."""
     train = config.train
@@ -196,7 +196,7 @@ def measure(
     probe has as many, nor has the result. What `images` hold is not the rows'. Raises ConfigError where fewer rows than
     two probes need are left, or images do not fit, and on a rank that runs out of memory in a probe.
     """
-    budget = memory_budget(config, model, optimizer, world.device)
+    budget = activation_budget(config, model, optimizer, world.device)
     if images is not None:
         run_on_every_rank(world, partial(images.check, budget), ConfigError)
         budget -= images.held

@@ -29,7 +29,8 @@ from longspan.plan import (
 )
 from longspan.plan.memory.parameters import ModelNumbers
 from longspan.train.memory.coming_plans import ComingSteps
-from longspan.train.memory.memory_inputs import fixed_memory, measures_by_hand, memory_budget, memory_settings
+from longspan.train.memory.memory_inputs import measures_by_hand, memory_budget
+from longspan.train.memory.memory_settings import fixed_keys, memory_settings_of
 from longspan.train.plans.choice import cost_of_run, machine_of
 
 # Without copies to the host and second exchanges, which the prices of plans leave out.
@@ -53,9 +54,8 @@ class RunMemory:
     @property
     def settings(self) -> MemorySettings:
         """The settings of the plan of memory, with the keys by hand."""
-        return memory_settings(
-            self.config, gpu=self.gpu, target_share=self.target_share, encoder_rows=self.encoder_rows
-        )
+        share, rows = self.target_share, self.encoder_rows
+        return memory_settings_of(self.config, gpu=self.gpu, target_share=share, encoder_rows=rows)
 
     @property
     def machine(self) -> Machine:
@@ -124,7 +124,7 @@ class RunMemory:
         )
 
     def _choose(self, plans: Sequence[Plan], budget: MemoryBudget) -> MemoryPlan:
-        home, fixed = self.ahead.home, fixed_memory(self.config)
+        home, fixed = self.ahead.home, fixed_keys(self.config)
         return choose_memory(self.model, home, list(plans), self.settings, budget, self.machine, fixed=fixed)
 
 
