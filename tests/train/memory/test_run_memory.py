@@ -7,13 +7,14 @@ import torch
 
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig, TrainConfig
-from longspan.errors import PlanError
+from longspan.errors import ConfigError, PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, FixedMemory, MemoryBudget
 from longspan.plan.simulate.row_bytes import QWEN3_8B
+from longspan.train.memory import run_memory
 from longspan.train.memory.coming_plans import ComingSteps, most_rows
-from longspan.train.memory.memory_inputs import count_states
 from longspan.train.memory.memory_settings import fixed_keys, memory_settings_of, state_numbers
+from longspan.train.memory.rows_that_fit import count_states
 from longspan.train.memory.run_memory import RunMemory
 from longspan.train.optim.optimizer import OptimizerChoice
 
@@ -161,3 +162,12 @@ def test_recomputed_layers_are_those_of_each_stage() -> None:
     ahead = ComingSteps(lengths_of_step, Layout(ranks=4, pp=2), 32, 0, 20)
     words = RunMemory(config=config, model=QWEN3_8B, ahead=ahead, gpu=True).plan_of(None).measures
     assert [index for index, word in enumerate(words) if word == "full"] == [0, 18]
+
+
+def test_a_model_that_cannot_be_counted_trains_by_its_keys() -> None:
+    run, room = run_of(config_of()), MemoryBudget(device=400 * GIB)
+    assert run_memory.choice_or_reason(run, room)[0] is not None
+    plan, reason = run_memory.choice_or_reason(replace(run, model={"model_type": "unheard of"}), room)
+    assert plan is None and "hidden_size" in reason
+    with pytest.raises(ConfigError, match="does not fit"):
+        run_memory.choice_or_reason(run, MemoryBudget(device=GIB))

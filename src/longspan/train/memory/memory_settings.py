@@ -66,7 +66,7 @@ def state_numbers(train: TrainConfig, *, lora: bool = False, dtype: str = "float
     if train.optimizer in MOMENTS:
         return MOMENTS[train.optimizer]
     from longspan.model.load import torch_dtype
-    from longspan.train.memory.memory_inputs import count_states
+    from longspan.train.memory.rows_that_fit import count_states
     from longspan.train.optim.optimizer import OptimizerChoice
 
     return count_states(OptimizerChoice.of(train), torch_dtype("float32" if lora else dtype))

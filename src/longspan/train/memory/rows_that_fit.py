@@ -70,6 +70,17 @@ def _bytes_of_states(choice: OptimizerChoice, shape: tuple[int, ...], dtype: tor
     return sum(x.numel() * x.element_size() for x in tree_leaves(optimizer.state[parameter]) if isinstance(x, Tensor))
 
 
+def count_states(choice: OptimizerChoice, dtype: torch.dtype) -> float:
+    """Numbers of state that an optimizer keeps of each number of a matrix, counted on one.
+
+    >>> count_states(OptimizerChoice.of(TrainConfig()), torch.float32)
+    2.0
+    """
+    size = _bytes_of_states(choice, (_SIDE, _SIDE), dtype, torch.device("cpu"))
+    return round(size / (_SIDE * _SIDE * dtype.itemsize), 3)  # without the count of steps
+
+
+_SIDE = 128
 FILE = "max_tokens_per_slot.json"
 PROBES = {"cuda": (1024, 4096)}  # rows of a slot
 PROBES_ELSEWHERE = (64, 256)
