@@ -16,8 +16,8 @@ from longspan.config.defaults import compute_dtype
 from longspan.config.file import load_config
 from longspan.model import rope
 from longspan.model.load import torch_dtype
-from longspan.train.memory.rows_that_fit import count_states
 from longspan.train.memory.memory_settings import memory_settings_of
+from longspan.train.memory.rows_that_fit import count_states
 from longspan.train.optim.optimizer import OptimizerChoice
 from tests.run.runs.test_images_run import model_folder, rows_with_images
 

@@ -56,7 +56,7 @@ RUNS: dict[str, dict[str, object]] = {
     "tied, a2a": {"model__preset": "qwen3-deep-tiny"} | A2A,
     "dynamic, adapters": {"model__preset": "qwen3-deep-tiny", "lora__rank": 4, "train__lr": 1e-3} | DYNAMIC,
     "a mixture": {"model__preset": "qwen3-moe-tiny"} | A2A,
-    "a hybrid, dynamic": {"model__preset": "bamba-tiny", "train__steps": 1, "train__tokens_per_step": 128} | DYNAMIC,
+    "a hybrid, dynamic": {"model__preset": "bamba-tiny", "context__partition": "zigzag"} | DYNAMIC,
     "Gemma 3": {"model__config": "gemma"} | A2A,
     "multi-token prediction": {"model__preset": "qwen3-tiny", "mtp__depths": 1},
 }
@@ -68,7 +68,7 @@ def _config(folder: Path, changes: dict[str, object]) -> RunConfig:
         (folder / "gemma").mkdir()
         (folder / "gemma" / "config.json").write_text(json.dumps(GEMMA))
         changes = changes | {"model__config": str(folder / "gemma")}
-    return small_config(folder, **SETTINGS, **changes)
+    return small_config(folder, **SETTINGS | changes)
 
 
 class Trained(NamedTuple):
