@@ -147,7 +147,10 @@ def _least_bytes(refusal: Exception) -> int:
     return int(found[1].replace(",", ""))
 
 
-@pytest.mark.parametrize("name", RUNS)
+WHOLE = ("multi-token prediction",)  # in the whole suite
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.whole] * (n in WHOLE)) for n in RUNS])
 def test_what_layers_keep_changes_no_loss_and_no_gradient(name: str, tmp_path: Path) -> None:
     answers = run_ranks(_train_with_less, 2, _config(tmp_path, RUNS[name]))
     refusals, (runs, _) = zip(*answers, strict=True)
