@@ -46,6 +46,15 @@ def test_steps_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "not available: ValueError: its attention kernels run on CUDA only" in text and "exposed comm" in text
 
 
+def test_a_record_has_the_plan_of_memory_that_chose(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--lengths", "40,24", "--planners", "fixed", "--repeats", "1", "--warmup", "0"]
+    assert main(["bench", "step", "--world", "2", *words, "--train.memory_bytes", "100000000", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["memory"]["measures"] == ["none", "none"] and 0 < record["memory"]["device"]["total"] < 10**8
+    assert "memory: 2 of 2 layers keep all, weights gathered once" in record_text(record)
+    assert "recomputation auto" in record_markdown(record) and "| planned |" in record_markdown(record)
+
+
 def test_a_planner_and_a_cost_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     own = "tests.train.plans.own_things."
     words = ["--lengths", "40,24,9,7", "--repeats", "1", "--warmup", "0", "--context.cost_model", f"{own}of_model"]

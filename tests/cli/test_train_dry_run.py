@@ -6,15 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from longspan.cli import machine
 from longspan.cli.gpu_plans import dry_run
 from longspan.cli.gpu_plans.positions import can_scale, position_limit
 from longspan.cli.main import main
+from longspan.config.defaults import compute_dtype
 from longspan.config.file import load_config
 from longspan.model import rope
-from longspan.train.memory.memory_inputs import memory_settings
+from longspan.model.load import torch_dtype
 from longspan.train.memory.memory_settings import memory_settings_of
+from longspan.train.memory.rows_that_fit import count_states
+from longspan.train.optim.optimizer import OptimizerChoice
 from tests.run.runs.test_images_run import model_folder, rows_with_images
 
 CONFIG = """
@@ -122,10 +126,15 @@ def test_the_host_says_what_is_free(tmp_path: Path) -> None:
         {"model.compute_dtype": "float32", "encoder.train": "projector", "encoder.recompute": True},
     ],
 )
-def test_settings_without_torch_are_those_of_the_run(keys: dict[str, Any]) -> None:
+def test_settings_without_torch_are_those_with_it(keys: dict[str, Any]) -> None:
     config = load_config(None, keys)
-    run = memory_settings(config, gpu=True, target_share=0.5, encoder_rows=3)
-    assert memory_settings_of(config, target_share=0.5, encoder_rows=3) == run
+    settings, trained = (
+        memory_settings_of(config),
+        torch.float32 if config.lora.rank else torch_dtype(config.model.dtype),
+    )
+    assert settings.state_numbers == count_states(OptimizerChoice.of(config.train), trained)
+    for gpu, kind in ((True, "cuda"), (False, "cpu")):
+        assert memory_settings_of(config, gpu=gpu).compute_bytes == compute_dtype(config.model, kind).itemsize
 
 
 FAMILIES: list[tuple[str, dict[str, Any]]] = [

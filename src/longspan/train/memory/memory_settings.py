@@ -13,8 +13,10 @@ from longspan.plan.memory.settings import MOMENTS
 BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
 
 
-def memory_settings_of(config: RunConfig, *, target_share: float = 1.0, encoder_rows: int = 0) -> MemorySettings:
-    """The settings of a run's plan of memory on GPUs, with what the keys say of that which the plan may choose.
+def memory_settings_of(
+    config: RunConfig, *, gpu: bool = True, target_share: float = 1.0, encoder_rows: int = 0
+) -> MemorySettings:
+    """The settings of a run's plan of memory, with what the keys say of that which the plan may choose.
 
     >>> memory_settings_of(RunConfig()).state_numbers
     2.0
@@ -24,7 +26,7 @@ def memory_settings_of(config: RunConfig, *, target_share: float = 1.0, encoder_
     train, parallel = config.train, config.parallel
     return MemorySettings(
         parameter_bytes=BYTES[config.model.dtype],
-        compute_bytes=BYTES[compute_name(config.model)],
+        compute_bytes=BYTES[compute_name(config.model) if gpu else _on_cpus(config.model)],
         state_numbers=state_numbers(train, lora=config.lora.rank > 0, dtype=config.model.dtype),
         lora_rank=config.lora.rank,
         lora_targets=config.lora.targets,
@@ -34,11 +36,12 @@ def memory_settings_of(config: RunConfig, *, target_share: float = 1.0, encoder_
         offload_states=train.offload_states,
         loss_chunk_rows=train.loss_chunk_rows,
         target_share=target_share,
-        fused_norms=train.fused_norms != "off",
+        fused_norms=train.fused_norms == "on" or (train.fused_norms == "auto" and gpu),
         schedule=parallel.pipeline_schedule,
         vpp=parallel.vpp,
         free=config.context.mode == "free",
         sequence_parallel=parallel.sequence_parallel,
+        gpu=gpu,
         encoder_rows=encoder_rows,
         encoder_recomputed=config.encoder.recompute,
         encoder_trained=config.encoder.train or encoder_default(config),
@@ -52,6 +55,10 @@ def compute_name(model: ModelConfig) -> str:
     return "bfloat16" if model.dtype == "float32" else model.dtype
 
 
+def _on_cpus(model: ModelConfig) -> str:
+    return model.dtype if model.compute_dtype == AUTO else model.compute_dtype
+
+
 def state_numbers(train: TrainConfig, *, lora: bool = False, dtype: str = "float32") -> float:
     """Numbers of state that the optimizer keeps of each weight; those of a class are counted on a small matrix."""
     if train.optimizer == "sgd" and any(words.startswith("momentum") for words in train.optimizer_arguments):
@@ -59,7 +66,7 @@ def state_numbers(train: TrainConfig, *, lora: bool = False, dtype: str = "float
     if train.optimizer in MOMENTS:
         return MOMENTS[train.optimizer]
     from longspan.model.load import torch_dtype
-    from longspan.train.memory.memory_inputs import count_states
+    from longspan.train.memory.rows_that_fit import count_states
     from longspan.train.optim.optimizer import OptimizerChoice
 
     return count_states(OptimizerChoice.of(train), torch_dtype("float32" if lora else dtype))
