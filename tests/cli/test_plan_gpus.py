@@ -5,15 +5,18 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from longspan.bench.step.flags import parse_step
 from longspan.cli.gpu_plans.fit import UNIT
 from longspan.cli.main import main
 from longspan.config.file import load_config
+from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Bytes, Machine, MemoryPlan, MemorySettings, plan_fixed
 from longspan.plan.simulate.row_bytes import QWEN3_8B
@@ -244,6 +247,24 @@ def test_refusals(words: list[str], message: str, model: str, capsys: pytest.Cap
     assert re.search(message, line), line
 
 
+def test_bench_step_names_the_new_flag_too() -> None:
+    with pytest.raises(ConfigError, match=r"no flag --longest: .* is --longest_document"):
+        parse_step(["--distribution", "lognorm", "--longest", "4000"])
+
+
+def test_a_machine_from_a_file_has_its_own_bytes(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine, file = Machine(memory_bytes=9 << 30), tmp_path / "machine.json"
+    file.write_text(json.dumps(machine.to_json()))
+    words = ["--model", model, "--gpu", str(file), "--same", "1x4096"]
+    assert ask(words, capsys)["gpu_bytes"] == 9 << 30
+    file.write_text(json.dumps(replace(machine, memory_bytes=0).to_json()))
+    assert main(["plan", *words]) == 2 and "give --gpu-bytes" in capsys.readouterr().err
+    fast, slow = (ask([*words, *GPUS, "--tflops", tflops], capsys)["step_seconds"] for tflops in ("700", "70"))
+    assert slow > 1.2 * fast
+
+
 def test_models_that_cannot_be_planned_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"hello": 1}')
     for words, message in (
@@ -259,10 +280,16 @@ def test_models_that_cannot_be_planned_are_refused(tmp_path: Path, capsys: pytes
 def test_the_page_shows_what_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """docs/planning.md has the answer of its first command, which changes with prices and bytes: paste it again."""
+    """docs/planning.md has the answer of its first command: other words or numbers beyond 10 % must be pasted again."""
     (tmp_path / "Qwen3-8B").mkdir()
     (tmp_path / "Qwen3-8B" / "config.json").write_text(json.dumps(QWEN3_8B | {"max_position_embeddings": 40960}))
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "--model", "Qwen3-8B", *["--gpu", "h100", "--gpus", "4", "--longest"]]) == 0
     page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
-    assert f"```\n{capsys.readouterr().out}```" in page
+    (shown,) = re.findall(r"```\n(the longest document has .*?)```", page, flags=re.DOTALL)
+    number, printed = r"\d[\d,.]*\d|\d", capsys.readouterr().out
+    assert re.sub(rf"{number}| +", "", shown) == re.sub(rf"{number}| +", "", printed)
+    pairs = zip(
+        *([float(n.replace(",", "")) for n in re.findall(number, text)] for text in (shown, printed)), strict=True
+    )
+    assert all(a == pytest.approx(b, rel=0.1, abs=1.0) for a, b in pairs), printed

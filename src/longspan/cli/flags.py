@@ -213,6 +213,7 @@ def check_names(argv: Sequence[str], types: dict[str, Any], prog: str) -> None:
 
 
 def _check_name(flag: str, types: dict[str, Any], prog: str) -> None:
+    """Raise ConfigError, with the nearest name, for a flag that the verb does not have."""
     if flag in types or flag == "--help":
         return
     if flag == "--longest" and "--longest_document" in types:

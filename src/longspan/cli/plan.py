@@ -43,7 +43,8 @@ class PlanFlags(CompareFlags, GpuFlags):
 
     With --gpu, say whether a model and its documents fit so many GPUs, with which keys, and how long it takes: the
     longest document (--longest), a step (--same 1x262144) or a run (--data). A config.json is enough; every key of
-    longspan train may stand behind it.
+    longspan train may stand behind it. Planner, degree, rows of a slot and measures are chosen where they are not
+    given.
 
     With --compare, price plans on a machine that you describe instead: planners next to each other, saved plans, or
     degrees of an evaluation. Times follow the cost model; the wire between stages, optimizer steps and the weights'

@@ -32,6 +32,7 @@ def waiting_for_all(world: World) -> Iterator[None]:
     ended, failures = Event(), list[BaseException]()
 
     def beat() -> None:
+        """Tell the other ranks, again and again, that this one still works."""
         try:
             while world.control.any_rank(not ended.wait(min(_BEAT, world.timeout / 4))):
                 pass

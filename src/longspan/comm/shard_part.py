@@ -105,7 +105,7 @@ def to_device(x: npt.NDArray[np.generic], device: torch.device | str) -> Tensor:
 def lay_out(
     micro_batch: MicroBatch, parts: Sequence[ShardPart]
 ) -> tuple[Integers, Integers, Integers, npt.NDArray[np.int32]]:
-    """Packed rows and positions of the local rows; document and boundaries of the local segments."""
+    """Return the packed row and position of each local row, and the document and boundaries of each local segment."""
     bases = np.cumsum([0, *(group.tokens for group in micro_batch.groups)])
     rows, positions = _concatenate_pairs([_part_rows(part, int(bases[part.index])) for part in parts])
     documents, sizes = _concatenate_pairs([_segment_sizes(part) for part in parts])

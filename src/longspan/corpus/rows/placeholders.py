@@ -152,7 +152,7 @@ class RowImages:
             check_strings(piece, f"its text (piece {i + 1})", special)
         expanded = self.expand(named.sub(lambda match: self.marks[match[0].strip("<>")], text), media)
         ids = self.tokenizer.parsing(True).engine.encode(expanded.text, add_special_tokens=False).ids
-        (opening, closing), end = self.tokenizer.around, self.tokenizer.end_of_text
+        (opening, closing), end = self.tokenizer.surrounding_ids, self.tokenizer.end_of_text
         return self.with_images(Sample(np.array([*opening, *ids, *closing, *end], np.int64)), expanded)
 
     @property

@@ -96,6 +96,7 @@ def _data_of_url(url: str, name: str) -> bytes:
 
 
 def _decode_base64(text: Any, name: str) -> bytes:
+    """Return the bytes of a base64 string. Raises RowError, with the entry's name, for anything else."""
     if not isinstance(text, str):
         raise RowError(f"{name} is {type_name(text)}; give base64 in a string")
     try:

@@ -23,9 +23,9 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from longspan.errors import ModelError
 from longspan.model.exactness.small_copies import (
     gradients_by_name,
-    one_line,
     relative_error,
     shrink_configuration,
+    trial_error,
     try_once,
 )
 from longspan.model.experts.moe import expert_modules, mix_all_rows
@@ -89,7 +89,7 @@ def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, re
     except Exception as error:  # whatever a constructor or a forward raises
         if not required:
             return ClassTrial()
-        reason = f"a small {kind.__name__} that shows how they route cannot be run on the host ({one_line(error)})"
+        reason = f"a small {kind.__name__} that shows how they route cannot be run on the host ({trial_error(error)})"
         return ClassTrial((f"it has experts, and {reason}",))
 
 
@@ -161,6 +161,7 @@ def _tensors_of_rows(out: Any, rows: int) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def _random_draws(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return why a class is refused if two runs with different seeds differ; else nothing."""
     outs: list[Tensor] = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -191,6 +192,7 @@ def _reasons_of_rows(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _first_difference(whole: _Pass, parts: Sequence[_Pass], order: Tensor) -> str:
+    """Name the first module whose outputs differ between all rows at once and rows in pieces."""
     for name, outs in whole.outputs.items():
         for i, out in enumerate(outs):
             pieces = [part.outputs[name][i] for part in parts if i < len(part.outputs.get(name, ()))]

@@ -106,6 +106,7 @@ class _DrawsRefused:
         ]
 
     def __call__(self, module: nn.Module, args: Any) -> None:
+        """Raise ModelError if the module is called in training and would draw random numbers."""
         if module.training and self._draws:
             raise ModelError(
                 f"{', '.join(self._draws[:4])} draw at random in training, and the tensor-parallel ranks of a slot "

@@ -163,6 +163,7 @@ def refuse_randomness(model: nn.Module, *, training: bool = True) -> None:
 
 
 def _remedy_text(config: Any, draws: str, *, always: bool) -> str:
+    """Say what to change so that a model draws no random numbers."""
     samples = any(f"{function} " in draws for function in _SAMPLE)
     if samples or not (keys := _random_keys(config)):
         exception = "" if always else ": it can be evaluated alone"

@@ -95,7 +95,11 @@ def _means_here(y: Tensor, groups: int) -> Tensor:
 
 
 def _means_over_ranks(y: Tensor, groups: range, sizes: list[int], count: int, key: int) -> Tensor:
-    """`sizes`: how many of a group's features are here, for the groups here, of `count`."""
+    """Return the mean square (…, features here) of each feature's group, over all ranks that share it.
+
+    y (…, features here) has `sizes` features of each of the `groups` of this rank, which are some of all `count`
+    groups.
+    """
     sums = torch.stack([part.square().sum(-1) for part in y.split(sizes, -1)], -1)  # (…, groups here)
     sums = F.pad(sums, (groups.start, count - groups.stop))
     means = tp_copy(tp_sum(sums, key), key) / (y.shape[-1] * tp_place(key)[1] // count)

@@ -35,7 +35,7 @@ from longspan.plan.memory.step_peak import CONTEXT_BYTES
 from longspan.train.memory.coming_plans import ComingSteps
 from longspan.train.memory.memory_settings import fixed_keys, memory_settings_of
 from longspan.train.memory.model_fits import ranks_on_host
-from longspan.train.plans.choice import cost_of_run, machine_of
+from longspan.train.plans.run_cost import cost_of_run, machine_of
 
 # Without copies to the host and second exchanges, which the prices of plans leave out.
 _PRICED_AS = {"selective": "exchanged", "selective+host": "exchanged", "full+host": "full"}
