@@ -14,6 +14,8 @@ import pytest
 
 from longspan.bench.step.flags import parse_step
 from longspan.cli.gpu_plans.fit import UNIT
+from longspan.cli.gpu_plans.gpus import Gpus
+from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus
 from longspan.cli.main import main
 from longspan.config.file import load_config
 from longspan.errors import ConfigError
@@ -21,6 +23,7 @@ from longspan.layout import Layout
 from longspan.plan import Bytes, Machine, MemoryPlan, MemorySettings, plan_fixed
 from longspan.plan.simulate.row_bytes import QWEN3_8B
 from longspan.run.checks.config_check import check_config
+from longspan.train.plans import cost_of_run
 from longspan.train.plans.order import order_of_lengths
 
 NAMES = [*Bytes().to_json()]
@@ -146,17 +149,8 @@ def test_keys_by_hand_win_and_what_would_do_without_them_is_said(
         ["--same", "8x4096", "--parallel.tp", "2"],
         ["--same", "8x4096", "--pp", "2"],
         ["--same", "8x4096", "--context.planner", "padded", "--cp", "2"],
-        ["--distribution", "lognorm", "--tokens", "40000", "--longest-document", "20000"],
-        [
-            "--distribution",
-            "lognorm",
-            "--tokens",
-            "40000",
-            "--longest-document",
-            "20000",
-            "--max-tokens-per-slot",
-            "6000",
-        ],
+        DRAWN,
+        [*DRAWN, "--planner", "dynamic", "--max-cp", "2", "--max-tokens-per-slot", "6000"],
         ["--same", "3x5000", "--train.optimizer", "sgd", "--dp-replicate", "2"],
     ],
 )
@@ -293,3 +287,28 @@ def test_the_page_shows_what_is_printed(
         *([float(n.replace(",", "")) for n in re.findall(number, text)] for text in (shown, printed)), strict=True
     )
     assert all(a == pytest.approx(b, rel=0.1, abs=1.0) for a, b in pairs), printed
+
+
+@pytest.mark.parametrize(
+    ("keys", "extra"),
+    [
+        ({"train.activation_checkpointing": "full", "train.memory": "none"}, False),
+        ({"train.activation_checkpointing": "none", "parallel.reshard_after_forward": False}, False),
+        ({"train.activation_checkpointing": "selective", "train.memory": "none", "parallel.tp": 2}, True),
+        ({"train.activation_checkpointing": "full", "train.offload_states": True, "lora.rank": 2}, True),
+    ],
+)
+def test_seconds_are_those_that_training_predicts(keys: dict[str, Any], extra: bool, model: str) -> None:
+    """The price of a run with its plan of memory; copies to the host and second exchanges come on top."""
+    given = {"model.path": model, "context.cp_comm_type": "a2a", "context.max_tokens_per_slot": 16384}
+    config = load_config(None, given | {"run.machine": "h200", "context.context_parallel_size": 2} | keys)
+    gpus = Gpus(machine=Machine(), count=4, bytes=24 << 30, host_bytes=8 << 30, name="H200")
+    run = RunOnGpus.of(config, gpus)
+    plans = [run.plan((30000, 20000)), run.plan((9000,))]
+    memory = run.memory_of(plans)
+    slots = run.home.slots
+    cost = cost_of_run(config, model, print, gpu=True, slots=slots, memory=memory).shared_by(run.home.tp)
+    priced = sum(plan.timeline(cost).step_seconds for plan in plans) / 2
+    seconds = run.seconds(plans, memory)
+    assert seconds > priced if extra else seconds == pytest.approx(priced)
+    assert run.seconds(plans[:1], memory) > run.seconds(plans[1:], memory)

@@ -48,7 +48,7 @@ class Choices:
     rows: bool = True
 
 
-def find_fit(run: RunOnGpus, steps: Sequence[Documents], choices: Choices, fixed: FixedMemory | None = None) -> Fit:
+def find_fit(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fit:
     """The fastest way that fits. Raises PlanError, with the bytes of the least that was tried, where none does.
 
     >>> find_fit(run, [Documents((262144,))], Choices()).memory.measures[0]  # doctest: +SKIP
@@ -58,7 +58,7 @@ def find_fit(run: RunOnGpus, steps: Sequence[Documents], choices: Choices, fixed
     refusals = list[tuple[tuple[int, int], PlanError]]()
     for way in _ways(run, steps, choices):
         try:
-            fit = fit_of(way, steps, fixed)
+            fit = fit_of(way, steps)
         except PlanError as error:
             refusals.append(((_rows_of(way), -way.choice.widest(way.home)), error))
             continue
@@ -69,10 +69,10 @@ def find_fit(run: RunOnGpus, steps: Sequence[Documents], choices: Choices, fixed
     return best
 
 
-def fit_of(run: RunOnGpus, steps: Sequence[Documents], fixed: FixedMemory | None = None) -> Fit:
+def fit_of(run: RunOnGpus, steps: Sequence[Documents]) -> Fit:
     """The way of the run's own keys. Raises PlanError where the documents do not fit them, or nothing fits the GPUs."""
     plans = tuple(run.plan(step.lengths, step.targets) for step in steps)
-    memory = run.memory_of(plans, fixed)
+    memory = run.memory_of(plans)
     return Fit(run, plans, memory, run.seconds(plans, memory))
 
 

@@ -12,6 +12,7 @@ from longspan.cli.gpu_plans.gpus import Gpus
 from longspan.config.keys import AUTO
 from longspan.config.memory_keys import check_measures
 from longspan.config.sections import RunConfig
+from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.model.presets import PRESETS
 from longspan.plan import (
@@ -138,17 +139,24 @@ class RunOnGpus:
         """The keys of memory that are given by hand."""
         return fixed_keys(self.config)
 
-    def memory_of(self, plans: Sequence[Plan], fixed: FixedMemory | None = None) -> MemoryPlan:
-        """The fastest plan of memory of these plans. Raises PlanError, with the bytes, where none fits."""
-        return choose_memory(
-            self.model,
-            self.home,
-            list(plans),
-            self.settings,
-            self.budget,
-            self.gpus.machine,
-            fixed=fixed or self.fixed,
-        )
+    def memory_of(self, plans: Sequence[Plan]) -> MemoryPlan:
+        """The fastest plan of memory of these plans, or that of the keys where train.memory chooses nothing.
+
+        Raises PlanError, with the bytes, where it does not fit.
+        """
+        machine, budget = self.gpus.machine, self.budget
+        if self.config.train.memory == AUTO:
+            more = {"machine": machine, "fixed": self.fixed}
+            return choose_memory(self.model, self.home, list(plans), self.settings, budget, **more)
+        memory = next(leanest(self, plans, self.fixed))
+        if not memory.fits(budget):
+            device, host = memory.device.total, memory.host.total
+            raise PlanError(
+                f"the run does not fit with its keys of memory (train.memory is {self.config.train.memory!r}): a rank "
+                f"needs {device:,} bytes of a GPU that may fill {budget.device:,}, and {host:,} of its host's "
+                f"{budget.host:,}"
+            )
+        return memory
 
     def seconds(self, plans: Sequence[Plan], memory: MemoryPlan) -> float:
         """The mean seconds of the steps of these plans, with what the plan of memory adds."""

@@ -1,6 +1,6 @@
 """The documents that a run's steps take, their order and how often, and the lines of output about them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,7 @@ def step_order_of(config: RunConfig, corpus: Corpus) -> StepOrder | PackOrder:
 
 def order_of_lengths(
     config: RunConfig,
-    lengths: npt.NDArray[Any],
+    lengths: Sequence[int] | npt.NDArray[Any],
     *,
     targets: npt.NDArray[Any] | None = None,
     mixture: Mixture | None = None,
