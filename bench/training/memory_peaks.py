@@ -197,8 +197,8 @@ def text_of(peaks: list[Peak]) -> Iterator[str]:
     yield from ("# Predicted and measured peaks of memory", "")
     good, mean = sum(abs(p.error) <= BOUND for p in current), sum(abs(p.error) for p in current) / len(current)
     yield (
-        f"Command: `python bench/training/memory_peaks.py`. Of {len(current)} rows {good} are within 3 %; the mean error "
-        f"is {100 * mean:.1f} %. The parts, in GiB, are those of the prediction, without context and communicators."
+        f"Command: `python bench/training/memory_peaks.py`. Of {len(current)} rows {good} are within 3 %; the mean "
+        f"error is {100 * mean:.1f} %. The parts (GiB) are those of the prediction, without context and communicators."
     )
     names = ("weights", "gradients", "states", "gathered", "kept", "work", "logits")
     for title, some in (("", current), ("Older code, which does not count:", [p for p in peaks if p.older])):

@@ -8,7 +8,7 @@ import pytest
 from longspan.bench.step.command import record_markdown, record_text
 from longspan.bench.step.flags import parse_step
 from longspan.bench.step.settings import StepSettings, make_settings
-from longspan.bench.timing import kind_of, merge_intervals, parts_of
+from longspan.bench.timing import kind_of, merge_intervals, seconds_by_part
 from longspan.cli.main import main
 from longspan.config.file import to_toml
 from longspan.errors import ConfigError
@@ -158,7 +158,7 @@ def test_parts_add_up_and_count_once() -> None:
         ("multi_tensor_apply_kernel", 5.0, 5.5),
         ("Memcpy HtoD (Pinned -> Device)", 0.5, 1.0),
     ]
-    parts = parts_of(events, 6.0)
+    parts = seconds_by_part(events, 6.0)
     assert parts == {
         "attention": 2.0,
         "other layers": 1.0,

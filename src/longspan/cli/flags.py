@@ -117,9 +117,9 @@ def _split_lists(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
             if not equals:
                 words.append(word)
                 continue
-        listed = in_list and any(mark in value for mark in "[], ")
+        holds_several = in_list and any(mark in value for mark in "[], ")
         numbers = [number for number in re.split(r"[\[\],\s]+", value) if number]
-        words += [*filter(None, [flag]), *numbers] if listed else [word]
+        words += [*filter(None, [flag]), *numbers] if holds_several else [word]
     return words
 
 
@@ -213,6 +213,7 @@ def check_names(argv: Sequence[str], types: dict[str, Any], prog: str) -> None:
 
 
 def _check_name(flag: str, types: dict[str, Any], prog: str) -> None:
+    """Raise ConfigError, with the nearest name, for a flag that the verb does not have."""
     if flag in types or flag == "--help":
         return
     if flag == "--longest" and "--longest_document" in types:

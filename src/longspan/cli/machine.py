@@ -97,7 +97,7 @@ def set_gpu_environment(compile_cache: str = "") -> None:
         return
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
-    folder = _make_writable(cache_folder(compile_cache))
+    folder = _make_writable(kernel_cache_folder(compile_cache))
     major, minor = gpus.capability
     folders = {
         "TRITON_CACHE_DIR": folder / "triton",
@@ -110,7 +110,7 @@ def set_gpu_environment(compile_cache: str = "") -> None:
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
-def cache_folder(compile_cache: str = "") -> Path:
+def kernel_cache_folder(compile_cache: str = "") -> Path:
     """The folder of compiled kernels: `compile_cache`, or longspan/kernels in the user's cache (XDG_CACHE_HOME)."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return Path(compile_cache).expanduser().absolute() if compile_cache else cache / "longspan" / "kernels"
@@ -141,7 +141,7 @@ def machine() -> dict[str, Any]:
     from torch.cuda import nccl
 
     facts: dict[str, Any] = {
-        "processor": _processor(),
+        "processor": _processor_name(),
         "cores": usable_cores(),
         "memory_bytes": _memory_bytes(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -166,7 +166,8 @@ def machine_text(facts: dict[str, Any]) -> str:
     return f"{names} (CUDA {facts['cuda']}, cuDNN {facts['cudnn']}, NCCL {facts['nccl']}); {host}"
 
 
-def _processor() -> str:
+def _processor_name() -> str:
+    """Return the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longspan.errors import ModelError
+from longspan.errors import ModelError, PlanError
+from longspan.plan.memory import parameters
 
 
 def architecture_name(model: nn.Module) -> str:
@@ -25,19 +26,10 @@ def layers_of_stages(layers: int, stages: int) -> tuple[range, ...]:
 
     Raises ModelError if there are more stages than layers.
     """
-    if stages > layers:
-        raise ModelError(
-            f"{stages} pipeline stages (pp x virtual stages) for {layers} layers; each stage needs at least one: "
-            f"use at most {layers} stages"
-        )
-    load = [1 + (stage == 0) + (stage == stages - 1) for stage in range(stages)]
-    counts = [1] * stages
-    for _ in range(layers - stages):
-        least = min(range(stages), key=lambda stage: (load[stage], -stage))
-        load[least] += 1
-        counts[least] += 1
-    starts = [sum(counts[:stage]) for stage in range(stages)]
-    return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
+    try:
+        return parameters.layers_of_stages(layers, stages)
+    except PlanError as error:
+        raise ModelError(str(error)) from None
 
 
 class Absent(nn.Module):

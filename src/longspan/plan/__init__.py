@@ -41,18 +41,25 @@ if TYPE_CHECKING:  # of memory: imported on first use
     from longspan.plan.memory.settings import MemoryBudget as MemoryBudget
     from longspan.plan.memory.settings import MemorySettings as MemorySettings
 
-__getattr__, __dir__, __all__ = lazy_exports(__name__)
-__all__ += [
+__getattr__, __dir__, _ = lazy_exports(__name__)
+__all__ = [
+    "MEASURES",
     "AttentionCall",
     "Bound",
+    "Bytes",
     "CommType",
     "Cost",
     "CostSettings",
     "EncoderLoad",
     "EncoderShape",
+    "FixedMemory",
     "Group",
     "Link",
     "Machine",
+    "MemoryBudget",
+    "MemoryNeeds",
+    "MemoryPlan",
+    "MemorySettings",
     "MicroBatch",
     "Mode",
     "ModelShape",
@@ -62,8 +69,11 @@ __all__ += [
     "PlanOptions",
     "Timeline",
     "TypePrice",
+    "added_seconds",
+    "choose_memory",
     "cost_on_h200",
     "group_counts",
+    "longest_document",
     "lower_bound_seconds",
     "model_flops",
     "peak_tflops",
@@ -73,6 +83,7 @@ __all__ += [
     "plan_row",
     "predicted_seconds",
     "read_plans",
+    "reason_uncounted",
     "slot_rows",
     "timeline",
 ]

@@ -143,7 +143,8 @@ def count_step(
     if lora is not None:
         model = add_lora(model, NewAdapter(**lora)).to(dtype)
     if depths:
-        model = add_mtp(model, depths=depths).to(dtype)
+        added: Any = add_mtp(model, depths=depths)
+        model = added.to(dtype)
     options: dict[str, Any] = {"shard_parameters": False, "fused_norms": "on", "probe": False} | how
     prepared: Any = prepare(model, world, **options)
     documents = documents_of(plan.lengths, config.get_text_config().vocab_size)

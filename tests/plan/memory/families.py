@@ -26,10 +26,10 @@ _DENSE: dict[str, Any] = {
     "pad_token_id": None,
     "max_position_embeddings": 8192,
 }
-_HYBRID = _DENSE | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-_ROUTED = {"num_experts_per_tok": 2}
-_EXPERTS = _ROUTED | {"num_experts": 8, "moe_intermediate_size": 192}
-_DELTA_NET = {
+_HYBRID: dict[str, Any] = _DENSE | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+_ROUTED: dict[str, Any] = {"num_experts_per_tok": 2}
+_EXPERTS: dict[str, Any] = _ROUTED | {"num_experts": 8, "moe_intermediate_size": 192}
+_DELTA_NET: dict[str, Any] = {
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 32,
@@ -37,26 +37,35 @@ _DELTA_NET = {
     "layer_types": ["linear_attention", "full_attention"],
     "shared_expert_intermediate_size": 192,
 }
-_MAMBA2 = {"mamba_n_heads": 16, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 1, "mamba_expand": 2}
+_MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 16,
+    "mamba_d_head": 32,
+    "mamba_d_state": 32,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+}
 
 DENSE = ("qwen3", "llama", "gemma3")
 EXPERTS = ("qwen3-moe", "gpt-oss")
 HYBRIDS = ("bamba", "qwen3-next")
 
 
-def config_of(family: str, **changes: Any) -> PreTrainedConfig:
+_HYBRID_SIZES = _HYBRID | _MAMBA2 | {"attn_layer_indices": [1]}
+_KINDS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "qwen3": (Qwen3Config, _DENSE),
+    "llama": (LlamaConfig, _DENSE),
+    "gemma3": (Gemma3TextConfig, _DENSE | {"sliding_window": 64}),
+    "qwen3-moe": (Qwen3MoeConfig, _DENSE | _EXPERTS),
+    "gpt-oss": (
+        GptOssConfig,
+        _HYBRID | _ROUTED | {"intermediate_size": 192, "num_local_experts": 8, "sliding_window": 64},
+    ),
+    "bamba": (BambaConfig, _HYBRID_SIZES),
+    "qwen3-next": (Qwen3NextConfig, _HYBRID | _EXPERTS | _DELTA_NET),
+}
+
+
+def config_of(family: str) -> PreTrainedConfig:
     """A model of a family in two layers."""
-    if family == "llama":
-        return LlamaConfig(**_DENSE | changes)
-    if family == "gemma3":
-        return Gemma3TextConfig(**_DENSE | {"sliding_window": 64} | changes)
-    if family == "qwen3-moe":
-        return Qwen3MoeConfig(**_DENSE | _EXPERTS | changes)
-    if family == "gpt-oss":
-        sizes = _HYBRID | _ROUTED | {"intermediate_size": 192, "num_local_experts": 8, "sliding_window": 64}
-        return GptOssConfig(**sizes | changes)
-    if family == "bamba":
-        return BambaConfig(**_HYBRID | _MAMBA2 | {"attn_layer_indices": [1]} | changes)
-    if family == "qwen3-next":
-        return Qwen3NextConfig(**_HYBRID | _EXPERTS | _DELTA_NET | changes)
-    return Qwen3Config(**_DENSE | changes)
+    kind, sizes = _KINDS[family]
+    return kind(**sizes)

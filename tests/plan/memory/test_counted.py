@@ -119,6 +119,9 @@ def _over_ranks(rank: int) -> dict[str, tuple[float, float]]:
             counted = count_step(config, plan, world, activation_checkpointing="none")
             needs = MemoryNeeds.of(config.to_dict(), world.home, plan, settings)
             both[f"{kind} {degree}"] = _kept(needs, "none", 2), float(sum(counted.kept))
+            if kind == "a2a":  # the local output and the log-sum-exp, and nothing that was exchanged
+                counted = count_step(config, plan, world, activation_checkpointing="selective")
+                both[f"selective {degree}"] = _kept(needs, "selective", 2), float(sum(counted.kept))
     return both
 
 
@@ -126,5 +129,6 @@ def test_exchanged_heads_are_kept() -> None:
     """At degree 4 each of 2 key/value heads is sent to two members."""
     for of_rank in run_ranks(_over_ranks, 4):
         for name, (planned, counted) in of_rank.items():
-            assert abs(planned / counted - 1) <= CLOSE, name
+            statistics = 2 * ROWS * 8 * 4 if "selective" in name else 0  # a log-sum-exp may be kept with what it is of
+            assert abs(planned - counted) <= CLOSE * counted + statistics, name
         assert of_rank["p2p 4"][0] < of_rank["a2a 2"][0] < of_rank["a2a 4"][0]

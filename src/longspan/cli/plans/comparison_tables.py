@@ -270,8 +270,11 @@ def rows_of_slot(plan: Plan) -> int:
 
 
 def degrees_picture(title: str, comparison: DegreeComparison) -> str:
-    """Seconds over the degrees, filled and planned, with words at the best one, and lines at the first one filled and
-    at the dynamic plan, where that takes another time than the best. An SVG document.
+    """Draw the predicted seconds of an evaluation over its degree, as an SVG document.
+
+    One curve is of micro-batches that repeat documents until all groups have one, the other of plans that hold each
+    document once. The best degree is labelled. Lines mark the first degree's time and that of the dynamic plan, if it
+    differs from the best.
     """
     choices, best = comparison.choices, comparison.best
     places = np.arange(len(choices), dtype=np.float64)

@@ -21,7 +21,7 @@ from longspan.plan.cost.type_price import AttentionCall, TypePrice, describe_gro
 from longspan.plan.micro_batch import Group
 
 VERSION = 1  # of the file
-_ABSENT_BEFORE = {"memory_bytes": 0, "host_copy_bytes_per_second": 55e9}  # of files of older versions
+_ABSENT_BEFORE: dict[str, Any] = {"memory_bytes": 0, "host_copy_bytes_per_second": 55e9}  # of files of older versions
 # Passes over memory of a layer that runs forward twice, over those of forward and backward together (predictions.md).
 RECOMPUTED_PASSES = 0.75
 

@@ -6,7 +6,6 @@ measures are tried, with weights gathered once or twice and states on the device
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations_with_replacement
 from typing import Any
 
 from longspan.errors import PlanError
@@ -42,7 +41,7 @@ class FixedMemory:
     @property
     def words(self) -> tuple[Measure, ...]:
         """The measures that layers may have. Raises PlanError where the keys leave none."""
-        words = [word for word in MEASURES if self.measure is None or word.partition("+")[0] == self.measure]
+        words: list[Measure] = [w for w in MEASURES if self.measure is None or w.partition("+")[0] == self.measure]
         if self.offload is not None:
             words = [
                 word for word in words if ("+" in word) == self.offload or (word == "none" and self.measure is None)
@@ -85,21 +84,25 @@ def choose_memory(
 def _fitting(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> Iterator[MemoryPlan]:
     """Of each pair of measures and each setting, the plan that fits with as few layers of the slower one as can be."""
     for some in _settings(needs, fixed):
-        for fast, slow in combinations_with_replacement(_possible(needs, fixed.words), 2):
+        for fast, slow in _pairs(_possible(needs, fixed.words)):
             if (memory := _fewest(some, slow, fast, budget, fixed)) is not None:
                 yield memory
 
 
 def _fits_at_all(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> bool:
     """Whether any choice fits: if none does in which layers keep least, on the device or on the host."""
-    least = [words[-1] for words in _split_by_place(_possible(needs, fixed.words)) if words]
+    least: list[Measure] = [words[-1] for words in _split_by_place(_possible(needs, fixed.words)) if words]
     once = False if fixed.gathered_once is None else fixed.gathered_once
-    pairs = list(combinations_with_replacement(least, 2))
     return any(
         _fewest(some, slow, fast, budget, fixed) is not None
         for some in _settings(needs, replace(fixed, gathered_once=once))
-        for fast, slow in pairs
+        for fast, slow in _pairs(least)
     )
+
+
+def _pairs(words: Sequence[Measure]) -> list[tuple[Measure, Measure]]:
+    """Each measure with itself, and with those that are slower."""
+    return [(fast, slow) for place, fast in enumerate(words) for slow in words[place:]]
 
 
 def _split_by_place(words: Sequence[Measure]) -> tuple[list[Measure], list[Measure]]:
@@ -107,7 +110,7 @@ def _split_by_place(words: Sequence[Measure]) -> tuple[list[Measure], list[Measu
     return [word for word in words if "+" not in word], [word for word in words if "+" in word]
 
 
-def _possible(needs: MemoryNeeds, words: Sequence[Measure]) -> Sequence[Measure]:
+def _possible(needs: MemoryNeeds, words: Sequence[Measure]) -> list[Measure]:
     """Without what is the same as another measure: where no head is exchanged."""
     exchanges = any(load.exchanged_rows for load in needs.loads)
     return [word for word in words if exchanges or word != "exchanged"]
@@ -153,7 +156,7 @@ def _if_fits(memory: MemoryPlan, budget: MemoryBudget) -> MemoryPlan | None:
 
 def _measures(needs: MemoryNeeds, slow: Measure, fast: Measure, count: int) -> tuple[Measure, ...]:
     """One word for the first so many layers of each rank's stages, another for the others."""
-    words = [fast] * needs.layers
+    words: list[Measure] = [fast] * needs.layers
     for place in needs.places:
         for layer in place.stage.layers[:count]:
             words[layer] = slow

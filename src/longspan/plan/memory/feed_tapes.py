@@ -7,6 +7,7 @@ its input only; elsewhere, and of other gates, what torch's operations save.
 from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.cost.layers import Weights, feed_forward_weights
 from longspan.plan.memory.layer_builder import WIDE, LayerBuilder
+from longspan.plan.memory.tape import Work
 
 _INDEX = 8  # bytes of the number of a row
 _OWN_GATES = {"gpt_oss": 4}  # families with another gate, and tensors that it saves between its input and its output
@@ -87,7 +88,7 @@ def _add_gate(builder: LayerBuilder, inner: str, width: float) -> str:
         return tape.run("expert_product", (inner,), size, saves=(inner,))
     parts = {f"expert_gate.{i}": size for i in range(between)}
     return tape.run(
-        "expert_product", (inner,), size, saves=(inner,), also=parts, backward_work=2 * size * (between > 1)
+        "expert_product", (inner,), size, saves=(inner,), also=parts, work=Work(0.0, 2 * size * (between > 1))
     )
 
 

@@ -7,7 +7,7 @@ transformers' operations in float32.
 from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.settings import MemorySettings
-from longspan.plan.memory.tape import Tape
+from longspan.plan.memory.tape import Tape, Work
 
 WIDE = 4  # bytes of a number of float32
 
@@ -15,14 +15,24 @@ WIDE = 4  # bytes of a number of float32
 class LayerBuilder:
     """A tape while it is built: for the rows of a load, on one of `tp` ranks and of `ep` that share experts.
 
+    `lean` attention saves its local rows under types that exchange heads.
+
     >>> builder = LayerBuilder(read, MemorySettings(), SlotLoad(rows=1024))  # doctest: +SKIP
     >>> builder.norm("normed", "x", builder.hidden)  # doctest: +SKIP
     'normed'
     """
 
     def __init__(
-        self, read: ConfigReader, settings: MemorySettings, load: SlotLoad, *, tp: int = 1, ep: int = 1
+        self,
+        read: ConfigReader,
+        settings: MemorySettings,
+        load: SlotLoad,
+        *,
+        tp: int = 1,
+        ep: int = 1,
+        lean: bool = False,
     ) -> None:
+        self.lean = lean
         self.read, self.settings, self.load, self.tp, self.ep = read, settings, load, tp, ep
         self.number, self.hidden = settings.compute_bytes, read.count("hidden_size")
         self.residual = self.hidden // tp if settings.sequence_parallel else self.hidden
@@ -60,11 +70,10 @@ class LayerBuilder:
             even_size,
             saves=(wide,),
             also=roots,
-            forward_work=self.rows(width, WIDE),
-            backward_work=2 * self.rows(width, WIDE),
+            work=Work(self.rows(width, WIDE), 2 * self.rows(width, WIDE)),
         )
         saves = (even,) if self.settings.trains_all else ()  # for the gradient of its weight
-        return tape.run(name, (even,), self.rows(width), saves=saves, backward_work=even_size)
+        return tape.run(name, (even,), self.rows(width), saves=saves, work=Work(0.0, even_size))
 
     def gated_norm(self, name: str, x: str, gate: str, width: float, groups: float, *, gate_first: bool) -> str:
         """A norm with a gate before it (Mamba 2) or after it (gated delta nets)."""
@@ -74,10 +83,10 @@ class LayerBuilder:
         wide, size = self.rows(width, WIDE), self.rows(width)
         if gate_first:
             parts = {f"{name}.{part}": wide for part in ("x", "gate", "silu", "product")}
-            even = tape.run(f"{name}.even", (x, gate), size, also=parts | roots, backward_work=2 * wide)
+            even = tape.run(f"{name}.even", (x, gate), size, also=parts | roots, work=Work(0.0, 2 * wide))
             return tape.run(name, (even,), size, saves=(even,))
         parts = {f"{name}.{part}": wide for part in ("x", "gate", "silu")} | {f"{name}.even": size}
-        return tape.run(name, (x, gate), size, also=parts | {f"{name}.scaled": size} | roots, backward_work=2 * wide)
+        return tape.run(name, (x, gate), size, also=parts | {f"{name}.scaled": size} | roots, work=Work(0.0, 2 * wide))
 
     def linear(self, name: str, target: str, x: str, width_in: float, width_out: float) -> str:
         """A product with a weight of these widths, with its adapter if the linear `target` has one."""

@@ -15,7 +15,7 @@ from longspan.plan.memory.layer_builder import WIDE, LayerBuilder
 from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.mixer_tapes import add_mixer
 from longspan.plan.memory.settings import MemorySettings
-from longspan.plan.memory.tape import Tape
+from longspan.plan.memory.tape import Tape, Work
 
 HEAD_NORMS = ("qwen3", "gemma3", "olmo2", "olmo3")  # families with a norm of each query and key
 POST_NORMS = ("gemma2", "gemma3", "glm4")  # families with a norm after attention and after the MLP too
@@ -37,9 +37,9 @@ class LayerTapes:
     tp: int = 1
     ep: int = 1
 
-    def tape(self, kind: LayerKind, load: SlotLoad) -> Tape:
-        """The layer's operations on a slot's rows."""
-        builder = LayerBuilder(self.read, self.settings, load, tp=self.tp, ep=self.ep)
+    def tape(self, kind: LayerKind, load: SlotLoad, *, lean: bool = False) -> Tape:
+        """The layer's operations on a slot's rows; `lean` attention saves local rows, which backward exchanges."""
+        builder = LayerBuilder(self.read, self.settings, load, tp=self.tp, ep=self.ep, lean=lean)
         x = "x"
         if kind.attention or kind.mixes:
             x = builder.add("h", x, _post_norm(builder, "n1_post", self._add_mixing(builder, kind)))
@@ -82,7 +82,7 @@ def _add_attention(builder: LayerBuilder, x: str) -> str:
         q = builder.norm("q_norm", q, query, heads)
         k = builder.norm("k_norm", k, key, kv_heads)
     turned = _ROTARY_WORK * builder.rows(query)
-    q = tape.run("q_turned", (q,), builder.rows(query), forward_work=turned, backward_work=turned)
+    q = tape.run("q_turned", (q,), builder.rows(query), work=Work(turned, turned))
     k = tape.run("k_turned", (k,), builder.rows(key))
     out = _add_attend(builder, (q, k, v), query, key, heads)
     if gate:
@@ -97,13 +97,15 @@ def _add_attend(builder: LayerBuilder, qkv: tuple[str, str, str], query: float, 
     blocks = (4 * load.ring_rows + 2 * load.gathered_rows) * key * number
     sums = 2 * key * WIDE * (2 * load.ring_rows + load.gathered_rows)
     wide_out = builder.rows(query, WIDE)  # of queries' gradients, and of outputs that are merged
-    work = {"forward_work": blocks + wide_out * bool(load.ring_rows), "backward_work": blocks + sums + wide_out}
+    work = Work(blocks + wide_out * bool(load.ring_rows), blocks + sums + wide_out)
     lse, size = {"lse": builder.rows(heads, WIDE)}, builder.rows(query)
-    if not load.exchanged_rows:
-        return tape.run("out", (q, k, v), size, saves=(q, k, v, "out"), also=lse, **work)
     keys = (load.rows - load.exchanged_rows + load.exchanged_key_rows) * key * number
+    if not load.exchanged_rows or builder.lean:
+        moved = 2 * (size + keys) * bool(load.exchanged_rows)  # q, k, v, and the output or its gradient
+        work = Work(work.forward + moved, work.backward + moved)
+        return tape.run("out", (q, k, v), size, saves=(q, k, v, "out"), also=lse, work=work)
     q, k, v = (
         tape.run(f"{name}_moved", (x,), size if name == "q" else keys) for name, x in zip("qkv", (q, k, v), strict=True)
     )
-    moved = tape.run("out_moved", (q, k, v), size, saves=(q, k, v, "out_moved"), also=lse, **work)
+    moved = tape.run("out_moved", (q, k, v), size, saves=(q, k, v, "out_moved"), also=lse, work=work)
     return tape.run("out", (moved,), size)

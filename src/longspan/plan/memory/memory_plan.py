@@ -149,12 +149,12 @@ class MemoryNeeds:
     ) -> "MemoryNeeds":
         """Of the rows of slots, in steps of at most so many micro-batches, in so many groups of a slot."""
         read, numbers = ConfigReader.of(config), ModelNumbers.of(config, home, settings)
-        layers = len(numbers.kinds) - settings.depths
+        layers = numbers.decoder_layers
         places = tuple(
             StepPeak(
                 read, home, settings, numbers, stage, _count_in_flight(home, settings, place, micro_batches), groups
             )
-            for place, stage in enumerate(stages_of(layers, home, settings))
+            for place, stage in enumerate(stages_of(layers, home, settings, of_depths=len(numbers.kinds) - layers))
         )
         return cls(places, tuple(loads))
 

@@ -6,6 +6,7 @@ runs of rows are float32; kernels also make those of every chunk, forward and on
 
 from longspan.plan.cost.mixer_shape import CHUNK, MixerShape
 from longspan.plan.memory.layer_builder import WIDE, LayerBuilder
+from longspan.plan.memory.tape import Work
 
 # Tensors of all rows and values in float32 that torch's operations hold in a scan, forward and backward, without a
 # delta rule and with one (counted on a CPU, and of peaks in bench/records/memory-measured.json).
@@ -46,7 +47,7 @@ def _add_mamba(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
         builder.rows(inner),
         saves=(values,),
         also=keys | {"mixer_states": _states(builder, mixer)},
-        **_scan_work(builder, mixer, inner),
+        work=_scan_work(builder, mixer, inner),
     )
     normed = builder.gated_norm("mixer_normed", out, every, inner, 1, gate_first=True)
     return builder.linear("mixer_back", "out_proj", normed, inner, builder.hidden)
@@ -75,7 +76,7 @@ def _add_delta_net(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
         builder.rows(values),
         saves=(*units, wide),
         also=chunks | {"mixer_states": _states(builder, mixer)},
-        **_scan_work(builder, mixer, values),
+        work=_scan_work(builder, mixer, values),
     )
     normed = builder.gated_norm("mixer_normed", out, gate, values, heads, gate_first=False)
     return builder.linear("mixer_back", "out_proj", normed, values, builder.hidden)
@@ -102,17 +103,14 @@ def _states(builder: LayerBuilder, mixer: MixerShape) -> float:
     return builder.load.runs * mixer.state / builder.tp * WIDE
 
 
-def _scan_work(builder: LayerBuilder, mixer: MixerShape, values: float) -> dict[str, float]:
+def _scan_work(builder: LayerBuilder, mixer: MixerShape, values: float) -> Work:
     """What a scan holds while it runs forward and backward: states before chunks, and rows of all heads."""
     states = builder.rows(mixer.state / builder.tp / CHUNK)
     if not builder.scans_by_kernels:
         forward, backward = _TORCH_SCANS[mixer.delta]
-        return {
-            "forward_work": forward * builder.rows(values, WIDE),
-            "backward_work": backward * builder.rows(values, WIDE),
-        }
+        return Work(forward * builder.rows(values, WIDE), backward * builder.rows(values, WIDE))
     if not mixer.delta:
         wide = builder.rows(values, WIDE)
-        return {"forward_work": states + 2 * wide, "backward_work": 3 * states + 3 * wide}
+        return Work(states + 2 * wide, 3 * states + 3 * wide)
     rows = builder.rows(values + mixer.heads * mixer.key_size / builder.tp)
-    return {"forward_work": states + 2 * rows, "backward_work": 2 * states + 4 * rows}
+    return Work(states + 2 * rows, 2 * states + 4 * rows)

@@ -62,14 +62,19 @@ class Stage:
 
 @dataclass(frozen=True)
 class ModelNumbers:
-    """The parameters of a model: of every layer, depths of multi-token prediction last, and of what is around them."""
+    """The parameters of a model: of every layer, those of depths of multi-token prediction last, and what is around.
 
+    A depth may have several layers; `decoder_layers` are those of the model without depths.
+    """
+
+    read: ConfigReader
     kinds: tuple[LayerKind, ...]
     layers: tuple[Numbers, ...]
     embedding: Numbers
     head: Numbers
     tied: bool
     tower: Numbers
+    decoder_layers: int
     tower_shape: EncoderShape | None = None
 
     @classmethod
@@ -83,25 +88,32 @@ class ModelNumbers:
         if not kinds:
             read.require("num_hidden_layers")
         depth = kinds_of_depth(read)
-        if len(depth) > 1 and settings.depths:
-            depth = depth[-1:]  # one measure for each depth; its layers are counted together
         mixer = mixer_of(read) if any(kind.mixes for kind in kinds) else None
         layers = [_layer_numbers(read, kind, mixer, home, settings) for kind in kinds]
         hidden = read.count("hidden_size")
-        joined = 2 * hidden * hidden
+        joined = 2 * hidden * hidden  # what a depth begins with
         extra = Numbers(joined, joined if settings.trains_all else 0.0, 0.0, joined)
-        layers += [_layer_numbers(read, depth[0], mixer, home, settings) + extra] * settings.depths
+        of_depth = [_layer_numbers(read, kind, mixer, home, settings) for kind in depth]
+        layers += [of_depth[0] + extra, *of_depth[1:]] * settings.depths
         table = hidden * read.count("vocab_size") / home.tp
-        trained = table if settings.trains_all else 0.0
+        trained, (tower, tower_shape) = table if settings.trains_all else 0.0, _tower(config, settings)
         of_table = Numbers(table, trained, 0.0, table)
         return cls(
+            read,
             kinds + depth * settings.depths,
             tuple(layers),
             of_table,
             of_table,
             bool(read.value("tie_word_embeddings")),
-            *_tower(config, settings),
+            tower,
+            len(kinds),
+            tower_shape,
         )
+
+    def begins_depth(self, layer: int) -> bool:
+        """Whether a layer is the first of a depth."""
+        behind, depths = layer - self.decoder_layers, len(kinds_of_depth(self.read))
+        return behind >= 0 and behind % depths == 0
 
     def root(self, stage: Stage) -> Numbers:
         """Embedding and head on a stage; a tied one once."""
@@ -192,7 +204,10 @@ def layers_of_stages(layers: int, stages: int) -> tuple[range, ...]:
     Raises PlanError if there are more stages than layers.
     """
     if stages > layers:
-        raise PlanError(f"{stages} pipeline stages for {layers} layers; each needs one: use at most {layers} stages")
+        raise PlanError(
+            f"{stages} pipeline stages (pp x virtual stages) for {layers} layers; each stage needs at least one: "
+            f"use at most {layers} stages"
+        )
     load = [1 + (stage == 0) + (stage == stages - 1) for stage in range(stages)]
     counts = [1] * stages
     for _ in range(layers - stages):
@@ -203,12 +218,12 @@ def layers_of_stages(layers: int, stages: int) -> tuple[range, ...]:
     return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
 
 
-def stages_of(layers: int, home: Layout, settings: MemorySettings) -> tuple[Stage, ...]:
-    """What each pipeline position holds, of `layers` without depths, which stand with the last stage."""
+def stages_of(layers: int, home: Layout, settings: MemorySettings, *, of_depths: int = 0) -> tuple[Stage, ...]:
+    """What each pipeline position holds of `layers`; those `of_depths` behind them stand with the last stage."""
     stages = home.pp * (settings.vpp if home.pp > 1 else 1)
     parts: Sequence[Sequence[int]] = layers_of_stages(layers, stages)
     parts = [tuple(part) for part in parts]
-    parts[-1] = (*parts[-1], *range(layers, layers + settings.depths))
+    parts[-1] = (*parts[-1], *range(layers, layers + of_depths))
     places: list[Stage] = []
     for place in range(home.pp):
         folded = settings.schedule == "zbv"

@@ -67,10 +67,12 @@ class StepPeak:
 
     def layer_bytes(self, layer: int, load: SlotLoad, measure: Measure) -> LayerBytes:
         """What one layer keeps and holds of a load."""
-        is_depth = layer >= len(self.numbers.kinds) - self.settings.depths
+        is_depth = self.numbers.begins_depth(layer)
         key = self.numbers.kinds[layer], load, measure, is_depth
         if key not in self.layers_so_far:
-            tape = LayerTapes(self.read, self.settings, self.home.tp, self.home.ep).tape(key[0], load)
+            tape = LayerTapes(self.read, self.settings, self.home.tp, self.home.ep).tape(
+                key[0], load, lean=measure.startswith("selective")
+            )
             of_layer = _bytes_under(tape, measure)
             around = _OF_A_DEPTH * load.rows * self.row_bytes * is_depth
             self.layers_so_far[key] = replace(of_layer, kept=of_layer.kept + around)

@@ -10,11 +10,18 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
+class Work(NamedTuple):
+    """Bytes that an operation holds only while it runs, forward and backward."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+
 class Operation(NamedTuple):
     """One operation: `inputs` to `outputs`; `saves` are tensors that backward needs, inputs or outputs.
 
     `through`: the gradient of the output is that of every input, as in a sum. `weights` are bytes of gradients of its
-    parameters, `forward_work` and `backward_work` those of what it holds only while it runs.
+    parameters.
     """
 
     inputs: tuple[str, ...]
@@ -22,8 +29,7 @@ class Operation(NamedTuple):
     saves: tuple[str, ...]
     through: bool = False
     weights: float = 0.0
-    forward_work: float = 0.0
-    backward_work: float = 0.0
+    work: Work = Work()
 
 
 class Peaks(NamedTuple):
@@ -61,17 +67,14 @@ class Tape:
         also: dict[str, float] | None = None,
         through: bool = False,
         weights: float = 0.0,
-        forward_work: float = 0.0,
-        backward_work: float = 0.0,
+        work: Work = Work(),  # noqa: B008
     ) -> str:
         """Add an operation that makes `output` of so many bytes; `also` are tensors that it makes and only saves."""
         assert output not in self.sizes, f"{output} is made twice"
         extra = also or {}
         self.sizes |= {output: size} | extra
         self.constants |= set(extra)
-        operation = Operation(
-            tuple(inputs), (output, *extra), (*saves, *extra), through, weights, forward_work, backward_work
-        )
+        operation = Operation(tuple(inputs), (output, *extra), (*saves, *extra), through, weights, work)
         self.operations.append(operation)
         return output
 
@@ -114,7 +117,7 @@ class Tape:
         alive, peak = dict[str, float](), 0.0
         for i, operation in enumerate(operations):
             alive |= {name: self.sizes[name] for name in operation.outputs if name not in held}
-            peak = max(peak, sum(alive.values()) + operation.forward_work)
+            peak = max(peak, sum(alive.values()) + operation.work.forward)
             for name in list(alive):
                 if last_use[name] <= i and name not in saved:
                     del alive[name]
@@ -143,7 +146,7 @@ class Tape:
                     continue
                 new = len(buffers) + max(buffers)
                 buffers[new] = 0.0 if operation.through else self.sizes[name]
-                peak = max(peak, sum(alive.values()) + sum(buffers.values()) + weights + operation.backward_work)
+                peak = max(peak, sum(alive.values()) + sum(buffers.values()) + weights + operation.work.backward)
                 before = gradient_of.get(name)
                 if before is None or list(gradient_of.values()).count(before) > 1:
                     gradient_of[name] = new

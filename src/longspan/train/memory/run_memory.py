@@ -30,7 +30,7 @@ from longspan.plan import (
 from longspan.plan.memory.parameters import ModelNumbers
 from longspan.train.memory.coming_plans import ComingSteps
 from longspan.train.memory.memory_inputs import fixed_memory, measures_by_hand, memory_budget, memory_settings
-from longspan.train.plans.choice import cost_of_run, machine_of
+from longspan.train.plans.run_cost import cost_of_run, machine_of
 
 # Without copies to the host and second exchanges, which the prices of plans leave out.
 _PRICED_AS = {"selective": "exchanged", "selective+host": "exchanged", "full+host": "full"}

@@ -174,6 +174,11 @@ class StateSizes:
         parameter = nn.Parameter(values)
         parameter.grad = torch.zeros_like(values)
         shadow = shadow_of(self._optimizer, self._optimizer.param_groups[group], [parameter])
+        if self._by_number and (first := self._first_state(group)):  # Adagrad's constructor makes states in torch 2.11
+            shadow.state[parameter] = {
+                name: value.flatten()[:1].expand_as(values).clone() if waits(value, values) else deepcopy(value)
+                for name, value in first.items()
+            }
         shadow.step()
         state = shadow.state[parameter]
         for name, value in state.items():
@@ -184,6 +189,12 @@ class StateSizes:
                     "wait on the host: use adamw, or keep its states on the device (train.offload_states = false)"
                 )
         return tuple(value.nbytes for value in state.values() if waits(value, parameter))
+
+    def _first_state(self, group: int) -> dict[str, Any]:
+        """The states, with plain tensors, of the first parameter of a group that has any; empty if none has."""
+        states = (self._optimizer.state.get(p) for p in self._optimizer.param_groups[group]["params"])
+        first: Mapping[str, Any] = next((state for state in states if state), {})
+        return {name: local_tensor(value) if isinstance(value, Tensor) else value for name, value in first.items()}
 
 
 def waits(value: Any, parameter: Tensor) -> bool:
