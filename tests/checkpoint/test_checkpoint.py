@@ -26,11 +26,11 @@ from longspan.checkpoint.files import (
     complete_checkpoints,
     create_partial,
     files_by_rank,
-    newest_good,
+    newest_good_checkpoint,
     note_damage,
-    prune,
-    publish,
+    publish_checkpoint,
     read_state,
+    remove_old_checkpoints,
     step_of,
 )
 from longspan.checkpoint.storage import HashingWriter, PatientReader
@@ -47,7 +47,7 @@ def check_files(path: Path) -> None:
 
 def latest_checkpoint(root: Path, log: Any) -> Path | None:
     """As one rank alone sees it."""
-    return newest_good(complete_checkpoints(root, log), check_files, log)[0]
+    return newest_good_checkpoint(complete_checkpoints(root, log), check_files, log)[0]
 
 
 def file_checkpoint(root: Path, step: int) -> Path:
@@ -58,7 +58,7 @@ def file_checkpoint(root: Path, step: int) -> Path:
     (partial / "__0_0.distcp").write_bytes(bytes(100))
     (partial / ".metadata").write_bytes(b"index")
     written = {file.name: (len(data := file.read_bytes()), sha256(data).hexdigest()) for file in partial.iterdir()}
-    publish(partial, path, {"step": step}, [written])
+    publish_checkpoint(partial, path, {"step": step}, [written])
     return path
 
 
@@ -137,7 +137,7 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None
         file_checkpoint(tmp_path, step)
     create_partial(tmp_path / "step-000004.partial")
     (tmp_path / "notes").mkdir()
-    prune(tmp_path, keep)
+    remove_old_checkpoints(tmp_path, keep)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", *(f"step-{step:06d}" for step in left)]
 
 
@@ -147,10 +147,10 @@ def test_damaged_ones_neither_count_nor_shadow_good_ones(tmp_path: Path) -> None
         file_checkpoint(tmp_path, step)
     cut(tmp_path / "step-000005" / "__0_0.distcp")
     note_damage({tmp_path / "step-000007": "its contents have changed"}, tmp_path / "step-000006")
-    prune(tmp_path, 3)
+    remove_old_checkpoints(tmp_path, 3)
     assert sorted(step_of(path) for path in tmp_path.iterdir()) == [3, 4, 5, 6, 7]
     note_damage({}, tmp_path / "step-000007")  # restored
-    prune(tmp_path, 3)
+    remove_old_checkpoints(tmp_path, 3)
     assert sorted(step_of(path) for path in tmp_path.iterdir()) == [4, 5, 6, 7]
 
 
@@ -392,7 +392,7 @@ def interrupted_rank(rank: int, ranks: int, root: Path, how: str) -> str:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise OSError(28, "No space left on device", str(partial))
 
-        checkpoint_module.publish = broken  # type: ignore[assignment]
+        checkpoint_module.publish_checkpoint = broken  # type: ignore[assignment]
         update(model, optim)
         with pytest.raises(CheckpointError) as error:
             save_checkpoint(root, model, optim, world, step=2, state={}, keep=1)

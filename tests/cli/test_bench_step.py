@@ -8,7 +8,7 @@ import pytest
 from longspan.bench.step.command import record_markdown, record_text
 from longspan.bench.step.flags import parse_step
 from longspan.bench.step.settings import StepSettings, make_settings
-from longspan.bench.timing import kind_of, merge_intervals, parts_of
+from longspan.bench.timing import kind_of, merge_intervals, seconds_by_part
 from longspan.cli.main import main
 from longspan.config.file import to_toml
 from longspan.errors import ConfigError
@@ -44,6 +44,15 @@ def test_steps_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "recomputation full, the model's own norms, float32" in table and "Longest kernels of longspan" in table
     text = record_text(record)
     assert "not available: ValueError: its attention kernels run on CUDA only" in text and "exposed comm" in text
+
+
+def test_a_record_has_the_plan_of_memory_that_chose(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--lengths", "40,24", "--planners", "fixed", "--repeats", "1", "--warmup", "0"]
+    assert main(["bench", "step", "--world", "2", *words, "--train.memory_bytes", "100000000", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["memory"]["measures"] == ["none", "none"] and 0 < record["memory"]["device"]["total"] < 10**8
+    assert "memory: 2 of 2 layers keep all, weights gathered once" in record_text(record)
+    assert "recomputation auto" in record_markdown(record) and "| planned |" in record_markdown(record)
 
 
 def test_a_planner_and_a_cost_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,7 +167,7 @@ def test_parts_add_up_and_count_once() -> None:
         ("multi_tensor_apply_kernel", 5.0, 5.5),
         ("Memcpy HtoD (Pinned -> Device)", 0.5, 1.0),
     ]
-    parts = parts_of(events, 6.0)
+    parts = seconds_by_part(events, 6.0)
     assert parts == {
         "attention": 2.0,
         "other layers": 1.0,

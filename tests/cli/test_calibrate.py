@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from longspan.bench.calibrate import fit
-from longspan.bench.calibrate.command import CalibrateFlags, fit_machine, make_record, make_settings, record_text
+from longspan.bench.calibrate.command import (
+    CalibrateFlags,
+    calibration_text,
+    fit_machine,
+    make_calibration_settings,
+    make_record,
+)
 from longspan.bench.calibrate.fit import Calibration, Sample, calibrate, least_squares, mean_errors
 from longspan.bench.calibrate.link_trials import GPU_SIZES, message_sizes
 from longspan.bench.calibrate.ranks import Measured
@@ -250,10 +256,10 @@ def test_two_ranks_write_a_machine_that_plans_are_priced_by(tmp_path: Path, capf
 
 def test_one_rank_in_words() -> None:
     samples = [*_measured(levels=()), Sample(part="product", name="product: 8 rows", seconds=1e-3, weight_flops=1e9)]
-    settings = make_settings(CalibrateFlags(), 1, "gloo")
+    settings = make_calibration_settings(CalibrateFlags(), 1, "gloo")
     measured = Measured(samples, "hosts: 1 of 1 ranks", "NVIDIA H100 80GB HBM3", 1, 12.0)
     calibration = fit_machine(measured, settings)
-    text = record_text(make_record(calibration, measured, settings, ["longspan"]))
+    text = calibration_text(make_record(calibration, measured, settings, ["longspan"]))
     lines = text.splitlines()
     assert lines[0].startswith("qwen3-tiny in float32 on 1 rank (gloo), ") and lines[1] == "hosts: 1 of 1 ranks"
     words = [line.split() for line in lines]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from longspan.cli import machine as gpu_environment
-from longspan.cli.machine import NONE, Gpus, cache_folder, set_gpu_environment
+from longspan.cli.machine import NONE, Gpus, kernel_cache_folder, set_gpu_environment
 from longspan.errors import ConfigError
 
 NAMES = (
@@ -26,7 +26,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_kernels_are_kept_in_the_users_cache(gpu: Path) -> None:
     set_gpu_environment()
-    assert gpu.is_dir() and cache_folder() == gpu
+    assert gpu.is_dir() and kernel_cache_folder() == gpu
     assert {name: os.environ.get(name) for name in NAMES} == {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "PYTORCH_CUDA_ALLOC_CONF": None,

@@ -87,7 +87,7 @@ def test_lengths_from_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[s
     cut = [*base, "--data", str(tmp_path / "text"), "--max-document-tokens", "40"]
     assert planned(cut, capsys)[0].lengths == (40, 40, 20, 2, 1)
     assert planned([*base, "--same", "3x50"], capsys)[0].lengths == (50, 50, 50)
-    drawn = planned([*base, "--distribution", "uniform", "--tokens", "9000", "--longest", "4000"], capsys)[0]
+    drawn = planned([*base, "--distribution", "uniform", "--tokens", "9000", "--longest-document", "4000"], capsys)[0]
     assert drawn.tokens >= 9000 and max(drawn.lengths) <= 4000
     plan = tmp_path / "plan.json"
     plan.write_text(drawn.to_json())
@@ -232,7 +232,16 @@ def model_folder(tmp_path: Path, **values: int) -> str:
 def test_under_a2a_degrees_divide_the_query_heads_of_the_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = ["--distribution", "lognorm", "--slots", "24", "--max-tokens-per-slot", "8192", "--longest", "60000"]
+    base = [
+        "--distribution",
+        "lognorm",
+        "--slots",
+        "24",
+        "--max-tokens-per-slot",
+        "8192",
+        "--longest-document",
+        "60000",
+    ]
     words, cost = [*base, "--cp-comm-type", "a2a"], tmp_path / "cost.json"
     cost.write_text("{}")
     model = model_folder(tmp_path)

@@ -214,9 +214,9 @@ CHOICES = [  # (most per slot, plans in turn, what each gains)
 @pytest.mark.parametrize(("most", "plans", "gains"), CHOICES)
 def test_the_number_of_communicators_is_bounded(most: int, plans: list[Plan], gains: list[object]) -> None:
     choice = CommunicatorChoice(most)
-    assert [choice.choose(plan) for plan in plans] == gains
+    assert [choice.choose_groups(plan) for plan in plans] == gains
     for _ in range(2):
-        again = [choice.choose(plan) for plan in plans]
+        again = [choice.choose_groups(plan) for plan in plans]
     assert again == [[]] * len(plans), "what is there is not made again"
 
 
@@ -226,7 +226,7 @@ def test_slots_that_can_gain_nothing_are_not_counted() -> None:
     for most, counted in ((0, set()), (1, {(5, 6, 7)}), (2, {(5, 6, 7), (0, 2), (1, 3), (3, 4), (1, 5)})):
         choice = CommunicatorChoice(most)
         for plan in plans:
-            choice.choose(plan)
+            choice.choose_groups(plan)
         assert set(choice._seen) | (choice._chosen - {(0, 1), (2, 3)}) == counted
 
 

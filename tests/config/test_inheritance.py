@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from longspan.config.defaults import resolve_defaults
 from longspan.config.keys import AUTO, NOT_GIVEN
-from longspan.config.plan_section import ContextConfig, EvalConfig, PlanSection, inherit
+from longspan.config.plan_section import ContextConfig, EvalConfig, PlanSection, inherit_keys
 from longspan.config.sections import ModelConfig, RunConfig, held_out_set
 from longspan.plan.hierarchy import levels_at
 
@@ -32,19 +32,19 @@ SOME = st.fixed_dictionaries({}, optional={"context_parallel_size": DEGREES | st
 
 @given(TRAINING, SOME)
 def test_what_is_given_stays_and_nothing_is_left_open(training: ContextConfig, keys: dict[str, Any]) -> None:
-    evaluation = inherit(PlanSection(**keys), training, training)
+    evaluation = inherit_keys(PlanSection(**keys), training, training)
     for key, value in keys.items():
         stands_for = {("context_parallel_size", 0), ("max_tokens_per_slot", AUTO)}
         expected = getattr(training, key) if (key, value) in stands_for else value
         assert getattr(evaluation, key) == expected
     left = {key for key in KEYS if getattr(evaluation, key) in (NOT_GIVEN, "")}
     assert left <= {"attention_kernel"}  # which the prepared model has
-    assert inherit(evaluation, training, training) == evaluation
+    assert inherit_keys(evaluation, training, training) == evaluation
 
 
 @given(TRAINING, st.sampled_from(KEYS))
 def test_evaluation_without_keys_is_as_training(training: ContextConfig, _: str) -> None:
-    evaluation = inherit(PlanSection(), training, training)
+    evaluation = inherit_keys(PlanSection(), training, training)
     assert evaluation.plan_keys == training.plan_keys | {"attention_kernel": ""}
 
 
@@ -52,10 +52,10 @@ def test_evaluation_without_keys_is_as_training(training: ContextConfig, _: str)
 def test_a_set_is_as_evaluation_but_for_its_keys(
     training: ContextConfig, of_all: dict[str, Any], of_set: dict[str, Any]
 ) -> None:
-    evaluation = inherit(PlanSection(**of_all), training, training)
-    assert inherit(EvalConfig(), evaluation, training).plan_keys == evaluation.plan_keys
-    entry = inherit(EvalConfig(name="books", **of_set), evaluation, training)
-    assert entry.name == "books" and inherit(entry, evaluation, training) == entry
+    evaluation = inherit_keys(PlanSection(**of_all), training, training)
+    assert inherit_keys(EvalConfig(), evaluation, training).plan_keys == evaluation.plan_keys
+    entry = inherit_keys(EvalConfig(name="books", **of_set), evaluation, training)
+    assert entry.name == "books" and inherit_keys(entry, evaluation, training) == entry
     follows = {"planner", "cp_comm_type", "hierarchical_context_parallel_sizes"}  # a degree
     for key in set(KEYS) - follows - of_set.keys():
         assert getattr(entry, key) == getattr(evaluation, key)
@@ -65,9 +65,9 @@ def test_a_set_is_as_evaluation_but_for_its_keys(
 def test_a_degree_that_is_given_makes_plans_of_one_degree(
     training: ContextConfig, of_all: dict[str, Any], degree: int | str
 ) -> None:
-    evaluation = inherit(PlanSection(**of_all), training, training)
+    evaluation = inherit_keys(PlanSection(**of_all), training, training)
     for parent in (training, evaluation):
-        section = inherit(PlanSection(context_parallel_size=degree), parent, training)
+        section = inherit_keys(PlanSection(context_parallel_size=degree), parent, training)
         assert section.planner != "dynamic" and section.context_parallel_size == degree
         assert section.cp_comm_type == (AUTO if degree == AUTO else parent.cp_comm_type)
         if isinstance(degree, int) and degree != parent.context_parallel_size:
@@ -83,8 +83,8 @@ def test_a_configuration_is_resolved_by_the_rule(
     config = RunConfig(model=OWN, context=context, eval=(EvalConfig(name="books", path="x", **of_set),))
     complete = resolve_defaults(config)
     assert resolve_defaults(complete) == complete
-    assert complete.context.evaluation == inherit(PlanSection(**of_all), context, context)
+    assert complete.context.evaluation == inherit_keys(PlanSection(**of_all), context, context)
     (entry,) = complete.eval
-    planned = inherit(PlanSection(**of_set), complete.context.evaluation, complete.context)
+    planned = inherit_keys(PlanSection(**of_set), complete.context.evaluation, complete.context)
     assert entry.plan_keys == planned.plan_keys
     assert held_out_set(complete).plan_keys == complete.context.evaluation.plan_keys

@@ -10,11 +10,11 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions, lower_bound_seconds, predicted_seconds
 from longspan.plan.dynamic.degrees import Anchoring, DegreeTable
-from longspan.plan.dynamic.draft import Bins, LeastLoaded, divide, step_seconds
+from longspan.plan.dynamic.draft import Bins, LeastLoaded, divide, lockstep_seconds
 from longspan.plan.dynamic.few_documents import plan_few
 from longspan.plan.dynamic.lockstep import DraftSettings, Effort, Search, make_draft
-from longspan.plan.dynamic.planner import _lockstep
-from longspan.plan.dynamic.problem import FreeSlots, Problem, runs
+from longspan.plan.dynamic.planner import _lockstep_candidate
+from longspan.plan.dynamic.problem import FreeSlots, Problem, even_runs
 from longspan.plan.planners.request import Request
 from longspan.plan.simulate.distributions import sample_lengths
 
@@ -38,7 +38,7 @@ def problem(lengths: list[int], slots: int, cap: int | None = 8192, min_cp: int 
     ],
 )
 def test_runs_hold_a_group_and_leave_few_slots_out(slots: int, min_cp: int, max_cp: int, widths: list[int]) -> None:
-    pieces = runs(slots, range(min_cp, max_cp + 1))
+    pieces = even_runs(slots, range(min_cp, max_cp + 1))
     assert [width for _, width in pieces] == widths
     assert [start for start, _ in pieces] == np.cumsum([0, *widths]).tolist()[:-1]
 
@@ -69,7 +69,7 @@ def test_groups_of_a_block_that_spans_nodes_are_priced_as_they_lie(slots: int, m
         of_slots = Problem.of(Request.of(lengths, Layout(slots), options), range(min_cp, slots + 1))
         few = plan_few(of_slots)
         assert few is not None and few[0] == pytest.approx(predicted_seconds(few[1], slots, cost))
-        seconds, make = _lockstep(of_slots, Effort(drafts=2, steps=4, sample_steps=6))
+        seconds, make = _lockstep_candidate(of_slots, Effort(drafts=2, steps=4, sample_steps=6))
         assert seconds == pytest.approx(predicted_seconds(make(), slots, cost))
 
 
@@ -131,7 +131,7 @@ def test_the_longest_document_decides_how_short_a_micro_batch_can_be() -> None:
 @pytest.mark.parametrize("name", ["lognorm", "files", "expo"])
 def test_a_draft_follows_the_durations_that_are_wanted(name: str) -> None:
     search = Search(problem(sample_lengths(name, 16 * 32768, longest=65536).tolist(), 16))
-    search.attempt(DraftSettings(np.array([0.4, 0.3, 0.2, 0.15]), Anchoring(0.5, 0.4)))
+    search.try_settings(DraftSettings(np.array([0.4, 0.3, 0.2, 0.15]), Anchoring(0.5, 0.4)))
     assert search.best is not None and search.best.durations[1] > 1.3 * search.best.durations[3]
 
 
@@ -139,7 +139,7 @@ def test_micro_batches_without_documents_take_no_launch() -> None:
     mine = problem([3000, 2000, 100], 4)
     draft = make_draft(mine, DegreeTable.of(mine), np.full(3, mine.mean_seconds), Anchoring(0.5, 0.4))
     launch = mine.request.cost.micro_batch_seconds
-    assert step_seconds(draft.problem, [1.5, 0.0, 0.25]) == pytest.approx(1.75 + 2 * launch, rel=1e-12)
+    assert lockstep_seconds(draft.problem, [1.5, 0.0, 0.25]) == pytest.approx(1.75 + 2 * launch, rel=1e-12)
 
 
 def test_an_item_goes_to_the_bin_that_ends_earliest_among_those_with_room() -> None:
@@ -149,9 +149,9 @@ def test_an_item_goes_to_the_bin_that_ends_earliest_among_those_with_room() -> N
     bins, twin = Bins(), []
     for b in range(12):
         width, level, rows = rng.choice([1, 3, 8]), rng.random(), rng.randint(500, 9000)
-        bins.add(b % 3, (0, width), anchor=-1, seconds=level, rows=rows)
+        bins.add_bin(b % 3, (0, width), anchor=-1, seconds=level, rows=rows)
         twin.append([level - (1.0, 1.5, 2.0)[b % 3], width, rows * width])
-    placed = LeastLoaded(bins, [1.0, 1.5, 2.0], mine).place(
+    placed = LeastLoaded(bins, [1.0, 1.5, 2.0], mine).place_items(
         list(range(200)), 0, mine.tokens.tolist(), mine.work.tolist()
     )
     for item in range(placed):
@@ -169,8 +169,8 @@ def test_items_are_documents_or_packs_of_tiny_ones() -> None:
     assert few.documents == ((1,), (2,), (0,))
     assert sorted(d for item in many.documents for d in item) == list(range(1200))
     assert len(many.documents) < 1200
-    longest_first = [d for item in problem([7, 900] * 40, 8).documents for d in item]
-    assert longest_first == [*range(1, 80, 2), *range(0, 80, 2)]  # equal ones in the order of their numbers
+    order = [d for item in problem([7, 900] * 40, 8).documents for d in item]
+    assert order == [*range(1, 80, 2), *range(0, 80, 2)]  # equal ones in the order of their numbers
     assert many.tokens.tolist() == sorted(many.tokens.tolist(), reverse=True)
     for item, tokens in zip(many.documents, many.tokens.tolist(), strict=True):
         assert sum(many.request.lengths[d] for d in item) == tokens <= many.cap

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from longspan.errors import LayoutError, PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions, plan_fixed, plan_padded, slot_rows
-from longspan.plan.planners.bin_packing import first_fit, spread
+from longspan.plan.planners.bin_packing import pack_first_fit, pack_least_loaded
 from longspan.plan.planners.fixed import Packer, smallest_degree
 from longspan.plan.planners.request import Request
 from tests.plan.cases import bounded, lengths
@@ -91,7 +91,7 @@ def test_bins(documents: list[int], room: int, bins: int) -> None:
         fit = next((b for b, rows in enumerate(filled) if rows + length <= room), len(filled))
         filled[fit:] = [filled[fit] + length, *filled[fit + 1 :]] if fit < len(filled) else [length]
         slow.append(fit)
-    assert first_fit(documents, room) == slow
+    assert pack_first_fit(documents, room) == slow
 
     loads, rows = [0.0] * bins, [0] * bins
     expected: list[int] | None = []
@@ -102,7 +102,7 @@ def test_bins(documents: list[int], room: int, bins: int) -> None:
             break
         loads[fit], rows[fit] = loads[fit] + length**2, rows[fit] + length
         expected.append(fit)
-    assert spread(documents, [float(n * n) for n in documents], bins, room) == expected
+    assert pack_least_loaded(documents, [float(n * n) for n in documents], bins, room) == expected
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from longspan.attention.call import AttendCall
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Plan, plan_dynamic, plan_fixed, plan_padded
-from longspan.plan.dynamic.problem import runs
+from longspan.plan.dynamic.problem import even_runs
 from tests.plan.test_dynamic import check_sound, random_case
 
 HEADS = (1, 2, 4, 6, 7, 12, 25, 32, 40)
@@ -120,7 +120,7 @@ def test_without_heads_any_degree_is_planned() -> None:
     ],
 )
 def test_runs_of_slots_are_as_wide_as_degrees_allow(slots: int, degrees: tuple[int, ...], widths: list[int]) -> None:
-    pieces = runs(slots, degrees)
+    pieces = even_runs(slots, degrees)
     assert [width for _, width in pieces] == widths
     assert [start for start, _ in pieces] == [sum(widths[:i]) for i in range(len(widths))]
 

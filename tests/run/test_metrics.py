@@ -131,7 +131,7 @@ def test_what_takes_long_is_told_of_meanwhile(monkeypatch: pytest.MonkeyPatch) -
         wait_for("step 7/300")
         display.show_step(ROW | {"step": 7})
         wait_for("after step   7/300")
-        display.show_evaluating("books", 3, 40)
+        display.show_eval_progress("books", 3, 40)
         wait_for("evaluation of books, 3 of 40 micro-batches done")
     lines = out.getvalue()
     time.sleep(0.1)

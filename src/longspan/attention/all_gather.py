@@ -119,7 +119,7 @@ class _GradientSums:
         self._finished_slices: list[_Pair] = []  # (dk, dv) of this member's rows
 
     def send(self, addends: list[Addend], k: Tensor, v: Tensor) -> None:
-        """Start with the gradients of all rows k (S, heads, H) and v, after the slice before has arrived."""
+        """Start sending gradients of all rows, k and v (S, heads, H), to their members, after the last slice's."""
         self._collect()
         self._row_shapes = [x.shape[1:] for x in (k, v)]
         packed = self._sum_by_member(addends, k, v)

@@ -126,7 +126,7 @@ def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: A
     else:
         for slice_index in range(swap.slices):
             work.compute_slice(slice_index)
-    dq, dk, dv = totals = _totals(dout, saved[0], split, kv_dtype)
+    dq, dk, dv = totals = _empty_gradients(dout, saved[0], split, kv_dtype)
     for slice_index, some, handle in work.leaving:
         swap.write_rows(handle, totals[some], slice_index)
     if split.kv_copies > 1:
@@ -225,8 +225,8 @@ def _slices(members: Members, split: HeadSplit, q: Tensor) -> int:
     return split.slices(min(worth, SLICES)) if worth > 1 and not members.has_narrow_window else 1
 
 
-def _totals(dout: Tensor, saved: Saved, split: HeadSplit, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the gradients of q, k and v go: (T, dealt heads, size), those of k and v in `dtype`."""
+def _empty_gradients(dout: Tensor, saved: Saved, split: HeadSplit, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Make empty tensors for the gradients of q, k and v: (T, dealt heads, size), those of k and v in `dtype`."""
     kv_heads = split.kv_heads * split.kv_copies
     return (
         dout.new_empty((len(dout), split.heads, saved.q.shape[2])),

@@ -204,7 +204,7 @@ class AttentionCache:
         self.listed_by_layer = listed_by_layer  # whether a group's types are a list with one per layer
         self.calls: dict[Any, AttendCall] = {}
         self.members: dict[tuple[int, int, Mask], Members] = {}
-        self.automatic: dict[Any, tuple[str, int]] = {}
+        self.automatic: dict[Any, tuple[str, int]] = {}  # what "auto" chose: a type and its a2a size
 
 
 _caches = WeakKeyDictionary[SequenceShard, AttentionCache]()  # freed with their shards

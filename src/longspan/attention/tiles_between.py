@@ -70,7 +70,7 @@ def tiles_between(
         banded = _bands(q, k, window)
         loose = _drop_idle_limits(banded)
         return min((make_tilings(arrays) for arrays in (banded, loose, split_at_left(loose))), key=len)
-    return make_tilings(_join_neighbours(_prefixes(q, k)) if causal else _wholes(q, k))
+    return make_tilings(_join_neighbours(_prefix_tiles(q, k)) if causal else _wholes(q, k))
 
 
 def _cut_into_chunks(q: Segments, k: Segments, chunk: int) -> tuple[Segments, Segments]:
@@ -107,13 +107,13 @@ def make_tilings(tiles: TileArrays) -> tuple[Tiling, ...]:
 def _tiling(tiles: TileArrays) -> Tiling:
     """The tiles of one launch, without a limit that hides no key from a row of any of them."""
     bounds = np.stack([tiles.q_start, tiles.q_stop, tiles.k_start, tiles.k_stop], axis=1)
-    left, right = _hides(tiles)
+    left, right = _limits_that_hide(tiles)
     limits = (int(tiles.left[0]) if left.any() else None, int(tiles.right[0]) if right.any() else None)
     return Tiling(bounds, *limits)
 
 
-def _hides(tiles: TileArrays) -> tuple[Flags, Flags]:
-    """Whether the limits on either side hide a key of a tile from one of its rows."""
+def _limits_that_hide(tiles: TileArrays) -> tuple[Flags, Flags]:
+    """Return for each tile whether its left, and its right, limit hides any of its keys from any of its rows."""
     left = (tiles.left >= 0) & (tiles.left < tiles.k_stop - tiles.k_start - 1)
     right = (tiles.right >= 0) & (tiles.right < tiles.q_stop - tiles.q_start - 1)
     return left, right
@@ -145,13 +145,14 @@ def _wholes(q: Segments, k: Segments) -> TileArrays:
     return TileArrays(document, q_start[mine], q_stop[mine], k_start[theirs], k_stop[theirs], none, none)
 
 
-def _prefixes(q: Segments, k: Segments) -> TileArrays:
-    """Causal tiles: every query row sees a prefix of the keys, which grows only where positions interleave.
+def _prefix_tiles(q: Segments, k: Segments) -> TileArrays:
+    """Return the causal tiles of some rows and keys: each query row sees a prefix of the keys.
 
-    For each run of q and each of k, two: the rows at the positions of the run of k, and those after it that no later
-    key precedes.
+    A tile is a range of rows that all see the same first keys, except on its diagonal. For each pair of a run of q and
+    a run of k there are two: the rows at the positions of the run of k, which see one key more with every row, and
+    those after it up to the next run of k, which see all of it.
     """
-    mine, theirs, foremost = pairs_of_runs(q, k)
+    mine, theirs, foremost = pairs_of_runs(q, k)  # indices: of q's run, of k's run, of the document's first run of k
     document, start, stop = q.document[mine], q.start[mine], q.stop[mine]
     k_start, k_stop, k_offset = k.start[theirs], k.stop[theirs], k.offset[theirs]
     following = stop.copy()  # where the next run of k begins
@@ -199,7 +200,7 @@ def _bands(q: Segments, k: Segments, window: int) -> TileArrays:
 
 def _drop_idle_limits(tiles: TileArrays) -> TileArrays:
     """Without limits that hide nothing, tile by tile; all tiles at whose end row and key meet keep one mask."""
-    left, right = _hides(tiles)
+    left, right = _limits_that_hide(tiles)
     ahead = tiles.right > 0
     return tiles._replace(left=np.where(ahead & ~left, -1, tiles.left), right=np.where(ahead & ~right, -1, tiles.right))
 

@@ -26,7 +26,7 @@ _NAMES: tuple[tuple[Kind, tuple[str, ...]], ...] = (
 
 
 def kind_of(name: str) -> Kind:
-    """The part that a kernel or operator belongs to, by its name."""
+    """Return the part of a step that a kernel or operator belongs to, by its name."""
     low = name.lower()
     for kind, words in _NAMES:
         if any(word in low for word in words):
@@ -34,10 +34,11 @@ def kind_of(name: str) -> Kind:
     return "other layers"
 
 
-def parts_of(events: Iterable[tuple[str, float, float]], seconds: float) -> dict[str, float]:
+def seconds_by_part(events: Iterable[tuple[str, float, float]], seconds: float) -> dict[str, float]:
     """Seconds by part of events (name, start, end) of a step that took so long.
 
-    >>> parts_of([("flash_fwd", 0.0, 1.0), ("nccl_ring", 0.5, 1.5), ("gemm", 1.25, 2.0)], 2.5)["exposed communication"]
+    >>> events = [("flash_fwd", 0.0, 1.0), ("nccl_ring", 0.5, 1.5), ("gemm", 1.25, 2.0)]
+    >>> seconds_by_part(events, 2.5)["exposed communication"]
     0.25
     """
     by_kind: dict[Kind, list[Interval]] = {kind: [] for kind in ORDER}
@@ -99,7 +100,7 @@ def _is_work(event: Any) -> bool:
 
 
 def seconds_of(run: Callable[[], object], world: World) -> float:
-    """Seconds of one run, from a moment at which all ranks are there and their GPUs have nothing left to do."""
+    """Time one run, from a moment at which all ranks have come and their GPUs are idle."""
     _wait_for_gpu(world)
     world.control.barrier("start of a timed run")
     started = time.perf_counter()
@@ -109,14 +110,14 @@ def seconds_of(run: Callable[[], object], world: World) -> float:
 
 
 def profile_of(run: Callable[[], object], world: World) -> tuple[dict[str, float], list[dict[str, Any]], float]:
-    """Seconds by part and by kernel of one run, and its seconds; the profiler itself takes some time."""
+    """Profile one run: its seconds by part, its longest kernels, and its seconds, which profiling makes more."""
     from torch.profiler import ProfilerActivity, profile
 
     cuda = world.device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as recorded:
         seconds = seconds_of(run, world)
     events = read_events(recorded, cuda=cuda)
-    return parts_of(events, seconds), longest_kernels(events), seconds
+    return seconds_by_part(events, seconds), longest_kernels(events), seconds
 
 
 def _wait_for_gpu(world: World) -> None:

@@ -109,10 +109,14 @@ def count_targets_of_text(documents: Any, items: ItemTable) -> tuple[int, ...]:
 
 
 def _count_targets(document: Any, number: int, items: ItemTable) -> int:
+    """Count the targets of a document that do not lie on placeholders.
+
+    The first token is never a target, so a placeholder there hides none.
+    """
     if not (hasattr(document, "labels") and hasattr(document, "targets")):
         return items.targets[number]
-    hidden = items.placeholders(number)
-    labels = np.asarray(document.labels(hidden[hidden > 0]))
+    placeholders = items.placeholders(number)
+    labels = np.asarray(document.labels(placeholders[placeholders > 0]))
     return int(document.targets) - int((labels != NO_TARGET).sum())
 
 

@@ -21,7 +21,7 @@ def splice(embeddings: Tensor, shard: SequenceShard, ahead: int = 0) -> Tensor:
 
 
 def embedding_arguments(shard: Any, ahead: int) -> dict[str, int]:
-    """Keywords for an input embedding that is called for the tokens so many further on than a shard's rows.
+    """Return keywords for an input embedding that is called for tokens `ahead` places after a shard's rows.
 
     There are none unless rows are spliced for this shard: then hooks of the embedding take the keyword
     (`model/multimodal/encoder.py`). A probe on the meta device is no shard and has no rows.

@@ -36,11 +36,11 @@ from longspan.checkpoint.files import (
     complete_checkpoints,
     create_partial,
     files_by_rank,
-    newest_good,
+    newest_good_checkpoint,
     note_damage,
-    prune,
-    publish,
+    publish_checkpoint,
     read_state,
+    remove_old_checkpoints,
 )
 from longspan.checkpoint.storage import HashingWriter, PatientReader
 from longspan.comm import World
@@ -80,7 +80,7 @@ def save_checkpoint(
     try:
         digests = _write_tensors(folder, tensors_to_save(model, optimizer), world)
         run_on_first_rank(
-            world, lambda: publish(folder, path, {"step": step, **(state or {})}, digests), CheckpointError
+            world, lambda: publish_checkpoint(folder, path, {"step": step, **(state or {})}, digests), CheckpointError
         )
     except (CheckpointError, CommError) as error:
         if is_first_rank(world) or world.watch.has_died(world.home.ranks[0]):
@@ -88,7 +88,7 @@ def save_checkpoint(
         if isinstance(error, CommError):
             raise
         raise CheckpointError(f"checkpoint {path} could not be written: {error}") from error
-    run_on_first_rank(world, lambda: prune(root, keep), CheckpointError)
+    run_on_first_rank(world, lambda: remove_old_checkpoints(root, keep), CheckpointError)
     return path
 
 
@@ -104,7 +104,7 @@ def find_checkpoint(root: str | Path, world: World, log: LogLine = print, *, not
     """
     root = Path(root)
     paths = run_on_first_rank(world, lambda: complete_checkpoints(root, log), CheckpointError)
-    newest, damage = newest_good(
+    newest, damage = newest_good_checkpoint(
         paths, partial(check_checkpoint, world=world), log if is_first_rank(world) else _silent
     )
     if note:
@@ -118,8 +118,8 @@ def check_checkpoint(path: Path, world: World) -> None:
     All ranks call it together: each reads a part of the files.
     """
     files = run_on_first_rank(world, lambda: check_sizes(path), CheckpointError)
-    mine = files_by_rank(files, len(world.home.ranks))[world.home.ranks.index(world.rank)]
-    run_on_every_rank(world, lambda: check_contents(path, mine), CheckpointError)
+    local_files = files_by_rank(files, len(world.home.ranks))[world.home.ranks.index(world.rank)]
+    run_on_every_rank(world, lambda: check_contents(path, local_files), CheckpointError)
 
 
 def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer | None, world: World) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class StoredMoments(NamedTuple):
 
     @classmethod
     def of(cls, names: Iterable[str]) -> "StoredMoments":
-        """From the names under "optimizer." in a checkpoint."""
+        """Read off which moments a checkpoint holds, from its names under "optimizer."."""
         moments, settings = set[str](), dict[str, set[str]]()
         for name in names:
             if name.startswith(STATE):
@@ -258,7 +258,7 @@ def _write_tensors(folder: Path, tensors: dict[str, Any], world: World) -> list[
 
 
 def _names_in(path: Path) -> list[str]:
-    """All that a checkpoint holds: weights under "model.", moments and settings under "optimizer."."""
+    """List all names in a checkpoint: weights under "model.", moments and settings under "optimizer."."""
     try:
         return list(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
     except Exception as error:  # an unreadable pickle raises anything
@@ -270,7 +270,9 @@ def _names_under(prefix: str, names: Iterable[str]) -> set[str]:
 
 
 def _check_names(path: Path, saved: set[str], weights: set[str]) -> None:
-    """torch refuses weights that the checkpoint lacks; those that the model lacks would be passed over in silence.
+    """Raise CheckpointError unless a checkpoint has the weights of the model, no fewer and no more.
+
+    torch refuses weights that the checkpoint lacks, and passes over those that the model lacks.
 
     `weights` are those of all ranks.
     """

@@ -32,7 +32,7 @@ from longspan.checkpoint.files import (
     check_contents,
     check_sizes,
     complete_checkpoints,
-    newest_good,
+    newest_good_checkpoint,
     read_state,
 )
 from longspan.comm.all_ranks import LogLine
@@ -170,7 +170,7 @@ def _good_checkpoint(root: Path, checkpoint: Path | None, log: LogLine) -> Path:
     if checkpoint is not None:
         check(checkpoint)
         return checkpoint
-    newest, _ = newest_good(complete_checkpoints(root, log), check, log)
+    newest, _ = newest_good_checkpoint(complete_checkpoints(root, log), check, log)
     if newest is None:
         raise CheckpointError(f"there is no checkpoint in {root}; train the run first")
     return newest
@@ -211,6 +211,7 @@ def _tensors(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def _read_group(checkpoint: Path, stored: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+    """Read some tensors of a checkpoint whole, in this process. Raises CheckpointError for unreadable files."""
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
     try:
         with warnings.catch_warnings(action="ignore"):  # that there is one process

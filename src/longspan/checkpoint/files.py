@@ -41,7 +41,9 @@ def create_partial(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def publish(partial: Path, path: Path, state: Mapping[str, Any], digests: Sequence[Mapping[str, Digest]]) -> None:
+def publish_checkpoint(
+    partial: Path, path: Path, state: Mapping[str, Any], digests: Sequence[Mapping[str, Digest]]
+) -> None:
     """Write the state and, last, the manifest; make it durable; give the folder its name."""
     write_durably(partial / STATE, json.dumps(state, indent=1))
     files = {name: digest for part in digests for name, digest in part.items()}
@@ -53,7 +55,7 @@ def publish(partial: Path, path: Path, state: Mapping[str, Any], digests: Sequen
     _sync_folder(path.parent)
 
 
-def prune(root: Path, keep: int) -> None:
+def remove_old_checkpoints(root: Path, keep: int) -> None:
     """Remove unfinished checkpoints, and what is older than the newest `keep` good ones (0: nothing).
 
     Damaged ones, as far as sizes and what `note_damage` wrote tell, are not counted among the good.
@@ -82,7 +84,7 @@ def complete_checkpoints(root: Path, log: LogLine = lambda _: None) -> list[Path
     return [path for path in paths if not path.name.endswith(PARTIAL)]
 
 
-def newest_good(paths: Sequence[Path], check: Check, log: LogLine) -> tuple[Path | None, dict[Path, str]]:
+def newest_good_checkpoint(paths: Sequence[Path], check: Check, log: LogLine) -> tuple[Path | None, dict[Path, str]]:
     """The first of `paths` that passes `check` (None if there are none), and what is wrong with those before it.
 
     Raises CheckpointError if there are some and none passes.
@@ -179,6 +181,7 @@ def _steps(root: Path) -> list[Path]:
 
 
 def _looks_good(path: Path) -> bool:
+    """Return whether a checkpoint has all files at their sizes and is not marked as damaged."""
     try:
         check_sizes(path)
     except CheckpointError:
@@ -216,6 +219,7 @@ def _digest(path: Path) -> Digest:
 
 
 def _sync_folder(path: Path) -> None:
+    """Have the disk keep the entries of a folder before the process goes on."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -228,6 +228,7 @@ def _compare_small_model(flags: DoctorFlags) -> dict[str, Any]:
 
 
 def _prove_named_model(flags: DoctorFlags) -> int:
+    """Prove the model that --model names. Returns 0 if it is proven, otherwise 1."""
     from longspan.cli.doctor_model import ProofFlags, prove_model
 
     proof_flags = ProofFlags(
@@ -237,6 +238,7 @@ def _prove_named_model(flags: DoctorFlags) -> int:
 
 
 def _checks_text(checks: Sequence[Check], good: bool, seconds: float) -> str:
+    """Return the checks as a table with a verdict below it."""
     marks = {True: "✓", False: "✗", None: "·"}
     table = text_table(
         ("", "area", "check", "found"), [(marks[c.good], c.area, c.name, c.found) for c in checks], left=4

@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig
 
 from longspan.cli.machine import set_gpu_environment
 from longspan.cli.processes import Processes, has_torchrun, processes_of, reports_here, run_on_ranks, usable_gpus
-from longspan.doctor.cases import Case, CaseSet, DTypeName, cases_named, contiguous_cases, every_type, image_cases
-from longspan.doctor.images import why_no_videos
+from longspan.doctor.cases import Case, CaseSet, DTypeName, cases_named, cases_of_types, contiguous_cases, image_cases
+from longspan.doctor.images import no_video_reason
 from longspan.doctor.kernels import KernelLine, kernel_lines
 from longspan.doctor.outcomes import Proof, outcome_text, proof_json, proof_text
 from longspan.doctor.proof import InWorld, Ranks, run_proof
@@ -80,7 +80,7 @@ def compare_preset(processes: Processes, timeout: float) -> dict[str, Any]:
     Raises CommError where the ranks did not end well.
     """
     config = preset_config("qwen3-tiny", vocab_size=VOCABULARY)
-    cases = [case for cp in DEGREES if processes.ranks % cp == 0 for case in every_type(cp)]
+    cases = [case for cp in DEGREES if processes.ranks % cp == 0 for case in cases_of_types(cp)]
     dtypes = (_EXACT[processes.backend], _ROUNDED[processes.backend])
     proof = _run_cases(config, [replace(case, dtype=dtype) for dtype in dtypes for case in cases], processes, timeout)
     if not proof.worlds:
@@ -107,19 +107,19 @@ def _true_heads(flags: ProofFlags, processes: Processes) -> bool:
 
 
 def _choose_cases(flags: ProofFlags, processes: Processes, config: PreTrainedConfig) -> list[Case]:
-    """The whole set in the type that shows most there: float64 on CPUs, bfloat16 on GPUs; the basic one in another.
+    """Choose the cases of a proof: the whole set in the type that shows most there, the basic set in another.
 
-    The same with images, where the model reads them; a class that is none of text alone has the basic set of text.
-    Those of hybrids have contiguous rows too.
+    That type is float64 on CPUs, bfloat16 on GPUs. Models that read images have both sets with images too; a class that
+    cannot run on text only has the basic set of text. Hybrids have cases of contiguous rows too.
     """
     main, other = (_EXACT, _ROUNDED) if processes.backend == "gloo" else (_ROUNDED, _EXACT)
     ranks = processes.ranks
     first: tuple[DTypeName, ...] = (main[processes.backend],)
     second: tuple[DTypeName, ...] = (other[processes.backend],)
-    of_text: CaseSet = "basic" if reads_images_alone(config) else flags.cases
-    cases = [*cases_named(of_text, ranks, first), *cases_named("basic", ranks, second)]
+    text_set: CaseSet = "basic" if reads_images_alone(config) else flags.cases
+    cases = [*cases_named(text_set, ranks, first), *cases_named("basic", ranks, second)]
     if has_mixers(config):
-        cases += contiguous_cases(of_text, ranks, first)
+        cases += contiguous_cases(text_set, ranks, first)
     if reads_images(config):
         cases += [*image_cases(flags.cases, ranks, first), *image_cases("basic", ranks, second)]
     return list(dict.fromkeys(cases))
@@ -137,6 +137,7 @@ def _run_under_torchrun(fn: Any, task: Any, count: int, seconds: float) -> InWor
 
 
 def _model_facts(config: PreTrainedConfig, small: PreTrainedConfig, processes: Processes) -> dict[str, Any]:
+    """Return the type and size of a model and the processes that prove it, as a JSON object."""
     text = small.get_text_config()
     return {
         "model_type": config.model_type,
@@ -157,7 +158,7 @@ def _video_text(small: PreTrainedConfig) -> str:
     """Whether a document with images has videos, in words; "" for a model without videos."""
     if not reads_images(small) or not isinstance(getattr(small, "video_token_id", None), int):
         return ""
-    reason = why_no_videos(small)
+    reason = no_video_reason(small)
     return f"no videos: {reason}" if reason else "one of the documents with images has videos too"
 
 

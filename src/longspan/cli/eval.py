@@ -10,7 +10,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from longspan.cli.evaluation.flags import EvalFlags, make_request, parse_eval
-from longspan.cli.evaluation.output import check_writable, result_tables, write_documents, write_folder, write_picture
+from longspan.cli.evaluation.output import (
+    check_writable,
+    result_tables,
+    write_documents,
+    write_picture,
+    write_result_folder,
+)
 from longspan.cli.processes import has_torchrun, processes_of, reports_here, run_on_ranks, say
 from longspan.corpus.files import find_root
 from longspan.errors import plural
@@ -69,6 +75,7 @@ class EvalDisplay:
             self.log(f"{title}: {done:,} of {plural(count, 'micro-batch', 'es')}")
 
     def _advance(self, title: str, done: int, count: int) -> None:
+        """Move the bar of an evaluation to so many micro-batches; its bar begins with the first."""
         if self._bar is None:
             columns = TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn()
             self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(file=self._stream))
@@ -106,7 +113,7 @@ def _write_results(flags: EvalFlags, results: Sequence[SubjectResult], ranks: in
     if flags.plot:
         write_picture(results, Path(flags.plot))
     if flags.out:
-        write_folder(results, record, Path(flags.out))
+        write_result_folder(results, record, Path(flags.out))
     print(as_json(record) if flags.json else result_tables(results, ranks))
 
 

@@ -65,9 +65,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _export_text(written: "Exported") -> str:
+def _export_text(exported: "Exported") -> str:
+    """Return a sentence on what was exported: the checkpoint, the folder, the tensors and their bytes."""
     return (
-        f"step {written.step} of {written.checkpoint} is in {written.folder}: {plural(written.tensors, 'tensor')} of "
-        f"{written.parameters / 1e6:,.1f} M weights in {written.dtype}, {written.bytes / 1e6:,.1f} MB in "
-        f"{plural(written.files, 'file')}"
+        f"step {exported.step} of {exported.checkpoint} is in {exported.folder}: {plural(exported.tensors, 'tensor')} "
+        f"of {exported.parameters / 1e6:,.1f} M weights in {exported.dtype}, {exported.bytes / 1e6:,.1f} MB in "
+        f"{plural(exported.files, 'file')}"
     )

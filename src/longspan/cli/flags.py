@@ -117,9 +117,9 @@ def _split_lists(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
             if not equals:
                 words.append(word)
                 continue
-        listed = in_list and any(mark in value for mark in "[], ")
+        holds_several = in_list and any(mark in value for mark in "[], ")
         numbers = [number for number in re.split(r"[\[\],\s]+", value) if number]
-        words += [*filter(None, [flag]), *numbers] if listed else [word]
+        words += [*filter(None, [flag]), *numbers] if holds_several else [word]
     return words
 
 
@@ -205,9 +205,19 @@ def _is_number(word: str, kind: type[int] | type[float]) -> bool:
     return True
 
 
+def check_names(argv: Sequence[str], types: dict[str, Any], prog: str) -> None:
+    """Raise ConfigError for a flag among the words that a verb with these flags does not have, with the nearest one."""
+    for word in _with_present_flags(argv, types):
+        if word.startswith("--"):
+            _check_name("--" + word.partition("=")[0][2:].replace("-", "_"), types, prog)
+
+
 def _check_name(flag: str, types: dict[str, Any], prog: str) -> None:
+    """Raise ConfigError, with the nearest name, for a flag that the verb does not have."""
     if flag in types or flag == "--help":
         return
+    if flag == "--longest" and "--longest_document" in types:
+        raise ConfigError(f"{prog} has no flag --longest: the longest document of --distribution is --longest_document")
     owners = [name for name in types if name.endswith("." + flag[2:])]
     hint = f"did you mean {owners[0]!r}?" if owners else nearest(flag, types, prefix="--")
     raise ConfigError(f"{prog} has no flag {flag}: {megatron_hint(flag, types) or hint}")
@@ -258,6 +268,8 @@ class TrainFlags(RunConfig):
     """auto: a GPU for each process where there are any; cpu: processes on CPUs; cuda: GPUs, or an error."""
     json: Switch = False
     """Print the result as one JSON object on standard output; progress goes to standard error."""
+    dry_run: Switch = False
+    """Train nothing: print what the run would hold on each GPU, with which measures, its steps and hours."""
 
 
 def parse_train(argv: Sequence[str]) -> tuple[TrainFlags, RunConfig]:

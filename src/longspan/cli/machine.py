@@ -59,6 +59,18 @@ def _driver_gpus() -> Gpus:
     return Gpus(count.value, (capability[0].value, capability[1].value))
 
 
+def gpu_here() -> tuple[str, int] | None:
+    """The name and the bytes of this machine's first GPU that torch can use, by CUDA's driver; None without one."""
+    if sys.platform != "linux" or not _has_build("cuda") or not _driver_gpus().count:
+        return None
+    driver = ctypes.CDLL("libcuda.so.1")
+    name, size, device = ctypes.create_string_buffer(256), ctypes.c_size_t(), ctypes.c_int()
+    if driver.cuDeviceGet(ctypes.byref(device), 0) or driver.cuDeviceTotalMem_v2(ctypes.byref(size), device):
+        return None
+    driver.cuDeviceGetName(name, len(name), device)
+    return name.value.decode(errors="replace"), int(size.value)
+
+
 @cache
 def _torch_build() -> dict[str, Any]:
     """The facts of torch's build, read without importing torch."""
@@ -85,7 +97,7 @@ def set_gpu_environment(compile_cache: str = "") -> None:
         return
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
-    folder = _make_writable(cache_folder(compile_cache))
+    folder = _make_writable(kernel_cache_folder(compile_cache))
     major, minor = gpus.capability
     folders = {
         "TRITON_CACHE_DIR": folder / "triton",
@@ -98,7 +110,7 @@ def set_gpu_environment(compile_cache: str = "") -> None:
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
-def cache_folder(compile_cache: str = "") -> Path:
+def kernel_cache_folder(compile_cache: str = "") -> Path:
     """The folder of compiled kernels: `compile_cache`, or longspan/kernels in the user's cache (XDG_CACHE_HOME)."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return Path(compile_cache).expanduser().absolute() if compile_cache else cache / "longspan" / "kernels"
@@ -129,7 +141,7 @@ def machine() -> dict[str, Any]:
     from torch.cuda import nccl
 
     facts: dict[str, Any] = {
-        "processor": _processor(),
+        "processor": _processor_name(),
         "cores": usable_cores(),
         "memory_bytes": _memory_bytes(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -154,7 +166,8 @@ def machine_text(facts: dict[str, Any]) -> str:
     return f"{names} (CUDA {facts['cuda']}, cuDNN {facts['cudnn']}, NCCL {facts['nccl']}); {host}"
 
 
-def _processor() -> str:
+def _processor_name() -> str:
+    """Return the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

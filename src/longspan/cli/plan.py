@@ -1,6 +1,7 @@
 """`longspan plan`: document lengths to a plan: a table, JSON, a page, a trace, a picture. Imports no torch.
 
-With `--compare` it prices planners and degrees instead (`compare.py`).
+With `--gpu` it says what fits GPUs and how long it takes (`ask_gpus.py`), with `--compare` it prices planners and
+degrees (`compare.py`).
 """
 
 import sys
@@ -11,6 +12,8 @@ from functools import partial
 from typing import Literal
 
 from longspan.cli.flags import check_least, parse_flags
+from longspan.cli.gpu_plans.ask_gpus import ask_gpus
+from longspan.cli.gpu_plans.gpu_flags import GpuFlags, asks_for_gpus, parse_question
 from longspan.cli.plans.compare import CompareFlags, check_flags_of_comparison, compare
 from longspan.cli.plans.lengths import read_lengths
 from longspan.cli.plans.planning import (
@@ -35,8 +38,13 @@ from longspan.plan.simulate.type_and_partition import plan_with_partition
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanFlags(CompareFlags):
+class PlanFlags(CompareFlags, GpuFlags):
     """Plan one step of some documents: which slots work together on which of them, micro-batch by micro-batch.
+
+    With --gpu, say whether a model and its documents fit so many GPUs, with which keys, and how long it takes: the
+    longest document (--longest), a step (--same 1x262144) or a run (--data). A config.json is enough; every key of
+    longspan train may stand behind it. Planner, degree, rows of a slot and measures are chosen where they are not
+    given.
 
     With --compare, price plans on a machine that you describe instead: planners next to each other, saved plans, or
     degrees of an evaluation. Times follow the cost model; the wire between stages, optimizer steps and the weights'
@@ -62,6 +70,8 @@ class PlanFlags(CompareFlags):
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
+    if asks_for_gpus(argv):
+        return ask_gpus(*parse_question(PlanFlags, argv))
     flags = parse_flags(PlanFlags, argv, "longspan plan")
     check_flags_of_comparison(flags)
     check_weights(flags, free=flags.mode == "free" or bool(flags.plans))

@@ -41,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _plan_report(source: Path, out: str) -> Path:
+    """Write the page of a saved plan; returns its path."""
     try:
         plan = Plan.from_json(source.read_bytes())
         path = Path(out) if out else source.with_suffix(".html")

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str]) -> int:
     """Run the verb; returns 0 when the run came to its end, `run.stopped_status` when it was told to stop."""
     flags, config = parse_train(argv)
+    if flags.dry_run:
+        from longspan.cli.gpu_plans.dry_run import dry_run
+
+        command = f"longspan train {flags.config}".rstrip()
+        return dry_run(config, command, world=flags.world, on_gpus=flags.device != "cpu", as_json=flags.json)
     processes = processes_of(flags.world, flags.device)
     ranks = processes.ranks
     with processes.note_errors():

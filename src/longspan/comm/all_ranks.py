@@ -32,6 +32,7 @@ def waiting_for_all(world: World) -> Iterator[None]:
     ended, failures = Event(), list[BaseException]()
 
     def beat() -> None:
+        """Tell the other ranks, again and again, that this one still works."""
         try:
             while world.control.any_rank(not ended.wait(min(_BEAT, world.timeout / 4))):
                 pass
@@ -76,10 +77,10 @@ def raise_first_error(world: World, error: LongspanError | None) -> None:
     """
     first = world.control.first_object(error, "gather of errors")
     if first is not None:
-        rank, theirs = first
-        named = rank == world.home.ranks[0] or re.search(rf"\brank {rank}\b", str(theirs))
+        rank, first_error = first
+        named = rank == world.home.ranks[0] or re.search(rf"\brank {rank}\b", str(first_error))
         rank_note = "" if named else f" (on rank {rank})"
-        raise on_all_ranks(type(theirs)(f"{theirs}{rank_note}")) from error
+        raise on_all_ranks(type(first_error)(f"{first_error}{rank_note}")) from error
 
 
 def on_all_ranks(error: LongspanErrorKind) -> LongspanErrorKind:

@@ -62,6 +62,7 @@ class AnsweringThread:
                     self._report_silent_store(error)
 
     def _report_silent_store(self, error: RuntimeError) -> None:
+        """Write to standard error that the store does not answer, and what this rank no longer learns."""
         _say(
             f"rank {self.watch.rank} answers for no more failure reports and does not learn of ranks that leave with "
             f"an error: the store has not answered for {SILENT_SECONDS:g} s; a collective still ends after "

@@ -51,7 +51,7 @@ class ControlGroup:
 
     def agree_on_flags(self, digest: str, *flags: bool, what: str = "plans", hint: str = "") -> tuple[bool, ...]:
         """Agree as `agree` does, with several flags in one message; every rank gives as many."""
-        same, of_any = self._compare(digest, flags, "comparison of plans")
+        same, of_any = self._compare_digests(digest, flags, "comparison of plans")
         if same:
             return of_any
         ranks_of: dict[str, list[int]] = {}
@@ -68,9 +68,9 @@ class ControlGroup:
 
     def is_same(self, digest: str, what: str) -> bool:
         """Whether all ranks hold the same hexadecimal digest."""
-        return self._compare(digest, (), what)[0]
+        return self._compare_digests(digest, (), what)[0]
 
-    def _compare(self, digest: str, flags: Sequence[bool], what: str) -> tuple[bool, tuple[bool, ...]]:
+    def _compare_digests(self, digest: str, flags: Sequence[bool], what: str) -> tuple[bool, tuple[bool, ...]]:
         """Whether all ranks hold the digest, and which of the flags are set on any; one value in all rounds."""
         words = torch.frombuffer(bytearray.fromhex(digest.zfill(64)), dtype=torch.int64)
         message = torch.cat([words, ~words, torch.tensor(flags, dtype=torch.int64)])  # max of ~w is ~(min of w)

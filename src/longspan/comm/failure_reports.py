@@ -97,7 +97,7 @@ class FailureReports:
             missing = [rank for rank in self._ranks if rank not in answers and rank not in departures]
             deaths = self._deaths(missing)
             if len(deaths) == len(missing) or time.monotonic() > deadline:
-                return self._text(answers, departures, missing, deaths)
+                return self._report_text(answers, departures, missing, deaths)
             time.sleep(0.05)
 
     def first_node(self) -> str:
@@ -129,9 +129,10 @@ class FailureReports:
             time.sleep(0.05)
         return self._store.get(key).decode()
 
-    def _text(
+    def _report_text(
         self, answers: dict[int, str], departures: dict[int, Any], missing: list[int], deaths: dict[int, str]
     ) -> str:
+        """Say which ranks left with an error, died or do not answer, and what the others are doing."""
         causes = [entry for entry in departures.values() if not entry["echo"]]
         lines = [f"rank {entry['rank']} left with {entry['error']}" for entry in causes[:NAMED]]
         lines += [f"rank {rank} does not answer: it {deaths[rank]}" for rank in list(deaths)[:NAMED]]

@@ -18,7 +18,7 @@ class Nodes:
     ranks: tuple[tuple[int, ...], ...]
 
     def describe(self, ranks: Sequence[int]) -> str:
-        """Ranks with their nodes.
+        """Name ranks by their nodes.
 
         >>> Nodes(("node 0", "node 1"), ((0, 1), (2, 3))).describe([1, 2, 3])
         'rank(s) (1) of node 0 and all ranks (2, 3) of node 1'

@@ -129,7 +129,7 @@ def wait_for_all_ranks(store: Store, place: Place, timeout: float) -> str:
 
 
 def _all_come(here: Store, place: Place, timeout: float) -> bool:
-    """Whether all came in time; if not, this process has taken itself off again."""
+    """Wait for all processes; returns whether all came in time. If not, this one no longer counts as present."""
     here.set(f"rank/{place.rank}", place.node)
     if here.add("came", 1) == place.size:
         here.set("all", "")

@@ -205,6 +205,7 @@ class SequenceShard(Immutable):
         return self._with_spans(tuple(Spans.of(spans, group.documents, group.lengths) for group in groups))
 
     def _with_spans(self, spans: tuple[Spans, ...] | None) -> "SequenceShard":
+        """Copy the shard with these spans, and with nothing derived from the old ones."""
         shard = object.__new__(SequenceShard)
         values = {name: getattr(self, name) for name in self.__slots__}
         shard._set(**{**values, "spans": spans, "derived": Derived()})
@@ -220,7 +221,7 @@ class SequenceShard(Immutable):
         return NO_SPANS if self.spans is None or part.index < 0 else self.spans[part.index]
 
     def scatter(self, x: Tensor, fill: float = 0) -> Tensor:
-        """(S, …) packed rows, the same on every rank, to this rank's (T, …); padding rows hold `fill`. Local.
+        """Take this rank's rows (T, …) of packed rows (S, …) that every rank has; padding rows hold `fill`. Local.
 
         Padding rows are those of `with_padding`, the only rows of a slot without documents, and those of a
         group with `pad_to`. Labels want `fill=-100`, which torch's cross entropy leaves out: with the 0 that suits
@@ -244,7 +245,7 @@ class SequenceShard(Immutable):
         return local.masked_fill(hole, fill)
 
     def gather(self, x_local: Tensor) -> Tensor:
-        """This rank's (T, …) rows to all (S, …) packed rows; entered by every slot.
+        """Gather all packed rows (S, …) from every rank's rows (T, …); entered by every slot.
 
         Differentiable. The gradient is taken to be *identical* on all slots, as it is where every rank computes the
         same from the gathered rows: backward keeps this rank's own rows. Raises LayoutError where x_local does not
@@ -286,6 +287,7 @@ def bind(micro_batch: MicroBatch, world: World) -> SequenceShard:
 
 
 def _check_fill(fill: float, dtype: torch.dtype) -> None:
+    """Raise LayoutError for a value that a dtype cannot hold."""
     if dtype.is_floating_point or dtype.is_complex:
         return
     lowest, highest = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)

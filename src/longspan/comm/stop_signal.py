@@ -37,6 +37,7 @@ class StopSignal:
         return f"{self.received} was received" if self.received else ""
 
     def _note_signal(self, number: int, _: FrameType | None) -> None:
+        """Note a first signal for the run to end at its next step; a later one ends it at once."""
         now = time.monotonic()
         if self.received and now - self._at > SAME_PRESS:
             raise Interrupted(number)

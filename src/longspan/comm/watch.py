@@ -61,6 +61,7 @@ class Operation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Turn an error of the backend into one with a failure report; note that the operation is over."""
         try:
             if isinstance(error, RuntimeError) and not isinstance(error, LongspanError) and not is_out_of_memory(error):
                 raise self.watch.failure(self, error) from error
@@ -122,7 +123,7 @@ class Watch:
             self.last = operation, lambda: _has_passed(lambda: all(work.is_completed() for work in works))
 
     def mark(self, operation: Operation) -> None:
-        """Note a collective without works at hand: the device is past it when the stream is past this point."""
+        """Note a collective whose works are not at hand: it has passed when the device's stream is past this point."""
         if self._passed is not None and not torch.cuda.is_current_stream_capturing():
             self._passed.record()
             passed = self._passed
@@ -134,7 +135,7 @@ class Watch:
             self.reports.post_departure(one_line(error), echo=bool(getattr(error, "seen_from_outside", False)))
 
     def failure(self, operation: Operation, error: BaseException) -> CommError:
-        """The error to raise for a collective that failed here, with a failure report."""
+        """Return the error to raise for a collective that failed here, with a failure report."""
         seconds = time.monotonic() - operation.started
         outcome = "timed out" if "timed out" in str(error).lower() else "failed"
         failure = CommError(
@@ -145,7 +146,7 @@ class Watch:
         return failure
 
     def activity(self) -> str:
-        """What this rank is doing, for the others."""
+        """Say what this rank is doing, for the others."""
         operation = self.current or next((watch.current for watch in self.others() if watch.current), None)
         if operation is None:
             step = self.step if self.named is None or self.named.step is None else self.named.step

@@ -103,6 +103,7 @@ class World:
     # ---- opening and leaving
 
     def __enter__(self) -> "World":
+        """Open the world: wait for all ranks, and make the groups that they talk through."""
         if self.key in _worlds:
             raise CommError("this world is already open")
         wait_until_destroyed(self.timeout)
@@ -165,6 +166,7 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Leave the world together with all ranks; after an error, tell them of it."""
         try:
             self._inner_worlds.__exit__(kind, error, trace)
             if error is None:
@@ -228,7 +230,7 @@ class World:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """What is known once a world is open. Raises CommError before."""
+            """Raise CommError for what is known only once a world is open."""
             if name in KNOWN_WHEN_OPEN:
                 raise CommError(f"this world is not open, so its {name} is not known; use it inside `with world:`")
             raise AttributeError(f"a World has no attribute {name!r}")
@@ -285,6 +287,7 @@ def _ranks_of_node(ranks: int) -> int:
 
 
 def _check_size(home: Layout, size: int) -> None:
+    """Raise CommError unless the home has exactly the ranks that were started."""
     if sorted(home.ranks) != list(range(size)):
         came = (
             "1 process was started, rank 0" if size == 1 else f"{size:,} processes were started, ranks 0 to {size - 1}"

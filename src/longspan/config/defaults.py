@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from longspan.config.keys import AUTO, NOT_GIVEN, value_at, with_values
-from longspan.config.plan_section import AnyPlan, EvalConfig, inherit
+from longspan.config.plan_section import AnyPlan, EvalConfig, inherit_keys
 from longspan.config.sections import ModelConfig, RunConfig, held_out_set
 from longspan.errors import LongspanError
 from longspan.model.presets import PRESETS
@@ -86,7 +86,7 @@ def resolve_defaults(config: RunConfig) -> RunConfig:
     if not is_demo(config.model) and not config.train.epochs:
         config = with_steps(config, config.train.steps)
     context = config.context
-    context = replace(context, evaluation=inherit(context.evaluation, context, context))
+    context = replace(context, evaluation=inherit_keys(context.evaluation, context, context))
     config = replace(config, context=context)
     return replace(config, eval=tuple(_complete_set(entry, config) for entry in config.eval))
 
@@ -142,7 +142,7 @@ def _with_defaults(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:
 
 def _complete_set(entry: EvalConfig, config: RunConfig) -> EvalConfig:
     """An evaluation set with a value for every key, of a configuration that has one for every other."""
-    entry, parent = inherit(entry, config.context.evaluation, config.context), held_out_set(config)
+    entry, parent = inherit_keys(entry, config.context.evaluation, config.context), held_out_set(config)
     keys = ("max_document_tokens", "every", "metrics", "max_seconds")
     return replace(entry, **{key: getattr(parent, key) for key in keys if getattr(entry, key) in (NOT_GIVEN, ())})
 

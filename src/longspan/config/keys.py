@@ -72,7 +72,7 @@ def keys_of(kind: type[Any]) -> tuple[Key, ...]:
     for field in fields(kind):
         marks = getattr(marked[field.name], "__metadata__", ())
         if is_dataclass(kinds[field.name]):
-            inner, prefix = kinds[field.name], prefix_of(field.name)
+            inner, prefix = kinds[field.name], key_prefix(field.name)
             keys += [replace(key, name=prefix + key.name) for key in keys_of(inner)]
             continue
         bound = next((mark for mark in marks if isinstance(mark, AtLeast | Above)), None)
@@ -80,7 +80,7 @@ def keys_of(kind: type[Any]) -> tuple[Key, ...]:
     return tuple(sorted(keys, key=lambda key: FIRST.index(key.name) if key.name in FIRST else len(FIRST)))
 
 
-def prefix_of(name: str) -> str:
+def key_prefix(name: str) -> str:
     """How the keys of a section inside another one begin: those of `evaluation` with eval_."""
     return {"evaluation": "eval_"}[name]
 
@@ -123,7 +123,7 @@ def _find_section(section: Any, key: str) -> tuple[str, str]:
     names = [field.name for field in fields(section)]
     if key not in names:
         for name in names:
-            if is_dataclass(getattr(section, name)) and key.startswith(prefix := prefix_of(name)):
+            if is_dataclass(getattr(section, name)) and key.startswith(prefix := key_prefix(name)):
                 return name, key.removeprefix(prefix)
     return "", key
 
@@ -136,7 +136,7 @@ def texts_of(kind: type[Any]) -> Mapping[str, str]:
         texts |= _texts_in(base)
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if is_dataclass(hint):
-            texts |= {prefix_of(name) + key: marks.evaluation for key, marks in _key_texts(hint)}
+            texts |= {key_prefix(name) + key: marks.evaluation for key, marks in _key_texts(hint)}
     if FIRST[0] in texts:  # a table with a name
         texts |= {key: marks.table for key, marks in _key_texts(kind)}
     return texts

@@ -2,7 +2,7 @@
 
 A `PlanSection` stands in three places: its keys are those of training in [context] (`context.planner`), those of
 evaluation with the prefix eval_ (`context.eval_planner`), and those of one evaluation set in its table. What is not
-given in a table is as evaluation has it, and what is not given for evaluation is as in training: `inherit` is the rule.
+given in a table is as evaluation has it; what is not given for evaluation is as in training: see `inherit_keys`.
 The plans themselves are made in `train/plans`.
 """
 
@@ -189,14 +189,14 @@ class EvalConfig(PlanSection):
         return f"{self.prefix}metrics" if self.name else "train.eval_metrics"
 
 
-def inherit(section: AnyPlan, parent: PlanSection, training: ContextConfig) -> AnyPlan:
-    """A section of evaluation with a value for every key: its own, or its parent's.
+def inherit_keys(section: AnyPlan, parent: PlanSection, training: ContextConfig) -> AnyPlan:
+    """Fill a section of evaluation: each key that is not given takes its parent's value.
 
     The parent of an evaluation set is evaluation as a whole, whose parent is `training`. A degree 0 and a limit of rows
     "auto" are those of training. Levels that are not given are fitted to the degree.
 
     >>> config = ContextConfig(context_parallel_size=4, cp_comm_type="a2a", max_tokens_per_slot=64)
-    >>> evaluation = inherit(PlanSection(context_parallel_size=8), config, config)
+    >>> evaluation = inherit_keys(PlanSection(context_parallel_size=8), config, config)
     >>> evaluation.cp_comm_type, evaluation.hierarchical_context_parallel_sizes
     ('a2a', (2, 4))
     """
@@ -207,11 +207,11 @@ def inherit(section: AnyPlan, parent: PlanSection, training: ContextConfig) -> A
         filled = replace(filled, max_tokens_per_slot=training.max_tokens_per_slot)
     if section.hierarchical_context_parallel_sizes != NOT_GIVEN or filled.planner not in ONE_DEGREE:
         return filled
-    return replace(filled, hierarchical_context_parallel_sizes=_levels(section, filled, parent))
+    return replace(filled, hierarchical_context_parallel_sizes=_fit_levels(section, filled, parent))
 
 
 def take_keys(section: AnyPlan, parent: PlanSection) -> AnyPlan:
-    """A section with its parent's values of the keys that are not given, levels as they are.
+    """Fill the keys of a section that are not given from its parent's, levels as they are.
 
     A degree that is given makes plans of that degree also if the parent's have several, and a degree "auto" is chosen
     with its communication type. Evaluation takes training's attention kernel from the prepared model, and packs
@@ -225,8 +225,8 @@ def take_keys(section: AnyPlan, parent: PlanSection) -> AnyPlan:
     return replace(section, **{key: x for key, x in values.items() if getattr(section, key) in (NOT_GIVEN, "")})
 
 
-def _levels(section: PlanSection, filled: PlanSection, parent: PlanSection) -> int | tuple[int, ...]:
-    """The parent's levels, fitted to a planner or degree that differs from the parent's.
+def _fit_levels(section: PlanSection, filled: PlanSection, parent: PlanSection) -> int | tuple[int, ...]:
+    """Fit the parent's levels to a planner or degree that differs from the parent's.
 
     Evaluation as a whole counts with the planner that its degree gives, and at training's degree if its own is "auto".
     """
@@ -240,7 +240,7 @@ def _levels(section: PlanSection, filled: PlanSection, parent: PlanSection) -> i
 
 
 def _default_planner(degree: int | str, parent: PlanSection) -> str:
-    """The planner of a section whose planner is not given."""
+    """Return the planner of a section whose planner is not given."""
     if degree in (NOT_GIVEN, 0):
         return parent.planner
     packs = parent.planner not in ONE_DEGREE or (isinstance(degree, str) and isinstance(parent, ContextConfig))

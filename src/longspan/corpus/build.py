@@ -12,7 +12,7 @@ from pathlib import Path
 
 from longspan.config.sections import DataConfig
 from longspan.corpus.corpus_settings import CorpusSettings, describe_left_out, describe_rows, make_recipe
-from longspan.corpus.files import FileSums, LogLine, differences
+from longspan.corpus.files import FileSums, LogLine, file_differences
 from longspan.corpus.first_rows import sample_texts
 from longspan.corpus.rows.lines import special_line
 from longspan.corpus.store.builder import Recipe, build_documents
@@ -37,7 +37,7 @@ def ensure_corpus(
     missing, empty or unreadable and, if the run is `resumed`, for sources or settings that changed since it began: the
     order of its documents would be another one.
     """
-    corpus = _CorpusOfRun(settings, run_dir, log, resumed=resumed).ensure(tokenizer, resumed=resumed)
+    corpus = _CorpusOfRun(settings, run_dir, log, resumed=resumed).load_or_build(tokenizer, resumed=resumed)
     for line in describe_left_out(settings, run_dir, corpus.manifest, key=f"{settings.prefix}max_document_tokens"):
         log(line)
     return corpus
@@ -55,8 +55,8 @@ class _CorpusOfRun:
         recorded = () if self._old is None else self._old.sources(self._folder)
         path = " ".join(path for _, path in settings.paths())
         sums = FileSums(None if self._cache is None else self._cache.sums_file(path), recorded or ())
-        self._sources = sums.measure(self._files, log)
-        sums.save(self._sources)
+        self._sources = sums.measure_files(self._files, log)
+        sums.save_sums(self._sources)
 
     def _read_record(self, *, resumed: bool) -> Record | None:
         """Read the record of the run; one of an earlier format is removed with its documents, unless it is resumed."""
@@ -69,7 +69,7 @@ class _CorpusOfRun:
             shutil.rmtree(self._folder)
             return None
 
-    def ensure(self, tokenizer: TextTokenizer | None, *, resumed: bool) -> Corpus:
+    def load_or_build(self, tokenizer: TextTokenizer | None, *, resumed: bool) -> Corpus:
         """Return the corpus, built again if it changed. Raises DataError if the corpus of a resumed run changed."""
         if resumed and self._old is None:
             raise DataError(
@@ -115,7 +115,7 @@ class _CorpusOfRun:
     def _compare_files(self) -> list[str]:
         """List the source files, or some images, that differ from those that the corpus was built from."""
         old_sources = None if self._old is None else self._old.sources(self._folder)
-        changes = [] if old_sources is None else differences(old_sources, self._sources)
+        changes = [] if old_sources is None else file_differences(old_sources, self._sources)
         return changes or list(islice(self._compare_images(), 3))
 
     def _compare_images(self) -> Iterator[str]:
@@ -142,7 +142,7 @@ class _CorpusOfRun:
         _check_saved(tokenizer, self._run_dir)
         for line in describe_rows(self._settings, recipe):
             self._log(line)
-        documents = self._build_documents(recipe)
+        documents = self._documents_folder(recipe)
         if (unstored := self._folder / ROWS) != documents:
             shutil.rmtree(unstored, ignore_errors=True)
         record = Record(
@@ -162,12 +162,12 @@ class _CorpusOfRun:
             self._log(special_line(corpus.manifest.special, parsed=corpus.manifest.parse_special_tokens))
         return corpus
 
-    def _build_documents(self, recipe: Recipe) -> Path:
+    def _documents_folder(self, recipe: Recipe) -> Path:
         """Return the folder of the documents of this recipe: in the cache, or without a cache in the run's folder."""
         build = partial(build_documents, recipe, log=self._log)
         if self._cache is not None:
             try:
-                folder, built = self._cache.documents(recipe.key, _is_whole, build, self._log)
+                folder, built = self._cache.open_or_build(recipe.key, _is_whole, build, self._log)
             except OSError as error:
                 raise cannot_keep(self._cache.folder, error) from error
             self._log(f"its tokens are {'kept' if built else 'already'} in {folder} (data.cache)")
@@ -233,6 +233,7 @@ def _around(tokenizer: TextTokenizer) -> tuple[str, ...]:
 
 
 def _describe_changes(run_dir: Path, changes: list[str]) -> str:
+    """Describe how a corpus changed since its run began, and what to do, as an error's message."""
     more_text = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
     return (
         f"the corpus of {run_dir} changed since the run began: {'; '.join(changes[:3])}{more_text}; "

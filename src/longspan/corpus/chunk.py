@@ -90,6 +90,7 @@ def drop_nulls(value: Any) -> Any:
 
 
 def _read_table(chunk: Chunk) -> Iterator[PlacedRow]:
+    """Yield the rows of a chunk of an Arrow stream, with their numbers in the file."""
     import pyarrow
 
     for batch in pyarrow.ipc.open_stream(chunk.data):

@@ -49,7 +49,7 @@ class FileSums:
                 lines = file.read_text(encoding="utf-8").splitlines()
                 self._sums |= {source.path: source for source in (SourceFile(**json.loads(line)) for line in lines)}
 
-    def measure(self, files: Iterable[CorpusFile], log: LogLine) -> list[SourceFile]:
+    def measure_files(self, files: Iterable[CorpusFile], log: LogLine) -> list[SourceFile]:
         """Return size, time and sum of each file, read if necessary. Raises DataError for an unreadable file."""
         last_line, sources = time.monotonic(), list[SourceFile]()
         for file in files:
@@ -78,7 +78,7 @@ class FileSums:
         except OSError as error:
             raise DataError(f"cannot read {file.name} of the corpus ({file.path}): {error.strerror}") from error
 
-    def save(self, sources: Iterable[SourceFile]) -> None:
+    def save_sums(self, sources: Iterable[SourceFile]) -> None:
         """Write the sums of these files for later starts."""
         if self._file is None:
             return
@@ -98,7 +98,7 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def differences(before: Iterable[SourceFile], now: Iterable[SourceFile]) -> list[str]:
+def file_differences(before: Iterable[SourceFile], now: Iterable[SourceFile]) -> list[str]:
     """Describe how the files of a corpus differ from those that it was built from, one phrase per file."""
     old_sums, new_sums = _index_by_name(before), _index_by_name(now)
     changes = [f"{name} is gone" for name in old_sums.keys() - new_sums.keys()]

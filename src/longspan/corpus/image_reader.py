@@ -68,21 +68,21 @@ class ImageReader:
     def picture(self, number: int) -> Any:
         """Return the upright image in three channels (PIL); of a group of frames the first."""
         placed = self._table[number]
-        return self._load_pictures(placed, self._find_files(placed)[:1])[0]
+        return self._load_pictures(placed, self._find_bytes(placed)[:1])[0]
 
     def _read_input(self, number: int) -> ImageInput:
         """Read an image and process it. Raises DataError if its grid is not that of the corpus."""
         placed = self._table[number]
-        pictures = self._load_pictures(placed, self._find_files(placed))
+        pictures = self._load_pictures(placed, self._find_bytes(placed))
         try:
             image = self._process_pictures(placed, pictures)
         except DataError as error:
-            raise DataError(f"{self._name_of(placed)}: {error}") from error
+            raise DataError(f"{self._image_name(placed)}: {error}") from error
         self.read += 1
         if (image.grid or (0, 0, 0)) != placed.image.grid:
             raise DataError(
-                f"{self._name_of(placed)}: its patches are {image.grid} and were {placed.image.grid} when the corpus "
-                "was made; restore it, or start a run in a new folder"
+                f"{self._image_name(placed)}: its patches are {image.grid} and were {placed.image.grid} when the "
+                "corpus was made; restore it, or start a run in a new folder"
             )
         return image
 
@@ -101,12 +101,13 @@ class ImageReader:
             except DataError as error:
                 frame = f", frame {placed.image.frame + number + 1}" if placed.image.frame >= 0 else ""
                 raise DataError(
-                    f'{self._name_of(placed)}{frame}: {error} (a run in a new folder with data.check_images = "pixels" '
-                    'finds such images before its first step, and with data.on_bad = "skip" leaves their rows out)'
+                    f"{self._image_name(placed)}{frame}: {error} (a run in a new folder with data.check_images = "
+                    '"pixels" finds such images before its first step, and with data.on_bad = "skip" leaves their '
+                    "rows out)"
                 ) from error
         return pictures
 
-    def _find_files(self, placed: PlacedImage) -> list[ImageFile]:
+    def _find_bytes(self, placed: PlacedImage) -> list[ImageFile]:
         """Find the bytes of an image or of a group of frames: in files, or in its row, which is read again."""
         if placed.image.path:
             return [ImageFile(path) for path in split_paths(placed.image.path)]
@@ -115,7 +116,7 @@ class ImageReader:
         try:
             media = RowMedia() if isinstance(row, BadRow) else read_row_media(row)
         except RowError as error:
-            raise DataError(f"{self._name_of(placed)}: {error}") from error
+            raise DataError(f"{self._image_name(placed)}: {error}") from error
         number, frame = placed.image.number, placed.image.frame
         if frame < 0:
             files = list(media.images[number : number + 1])
@@ -124,11 +125,12 @@ class ImageReader:
             files = frames[frame : frame + self._processor.videos.group]
         if not files:
             raise DataError(
-                f"{self._name_of(placed)}: its row is another one than when the corpus was made; restore the file"
+                f"{self._image_name(placed)}: its row is another one than when the corpus was made; restore the file"
             )
         return files
 
-    def _name_of(self, placed: PlacedImage) -> str:
+    def _image_name(self, placed: PlacedImage) -> str:
+        """Name an image, or a video, for messages: its number, its file and row, and its path."""
         name = self._sources[self._file_of(placed.document)].name
         kind = "row" if name.endswith((".parquet", ".arrow")) else "the line at byte"
         number = placed.position + 1 if kind == "row" else placed.position
@@ -168,10 +170,10 @@ class ShownImages:
         grids = np.array([p.image.grid for p in placed if p.image.frame < 0], dtype=np.int64)
         if self.videos is None:
             return self.tokens.positions(ids, grids)
-        return self.videos.positions(ids, grids, list(_videos(p for p in placed if p.image.frame >= 0)))
+        return self.videos.positions(ids, grids, list(_video_groups(p for p in placed if p.image.frame >= 0)))
 
 
-def _videos(groups: Iterable[PlacedImage]) -> Iterator[Video]:
+def _video_groups(groups: Iterable[PlacedImage]) -> Iterator[Video]:
     """Yield the videos of groups of frames, in order; of a video that was cut, the groups that are present."""
     for _, several in groupby(groups, key=lambda placed: (placed.document, placed.image.number)):
         first, *others = (placed.image for placed in several)

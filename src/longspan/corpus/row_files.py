@@ -36,7 +36,11 @@ class LineFile:
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield its lines in order, some at a time."""
-        with self.path.open("rb") as raw, readable(self.name, self.path), _decompress(raw, self.name) as lines:
+        with (
+            self.path.open("rb") as raw,
+            naming_read_errors(self.name, self.path),
+            _decompress(raw, self.name) as lines,
+        ):
             first, position = 0, 0
             while data := lines.read(CHUNK_BYTES):
                 data += lines.readline()
@@ -45,7 +49,7 @@ class LineFile:
 
     def row_at(self, position: int) -> Row | BadRow:
         """Read the row whose line begins at this byte."""
-        with readable(self.name, self.path):
+        with naming_read_errors(self.name, self.path):
             if self._stream is None or (_is_compressed(self.name) and self._stream.tell() > position):
                 self._stream = self._open_lines()
             _skip_to(self._stream, position, seekable=not _is_compressed(self.name))
@@ -67,7 +71,7 @@ class TextFile:
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield its text."""
-        with readable(self.name, self.path):
+        with naming_read_errors(self.name, self.path):
             data = self.path.read_bytes()
         yield Chunk("text", self.name, 0, 0, data, len(data), parent_folder(self.path))
 
@@ -83,7 +87,7 @@ def parent_folder(path: Path) -> str:
 
 
 @contextmanager
-def readable(name: str, path: Path) -> Iterator[None]:
+def naming_read_errors(name: str, path: Path) -> Iterator[None]:
     """Turn read errors of a file into DataErrors that name it."""
     try:
         yield
@@ -131,6 +135,7 @@ class _ZstdStream(io.RawIOBase):
 
 
 def _skip_to(stream: BinaryIO, position: int, *, seekable: bool) -> None:
+    """Move a stream to a position; one that cannot seek is read up to it."""
     if seekable:
         stream.seek(position)
         return
@@ -147,7 +152,7 @@ class ParquetFile:
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield its rows in order, some at a time."""
-        with readable(self.name, self.path):
+        with naming_read_errors(self.name, self.path):
             first, meta, size = 0, self._file.metadata, self.path.stat().st_size
             for number in range(meta.num_row_groups):
                 group = meta.row_group(number)
@@ -159,7 +164,7 @@ class ParquetFile:
 
     def row_at(self, position: int) -> Row:
         """Read the row of this number."""
-        with readable(self.name, self.path):
+        with naming_read_errors(self.name, self.path):
             group = bisect_right(self._ends, position) - 1
             (record,) = self._group(group).slice(position - self._ends[group], 1).to_pylist()
         return Row(f"{self.name}, row {position + 1}", values_of_record(record), parent_folder(self.path))
@@ -221,6 +226,7 @@ class ArrowFile:
 
 
 def _open_table(read: Any, name: str, path: Path) -> Any:
+    """Open an Arrow or Parquet file by `read`. Raises DataError, naming it, where that fails."""
     pyarrow: Any = import_reader("pyarrow", name)
     try:
         return read(path)

@@ -32,6 +32,7 @@ def build_shared_corpus(
     directory = Path(config.run.dir)
 
     def build() -> None:
+        """Build the corpus, or find it in the run's folder, on the first rank."""
         tokenizer = configured_tokenizer(config)
         preset = PRESETS.get(config.model.preset_name)
         if tokenizer is None or preset is None or preset.rows:  # the embedding of a tiny preset takes any tokenizer

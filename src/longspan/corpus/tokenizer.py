@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from longspan.corpus.long_texts import PIECE, has_pieces, ids_in_pieces
 from longspan.corpus.tokenizer_files import copy_tokenizer_files, vocabulary_files
 from longspan.errors import DataError
-from longspan.model.weights.hf_folder import FAST_TOKENIZER, FOLDER_OPTIONS, why_refused
+from longspan.model.weights.hf_folder import FAST_TOKENIZER, FOLDER_OPTIONS, refusal_reason
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "\u2581"  # what sentencepiece writes for a space
@@ -55,7 +55,7 @@ class TextTokenizer:
         return max(self.engine.get_vocab(with_added_tokens=True).values()) + 1
 
     @cached_property
-    def around(self) -> tuple[list[int], list[int]]:
+    def surrounding_ids(self) -> tuple[list[int], list[int]]:
         """The ids that the tokenizer's post-processor puts before and after a text."""
         text, whole = (self.engine.encode("a", add_special_tokens=special).ids for special in (False, True))
         start = next(i for i in range(len(whole)) if whole[i : i + len(text)] == text)
@@ -64,12 +64,12 @@ class TextTokenizer:
     @property
     def opening(self) -> tuple[str, ...]:
         """The tokens that every text begins with."""
-        return self._names(self.around[0])
+        return self._names(self.surrounding_ids[0])
 
     @property
     def closing(self) -> tuple[str, ...]:
         """The tokens that every text ends with."""
-        return self._names([*self.around[1], *self.end_of_text])
+        return self._names([*self.surrounding_ids[1], *self.end_of_text])
 
     def _names(self, ids: Sequence[int]) -> tuple[str, ...]:
         return tuple(str(self.engine.id_to_token(i)) for i in ids)
@@ -77,7 +77,7 @@ class TextTokenizer:
     @property
     def end_of_text(self) -> list[int]:
         """The id that ends a text, unless the tokenizer puts it there itself."""
-        return [] if self.end is None or self.end in self.around[1] else [self.end]
+        return [] if self.end is None or self.end in self.surrounding_ids[1] else [self.end]
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encode each text, with the tokens around it."""
@@ -91,7 +91,7 @@ class TextTokenizer:
         ]
 
     def _encode_long(self, text: str) -> np.ndarray:
-        opening, closing = self.around
+        opening, closing = self.surrounding_ids
         return np.concatenate([opening, ids_in_pieces(self.engine, text), closing, self.end_of_text]).astype(np.int64)
 
     def parsing(self, parse: bool) -> "TextTokenizer":
@@ -170,6 +170,7 @@ def load_tokenizer(folder: str | Path) -> TextTokenizer:
 
 
 def _check_settings(settings: Path) -> None:
+    """Raise DataError for a file of settings that is no JSON object."""
     try:
         if not isinstance(json.loads(settings.read_text(encoding="utf-8")), dict):
             raise ValueError("it holds something else")
@@ -207,7 +208,7 @@ def _load_by_transformers(folder: Path) -> TextTokenizer:
         engine, end = stock.backend_tokenizer, stock.eos_token_id
     except Exception as error:  # json, tokenizers, huggingface_hub and transformers each raise their own
         raise DataError(
-            f"the tokenizer in {folder} cannot be loaded by transformers: {why_refused(error, _OWN_CODE)}"
+            f"the tokenizer in {folder} cannot be loaded by transformers: {refusal_reason(error, _OWN_CODE)}"
         ) from error
     return replace(_make_tokenizer(engine, end), folder=folder, kind=type(stock).__name__)
 

@@ -127,6 +127,7 @@ def _read_integers(name: str, values: Any) -> Integers:
 
 
 def _read_mask(values: Any, length: int) -> npt.NDArray[np.bool_]:
+    """Return a loss mask as booleans, one for each token. Raises DataError for other shapes and values."""
     array = _as_array("loss_mask", values)
     if array.ndim == 1 and len(array) != length:
         raise DataError(f"a loss_mask has {len(array)} values for {length} token ids; give one each")
@@ -139,6 +140,7 @@ def _read_mask(values: Any, length: int) -> npt.NDArray[np.bool_]:
 
 
 def _read_numbers(name: str, value: Any, length: int) -> npt.NDArray[np.float64]:
+    """Return a document's numbers of a name, one or one for each token, in float64. Raises DataError for others."""
     try:
         array = _as_array(repr(name), value).astype(np.float64)
     except (TypeError, ValueError) as error:
@@ -184,8 +186,9 @@ class Pack:
         return int(self.ends[-1])
 
     def __getitem__(self, positions: Integers) -> Integers:
+        """Return the token ids (n,) at these positions of the pack."""
         ids = np.empty(len(positions), dtype=np.int64)
-        for document, piece_positions, places in self._runs(positions):
+        for document, piece_positions, places in self._split_positions(positions):
             ids[places] = (
                 np.asarray(document)[piece_positions]
                 if isinstance(document, list | tuple)
@@ -193,7 +196,7 @@ class Pack:
             )
         return ids
 
-    def _runs(self, positions: Integers) -> list[tuple[Any, Integers, Integers]]:
+    def _split_positions(self, positions: Integers) -> list[tuple[Any, Integers, Integers]]:
         """Split positions of the pack: documents, with their own positions and the places of these in `positions`."""
         of_piece = np.searchsorted(self.ends, positions, side="right")
         runs = list[tuple[Any, Integers, Integers]]()
@@ -209,7 +212,7 @@ class LabelledPack(Pack):
     def labels(self, positions: Integers) -> Integers:
         """Return the token id to predict at each position (n,), −100 for none."""
         labels = np.empty(len(positions), dtype=np.int64)
-        for document, piece_positions, places in self._runs(positions):
+        for document, piece_positions, places in self._split_positions(positions):
             labels[places] = document.labels(piece_positions)
         return labels
 

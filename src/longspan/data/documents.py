@@ -134,6 +134,7 @@ class Corpus:
 
     @property
     def _token_source(self) -> TokenSource:
+        """Return what gives the corpus its tokens. Raises DataError where nothing does."""
         if self._tokens is None:
             raise DataError(
                 "the documents have no stored tokens (data.cache is 'none'), and nothing was passed to make them; open "

@@ -42,6 +42,10 @@ class Epochs:
         self._keys: Words = np.random.PCG64(list(seed)).random_raw(_ROUNDS)
 
     def __getitem__(self, places: Integers) -> Integers:
+        """Return the document (n,) at each of these places of the stream, each epoch in an order of its own.
+
+        Cells of the rectangle beyond the number of documents are permuted again until they fall on a document.
+        """
         epochs, cells = np.divmod(places.astype(np.uint64), np.uint64(self._count))
         if (epochs == epochs[:1]).all():
             epochs = epochs[:1]

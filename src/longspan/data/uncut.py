@@ -18,7 +18,7 @@ _STRIDE = 64  # steps; the beginning of every 64th is kept
 class UncutSpans:
     """Spans (start, stop) of documents, sorted by document and start, none in another.
 
-    >>> UncutSpans(np.array([0, 4]), np.array([2, 0]), np.array([6, 3])).find(np.array([4, 7, 0]))
+    >>> UncutSpans(np.array([0, 4]), np.array([2, 0]), np.array([6, 3])).find_spans(np.array([4, 7, 0]))
     (array([0, 2]), array([0, 2]), array([3, 6]))
     """
 
@@ -31,7 +31,7 @@ class UncutSpans:
         """The length of the longest span, 1 without spans."""
         return int((self.stops - self.starts).max(initial=1))
 
-    def find(self, documents: Integers) -> tuple[Integers, Integers, Integers]:
+    def find_spans(self, documents: Integers) -> tuple[Integers, Integers, Integers]:
         """Return the spans of these documents: the index of each span's document, its start and its stop."""
         first, last = (np.searchsorted(self.documents, documents, side=side) for side in ("left", "right"))
         counts = last - first
@@ -71,7 +71,10 @@ class UncutBorders:
     def __init__(self, stream: DocumentStream, spans: UncutSpans, size: int, packs: int) -> None:
         self._stream, self._spans, self._size, self._packs = stream, spans, size, packs
         self._begins = array("q", [0])
-        self._block, self._part_spans = lru_cache(maxsize=2)(self._borders), lru_cache(maxsize=2)(self._find_spans)
+        self._block, self._part_spans = (
+            lru_cache(maxsize=2)(self._borders_of_block),
+            lru_cache(maxsize=2)(self._find_spans),
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return UncutBorders, (self._stream, self._spans, self._size, self._packs)
@@ -97,7 +100,7 @@ class UncutBorders:
         block = max(0, bisect_left(self._begins, token) - 1)
         return block * _STRIDE + int(np.searchsorted(self._block(block)[:: self._packs], token))
 
-    def _borders(self, block: int) -> Integers:
+    def _borders_of_block(self, block: int) -> Integers:
         """Return the borders of 64 steps, and the one at which the next steps begin."""
         border, borders = self._begins[block], array("q", [self._begins[block]])
         part = self._stream.part_at_token(border)
@@ -117,6 +120,6 @@ class UncutBorders:
     def _find_spans(self, first: int) -> tuple[list[int], list[int]]:
         """Return the starts and stops, in tokens of the stream, of the spans in the part that begins at this place."""
         part: StreamPart = self._stream.part_at(first)
-        place, starts, stops = self._spans.find(part.ids)
+        place, starts, stops = self._spans.find_spans(part.ids)
         begins = part.before + part.ends[place]
         return (begins + starts).tolist(), (begins + stops).tolist()

@@ -24,16 +24,16 @@ NO_LABEL = -100
 def image_documents(config: PreTrainedConfig) -> tuple[TrialDocument, ...]:
     """Documents of LENGTHS tokens of text and IMAGES images, for a small configuration, and one with videos.
 
-    There is none with videos if `why_no_videos` gives a reason. Raises ModelError if `prepare(encoder=…)` refuses
+    There is none with videos if `no_video_reason` gives a reason. Raises ModelError if `prepare(encoder=…)` refuses
     the model.
     """
     model = tiny_model(config, torch.float32, images=True)
     check_vision(model)
     of_images = trial_documents(model, tuple(zip(LENGTHS, IMAGES, strict=True)))
-    return (*of_images, *(() if why_no_videos(config) else (video_document(model),)))
+    return (*of_images, *(() if no_video_reason(config) else (video_document(model),)))
 
 
-def why_no_videos(config: PreTrainedConfig) -> str:
+def no_video_reason(config: PreTrainedConfig) -> str:
     """Why no document of a small configuration has videos; "" where one has."""
     try:
         video_tokens(config)

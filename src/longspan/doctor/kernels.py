@@ -37,7 +37,7 @@ def kernel_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
 
     Raises what the model's own code raises where it cannot be made or run so, ModelError where it is refused.
     """
-    calls = record_model(_drop_memory(config)).calls
+    calls = record_model(_make_meta_model(config)).calls
     kinds: dict[tuple[int, int, int | None, float | None], list[RecordedCall]] = {}
     for call in calls:
         kinds.setdefault((call.head_size, call.value_size, call.window, call.softcap), []).append(call)
@@ -48,7 +48,8 @@ def kernel_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
     return tuple(lines)
 
 
-def _drop_memory(config: PreTrainedConfig) -> PreTrainedModel:
+def _make_meta_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """Make the model of a configuration on the meta device, in bfloat16, with our attention."""
     with torch.device("meta"):
         automatic = AutoModelForImageTextToText if reads_images_alone(config) else AutoModelForCausalLM
         model = automatic.from_config(type(config).from_dict(config.to_dict()), dtype=torch.bfloat16)
@@ -59,6 +60,7 @@ def _drop_memory(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _call_words(call: RecordedCall) -> str:
+    """Describe a call of attention: the size of its heads, and what it asks of a kernel."""
     sizes = f"heads of {call.head_size}"
     values = "" if call.value_size == call.head_size else f" with values of {call.value_size}"
     asks = {"a window": call.window is not None, "a soft cap": call.softcap is not None, "sinks": call.sinks}
@@ -66,6 +68,7 @@ def _call_words(call: RecordedCall) -> str:
 
 
 def _kernel_here(call: AttendCall) -> str:
+    """Name the kernel that runs a call on its device, or say why none does."""
     place = f"({call.device.type}, {str(call.dtype).removeprefix('torch.')})"
     try:
         return f"{choose(call).name} {place}"

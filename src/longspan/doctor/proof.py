@@ -62,19 +62,22 @@ class Stock:
         self.config, self.documents, self.images = config, documents, images
 
     def answers(self, cases: Sequence[Case]) -> dict[tuple[str, bool, bool], Expected | str]:
-        """For every dtype of the cases; with losses of routers where a case wants them and the model has them."""
+        """Compute the expected answer, or why there is none, for every dtype that the cases use.
+
+        Losses of routers count where a case wants them and the model has them.
+        """
         keys = dict.fromkeys((case.dtype, False, case.encoder > 0) for case in cases)
         keys |= dict.fromkeys(case.answer for case in cases if case.router_losses)
         answers: dict[tuple[str, bool, bool], Expected | str] = {}
         for name, with_routers, with_images in keys:
             stock = Stock(self.config, self.images) if with_images else self
             try:
-                answers[name, with_routers, with_images] = stock._expectation(getattr(torch, name), with_routers)
+                answers[name, with_routers, with_images] = stock._compute_answer(getattr(torch, name), with_routers)
             except Exception as error:
                 answers[name, with_routers, with_images] = error_text(error)
         return answers
 
-    def _expectation(self, dtype: torch.dtype, with_routers: bool) -> Expected:
+    def _compute_answer(self, dtype: torch.dtype, with_routers: bool) -> Expected:
         """The stock answer in a dtype, and the tolerance of cases that are compared with it."""
         if dtype == torch.float64:
             return self._expectation_in_float64(with_routers)
@@ -88,10 +91,10 @@ class Stock:
     @cached_property
     def _every_expert_stock(self) -> "Stock":
         """The stock model whose rows get every expert; this one if it has no experts to choose, or cannot run so."""
-        every = with_every_expert(self.config)
-        if every is self.config:
+        config_of_every = with_every_expert(self.config)
+        if config_of_every is self.config:
             return self
-        stock = Stock(every, self.documents)
+        stock = Stock(config_of_every, self.documents)
         try:
             stock._stock_answer(torch.bfloat16, torch.bfloat16, False)
         except Exception:  # of the model's own code
@@ -170,7 +173,7 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> 
         documents = documents_for(config, LENGTHS)
     except Exception as error:
         return Proof(tuple(Outcome(case, "not built", message=error_text(error)) for case in cases))
-    images, refusal = _image_documents(config, cases)
+    images, refusal = _draw_image_documents(config, cases)
     expected = Stock(config, documents, images).answers(cases)
     for number, case in enumerate(cases):
         if case.encoder and refusal is not None:
@@ -187,7 +190,7 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> 
     return Proof(tuple(outcomes[number] for number in range(len(cases))), tuple(worlds))
 
 
-def _image_documents(
+def _draw_image_documents(
     config: PreTrainedConfig, cases: Sequence[Case]
 ) -> tuple[tuple[TrialDocument, ...], Outcome | None]:
     """The documents with images where cases want them, or why there are none."""

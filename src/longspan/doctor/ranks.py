@@ -133,6 +133,7 @@ class CaseRun:
             self.refusal = str(error).partition(DOCTOR)[0]  # this is what it names
 
     def _prepare_model(self, first: Case) -> nn.Module:
+        """Prepare a small model, with an encoder if the case has one, as the first case wants it."""
         options = PrepareOptions(activation_checkpointing=first.recompute, sequence_parallel=first.sequence_parallel)
         model = tiny_model(self.config, self.dtype, images=first.encoder > 0)
         if not first.encoder:
@@ -142,13 +143,13 @@ class CaseRun:
         return prepare(model, self.world, encoder=settings, options=options)
 
     def outcome(self, case: Case) -> Outcome:
-        """The outcome of one case; raises what its step raises, for then other ranks may wait."""
+        """Run one case and return its outcome; an error of the step is raised, as other ranks may wait in it."""
         began, self._began = self._began, time.perf_counter()
         expected = self.task.expected[case.answer]
         try:
             if self.refusal:
                 raise ModelError(self.refusal)
-            plan = self._plan(case)
+            plan = self._plan_case(case)
         except LongspanError as error:  # the same on every rank: nothing was sent yet
             return Outcome(case, "refused", message=str(error), seconds=time.perf_counter() - began)
         with precision(self.dtype, whole=self.whole):
@@ -168,7 +169,7 @@ class CaseRun:
             why=self._choice_reason(case, plan),
         )
 
-    def _plan(self, case: Case) -> Plan:
+    def _plan_case(self, case: Case) -> Plan:
         """The plan of a case. Raises what its step would, on every rank, before it communicates."""
         heads = getattr(self.task.config.get_text_config(), "num_attention_heads", None)
         packed = Packed(self.documents.lengths, self.documents.targets) if case.encoder else TEXTS

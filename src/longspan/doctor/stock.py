@@ -57,6 +57,7 @@ def with_every_expert(config: PreTrainedConfig) -> PreTrainedConfig:
 
 class _Float64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch with float64 in place of float32 in its arguments."""
         if func is Tensor.float:
             return args[0].double()
         args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
@@ -66,7 +67,7 @@ class _Float64(TorchFunctionMode):
 
 @contextmanager
 def whole_float64() -> Iterator[None]:
-    """Inside, whatever a model would cast to float32 is float64.
+    """Inside the `with` block, whatever a model casts to float32 is cast to float64.
 
     torch leaves modes out of a backward pass, which may recompute layers: there the mode is entered again.
     """
@@ -195,6 +196,7 @@ def _run_stock(model: PreTrainedModel, document: np.ndarray | TrialDocument, *, 
 
 
 def _router_logits(output: Any, config: PreTrainedConfig) -> tuple[Tensor, ...]:
+    """Return the routers' logits among a model's outputs."""
     logits = getattr(output, "router_logits", None)
     if not logits:
         raise ModelError(f"{config.model_type} returns no router_logits: there are no losses of routers to compare")

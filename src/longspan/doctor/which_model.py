@@ -42,6 +42,7 @@ def find_configuration(name: str) -> PreTrainedConfig:
 
 
 def _class_configuration(architecture: Any, name: str) -> PreTrainedConfig:
+    """Return the default configuration of a model class. Raises ConfigError if it is no language model."""
     config: PreTrainedConfig = architecture.config_class()
     if "." in name:
         register(config, architecture)
@@ -72,6 +73,7 @@ def register(config: PreTrainedConfig, architecture: type | None) -> None:
 
 
 def _import_dotted(name: str) -> object:
+    """Import an object by its dotted name; None if its module lacks it. Raises ConfigError without the module."""
     module, _, attribute = name.rpartition(".")
     try:
         return getattr(import_module(module), attribute, None)
@@ -80,6 +82,7 @@ def _import_dotted(name: str) -> object:
 
 
 def _check_model(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
+    """Return a configuration that transformers has a model for. Raises ConfigError for others."""
     if not _classes(config):
         raise ConfigError(
             f"{name}: transformers has no causal language model for {type(config).__name__}, nor one from images and "

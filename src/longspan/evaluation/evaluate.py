@@ -274,6 +274,7 @@ class Portions:
         return self._metric_error()
 
     def _metric_error(self) -> LongspanError | None:
+        """Return the error of a metric on this rank, as one of ours; None if there is none."""
         if (error := self.sums.error) is None or isinstance(error, LongspanError):
             return error
         named = EvaluationError(f"a metric failed on rank {self.world.rank}: {type(error).__name__}: {error}")

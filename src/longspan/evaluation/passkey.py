@@ -65,7 +65,7 @@ class Pieces(NamedTuple):
         Raises DataError for another object, and for a tokenizer that writes different keys with the same ids.
         """
         engine = _find_engine(tokenizer)
-        first = TextTokenizer(engine, None, "").around[0]
+        first = TextTokenizer(engine, None, "").surrounding_ids[0]
         filler, stops = _ids_behind(engine, FILLER, FILLER)
         ends = np.cumsum([len(sentence) + 1 for sentence in SENTENCES])
         pieces = cls(
@@ -149,7 +149,7 @@ class PasskeyDocument:
         return self.length - len(self.answer)
 
     def ids(self) -> Integers:
-        """All token ids."""
+        """Return all token ids."""
         filler = np.resize(self.pieces.filler, self.filler)
         key, pieces = self.pieces.key(self.key), self.pieces
         parts = (pieces.opening, filler[: self.key_at], key, filler[self.key_at :], pieces.question, self.answer)

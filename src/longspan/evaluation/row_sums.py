@@ -56,7 +56,7 @@ class RowSums:
         targets = batch.labels[rows]
         measured = _Measured(documents, positions, [], [], [])
         weights = batch.values[WEIGHTS][rows] if WEIGHTS in batch.values else None
-        for chunk in self._chunks_of_rows(hidden, head, (rows, documents, positions, targets), weights):
+        for chunk in self._split_rows(hidden, head, (rows, documents, positions, targets), weights):
             measured.losses.append(chunk.losses)
             measured.hits.append(chunk.logits.argmax(-1) == chunk.targets)
             measured.columns.append(self._add_metrics(chunk))
@@ -67,7 +67,7 @@ class RowSums:
             self._bytes += int(token_bytes[targets].sum())
         return total
 
-    def _chunks_of_rows(
+    def _split_rows(
         self,
         hidden: Tensor,
         head: Any,

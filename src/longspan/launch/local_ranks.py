@@ -172,7 +172,7 @@ class LocalRanks:
             rank_end.close()
 
     def are_ready(self, timeout: float) -> bool:
-        """Whether the ranks of the call before have put back what it changed, and live."""
+        """Return whether all ranks live, and have reported that what the last call changed is as before."""
         for rank in self.ranks:
             try:
                 if rank.answer is not None and not (rank.pipe.poll(timeout) and rank.pipe.recv_bytes() == READY):
@@ -207,6 +207,7 @@ class LocalRanks:
         self.failure = self._first_failure(timeout)
 
     def _take_answer(self, rank: LocalRank) -> None:
+        """Receive a rank's answer; a death is posted for the other ranks, a failure is noted."""
         rank.receive()
         if rank.death is not None:
             self.store.set(f"{DEAD_KEY}{rank.index}", rank.death)
@@ -218,7 +219,7 @@ class LocalRanks:
         if not self.failed:
             running = [rank for rank in self.ranks if rank.waiting]
             return self._timeout_error(running, timeout) if running else None
-        first = self._culprit()
+        first = self._rank_to_blame()
         if first.death is not None or first.answer is None:
             error: BaseException = CommError(f"rank {first.index} of {len(self.ranks)} {first.death}")
             if stacks := _dump(self.folder, first.index):
@@ -230,7 +231,7 @@ class LocalRanks:
             error.add_note(f"rank {rank.index}: {end}")
         return error
 
-    def _culprit(self) -> LocalRank:
+    def _rank_to_blame(self) -> LocalRank:
         """The rank whose failure counts: a killed one, before an error of its own, before what others saw of it."""
         return min(
             self.failed, key=lambda rank: 0 if rank.death else 2 if rank.answer and rank.answer.consequence else 1
@@ -240,7 +241,7 @@ class LocalRanks:
         """Whether these signals, which were sent to the ranks, are why they failed."""
         if not signals or not self.failed:
             return False
-        first = self._culprit()
+        first = self._rank_to_blame()
         return first.killed_by in signals or isinstance(self.failure, KeyboardInterrupt)
 
     def _timeout_error(self, running: list[LocalRank], timeout: float | None) -> CommError:

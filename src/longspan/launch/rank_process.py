@@ -156,7 +156,10 @@ def _serve_calls(rank: int, state: State, pipe: connection.Connection) -> None:
 
 
 def _set_up_process(spec: Spec, out: Descriptor, err: Descriptor) -> None:
-    """Own process group (signals come only from the launcher), the launcher's output and threads.
+    """Put this process into a group of its own, with the launcher's output, environment and number of threads.
+
+    Signals come only from the launcher then. What the fork server imported is no garbage: collections pass over it, and
+    its memory stays shared.
 
     What the fork server imported is no garbage: collections pass over it, and its memory stays shared.
     """

@@ -64,6 +64,7 @@ def unblock_signals() -> AbstractContextManager[None]:
 
 @contextmanager
 def _signals_masked(how: int) -> Iterator[None]:
+    """Block or unblock the stop signals inside the `with` block."""
     old_mask = signal.pthread_sigmask(how, SIGNALS)
     try:
         yield
@@ -91,13 +92,13 @@ class Forwarding:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Forwarding":
-        self._before = _set_handler(self._forward, SIGNALS)
+        self._before = _set_handler(self._forward_signal, SIGNALS)
         return self
 
     def __exit__(self, *_: object) -> None:
         _restore(self._before)
 
-    def _forward(self, number: int, _: FrameType | None) -> None:
+    def _forward_signal(self, number: int, _: FrameType | None) -> None:
         """Send a first signal on to the ranks; kill them at a second one."""
         now = time.monotonic()
         if not self.sent:

@@ -68,22 +68,22 @@ class Exchange:
         return len(np.setdiff1d(self.need.rows(rank), self.have.rows(rank)))
 
     def send(self, rank: int, to: int) -> Integers:
-        """Indices in `rank`'s order of `have` of the rows that go to `to`, in the order in which they travel."""
+        """Return the rows that go to `to`, as they travel: indices in `rank`'s order of `have`."""
         self._check(to)
         moves = self.moves(rank)
         begin = sum(moves.sends[:to])
         return as_read_only(moves.leaves[begin : begin + moves.sends[to]])
 
     def receive(self, rank: int, frm: int) -> Placement:
-        """Where the rows that arrive from `frm`, in the order in which they travel, go in `rank`'s order of `need`."""
+        """Return where the rows from `frm` go, as they travel: indices in `rank`'s order of `need`."""
         self._check(frm)
         moves = self.moves(rank)
-        return _placement(moves, sum(moves.receives[:frm]), moves.receives[frm])
+        return _find_placement(moves, sum(moves.receives[:frm]), moves.receives[frm])
 
     def keep(self, rank: int) -> Placement:
-        """Rows that stay: indices in `rank`'s order of `have`, and where they go in its order of `need`."""
+        """Return the rows that stay: indices in `rank`'s order of `have`, and where they go in its order of `need`."""
         moves = self.moves(rank)
-        place, target = _placement(moves, sum(moves.receives), len(moves.stays))
+        place, target = _find_placement(moves, sum(moves.receives), len(moves.stays))
         return Placement(as_read_only(moves.stays[place]), target)
 
     @cached_property
@@ -135,8 +135,8 @@ class Exchange:
         return f"Exchange({self.degree} ranks, {int(self.counts.sum())} rows travel)"
 
 
-def _placement(moves: RowMoves, begin: int, count: int) -> Placement:
-    """Which of `count` rows of the pool from `begin` on go where, in their order."""
+def _find_placement(moves: RowMoves, begin: int, count: int) -> Placement:
+    """Find which of `count` rows of the pool, from `begin` on, go where, in their order."""
     target = np.flatnonzero((moves.places >= begin) & (moves.places < begin + count))
     order = np.argsort(moves.places[target], kind="stable")
     return Placement(as_read_only(moves.places[target][order] - begin), as_read_only(target[order]))

@@ -58,7 +58,7 @@ class Partition(ABC):
 
     @staticmethod
     def from_rows(rows_by_member: Iterable[Iterable[int]]) -> "Partition":
-        """Given rows: for each member an ordered list of row ids from 0.
+        """Make a partition of given rows: for each member an ordered list of row ids from 0.
 
         Any ids, none, or ids that other members or the same member hold too. Raises LayoutError for ids that are not
         integers or are negative, and where there is no member.
@@ -143,6 +143,7 @@ class _FromLengths(Partition):
         return {}
 
     def segments(self, member: int) -> Segments:
+        """Return the segments of a member; those of a few members are remembered."""
         self._check_member(member)
         segments = self._recent.pop(member, None)
         if segments is None:
@@ -159,8 +160,8 @@ class _FromLengths(Partition):
     def runs(self, member: int) -> Integers:
         segments = self.segments(member)
         shift = self._starts[segments.document]
-        joined = segments_from_runs(np.zeros_like(shift), segments.start + shift, segments.stop + shift)
-        return as_read_only(np.stack([joined.start, joined.stop], axis=1))
+        concatenated = segments_from_runs(np.zeros_like(shift), segments.start + shift, segments.stop + shift)
+        return as_read_only(np.stack([concatenated.start, concatenated.stop], axis=1))
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.lengths, self.degree)
@@ -184,6 +185,7 @@ class _DocumentShares(NamedTuple):
 class _Zigzag(_FromLengths):
     @cached_property
     def _document_shares(self) -> _DocumentShares:
+        """Work out how many rows of each document the chunks have, and which members have one row more."""
         length = np.array(self.lengths, dtype=np.int64)
         base, extra = length // self.degree, length % self.degree
         first = (np.cumsum(extra) - extra) % self.degree
@@ -192,7 +194,7 @@ class _Zigzag(_FromLengths):
         return _DocumentShares(length, base, extra, first, turn)
 
     def _rows_before(self, member: int) -> tuple[Integers, Integers]:
-        """Rows of each document in the early and in the late chunks of all members before this one."""
+        """Count the rows of each document in the early and the late chunks of all members before this one."""
         length, base, extra, first, turn = self._document_shares
         extras = np.clip(member - first, 0, extra) + np.clip(first + extra - self.degree, 0, member)
         rows = member * base + extras
@@ -201,6 +203,7 @@ class _Zigzag(_FromLengths):
         return early, length - (rows - early)
 
     def _make_segments(self, member: int) -> Segments:
+        """Make the segments of a member: an early and a late run of each document."""
         early_start, late_stop = self._rows_before(member)
         early_stop, late_start = self._rows_before(member + 1)
         document = np.repeat(np.arange(len(self.lengths), dtype=np.int64), 2)
@@ -216,6 +219,7 @@ class _Contiguous(_FromLengths):
         return member * base + min(member, extra)
 
     def _make_segments(self, member: int) -> Segments:
+        """Make the segments of a member: the part of each document between its two borders."""
         begin, end = self._cut(member), self._cut(member + 1)
         touched = slice(
             int(np.searchsorted(self._starts, begin, side="right")) - 1, int(np.searchsorted(self._starts, end))
@@ -284,13 +288,14 @@ def _row_ids(member: int, rows: object) -> Integers:
     if array is not None and array.ndim == 1 and array.dtype.kind in "iu":
         ids = array.astype(np.int64)  # millions of rows come as arrays
     else:
-        ids = np.array(_integers(member, cast(Iterable[object], rows)), dtype=np.int64)
+        ids = np.array(_list_row_ids(member, cast(Iterable[object], rows)), dtype=np.int64)
     if len(ids) and int(ids.min()) < 0:
         raise LayoutError(f"the rows of member {member} hold {int(ids.min())}; row ids are integers from 0")
     return ids
 
 
-def _integers(member: int, rows: Iterable[object]) -> list[object]:
+def _list_row_ids(member: int, rows: Iterable[object]) -> list[object]:
+    """Return rows as a list of integers. Raises LayoutError, with the member, for values that are none."""
     values: list[object] = rows.tolist() if isinstance(rows, np.ndarray) else list(rows)
     wrong = sorted({kind.__name__ for kind in set(map(type, values)) if not is_integer(kind)})
     if wrong:

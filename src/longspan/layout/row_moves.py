@@ -65,7 +65,7 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
         _check_copies(source, [group for group in groups if len(group) > 1 and any(repeats[m] for m in group)])
     arriving = _arriving_blocks(target, distinct_blocks, me, groups)
     leaving = _leaving_blocks(target, distinct_blocks, me, next(group for group in groups if me in group))
-    places, several, further = _addends(arriving, target, me, groups)
+    places, several, further = _find_addends(arriving, target, me, groups)
     begin = np.empty(len(source.size), dtype=np.int64)  # of each block here, in x
     begin[distinct_blocks[me]] = source.places(me)[_first_occurrences(source.members[me], source)]
     return RowMoves(
@@ -135,10 +135,13 @@ def _choose_holder(blocks: Integers, several: Integers, receiver: int) -> Intege
     return (spread + receiver) % np.maximum(count, 1)
 
 
-def _addends(
+def _find_addends(
     arriving: Sequence[Integers], target: Blocks, me: int, groups: Groups
 ) -> tuple[Integers, Integers, tuple[Placement, ...]]:
-    """`places`, `several` and `more` of RowMoves."""
+    """Return which row of the pool each target row is copied from, and which target rows sum several.
+
+    These are the fields `places`, `several` and `more` of RowMoves.
+    """
     first, count = np.full(len(target.size), -1, dtype=np.int64), np.zeros(len(target.size), dtype=np.int64)
     later = [np.empty((3, 0), dtype=np.int64)]
     begin = _pool_begins([int(target.size[blocks].sum()) for blocks in arriving], me)
@@ -167,7 +170,7 @@ def _pool_begins(counts: Sequence[int], me: int) -> Integers:
 
 
 def _further_addends(later: Integers, summed: Integers, size: Integers) -> tuple[Placement, ...]:
-    """Second, third, … addends of the blocks that have several, from columns (block, begin in the pool, number)."""
+    """List the second, third, … addends of blocks that have several, from columns (block, pool begin, number)."""
     target = np.cumsum(size[summed]) - size[summed]
     rounds = list[Placement]()
     for number in range(1, int(later[2].max(initial=0)) + 1):
@@ -183,7 +186,7 @@ def _further_addends(later: Integers, summed: Integers, size: Integers) -> tuple
 
 
 def _folds_of_repeats(source: Blocks, me: int, begin: Integers) -> tuple[Placement, ...]:
-    """Second, third, … occurrences of each row here, round by round, to be added to its first."""
+    """List the second, third, … occurrences of each row here, round by round, to be added to its first."""
     blocks, places = source.members[me], source.places(me)
     order = np.argsort(blocks, kind="stable")
     firsts = np.flatnonzero(np.diff(blocks[order], prepend=-1))

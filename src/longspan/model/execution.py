@@ -43,8 +43,8 @@ class Execution:
             return tuple(by_words)
         return tuple(f"{words} ({_layers(calls)})" for words, calls in by_words.items())
 
-    def why_slow(self) -> str:
-        """The reason why no faster kernel than `reference` runs on a GPU; "" if a faster one runs, and on a CPU."""
+    def slow_reason(self) -> str:
+        """Return why no faster kernel than `reference` runs on a GPU; "" if a faster one runs, and on a CPU."""
         for call in self.calls:
             if call.device.type == "cuda" and choose(call, self.kernel).name == "reference":
                 kind = f"{str(call.dtype).removeprefix('torch.')}, heads of {call.head_size}"
@@ -52,12 +52,14 @@ class Execution:
         return ""
 
     def _kernel_words(self, call: AttendCall) -> str:
-        """The kernel of a layer, and the other one that groups of one document may take."""
-        several, single = (
+        """Name the kernel of a layer, and the other one that groups of one document may take."""
+        of_packed, of_single = (
             choose(replace(call, one_document=one_document and call.mask.chunk is None), self.kernel).name
             for one_document in (False, True)
         )
-        return several if several == single else f"{single} where each group has one document, else {several}"
+        return (
+            of_packed if of_packed == of_single else f"{of_single} where each group has one document, else {of_packed}"
+        )
 
 
 def execution_of(model: nn.Module) -> Execution:

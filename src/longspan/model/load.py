@@ -28,8 +28,8 @@ from longspan.model.weights.hf_folder import (
     OWN_MODEL,
     no_progress_bars,
     read_configuration,
+    refusal_reason,
     weight_files,
-    why_refused,
 )
 from longspan.model.weights.random import RandomWeights
 
@@ -85,6 +85,7 @@ def load_model(
 
 
 def _check_embedding_rows(model: PreTrainedModel, path: str | Path, vocab_size: int | None) -> PreTrainedModel:
+    """Return the model. Raises ModelError if the tokenizer has more ids than its embedding has rows."""
     vocabulary = vocabulary_size(model)
     if vocab_size is not None and vocabulary is not None and vocab_size > vocabulary:
         raise ModelError(
@@ -138,7 +139,7 @@ def _naming_configuration(config: PreTrainedConfig) -> Iterator[None]:
         raise
     except Exception as error:  # whatever a class makes of its sizes
         name = f"{type(config).__name__}{f' of {path}' if (path := config._name_or_path) else ''}"
-        raise ModelError(f"no model can be made of the {name}: {why_refused(error, OWN_MODEL)}") from error
+        raise ModelError(f"no model can be made of the {name}: {refusal_reason(error, OWN_MODEL)}") from error
 
 
 def _read_model(folder: Path, config: PreTrainedConfig | None, dtype: torch.dtype, with_images: Any) -> PreTrainedModel:
@@ -152,7 +153,7 @@ def _read_model(folder: Path, config: PreTrainedConfig | None, dtype: torch.dtyp
                 folder, config=config, dtype=dtype, output_loading_info=True, **FOLDER_OPTIONS
             )
     except Exception as error:  # json, safetensors, torch, huggingface_hub and transformers each raise their own
-        raise ModelError(f"the model in {folder} cannot be loaded: {why_refused(error, OWN_MODEL)}") from error
+        raise ModelError(f"the model in {folder} cannot be loaded: {refusal_reason(error, OWN_MODEL)}") from error
     model, loading_info = loaded
     if absent := sorted(loading_info["missing_keys"]):
         raise ModelError(
@@ -178,6 +179,6 @@ def _model_to_read(
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # json, huggingface_hub and transformers each raise their own
-        raise ModelError(f"the model in {folder} cannot be loaded: {why_refused(error, OWN_MODEL)}") from error
+        raise ModelError(f"the model in {folder} cannot be loaded: {refusal_reason(error, OWN_MODEL)}") from error
     fill_when_prepared(model, FolderWeights(folder, files, model))
     return model

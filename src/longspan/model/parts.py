@@ -75,7 +75,7 @@ def parts_of(model: PreTrainedModel) -> ModelParts:
 
 
 def with_outputs(model: PreTrainedModel, parts: ModelParts) -> ModelParts:
-    """The parts with the number of values that the base model's forward takes from a layer, as a pass shows."""
+    """Return the parts with the number of values that the base model's forward takes from a layer."""
     for outputs in (0, 1, 2):
         with suppress(Exception):  # whatever a forward raises of layers that return something else
             _, out, (x, *_) = _trace_calls(model, candidate := replace(parts, outputs=outputs))
@@ -134,7 +134,11 @@ def _trace_calls(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tupl
 
 
 def _first_again(args: Sequence[Any], kwargs: Mapping[str, Any], returned: Sequence[Tensor]) -> int | str | None:
-    """The one argument after the first that is the first of these hidden states, if no other is earlier ones."""
+    """Find the argument of a layer, after the first, that is the first hidden states of all; None if it gets other
+    ones.
+
+    `returned` are the hidden states that went through the layers before.
+    """
     arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
     earlier = [key for key, value in arguments.items() if _depends_on(value, returned[:-1])]
     if len(earlier) != 1 or earlier[0] == 0:
@@ -174,8 +178,10 @@ class _Entry(Absent):
         self.rows = None
 
 
-def _let_enter(base: nn.Module, part: str, outputs: int) -> None:
-    """Have hidden states enter a stage's base model in place of its first part, which is on another stage."""
+def _replace_first_part(base: nn.Module, part: str, outputs: int) -> None:
+    """Put an entry in place of the first part of a stage's base model, which another stage has: hidden states enter
+    there.
+    """
     around, _, name = part.rpartition(".")
     entry = _Entry(base.get_submodule(part), outputs if around else 0)
     base.get_submodule(around)._modules[name] = entry
@@ -203,7 +209,7 @@ def shallow_copy(
             base._modules[name] = copy.deepcopy(module)  # rotary embeddings: only buffers
     entry = next((part for part in parts.before if part not in embeddings), f"{parts.layers}.0")
     if not first and isinstance(base.get_submodule(entry), Absent):
-        _let_enter(base, entry, parts.outputs)
+        _replace_first_part(base, entry, parts.outputs)
     for name, _ in list(model.named_children()):
         if name != text_name(model).partition(".")[0] and not (last or (tied and first and name != PREFIX)):
             stage._modules[name] = Absent()
@@ -211,6 +217,7 @@ def shallow_copy(
 
 
 def _layers_of_stage(layers: nn.Module, indices: range, outputs: int) -> nn.ModuleList:
+    """Return the list of layers with stand-ins for those of other stages."""
     stage_layers: nn.ModuleList = shallow_module(layers)
     for i, (name, layer) in enumerate(layers._modules.items()):
         if i not in indices:

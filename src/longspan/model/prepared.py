@@ -40,7 +40,7 @@ from longspan.model.seams.forwards.row_loss import add_row_loss
 from longspan.model.seams.layer_arguments import keep_layer_arguments, number_layers
 from longspan.model.seams.mixer_calls import check_kernels, shard_mixers
 from longspan.model.seams.mixers import find_mixers
-from longspan.model.seams.refusals import guard
+from longspan.model.seams.refusals import guard_model
 from longspan.model.sharding import Sharding
 from longspan.model.weights.fill import pop_deferred_weights
 
@@ -137,7 +137,7 @@ def prepare_language_model(
             FirstPass(prepared)
     setattr(prepared, HOST_OFFLOAD, offload)
     if weights is not None:
-        weights.fill(models, world)
+        weights.fill_weights(models, world)
     _check_every_call(prepared, rules, execution)
     if evidence.adapter is not None:
         prepared.adapter = evidence.adapter  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
@@ -217,7 +217,7 @@ def _check_every_call(prepared: PreTrainedModel | PipelineModel, rules: CallRule
     """Have every call of a prepared model checked, and refuse what its own class would do with its weights."""
     values: Any = prepared
     values.call_rules, values.execution = rules, execution
-    guard(prepared, rules.architecture)
+    guard_model(prepared, rules.architecture)
     # Before FSDP2's own hook, so that a wrong call fails before parameters are gathered.
     prepared.register_forward_pre_hook(check_call, with_kwargs=True, prepend=True)
 

@@ -38,7 +38,9 @@ class Preset:
         return self.values.get("vocab_size", 0)
 
 
-def _qwen3(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, **more: Any) -> dict[str, Any]:
+def _qwen3_values(
+    hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, **more: Any
+) -> dict[str, Any]:
     """As in the configurations of https://huggingface.co/Qwen."""
     return {
         "vocab_size": 151936,
@@ -94,10 +96,10 @@ PRESETS: dict[str, Preset] = {
         "GraniteMoeHybridConfig",
         _HYBRID | _MAMBA2 | _SHARED | {"layer_types": [*["linear_attention"] * 3, "full_attention"]},
     ),
-    "qwen3-0.6b": Preset("Qwen3Config", _qwen3(1024, 28, 16, 8, 3072, tie_word_embeddings=True)),
-    "qwen3-4b": Preset("Qwen3Config", _qwen3(2560, 36, 32, 8, 9728, tie_word_embeddings=True)),
-    "qwen3-8b": Preset("Qwen3Config", _qwen3(4096, 36, 32, 8, 12288)),
-    "qwen3-30b-a3b": Preset("Qwen3MoeConfig", _qwen3(2048, 48, 32, 4, 6144, **_MOE)),
+    "qwen3-0.6b": Preset("Qwen3Config", _qwen3_values(1024, 28, 16, 8, 3072, tie_word_embeddings=True)),
+    "qwen3-4b": Preset("Qwen3Config", _qwen3_values(2560, 36, 32, 8, 9728, tie_word_embeddings=True)),
+    "qwen3-8b": Preset("Qwen3Config", _qwen3_values(4096, 36, 32, 8, 12288)),
+    "qwen3-30b-a3b": Preset("Qwen3MoeConfig", _qwen3_values(2048, 48, 32, 4, 6144, **_MOE)),
 }
 
 
@@ -123,6 +125,7 @@ def preset_config(name: str, *, vocab_size: int | None = None) -> "PreTrainedCon
 
 
 def _check_vocab_size(name: str, vocab_size: int | None) -> int:
+    """Return the size as an int. Raises ModelError where it is missing or no positive integer."""
     if vocab_size is None:
         raise ModelError(f"preset {name} needs vocab_size, the number of ids of the tokenizer")
     if isinstance(vocab_size, bool) or int(vocab_size) != vocab_size or vocab_size < 1:

@@ -235,6 +235,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def _free_groups(modules: Sequence[FSDPModule]) -> None:
+    """Bring FSDP2's groups back to their idle state after an error, and free what they gathered."""
     for module in modules:
         state: Any = module._get_fsdp_state()
         state._training_state, state._state_ctx.iter_forward_root = TrainingState.IDLE, None

@@ -3,6 +3,7 @@
 Each raises PlanError that names the value and what would do. What makes a whole plan sound is checked in `plan.py`.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from numbers import Integral
 
@@ -17,6 +18,13 @@ def check_count(name: str, value: object, *, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         raise PlanError(f"{name} is {value!r}; give an integer of at least {least}")
     return int(value)
+
+
+def check_number(name: str, value: object, *, above_zero: bool = False) -> None:
+    """Raise PlanError unless the value is a finite number of at least 0, or above it."""
+    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    if not math.isfinite(number) or number < 0 or (above_zero and number == 0):
+        raise PlanError(f"{name} is {value!r}; give a finite number {'above 0' if above_zero else 'of at least 0'}")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

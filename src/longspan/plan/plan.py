@@ -101,7 +101,7 @@ class Plan:
     def table(self, cost: Cost | None = None, limit: int = 24) -> str:
         """The plan as plain text: its sizes and times, then a line for each of at most `limit` micro-batches."""
         times = self.timeline(cost)
-        return "\n".join([*_header(self, cost or self.cost, times), "", *_lines(self, times, limit)])
+        return "\n".join([*_header_lines(self, cost or self.cost, times), "", *_micro_batch_lines(self, times, limit)])
 
     def check(self) -> "Plan":
         """Return this plan if it is sound: every document once, slots in range, caps met, types that exist.
@@ -129,6 +129,7 @@ class Plan:
 
 
 def _check_numbers(plan: Plan) -> None:
+    """Raise PlanError for a field that is no possible number, and for a plan without micro-batches."""
     check_count("slots", plan.slots)
     check_count("targets", plan.targets, least=0)
     check_count("node_size", plan.node_size)
@@ -146,6 +147,7 @@ def _check_numbers(plan: Plan) -> None:
 
 
 def _check_group(where: str, group: Group, plan: Plan) -> None:
+    """Raise PlanError for a group that is empty, or whose slots, types or sizes are not possible."""
     if not group.slots or not group.documents:
         missing = "slots" if group.documents else "documents"
         raise PlanError(f"{where} has no {missing}; leave the group out: a slot in no group runs a dummy pass")
@@ -166,6 +168,7 @@ def _check_group(where: str, group: Group, plan: Plan) -> None:
 
 
 def _check_group_lengths(where: str, group: Group, plan: Plan) -> None:
+    """Raise PlanError unless a group has its documents' lengths, and pads to no less than the longest."""
     if len(group.documents) != len(group.lengths):
         raise PlanError(f"{where} has {len(group.documents)} documents and {len(group.lengths)} lengths")
     if min(group.documents) < 0 or max(group.documents) >= len(plan.lengths):
@@ -181,6 +184,7 @@ def _check_group_lengths(where: str, group: Group, plan: Plan) -> None:
 
 
 def _check_documents(plan: Plan) -> None:
+    """Raise PlanError unless every document is in exactly one group."""
     documents = np.array([d for batch in plan.micro_batches for d in batch.documents], dtype=np.int64)
     times = np.bincount(documents, minlength=len(plan.lengths))
     wrong = np.flatnonzero(times != 1)
@@ -195,6 +199,7 @@ def _check_documents(plan: Plan) -> None:
 
 
 def _check_cap(plan: Plan) -> None:
+    """Raise PlanError where a slot holds more rows than max_tokens_per_slot."""
     cap = plan.max_tokens_per_slot
     if cap is None:
         return
@@ -215,7 +220,8 @@ def _short(values: Sequence[object], limit: int = 8) -> str:
     return f"({head}, … {len(values)} in all)" if len(values) > limit else f"({head})"
 
 
-def _header(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
+def _header_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
+    """Return the first lines of a plan's table: its documents, tokens, seconds and efficiency."""
     cap = f"at most {plan.max_tokens_per_slot:,}" if plan.max_tokens_per_slot else "no limit on"
     lengths = sorted(plan.lengths)
     median = f", median {lengths[len(lengths) // 2]:,}" if lengths else ""
@@ -226,7 +232,7 @@ def _header(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
         f"{plural(len(plan.micro_batches), 'micro-batch', 'es')}, {cap} rows a slot",
         f"  documents   {len(plan.lengths):>14,}   {spread}",
         f"  tokens      {plan.tokens:>14,}   {plan.targets:,} targets",
-        f"  predicted   {_seconds(times.step_seconds):>14}   {_ratio_to_bound(plan, times)}",
+        f"  predicted   {_seconds_text(times.step_seconds):>14}   {_ratio_to_bound(plan, times)}",
         f"  priced for  {cost.source or NO_MACHINE}",
         *_closing_line(plan, cost, times),
         f"  rows used   {plan.efficiency:>14.1%}   of slots x micro-batches x the fullest slot's {fullest:,} rows",
@@ -235,29 +241,32 @@ def _header(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
 
 def _ratio_to_bound(plan: Plan, times: Timeline) -> str:
     bound = plan.lower_bound_seconds
-    return f"{times.step_seconds / bound:.3f} x the lower bound of {_seconds(bound)}" if bound else "no lower bound"
+    return (
+        f"{times.step_seconds / bound:.3f} x the lower bound of {_seconds_text(bound)}" if bound else "no lower bound"
+    )
 
 
 def _closing_line(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
-    """In free mode, what of the predicted seconds is neither a document's nor a wait for one."""
+    """Return a line on what of the predicted seconds, in free mode, is neither a document's nor a wait for one."""
     if plan.mode == "lockstep" or not cost.closing_seconds:
         return []
-    closing, share = _seconds(cost.closing_seconds), cost.closing_seconds / times.step_seconds
+    closing, share = _seconds_text(cost.closing_seconds), cost.closing_seconds / times.step_seconds
     return [f"  closing     {closing:>14}   {share:.1%} of it: parameters gathered, gradients summed"]
 
 
-def _lines(plan: Plan, times: Timeline, limit: int) -> list[str]:
+def _micro_batch_lines(plan: Plan, times: Timeline, limit: int) -> list[str]:
+    """Return a line for each micro-batch, in the middle fewer if there are more than `limit`."""
     count = len(plan.micro_batches)
     shown = (
         list(range(count)) if count <= limit + 1 else [*range(limit - limit // 3), *range(count - limit // 3, count)]
     )
-    groups = {m: _degrees(plan.micro_batches[m]) for m in shown}
+    groups = {m: _degrees_text(plan.micro_batches[m]) for m in shown}
     width = max(len("groups"), *map(len, groups.values()))
     lines = [f"  micro-batch   {'groups':<{width}}   {'tokens':>11}   fullest slot      seconds    idle"]
     for before, m in zip([-1, *shown], shown, strict=False):
         if m - before > 1:
             lines.append(f"            …   {plural(m - before - 1, 'more micro-batch', 'es')}")
-        batch, longest = plan.micro_batches[m], _seconds(float(np.max(times.busy[m], initial=0.0)))
+        batch, longest = plan.micro_batches[m], _seconds_text(float(np.max(times.busy[m], initial=0.0)))
         lines.append(
             f"  {m:>11}   {groups[m]:<{width}}   {batch.tokens:>11,}   {int(times.rows[m].max()):>12,}"
             f"   {longest:>10}   {times.idle[m]:>5.1%}"
@@ -265,15 +274,15 @@ def _lines(plan: Plan, times: Timeline, limit: int) -> list[str]:
     return lines
 
 
-def _degrees(batch: MicroBatch, most: int = 4) -> str:
-    """The groups by degree, widest first, as in '2 x cp 8, 16 x cp 1'."""
+def _degrees_text(batch: MicroBatch, most: int = 4) -> str:
+    """Name the groups by degree, widest first, as in '2 x cp 8, 16 x cp 1'."""
     counts = sorted(Counter(group.degree for group in batch.groups).items(), reverse=True)
     named = [f"{count} x cp {degree}" for degree, count in counts]
     others = sum(count for _, count in counts[most:])
     return ", ".join(named[:most]) + (f", {others} more" if others else "") or "dummy"
 
 
-def _seconds(value: float) -> str:
+def _seconds_text(value: float) -> str:
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
         if value * scale >= 0.1:
             return f"{value * scale:,.3f} {unit}"

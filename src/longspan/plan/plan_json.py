@@ -23,7 +23,7 @@ def read_fields(text: str | bytes) -> tuple[dict[str, Any], Any]:
         document = json.loads(text)
     except ValueError as error:
         raise PlanError(f"a plan must be JSON as Plan.to_json writes it: {error}") from None
-    values = _object("the plan", document, _PLAN, _PLAN_MORE)
+    values = _read_object("the plan", document, _PLAN, _PLAN_MORE)
     tokens = values.pop("tokens", None)
     lengths = values["lengths"] = _tuple("lengths", values["lengths"])
     batches = _tuple("micro_batches", values["micro_batches"])
@@ -37,11 +37,14 @@ def read_fields(text: str | bytes) -> tuple[dict[str, Any], Any]:
 
 def _micro_batch(m: int, groups: Any, lengths: tuple[Any, ...]) -> MicroBatch:
     items = _tuple(f"micro-batch {m}", groups)
-    return MicroBatch(tuple(_group(f"micro-batch {m}, group {g}", group, lengths) for g, group in enumerate(items)))
+    return MicroBatch(
+        tuple(_read_group(f"micro-batch {m}, group {g}", group, lengths) for g, group in enumerate(items))
+    )
 
 
-def _group(where: str, item: Any, lengths: tuple[Any, ...]) -> Group:
-    values = _object(where, item, _GROUP, _GROUP_MORE)
+def _read_group(where: str, item: Any, lengths: tuple[Any, ...]) -> Group:
+    """Read a group from a JSON object. Raises PlanError for fields that it cannot have."""
+    values = _read_object(where, item, _GROUP, _GROUP_MORE)
     for name in ("slots", "documents", "lengths", "hierarchical_context_parallel_sizes"):
         if name in values and not (name.startswith("hier") and values[name] is None):
             values[name] = _tuple(f"{where}: {name}", values[name])
@@ -54,8 +57,8 @@ def _group(where: str, item: Any, lengths: tuple[Any, ...]) -> Group:
     return Group(**values)
 
 
-def _object(where: str, value: Any, needed: set[str], more: set[str]) -> dict[str, Any]:
-    """A copy of the JSON object, if it has all the needed keys and none that are unknown."""
+def _read_object(where: str, value: Any, needed: set[str], more: set[str]) -> dict[str, Any]:
+    """Copy a JSON object. Raises PlanError if a key that is needed is missing or one is unknown."""
     if not isinstance(value, dict):
         raise PlanError(f"{where} must be an object, got {type(value).__name__}")
     values = dict(cast(dict[str, Any], value))

@@ -51,7 +51,7 @@ def read_plans(path: str | Path) -> Iterator[tuple[int, Plan]]:
             try:
                 row = json.loads(line)
                 cost = Cost.from_json(row["cost"]) if "cost" in row else cost
-                plan = replace(_plan_of(row), cost=cost).check()
+                plan = replace(_read_plan(row), cost=cost).check()
             except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
                 raise PlanError(f"{path}, line {number} holds no plan: {type(error).__name__}: {error}") from error
             yield int(row["step"]), plan
@@ -83,6 +83,9 @@ def _type_name(group: Group) -> str:
 
 
 def _group_row(group: Group, kinds: dict[tuple[Any, ...], int]) -> list[Any]:
+    """Write a group as a list: the number of its kind, its slots (first and count, if they are consecutive), its
+    documents.
+    """
     kind = group.cp_comm_type, group.hierarchical_context_parallel_sizes, group.partition, group.pad_to
     slots, number = group.slots, kinds.setdefault(kind, len(kinds))
     if slots == tuple(range(slots[0], slots[0] + len(slots))):
@@ -90,10 +93,11 @@ def _group_row(group: Group, kinds: dict[tuple[Any, ...], int]) -> list[Any]:
     return [number, slots, *group.documents]
 
 
-def _plan_of(row: Mapping[str, Any]) -> Plan:
+def _read_plan(row: Mapping[str, Any]) -> Plan:
+    """Read the plan in a line of plans.jsonl, unchecked."""
     lengths: tuple[int, ...] = tuple(row["lengths"])
     kinds: list[list[Any]] = [[_tuple(x) for x in kind] for kind in row["kinds"]]
-    batches = (MicroBatch(tuple(_groups(batch, kinds, lengths))) for batch in row["micro_batches"])
+    batches = (MicroBatch(tuple(_read_groups(batch, kinds, lengths))) for batch in row["micro_batches"])
     values: dict[str, Any] = {name: row[name] for name in (*_NUMBERS, *_SECONDS)}
     return Plan(lengths=lengths, micro_batches=tuple(batches), **values)
 
@@ -103,7 +107,8 @@ def _tuple(value: Any) -> Any:
     return tuple(cast(list[Any], value)) if isinstance(value, list) else value
 
 
-def _groups(rows: Iterable[list[Any]], kinds: list[list[Any]], lengths: tuple[int, ...]) -> Iterator[Group]:
+def _read_groups(rows: Iterable[list[Any]], kinds: list[list[Any]], lengths: tuple[int, ...]) -> Iterator[Group]:
+    """Yield the groups of a micro-batch from their lists, as `_group_row` writes them."""
     for number, first, *rest in rows:
         listed = isinstance(first, list)
         slots: tuple[int, ...] = _tuple(first) if listed else tuple(range(first, first + rest[0]))

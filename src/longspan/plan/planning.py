@@ -1,4 +1,4 @@
-"""The process that makes plans ahead: first as its owner sees it (`Planning`), then what runs in it (`serve`).
+"""The process that makes plans ahead: first as its owner sees it (`Planning`), then what runs in it (`serve_plans`).
 
 Requests are answered one after the other. One is (generation, step, arguments); requests of an older generation than
 the newest are void and are answered without planning. How the process starts and ends is `launch/worker.py`'s.
@@ -73,14 +73,14 @@ class Planning:
             )
         payload = _pickle_planner(planner)
         self._owner = os.getpid()
-        self._worker = Worker(serve)
+        self._worker = Worker(serve_plans)
         self._worker.connection.send((describe_main(payload), payload))
         self._answers: dict[StepRequest, bytes | Failure] = {}
         self._outstanding: deque[StepRequest] = deque()
         self._generation, self._window = 0, range(0)  # of the answers that are kept
         self._gone = False
         self._changed = threading.Condition()
-        self._receiver = threading.Thread(target=self._receive, name="plans ahead", daemon=True)
+        self._receiver = threading.Thread(target=self._receive_answers, name="plans ahead", daemon=True)
         self._receiver.start()
 
     @property
@@ -116,7 +116,7 @@ class Planning:
             self._changed.wait_for(lambda: request in self._answers or self._gone)
             answer = self._answers.get(request)
         if answer is None:
-            raise self._death(request.step)
+            raise self._death_error(request.step)
         if isinstance(answer, bytes):
             return pickle.loads(answer)
         raise answer.error(request.step)
@@ -135,7 +135,11 @@ class Planning:
         self._receiver.join(5)
         self._worker.connection.close()
 
-    def _receive(self) -> None:
+    def _receive_answers(self) -> None:
+        """Take answers from the planning process, in a thread, until it ends.
+
+        Answers come in the order of the requests: those before an answered one are not outstanding either.
+        """
         connection = self._worker.connection
         try:
             while True:
@@ -155,7 +159,8 @@ class Planning:
     def _is_in_window(self, request: StepRequest) -> bool:
         return request.generation == self._generation and request.step in self._window
 
-    def _death(self, step: int) -> PlanError:
+    def _death_error(self, step: int) -> PlanError:
+        """Return the error for a step that is not planned because the planning process has ended."""
         end = describe_end(self._worker.process.wait())
         return PlanError(
             f"step {step} has no plan: the planning process {self.pid} {end} before step {self._outstanding[0].step} "
@@ -165,6 +170,7 @@ class Planning:
 
 
 def _pickle_planner(planner: Planner) -> bytes:
+    """Pickle the planner. Raises PlanError for one that does not pickle."""
     try:
         return pickle.dumps(planner)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -183,7 +189,7 @@ def check_is_plan(plan: Any, step: int) -> Plan:
     return plan
 
 
-def serve(connection: "Connection[Any, Any]", parent: int) -> None:
+def serve_plans(connection: "Connection[Any, Any]", parent: int) -> None:
     """Plan requested steps in order, in the planning process, until the owner ends it or is gone."""
     global _serving
     _serving = True
@@ -205,12 +211,13 @@ class _Requests:
     def __init__(self, connection: "Connection[Any, Any]", parent: int) -> None:
         self.newest = 0
         self._queue: queue.SimpleQueue[StepRequest] = queue.SimpleQueue()
-        threading.Thread(target=self._read, args=(connection, parent), daemon=True).start()
+        threading.Thread(target=self._read_requests, args=(connection, parent), daemon=True).start()
 
     def next(self) -> StepRequest:
         return self._queue.get()
 
-    def _read(self, connection: "Connection[Any, Any]", parent: int) -> None:
+    def _read_requests(self, connection: "Connection[Any, Any]", parent: int) -> None:
+        """Read requests, in a thread, until the owner ends the process or is gone."""
         try:
             while (request := next_request(connection, parent)) is not None:
                 self.newest = request.generation
@@ -229,6 +236,7 @@ def _load_planner(main: dict[str, Any], payload: bytes) -> Callable[[StepRequest
         return lambda _: failure
 
     def plan(request: StepRequest) -> bytes | Failure:
+        """Plan a step; returns a failure, or the pickled plan."""
         try:
             return pickle.dumps(check_is_plan(planner(request.step, *request.arguments), request.step))
         except BaseException as error:

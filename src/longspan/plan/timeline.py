@@ -104,7 +104,7 @@ class GroupTable:
 
 
 def _way_of(group: Group) -> Way:
-    """The type that most layers of a group have, its a2a size, and its partition."""
+    """Return the type that most layers of a group have, its a2a size, and its partition."""
     kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
     sizes = group.hierarchical_context_parallel_sizes
     kind = max(kinds, key=kinds.count) if group.degree > 1 else "p2p"
@@ -163,58 +163,67 @@ def timeline(
     rows = _per_slot(table, table.rows, count, slots).astype(np.int64)
     if mode == "lockstep":
         busy += cost.micro_batch_seconds
-        start, end, total = _lockstep(busy)
+        start, end, total = _lockstep_times(busy)
     else:
         active = np.zeros((count, slots), dtype=np.bool_)
         active[table.micro_batch[table.group], table.slot] = True
         busy[active] += cost.micro_batch_seconds
-        start, end, total = _free(busy, active, _components(table, count, slots))
+        start, end, total = _free_times(busy, active, _label_joined_slots(table, count, slots))
         total += cost.closing_seconds
     return Timeline(-(-rows // row_multiple) * row_multiple, busy, start, end, total + cost.update_seconds)
 
 
-def _lockstep(busy: Floats) -> tuple[Floats, Floats, float]:
+def _lockstep_times(busy: Floats) -> tuple[Floats, Floats, float]:
+    """Return when each slot starts and ends each micro-batch, and the last end, where all wait for the slowest."""
     slowest = busy.max(axis=1)
     end = np.cumsum(slowest)
     shape = np.ones_like(busy)
     return (end - slowest)[:, None] * shape, end[:, None] * shape, math.fsum(slowest)
 
 
-def _free(busy: Floats, active: NDArray[np.bool_], component: Ints) -> tuple[Floats, Floats, float]:
-    """Joined slots start when the last of them is ready and end with the slowest; the others pass by."""
+def _free_times(busy: Floats, active: NDArray[np.bool_], component: Ints) -> tuple[Floats, Floats, float]:
+    """Return when each slot starts and ends each micro-batch, and the last end, where only slots that share documents
+    wait.
+
+    Slots that groups join start when the last of them is ready, and end with the slowest; the others pass by.
+    """
     count, slots = busy.shape
     start, end, clock = np.zeros_like(busy), np.zeros_like(busy), np.zeros(slots)
     for m in range(count):
-        here = np.flatnonzero(active[m])
-        root = component[m, here]
+        active_slots = np.flatnonzero(active[m])
+        root = component[m, active_slots]
         ready, longest = np.zeros(slots), np.zeros(slots)
-        np.maximum.at(ready, root, clock[here])
-        np.maximum.at(longest, root, busy[m, here])
+        np.maximum.at(ready, root, clock[active_slots])
+        np.maximum.at(longest, root, busy[m, active_slots])
         start[m] = clock
-        start[m, here] = ready[root]
-        clock[here] = ready[root] + longest[root]
+        start[m, active_slots] = ready[root]
+        clock[active_slots] = ready[root] + longest[root]
         end[m] = clock
     return start, end, float(clock.max(initial=0.0))
 
 
-def _components(table: GroupTable, count: int, slots: int) -> Ints:
-    """The lowest slot that groups join each slot to in each micro-batch (M, slots); by hooking and pointer jumping."""
+def _label_joined_slots(table: GroupTable, count: int, slots: int) -> Ints:
+    """Return the lowest slot that groups join each slot to in each micro-batch (M, slots).
+
+    By hooking and pointer jumping: a slot takes the lowest label in any of its groups, and then that label's label,
+    until nothing changes.
+    """
     label = np.arange(count * slots)
     cells = table.micro_batch[table.group] * slots + table.slot
     first = np.cumsum(table.degree) - table.degree
     while len(cells):
         low = np.minimum.reduceat(label[cells], first)[table.group]
-        joined = label.copy()
-        np.minimum.at(joined, label[cells], low)
-        joined = joined[joined]
-        if np.array_equal(joined, label):
+        next_label = label.copy()
+        np.minimum.at(next_label, label[cells], low)
+        next_label = next_label[next_label]
+        if np.array_equal(next_label, label):
             break
-        label = joined
+        label = next_label
     return label.reshape(count, slots) % slots
 
 
 def _per_slot(table: GroupTable, values: Floats | Ints, count: int, slots: int) -> Floats:
-    """The sum of a group's value over the groups that each slot is in, for each micro-batch (M, slots)."""
+    """Sum a group's value over the groups that each slot is in, for each micro-batch (M, slots)."""
     cells = table.micro_batch[table.group] * slots + table.slot
     sums: Floats = np.bincount(cells, weights=values[table.group], minlength=count * slots).astype(np.float64)
     return sums.reshape(count, slots)

@@ -1,8 +1,9 @@
 """A chart as an SVG document of its own, for pages that are not ours: title, legend, curves and colours in one file."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from longspan.report.bars import FILLS
 from longspan.report.chart import Chart, Series, chart_svg, mark
 from longspan.report.markup import label, tag, text
 
@@ -109,3 +110,59 @@ def _reference_line(reference: tuple[float, str] | None, scale: float, top: floa
         x = LEFT + reference[0] * scale
         yield tag("path", class_="reference", d=f"M{x:.1f} {top - 6}V{bottom}")
         yield label(reference[1], x, bottom + 20, "middle", "halo")
+
+
+@dataclass(frozen=True)
+class StackedBar:
+    """A bar of several parts, one after another from 0: its name, the value of each part, and the words behind it."""
+
+    name: str
+    parts: Mapping[str, float]
+    words: str
+
+
+def stack_document(
+    title: str, bars: Sequence[StackedBar], unit: str, reference: tuple[float, str] | None = None
+) -> str:
+    """Bars of parts as the text of an .svg file, with a legend; the reference is a line at a value, with its words.
+
+    >>> Path("memory.svg").write_text(stack_document("Memory", [StackedBar("none", {"kept": 3.0}, "3 GiB")], "GiB"))
+    """
+    titles = title.splitlines()
+    names = [name for name in dict.fromkeys(n for bar in bars for n in bar.parts) if any(b.parts[name] for b in bars)]
+    top = 34.0 + LINE * (len(titles) + 1)
+    bottom = top + ROW * len(bars)
+    most = max([sum(bar.parts.values()) for bar in bars] + [reference[0] if reference else 0.0]) or 1.0
+    scale = (WIDTH - LEFT - RIGHT) / most
+    return tag(
+        "svg",
+        tag("title", text("; ".join(titles))),
+        tag("style", STYLE),
+        tag("rect", width=WIDTH, height=round(bottom + 34), fill="#fff"),
+        *(label(line, 12, 20 + LINE * i, "start", "" if i else "title") for i, line in enumerate(titles)),
+        *_stack_legend(names, top - 20),
+        *_reference_line(reference, scale, top, bottom),
+        *(part for i, bar in enumerate(bars) for part in _stack_row(bar, names, top + ROW * i, scale)),
+        label(unit, 12, bottom + 20, "start"),
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {WIDTH} {bottom + 34:.0f}",
+        role="img",
+    )
+
+
+def _stack_legend(names: Sequence[str], y: float) -> Iterator[str]:
+    x = 12.0
+    for place, name in enumerate(names):
+        yield tag("rect", x=x, y=y - 9, width=10, height=10, fill=FILLS[place])
+        yield label(name, x + 14, y, "start")
+        x += 30 + 6.6 * len(name)
+
+
+def _stack_row(bar: StackedBar, names: Sequence[str], y: float, scale: float) -> Iterator[str]:
+    yield label(bar.name, LEFT - 8, y + BAR / 2 + 4, "end", "strong")
+    x = LEFT
+    for place, name in enumerate(names):
+        width = bar.parts.get(name, 0.0) * scale
+        yield tag("rect", x=x, y=y, width=width, height=BAR, fill=FILLS[place])
+        x += width
+    yield label(bar.words, x + 8, y + BAR / 2 + 4, "start", "halo")

@@ -13,6 +13,7 @@ from longspan.errors import RunFolderError
 from longspan.files import naming_file, os_error_text
 from longspan.plan import Cost, Plan
 from longspan.plan.cost.cost import FORWARD_ALONE
+from longspan.plan.cost.cost_changes import scale_times
 from longspan.report.markup import page, tag, text
 from longspan.report.plan_section import plan_section
 from longspan.report.run_folder import RunFolder
@@ -48,7 +49,7 @@ def _scale_plan(plan: Plan, factor: float | None) -> Plan:
     source = f"{OWN_STEPS}; {FORWARD_ALONE}" if plan.cost.passes == "forward" else OWN_STEPS
     return replace(
         plan,
-        cost=plan.cost.scale_times(factor, source),
+        cost=scale_times(plan.cost, factor, source),
         predicted_seconds=plan.predicted_seconds * factor,
         lower_bound_seconds=plan.lower_bound_seconds * factor,
     )

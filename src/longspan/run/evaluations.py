@@ -203,7 +203,7 @@ class Evaluations:
             attention_kernel=kernel or None,
             seconds=entry.config.max_seconds or None,
             stopped=self.stop.reason,
-            progress=partial(self.display.show_evaluating, entry.name),
+            progress=partial(self.display.show_eval_progress, entry.name),
         )
         try:
             evaluation = evaluate(self.run.model, entry.documents, choice, self.run.world, options)

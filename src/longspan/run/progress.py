@@ -40,7 +40,7 @@ class ProgressDisplay:
         self._since: tuple[float, int] | None = None
         self._figures_shown = 0  # of a step, that the terminal has room for
         self._evaluating: TaskID | None = None
-        self._bar_alone = False  # of an evaluation, with none of steps beside it
+        self._bar_only = False  # of an evaluation, with none of steps beside it
 
     def __enter__(self) -> "ProgressDisplay":
         if self._plain:
@@ -92,14 +92,14 @@ class ProgressDisplay:
         if "passkey" in row:
             self.log(PasskeyGrid.from_json(row["passkey"]).table())
 
-    def show_evaluating(self, name: str, done: int, count: int) -> None:
+    def show_eval_progress(self, name: str, done: int, count: int) -> None:
         """Show how many micro-batches of an evaluation are done, and how many it has."""
         title = f"evaluation of {name}" if name else "evaluation"
         if self._stream is None or self._plain:
             self._begin(f"{title}, {done:,} of {plural(count, 'micro-batch', 'es')} done", again=done > 0)
             return
         if self._evaluating is None:
-            self._bar_alone = self._progress is None
+            self._bar_only = self._progress is None
             if self._progress is None:
                 self._progress = Progress(
                     _COUNT, BarColumn(BAR), TimeRemainingColumn(), console=Console(file=self._stream)
@@ -114,7 +114,7 @@ class ProgressDisplay:
         if self._evaluating is not None and self._progress is not None:
             self._progress.remove_task(self._evaluating)
             self._evaluating = None
-            if self._bar_alone:
+            if self._bar_only:
                 self.end_bar()
 
     def end_bar(self) -> None:

@@ -49,7 +49,7 @@ def facts_of(run: TrainingRun) -> RunFacts:
         mtp=_mtp_text(config.mtp),
         encoder=_encoder_text(run),
         rows=run.why_partition,
-        caution=execution.why_slow(),
+        caution=execution.slow_reason(),
         sessions=_session_list(run),
         memory=run.memory.to_json() if run.memory is not None else {},
     )

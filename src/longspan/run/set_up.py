@@ -35,7 +35,7 @@ from longspan.model.weights.fill import empty_model, images_class
 from longspan.model.weights.hf_folder import no_progress_bars, weight_files
 from longspan.plan import Cost, MemoryPlan
 from longspan.plan.cost.cost_changes import with_spans
-from longspan.run.checks.check_model import check_images
+from longspan.run.checks.check_model import check_image_keys
 from longspan.run.refining import refinement_of_run
 from longspan.run.resume import (
     check_steps_left,
@@ -130,7 +130,7 @@ def set_up_model(
     if config.mtp.depths and not resumed:
         log(run_on_every_rank(world, lambda: depths_line(config, configuration), ModelError))
     images = data.images > 0
-    check_images(config, data.images)
+    check_image_keys(config, data.images)
 
     def load() -> Any:
         if resumed and not config.lora.rank:

@@ -227,10 +227,11 @@ def _connect_slots(training: Training, plans: Sequence[Plan]) -> None:
 
 
 def _run_plan(training: Training, plan: Plan, *, backward: bool) -> None:
+    """Run a step over synthetic documents of the plan's lengths, without an update of weights."""
     model, chunk = language_model_of(training.model), training.config.train.loss_chunk_rows
     documents = synthetic_documents(plan.lengths, vocabulary_size(model) or 2)
     router, mtp = (training.router, mtp_loss(training.config)) if backward else (None, None)
-    plan = replace(plan, targets=plan.tokens - len(plan.lengths))  # of made documents, which mask nothing
+    plan = replace(plan, targets=plan.tokens - len(plan.lengths))  # synthetic documents mask no token
     run_step(model, plan, documents, training.world, backward=backward, loss_chunk_rows=chunk, router=router, mtp=mtp)
 
 

@@ -105,7 +105,7 @@ class Passing:
         self._places: dict[tuple[int, int, tuple[int, ...]], tuple[Integers, Integers]] = {}
 
     def counts(self, state_rows: int, transition_rows: int) -> list[int]:
-        """Rows that each member gives: its states one after another, then its transitions."""
+        """Count the rows that each member gives: its states one after another, then its transitions."""
         sizes = state_rows, transition_rows
         if sizes not in self._counts:
             members = (self.chains.runs.member[which] for which in (self._leaves, self._carries))
@@ -114,14 +114,14 @@ class Passing:
         return self._counts[sizes]
 
     def places(self, state_rows: int, transition_rows: int, starts: tuple[int, ...]) -> tuple[Integers, Integers]:
-        """The first gathered row of each run's state and of its transition; −1 for what no run sends."""
+        """Return the first gathered row of each run's state and of its transition; −1 for what no run sends."""
         key = state_rows, transition_rows, starts
         if key not in self._places:
             self._places[key] = self._find_places(*key)
         return self._places[key]
 
     def _find_places(self, state_rows: int, transition_rows: int, starts: tuple[int, ...]) -> tuple[Integers, Integers]:
-        """The places as `places` returns them: in each member's rows its states come first, then its transitions."""
+        """Compute what `places` returns: in each member's rows its states come first, then its transitions."""
         runs = self.chains.runs
         states, transitions = np.full(len(runs.member), -1), np.full(len(runs.member), -1)
         for member, start in enumerate(starts):
@@ -133,7 +133,7 @@ class Passing:
 
     @cached_property
     def local_chains(self) -> Integers:
-        """Chains of several runs in which this member has one: (chains, most runs) of runs, −1 past a chain's end.
+        """Return the chains of several runs in which this member has one: (chains, most runs) of runs, −1 past the end.
 
         Longer chains come first, so that those with a run at some place are the first few.
         """
@@ -152,14 +152,14 @@ class Passing:
 
     @cached_property
     def local_places(self) -> range:
-        """From the first to the last place at which this member has a run of these chains."""
+        """Return the range from the first to the last place at which this member has a run of its chains."""
         table = self.local_chains
         places = np.flatnonzero(((table >= 0) & (self.local_numbers[table] >= 0)).any(0))
         return range(int(places[0]), int(places[-1]) + 1) if len(places) else range(0)
 
     @cached_property
     def local_numbers(self) -> Integers:
-        """For each run of all, its number among this member's; −1 for another member's."""
+        """Return for each run of all members its number among this member's; −1 for another member's."""
         number = np.full(len(self.chains.runs.member), -1)
         number[self.chains.mine] = np.arange(len(self.chains.mine))
         return number

@@ -27,7 +27,7 @@ from longspan.ssm.kernels.convolutions import (
     FirstRows,
     choose_convolution,
 )
-from longspan.ssm.state_pass import join_parts, refuse_no_shard
+from longspan.ssm.state_pass import join_rows_of_parts, refuse_no_shard
 
 
 class Halo:
@@ -55,7 +55,7 @@ class Halo:
         self.first = self._rows_after_arrivals(chains.lengths, arrived)
 
     def _rows_to_fetch(self, member: int) -> tuple[Integers, Integers]:
-        """The rows before a member's runs, in held order: the run that has each, and its position."""
+        """Return the rows before a member's runs, in held order: which run has each, and at which position."""
         runs, local = self._runs, self._runs.member_runs(member)
         first = np.maximum(runs.start[local] - self._width, 0)
         position = expand(first, runs.start[local])
@@ -65,7 +65,7 @@ class Halo:
         return at, position
 
     def _arrival_table(self, chains: Chains, owners: Integers) -> Integers:
-        """(runs, width): which of the rows that arrive, member after member, lie before each run; −1 for none."""
+        """Return (runs, width): which of the arriving rows, member after member, lie before each run; −1 for none."""
         runs, mine, width = self._runs, chains.mine, self._width
         arrived = np.empty(len(owners), dtype=np.int64)
         arrived[np.argsort(owners, kind="stable")] = np.arange(len(owners))
@@ -75,7 +75,7 @@ class Halo:
         return table
 
     def _lay_out_runs(self, lengths: Integers, arrived: Integers) -> Before:
-        """Runs of these lengths, one after another, behind the rows that arrive."""
+        """Index runs of these lengths as one row, each behind the rows that arrive for it."""
         rows, ends, count = int(lengths.sum()), np.cumsum(lengths), int((arrived >= 0).sum())
         before = np.where(arrived >= 0, rows + arrived, rows + count)
         pieces = [x for i, end in enumerate(ends.tolist()) for x in (before[i], np.arange(end - lengths[i], end))]
@@ -88,7 +88,7 @@ class Halo:
         return Before(self._width, *(to_device(x, self._device) for x in indices))
 
     def _rows_after_arrivals(self, lengths: Integers, arrived: Integers) -> FirstRows:
-        """Of the runs that rows arrive for."""
+        """Index the first rows of the runs that rows arrive for: only these read rows of other members."""
         readers = np.flatnonzero((arrived >= 0).any(1))
         start, count = (np.cumsum(lengths) - lengths)[readers], np.minimum(lengths[readers], self._width)
         arrived = np.ascontiguousarray(arrived[readers])
@@ -131,7 +131,10 @@ def causal_conv(
 
 
 def _check_conv_inputs(x: Tensor, parameters: tuple[Tensor, ...], shard: SequenceShard) -> None:
-    """Raises LayoutError: an error of a kernel would come once rows are on their way, for which others wait."""
+    """Raise LayoutError for inputs that no kernel can take.
+
+    It is raised before rows are on their way: other members would wait for them.
+    """
     weight, *biases = parameters
     refuse_no_shard("causal_conv", shard)
     if x.ndim != 2 or x.shape[0] != shard.local_rows:
@@ -169,7 +172,7 @@ class _Convolved(torch.autograd.Function):
             arrived.append(arrived_rows)
         ctx.save_for_backward(x, *parameters, *arrived)
         ctx.chains, ctx.kernel, ctx.silu, ctx.parameters = chains, kernel, silu, len(parameters)
-        return join_parts(outs, x)
+        return join_rows_of_parts(outs, x)
 
     @staticmethod
     @once_differentiable
@@ -188,7 +191,7 @@ class _Convolved(torch.autograd.Function):
             if handle is not None:
                 of_part[0].index_add_(0, halo_of(part.chains, width).rows, handle.wait())
         of_parameters = [_sum([of_part[1 + i] for of_part in of_parts]) for i in range(ctx.parameters)]
-        return None, None, None, join_parts([of_part[0] for of_part in reversed(of_parts)], x), *of_parameters
+        return None, None, None, join_rows_of_parts([of_part[0] for of_part in reversed(of_parts)], x), *of_parameters
 
 
 class _Part(NamedTuple):
@@ -205,13 +208,13 @@ class _Part(NamedTuple):
         return halo_of(self.chains, self.convolution.weight.shape[1] - 1)
 
     def arrived_gradients(self, kernel: ConvolutionKernel) -> Tensor:
-        """Gradients of the rows that arrived."""
+        """Return the gradients of the rows that arrived, which go back to their members."""
         if not len(self.arrived):
             return self.arrived
         return kernel.arrived_gradients(self.dout, self.x, self.arrived, self.convolution, self.halo.first)
 
     def gradients(self, kernel: ConvolutionKernel) -> ConvolutionGradients:
-        """Those of own rows and of parameters."""
+        """Return the gradients of this member's own rows and of the parameters."""
         if not len(self.x):
             return self.x, None, None  # others wait for this member's part
         return kernel.backward(
@@ -225,6 +228,7 @@ def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _send_halo(x: Tensor, chains: Chains, width: int) -> Handle | None:
+    """Start sending the rows that other members' runs need before them; None if nothing travels."""
     halo = halo_of(chains, width)
     if not halo.travels:
         return None
@@ -234,6 +238,7 @@ def _send_halo(x: Tensor, chains: Chains, width: int) -> Handle | None:
 
 
 def _send_halo_gradients(gradient: Tensor, chains: Chains, width: int) -> Handle | None:
+    """Start sending gradients of arrived rows back to the members that have the rows; None if nothing travels."""
     halo = halo_of(chains, width)
     if not halo.travels:
         return None

@@ -31,7 +31,11 @@ class ForwardFold:
         self._gathered = _GatheredSummaries(chains, self._passing, states, transitions, "states of runs")
 
     def entering_states(self) -> Tensor:
-        """The state (R, H, K, V) that enters each run of this member."""
+        """Return the state (R, H, K, V) that enters each run of this member.
+
+        Chains are followed place by place: the state that enters a run is the transition of the run before it, applied
+        to the state that entered that one, plus the state that it made.
+        """
         v = self.inputs.v
         shape = (len(self.chains.mine), *self.inputs.state_shape)
         entering = v.new_zeros(shape, dtype=state_dtype(v.dtype))
@@ -47,7 +51,7 @@ class ForwardFold:
             state = (
                 states if place == 1 else apply_maps(gathered.transitions(runs_before[:count]), state[:count], states)
             )
-            _put_local(entering, state, local_numbers[runs[:count]])
+            _put_local_runs(entering, state, local_numbers[runs[:count]])
         return entering
 
 
@@ -65,7 +69,10 @@ class BackwardFold:
             self._gathered = _GatheredSummaries(chains, chains.backward, local, transitions, label)
 
     def leaving_gradients(self) -> Tensor:
-        """The gradient (R, H, K, V) at the final state of each run of this member."""
+        """Return the gradient (R, H, K, V) at the final state of each run of this member.
+
+        Chains are followed backwards, by the transposed transitions.
+        """
         passing, leaving = self._chains.backward, torch.zeros_like(self._zero)
         if not passing.any:
             return leaving
@@ -81,7 +88,7 @@ class BackwardFold:
                 later = apply_maps(gathered.transitions(runs[:going_on]).mT, gradient, gradients[:going_on])
                 gradients = later if going_on == count else torch.cat([later, gradients[going_on:]])
             gradient = gradients
-            _put_local(leaving, gradient, local_numbers[table[:count, place - 1]])
+            _put_local_runs(leaving, gradient, local_numbers[table[:count, place - 1]])
         return leaving
 
 
@@ -117,6 +124,7 @@ class _GatheredSummaries:
         return self._select_runs(runs, 1)
 
     def _select_runs(self, runs: Integers, which: int) -> Tensor:
+        """Select the gathered states (`which` 0) or transitions (1) of these runs; a view if they are consecutive."""
         first, size, shape = self._places[which][runs], self._sizes[which], (len(runs), *self._shapes[which])
         if len(first) and (np.diff(first) == size).all():
             return self._rows[int(first[0]) : int(first[-1]) + size].view(shape)
@@ -124,8 +132,8 @@ class _GatheredSummaries:
         return windows.index_select(0, index_on_device(first, self._rows.device)).view(shape)
 
 
-def _put_local(into: Tensor, values: Tensor, local_numbers: Integers) -> None:
-    """into[held] ← values where this member has the run."""
+def _put_local_runs(into: Tensor, values: Tensor, local_numbers: Integers) -> None:
+    """Set into[run] = values where this member has the run."""
     local = (local_numbers >= 0).nonzero()[0]
     if len(local):
         put_runs(into, local_numbers[local], take_runs(values, local))

@@ -125,7 +125,7 @@ class _StatePass(torch.autograd.Function):
             activations.append((part.transitions, states, *scan.activations))
         ctx.save_for_backward(*tensors, *(x for saved in activations for x in saved))
         ctx.chains, ctx.kernel, ctx.scale, ctx.counts = chains, kernel, scale, [len(saved) for saved in activations]
-        return join_parts(outs, inputs.v)
+        return join_rows_of_parts(outs, inputs.v)
 
     @staticmethod
     @once_differentiable
@@ -145,7 +145,7 @@ class _StatePass(torch.autograd.Function):
             local.prepare()
             parts.insert(0, local.gradients(entry_gradients.leaving_gradients()))
         present = [x for x in inputs if x is not None]
-        results = [join_parts([part[i] for part in parts], x) for i, x in enumerate(present)]
+        results = [join_rows_of_parts([part[i] for part in parts], x) for i, x in enumerate(present)]
         return None, None, None, *results, *([None] if inputs.beta is None else [])
 
 
@@ -154,7 +154,7 @@ def _kernel_for(kernel: ScanKernel, chains: Chains) -> ScanKernel:
     return kernel if len(chains.lengths) else TORCH
 
 
-def join_parts(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+def join_rows_of_parts(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     """The rows of all parts of a shard, one after another; of a single part without a copy."""
     if len(parts) == 1:
         return parts[0]

@@ -104,6 +104,7 @@ class _Counted:
         self._by_mesh = dict[Any, bool]()
 
     def __call__(self, gradient: Tensor) -> bool:
+        """Return whether this rank counts a gradient: of copies on several ranks one counts."""
         if not isinstance(gradient, DTensor):
             return self._rank == self._first
         key = gradient.device_mesh, gradient.placements
@@ -112,7 +113,9 @@ class _Counted:
         return self._by_mesh[key]
 
     def _is_first_copy(self, mesh: Any, placements: Any) -> bool:
-        """Meshes that lie side by side hold copies: the one of the stage's first rank counts."""
+        """Return whether this rank's mesh is the one that counts: of meshes side by side that of the stage's first
+        rank.
+        """
         assert not any(placement.is_partial() for placement in placements), placements
         copies = [index for index, p in zip(mesh.get_coordinate(), placements, strict=True) if p.is_replicate()]
         return bool((mesh.mesh == self._first).any()) and not any(copies)
@@ -178,6 +181,7 @@ def check_finite(
 
 @torch.no_grad()
 def _make_report(model: nn.Module, items: Sequence[str]) -> _Report:
+    """Report which weights and gradients of this rank are not finite, and its largest weight."""
     weights = {name: local_tensor(p) for name, p in model.named_parameters()}
     gradients = {name: local_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     largest = max((x.abs().max().item() for x in weights.values() if x.numel()), default=0.0)

@@ -70,14 +70,15 @@ def _kernel_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
     log_probs, log_total = logits.new_empty((2, rows), dtype=torch.float32).unbind()
     if rows:
         arguments = (logits, ids, log_probs, log_total, vocabulary, logits.stride(0))
-        _softmax_kernels().log_probs_of[(rows,)](*arguments, COLUMNS=_COLUMNS)
+        _softmax_kernels().log_probs_kernel[(rows,)](*arguments, COLUMNS=_COLUMNS)
 
     def gradient_of(slopes: Tensor) -> Tensor:
+        """Return the gradient of the logits from derivatives by each row's log-probability."""
         gradient = logits.new_empty((rows, vocabulary))
         if rows:
             slopes = slopes.to(torch.float32).contiguous()
             arguments = (logits, ids, slopes, log_total, gradient, vocabulary, logits.stride(0))
-            _softmax_kernels().gradient_of[rows, -(-vocabulary // _COLUMNS)](*arguments, COLUMNS=_COLUMNS)
+            _softmax_kernels().logit_gradient_kernel[rows, -(-vocabulary // _COLUMNS)](*arguments, COLUMNS=_COLUMNS)
         return gradient
 
     return log_probs, gradient_of
@@ -248,7 +249,7 @@ def rows_of_chunk(vocabulary: int, dtype: torch.dtype, device: str) -> int:
 
 
 def chunks_of_rows(total: int, rows: int) -> Iterator[slice]:
-    """Runs of at most `rows` rows, as even as can be."""
+    """Divide rows into runs of at most `rows` rows, as even as can be."""
     count = max(1, -(-total // rows))
     for i in range(count):
         yield slice(total * i // count, total * (i + 1) // count)
@@ -289,7 +290,9 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _add_to_sums(sums: list[Tensor], gradients: list[Tensor], *, last: bool) -> list[Tensor]:
-    """Sums of gradients over chunks; a single chunk's stay as they are, others are summed in float32 at least."""
+    """Add the gradients of a chunk to their sums; a single chunk's stay as they are, others are summed in float32 at
+    least.
+    """
     if not sums:
         return gradients if last else [x.to(torch.promote_types(x.dtype, torch.float32)) for x in gradients]
     for total, gradient in zip(sums, gradients, strict=True):

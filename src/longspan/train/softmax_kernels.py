@@ -7,8 +7,12 @@ import triton.language as tl
 
 
 @triton.jit
-def log_probs_of(logits, ids, log_probs, log_total, vocabulary, logits_row, COLUMNS: tl.constexpr):
-    """Of one row: the log of the sum of exponentials, and the log-probability of its token."""
+def log_probs_kernel(logits, ids, log_probs, log_total, vocabulary, logits_row, COLUMNS: tl.constexpr):
+    """Triton kernel: the log of the sum of exponentials of one row, and the log-probability of its token.
+
+    Each of COLUMNS lanes keeps the largest logit that it saw and the sum of exponentials relative to it; they are
+    joined at the end.
+    """
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * logits_row
     largest = tl.full([COLUMNS], float("-inf"), tl.float32)
@@ -29,8 +33,8 @@ def log_probs_of(logits, ids, log_probs, log_total, vocabulary, logits_row, COLU
 
 
 @triton.jit
-def gradient_of(logits, ids, slopes, log_total, gradient, vocabulary, logits_row, COLUMNS: tl.constexpr):
-    """Some columns of one row: its slope · (onehot − softmax)."""
+def logit_gradient_kernel(logits, ids, slopes, log_total, gradient, vocabulary, logits_row, COLUMNS: tl.constexpr):
+    """Triton kernel: slope · (onehot − softmax) of one row, COLUMNS columns in each program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < vocabulary

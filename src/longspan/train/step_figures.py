@@ -69,12 +69,14 @@ class StepFigures:
         return figures
 
     def _flops_of_plan(self, plan: Plan, images: Sequence[int]) -> int | None:
+        """Count the model FLOPs of a plan's documents and images; None where the configuration does not tell them."""
         if self.shape is None or (images and self.images is None):
             return None
         flops = model_flops(self.shape, plan.lengths, frozen=self.frozen, spans=images)
         return flops + (self.images.flops(images, trained=self.trained) if self.images else 0)
 
     def _encoder_figures(self, plan: Plan, seconds: float, encoders: EncoderTimes | None) -> dict[str, float]:
+        """Return the share and the balance of the encoders' time, measured and predicted; {} without encoders."""
         if encoders is None:
             return {}
         predicted = encoders.predicted_seconds

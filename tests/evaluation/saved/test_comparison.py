@@ -11,7 +11,7 @@ from longspan.config.file import load_config
 from longspan.errors import ConfigError
 from longspan.evaluation.metrics import Bucket, Mean
 from longspan.evaluation.result import Evaluation
-from longspan.evaluation.saved.comparison import differences
+from longspan.evaluation.saved.comparison import set_differences
 from longspan.evaluation.saved.request import SetResult, SubjectResult
 from longspan.evaluation.saved.targets import SavedWeights
 
@@ -49,7 +49,7 @@ def jackknife(values: np.ndarray) -> float:
 
 
 def test_the_difference_is_that_of_the_losses_and_its_error_that_of_documents() -> None:
-    (made,) = differences(result(FIRST), result(OTHER))
+    (made,) = set_differences(result(FIRST), result(OTHER))
     paired = OTHER - FIRST
     assert made.difference == pytest.approx((paired * COUNTS).sum() / COUNTS.sum(), rel=1e-12)
     residuals = COUNTS * (paired - made.difference) / COUNTS.sum()
@@ -63,7 +63,7 @@ def test_the_difference_is_that_of_the_losses_and_its_error_that_of_documents() 
 
 
 def test_equal_documents_have_the_error_of_the_jackknife() -> None:
-    (made,) = differences(result(FIRST), result(OTHER))
+    (made,) = set_differences(result(FIRST), result(OTHER))
     paired = OTHER - FIRST
     left_out = np.array([np.delete(paired, i).mean() for i in range(5)])
     assert made.document_standard_error == pytest.approx(jackknife(left_out), rel=1e-12)
@@ -73,7 +73,7 @@ def test_tokenizers_that_differ_are_compared_by_bytes() -> None:
     sizes = [np.array([300, 90, 1000, 20, 500]), np.array([310, 95, 1100, 21, 520])]
     first = result(FIRST, text_bytes=tuple(sizes[0].tolist()))
     other = result(OTHER, "b", tuple(sizes[1].tolist()))
-    (made,) = differences(first, other)
+    (made,) = set_differences(first, other)
     bits = [means * COUNTS / math.log(2) for means in (FIRST, OTHER)]
     rates = [x.sum() / size.sum() for x, size in zip(bits, sizes, strict=True)]
     assert (made.unit, made.first, made.other) == ("bits_per_byte", *(pytest.approx(rate, rel=1e-12) for rate in rates))
@@ -85,4 +85,4 @@ def test_tokenizers_that_differ_are_compared_by_bytes() -> None:
 
 def test_without_bytes_nothing_can_be_compared() -> None:
     with pytest.raises(ConfigError, match="so that bits per byte cannot be either"):
-        differences(result(FIRST), result(OTHER, "b"))
+        set_differences(result(FIRST), result(OTHER, "b"))

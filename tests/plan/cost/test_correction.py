@@ -19,6 +19,7 @@ from longspan.plan.cost.correction import (
     fit_correction,
     seconds_of_parts,
 )
+from longspan.plan.cost.cost_changes import scale_times
 from longspan.plan.cost.machine import Machine
 from longspan.plan.simulate.distributions import sample_lengths
 
@@ -110,7 +111,7 @@ def test_every_constant_of_a_cost_belongs_to_one_part() -> None:
     """All factors together are a machine on which everything takes so much longer."""
     for cost in (COST, Cost(), replace(COST, launch_seconds=0.1, closing_seconds=0.2)):
         found = Correction.of([2.0] * len(PARTS)).apply(cost)
-        assert found == cost.scale_times(2.0, found.source or "")
+        assert found == scale_times(cost, 2.0, found.source or "")
         assert found.source == f"{cost.source}, refined by measured steps"
     assert NO_CORRECTION.apply(COST) is COST
     assert Correction(linear=2.0).apply(replace(COST, source="")).source == "", "no machine stays none"

@@ -10,6 +10,7 @@ import longspan.plan
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, plan_dynamic, plan_fixed
+from longspan.plan.cost.cost_changes import scale_times
 
 CASES = [  # tokens, squares, degree, inside a node, seconds
     (65536, 65536**2, 8, True, 2.32021665099776),
@@ -115,7 +116,7 @@ def test_docstrings_show_what_happens(module: str | None) -> None:
 
 def test_a_cost_says_what_it_is_of() -> None:
     assert Cost().source == "Qwen3-8B on GPUs of 400 TFLOP/s" and Cost(linear_seconds=1.0).source != Cost().source
-    twice = Cost().scale_times(2.0, "slower GPUs")
+    twice = scale_times(Cost(), 2.0, "slower GPUs")
     assert Cost.from_json(twice.to_json()) == twice and Cost.from_json(twice.to_json()).source == "slower GPUs"
     groups = (np.full(3, 9e4), np.array([1e6, 1e6, 1e12]), np.full(3, 4), np.array([True, False, True]))
     assert twice.group_seconds(*groups) == pytest.approx(2 * Cost().group_seconds(*groups), rel=1e-12)

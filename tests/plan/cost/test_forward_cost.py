@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost
-from longspan.plan.cost.cost_changes import with_recomputation
+from longspan.plan.cost.cost_changes import scale_times, with_recomputation
 from tests.plan.cases import bounded
 
 MODEL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -106,7 +106,7 @@ def test_a_forward_that_was_measured_is_taken() -> None:
     measured = dataclasses.replace(Cost(micro_batch_seconds=4e-3).forward_only(), micro_batch_seconds=3e-3)
     cost = Cost(micro_batch_seconds=4e-3, forward=measured)
     assert cost.forward_only().micro_batch_seconds == 3e-3
-    assert cost.scale_times(2.0, "slower").forward_only().micro_batch_seconds == 6e-3
+    assert scale_times(cost, 2.0, "slower").forward_only().micro_batch_seconds == 6e-3
     assert cost.under("a2a").forward_only().cp_comm_type == "a2a"
     again = Cost.from_json(cost.to_json())
     assert again == cost and again.forward_only() == cost.forward_only()
@@ -127,7 +127,7 @@ def test_an_evaluation_in_free_mode_gathers_parameters_and_sums_no_gradients() -
         ({"passes": "backward"}, "passes of a cost is 'backward'; use one of forward and backward, forward"),
         ({"cp_comm_type": "ring"}, "cp_comm_type of a cost is 'ring'; use one of p2p"),
         ({"a2a_size": 0}, "a2a_size, the slots that exchange heads, is 0"),
-        ({"forward": {"linear_seconds": 1.0}}, "forward is the cost of forward passes alone"),
+        ({"forward": {"linear_seconds": 1.0}}, "forward is the cost of forward passes only"),
     ],
 )
 def test_refused(values: dict, message: str) -> None:

@@ -12,7 +12,7 @@ from longspan.comm import ShardPart
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Group, plan_dynamic, plan_fixed
-from longspan.plan.cost.cost_changes import with_recomputation
+from longspan.plan.cost.cost_changes import scale_times, with_recomputation
 from longspan.plan.cost.model_cost import cost_on_cpus
 from longspan.plan.cost.state_cost import StateCost
 from longspan.ssm import state_bytes
@@ -153,7 +153,7 @@ def test_costs_of_states_follow_the_cost() -> None:
     assert cost.states.transition_bytes == 3 * 2 * 4 * 4 * 16 * 16
     assert cost.states.halo_bytes == 3 * 2 * 3 * (2 * 2 * 16 + 4 * 8) * 2  # q, k and v of three rows in bfloat16
     assert Cost.from_json(cost.to_json()) == cost and Cost.from_json(Cost().to_json()).states is None
-    halves, slower = cost.shared_by(2).states, cost.scale_times(2.0, "slower").states
+    halves, slower = cost.shared_by(2).states, scale_times(cost, 2.0, "slower").states
     assert (
         halves
         and halves.halo_bytes == cost.states.halo_bytes / 2

@@ -14,7 +14,7 @@ from longspan.config.sections import EncoderSection, RunConfig
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model.take_apart import freeze_images
-from longspan.run.checks.check_model import check_encoder, check_images
+from longspan.run.checks.check_model import check_encoder_keys, check_image_keys
 from longspan.run.metrics_log import read_metrics
 from longspan.testing import run_ranks
 from tests.corpus.images.folders import GEMMA_TOKENS, gemma3_folder, qwen_folder, write_images, write_rows
@@ -121,8 +121,8 @@ def test_parts_that_are_trained(trained: Any, names: int) -> None:
 
 def test_sections_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match=r"encoder\.tp is 3, and there are 4 ranks; use 1, 2, 4"):
-        check_encoder(RunConfig(encoder=EncoderSection(tp=3)), Layout(4))
+        check_encoder_keys(RunConfig(encoder=EncoderSection(tp=3)), Layout(4))
     with pytest.raises(ConfigError, match=r'encoder.lr is 0.1 and encoder.train is "none"'):
-        check_encoder(RunConfig(encoder=EncoderSection(lr=0.1, train="none")), Layout(4))
+        check_encoder_keys(RunConfig(encoder=EncoderSection(lr=0.1, train="none")), Layout(4))
     with pytest.raises(ConfigError, match=r"\[encoder\] is given, and no row of the data has images"):
-        check_images(RunConfig(encoder=EncoderSection(tp=2)), 0)
+        check_image_keys(RunConfig(encoder=EncoderSection(tp=2)), 0)

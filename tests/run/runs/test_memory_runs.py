@@ -4,6 +4,7 @@ Every model is trained in float64 with room for everything, and with the least t
 different things. A step has several micro-batches.
 """
 
+import io
 import json
 import re
 from dataclasses import replace
@@ -12,9 +13,19 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from longspan import World
 from longspan.config.sections import RunConfig
-from longspan.errors import ConfigError
-from longspan.testing import run_ranks
+from longspan.errors import ConfigError, PlanError
+from longspan.layout import Layout
+from longspan.model import prepare, preset_config
+from longspan.plan import MemoryBudget
+from longspan.run import loop as run_loop
+from longspan.run.checks.config_check import check_config
+from longspan.run.progress import ProgressDisplay
+from longspan.testing import backend, run_ranks
+from longspan.train import training
+from longspan.train.memory.coming_plans import ComingSteps
+from longspan.train.memory.run_memory import RunMemory
 from tests.train.small import small_config, train_rank
 
 SETTINGS: dict[str, object] = {
@@ -39,13 +50,13 @@ GEMMA = {
     "architectures": ["Gemma3ForCausalLM"],
     "tie_word_embeddings": True,
 }
-DYNAMIC = {"context__planner": "dynamic", "context__plan_ahead": 0}
-A2A = {"context__cp_comm_type": "a2a"}
+DYNAMIC: dict[str, object] = {"context__planner": "dynamic", "context__plan_ahead": 0}
+A2A: dict[str, object] = {"context__cp_comm_type": "a2a"}
 RUNS: dict[str, dict[str, object]] = {
     "tied, a2a": {"model__preset": "qwen3-deep-tiny"} | A2A,
     "dynamic, adapters": {"model__preset": "qwen3-deep-tiny", "lora__rank": 4, "train__lr": 1e-3} | DYNAMIC,
     "a mixture": {"model__preset": "qwen3-moe-tiny"} | A2A,
-    "a hybrid, dynamic": {"model__preset": "bamba-tiny"} | DYNAMIC,
+    "a hybrid, dynamic": {"model__preset": "bamba-tiny", "context__partition": "zigzag"} | DYNAMIC,
     "Gemma 3": {"model__config": "gemma"} | A2A,
     "multi-token prediction": {"model__preset": "qwen3-tiny", "mtp__depths": 1},
 }
@@ -57,7 +68,7 @@ def _config(folder: Path, changes: dict[str, object]) -> RunConfig:
         (folder / "gemma").mkdir()
         (folder / "gemma" / "config.json").write_text(json.dumps(GEMMA))
         changes = changes | {"model__config": str(folder / "gemma")}
-    return small_config(folder, **SETTINGS, **changes)
+    return small_config(folder, **SETTINGS | changes)
 
 
 class Trained(NamedTuple):
@@ -70,11 +81,55 @@ class Trained(NamedTuple):
 def _train(rank: int, config: RunConfig, size: int) -> Trained:
     """Train within so many bytes, in a folder of their own."""
     train, run = replace(config.train, memory_bytes=size), replace(config.run, dir=f"{config.run.dir}-{size}")
-    train_rank(rank, replace(config, train=train, run=run), 2)
-    folder = Path(run.dir)
+    with pytest.MonkeyPatch.context() as patch:
+        asked = dict[str, Any]()
+
+        def prepare_noting(*parts: Any, **options: Any) -> Any:
+            asked.update(options)
+            return prepare(*parts, **options)
+
+        patch.setattr(training, "prepare", prepare_noting)
+        train_rank(rank, replace(config, train=train, run=run), 2)
+    trained = _read(Path(run.dir))
+    assert list(asked["measures"]) == trained.memory["measures"]
+    assert asked["reshard_after_forward"] is not trained.memory["gathered_once"]
+    return trained
+
+
+def _read(folder: Path) -> Trained:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     memory = json.loads((folder / "run.json").read_text())["memory"]
     return Trained([(row["loss"], row["grad_norm"]) for row in rows], memory)
+
+
+def _resume_with_less(rank: int, config: RunConfig, least: int) -> tuple[Trained, Trained, str]:
+    """A run of two steps with room for all, one that does its second step within `least` bytes, and that one's log."""
+    config = replace(config, train=replace(config.train, schedule="constant", warmup_steps=0))
+    straight, log = _train(rank, config, ROOM), io.StringIO()
+    folder = f"{config.run.dir}-resumed"
+    for steps, size in ((1, ROOM), (2, least)):
+        train = replace(config.train, memory_bytes=size, steps=steps)
+        resumed = replace(config, train=train, run=replace(config.run, dir=folder))
+        with (
+            World(check_config(resumed, 2), backend=backend(), timeout=60) as world,
+            ProgressDisplay(steps, log) as display,
+        ):
+            run_loop.train(resumed, world, display)
+    return straight, _read(Path(folder)), log.getvalue()
+
+
+def test_a_resumed_run_may_keep_less(tmp_path: Path) -> None:
+    config = _config(tmp_path, RUNS["tied, a2a"])
+    ahead = ComingSteps(lambda step: [120, 100], Layout(2), 4, 0, 2)
+    model = preset_config("qwen3-deep-tiny", vocab_size=300)
+    limits = replace(config, train=replace(config.train, memory_bytes=ROOM))
+    with pytest.raises(PlanError) as refusal:
+        RunMemory(config=limits, model=model, ahead=ahead, gpu=False).choose(MemoryBudget(device=1 << 10, host=ROOM))
+    (straight, resumed, log), _ = run_ranks(_resume_with_less, 2, config, _least_bytes(refusal.value))
+    assert set(straight.memory["measures"]) == {"none"} != set(resumed.memory["measures"])
+    assert resumed.steps == [pytest.approx(step, rel=1e-12) for step in straight.steps]
+    first, second = re.findall(r"^memory: (.*)$", log, re.M)
+    assert first.startswith("4 of 4 layers keep all, weights gathered once; ") and second != first
 
 
 def _train_with_less(rank: int, config: RunConfig) -> tuple[str, list[Trained]]:
@@ -82,12 +137,20 @@ def _train_with_less(rank: int, config: RunConfig) -> tuple[str, list[Trained]]:
     plain = _train(rank, config, ROOM)
     with pytest.raises(ConfigError) as refusal:
         _train(rank, config, 1 << 10)
-    found = re.search(r"needs at least .* \(([\d,]+) bytes\)", str(refusal.value))
+    return str(refusal.value), [plain, _train(rank, config, _least_bytes(refusal.value))]
+
+
+def _least_bytes(refusal: Exception) -> int:
+    """The bytes of the device that a refusal names."""
+    found = re.search(r"needs at least [^(]*\(([\d,]+) bytes\)", str(refusal))
     assert found is not None
-    return str(refusal.value), [plain, _train(rank, config, int(found[1].replace(",", "")))]
+    return int(found[1].replace(",", ""))
 
 
-@pytest.mark.parametrize("name", RUNS)
+WHOLE = ("multi-token prediction",)  # in the whole suite
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.whole] * (n in WHOLE)) for n in RUNS])
 def test_what_layers_keep_changes_no_loss_and_no_gradient(name: str, tmp_path: Path) -> None:
     answers = run_ranks(_train_with_less, 2, _config(tmp_path, RUNS[name]))
     refusals, (runs, _) = zip(*answers, strict=True)

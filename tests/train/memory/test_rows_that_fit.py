@@ -30,7 +30,7 @@ from longspan.train.memory.row_probe import (
     read_measurement,
     too_many_rows,
 )
-from longspan.train.memory.rows_that_fit import FILE, RowsThatFit, fit_rows, measure, memory_budget
+from longspan.train.memory.rows_that_fit import FILE, RowsThatFit, activation_budget, fit_rows, measure
 from tests.train.small import small_config, train_rank
 
 
@@ -166,12 +166,12 @@ def test_weights_and_moments_are_part_of_what_a_run_may_fill(tmp_path: Path) -> 
     optimizer = torch.optim.AdamW(model.parameters())
     for keys, taken in (({}, 3), ({"train__offload_states": True}, 1)):
         config = small_config(tmp_path, train__memory_bytes=10**6, **keys)
-        to_come = memory_budget(config, model, optimizer, torch.device("cpu"))
+        to_come = activation_budget(config, model, optimizer, torch.device("cpu"))
         assert to_come == pytest.approx(10**6 - taken * 4000, abs=4)  # the count of steps is a number of its own
     model(torch.ones(1, 100)).sum().backward()
     optimizer.step()
     config = small_config(tmp_path, train__memory_bytes=10**6)
-    assert memory_budget(config, model, optimizer, torch.device("cpu")) == 10**6 - 3 * 4000 - 4
+    assert activation_budget(config, model, optimizer, torch.device("cpu")) == 10**6 - 3 * 4000 - 4
 
 
 def test_too_few_rows_for_probes_are_named(tmp_path: Path) -> None:

@@ -7,12 +7,14 @@ import torch
 
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig, TrainConfig
-from longspan.errors import PlanError
+from longspan.errors import ConfigError, PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, FixedMemory, MemoryBudget
 from longspan.plan.simulate.row_bytes import QWEN3_8B
+from longspan.train.memory import run_memory
 from longspan.train.memory.coming_plans import ComingSteps, most_rows
-from longspan.train.memory.memory_inputs import count_states, fixed_memory, memory_settings
+from longspan.train.memory.memory_settings import fixed_keys, memory_settings_of, state_numbers
+from longspan.train.memory.rows_that_fit import count_states
 from longspan.train.memory.run_memory import RunMemory
 from longspan.train.optim.optimizer import OptimizerChoice
 
@@ -49,10 +51,14 @@ def run_of(config: RunConfig, *, gpus: int = 2, gpu: bool = True) -> RunMemory:
         ({"parallel.reshard_after_forward": False}, FixedMemory(gathered_once=True)),
         ({"train.offload_states": True}, FixedMemory(offload_states=True)),
         ({"train.optimizer": "torch.optim.NAdam"}, FixedMemory(offload_states=False)),
+        (
+            {"train.memory": "none"},
+            FixedMemory(measure="none", layers=0, offload=False, gathered_once=False, offload_states=False),
+        ),
     ],
 )
 def test_keys_by_hand_are_not_chosen(keys: dict[str, object], fixed: FixedMemory) -> None:
-    assert fixed_memory(load_config(None, keys)) == fixed
+    assert fixed_keys(load_config(None, keys)) == fixed
 
 
 @pytest.mark.parametrize(
@@ -65,14 +71,15 @@ def test_keys_by_hand_are_not_chosen(keys: dict[str, object], fixed: FixedMemory
     ],
 )
 def test_numbers_of_state_are_counted_on_the_optimizer_itself(train: TrainConfig, numbers: float) -> None:
-    assert count_states(OptimizerChoice.of(replace(train, lr=1e-3)), torch.float32) == numbers
+    train = replace(train, lr=1e-3)
+    assert count_states(OptimizerChoice.of(train), torch.float32) == state_numbers(train) == numbers
 
 
 def test_settings_follow_the_keys() -> None:
-    usual = memory_settings(config_of(), gpu=True)
+    usual = memory_settings_of(config_of(), gpu=True)
     assert (usual.parameter_bytes, usual.compute_bytes, usual.state_numbers) == (4, 2, 2.0)
-    assert usual.fused_norms and not memory_settings(config_of(), gpu=False).fused_norms
-    other = memory_settings(
+    assert usual.fused_norms and not memory_settings_of(config_of(), gpu=False).fused_norms
+    other = memory_settings_of(
         config_of(
             model__dtype="bfloat16", lora__rank=8, context__mode="free", train__loss_chunk_rows=64, mtp__depths=1
         ),
@@ -155,3 +162,12 @@ def test_recomputed_layers_are_those_of_each_stage() -> None:
     ahead = ComingSteps(lengths_of_step, Layout(ranks=4, pp=2), 32, 0, 20)
     words = RunMemory(config=config, model=QWEN3_8B, ahead=ahead, gpu=True).plan_of(None).measures
     assert [index for index, word in enumerate(words) if word == "full"] == [0, 18]
+
+
+def test_a_model_that_cannot_be_counted_trains_by_its_keys() -> None:
+    run, room = run_of(config_of()), MemoryBudget(device=400 * GIB)
+    assert run_memory.choice_or_reason(run, room)[0] is not None
+    plan, reason = run_memory.choice_or_reason(replace(run, model={"model_type": "unheard of"}), room)
+    assert plan is None and "hidden_size" in reason
+    with pytest.raises(ConfigError, match="does not fit"):
+        run_memory.choice_or_reason(run, MemoryBudget(device=GIB))

@@ -18,7 +18,7 @@ from longspan.data.stream import ORDER
 from longspan.errors import ConfigError, ModelError
 from longspan.model.lora.new import NewAdapter, add_lora
 from longspan.model.lora.targets import PARTS
-from longspan.run.checks.check_model import check_images, check_lora
+from longspan.run.checks.check_model import check_image_keys, check_lora
 from longspan.run.metrics_log import read_metrics
 from longspan.run.resume import _check_same_run
 from longspan.testing import run_ranks
@@ -149,7 +149,7 @@ def test_parts_that_do_not_fit(what: str) -> None:
 def test_parts_of_a_tower_need_images() -> None:
     config = load_config(None, {"lora.rank": 8, "model.path": "x", "lora.parts": ["tower"]})
     with pytest.raises(ConfigError, match=r"lora\.parts has tower, and no row of the data has images"):
-        check_images(config, 0)
+        check_image_keys(config, 0)
 
 
 def test_towers_are_frozen_beside_adapters_by_default() -> None:

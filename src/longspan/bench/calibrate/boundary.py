@@ -28,7 +28,9 @@ class Boundary:
 
 
 def measure_boundary(ranks: int, measure: Callable[[int], Seconds], pivots: int = PIVOTS) -> Boundary:
-    """The hosts of up to so many pivots; `measure(pivot)` gives the seconds of its messages, on every rank the same.
+    """Find the hosts of up to so many pivot ranks by how long their messages to all other ranks take.
+
+    `measure(pivot)` gives the seconds of a pivot's messages, the same on every rank.
 
     The second pivot is the rank that is farthest from the first; each later one is the first rank without a host.
     """
@@ -46,7 +48,7 @@ def measure_boundary(ranks: int, measure: Callable[[int], Seconds], pivots: int 
 
 
 def cluster_ranks(ranks: int, measured: Mapping[int, Seconds]) -> Boundary:
-    """The hosts that pivots' messages show: those of a pivot and the ranks near it.
+    """Find the hosts that the messages of pivots show: each pivot's is the pivot and the ranks near it.
 
     >>> near, far = 2e-5, 3e-4
     >>> cluster_ranks(4, {0: {1: far, 2: near, 3: far}, 1: {0: far, 2: far, 3: near}})
@@ -55,7 +57,7 @@ def cluster_ranks(ranks: int, measured: Mapping[int, Seconds]) -> Boundary:
     Near and far are told apart by the widest gap between all seconds, if it is one; if it is none, or if pivots
     contradict each other, nothing is told.
     """
-    limit = _gap(seconds for of_pivot in measured.values() for seconds in of_pivot.values())
+    limit = _widest_gap(seconds for of_pivot in measured.values() for seconds in of_pivot.values())
     if limit is None:
         return Boundary(())
     hosts: list[tuple[int, ...]] = []
@@ -69,7 +71,7 @@ def cluster_ranks(ranks: int, measured: Mapping[int, Seconds]) -> Boundary:
     return Boundary(tuple(sorted(hosts)), tuple(rank for rank in range(ranks) if rank not in set(placed)))
 
 
-def _gap(seconds: Iterable[float]) -> float | None:
+def _widest_gap(seconds: Iterable[float]) -> float | None:
     """Seconds between near and far messages; None if there is no gap."""
     steps = [(after / before, math.sqrt(before * after)) for before, after in pairwise(sorted(seconds))]
     widest, limit = max(steps, default=(1.0, 0.0))
@@ -87,7 +89,7 @@ def contradicts(boundary: Boundary, ranks: int, node_size: int) -> bool:
 
 
 def check_boundary(boundary: Boundary, ranks: int, node_size: int) -> str:
-    """A line about the hosts of so many ranks. Raises CommError if measured hosts are not those of the launcher."""
+    """Compare measured hosts with the launcher's; returns a line about them. Raises CommError where they differ."""
     launched = hosts_of_launcher(ranks, node_size)
     hosts = f"{len(launched)} of {node_size} ranks" if len(launched) > 1 else f"1 of {ranks} ranks"
     if not boundary.hosts:

@@ -82,18 +82,18 @@ def main(argv: Sequence[str]) -> int:
     """Run the bench; returns the exit code."""
     flags = parse_flags(CalibrateFlags, argv, "longspan bench calibrate")
     ranks, backend = flags.processes(CPU_RANKS)
-    settings = make_settings(flags, ranks, backend)
+    settings = make_calibration_settings(flags, ranks, backend)
     measured = run_on_ranks(calibrate_ranks, (settings,), ranks)
     if reports_here():
         calibration = fit_machine(measured, settings)
         write_machine(calibration.machine, Path(flags.out))
         record = make_record(calibration, measured, settings, ["longspan", "bench", "calibrate", *argv])
-        print(json.dumps(record, indent=1) if flags.json else record_text(record))
+        print(json.dumps(record, indent=1) if flags.json else calibration_text(record))
         print(f"wrote {flags.out}", file=sys.stderr if flags.json else sys.stdout)
     return 0
 
 
-def make_settings(flags: CalibrateFlags, ranks: int, backend: str) -> CalibrationSettings:
+def make_calibration_settings(flags: CalibrateFlags, ranks: int, backend: str) -> CalibrationSettings:
     """The settings that the ranks receive. Raises ConfigError for sizes from which no figures can be fitted."""
     defaults = GPU_DEFAULTS if backend == "nccl" else CPU_DEFAULTS
     flags.check_runs()
@@ -108,14 +108,14 @@ def make_settings(flags: CalibrateFlags, ranks: int, backend: str) -> Calibratio
         document=flags.document or defaults["document"],
         ranks=ranks,
         backend=backend,
-        **{name: _sizes(f"--{name}", getattr(flags, name) or defaults[name]) for name in ("tokens", "lengths")},
-        micro_batches=_sizes("--micro_batches", flags.micro_batches),
+        **{name: _parse_counts(f"--{name}", getattr(flags, name) or defaults[name]) for name in ("tokens", "lengths")},
+        micro_batches=_parse_counts("--micro_batches", flags.micro_batches),
         **{name: getattr(flags, name) for name in ("model", "warmup", "repeats", "timeout_seconds")},
     )
 
 
-def _sizes(flag: str, text: str) -> tuple[int, ...]:
-    """Different counts in rising order; two at least, to tell the cost of one more from a cost that is always there."""
+def _parse_counts(flag: str, text: str) -> tuple[int, ...]:
+    """Parse different counts, sorted; at least two, to tell the cost of one more from a cost that is always there."""
     try:
         counts = sorted({int(word) for word in text.split(",")})
     except ValueError:
@@ -126,7 +126,7 @@ def _sizes(flag: str, text: str) -> tuple[int, ...]:
 
 
 def fit_machine(measured: Measured, settings: CalibrationSettings) -> Calibration:
-    """The machine that the samples show; what was not measured is that of a known device of this name or of another."""
+    """Fit a machine to the samples; a known device of this name, or another one, gives what was not measured."""
     known = find_device(measured.device)
     base = known or (Machine.known("H200") if settings.backend == "nccl" else Machine.cpus())
     base = replace(
@@ -169,7 +169,7 @@ def make_record(
         "measured": calibration.machine.to_json(),
         "overheads": overheads,
         "errors": mean_errors(calibration, measured.samples),
-        "samples": [_row(calibration, sample) for sample in measured.samples if sample.part != "product"],
+        "samples": [_sample_row(calibration, sample) for sample in measured.samples if sample.part != "product"],
         "products": [
             {"what": s.name, "measured_seconds": s.seconds, "flops_per_second": s.weight_flops / s.seconds}
             for s in measured.samples
@@ -178,7 +178,8 @@ def make_record(
     }
 
 
-def _row(calibration: Calibration, sample: Sample) -> dict[str, Any]:
+def _sample_row(calibration: Calibration, sample: Sample) -> dict[str, Any]:
+    """Return a sample, with its measured and its predicted seconds, as a JSON object."""
     return {
         "what": sample.name,
         "part": sample.part,
@@ -189,7 +190,7 @@ def _row(calibration: Calibration, sample: Sample) -> dict[str, Any]:
     }
 
 
-def record_text(record: dict[str, Any]) -> str:
+def calibration_text(record: dict[str, Any]) -> str:
     """A record for a terminal: predicted against measured, products, the machine, what is assumed, and the errors."""
     layers = f" ({plural(record['layers'], 'layer')})" if record["layers"] else ""
     head = (
@@ -212,28 +213,28 @@ def record_text(record: dict[str, Any]) -> str:
             head,
             text_table(("what", "measured ms", "predicted ms", "error", ""), rows),
             text_table(("what", "TFLOP/s"), products),
-            _figures(of_machine),
-            _errors(record),
+            _figure_rows(of_machine),
+            _error_line(record),
             f"measured in {record['seconds']:.0f} s",
         ]
     )
 
 
-def _figures(measured: Machine) -> str:
+def _figure_rows(measured: Machine) -> str:
     """The figures of a machine, and speeds of its links in bytes/s for long messages."""
-    rows = [(name, f"{value:.4g}", _mark(measured, name)) for name, value in measured.rates().items()]
+    rows = [(name, f"{value:.4g}", _sample_mark(measured, name)) for name, value in measured.rates().items()]
     for level in LEVELS:
         for kind, wire in getattr(measured, level).wires().items():
             figures = f"{wire.bytes_per_second:.4g} bytes/s, {1e6 * wire.latency:.4g} µs"
-            rows.append((f"{level} {kind}", figures, _mark(measured, level)))
+            rows.append((f"{level} {kind}", figures, _sample_mark(measured, level)))
     return text_table(("figure", "value", ""), rows)
 
 
-def _mark(measured: Machine, name: str) -> str:
+def _sample_mark(measured: Machine, name: str) -> str:
     return "assumed" if name in measured.assumed_parts else ""
 
 
-def _errors(record: dict[str, Any]) -> str:
+def _error_line(record: dict[str, Any]) -> str:
     """A line of the errors on what was held out."""
     held_out = sum(not row["fitted"] for row in record["samples"])
     parts = [f"{part} {100 * error:.1f} %" for part, error in record["errors"].items() if part != "all"]

@@ -116,7 +116,7 @@ def calibrate(samples: Sequence[Sample], base: Machine, *, known: bool = False) 
         if wires := _fit_wires(fitted["link"], level):
             figures[level] = Link(**wires)
     if not known:
-        figures |= _scale_to(base, figures)
+        figures |= _scale_rates(base, figures)
     calibration = Calibration(replace(base, **figures), step_seconds, call_seconds, pass_seconds)
     of_types = _fit_types(fitted["type"], calibration)
     figures |= of_types
@@ -140,16 +140,16 @@ def mean_errors(calibration: Calibration, samples: Sequence[Sample]) -> dict[str
 
 
 def _fit_attention(samples: Sequence[Sample], figures: dict[str, Any]) -> float:
-    """Set the rate of long pieces and the rows of half of it; returns the seconds of a call."""
-    flops, half, call = _solve(samples, "attention_flops", "half_flops", "calls")
+    """Set the rate of attention over long pieces, and the rows at which it is half; returns the seconds of a call."""
+    flops, half, call = _solve_seconds(samples, "attention_flops", "half_flops", "calls")
     if flops:
         figures |= {"attention_flops_per_second": 1 / flops, "half_speed_rows": half / flops}
     return call
 
 
 def _fit_memory(samples: Sequence[Sample], figures: dict[str, Any]) -> float:
-    """Set the speed of memory; returns the seconds of a pass without rows."""
-    call, byte = _solve(samples, "calls", "bytes")
+    """Set the bytes a second of memory; returns the seconds of a pass over no bytes."""
+    call, byte = _solve_seconds(samples, "calls", "bytes")
     if byte:
         figures["memory_bytes_per_second"] = 1 / byte
     return call
@@ -160,7 +160,7 @@ def _fit_steps(samples: Sequence[Sample], base: Machine, figures: dict[str, Any]
     rate = figures.get("attention_flops_per_second", base.attention_flops_per_second)
     half = figures.get("half_speed_rows", base.half_speed_rows)
     others = [replace(s, seconds=s.seconds - (s.attention_flops + half * s.half_flops) / rate) for s in samples]
-    step, micro_batch, flop = _solve(others, "steps", "micro_batches", "weight_flops", weights=samples)
+    step, micro_batch, flop = _solve_seconds(others, "steps", "micro_batches", "weight_flops", weights=samples)
     if flop:
         figures |= {"product_flops_per_second": 1 / flop, "micro_batch_seconds": micro_batch}
         # The samples are of one width, so that passes over memory are in the rate; a step's end is measured as a whole.
@@ -181,7 +181,7 @@ def _fit_wires(samples: Sequence[Sample], level: Level) -> dict[str, Wire]:
 
 
 def _fit_types(samples: Sequence[Sample], calibration: Calibration) -> dict[str, float]:
-    """Seconds of a batch of messages, as what all types take beyond kernels and wires; and those of a ring's step."""
+    """Fit the seconds of a batch of messages and of a ring's step: what all types take beyond kernels and wires."""
     if not samples:
         return {}
     free, one = (replace(calibration.machine, step_seconds=seconds) for seconds in (0.0, 1.0))
@@ -194,11 +194,11 @@ def _fit_types(samples: Sequence[Sample], calibration: Calibration) -> dict[str,
 
 
 def _ring_wait(calibration: Calibration, sample: Sample) -> float:
-    """What a step of a ring in one pass takes beyond the kernels of the call."""
+    """Return what one step of a ring takes in one pass beyond the kernels of the call."""
     assert sample.group and sample.call
     price = calibration.machine.attention_seconds(sample.group, sample.call)["p2p"]
-    shown = sample.seconds - calibration.call_seconds - (price.seconds - price.exposed)
-    return max(0.0, shown / (2 * (sample.group.degree - 1)))
+    exposed_seconds = sample.seconds - calibration.call_seconds - (price.seconds - price.exposed)
+    return max(0.0, exposed_seconds / (2 * (sample.group.degree - 1)))
 
 
 def _type_seconds(machine: Machine, sample: Sample) -> float:
@@ -206,8 +206,8 @@ def _type_seconds(machine: Machine, sample: Sample) -> float:
     return machine.attention_seconds(sample.group, sample.call)[sample.cp_comm_type].seconds
 
 
-def _scale_to(base: Machine, figures: Mapping[str, Any]) -> dict[str, float]:
-    """Rates that are never measured, of a device that is not the base."""
+def _scale_rates(base: Machine, figures: Mapping[str, Any]) -> dict[str, float]:
+    """Return the rates that are never measured, scaled from the base's by how fast the measured device is."""
     usual = _rate_of_layers(base)
     faster = figures.get("product_flops_per_second", usual) / usual
     memory = figures.get("memory_bytes_per_second", base.memory_bytes_per_second) / base.memory_bytes_per_second
@@ -220,8 +220,8 @@ def _rate_of_layers(machine: Machine) -> float:
     return 6 * ModelShape.of(QWEN3_8B).weights / machine.cost(QWEN3_8B).linear_seconds
 
 
-def _solve(samples: Sequence[Sample], *names: str, weights: Sequence[Sample] | None = None) -> list[float]:
-    """How much one of each name takes, in seconds; 0 of each if there are no samples."""
+def _solve_seconds(samples: Sequence[Sample], *names: str, weights: Sequence[Sample] | None = None) -> list[float]:
+    """Return the seconds that one unit of each named column takes, by least squares; 0 of each without samples."""
     if not samples:
         return [0.0] * len(names)
     columns = np.stack([_column(samples, name) for name in names], axis=1)

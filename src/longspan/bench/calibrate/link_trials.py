@@ -50,32 +50,38 @@ class LinkTrials:
             world.prepare(plan_fixed([degree] * (slots // degree), world.home, degree))
 
     def trials(self) -> list[Trial]:
-        """Every kind and size on each level that there is."""
+        """List the trials of every kind and size of message, on each level of the network that there is."""
         trials: list[Trial] = []
         if max(map(len, self.hosts)) > 1:
-            trials += self._inside()
+            trials += self._trials_inside()
         if len(self.hosts) > 1:
-            trials += self._across()
+            trials += self._trials_across()
         return trials
 
-    def _inside(self) -> Iterator[Trial]:
+    def _trials_inside(self) -> Iterator[Trial]:
+        """Yield the trials of messages between the slots of one host, for each host at the same time."""
         host, channels = self.host, self.world.channels
         together = channels.find_channel(host)
         pair = channels.find_channel(host[:2]) if self.world.slot in host[:2] and len(host) > 1 else None
         width = self.node_size
         yield from self._trials_by_size(
-            "inside", "exchange", lambda size: self._exchange(together, size // (width - 1), set(host))
+            "inside", "exchange", lambda size: self._exchange_call(together, size // (width - 1), set(host))
         )
         yield from self._trials_by_size(
-            "inside", "gather", lambda size: self._gather_rows(together, size // (width - 1))
+            "inside", "gather", lambda size: self._gather_call(together, size // (width - 1))
         )
-        yield from self._trials_by_size("inside", "point", lambda size: self._shift(together, size))
-        yield from self._trials_by_size("inside", "point_alone", lambda size: self._shift(pair, size))
+        yield from self._trials_by_size("inside", "point", lambda size: self._shift_call(together, size))
+        yield from self._trials_by_size("inside", "point_alone", lambda size: self._shift_call(pair, size))
         if self.even:
             home = Layout(self.world.home.slots, dp_replicate=len(self.hosts))
-            yield from self._sharded("inside", self.world.open_inner(home), width, 1)
+            yield from self._sharded_trials("inside", self.world.open_inner(home), width, 1)
 
-    def _across(self) -> Iterator[Trial]:
+    def _trials_across(self) -> Iterator[Trial]:
+        """Yield the trials of messages between hosts.
+
+        All slots exchange and gather; point to point, each slot sends to the slot at its place in the next host. In
+        `point_alone` only the first slot of each host sends.
+        """
         world, hosts, slots = self.world, self.hosts, self.world.home.slots
         everyone = world.channels.find_channel(range(slots))
         others = set(range(slots)) - set(self.host)
@@ -83,16 +89,18 @@ class LinkTrials:
         beside = [host[place] for host in hosts if len(host) > place]
         row = world.channels.find_channel(beside) if len(beside) > 1 else None
         first = row if place == 0 else None
-        of_gather = lambda size: self._gather_rows(everyone, size * together // (slots - 1))  # noqa: E731
-        of_exchange = lambda size: self._exchange(everyone, size // (slots - together), others)  # noqa: E731
+        of_gather = lambda size: self._gather_call(everyone, size * together // (slots - 1))  # noqa: E731
+        of_exchange = lambda size: self._exchange_call(everyone, size // (slots - together), others)  # noqa: E731
         yield from self._trials_by_size("across", "exchange", of_exchange)
         yield from self._trials_by_size("across", "gather", of_gather)
-        yield from self._trials_by_size("across", "point", lambda size: self._shift(row, size))
-        yield from self._trials_by_size("across", "point_alone", lambda size: self._shift(first, size))
-        yield from self._sharded("across", world, slots, together)
+        yield from self._trials_by_size("across", "point", lambda size: self._shift_call(row, size))
+        yield from self._trials_by_size("across", "point_alone", lambda size: self._shift_call(first, size))
+        yield from self._sharded_trials("across", world, slots, together)
 
-    def _sharded(self, level: Level, world: World, width: int, together: int) -> Iterator[Trial]:
-        """The collectives of FSDP2 on the group of its mesh, parameters in half precision and gradients in float32."""
+    def _sharded_trials(self, level: Level, world: World, width: int, together: int) -> Iterator[Trial]:
+        """Yield trials of FSDP2's collectives on the group of its mesh, with parameters in half precision, gradients in
+        float32.
+        """
         group = world.meshes.fsdp.get_group("slots")
         of_block = lambda size: size * together // (width - 1)  # noqa: E731
         yield from self._trials_by_size(
@@ -103,24 +111,27 @@ class LinkTrials:
         )
 
     def _trials_by_size(self, level: Level, kind: str, make: Callable[[int], Callable[[], object]]) -> Iterator[Trial]:
+        """Yield a trial of one kind of message for each size; `make` gives the call to time, of a size in bytes."""
         for size, fitted in self.sizes:
             turns = next((count for most, count in TURNS.items() if size <= most), 1)
             name = f"{kind.replace('_', ' ')} {level}: {size:,} bytes"
             sample = Sample(part="link", name=name, level=level, kind=kind, bytes=float(size), fitted=fitted)
             yield Trial(sample, make(size), turns)
 
-    def _exchange(self, channel: Channel, block: int, partners: set[int]) -> Callable[[], object]:
-        """Send `block` bytes to each of the partners, without this slot, and receive as many."""
+    def _exchange_call(self, channel: Channel, block: int, partners: set[int]) -> Callable[[], object]:
+        """Return a call that sends `block` bytes to each of the partners, without this slot, and receives as many."""
         slots = [self.world.home.coordinates(rank).slot for rank in channel.ranks]
         runs = [block if slot in partners - {self.world.slot} else 0 for slot in slots]
         x = self._bytes(sum(runs))
         return lambda: channel.all_to_all_rows(x, runs, runs, "bench calibrate").wait()
 
-    def _gather_rows(self, channel: Channel, block: int) -> Callable[[], object]:
+    def _gather_call(self, channel: Channel, block: int) -> Callable[[], object]:
+        """Return a call in which each member of a channel gives `block` bytes to all others."""
         x = self._bytes(max(1, block))
         return lambda: channel.all_gather(x, [len(x)] * channel.degree, "bench calibrate").wait()
 
-    def _shift(self, channel: Channel | None, size: int) -> Callable[[], object]:
+    def _shift_call(self, channel: Channel | None, size: int) -> Callable[[], object]:
+        """Return a call that sends `size` bytes to the next member of a channel; nothing without another member."""
         if channel is None or channel.degree == 1:
             return lambda: None
         x, into = self._bytes(size), self._bytes(size)
@@ -140,8 +151,8 @@ class LinkTrials:
         return torch.zeros(size, dtype=torch.uint8, device=self.world.device)
 
 
-def exchange_with(world: World, size: int) -> Callable[[int], object]:
-    """Send a message of this size to another slot and receive one, for `Clock.time_pairs`."""
+def exchange_call(world: World, size: int) -> Callable[[int], object]:
+    """Return a call that exchanges a message of this size with another slot, for `Clock.time_pairs`."""
     channel = world.channels.find_channel(range(world.home.slots))
     x = torch.zeros(size, dtype=torch.uint8, device=world.device)
     into = torch.empty_like(x)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from longspan.attention import attend
 from longspan.bench.calibrate.boundary import Boundary, check_boundary, contradicts, measure_boundary
 from longspan.bench.calibrate.fit import Sample
-from longspan.bench.calibrate.link_trials import CPU_SIZES, GPU_SIZES, LinkTrials, exchange_with
+from longspan.bench.calibrate.link_trials import CPU_SIZES, GPU_SIZES, LinkTrials, exchange_call
 from longspan.bench.calibrate.trial import Clock, Trial
 from longspan.bench.layers import with_layers
 from longspan.comm import World, bind
@@ -88,7 +88,7 @@ def _find_hosts(world: World, clock: Clock) -> str:
     slots, node_size = world.home.slots, world.node_size
     line = ""
     for size in (SHORT, LONG):
-        measure = partial(clock.time_pairs, run=exchange_with(world, size), repeats=9)
+        measure = partial(clock.time_pairs, run=exchange_call(world, size), repeats=9)
         boundary = measure_boundary(slots, measure)
         if contradicts(boundary, slots, node_size) and measure_boundary(slots, measure) != boundary:
             boundary = Boundary(())
@@ -112,7 +112,7 @@ class Shape:
 
     @classmethod
     def of(cls, model: Any, dtype: torch.dtype) -> "Shape":
-        """Those of a transformers model. Raises ConfigError for one with state-space layers."""
+        """Return the sizes of a transformers model. Raises ConfigError for one with state-space layers."""
         shape = ModelShape.of(model.config)
         if shape.mixer_layers:
             raise ConfigError(
@@ -142,13 +142,13 @@ class _Bench:
         self.settings, self.world, self.clock = settings, world, clock
         # each rank is a replica: nothing is gathered in a step
         self.replicas = world.open_inner(Layout(settings.ranks, dp_replicate=settings.ranks))
-        model = _load(settings)
+        model = _load_timed_model(settings)
         self.shape = Shape.of(model, getattr(torch, settings.dtype))
         self.vocabulary = vocabulary_size(model) or 1  # without an embedding, only token id 0
         self.model: nn.Module | None = prepare(model, self.replicas)
 
     def samples(self) -> list[Sample]:
-        """Everything, part after part."""
+        """Time everything that a machine has a figure for, part after part."""
         samples = self._time(self._model_trials(), "steps of a model")
         self.model = None
         samples += self._time(self._device_trials(), "products, attention and memory")
@@ -163,33 +163,35 @@ class _Bench:
         return self.clock.time_trials(list(trials), warmup=settings.warmup, repeats=settings.repeats, what=what)
 
     def _model_trials(self) -> Iterator[Trial]:
+        """Yield steps of the model over rising numbers of tokens and of micro-batches, and a short forward pass."""
         tokens, counts = self.settings.tokens, self.settings.micro_batches
         sizes = [*((count, 1) for count in tokens), *((tokens[0], count) for count in counts if count > 1)]
         for i, (rows, count) in enumerate(sizes):
-            yield self._steps(rows, count, fitted=_is_fitted(i))
-        yield self._launch()
+            yield self._step_trial(rows, count, fitted=_is_fitted(i))
+        yield self._launch_trial()
 
     def _device_trials(self) -> Iterator[Trial]:
+        """Yield what one device does: products of matrices, attention over pieces, and passes over memory."""
         device, lengths = self.world.device.type, self.settings.lengths
         for width in PRODUCT_WIDTHS[device]:
-            yield from (self._product(rows, width) for rows in PRODUCT_ROWS[device])
+            yield from (self._product_trial(rows, width) for rows in PRODUCT_ROWS[device])
         pieces = [*((n, lengths[-1]) for n in lengths), *((n, lengths[-2]) for n in lengths[:-1])]
         for i, (length, rows) in enumerate(pieces):
-            yield self._attention(length, rows // length, fitted=_is_fitted(i))
+            yield self._attention_trial(length, rows // length, fitted=_is_fitted(i))
         for i, count in enumerate(PASS_NUMBERS[device]):
-            yield self._memory_pass(count, fitted=_is_fitted(i))
+            yield self._memory_trial(count, fitted=_is_fitted(i))
 
     def _type_trials(self) -> Iterator[Trial]:
-        """Each type of attention of a document over a host's slots and over all; every second length is held out."""
+        """Yield each type of attention of a document over a host's slots and over all; half of it is held out."""
         slots, node_size = self.world.home.slots, self.world.node_size
         of_level: dict[Level, int] = {"inside": min(slots, node_size), "across": slots}
         for level, degree in of_level.items():
             if degree > 1 and slots % degree == 0 and (level == "inside" or slots > node_size):
                 for i, length in enumerate(self.settings.lengths):
-                    yield from self._types(level, degree, length * degree, fitted=i % 2 == 0)
+                    yield from self._trials_of_types(level, degree, length * degree, fitted=i % 2 == 0)
 
-    def _steps(self, tokens: int, count: int, *, fitted: bool) -> Trial:
-        """Steps of `count` micro-batches in which every slot has short documents of so many tokens together."""
+    def _step_trial(self, tokens: int, count: int, *, fitted: bool) -> Trial:
+        """Return the trial of a step of `count` micro-batches, with short documents of `tokens` in all on a slot."""
         length = min(self.settings.document, tokens)
         per_slot = tokens // length
         rows = per_slot * length * count
@@ -205,21 +207,23 @@ class _Bench:
             half_flops=flops / length,
             fitted=fitted,
         )
-        return Trial(sample, self._step(plan))
+        return Trial(sample, self._step_call(plan))
 
-    def _launch(self) -> Trial:
-        """A forward pass over so few rows that the host decides its time."""
+    def _launch_trial(self) -> Trial:
+        """Return the trial of a forward pass over so few rows that the host decides its time."""
         length = min(self.settings.document, self.settings.tokens[0])
         sample = Sample(part="launch", name=f"forward: {length:,} tokens a slot", layers=self.shape.layers)
-        return Trial(sample, self._step(self._plan_of_step(length, 1, 1), backward=False))
+        return Trial(sample, self._step_call(self._plan_of_step(length, 1, 1), backward=False))
 
     def _plan_of_step(self, length: int, per_slot: int, count: int) -> Plan:
+        """Plan `count` micro-batches with so many documents of one length on every slot."""
         home = self.replicas.home
         plan = plan_fixed([length] * (per_slot * count * home.slots), home, 1, max_tokens_per_slot=per_slot * length)
         assert len(plan.micro_batches) == count, (len(plan.micro_batches), count)
         return plan
 
-    def _step(self, plan: Plan, *, backward: bool = True) -> Callable[[], object]:
+    def _step_call(self, plan: Plan, *, backward: bool = True) -> Callable[[], object]:
+        """Return a call that runs a step of this plan over random tokens."""
         self.replicas.prepare(plan)
         random = np.random.default_rng(0)
         documents = [random.integers(0, self.vocabulary, length) for length in plan.lengths]
@@ -227,23 +231,23 @@ class _Bench:
         assert model is not None, "steps are measured first"
         return lambda: run_step(model, plan, documents, self.replicas, backward=backward)
 
-    def _product(self, rows: int, width: int) -> Trial:
-        """A product with a square of weights: what the device reaches in it, next to whole layers."""
+    def _product_trial(self, rows: int, width: int) -> Trial:
+        """Return the trial of a product with a square matrix of weights."""
         x, weights = (torch.randn(n, width, device=self.world.device).to(self.shape.dtype) for n in (rows, width))
         flops = 2.0 * rows * width * width
         sample = Sample(part="product", name=f"product: {rows:,} rows, width {width:,}", weight_flops=flops)
         return Trial(sample, lambda: x @ weights, 4)
 
-    def _memory_pass(self, count: int, *, fitted: bool) -> Trial:
-        """Numbers in float32 that are read and written."""
+    def _memory_trial(self, count: int, *, fitted: bool) -> Trial:
+        """Return the trial of a pass that reads and writes `count` numbers in float32."""
         x = torch.zeros(count, device=self.world.device)
         into = torch.empty_like(x)
         name = f"memory: {8 * count:,} bytes read and written"
         sample = Sample(part="memory", name=name, calls=1, bytes=8.0 * count, fitted=fitted)
         return Trial(sample, lambda: torch.mul(x, 2.0, out=into), 4)
 
-    def _attention(self, length: int, count: int, *, fitted: bool) -> Trial:
-        """Attention of so many documents on each slot, forward and backward."""
+    def _attention_trial(self, length: int, count: int, *, fitted: bool) -> Trial:
+        """Return the trial of attention, forward and backward, over so many documents on each slot."""
         plan = plan_fixed([length] * (count * self.world.home.slots), self.world.home, 1)
         flops = self.shape.flops(count * length**2)
         sample = Sample(
@@ -254,10 +258,10 @@ class _Bench:
             calls=1,
             fitted=fitted,
         )
-        return Trial(sample, self._attend(plan))
+        return Trial(sample, self._attend_call(plan))
 
-    def _types(self, level: Level, degree: int, length: int, *, fitted: bool) -> Iterator[Trial]:
-        """One document for every group of so many slots, under each type that its heads allow."""
+    def _trials_of_types(self, level: Level, degree: int, length: int, *, fitted: bool) -> Iterator[Trial]:
+        """Yield trials of one document for every group of so many slots, under each type that its heads allow."""
         plan = plan_fixed([length] * (self.world.home.slots // degree), self.world.home, degree)
         group = plan.micro_batches[0].groups[0]
         prices = self.world.machine.attention_seconds(group, self.shape.call, node_size=self.world.node_size)
@@ -275,9 +279,10 @@ class _Bench:
                 cp_comm_type=kind,
                 fitted=fitted,
             )
-            yield Trial(sample, self._attend(plan, kind, sizes))
+            yield Trial(sample, self._attend_call(plan, kind, sizes))
 
-    def _attend(self, plan: Plan, kind: str = "p2p", sizes: Sequence[int] | None = None) -> Callable[[], object]:
+    def _attend_call(self, plan: Plan, kind: str = "p2p", sizes: Sequence[int] | None = None) -> Callable[[], object]:
+        """Return a call that computes attention of the plan's first micro-batch, forward and backward."""
         self.world.prepare(plan)
         shard = bind(plan.micro_batches[0], self.world)
         heads = self.shape.heads, self.shape.kv_heads, self.shape.kv_heads
@@ -296,7 +301,8 @@ def _is_fitted(index: int) -> bool:
     return index % 3 != 2
 
 
-def _load(settings: CalibrationSettings) -> Any:
+def _load_timed_model(settings: CalibrationSettings) -> Any:
+    """Load the model that is timed: from a folder, or random weights of a preset at the vocabulary of the bench."""
     if settings.model:
         return load_model(settings.model, dtype=settings.dtype)
     configuration = preset_config(settings.preset, vocab_size=VOCABULARY if "tiny" in settings.preset else None)

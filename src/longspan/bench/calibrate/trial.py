@@ -49,7 +49,7 @@ class Clock:
             if i > warmup and self.world.control.any_rank(self.seconds > self.most_seconds):
                 self.say(f"{what}: {i - warmup} of {repeats} rounds, as the time is over")
                 break
-            times.append([self._measure(trial) for trial in trials])
+            times.append([self._measure_seconds(trial) for trial in trials])
         self.say(f"{what}: {len(trials)} measurements, {len(times)} rounds")
         of_ranks = self.world.control.gather_objects(times[warmup:])  # (ranks, rounds, trials)
         seconds = np.median(np.array(of_ranks).max(axis=0), axis=0).tolist()
@@ -73,7 +73,7 @@ class Clock:
             measured[other] = statistics.median(times)
         return self.world.control.broadcast_object(measured, self.world.home.ranks[pivot])
 
-    def _measure(self, trial: Trial) -> float:
+    def _measure_seconds(self, trial: Trial) -> float:
         """Seconds on this rank; all ranks begin together."""
         self.world.control.barrier()
         self._finish()

@@ -243,6 +243,7 @@ def _set_values(model: SavedModel) -> dict[str, Any]:
 
 
 def _parse_degrees(text: str) -> tuple[int, ...]:
+    """Parse different degrees with commas between. Raises ConfigError for anything else."""
     try:
         degrees = tuple(int(word) for word in text.split(",") if word.strip())
     except ValueError:

@@ -12,9 +12,9 @@ from longspan.evaluation.saved.comparison import (
     HOME,
     Difference,
     comm_types,
-    differences,
     document_rows,
     retrieval_grids,
+    set_differences,
 )
 from longspan.evaluation.saved.request import SetResult, SubjectResult
 from longspan.files import as_json, json_values, os_error_text
@@ -53,8 +53,8 @@ def write_documents(results: Sequence[SubjectResult], file: Path) -> None:
     _write_text(file, "".join(json.dumps(json_values(row), ensure_ascii=False) + "\n" for row in rows))
 
 
-def write_folder(results: Sequence[SubjectResult], record: dict[str, Any], folder: Path) -> None:
-    """results.json (what --json prints), documents.jsonl, report.html and, of passkey retrieval, its picture."""
+def write_result_folder(results: Sequence[SubjectResult], record: dict[str, Any], folder: Path) -> None:
+    """Write the results to a folder: results.json, documents.jsonl, report.html and a picture of passkey retrieval."""
     _write_text(folder / "results.json", as_json(record, indent=1) + "\n")
     write_documents(results, folder / "documents.jsonl")
     if grids := retrieval_grids(results):
@@ -68,6 +68,7 @@ def write_picture(results: Sequence[SubjectResult], file: Path) -> None:
 
 
 def _write_text(file: Path, text: str) -> None:
+    """Write a text file. Raises ConfigError with the system's reason where that fails."""
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -85,7 +86,7 @@ def result_tables(results: Sequence[SubjectResult], ranks: int) -> str:
 def _result_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]:
     """Yield differences first, then the table of each subject, passkey grids, and a set's degrees or buckets."""
     first = results[0]
-    pairs = [(difference, other) for other in results[1:] for difference in differences(first, other)]
+    pairs = [(difference, other) for other in results[1:] for difference in set_differences(first, other)]
     if pairs:
         yield "\n".join(_difference_line(difference, first, other) for difference, other in pairs)
     for result in results:
@@ -102,6 +103,7 @@ def _result_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str
 
 
 def _result_title(result: SubjectResult) -> str:
+    """Return the title of one set's results: the weights, their steps and the set."""
     step, parallel = result.sets[0].evaluation.step, result.config.parallel
     words = [result.weights.title] + ([f"step {step}"] if result.weights.run_dir is not None else [])
     words += [f"{key} {degree}" for key in HOME if (degree := getattr(parallel, key)) > 1]

@@ -26,11 +26,11 @@ plan of that type can beat on these slots and stages. bubble: share of a stage's
 idle: share that slots wait for slower ones. peak rows and kept: what the fullest slot's first stage holds for its
 backward passes, as rows of the whole model and as bytes of activations in bfloat16,
 {activations}.
-Weights, gradients, optimizer states, logits and second forward passes are not counted. sent: bytes of the step on all
+Weights, gradients, optimizer states, logits and second forward passes are not counted, and a run keeps what
+train.memory chooses: longspan plan --gpu NAME --gpus N counts all that it holds. sent: bytes of the step on all
 links."""
 _ACTIVATIONS = {
-    "full": "of layers recomputed in full their inputs alone; --activation-checkpointing none, which training has by "
-    "itself,\nkeeps several times as much",
+    "full": "of layers recomputed in full only their inputs; --activation-checkpointing none keeps\nseveral times more",
     "selective": "of layers recomputed selectively their inputs and outputs of attention",
     "none": "of layers without recomputation all that their backward passes read",
 }
@@ -270,8 +270,11 @@ def rows_of_slot(plan: Plan) -> int:
 
 
 def degrees_picture(title: str, comparison: DegreeComparison) -> str:
-    """Seconds over the degrees, filled and planned, with words at the best one, and lines at the first one filled and
-    at the dynamic plan, where that takes another time than the best. An SVG document.
+    """Draw the predicted seconds of an evaluation over its degree, as an SVG document.
+
+    One curve is of micro-batches that repeat documents until all groups have one, the other of plans that hold each
+    document once. The best degree is labelled. Lines mark the first degree's time and that of the dynamic plan, if it
+    differs from the best.
     """
     choices, best = comparison.choices, comparison.best
     places = np.arange(len(choices), dtype=np.float64)

@@ -36,7 +36,7 @@ class SourceFlags:
     """Lengths drawn at random instead: lognorm, bimodal, uniform, expo or files."""
     tokens: int = 0
     """With --distribution: draw documents of so many tokens together; 0: 32768 for each slot."""
-    longest: int = 131072
+    longest_document: int = 131072
     """With --distribution: no document is longer."""
     seed: int = 0
     """With --distribution: seed of the draw."""
@@ -60,7 +60,7 @@ def read_lengths(flags: SourceFlags, slots: int) -> tuple[tuple[int, ...], str]:
     if flags.distribution not in DISTRIBUTIONS:
         raise ConfigError(f"--distribution {flags.distribution!r} is unknown; use one of {', '.join(DISTRIBUTIONS)}")
     total = flags.tokens or 32768 * slots
-    drawn = sample_lengths(flags.distribution, total, seed=flags.seed, longest=flags.longest)
+    drawn = sample_lengths(flags.distribution, total, seed=flags.seed, longest=flags.longest_document)
     return tuple(drawn.tolist()), f"{flags.distribution} lengths, seed {flags.seed}"
 
 

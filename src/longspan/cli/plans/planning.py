@@ -57,7 +57,7 @@ class PlanningFlags(SourceFlags):
     a2a."""
     tflops: float = 0.0
     """What a device sustains, in 1e12 FLOP/s: prices the sizes of --model, or of Qwen3-8B, on such devices, whose links
-    carry 350 GB/s inside a host and 40 elsewhere; 0: those of --machine and --model."""
+    carry 350 GB/s inside a host and 40 elsewhere; 0: those of --machine and --model. With --gpu-bytes: of them."""
     heads: int = 0
     """Query heads of the model, where there is no --model; 0: the 32 of Qwen3-8B, and not known with a --machine file
     of an older version, which is of one model."""

@@ -34,8 +34,12 @@ class CommunicatorChoice:
         self._chosen: set[tuple[int, ...]] = set()
         self._load: Counter[int] = Counter()  # communicators per slot
 
-    def choose(self, plan: Plan) -> list[tuple[int, ...]]:
-        """The slots to make communicators for now, ascending in each, in plan order."""
+    def choose_groups(self, plan: Plan) -> list[tuple[int, ...]]:
+        """Choose the groups that get communicators of their own now: slots, ascending in each, in plan order.
+
+        A group is chosen if it may gain from one and has been seen in an earlier plan, or if all groups have one
+        degree.
+        """
         groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups if group.degree > 1]
         one_degree = len({group.degree for group in groups}) == 1
         may_gain = [slots for group in groups if self._may_gain(slots := tuple(sorted(group.slots)))]
@@ -70,7 +74,7 @@ class Channels:
         self._by_slots: dict[tuple[int, ...], Channel] = {}
 
     def find_channel(self, slots: Sequence[int]) -> Channel:
-        """How these slots talk in this rank's plane. Raises CommError where this rank's slot is not one of them."""
+        """Return the channel of these slots. Raises CommError where this rank's slot is not one of them."""
         slots = tuple(slots)
         if slots not in self._by_slots:
             if not slots or len(set(slots)) != len(slots) or min(slots) < 0 or max(slots) >= self._home.slots:
@@ -143,7 +147,7 @@ class Channels:
 
     def make_communicators(self, plan: Plan) -> None:
         """Make the communicators of their own that this plan's groups gain from and lack; entered by all ranks."""
-        for slots in self._choice.choose(plan):
+        for slots in self._choice.choose_groups(plan):
             for plane in self._home.planes():
                 ranks = tuple(plane[slot] for slot in slots)
                 group = self._groups.make_group(ranks, "communicator")

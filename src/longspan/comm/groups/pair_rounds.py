@@ -43,10 +43,10 @@ class PairRounds:
     def reduce(self, x: Tensor, combine: Callable[[Tensor, Tensor], Tensor], what: str) -> Tensor:
         """The combination of all members' tensors of one shape and dtype, in the order of the members."""
         self._begin(f"{what} of {x.nbytes} bytes")
-        return self._reduce(x, self._exchange, combine)
+        return self._reduce_in_rounds(x, self._exchange_tensors, combine)
 
     def reduce_object(self, value: T | None, combine: Callable[[T, T], T], what: str) -> T | None:
-        """The same of objects that pickle; None is no value, and takes one message of 8 bytes a round."""
+        """Reduce objects that pickle as `reduce` does tensors; None is no value, and takes 8 bytes a round."""
 
         def combine_values(first: T | None, second: T | None) -> T | None:
             if first is None or second is None:
@@ -54,7 +54,7 @@ class PairRounds:
             return combine(first, second)
 
         self._begin(what)
-        return self._reduce(value, self._exchange_objects, combine_values)
+        return self._reduce_in_rounds(value, self._exchange_objects, combine_values)
 
     def broadcast_object(self, value: T | None, source: int, what: str) -> T | None:
         """The value of the rank `source`, over the connections of the rounds."""
@@ -79,7 +79,12 @@ class PairRounds:
         self._calls += 1
         self._tag = zlib.crc32(f"{self._calls} {what}".encode()) >> 1  # gloo takes 31 bits
 
-    def _reduce(self, value: Any, exchange: Exchange, combine: Callable[[Any, Any], Any]) -> Any:
+    def _reduce_in_rounds(self, value: Any, exchange: Exchange, combine: Callable[[Any, Any], Any]) -> Any:
+        """Reduce values over all members in rounds of pairs: round i exchanges with the member whose place differs in
+        bit i.
+
+        Members beyond a power of two first give their value to a partner, and get the result from it at the end.
+        """
         if self._is_second:
             exchange(self._partner, value, receives=False)
             return exchange(self._partner, value, sends=False)
@@ -101,21 +106,23 @@ class PairRounds:
         place = self._place ^ bit
         return 2 * place if place < self._pairs else place + self._pairs
 
-    def _exchange(self, member: int, x: Tensor, *, sends: bool = True, receives: bool = True) -> Tensor:
-        """Exchange tensors of one shape and dtype with a member; without `receives`, x comes back."""
+    def _exchange_tensors(self, member: int, x: Tensor, *, sends: bool = True, receives: bool = True) -> Tensor:
+        """Exchange tensors of one shape and dtype with a member; returns what arrived, or x without `receives`."""
         into = torch.empty_like(x) if receives else x
-        self._transfer(member, x if sends else None, into if receives else None)
+        self._send_and_receive(member, x if sends else None, into if receives else None)
         return into
 
     def _exchange_objects(self, member: int, value: object, *, sends: bool = True, receives: bool = True) -> Any:
         """Exchange objects with a member: their sizes, and then those that are not None."""
         packed = _pack(value) if sends else torch.empty(0)
-        size = int(self._exchange(member, torch.tensor(len(packed), device="cpu"), sends=sends, receives=receives))
+        size = int(
+            self._exchange_tensors(member, torch.tensor(len(packed), device="cpu"), sends=sends, receives=receives)
+        )
         into = torch.empty(size if receives else 0, dtype=torch.uint8, device="cpu")
-        self._transfer(member, packed, into)
+        self._send_and_receive(member, packed, into)
         return pickle.loads(into.numpy().tobytes()) if len(into) else None
 
-    def _transfer(self, member: int, sent: Tensor | None, into: Tensor | None) -> None:
+    def _send_and_receive(self, member: int, sent: Tensor | None, into: Tensor | None) -> None:
         """Send and receive at the same time; tensors without elements are left out on both sides."""
         peer = dist.get_group_rank(self._group, self._ranks[member])
         works = [self._group.recv([into], peer, self._tag)] if into is not None and into.numel() else []

@@ -128,8 +128,11 @@ def _as_slice(rows: Integers) -> slice | None:
     return run if np.array_equal(rows, np.arange(run.start, run.stop)) else None
 
 
-def carry(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Tensor:
-    """This member's rows of the target from x, its rows of the source; entered by all members that send or receive.
+def carry_rows(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Tensor:
+    """Bring rows to where the target has them: x are this member's rows of the source, the result its rows of the
+    target.
+
+    Entered by all members that send or receive.
 
     The rows go in one message for each pair of members. In several, packed and unpacked while others travel, the same
     rows take longer on H200s over NVLink: each message has fewer bytes (bench/records/bridge-parts-4xH200.md).
@@ -142,13 +145,13 @@ def carry(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Tensor:
         staying = len(moves.stays) if moves.arrived is None else 0
         pool = result if moves.direct else x.new_empty((arriving + staying, *x.shape[1:]))
     handle = channel.exchange_runs(packed, moves.sends, pool[:arriving], moves.receives, what)
-    _copy_staying(x, pool, moves, result)
+    _copy_staying_rows(x, pool, moves, result)
     handle.wait()
     _unpack_pool(pool, moves, result)
     return result.to(dtype)
 
 
-def _copy_staying(x: Tensor, pool: Tensor, moves: DeviceMoves, result: Tensor) -> None:
+def _copy_staying_rows(x: Tensor, pool: Tensor, moves: DeviceMoves, result: Tensor) -> None:
     """Copy rows that stay to their places in the result, or into the pool behind those that arrive."""
     if moves.arrived is not None:
         if len(moves.local):
@@ -164,8 +167,8 @@ def _zero(result: Tensor, moves: DeviceMoves) -> None:
         result.index_fill_(0, moves.absent, 0)
 
 
-def _copy_rows(result: Tensor, places: Tensor, rows: Tensor) -> None:
-    """result[places] = rows, with distinct places.
+def _set_rows(result: Tensor, places: Tensor, rows: Tensor) -> None:
+    """Set result[places] = rows, with distinct places.
 
     In elements of 16 bytes where a row has a whole number of them: torch's kernel copies element by element (on an
     H200 1.4 TB/s in bfloat16, 4.1 TB/s in elements of 16 bytes).
@@ -190,9 +193,9 @@ def _fold_repeats(x: Tensor, moves: DeviceMoves) -> Tensor:
 
 
 def _unpack_pool(pool: Tensor, moves: DeviceMoves, result: Tensor) -> None:
-    """Fill the result from the pool."""
+    """Fill the result from the pool of rows that arrived and those that stay; rows of several sources are summed."""
     if moves.arrived is not None:
-        _copy_rows(result, moves.arrived, pool)
+        _set_rows(result, moves.arrived, pool)
     elif moves.zeros:
         result.zero_()
     elif not moves.direct:
@@ -206,6 +209,7 @@ def _unpack_pool(pool: Tensor, moves: DeviceMoves, result: Tensor) -> None:
 
 
 def _take_rows(pool: Tensor, places: Tensor | slice, result: Tensor) -> None:
+    """Set result = pool[places]."""
     if isinstance(places, slice):
         result.copy_(pool[places])
     else:

@@ -39,6 +39,10 @@ class RingBlocks:
         self._live = self.peak_blocks = 1
 
     def __iter__(self) -> Iterator[tuple[int, Block]]:
+        """Yield the members and their blocks: first this one's own, then as they arrive from the member before.
+
+        The next block travels while the caller computes with the last one.
+        """
         degree, me = self._channel.degree, self._channel.index
         buffer = packed = first = torch.cat([t.flatten(1) for t in self._tensors], 1)
         block = self._tensors

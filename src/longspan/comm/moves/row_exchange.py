@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan.comm.groups.channel import Channel
-from longspan.comm.moves.carry_rows import DeviceMoves, carry, moves_on_device
+from longspan.comm.moves.carry_rows import DeviceMoves, carry_rows, moves_on_device
 from longspan.errors import CommError, LayoutError
 from longspan.layout import Exchange
 from longspan.layout.row_blocks import Blocks
@@ -75,13 +75,13 @@ class RowExchange:
         self._there, self._back = _find_moves(exchange, channel, gradient != "none", groups.get(gradient))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(rows of have here, …) to (rows of need here, …)."""
+        """Exchange x, this member's rows of `have`, for its rows of `need`; entered by all members."""
         if x.shape[0] != self._rows:
             raise LayoutError(
                 f"{x.shape[0]} rows were given, this member has {self._rows}; pass them in the order of `have`"
             )
         if self._back is None or not x.is_floating_point() or not torch.is_grad_enabled():
-            return carry(x.detach(), self._there, self.channel, "row exchange")
+            return carry_rows(x.detach(), self._there, self.channel, "row exchange")
         # The anchor makes every member enter backward, also one whose own rows need no gradient.
         anchor = x.new_empty(0, requires_grad=True)
         return _ExchangeRows.apply(x, anchor, self)  # pyright: ignore[reportReturnType]
@@ -94,14 +94,14 @@ class RowExchange:
     def back(self, gradient: Tensor) -> Tensor:
         """The gradient of this member's rows of `have` from that of its rows of `need`."""
         assert self._back is not None
-        return carry(gradient.detach(), self._back, self.channel, "row gradients")
+        return carry_rows(gradient.detach(), self._back, self.channel, "row gradients")
 
 
 class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, move: RowExchange) -> Tensor:
         ctx.move, ctx.shape = move, anchor.shape
-        return carry(x.detach(), move._there, move.channel, "row exchange")
+        return carry_rows(x.detach(), move._there, move.channel, "row exchange")
 
     @staticmethod
     @once_differentiable
@@ -147,7 +147,8 @@ def exchange_counts(counts: Tensor, channel: Channel) -> list[list[int]]:
 
 
 def all_to_all_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], channel: Channel) -> Tensor:
-    """The first `sends[0]` rows of x to member 0, the next `sends[1]` to member 1, …; what arrives, in member order.
+    """Send the first `sends[0]` rows of x to member 0, the next `sends[1]` to member 1, …; returns what arrives, by
+    member.
 
     x (sum of sends, …) to (sum of receives, …), where `receives[m]` is what member m sends here. Differentiable: a row
     is at one member before and at one after, so that its gradient is whole where it is, and travels back as it came.

@@ -28,7 +28,7 @@ _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_singl
 
 
 def tp_copy(x: Tensor, world_key: int) -> Tensor:
-    """The same tensor, for a computation in which each rank does a part; the partial gradient is summed."""
+    """Return the tensor, for a computation of which each rank does a part; backward sums the ranks' gradients."""
     if not torch.is_grad_enabled():
         return x
     return _apply(
@@ -53,7 +53,7 @@ def tp_sum(x: Tensor, world_key: int) -> Tensor:
 
 
 def tp_gather(x: Tensor, world_key: int, dim: int, *, gradient: Gradient) -> Tensor:
-    """Every rank's tensor end to end along `dim`.
+    """Join every rank's tensor end to end along `dim`.
 
     Backward gives each rank its slice of an identical gradient, or of the sum of a partial one.
     """
@@ -68,7 +68,7 @@ def tp_gather(x: Tensor, world_key: int, dim: int, *, gradient: Gradient) -> Ten
 
 
 def tp_gather_parameter(x: Tensor, world_key: int) -> Tensor:
-    """Every rank's rows of a parameter end to end; a partial gradient is summed as in `tp_copy_parameter`."""
+    """Join every rank's rows of a parameter; a partial gradient is summed as in `tp_copy_parameter`."""
 
     def backward(gradient: Tensor) -> Tensor:
         part = _reduce_scatter(wide(gradient), world_key, 0, "sum of parameters' gradients over tp")
@@ -78,7 +78,7 @@ def tp_gather_parameter(x: Tensor, world_key: int) -> Tensor:
 
 
 def tp_split(x: Tensor, world_key: int, dim: int) -> Tensor:
-    """This rank's slice of a tensor that every rank holds; backward gathers the slices' gradients."""
+    """Return this rank's slice of a tensor that every rank holds; backward gathers the slices' gradients."""
     dim = dim % x.ndim
     return _apply(
         x, lambda x: _slice(x, world_key, dim), lambda part: _all_gather(part, world_key, dim, GATHER_GRADIENTS)
@@ -86,7 +86,7 @@ def tp_split(x: Tensor, world_key: int, dim: int) -> Tensor:
 
 
 def tp_sum_split(x: Tensor, world_key: int, dim: int) -> Tensor:
-    """This rank's slice of the sum of every rank's tensor; backward gathers the slices' gradients."""
+    """Return this rank's slice of the sum of every rank's tensor; backward gathers the slices' gradients."""
     dim = dim % x.ndim
     return _apply(
         x,
@@ -102,6 +102,7 @@ def tp_place(world_key: int) -> tuple[int, int]:
 
 
 def _run_collective(channel: Channel, what: str, start: Callable[[ProcessGroup], Any], received: Tensor) -> None:
+    """Start a collective, order the stream behind it, and note it for failure reports."""
     with channel.watch.during(what, channel.ranks) as operation:
         work = start(channel.group)
         work.wait()
@@ -112,6 +113,7 @@ def _run_collective(channel: Channel, what: str, start: Callable[[ProcessGroup],
 
 
 def _all_reduce(x: Tensor, world_key: int, what: str) -> Tensor:
+    """Return the sum of every rank's tensor."""
     total = x.detach().clone(memory_format=torch.contiguous_format)
     tp = world_of(world_key).channels.tp
     _run_collective(tp, what, lambda group: dist.all_reduce(total, group=group, async_op=True), total)
@@ -119,7 +121,7 @@ def _all_reduce(x: Tensor, world_key: int, what: str) -> Tensor:
 
 
 def _all_gather(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
-    """Every rank's tensor end to end along `dim`; without a copy if no dim before it is larger than 1."""
+    """Join every rank's tensor end to end along `dim`; without a copy if no dim before it is larger than 1."""
     tp = world_of(world_key).channels.tp
     x = x.detach().contiguous()
     in_place = x.shape[:dim].numel() == 1
@@ -132,6 +134,7 @@ def _all_gather(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
 
 
 def _reduce_scatter(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
+    """Return this rank's slice along `dim` of the sum of every rank's tensor; dims before it have size 1."""
     tp = world_of(world_key).channels.tp
     x = x.detach().contiguous()
     assert x.shape[:dim].numel() == 1 and x.shape[dim] % tp.degree == 0, (what, x.shape, dim, tp.degree)

@@ -139,7 +139,7 @@ class VideoFile(NamedTuple):
 
         Raises DataError, naming the frame, if one is missing, no image, or of another size than the first.
         """
-        sizes = [_size(frame, number) for number, frame in enumerate(self.frames)]
+        sizes = [_frame_size(frame, number) for number, frame in enumerate(self.frames)]
         odd = next((i for i, size in enumerate(sizes) if size != sizes[0]), None)
         if odd is not None:
             (height, width), (first_height, first_width) = sizes[odd], sizes[0]
@@ -150,7 +150,8 @@ class VideoFile(NamedTuple):
         return sizes[0]
 
 
-def _size(frame: ImageFile, number: int) -> Size:
+def _frame_size(frame: ImageFile, number: int) -> Size:
+    """Return height and width of a frame. Raises DataError that names the frame by its number."""
     try:
         return frame.size()
     except DataError as error:

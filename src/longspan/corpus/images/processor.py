@@ -23,7 +23,7 @@ from longspan.corpus.images.without_torchvision import VideoProcessor, load_stoc
 from longspan.errors import DataError
 from longspan.model.vision.image_arguments import GRIDS, IN_DOCUMENT, PIXELS, SIZES
 from longspan.model.vision.image_tokens import Grid, ImageInput
-from longspan.model.weights.hf_folder import why_refused
+from longspan.model.weights.hf_folder import refusal_reason
 
 _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
 _SIDES = (8, 16, 32, 64, 256, 1024, 4096)
@@ -43,7 +43,7 @@ def load_processor(folder: Path) -> "Processor":
     except Exception as error:  # json, transformers and huggingface_hub each raise their own
         raise DataError(
             f"the image processor in {folder} cannot be loaded by transformers without torchvision: "
-            f"{why_refused(error, 'give a folder whose processor is one of transformers')}"
+            f"{refusal_reason(error, 'give a folder whose processor is one of transformers')}"
         ) from error
 
 
@@ -97,7 +97,7 @@ class Processor:
         if not self.has_grids:
             return None
         if size not in self._grids:
-            self._grids[size] = _name_errors(self.name, size, lambda: self._grid_of_blank(size))
+            self._grids[size] = _call_processor(self.name, size, lambda: self._grid_of_blank(size))
         return self._grids[size]
 
     def text(self, size: Size, among: int = 1) -> str:
@@ -108,14 +108,14 @@ class Processor:
         grid, several = self.grid(size), self._sees_others and among > 1
         key = grid or (several, None if self.all_alike else size)
         if key not in self._texts:
-            self._texts[key] = _name_errors(self.name, size, lambda: self._text_of_blank(size, grid, several))
+            self._texts[key] = _call_processor(self.name, size, lambda: self._text_of_blank(size, grid, several))
         return self._texts[key]
 
     def image(self, picture: Any, among: int = 1) -> ImageInput:
         """Process a PIL image into the inputs of the model. Raises DataError if that fails."""
         several = self._sees_others and among > 1
         size = (picture.height, picture.width)
-        return _name_errors(self.name, size, lambda: read_model_inputs(self._process(picture, several)))
+        return _call_processor(self.name, size, lambda: read_model_inputs(self._process_images(picture, several)))
 
     @cached_property
     def fields(self) -> tuple[str, ...]:
@@ -137,10 +137,11 @@ class Processor:
         return len({*zip(counts["num_image_tokens"], counts["num_image_patches"], strict=True)}) == 1
 
     def _grid_of_blank(self, size: Size) -> Grid:
+        """Return the grid of patches of an image of this size: by the processor's rule, or of a blank image."""
         with suppress(Exception):  # processors whose resizing has other arguments
             if (grid := self._compute_grid(size)) is not None:
                 return grid
-        grids = self._process(_blank(size))[GRIDS][0]
+        grids = self._process_images(_blank(size))[GRIDS][0]
         return int(grids[0]), int(grids[1]), int(grids[2])
 
     def _compute_grid(self, size: Size) -> Grid | None:
@@ -159,7 +160,7 @@ class Processor:
         if grid is not None:
             with suppress(Exception):  # processors that need more than the grid
                 return str(self.stock.replace_image_token({GRIDS: np.array([grid])}, 0))
-        inputs = self._process(_blank(size), several)
+        inputs = self._process_images(_blank(size), several)
         if "text_replacement_offsets" not in inputs:
             raise DataError(
                 f"{type(self.stock).__name__} does not say what it writes for an image by itself, so its placeholders "
@@ -167,14 +168,15 @@ class Processor:
             )
         return str(inputs["text_replacement_offsets"][0][0]["replacement"])
 
-    def _process(self, image: Any, several: bool = False) -> Any:
+    def _process_images(self, image: Any, several: bool = False) -> Any:
         """Run the stock processor on a document with only this image, or with it and a blank one."""
         images = [image, _blank(_SMALL)] if several else [image]
         settings = {"return_tensors": "pt", "padding": False, "return_text_replacement_offsets": True}
         return self.stock(images=[images], text=[self.token * len(images)], **settings)
 
 
-def _name_errors(name: str, size: Size, make: Callable[[], Any]) -> Any:
+def _call_processor(name: str, size: Size, make: Callable[[], Any]) -> Any:
+    """Call `make`; an error of it becomes a DataError with the processor and the size of the image."""
     try:
         return make()
     except Exception as error:  # a processor's code may raise anything

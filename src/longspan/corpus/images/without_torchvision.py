@@ -148,7 +148,7 @@ class VideoProcessor:
 
     @classmethod
     def of(cls, folder: Path, stock: Any) -> "VideoProcessor":
-        """The video processor of a folder, whose processor is `stock`. Raises DataError for an unsupported class."""
+        """Make the video processor of a folder whose processor is `stock`. Raises DataError for other classes."""
         settings = _read_settings(folder)
         names = [name for name in (settings.get("video_processor_type"), _OF_PROCESSORS.get(_class(stock))) if name]
         kind = names[0].removesuffix("Fast") if names else ""
@@ -162,10 +162,10 @@ class VideoProcessor:
         edges = {"shortest_edge": settings.get("min_pixels"), "longest_edge": settings.get("max_pixels")}
         bounds = {edge: value for edge, value in edges.items() if value and kind == _QWEN2}
         settings["size"] = defaults["size"] | dict(settings["size"]) | bounds
-        whole = copy.copy(stock)
+        stock_with_sizes = copy.copy(stock)  # it reads the sizes of its own video processor, which is not loaded
         sizes = ("merge_size", "temporal_patch_size", "patch_size")
-        whole.video_processor = SimpleNamespace(**{name: settings[name] for name in sizes})
-        return cls(kind, settings, whole)
+        stock_with_sizes.video_processor = SimpleNamespace(**{name: settings[name] for name in sizes})
+        return cls(kind, settings, stock_with_sizes)
 
     @property
     def token(self) -> str:

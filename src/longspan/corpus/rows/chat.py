@@ -50,26 +50,28 @@ class ChatEncoding:
             check_strings(tools, "tools", pattern)
         else:
             check_strings([messages, tools], "the row", None)
-        return list(self._samples(messages, tools, learnt_messages(messages, first_target), media))
+        return list(self._encode_turns(messages, tools, learnt_messages(messages, first_target), media))
 
-    def _samples(
+    def _encode_turns(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, learnt: Sequence[int], media: RowMedia
     ) -> Iterator[Sample]:
+        """Yield the samples of a chat: one with all learnt turns, or one for each, which ends with it."""
         if self.settings.turns == "together":
-            yield self._sample(messages, tools, learnt, media)
+            yield self._encode_sample(messages, tools, learnt, media)
             return
         for i in learnt:
             beginning = messages[: i + 1]
             kinds = kinds_of_parts(beginning)
-            yield self._sample(beginning, tools, [i], media.first(kinds.count("image"), kinds.count("video")))
+            yield self._encode_sample(beginning, tools, [i], media.first(kinds.count("image"), kinds.count("video")))
 
-    def _sample(
+    def _encode_sample(
         self,
         messages: Sequence[Message],
         tools: Sequence[Any] | None,
         learnt: Collection[int],
         media: RowMedia,
     ) -> Sample:
+        """Encode a chat as one sample: render it, find the learnt turns, and put the images in their places."""
         marks = self.template.has_marks(tools)
         rendered = self.template.render(messages, tools, marks=marks)
         if not self.settings.parse_special_tokens:

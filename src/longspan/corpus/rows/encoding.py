@@ -61,7 +61,7 @@ def completion_sample(values: Mapping[str, Any], tokenizer: TextTokenizer) -> Sa
     """
     prompt, completion = (require_string(require_key(values, key), key) for key in ("prompt", "completion"))
     encoding = tokenizer.engine.encode(prompt + completion, add_special_tokens=False)
-    (opening, closing), end = tokenizer.around, tokenizer.end_of_text
+    (opening, closing), end = tokenizer.surrounding_ids, tokenizer.end_of_text
     in_completion = [stop > len(prompt) for _, stop in encoding.offsets]
     ids = np.array([*opening, *encoding.ids, *closing, *end], dtype=np.int64)
     mask = np.array([*([False] * len(opening)), *in_completion, *([True] * len([*closing, *end]))])
@@ -111,6 +111,7 @@ def _read_mask(values: Any, name: str, length: int) -> npt.NDArray[np.bool_]:
 
 
 def _read_integers(values: Any, name: str) -> npt.NDArray[np.int64]:
+    """Return a list of a row as an array of integers. Raises RowError for anything else."""
     if not isinstance(values, list | np.ndarray):
         raise RowError(f"{name} is {type_name(values)}; give a list of integers: {preview(values)}")
     array = np.asarray(values) if len(values) and not _is_ragged(values) else np.asarray(values or [], dtype=object)
@@ -130,6 +131,7 @@ def _check_length(values: npt.NDArray[np.int64], name: str, length: int) -> npt.
 
 
 def _check_ids(ids: npt.NDArray[np.int64], name: str, vocabulary: int) -> None:
+    """Raise RowError for an id that is not in the vocabulary."""
     wrong = np.flatnonzero((ids < 0) | (ids >= vocabulary))
     if len(wrong):
         raise RowError(
@@ -207,13 +209,15 @@ class RowEncoding:
         return has_media_keys(values) if self.images is not None else media_key(values, lists=True) is not None
 
     def _encode_row(self, i: int, row: Row) -> list[Sample | BadRow]:
+        """Encode row `i`; a row that cannot be used gives one BadRow with the reason."""
         try:
-            samples = [sample._replace(row=i) for sample in self._samples(row)]
+            samples = [sample._replace(row=i) for sample in self._samples_of_row(row)]
         except RowError as error:
             return [BadRow(row.where, str(error), error.masked)]
         return [_masked_row(row) if _has_no_target(sample) else sample for sample in samples]
 
-    def _samples(self, row: Row) -> list[Sample]:
+    def _samples_of_row(self, row: Row) -> list[Sample]:
+        """Encode a row by its kind: messages, text, token ids, or prompt and completion."""
         check_keys(row.values, self.kind)
         values, media = self._extract_media(row)
         check_objects(values)

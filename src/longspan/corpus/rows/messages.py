@@ -179,6 +179,7 @@ def replace_field(messages: Sequence[Mapping[str, Any]], field: Field, value: An
 
 
 def _put_value(inside: Any, path: tuple[str | int, ...], value: Any) -> Any:
+    """Return a copy of nested lists and objects with another value at the end of a path."""
     if not path:
         return value
     copy = list(inside) if isinstance(inside, list) else dict(inside)

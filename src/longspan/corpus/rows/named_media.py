@@ -90,6 +90,7 @@ def read_media(values: Mapping[str, Any], folder: str) -> RowMedia:
 
 
 def _read_list(values: Mapping[str, Any], kind: str) -> list[Any]:
+    """Return the images or videos of a row, as a list. Raises RowError for anything else under that key."""
     entries = values.get(f"{kind}s")
     if entries is not None and not isinstance(entries, list):
         entry = 'paths, or of {"bytes": …}' if kind == "image" else "lists of frames"

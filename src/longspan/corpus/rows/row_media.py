@@ -52,9 +52,9 @@ def check_entry_keys(entry: Mapping[str, Any], keys: Collection[str], name: str)
     """Raise RowError if an entry has a key with a value that is not read."""
     unknown = [key for key, value in entry.items() if key not in keys and value is not None and value != ""]
     if unknown:
-        listed = " and ".join(f'"{key}"' for key in unknown[:3])
+        extra_keys = " and ".join(f'"{key}"' for key in unknown[:3])
         raise RowError(
-            f"{name} has {listed}, and {', '.join(keys)} alone are read of it; leave it out: sizes are set in the "
+            f"{name} has {extra_keys}, and {', '.join(keys)} alone are read of it; leave it out: sizes are set in the "
             "files of the model folder's processor"
         )
 
@@ -96,6 +96,7 @@ def _data_of_url(url: str, name: str) -> bytes:
 
 
 def _decode_base64(text: Any, name: str) -> bytes:
+    """Return the bytes of a base64 string. Raises RowError, with the entry's name, for anything else."""
     if not isinstance(text, str):
         raise RowError(f"{name} is {type_name(text)}; give base64 in a string")
     try:

@@ -101,7 +101,7 @@ class ChatTemplate:
         A text becomes a list of parts, or a list a text, if the template reads only the other form.
         """
         fitted = [self._contents.get((m["role"], bool(tools)), _TEXT).fit(m) for m in messages]
-        return self._render(fitted, tools, prompt=prompt, marks=marks)
+        return self._render_messages(fitted, tools, prompt=prompt, marks=marks)
 
     @cached_property
     def _contents(self) -> Mapping[tuple[str, bool], "_Contents"]:
@@ -134,12 +134,13 @@ class ChatTemplate:
                 "tool": [question, {**answer, "tool_calls": [call]}, message, answer],
             }
             with suppress(RowError):
-                return self._render(turns.get(role, [question, message]), tools).text
+                return self._render_messages(turns.get(role, [question, message]), tools).text
         return ""
 
-    def _render(
+    def _render_messages(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False, marks: bool = False
     ) -> Rendered:
+        """Render messages by transformers' renderer. Raises RowError with what the template raised."""
         template = self._template(tools)
         present = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:

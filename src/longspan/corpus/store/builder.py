@@ -107,8 +107,8 @@ def build_documents(recipe: Recipe, folder: Path, log: LogLine) -> Manifest:
     folder.mkdir(parents=True)
     progress = _Progress(recipe, log)
     with _Writer(folder, recipe) as writer:
-        for batch, encoded in encode_batches(recipe.encoder, _read_batches(recipe.files), recipe.processes):
-            writer.add(encoded)
+        for batch, encoded in encode_batches(recipe.encoder, _rows_in_batches(recipe.files), recipe.processes):
+            writer.write_rows(encoded)
             progress.log_batch(batch, writer)
         progress.log_total(writer)
     manifest = writer.manifest()
@@ -141,13 +141,14 @@ class _Writer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close all files; what was written is complete only with the manifest."""
         for column in (*self._columns.values(), self._codes):
             column.close()
         for file in (self._tokens, self._images):
             if file is not None:
                 file.close()
 
-    def add(self, encoded: Encoded) -> None:
+    def write_rows(self, encoded: Encoded) -> None:
         """Write the documents of the next rows."""
         values = {
             "lengths": encoded.lengths,
@@ -236,6 +237,7 @@ class _Progress:
         self._log(self._progress_line(writer, self._total))
 
     def _progress_line(self, writer: _Writer, read: int) -> str:
+        """Describe how far the build is, and its speed."""
         seconds = max(time.monotonic() - self._began, 1e-3)
         return (
             f"tokenized {read / 1e6:,.1f} of {self._total / 1e6:,.1f} MB: {plural(writer.tokens, 'token')}, "
@@ -247,7 +249,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
-def _read_batches(files: Iterable[CorpusFile]) -> Iterator[list[FileChunk]]:
+def _rows_in_batches(files: Iterable[CorpusFile]) -> Iterator[list[FileChunk]]:
     """Yield the rows of files in order, some megabytes at a time."""
     batch, size = list[FileChunk](), 0
     for number, file in enumerate(files):
@@ -270,6 +272,7 @@ def _check_unchanged(recipe: Recipe) -> None:
 
 
 def _no_documents_error(recipe: Recipe, manifest: Manifest) -> str:
+    """Describe why a corpus has no document, as an error's message."""
     skipped, left_out = len(manifest.skipped), manifest.left_out
     rows = f" ({left_out.masked_rows:,} rows without a target, {left_out.bad_rows:,} bad ones)"
     return (

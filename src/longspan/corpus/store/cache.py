@@ -43,15 +43,18 @@ class Cache:
         name = hashlib.sha256(str(Path(path).absolute()).encode()).hexdigest()[:32]
         return self.folder / "files" / f"{name}.jsonl"
 
-    def documents(
-        self, key: str, whole: Callable[[Path], bool], build: Callable[[Path], object], log: LogLine
+    def open_or_build(
+        self, key: str, is_whole: Callable[[Path], bool], build: Callable[[Path], object], log: LogLine
     ) -> tuple[Path, bool]:
-        """Return the folder of these documents, and whether `build` made it now, as it was missing or not `whole`."""
+        """Return the folder of the documents with this key, and whether it was built now.
+
+        It is built where it is missing, or where `is_whole` says that files are damaged. Other runs wait meanwhile.
+        """
         folder = self.folder / key[:40]
-        if folder.is_dir() and whole(folder):
+        if folder.is_dir() and is_whole(folder):
             return folder, False
         with self._lock_documents(folder, log) as locked:
-            if folder.is_dir() and whole(folder):  # another run made it in the meantime
+            if folder.is_dir() and is_whole(folder):  # another run made it in the meantime
                 return folder, False
             if locked:
                 for unfinished in self.folder.glob(f"{folder.name}.partial*"):

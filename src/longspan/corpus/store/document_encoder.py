@@ -95,8 +95,8 @@ class DocumentEncoder:
                     else:
                         rows.append(row)
                         places.append((piece.file, position))
-            batch.add(self.encodings[source], rows, places)
-        return batch.finish()
+            batch.add_documents(self.encodings[source], rows, places)
+        return batch.collect_documents()
 
 
 class _BatchDocuments:
@@ -118,7 +118,7 @@ class _BatchDocuments:
         except UnicodeDecodeError:
             self._notes.skipped.append(piece.chunk.name)
 
-    def add(self, encoding: "RowEncoding", rows: Sequence[Row], places: Sequence[tuple[int, int]]) -> None:
+    def add_documents(self, encoding: "RowEncoding", rows: Sequence[Row], places: Sequence[tuple[int, int]]) -> None:
         """Add the documents of rows, which are at these places (file, position)."""
         if encoding.kind == "text":
             texts = (row.values.get("text") for row in rows)
@@ -170,7 +170,7 @@ class _BatchDocuments:
         if len(self._notes.bad) < SHOWN:
             self._notes.bad.append(f"{row.where}: {row.reason}")
 
-    def finish(self) -> Encoded:
+    def collect_documents(self) -> Encoded:
         """Return all documents that were added."""
         codes = None
         if any(code is not None and code.any() for code in self._codes):
@@ -194,9 +194,12 @@ def cut_row(
     counts: Counter[str],
     uncut: Sequence[tuple[int, int]] = (),
 ) -> list[slice]:
-    """Cut a row of `length` tokens into documents of at most `longest` tokens (0: one document); count in `counts`, by
-    fields of LeftOut. If tokens have `codes`, a part whose targets are at most its first token is no document. Each of
-    the `uncut` spans (start, stop), ascending and none longer than `longest`, stays in one part."""
+    """Cut a row of `length` tokens into documents of at most `longest` tokens (0: one document).
+
+    What is cut or lost is added to `counts`, by fields of LeftOut. If tokens have `codes`, a part whose targets are at
+    most its first token is no document. Each of the `uncut` spans (start, stop), ascending and none longer than
+    `longest`, stays in one part.
+    """
     step = longest or max(length, 1)
     parts = [part for part in _cut_outside_spans(length, step, uncut) if part.stop - part.start >= SHORTEST]
     lost = length - sum(part.stop - part.start for part in parts)

@@ -38,6 +38,7 @@ def _make_tokens(place: Path, manifest: Manifest, tokenizer_folder: Path, record
     """Encode rows of each source as the run did that the record belongs to."""
 
     def encodings() -> "tuple[RowEncoding, ...]":
+        """Make the encoding of each source as the run did."""
         from longspan.corpus.rows.encoding import RowEncoding  # it imports transformers
         from longspan.corpus.tokenizer import load_tokenizer
 
@@ -104,6 +105,9 @@ class StreamedTokens:
         return EncodedRow(np.concatenate(ids), np.concatenate(codes))
 
     def _encoding(self, source: int) -> "RowEncoding":
+        """Return the encoding of a source's rows. Raises DataError if the tokenizer is another than when the corpus was
+        made.
+        """
         if self._encodings is None:
             self._encodings = self._make_encodings()
             if tuple(encoding.digest for encoding in self._encodings) != self._manifest.encodings:

@@ -29,7 +29,7 @@ def encode_batches(encoder: DocumentEncoder, batches: Iterable[Batch], workers: 
             yield batch, encoder.encode(batch)
         return
     with _Encoders(encoder, workers) as pool:
-        yield from pool.map(batches)
+        yield from pool.encode_in_order(batches)
 
 
 class _Encoders:
@@ -51,7 +51,7 @@ class _Encoders:
             worker.end()
         self._threads.shutdown(cancel_futures=True)
 
-    def map(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Encoded]]:
+    def encode_in_order(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Encoded]]:
         """Yield batches in order with their documents; only some batches and bytes are in flight at a time."""
         waiting, sent = deque[tuple[Batch, int, Future[Encoded]]](), 0
         for batch in batches:
@@ -60,13 +60,14 @@ class _Encoders:
                 done, bytes_done, result = waiting.popleft()
                 sent -= bytes_done
                 yield done, result.result()
-            waiting.append((batch, size, self._threads.submit(self._encode, batch)))
+            waiting.append((batch, size, self._threads.submit(self._encode_by_idle_worker, batch)))
             sent += size
         while waiting:
             done, _, result = waiting.popleft()
             yield done, result.result()
 
-    def _encode(self, batch: Batch) -> Encoded:
+    def _encode_by_idle_worker(self, batch: Batch) -> Encoded:
+        """Have an idle worker encode a batch, and return its documents."""
         worker = self._idle.get()
         try:
             return worker.encode(batch)
@@ -79,10 +80,11 @@ class _Encoder:
 
     def __init__(self, encoder: DocumentEncoder) -> None:
         environment = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-        self._worker = Worker(serve, environment=environment, own_session=True)
+        self._worker = Worker(serve_batches, environment=environment, own_session=True)
         self._worker.connection.send(encoder)
 
     def encode(self, batch: Batch) -> Encoded:
+        """Send a batch to the worker; returns its documents, or raises the worker's error."""
         try:
             self._worker.connection.send(batch)
             answer = self._worker.connection.recv()
@@ -101,7 +103,7 @@ class _Encoder:
         self._worker.connection.close()
 
 
-def serve(connection: "Connection[Any, Any]", parent: int) -> None:
+def serve_batches(connection: "Connection[Any, Any]", parent: int) -> None:
     """Encode batches, in a worker, until there is no next one."""
     encoder: DocumentEncoder = connection.recv()
     while (batch := next_request(connection, parent)) is not None:

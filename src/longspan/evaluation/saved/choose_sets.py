@@ -52,6 +52,7 @@ def tokenizer_digest(tokenizer: TextTokenizer) -> str:
 
 
 def _sets_of_subject(request: EvalRequest, weights: CheckedWeights, world: World, log: LogLine) -> Sets:
+    """Find the sets of one subject: texts at given paths, or the sets of its run."""
     subject = weights.subject
     if request.paths:
         data = _data_settings(request)
@@ -78,6 +79,7 @@ def _passkey_sets(request: EvalRequest, weights: CheckedWeights, world: World) -
 
 
 def _run_folder(subject: Subject) -> Path:
+    """Return the run's folder of some weights. Raises ConfigError for those that are in none."""
     if subject.weights.run_dir is None:
         raise ConfigError(
             f"{subject.weights.path} is a Hugging Face folder, which holds out no documents; give --data PATH (a file "

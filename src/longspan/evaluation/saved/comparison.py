@@ -43,7 +43,7 @@ class Difference:
         return asdict(self)
 
 
-def differences(first: SubjectResult, other: SubjectResult) -> list[Difference]:
+def set_differences(first: SubjectResult, other: SubjectResult) -> list[Difference]:
     """The difference on every set: of losses where both read the same tokens, otherwise of bits per byte.
 
     Made documents that two tokenizers write are not the same text: they have none.
@@ -81,7 +81,7 @@ def _difference_on_set(first: SetResult, other: SetResult, unit: Unit) -> Differ
 
 
 def _document_sums(result: SetResult, unit: Unit) -> tuple[list[float], list[float]]:
-    """Of each document the sum and the count of its mean."""
+    """Return the sum and the count of each document's mean loss."""
     losses = result.evaluation.document_losses
     if unit == "loss":
         return [loss.sum for loss in losses], [loss.count for loss in losses]
@@ -102,6 +102,7 @@ def _error(residuals: np.ndarray, *, scale: float) -> float | None:
 def _length_rows(
     result: SetResult, lengths: np.ndarray, sums: np.ndarray, counts: np.ndarray
 ) -> Iterator[tuple[int, int, float, float, int]]:
+    """Yield the mean losses of two models on the documents of each bucket of lengths, with their number."""
     for bucket in result.evaluation.by_length:
         inside = (bucket.first <= lengths) & (lengths <= bucket.last)
         if inside.any():
@@ -122,7 +123,7 @@ def results_record(results: Sequence[SubjectResult], ranks: int) -> dict[str, An
     if len(first.sets) == 1:
         record = first.sets[0].evaluation.row() | record
     for other in others:
-        rows = [difference.row() for difference in differences(first, other)]
+        rows = [difference.row() for difference in set_differences(first, other)]
         record["compare"] = subject_record(other) | {"differences": rows}
     return record
 

@@ -27,7 +27,7 @@ from longspan.evaluation.saved.choose_sets import choose_sets, tokenizer_digest
 from longspan.evaluation.saved.fit import Change, changes_line, find_set, fit_node_size, fit_set
 from longspan.evaluation.saved.request import EvalRequest, SetResult, SubjectResult
 from longspan.evaluation.saved.sets import NamedDocuments
-from longspan.evaluation.saved.weights import CheckedWeights, check_weights, fit_positions, load_saved_model
+from longspan.evaluation.saved.weights import CheckedWeights, check_saved_weights, fit_positions, load_saved_model
 from longspan.plan import Cost
 from longspan.train.memory.rows_that_fit import read_rows_of_run
 from longspan.train.plans import PlanChoice, cost_of_run, query_heads
@@ -46,8 +46,8 @@ def evaluate_saved(request: EvalRequest, world: World, log: LogLine, progress: P
     for a metric without a count, and EvaluationStopped after a signal or beyond the time limit: on all ranks.
     """
     deadline = time.monotonic() + (request.seconds or math.inf)
-    metrics = run_on_every_rank(world, partial(_load_metrics, request), ConfigError)
-    checked = [check_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
+    metrics = run_on_every_rank(world, partial(_metrics_of_sets, request), ConfigError)
+    checked = [check_saved_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
     sets = choose_sets(request, checked, world, log)
     pairs = zip(checked, sets, strict=True)
     fits = [run_on_every_rank(world, partial(_fit_subject, request, *pair, world, log), ConfigError) for pair in pairs]
@@ -59,7 +59,7 @@ def evaluate_saved(request: EvalRequest, world: World, log: LogLine, progress: P
     return tuple(results)
 
 
-def _load_metrics(request: EvalRequest) -> dict[str, dict[str, Metric]]:
+def _metrics_of_sets(request: EvalRequest) -> dict[str, dict[str, Metric]]:
     """The user's metrics of each set of the run; "" are those of all other documents."""
     entries = (find_set(request.subjects[0].config, name, request.flag_keys) for name in ("", *request.sets))
     if request.metrics:
@@ -82,7 +82,7 @@ class _Fit:
 def _fit_subject(
     request: EvalRequest, checked: CheckedWeights, sets: tuple[NamedDocuments, ...], world: World, log: LogLine
 ) -> _Fit:
-    """Raises ConfigError where the longest document fits neither the model's positions nor a given layout."""
+    """Fit a subject to its longest document. Raises ConfigError where positions or a given layout are too small."""
     name, longest = max(((s, max(s.documents.lengths)) for s in sets), key=lambda pair: pair[1])
     origin = name.documents.origins[name.longest]
     scaled = bool(request.flag_keys & {"model.rope_scaling", "model.rope_factor"})
@@ -164,7 +164,7 @@ class _Evaluator:
                     token_bytes=bytes_of_ids,
                     attention_kernel=entry.attention_kernel or None,
                     stopped=partial(self._reason_to_stop, stop),
-                    progress=partial(progress, _title(self.fit, of_name, at_degree)),
+                    progress=partial(progress, _progress_title(self.fit, of_name, at_degree)),
                 )
                 result = evaluate(model, of_name.documents, at_degree, self.world, options)
                 yield SetResult(result, sources, text_bytes)
@@ -180,7 +180,8 @@ def _evaluate_at_degrees(choice: PlanChoice, degrees: Sequence[int], longest: in
     return [choice.at_degree(degree, longest=longest) for degree in degrees] or [choice]
 
 
-def _title(fit: _Fit, of_name: NamedDocuments, choice: PlanChoice) -> str:
+def _progress_title(fit: _Fit, of_name: NamedDocuments, choice: PlanChoice) -> str:
+    """Return the title of an evaluation's progress: the weights, the set and the degree."""
     words = [fit.checked.subject.weights.title.rpartition("/")[2], of_name.name]
     dynamic = "dynamic cp" if choice.planner == "dynamic" else choice.planner
     words.append(f"cp {choice.degree}" if choice.has_one_degree else dynamic)

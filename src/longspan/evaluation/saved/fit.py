@@ -40,7 +40,7 @@ class _Changing:
         self.section, self.flag_keys, self._prefix = section, flag_keys, prefix
         self.changes: list[Change] = []
 
-    def change(self, key: str, now: Any, why: str) -> None:
+    def change_key(self, key: str, now: Any, why: str) -> None:
         old = getattr(self.section, key)
         if now != old and key not in self.flag_keys:
             self.section = replace(self.section, **{key: now})
@@ -57,19 +57,19 @@ def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple
     """
     home = _Changing(config.parallel, "parallel.", _keys_under("parallel.", flag_keys))
     tp, pp = _stages_and_shards(config.parallel, ranks, flag_keys)
-    home.change("tp", tp, f"{plural(ranks, 'rank')}")
-    home.change("pp", pp, f"{plural(ranks, 'rank')}")
+    home.change_key("tp", tp, f"{plural(ranks, 'rank')}")
+    home.change_key("pp", pp, f"{plural(ranks, 'rank')}")
     if home.section.pp == 1:
-        home.change("vpp", 1, "no pipeline")
-        home.change("pipeline_schedule", "1f1b", "no pipeline")
+        home.change_key("vpp", 1, "no pipeline")
+        home.change_key("pipeline_schedule", "1f1b", "no pipeline")
     if home.section.tp == 1:
-        home.change("sequence_parallel", False, "tp 1")
+        home.change_key("sequence_parallel", False, "tp 1")
     slots, remainder = divmod(ranks, home.section.tp * home.section.pp)
     if not remainder:
         _fit_slots(home, slots)
     encoder = _Changing(config.encoder, "encoder.", _keys_under("encoder.", flag_keys))
     degrees = [tp for tp in _divisors(config.encoder.tp) if ranks % tp == 0]  # its heads are dealt out evenly to these
-    encoder.change("tp", degrees[-1], f"{plural(ranks, 'rank')}")
+    encoder.change_key("tp", degrees[-1], f"{plural(ranks, 'rank')}")
     config = replace(config, parallel=home.section, encoder=encoder.section)
     return config, (*home.changes, *encoder.changes)
 
@@ -77,14 +77,18 @@ def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple
 def _fit_slots(home: _Changing, slots: int) -> None:
     """Change the copies of the weights to divide the slots, and the shares of experts to divide a copy's slots."""
     parallel: ParallelConfig = home.section
-    home.change("dp_replicate", _nearest_below(parallel.dp_replicate, _divisors(slots)), plural(slots, "slot"))
+    home.change_key("dp_replicate", _nearest_below(parallel.dp_replicate, _divisors(slots)), plural(slots, "slot"))
     width, remainder = divmod(slots, home.section.dp_replicate)
     if not remainder:
         shared = [ep for ep in _divisors(width) if parallel.ep % ep == 0]  # experts are dealt out evenly to these
-        home.change("ep", _nearest_below(parallel.ep, shared), f"{plural(width, 'slot')} of each copy of the weights")
+        home.change_key(
+            "ep", _nearest_below(parallel.ep, shared), f"{plural(width, 'slot')} of each copy of the weights"
+        )
 
 
 def _stages_and_shards(parallel: ParallelConfig, ranks: int, flag_keys: Collection[str]) -> tuple[int, int]:
+    """Choose tp and pp that divide the ranks, as large as those of the run allow; flags fix them."""
+
     def degrees(key: str) -> list[int]:
         degree = getattr(parallel, key)
         return [degree] if f"parallel.{key}" in flag_keys else _divisors(degree)
@@ -99,7 +103,7 @@ def fit_node_size(
     """The configuration for hosts of so many slots, in place of those that the run had, which no flag set."""
     context = _Changing(config.context, "context.", _keys_under("context.", flag_keys))
     if config.context.node_size != AUTO:
-        context.change("node_size", node_size, f"hosts of {plural(node_size, 'slot')}")
+        context.change_key("node_size", node_size, f"hosts of {plural(node_size, 'slot')}")
     return replace(config, context=context.section), tuple(context.changes)
 
 
@@ -121,18 +125,18 @@ def fit_set(
         old_degree, sizes = entry.context_parallel_size, entry.hierarchical_context_parallel_sizes
         reason = "" if home.slots % old_degree else f", {heads} query heads under a2a"
         degree = old_degree if "context_parallel_size" in fit.flag_keys else _nearest_below(old_degree, degrees)
-        fit.change("context_parallel_size", degree, f"{slots}{reason}")
+        fit.change_key("context_parallel_size", degree, f"{slots}{reason}")
         if "a2a+p2p" in types and not isinstance(sizes, int) and math.prod(sizes) != degree:
-            fit.change("hierarchical_context_parallel_sizes", levels_at(sizes, degree), f"cp {degree}")
+            fit.change_key("hierarchical_context_parallel_sizes", levels_at(sizes, degree), f"cp {degree}")
     elif entry.planner == "dynamic":
         least = entry.min_dynamic_context_parallel_size
-        fit.change("min_dynamic_context_parallel_size", min(least, home.slots), slots)
+        fit.change_key("min_dynamic_context_parallel_size", min(least, home.slots), slots)
     multiple = row_multiple_of(config.parallel)
     rows, cap = -(-longest // degree // multiple) * multiple, entry.max_tokens_per_slot
     if cap == AUTO:
         return replace(fit.section, max_tokens_per_slot=max(rows, ROWS)), tuple(fit.changes)
     if not isinstance(cap, str) and 0 < cap < rows:
-        fit.change("max_tokens_per_slot", rows, f"the longest document has {longest:,} tokens, at cp {degree}")
+        fit.change_key("max_tokens_per_slot", rows, f"the longest document has {longest:,} tokens, at cp {degree}")
     return fit.section, tuple(fit.changes)
 
 
@@ -188,6 +192,7 @@ def _nearest_below(degree: int, fitting: Iterable[int]) -> int:
 
 
 def _value_text(value: Any) -> str:
+    """Return a value of a key as messages write it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):

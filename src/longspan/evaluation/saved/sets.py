@@ -48,9 +48,9 @@ class NamedDocuments:
         return int(np.argmax(self.documents.lengths))
 
     def at_most(self, count: int) -> "NamedDocuments":
-        """Take so many of its documents (0: all), at even distances, so that they come from all its files.
+        """Take so many of the documents (0: all), at even distances, so that they come from all files.
 
-        All documents that were made stay.
+        Passkey documents, which were made in the number that was asked for, all stay.
         """
         if isinstance(self.documents, PasskeyDocuments):
             return self
@@ -128,7 +128,7 @@ def _build_corpora(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log
     try:
         folder.mkdir()
         files = settings.files(folder)
-        recipe = make_recipe(settings, files, FileSums().measure(files, log), tokenizer)
+        recipe = make_recipe(settings, files, FileSums().measure_files(files, log), tokenizer)
         for line in describe_rows(settings, recipe):
             log(line)
         manifest = build_documents(recipe, folder / "corpus", log)
@@ -142,6 +142,7 @@ def _build_corpora(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log
 
 
 def _open_built(folder: Path) -> Corpus:
+    """Open a corpus that the first rank built. Raises DataError where this host does not have it."""
     try:
         return Corpus(folder / "corpus")
     except DataError as error:

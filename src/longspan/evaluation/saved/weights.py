@@ -33,7 +33,7 @@ class CheckedWeights:
     tokenizer: TextTokenizer
 
 
-def check_weights(subject: Subject, tokenizer: str, world: World, log: LogLine) -> CheckedWeights:
+def check_saved_weights(subject: Subject, tokenizer: str, world: World, log: LogLine) -> CheckedWeights:
     """Find the weights, their configuration and tokenizer (that of a folder, where one is named); entered by all ranks.
 
     Raises CheckpointError, ModelError or DataError, on every rank, for what is missing, damaged or does not match.
@@ -55,6 +55,7 @@ def check_weights(subject: Subject, tokenizer: str, world: World, log: LogLine) 
 
 
 def _read_configuration(subject: Subject) -> PreTrainedConfig:
+    """Read the configuration of a subject's model. Raises CheckpointError for a run without one."""
     run_dir = subject.weights.run_dir
     if run_dir is not None and not (run_dir / "config.json").is_file():
         raise CheckpointError(
@@ -126,7 +127,7 @@ def load_saved_model(
         load = partial(load_model, checked.subject.weights.path, dtype=config.model.dtype, sharded=None)
         model = run_on_every_rank(world, lambda: load(config=configuration, images=images), ModelError)
         return prepare_run_model(config, world, model, training=False, images=images), 0
-    images = run_on_first_rank(world, lambda: _holds_encoders(checkpoint, needed=images), CheckpointError)
+    images = run_on_first_rank(world, lambda: _look_for_encoders(checkpoint, needed=images), CheckpointError)
     state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
     adapts = bool(state.get("config", {}).get("lora", {}).get("rank"))  # then the checkpoint has only the adapter
     load = partial(load_run_model, vocabulary=configuration.get_text_config().vocab_size) if adapts else unread_model
@@ -137,8 +138,10 @@ def load_saved_model(
     return prepared, int(state["step"])
 
 
-def _holds_encoders(checkpoint: Path, *, needed: bool) -> bool:
-    """Whether a checkpoint is of a model with a tower. Raises CheckpointError where it is not, and that is needed."""
+def _look_for_encoders(checkpoint: Path, *, needed: bool) -> bool:
+    """Return whether a checkpoint is of a model with a tower. Raises CheckpointError where a tower is needed and
+    missing.
+    """
     encoders = holds_encoders(checkpoint)
     if needed and not encoders:
         raise CheckpointError(

@@ -153,6 +153,7 @@ def _parameter_reasons(model: nn.Module) -> Iterator[str]:
 
 
 def _reasons_of_stages(model: PreTrainedModel) -> Iterator[str]:
+    """Yield why an adapter cannot be trained over pipeline stages."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     if is_tied(model) and any(is_adapted(end) or is_copied(end) for end in ends if end is not None):
         yield (

@@ -68,7 +68,7 @@ def check_model(
     rows (on the meta device, in `pipeline/stages.py` and `seams/forwards/row_loss.py`).
     """
     with put_copied_depths_in_place(model):
-        adapter = _check_unchanged(model, placement, stages)
+        adapter = _check_before_change(model, placement, stages)
     assert isinstance(model, PreTrainedModel)  # others were refused
     class_draws = try_class(model).draws
     connect(model)
@@ -78,8 +78,11 @@ def check_model(
     return Evidence(adapter, calls, record.draws, record.draws_in_evaluation)
 
 
-def _check_unchanged(model: nn.Module, placement: Placement, stages: int) -> Adapter | None:
-    """Steps 1 to 3; returns the model's adapter."""
+def _check_before_change(model: nn.Module, placement: Placement, stages: int) -> Adapter | None:
+    """Check all that is known before anything is changed: what is declared, the class, the adapter, the placement.
+
+    Returns the model's adapter.
+    """
     if is_prepared(model):
         raise ModelError(f"this {type(model).__name__} was prepared already; prepare a model once")
     refuse_unsupported(model)

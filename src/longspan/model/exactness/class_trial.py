@@ -23,9 +23,9 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from longspan.errors import ModelError
 from longspan.model.exactness.small_copies import (
     gradients_by_name,
-    one_line,
     relative_error,
     shrink_configuration,
+    trial_error,
     try_once,
 )
 from longspan.model.experts.moe import expert_modules, mix_all_rows
@@ -89,7 +89,7 @@ def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, re
     except Exception as error:  # whatever a constructor or a forward raises
         if not required:
             return ClassTrial()
-        reason = f"a small {kind.__name__} that shows how they route cannot be run on the host ({one_line(error)})"
+        reason = f"a small {kind.__name__} that shows how they route cannot be run on the host ({trial_error(error)})"
         return ClassTrial((f"it has experts, and {reason}",))
 
 
@@ -161,6 +161,7 @@ def _tensors_of_rows(out: Any, rows: int) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def _random_draws(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return why a class is refused if two runs with different seeds differ; else nothing."""
     outs: list[Tensor] = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -173,24 +174,25 @@ def _reasons_of_rows(model: PreTrainedModel) -> Iterator[str]:
     """Yield how results of rows in pieces differ from those of all rows at once."""
     # What is not saved may be a log; where results depend on it, they differ below.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if name in model.state_dict()}
-    whole = _run_rows(model, torch.arange(_ROWS))
+    all_rows = _run_rows(model, torch.arange(_ROWS))
     order = torch.randperm(_ROWS)
     parts = [_run_rows(model, order[piece]) for piece in _PIECES]
     size = f"(found with a small {type(model).__name__} of {_ROWS} rows, whole and in {len(parts)} pieces)"
     buffers_after = dict(model.named_buffers())
     if changed := [name for name, buffer in buffers.items() if not torch.equal(buffers_after[name], buffer)]:
         yield f"its forward pass in training changes {changed[0]} by the rows that it is given {size}"
-    if (error := relative_error(torch.cat([part.rows for part in parts]), whole.rows[order])) > _TOLERANCE:
+    if (error := relative_error(torch.cat([part.rows for part in parts]), all_rows.rows[order])) > _TOLERANCE:
         yield (
-            f"rows influence each other outside attention, first in {_first_difference(whole, parts, order)}: outputs "
-            f"differ by {error:.1e} {size}"
+            f"rows influence each other outside attention, first in {_first_difference(all_rows, parts, order)}: "
+            f"outputs differ by {error:.1e} {size}"
         )
         return
-    yield from _gradient_reasons(whole, parts, size)
+    yield from _gradient_reasons(all_rows, parts, size)
     yield from _expert_reasons(model)
 
 
 def _first_difference(whole: _Pass, parts: Sequence[_Pass], order: Tensor) -> str:
+    """Name the first module whose outputs differ between all rows at once and rows in pieces."""
     for name, outs in whole.outputs.items():
         for i, out in enumerate(outs):
             pieces = [part.outputs[name][i] for part in parts if i < len(part.outputs.get(name, ()))]

@@ -73,7 +73,7 @@ def _outputs(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _forward_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Forwards that longspan replaces: the causal model's, those of mixers and of rotary modules by length."""
+    """Yield which modules have a forward other than their class's, where longspan replaces it."""
     mixers = find_mixers(model)
     replaced = {"the model itself": model, **mixers}
     replaced |= {name: module for name, module in model.named_modules() if kinds_by_length(module)}
@@ -94,7 +94,7 @@ def _forward_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _temperature_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Queries scaled by a row's number; Llama 4's formula is computed by positions, others cannot be."""
+    """Yield which layers scale queries by a row's number; only Llama 4's formula is computed by positions."""
     modules = model.named_modules()
     if names := [name for name, module in modules if has_temperature(module) and not is_llama4_temperature(module)]:
         yield (
@@ -104,7 +104,7 @@ def _temperature_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _rope_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Frequencies by the longest position of a call; chosen by document if a module has a `rope_type`."""
+    """Yield which rotary modules choose frequencies by the longest position of a call, and cannot do so by document."""
     if any(hasattr(module, "rope_type") for module in model.modules()):
         return
     config = model.config
@@ -117,6 +117,7 @@ def _rope_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _layer_type_reasons(model: PreTrainedModel) -> Iterator[str]:
+    """Yield which layers are of a type that is neither supported nor shown to be a mixer."""
     types = getattr(model.config, "layer_types", None) or []
     mixing = {i for i, layer in enumerate(decoder_layers(model).values()) if any(map(is_mixer, layer.modules()))}
     for kind in sorted({str(kind) for kind in types} - {*_LAYER_TYPES, *ROWWISE_LAYER_TYPES}):
@@ -128,6 +129,7 @@ def _layer_type_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _convolution_reasons(model: PreTrainedModel) -> Iterator[str]:
+    """Yield which convolutions outside mixers mix neighbouring rows."""
     mixers = tuple(f"{name}." for name in find_mixers(model))
     convolutions = (name for name, module in model.named_modules() if isinstance(module, nn.Conv1d))
     if names := [name for name in convolutions if not name.startswith(mixers)]:

@@ -31,7 +31,7 @@ def layer_to_copy(model: PreTrainedModel) -> CopiedLayer:
 
 
 def _note_layers(model: PreTrainedModel) -> list[NotedLayer] | None:
-    """Stand-ins for the layers, after a forward pass with gradients that called each; None if none succeeds."""
+    """Run a forward pass that calls stand-ins for all layers, and return these; None if no such pass succeeds."""
     for outputs in (0, 1, 2):
         embedded = _meta_rows(model)
         bare, layers = copy_without_layers(model, embedded, outputs)
@@ -71,6 +71,7 @@ def _last_independent_layer(model: PreTrainedModel, last: int, outputs: int) -> 
 
 
 def _runs_on_meta(model: PreTrainedModel, outputs: int, layers: Container[int]) -> bool:
+    """Return whether the model runs on the meta device with stand-ins for all layers but these."""
     try:
         run_on_meta(copy_without_layers(model, _meta_rows(model), outputs, keep=layers)[0], None)
     except Exception:  # whatever a forward raises

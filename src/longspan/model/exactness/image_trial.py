@@ -20,10 +20,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.errors import ModelError
 from longspan.model.exactness.small_copies import (
     gradients_by_name,
-    one_line,
     relative_error,
     shrink_configuration,
     tiny_model,
+    trial_error,
     try_once,
 )
 from longspan.model.exactness.trial_documents import (
@@ -74,15 +74,15 @@ def _reasons_of_images(config: PreTrainedConfig, make_documents: _Documents) -> 
     try:
         model = tiny_model(shrink_configuration(config, images=True), torch.float64, images=True).train()
         documents = make_documents(model)
-        whole = _run_whole(model, documents)
+        logits_of_whole = _run_whole(model, documents)
         parts = _run_parts(_split_model(model), documents)
     except ModelError as error:
         yield str(error)
         return
     except Exception as error:
-        yield f"a small model that shows what it does with images cannot be run on the host ({one_line(error)})"
+        yield f"a small model that shows what it does with images cannot be run on the host ({trial_error(error)})"
         return
-    yield from _difference_reasons(whole, parts)
+    yield from _difference_reasons(logits_of_whole, parts)
 
 
 def _split_model(model: PreTrainedModel) -> VisionParts:
@@ -130,6 +130,7 @@ def _logits_in_parts(parts: VisionParts, document: TrialDocument) -> Tensor:
 
 
 def _add_rows_to_layers(model: PreTrainedModel, places: Tensor, rows: tuple[Tensor, ...], hooks: ExitStack) -> None:
+    """Have the embedding take the images' rows, and the first layers add the rows that are for them."""
     first, *deeper = rows
     embedding = model.get_input_embeddings()
     hooks.callback(embedding.register_forward_hook(lambda _, __, out: out.index_copy(1, places, first[None])).remove)

@@ -140,6 +140,7 @@ class _CallNames(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Note the name of a function of torch while it runs; of dropout also its rate."""
         arguments, name = kwargs or {}, getattr(func, "__name__", "")
         if "dropout" in name and "attention" not in name:
             rate = arguments.get("p", args[1] if len(args) > 1 else 0.5)
@@ -165,6 +166,7 @@ class _Draws(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Count the calls of operators that draw random numbers, by the function that is running."""
         out = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags and _draws_numbers(func, args, kwargs or {}):
             tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -202,7 +204,7 @@ def check_kernel(
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[AttendCall, ...]:
-    """The different calls among `recorded`, which this kernel (None: one kernel or another) can do.
+    """Return the different calls among `recorded`. Raises ModelError where this kernel (None: any) cannot do one.
 
     Tensors will be of `dtype` on `device`; in training calls have the dropout of their layer. Raises AttentionError for
     an unknown kernel, and for one that cannot do a layer's call.

@@ -231,6 +231,7 @@ class ObservedPass:
         return tree_unflatten(changed, structure)
 
     def _restore_tensor(self, value: Tensor, key: Key) -> Tensor:
+        """Return a tensor with the compared rows of the pass before, where both have them."""
         assert self.before is not None
         x, earlier = _as_rows(self.rows, value), self.before.tensors.get(key)
         if x is None or earlier is None or (pairs := self._rows_to_compare(x, earlier)) is None:

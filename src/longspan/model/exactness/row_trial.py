@@ -117,7 +117,9 @@ class _Trial:
     def differences(self, *, every_module: bool) -> list[_Difference]:
         """What differs between passes, with the culprit first; among layers, or among `every_module`."""
         return [
-            difference for stage in self.stages for difference in self._differences(stage, every_module=every_module)
+            difference
+            for stage in self.stages
+            for difference in self._yield_differences(stage, every_module=every_module)
         ]
 
     def refusal(self, differences: Sequence[_Difference]) -> ModelError:
@@ -133,7 +135,7 @@ class _Trial:
             f"{doctor_hint(self.model)}"
         )
 
-    def _differences(self, stage: nn.Module, *, every_module: bool) -> Iterator[_Difference]:
+    def _yield_differences(self, stage: nn.Module, *, every_module: bool) -> Iterator[_Difference]:
         """Yield how passes of a stage over the same rows, and over some of them, differ from its first pass."""
         model = stage.model if isinstance(stage, Stage) else stage
         first = self._run_stage(stage, self.first, None, every_module=every_module)

@@ -55,7 +55,7 @@ def shrink_configuration(
     errors: list[str] = []
     for attempt in alternatives(sizes):
         try:
-            small = _small(config, attempt)
+            small = _small_configuration(config, attempt)
             _check_small_model(small, attempt, images=images)
             return small
         except Exception as error:  # configurations and models raise errors of every kind
@@ -109,7 +109,8 @@ def reads_images_alone(config: PreTrainedConfig) -> bool:
     return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
-def _small(config: PreTrainedConfig, sizes: Sizes) -> PreTrainedConfig:
+def _small_configuration(config: PreTrainedConfig, sizes: Sizes) -> PreTrainedConfig:
+    """Return a configuration of the same class with small values, and so many layers as show every kind."""
     base: Any = MODEL_MAPPING.get(type(config), None)  # pyright: ignore[reportArgumentType]
     return type(config).from_dict(
         small_image_values(_small_attributes(config, sizes, least_layers(config)), sizes, base)
@@ -157,7 +158,7 @@ def _warnings_silenced() -> Iterator[None]:
 
 
 def try_once(key: Hashable, trial: Callable[[], _T]) -> _T:
-    """The result of a trial of a small copy on the host, which runs once for each key in a process.
+    """Return the result of a trial of a small copy on the host, which runs once for each key in a process.
 
     It draws random numbers of its own, in one thread: operations on tens of numbers take longer in several, above all
     if processes share the cores.
@@ -176,13 +177,13 @@ def try_once(key: Hashable, trial: Callable[[], _T]) -> _T:
 _results: dict[Hashable, Any] = {}
 
 
-def one_line(error: Exception) -> str:
+def trial_error(error: Exception) -> str:
     """The error of a configuration, a constructor or a forward pass, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def gradients_by_name(loss: Tensor, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor | None]:
-    """The gradient of a loss for every parameter that requires one; None if the loss does not depend on it."""
+    """Return the gradient of a loss for every parameter that requires one; None if the loss does not depend on it."""
     trained = {name: parameter for name, parameter in parameters if parameter.requires_grad}
     gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     return dict(zip(trained, gradients, strict=True))

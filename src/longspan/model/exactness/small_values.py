@@ -135,11 +135,11 @@ class _Rules:
         latent = values.get("kv_lora_rank") is not None
         self.small_hidden = full * 3 // 4 if differs and sizes.narrow and not latent else full
 
-    def small(self, name: str, value: Any) -> Any:
+    def small_value(self, name: str, value: Any) -> Any:
         """The small value of one attribute."""
         if isinstance(value, list) and value and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
             sized = name in _HEADS or name in _KV_HEADS or _NETWORK.search(name)
-            return [self.small(name, entry) for entry in value] if sized else value
+            return [self.small_value(name, entry) for entry in value] if sized else value
         if name == "pad_token_id":
             return self.sizes.pad
         if _TOKEN.search(name):
@@ -187,7 +187,7 @@ class _Rules:
         return self._derive_width(name, value)
 
     def _derive_width(self, name: str, value: int) -> int:
-        """Widths, and values computed from the hidden size and others."""
+        """Derive a width from the small hidden size, as the class computes it from the large one."""
         expand = self.values.get("mamba_expand") or self.values.get("expand") or 2
         derived = {
             "mamba_n_heads": expand * self.small_hidden // 16,
@@ -222,6 +222,7 @@ class _Rules:
         return self.small_hidden * 3 // 4
 
     def _kv_heads(self, name: str, value: int) -> int:
+        """Return the small number of key/value heads, in a ratio to the query heads as in the configuration."""
         queries = self.values.get("swa_num_attention_heads") if name.startswith("swa") else self.heads
         if value == 1:
             return 1
@@ -239,10 +240,11 @@ def small_values(values: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     {'hidden_size': 64, 'num_attention_heads': 4, 'num_key_value_heads': 2}
     """
     rules = _Rules(values, sizes)
-    small = {name: rules.small(name, value) for name, value in values.items()}
+    small = {name: rules.small_value(name, value) for name, value in values.items()}
     if isinstance(layers := values.get("per_layer_config"), Mapping):
         small["per_layer_config"] = {
-            layer: {name: rules.small(name, value) for name, value in entry.items()} for layer, entry in layers.items()
+            layer: {name: rules.small_value(name, value) for name, value in entry.items()}
+            for layer, entry in layers.items()
         }
     if isinstance(rope := values.get("rope_parameters"), Mapping):
         small["rope_parameters"] = _small_rope(rope, small, rules.sizes)
@@ -250,7 +252,10 @@ def small_values(values: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
 
 
 def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
-    """The same scalings from a length that documents of a proof exceed; lists of factors for the small rotary size."""
+    """Scale rotary frequencies as the configuration does, but from a length that documents of a proof exceed.
+
+    Lists of factors are cut to the small rotary size.
+    """
     out: dict[str, Any] = {}
     partial = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1.0
     half = int((small.get("qk_rope_head_dim") or small.get("head_dim") or sizes.head_size) * partial) // 2

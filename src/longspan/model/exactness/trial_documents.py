@@ -30,7 +30,7 @@ _SHAPES, _MERGES, _FINER = "spatial_shapes", "image_merge_sizes", "high_res_pixe
 
 
 def sample_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -> ImageInput:
-    """An image of a model below its head: of so many merged patches a side, or quarters of a tile's side.
+    """Draw an image as a model takes it: of so many merged patches a side, or so many quarters of a tile's side.
 
     `merge` are the merged patches a side of models with grids.
     """
@@ -50,7 +50,7 @@ def sample_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -
 
 
 def probe_image(base: Any, merge: int, rows: int) -> ImageInput:
-    """An image of a model below its head: of so many rows where they follow from its size, else of one or two tiles."""
+    """Draw an image that gives so many rows where they follow from its size, otherwise of one or two tiles."""
     of_any_size = GRIDS in image_parameters(base) or _is_merged(base)
     side = math.isqrt(rows) if of_any_size else 2
     return sample_image(base, merge, (side, side), np.random.default_rng(0))
@@ -87,7 +87,7 @@ def _draw_packed_tiles(base: Any, side: Side, width: int, draw: np.random.Genera
 
 
 def _cut_image(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
-    """Tiles of an image of some size, or, in models that ask for it, of one among others in its document."""
+    """Draw the tiles of an image of some size, or, in models that ask for it, of one among others in its document."""
     size = (tile[1] * side[0] // 2, tile[2] * side[1] // 2)
     count: Any = getattr(sys.modules[type(base).__module__], "image_size_to_num_patches")  # noqa: B009
     tiles = count(image_size=size, grid_pinpoints=base.config.image_grid_pinpoints, patch_size=tile[1])
@@ -99,7 +99,7 @@ def _cut_image(base: Any, side: Side, tile: tuple[int, int, int], draw: np.rando
 
 
 def _draw_tiles(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
-    """Tiles of one size; the last is padded at its right where masks say so. Some models see them finer too."""
+    """Draw tiles of one size; the last is padded at its right where masks say so. Some models see them finer too."""
     parameters, vision, tiles = image_parameters(base), base.config.vision_config, min(side)
     pixels, fields = _pixels((tiles, *tile), draw), dict[str, Tensor]()
     if MASK in parameters and _FINE not in parameters:
@@ -151,7 +151,7 @@ class TrialDocument:
         return {video.first + k for video in self.videos for k in range(video.video.grid[0])}
 
     def kinds(self, model: PreTrainedModel, *, images: bool) -> Tensor:
-        """What models are told of each row (1, T): with `images` 1 at these and 2 at videos; or 1 after a prefix."""
+        """Return the kind of each token (1, T): with `images` 1 at images and 2 at videos, else 1 after a prefix."""
         if not images or has_prefix(model.config):
             return token_kinds(model, len(self.ids), self.prefix)
         kinds = self.at_images.astype(np.int64) + (0 if self.at_videos is None else self.at_videos)
@@ -195,7 +195,7 @@ def ordinary_ids(config: PreTrainedConfig) -> list[int]:
 
 
 def stock_arguments(model: PreTrainedModel, document: TrialDocument) -> dict[str, Any]:
-    """What the whole unchanged model takes for a document, as its processor would make it."""
+    """Make the arguments that the whole unchanged model takes for a document, as its processor would."""
     ids = torch.from_numpy(document.ids)[None]
     arguments: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     base, like, parameters = base_of(model), next(model.parameters()), signature(model.forward).parameters

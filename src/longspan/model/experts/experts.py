@@ -56,7 +56,7 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         out = x.new_empty(len(x), x.shape[1] // 2)
-        _launch_kernel("gated", x, out)
+        _launch_kernel("gated_kernel", x, out)
         return out
 
     @staticmethod
@@ -64,7 +64,7 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         (x,) = ctx.saved_tensors
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-        _launch_kernel("gated_backward", x, gradients[0].contiguous(), dx)
+        _launch_kernel("gated_backward_kernel", x, gradients[0].contiguous(), dx)
         return dx
 
 

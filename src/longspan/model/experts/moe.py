@@ -56,7 +56,7 @@ def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def router_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The routers next to those modules, by qualified name; they return (logits, weights, chosen experts).
+    """Return the routers next to experts, by qualified name; they return (logits, weights, chosen experts).
 
     Those of multi-token prediction are left out: some of their rows have no token, which no statistic may count.
     """
@@ -64,6 +64,7 @@ def router_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _find_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the routers that stand next to experts, by qualified name."""
     for name in expert_modules(model):
         block = name.rpartition(".")[0]
         for child, module in model.get_submodule(block).named_children():
@@ -128,6 +129,7 @@ def router_statistics(
 
 
 def _note_layer_arguments(attention: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Forward pre-hook of a layer: note its shard and sums of routers for the routers inside."""
     shard, router = kwargs.get("shard"), kwargs.get("router")
     if shard is None:
         shard, router = shard_of_layer(), router_of_layer()
@@ -135,13 +137,14 @@ def _note_layer_arguments(attention: nn.Module, args: tuple[Any, ...], kwargs: M
 
 
 def _record_routing(router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    """Forward hook of a router: record the routing of real rows; the outputs get the losses' gradient."""
     layer = _layer_arguments.get()
     if layer is None or layer.sums is None or isinstance(layer.shard, Probe):
         return None
-    turned = not output[0].is_floating_point()  # Granite's in transformers 5.17 name the experts first
-    logits, weights, chosen = reversed(output) if turned else output
-    weights = layer.sums.record(router, logits, weights, chosen, layer.shard.real_rows)
-    return (chosen, weights, logits) if turned else (logits, weights, chosen)
+    experts_first = not output[0].is_floating_point()  # Granite's in transformers 5.17 name the experts first
+    logits, weights, chosen = reversed(output) if experts_first else output
+    weights = layer.sums.record_routing(router, logits, weights, chosen, layer.shard.real_rows)
+    return (chosen, weights, logits) if experts_first else (logits, weights, chosen)
 
 
 def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

@@ -67,7 +67,9 @@ class RouterSums:
         self.statistics = statistics
         self.by_router: dict[int, Tensor] = {}  # (2 E + 1,): loads, sums of probabilities, sum of z
 
-    def record(self, router: nn.Module, logits: Tensor, weights: Tensor, chosen: Tensor, rows: Tensor) -> Tensor:
+    def record_routing(
+        self, router: nn.Module, logits: Tensor, weights: Tensor, chosen: Tensor, rows: Tensor
+    ) -> Tensor:
         """Record a layer's routing of its real `rows` (R,); returns the weights (T, k), with the losses' gradient."""
         with torch.no_grad():
             self.by_router[id(router)] = _routing_sums(logits[rows], chosen.shape[1])

@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize_on_alignment=("place", "weights"))
-def sums(
+def sum_visits_kernel(
     out,
     done,
     weights,
@@ -18,7 +18,11 @@ def sums(
     WEIGHTED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """out[r] = sum over j of done[place[r · TOP_K + j]] (times weights[r, j]), some columns of one row."""
+    """Triton kernel: out[r] = sum over j of done[place[r · TOP_K + j]] (times weights[r, j]).
+
+    One program computes COLUMNS columns of one row. `done` has a row for each visit of an expert, `done_row` elements
+    apart; `place` is where each visit's row is.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
@@ -33,7 +37,7 @@ def sums(
 
 
 @triton.jit(do_not_specialize_on_alignment=("order", "weights", "of_weights"))
-def visit_gradients(
+def visit_gradients_kernel(
     of_done,
     of_weights,
     dout,
@@ -45,7 +49,11 @@ def visit_gradients(
     TOP_K: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """of_done[p] = weights[n] dout[r], of_weights[n] = <done[p], dout[r]> of a place p; n = order[p], r = n//TOP_K."""
+    """Triton kernel: gradients of the visits' rows and weights from those of the rows that they are summed to.
+
+    One program does place p of a visit: with n = order[p] and r = n // TOP_K it stores of_done[p] = weights[n] dout[r]
+    and of_weights[n] = <done[p], dout[r]>, COLUMNS columns at a time.
+    """
     place = tl.program_id(0).to(tl.int64)
     number = tl.load(order + place).to(tl.int64)
     row = number // TOP_K
@@ -62,8 +70,11 @@ def visit_gradients(
 
 
 @triton.jit
-def gated(x, out, x_row, width, COLUMNS: tl.constexpr):
-    """out = SiLU(x[:, :width]) · x[:, width:], some columns of one row."""
+def gated_kernel(x, out, x_row, width, COLUMNS: tl.constexpr):
+    """Triton kernel: out = SiLU(x[:, :width]) · x[:, width:].
+
+    One program computes COLUMNS columns of one row; rows of x lie `x_row` elements apart.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
@@ -75,8 +86,8 @@ def gated(x, out, x_row, width, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def gated_backward(x, dout, dx, x_row, width, COLUMNS: tl.constexpr):
-    """The gradient dx (S, 2 width) of `gated`, some columns of one row."""
+def gated_backward_kernel(x, dout, dx, x_row, width, COLUMNS: tl.constexpr):
+    """Triton kernel: the gradient dx (S, 2 width) of `gated_kernel`, COLUMNS columns of one row in each program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width

@@ -112,7 +112,7 @@ def _sum_visits(done: Tensor, weights: Tensor | None, visits: Visits) -> Tensor:
     if out.numel():
         arguments = (out, done, None if weights is None else weights.contiguous(), visits.place, width, done.stride(0))
         blocks = rows, -(-width // columns)
-        kernels.sums[blocks](*arguments, TOP_K=visits.top_k, WEIGHTED=weights is not None, COLUMNS=columns)
+        kernels.sum_visits_kernel[blocks](*arguments, TOP_K=visits.top_k, WEIGHTED=weights is not None, COLUMNS=columns)
     return out
 
 
@@ -127,7 +127,7 @@ def _gradients_of_visits(dout: Tensor, done: Tensor, weights: Tensor, visits: Vi
     of_done, of_weights = done.new_empty(done.shape), torch.zeros_like(weights)
     if done.numel():
         arguments = (of_done, of_weights, dout, done, weights, visits.order, width, done.stride(0))
-        kernels.visit_gradients[(len(done),)](*arguments, TOP_K=visits.top_k, COLUMNS=_columns(width))
+        kernels.visit_gradients_kernel[(len(done),)](*arguments, TOP_K=visits.top_k, COLUMNS=_columns(width))
     return of_done, of_weights
 
 

@@ -147,7 +147,7 @@ def _matches(target: str, linears: Sequence[str]) -> list[str]:
 
 
 def _refuse_other_part(model: PreTrainedModel, target: str, parts: Sequence[str]) -> None:
-    """Raise ModelError for a linear that is in a part that gets no adapter."""
+    """Raise ModelError for a target that no linear in the chosen parts has, if a linear in another part has it."""
     everywhere = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     if elsewhere := _matches(target, everywhere):
         part = _modules_by_part(model)[elsewhere[0]]

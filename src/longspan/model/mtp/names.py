@@ -140,6 +140,7 @@ def _replace_prefix(name: str, begins: dict[str, str]) -> str:
 
 
 def _name_after_layers(name: str, layers: int, last_norm: str) -> str:
+    """Name a depth's weight as files do that number depths after the model's layers."""
     match = re.fullmatch(rf"{PREFIX}\.layers\.(\d+)\.(.*)", name)
     if match is None:
         return name
@@ -148,6 +149,7 @@ def _name_after_layers(name: str, layers: int, last_norm: str) -> str:
 
 
 def _name_from_qwen(name: str) -> str:
+    """Translate our name of a depth's weight to the one in Qwen's files."""
     inside = name.removeprefix(f"{PREFIX}.layers.0.")
     if inside == name:
         return name

@@ -40,7 +40,7 @@ def check_encoder_home(modality: str, encoder_home: Layout, world: World) -> Non
         )
 
 
-def check_spans(encoders: Mapping[str, Encoder], language_model: nn.Module) -> None:
+def check_image_mask(encoders: Mapping[str, Encoder], language_model: nn.Module) -> None:
     """Raise ModelError where the mask of a model's images would be left out."""
     kind = getattr(getattr(language_model, "config", None), "model_type", None)
     if kind in SEEN_BY_IMAGES and not modalities_in_spans(encoders):

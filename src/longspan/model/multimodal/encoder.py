@@ -61,8 +61,8 @@ def modalities_in_spans(encoders: Mapping[str, Encoder]) -> tuple[str, ...]:
     return tuple(modality for modality, encoder in encoders.items() if encoder.in_spans)
 
 
-def enter_rows(model: PreTrainedModel | PipelineModel, encoders: Sequence[Encoder]) -> None:
-    """Have a prepared language model take what its shards have of these encoders' rows."""
+def hook_item_rows(model: PreTrainedModel | PipelineModel, encoders: Sequence[Encoder]) -> None:
+    """Hook a prepared language model: its embedding takes rows of items from shards, first layers add theirs."""
     for root, inside, first in _parts_that_embed(model):
         _SpliceHook(root, inside.get_input_embeddings(), tuple(encoders))
         if first:
@@ -88,6 +88,7 @@ def _add_after_layers(model: PreTrainedModel, count: int) -> None:
 
 
 def _add_to_output(index: int, layer: nn.Module, args: Any, kwargs: Mapping[str, Any], out: Any) -> Any:
+    """Forward hook of layer `index`: add the rows that items have for it to its hidden states."""
     shard = kwargs.get("shard") or shard_of_layer()
     if not isinstance(shard, SequenceShard):
         return out
@@ -121,6 +122,7 @@ class _SpliceHook:
         return args, {name: value for name, value in kwargs.items() if name != AHEAD}
 
     def _splice_rows(self, embedding: nn.Module, args: Any, embeddings: Tensor) -> Tensor:
+        """Forward hook of the embedding: put the rows of items into their places."""
         if self._shard is None:
             return embeddings
         if torch.is_grad_enabled() and not embeddings.requires_grad and not all(x.frozen for x in self._encoders):

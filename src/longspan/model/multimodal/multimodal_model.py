@@ -23,10 +23,10 @@ from longspan.model.multimodal.checks import (
     check_deep_layers,
     check_encoder,
     check_encoder_home,
+    check_image_mask,
     check_shared,
-    check_spans,
 )
-from longspan.model.multimodal.encoder import Encoder, enter_rows, modalities_in_spans
+from longspan.model.multimodal.encoder import Encoder, hook_item_rows, modalities_in_spans
 from longspan.model.multimodal.prepare_encoder import check_prepared
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules, is_prepared
@@ -52,7 +52,7 @@ class MultimodalModel(nn.Module):
             check_encoder(modality, encoder)
             check_encoder_home(modality, encoder.world.home, world)
             check_prepared(encoder.module, encoder.world)
-        check_spans(encoders, language_model)
+        check_image_mask(encoders, language_model)
         modules = {f"the encoder of {modality}": encoder.module for modality, encoder in encoders.items()}
         check_shared({**modules, "the language model": language_model})
         self.encoder_settings, self.world = dict(encoders), world
@@ -64,7 +64,7 @@ class MultimodalModel(nn.Module):
         self.training = language_model.training  # encoders keep the modes of their modules
         _ = world.channels.everyone  # makes its group, on all ranks together
         check_deep_layers(encoders, language_model)
-        enter_rows(language_model, tuple(encoders.values()))
+        hook_item_rows(language_model, tuple(encoders.values()))
 
     @property
     def execution(self) -> Any:

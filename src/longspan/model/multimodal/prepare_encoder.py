@@ -149,6 +149,7 @@ def check_prepared(module: nn.Module, world: World) -> None:
 
 
 def _check_arguments(module: nn.Module, world: World, sharding: Sharding) -> None:
+    """Raise ModelError for an encoder that cannot be prepared: prepared before, under pp or ep, or without values."""
     world.check_open()
     name, home = type(module).__name__, world.home
     if module in _PREPARED:
@@ -213,6 +214,7 @@ def _recompute_block(block: nn.Module, recomputation: Recomputation) -> None:
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        """Run the block's forward so that backward runs it again in place of keeping its activations."""
         run = partial(inner, **kwargs)
         if not torch.is_grad_enabled():
             return run(*args)
@@ -225,7 +227,8 @@ def _refuse_second_calls(module: nn.Module, units: Mapping[str, nn.Module]) -> N
     """Raise ModelError where a sharded block is called for each item by itself: slots would wait for each other."""
     called, encoder = set[str](), type(module).__name__
 
-    def note(name: str, *_: Any) -> None:
+    def note_call(name: str, *_: Any) -> None:
+        """Note a call of a block in this forward pass. Raises ModelError for a second one."""
         if name in called:
             raise ModelError(
                 f"{name} was called twice in one forward pass of {encoder}, for each item by itself, it seems: its "
@@ -237,7 +240,7 @@ def _refuse_second_calls(module: nn.Module, units: Mapping[str, nn.Module]) -> N
 
     module.register_forward_pre_hook(lambda *_: called.clear(), prepend=True)
     for name, block in units.items():
-        block.register_forward_pre_hook(partial(note, f"{name} ({type(block).__name__})"), prepend=True)
+        block.register_forward_pre_hook(partial(note_call, f"{name} ({type(block).__name__})"), prepend=True)
 
 
 def _cast_first_tensor(blocks: Any, dtype: torch.dtype | None) -> None:

@@ -105,22 +105,23 @@ def parts_to_split(
     Raises ModelError, naming them, for linears in blocks that are not known, and, with the numbers, where tp does not
     divide heads or widths.
     """
-    callers = _styles_of_caller(module, plan or {})
+    callers_styles = _styles_of_caller(module, plan or {})
     if tp == 1:
         return []
-    styles = _styles_by_name(module) | callers
+    styles = _styles_by_name(module) | callers_styles
     _refuse_unknown(module, blocks, styles)
     parts = dict[str, dict[str, str]]()
     for name, style in styles.items():
         if style != REPLICATED:
             owner, _, child = name.rpartition(".")
             parts.setdefault(owner, {})[child] = style
-    split = [_make_part(name, module.get_submodule(name), linears, blocks) for name, linears in parts.items()]
-    _check_tp_divides(module, split, tp)
-    return split
+    split_parts = [_make_part(name, module.get_submodule(name), linears, blocks) for name, linears in parts.items()]
+    _check_tp_divides(module, split_parts, tp)
+    return split_parts
 
 
 def _make_part(name: str, module: nn.Module, styles: Mapping[str, str], blocks: Mapping[str, nn.Module]) -> SplitModule:
+    """Make the record of one module that is split, with the styles of its linears and the sizes that shrink."""
     groups = sum(style == ROWWISE for style in styles.values())
     return SplitModule(
         name, module, styles, groups > 1 or name in blocks or isinstance(module, nn.ModuleDict | nn.ModuleList)
@@ -135,7 +136,7 @@ def _styles_by_name(module: nn.Module) -> dict[str, str]:
     return {
         f"{name}.{child}".lstrip("."): style
         for name, owner in module.named_modules()
-        for child, style in (_linears_around_convolution(owner) or _styles_inside(_linears(owner))).items()
+        for child, style in (_linears_around_convolution(owner) or _styles_of_module(_linears(owner))).items()
     }
 
 
@@ -156,8 +157,8 @@ def _linears_around_convolution(owner: nn.Module) -> dict[str, str]:
     return dict.fromkeys(_linears(owner), REPLICATED) if convolves else {}
 
 
-def _styles_inside(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
-    """The styles of one module's linears: attention's, and one MLP's."""
+def _styles_of_module(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
+    """Return the styles of the linears of one module: those of attention, and those of one MLP."""
     styles = dict[str, str]()
     output = next((name for name in _AFTER_ATTENTION if name in linears), None)
     columns = next((names for names in (*_ATTENTION, *_FUSED) if linears.keys() >= {*names}), None)
@@ -222,6 +223,7 @@ def _check_tp_divides(module: nn.Module, parts: list[SplitModule], tp: int) -> N
 
 
 def _sizes_to_divide(part: SplitModule) -> Iterator[tuple[str, int]]:
+    """Yield the heads and features that tp must divide, with their names for messages."""
     counts = [(name, value) for name, value in part.local_attributes.items() if name in (*HEADS, *KEY_HEADS)]
     yield from counts
     is_attention = QKV in part.styles.values() or any({*names} <= part.styles.keys() for names in _ATTENTION)
@@ -240,6 +242,9 @@ def _sizes_to_divide(part: SplitModule) -> Iterator[tuple[str, int]]:
 
 
 def _heads_by_size(part: SplitModule) -> int:
+    """Return the number of heads from the size of one, where the module holds no number. Raises ModelError without a
+    size.
+    """
     size = next((v for n, v in vars(part.module).items() if n in HEAD_SIZE and type(v) is int and v > 0), 0)
     if not size:
         raise ModelError(

@@ -106,6 +106,7 @@ class ScheduledStage(PipelineStage):
         return self.submod(*args, stage_input=self._input)
 
     def _check_output(self, out: Tensor, stage_input: StageInput) -> None:
+        """Raise ModelError for hidden states of another shape or dtype than the next stage awaits."""
         shape = (1, self._rows_of(stage_input), self._row.shape[2])
         if tuple(out.shape) != shape or out.dtype != self._row.dtype:
             raise ModelError(

@@ -95,11 +95,11 @@ def _add_gradients(gradients: dict[Node, tuple[Tensor | None, ...]], weights: li
 def _group_weights(output: Node, x: Node, weights: Iterable[Tensor]) -> dict[frozenset[Node], list[Tensor]]:
     """The weights that the output depends on, by the nodes where their paths to it first meet those of the input."""
     users = _users_of_nodes(output)
-    of_input = _dependents(x, users)
+    of_input = _dependent_nodes(x, users)
     groups: dict[frozenset[Node], list[Tensor]] = {}
     for weight in weights:
         if weight.requires_grad and (node := get_gradient_edge(weight).node) in users:
-            groups.setdefault(frozenset(_dependents(node, users, of_input) & of_input), []).append(weight)
+            groups.setdefault(frozenset(_dependent_nodes(node, users, of_input) & of_input), []).append(weight)
     return groups
 
 
@@ -119,7 +119,7 @@ def _users_of_nodes(output: Node) -> dict[Node, list[Node]]:
     return users
 
 
-def _dependents(start: Node, users: dict[Node, list[Node]], ends: Set[Node] = frozenset()) -> set[Node]:
+def _dependent_nodes(start: Node, users: dict[Node, list[Node]], ends: Set[Node] = frozenset()) -> set[Node]:
     """The nodes that depend on `start`, itself among them; none beyond those of `ends`."""
     dependents, to_visit = {start}, [start]
     while to_visit:

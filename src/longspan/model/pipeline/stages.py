@@ -217,7 +217,7 @@ def stage_models(model: PreTrainedModel, parts: ModelParts, layers: Sequence[ran
 
 
 def cut_model(
-    model: PreTrainedModel, parts: ModelParts, layers: Sequence[range], mine: Sequence[int]
+    model: PreTrainedModel, parts: ModelParts, layers: Sequence[range], local_stages: Sequence[int]
 ) -> tuple[Stage, ...]:
     """This rank's stages of a model, whose other modules are freed: afterwards the model itself is of no use.
 
@@ -228,8 +228,8 @@ def cut_model(
     models = stage_models(model, parts, layers)
     refuse_shared_in_part(model, models)
     shared = shared_parameters(model, models)
-    separate_copies([models[index] for index in mine])
-    stages = tuple(Stage(models[i], i, layers, shared, with_embedding=argument is not None) for i in mine)
+    separate_copies([models[index] for index in local_stages])
+    stages = tuple(Stage(models[i], i, layers, shared, with_embedding=argument is not None) for i in local_stages)
     for layer in [getattr(decoder_of(stage.model), parts.layers)[i] for stage in stages for i in stage.layers]:
         if argument is not None:
             take_or_give_embedding(layer, argument)

@@ -155,6 +155,7 @@ class FirstPass:
     def _check_pass(
         self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object
     ) -> None:
+        """Forward hook: judge the calls recorded in the pass, and remove the hooks."""
         if isinstance(shard := kwargs.get("shard"), SequenceShard):
             check_recorded_calls([model], shard)
             for handle in self._handles:

@@ -100,15 +100,18 @@ def within_layer(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _note_around(run: Callable[..., Any], keywords: Mapping[str, Any]) -> Callable[..., Any]:
+    """Wrap a function so that these keyword arguments of its layer are noted while it runs."""
+
     def run_and_note(*args: Any) -> Any:
-        with _keywords_noted(keywords):
+        with _noting_keywords(keywords):
             return run(*args)
 
     return run_and_note
 
 
 @contextmanager
-def _keywords_noted(keywords: Mapping[str, Any]) -> Iterator[None]:
+def _noting_keywords(keywords: Mapping[str, Any]) -> Iterator[None]:
+    """Note keyword arguments of a layer inside the `with` block."""
     kernel, router = keywords.get("attention_kernel"), keywords.get("router")
     token = _running.set(_Running(None, keywords["shard"], kernel, router, None))
     try:
@@ -118,6 +121,7 @@ def _keywords_noted(keywords: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _note_arguments(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Forward pre-hook of a layer: note its shard, kernel and router, or those of the model around it."""
     outer = _running.get()
     shard, kernel, router = (kwargs.get(name) for name in ("shard", "attention_kernel", "router"))
     if shard is None and outer is not None:  # the model keeps keyword arguments from its layers

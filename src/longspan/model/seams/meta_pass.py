@@ -110,6 +110,7 @@ class _MadeUpValues(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Run a function of torch; one that reads values of a tensor without memory gets made-up ones."""
         if func in _READS and args[0].is_meta:
             self.read = True
             return _READS[func](args[0])

@@ -26,7 +26,7 @@ from longspan.model.seams.layer_arguments import check_shard, shard_of_layer
 from longspan.model.seams.mixers import find_mixers, replace_functions
 from longspan.model.seams.separate_rows import SeparateRows, convolve_separately, scan_separately
 from longspan.ssm import causal_conv, linear_scan, scan_kernel, unit
-from longspan.ssm.kernels import check_asked
+from longspan.ssm.kernels import check_scan_kernels
 from longspan.ssm.kernels.call import state_dtype
 
 _EPSILON = 1e-6  # of the norm of queries and keys, as in flash-linear-attention
@@ -110,17 +110,17 @@ def _find_ops(name: str, kernels: tuple[str, ...], shard: object, batch: int, ro
 
 def kernel_replacements(find_ops: FindOps) -> dict[str, Callable[..., Any]]:
     """What mixers call in place of their own kernels, by the names under which they call them."""
-    delta_rule = partial(_delta_rule, find_ops)
+    delta_rule = partial(_run_delta_rule, find_ops)
     return {
-        "causal_conv1d_fn": partial(_convolve, find_ops),
+        "causal_conv1d_fn": partial(_run_convolution, find_ops),
         "torch_chunk_gated_delta_rule": delta_rule,
         "chunk_kimi_delta_attention": delta_rule,
-        "mamba2_chunk_scan": partial(_mamba2, find_ops),
+        "mamba2_chunk_scan": partial(_run_mamba2, find_ops),
         "mamba2_split_conv1d_scan_combined": lambda *_, **__: None,  # a fused kernel, which may decline
     }
 
 
-def _convolve(
+def _run_convolution(
     find_ops: FindOps,
     hidden_states: Tensor,
     weight: Tensor,
@@ -129,7 +129,7 @@ def _convolve(
     shard: object = None,
     **others: Any,
 ) -> Tensor:
-    """hidden_states (1, C, T), weight (C, W) -> (1, C, T)."""
+    """Run a causal convolution over the shard: hidden_states (1, C, T), weight (C, W) -> (1, C, T)."""
     x = hidden_states.to(weight.dtype).squeeze(0).t()
     silu = activation in ("silu", "swish")
     y = find_ops(shard, len(hidden_states), len(x)).convolve(x, weight, bias, silu)
@@ -137,7 +137,7 @@ def _convolve(
     return y.to(hidden_states.dtype).t().unsqueeze(0)
 
 
-def _delta_rule(
+def _run_delta_rule(
     find_ops: FindOps,
     query: Tensor,
     key: Tensor,
@@ -149,7 +149,10 @@ def _delta_rule(
     shard: object = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """query, key (1, T, K heads, K), value (1, T, H, V), g (1, T, H) or (1, T, H, K), beta (1, T, H)."""
+    """Run a gated delta rule over the shard, in place of the class's kernel; returns (1, T, H, V) and no state.
+
+    query, key (1, T, K heads, K), value (1, T, H, V), g (1, T, H) or (1, T, H, K), beta (1, T, H).
+    """
     _refuse_state(initial_state)
     ops = find_ops(shard, len(query), query.shape[1])
     q, k, v, decay, weight = (x.squeeze(0) for x in (query, key, value, g, beta))
@@ -159,7 +162,7 @@ def _delta_rule(
     return ops.scan(q, k, v, decay, weight, q.shape[-1] ** -0.5).to(query.dtype).unsqueeze(0), None
 
 
-def _mamba2(
+def _run_mamba2(
     find_ops: FindOps,
     x: Tensor,
     dt: Tensor,
@@ -175,7 +178,7 @@ def _mamba2(
     shard: object = None,
     **others: Any,
 ) -> Tensor:
-    """x (1, T, H, P), dt (1, T, H), A and D (H,), B and C (1, T, G, N) -> (1, T, H, P)."""
+    """Run Mamba 2's scan over the shard: x (1, T, H, P), dt (1, T, H), A, D (H,), B, C (1, T, G, N) -> (1, T, H, P)."""
     _refuse_state(initial_states)
     if z is not None:
         raise ModelError("a Mamba 2 layer gives its gate to the scan (z), which no known layer does")
@@ -206,7 +209,7 @@ def check_kernels(model: PreTrainedModel, kernels: tuple[str, ...], dtype: torch
             "leave them out"
         )
     try:
-        check_asked(kernels, dtype, device)
+        check_scan_kernels(kernels, dtype, device)
     except LayoutError as error:
         raise ModelError(str(error)) from None
 

@@ -5,8 +5,8 @@ module is called. Where longspan makes a forward out of the class's code, or put
 dropped: such a module is refused by name, or left as it is. So is one whose class's forward has a wrapper that is not
 transformers' own, if the code inside is taken out.
 
-`guard` refuses what a prepared model's own class would do to weights that lie on several ranks. Rules for a model's
-configuration and modules are in `exactness/declared_rules.py`.
+`guard_model` refuses what a prepared model's own class would do to weights that lie on several ranks. Rules for a
+model's configuration and modules are in `exactness/declared_rules.py`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -106,7 +106,7 @@ def refuse_shared_layers(
             )
 
 
-def guard(prepared: nn.Module, name: str) -> None:
+def guard_model(prepared: nn.Module, name: str) -> None:
     """Have a prepared model of this architecture, and its base model, refuse to be saved, wrapped or generated from."""
     modules = [module for module in prepared.modules() if isinstance(module, PreTrainedModel)]
     for module in (prepared, *modules):
@@ -139,6 +139,7 @@ class _RefusesDDP:
         self._name = name
 
     def __iter__(self) -> Iterator[str]:
+        """Raise ModelError: DistributedDataParallel reads this list, and would sum gradients again."""
         raise ModelError(
             f"{self._name} was prepared: its gradients are summed over the slots by run_step; do not wrap it in "
             "DistributedDataParallel, nor give it to accelerator.prepare or a Trainer, which do that; what takes their "

@@ -26,7 +26,8 @@ class SeparateRows(SequenceShard):
 
 
 def attend_separately(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """In place of attention: query (1, N, T, H), key and value (1, K, T, H) to (1, T, N, H).
+    """Attend each row to itself only, in place of attention: query (1, N, T, H), key, value (1, K, T, H) -> (1, T, N,
+    H).
 
     A row's value is weighted by the direction and the length of its query and key, in numbers near 1 whatever they are,
     so that rounding is not made larger.
@@ -42,7 +43,9 @@ def attend_separately(query: Tensor, key: Tensor, value: Tensor, scaling: float 
 
 
 def scan_separately(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float) -> Tensor:
-    """In place of a mixer's scan: q and k (T, H, K), v (T, H, V), decays g (T, H, 1 or K) to (T, H, V)."""
+    """Let each row read only itself, in place of a mixer's scan: q, k (T, H, K), v (T, H, V), g (T, H, 1 or K) -> (T,
+    H, V).
+    """
     q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
     out = scale * (q * k).sum(-1, keepdim=True) * v * (1 + g.exp().mean(-1, keepdim=True))
     return out if beta is None else out * beta.unsqueeze(-1)

@@ -53,7 +53,7 @@ class OfGroups:
         return self.heads // tp // self.heads_together(tp)
 
     def runs(self, tp: int, rank: int) -> tuple[range, ...]:
-        """This rank's rows; the runs of one group are equal."""
+        """Return this rank's rows; heads of one group share that group's rows."""
         first, together = rank * (self.heads // tp), self.heads_together(tp)
         heads = range(first, first + self.heads // tp, together)
         groups = [head // (self.heads // self.groups) for head in heads]
@@ -72,7 +72,7 @@ class Fused:
         return sum(part.size for part in self.parts)
 
     def runs(self, tp: int, rank: int) -> tuple[range, ...]:
-        """This rank's rows, part after part."""
+        """Return this rank's rows, part after part."""
         runs, start = list[range](), 0
         for part in self.parts:
             runs += [range(start + run.start, start + run.stop) for run in part.runs(tp, rank)]
@@ -80,7 +80,7 @@ class Fused:
         return tuple(runs)
 
     def pieces(self, tp: int, rank: int) -> tuple[list[int], list[int]]:
-        """(sizes of consecutive pieces of all rows, which of them are this rank's rows, in its order)."""
+        """Cut all rows into consecutive pieces; returns their sizes, and which are this rank's, in its order."""
         runs = self.runs(tp, rank)
         cuts = sorted({0, self.size, *(run.start for run in runs), *(run.stop for run in runs)})
         order = [i for run in runs for i in range(cuts.index(run.start), cuts.index(run.stop))]
@@ -132,8 +132,10 @@ def mixer_parts(name: str, mixer: nn.Module, tp: int) -> MixerParts:
     return parts
 
 
-def _delta_net(mixer: Any, tp: int) -> MixerParts:
-    """Gated delta nets: of Qwen3-Next, whose projections go key head by key head; of Qwen3.5 and OLMo Hybrid."""
+def _delta_net_parts(mixer: Any, tp: int) -> MixerParts:
+    """Return the parts of a gated delta net: Qwen3-Next's (projections go key head by key head), Qwen3.5's and OLMo
+    Hybrid's.
+    """
     keys, values, heads = Even(mixer.key_dim), Even(mixer.value_dim), Even(mixer.num_v_heads)
     queries_keys_values = Fused((keys, keys, values))
     rows = {
@@ -155,8 +157,10 @@ def _delta_net(mixer: Any, tp: int) -> MixerParts:
     )
 
 
-def _kimi(mixer: Any, tp: int) -> MixerParts:
-    """Delta attention with a decay for each number of a key: Kimi's, whose gates are of low rank, and Bailing's."""
+def _kimi_parts(mixer: Any, tp: int) -> MixerParts:
+    """Return the parts of delta attention with a decay for each number of a key: Kimi's (gates of low rank) and
+    Bailing's.
+    """
     width, heads = Even(mixer.qkv_dim), Even(mixer.num_heads)
     of_width = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")
     of_width += ("forget_gate.f_proj", "forget_gate.f_b_proj", "forget_gate.dt_bias")
@@ -170,8 +174,8 @@ def _kimi(mixer: Any, tp: int) -> MixerParts:
     return MixerParts({"heads": heads.size}, rows, attributes, "o_proj", ("g_a_proj", "forget_gate.f_a_proj", "o_norm"))
 
 
-def _mamba2(mixer: Any, tp: int) -> MixerParts:
-    """[gate | x | B | C | dt], and the convolution of [x | B | C]."""
+def _mamba2_parts(mixer: Any, tp: int) -> MixerParts:
+    """Return the parts of Mamba 2, which projects to [gate | x | B | C | dt] and convolves [x | B | C]."""
     inner, heads = Even(mixer.intermediate_size), Even(mixer.num_heads)
     states = OfGroups(mixer.n_groups, mixer.ssm_state_size, mixer.num_heads)
     projected = Fused((inner, inner, states, states, heads))
@@ -200,16 +204,18 @@ def _short_convolution(mixer: Any, tp: int) -> MixerParts:
 
 
 _KINDS: Sequence[tuple[tuple[str, ...], Callable[[Any, int], MixerParts]]] = (
-    (("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv1d"), _delta_net),
-    (("qkv_dim", "forget_gate", "conv1d"), _kimi),
-    (("ssm_state_size", "n_groups", "num_heads", "intermediate_size", "in_proj", "conv1d"), _mamba2),
+    (("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv1d"), _delta_net_parts),
+    (("qkv_dim", "forget_gate", "conv1d"), _kimi_parts),
+    (("ssm_state_size", "n_groups", "num_heads", "intermediate_size", "in_proj", "conv1d"), _mamba2_parts),
     (("conv", "in_proj", "out_proj"), _short_convolution),
 )
 
 
 def tensors_at(mixer: nn.Module, place: str) -> Iterator[tuple[str, nn.Module, str]]:
-    """(name, owner, its name there) of the parameters and buffers at this place: a child's, or one of the mixer's own
-    or a child's."""
+    """Yield the parameters and buffers at a place of a mixer as (name, module that owns it, its name there).
+
+    The place is a child, or one tensor of the mixer or of a child.
+    """
     for name, _ in (*mixer.named_parameters(), *mixer.named_buffers()):
         if name == place or name.startswith(f"{place}."):
             owner, _, attribute = name.rpartition(".")

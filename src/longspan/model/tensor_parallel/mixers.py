@@ -43,9 +43,9 @@ def refuse_unknown_norm(name: str, norm: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     x, gate, weight = torch.randn(3, 1, 2, features, dtype=torch.float64, generator=generator).unbind()
     try:
-        theirs = functional_call(norm, {"weight": weight[0, 0]}, (x, gate))
+        norm_output = functional_call(norm, {"weight": weight[0, 0]}, (x, gate))
         ours = _gated_norm(norm, x, gate, weight[0, 0], partial(_means_here, groups=groups))
-        equal = torch.allclose(theirs, ours, rtol=1e-4, atol=1e-5)
+        equal = torch.allclose(norm_output, ours, rtol=1e-4, atol=1e-5)
     except Exception:  # whatever a norm raises that takes other arguments
         equal = False
     if not equal:
@@ -95,7 +95,11 @@ def _means_here(y: Tensor, groups: int) -> Tensor:
 
 
 def _means_over_ranks(y: Tensor, groups: range, sizes: list[int], count: int, key: int) -> Tensor:
-    """`sizes`: how many of a group's features are here, for the groups here, of `count`."""
+    """Return the mean square (…, features here) of each feature's group, over all ranks that share it.
+
+    y (…, features here) has `sizes` features of each of the `groups` of this rank, which are some of all `count`
+    groups.
+    """
     sums = torch.stack([part.square().sum(-1) for part in y.split(sizes, -1)], -1)  # (…, groups here)
     sums = F.pad(sums, (groups.start, count - groups.stop))
     means = tp_copy(tp_sum(sums, key), key) / (y.shape[-1] * tp_place(key)[1] // count)

@@ -174,6 +174,7 @@ def partial_parameters(model: nn.Module, placed: Sequence[StyledModule]) -> list
 
 
 def _parameters_inside(entry: StyledModule) -> Iterator[nn.Parameter]:
+    """Yield the parameters of a styled module: the one that has the style, or all."""
     if entry.parameter is None:
         yield from entry.module.parameters()
     else:
@@ -204,7 +205,7 @@ def _partial_in_block(
 
 
 def _act_on_features(block: nn.Module, names: Mapping[str, Tensor], styles: Mapping[int, str]) -> set[str]:
-    """The names of those parameters that act on the block's output only through the inputs of row-wise linears.
+    """Name those parameters that act on the block's output only through the inputs of row-wise linears.
 
     The block runs on the meta device; empty if it cannot be called with only hidden states.
     """
@@ -229,13 +230,14 @@ def _act_on_features(block: nn.Module, names: Mapping[str, Tensor], styles: Mapp
         for handle in handles:
             handle.remove()
     through, around = (
-        _nodes_below(inputs, parameters),
-        _nodes_below([out[0] if isinstance(out, tuple) else out], parameters),
+        _outputs_depend_on(inputs, parameters),
+        _outputs_depend_on([out[0] if isinstance(out, tuple) else out], parameters),
     )
     return {name for name, inside, outside in zip(names, through, around, strict=True) if inside and not outside}
 
 
-def _nodes_below(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[bool]:
+def _outputs_depend_on(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[bool]:
+    """Return for each parameter whether any of the outputs depends on it."""
     outputs = [x for x in outputs if x.requires_grad]
     if not outputs:
         return [False for _ in parameters]

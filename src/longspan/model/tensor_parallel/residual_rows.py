@@ -21,7 +21,11 @@ from longspan.model.tensor_parallel.styles import ROWS, partial_gradients, wrap_
 
 
 def split_residuals(model: PreTrainedModel, placed: list[StyledModule], world: World) -> None:
-    """Have norms sum their gradients, and what needs all rows get them; the norm at the end gives all rows."""
+    """Let norms and residuals work on rows / tp of a slot's rows, from the embedding to the last norm.
+
+    The gradients of norms are summed over the tensor-parallel ranks. Blocks that need all rows gather them and keep
+    their part of the output. The last norm gathers all rows of its output.
+    """
     key = world.key
     for depth in depths_of(model):
         for module in (depth.enorm, depth.hnorm, depth.eh_proj, depth.post_norm):
@@ -29,10 +33,10 @@ def split_residuals(model: PreTrainedModel, placed: list[StyledModule], world: W
         wrap_forward(depth.hnorm, enter=partial(tp_split, world_key=key, dim=ROWS))
         wrap_forward(depth.post_norm, leave=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"))
     for name, layer in layers_and_depths(model).items():
-        norms, whole = regions(name, layer, placed)
+        norms, blocks_of_all_rows = residual_regions(name, layer, placed)
         for norm in norms:
             _sum_gradients_of_rows(norm, key)
-        for block in whole:
+        for block in blocks_of_all_rows:
             wrap_forward(
                 block,
                 enter=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"),
@@ -55,29 +59,31 @@ def layers_and_depths(model: PreTrainedModel) -> dict[str, nn.Module]:
     return decoder_layers(model) | mtp_blocks(model)
 
 
-def regions(name: str, layer: nn.Module, placed: list[StyledModule]) -> tuple[list[nn.Module], list[nn.Module]]:
-    """(modules that work on single rows of the residual, those that get all rows) among a decoder layer's children.
+def residual_regions(
+    name: str, layer: nn.Module, placed: list[StyledModule]
+) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the modules among a decoder layer's children that work on single rows, and those that need all rows.
 
     The latter are blocks of experts, and attention whose heads every rank computes, as the plan may have it. Blocks
     whose heads or features are split gather rows themselves.
     """
-    rowwise_modules, whole, blocks = list[nn.Module](), list[nn.Module](), split_blocks(placed)
+    rowwise_modules, full_row_modules, blocks = list[nn.Module](), list[nn.Module](), split_blocks(placed)
     for child, module in layer.named_children():
         child_name = f"{name}.{child}"
         if experts_of(module) or (child_name not in blocks and type(module).__name__.endswith("Attention")):
-            whole.append(module)
+            full_row_modules.append(module)
         elif is_adapted(module) or not any(True for _ in module.children()):
             rowwise_modules.append(module)
         elif any(block.startswith(f"{child_name}.") for block in blocks):  # a layer around layers, as in Zamba 2
-            inside = regions(child_name, module, placed)
+            inside = residual_regions(child_name, module, placed)
             rowwise_modules += inside[0]
-            whole += inside[1]
+            full_row_modules += inside[1]
         elif child_name not in blocks:
             raise ModelError(
                 f"{child_name} ({type(module).__name__}) has no place in a sequence-parallel region: it is neither "
                 "in the tensor-parallel plan nor a norm nor a block of experts; use sequence_parallel=False"
             )
-    return rowwise_modules, whole
+    return rowwise_modules, full_row_modules
 
 
 def final_norm_name(model: PreTrainedModel) -> str:

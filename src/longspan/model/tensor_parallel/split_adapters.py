@@ -59,8 +59,8 @@ def split_adapted(module: nn.Module, style: str, world: World, *, sequence_paral
     for linear in (base, *first, *second) if style == PARTIAL_GRADIENT else first:
         partial_gradients(linear, key)
     for linear in () if style == PARTIAL_GRADIENT else (base, *second):
-        split = columnwise_packed if style == PACKED else columnwise_of_three if style == QKV else columnwise
-        split(linear, world)
+        split_style = columnwise_packed if style == PACKED else columnwise_of_three if style == QKV else columnwise
+        split_style(linear, world)
     if style in GATHERED:
         gather_outputs(layer, key)
 
@@ -88,13 +88,15 @@ def _adapter_reasons(model: PreTrainedModel, placed: Sequence[StyledModule]) -> 
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     blocks = split_blocks(placed)
     linears = [name for name, module in modules.items() if is_adapted(module) and module not in ends]
-    if unplaced := [name for name in linears if not _has_a_place(name, styles, blocks)]:
+    if unplaced := [name for name in linears if not _can_be_split(name, styles, blocks)]:
         yield f"no tensor-parallel style of an adapter is known for {unplaced[0]} ({styles.get(unplaced[0], 'none')})"
 
 
-def _has_a_place(name: str, styles: Mapping[str, str], blocks: AbstractSet[str]) -> bool:
-    """Whether an adapted linear is split here, by itself or inside a mixer, or is whole, and its gradient, outside of
-    split blocks."""
+def _can_be_split(name: str, styles: Mapping[str, str], blocks: AbstractSet[str]) -> bool:
+    """Return whether an adapted linear can be split, or may stay whole.
+
+    It is split by itself or inside a mixer; it stays whole, with a whole gradient, outside of split blocks.
+    """
     if name in styles:
         return styles[name] in ADAPTED
     around = [block for block in blocks if name.startswith(f"{block}.")]

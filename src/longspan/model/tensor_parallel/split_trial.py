@@ -89,6 +89,7 @@ class SplitTrial:
             raise self._split_error(", ".join(wrong[:4]) or "it differs on another tensor-parallel rank")
 
     def _split_error(self, reason: str) -> ModelError:
+        """Return the error of a block that is another one once it is split."""
         tp = world_of(self._key).home.tp
         return ModelError(
             f"{self._name} split over tp {tp} is not the unsplit block: {reason}. Where its "

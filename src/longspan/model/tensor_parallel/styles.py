@@ -97,6 +97,7 @@ def wrap_forward(
 def _apply_to_first(
     enter: Transform, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Apply a function to the first argument of a call, or to `hidden_states`."""
     if args:
         return (enter(args[0]), *args[1:]), kwargs
     return args, kwargs | {"hidden_states": enter(kwargs["hidden_states"])}

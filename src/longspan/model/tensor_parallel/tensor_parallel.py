@@ -36,7 +36,7 @@ from longspan.model.tensor_parallel.residual_rows import (
     final_norm_name,
     layers_and_depths,
     refuse_other_rows,
-    regions,
+    residual_regions,
     split_residuals,
 )
 from longspan.model.tensor_parallel.split_adapters import ADAPTED, refuse_adapter, split_adapted
@@ -97,7 +97,7 @@ def _check_plan(model: PreTrainedModel, tp: int, *, sequence_parallel: bool) -> 
     refuse_mixed_features(model, placed)
     if sequence_parallel:
         for name, layer in layers_and_depths(model).items():
-            regions(name, layer, placed)
+            residual_regions(name, layer, placed)
         final_norm_name(model)
     return placed
 

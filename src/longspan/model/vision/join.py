@@ -56,7 +56,7 @@ def _cost_by_parameters(config: PreTrainedConfig, encoder: nn.Module) -> Cost:
     width, layers = _first(vision, _WIDTHS), _first(vision, _LAYERS)
     in_blocks = sum(p.numel() for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1)
     merge = getattr(vision, "spatial_merge_size", None) or 1
-    windows, side = window_layers(ConfigReader.whole(config).inside("vision_config"), layers)
+    windows, side = window_layers(ConfigReader.read_whole(config).inside("vision_config"), layers)
     return encoder_cost(
         in_blocks,
         width,
@@ -127,7 +127,7 @@ def join_parts(
     """
     encoder_world = world.open_inner(settings.home) if isinstance(settings.home, Layout) else settings.home
     if weights is not None:
-        weights.of(parts.encoder).fill([parts.encoder], encoder_world)
+        weights.of(parts.encoder).fill_weights([parts.encoder], encoder_world)
     recomputed_passes = int(settings.recompute) + int(bool(settings.activation_checkpointing))
     cost = settings.cost or image_cost(
         language_model.config, parts.encoder, again=recomputed_passes, gpu=world.device.type == "cuda"

@@ -169,7 +169,7 @@ class DeferredWeights:
         """The same source for a part of the model, whose parameters have the names that they have in the whole."""
         return DeferredWeights(part, self.source)
 
-    def fill(self, models: Sequence[nn.Module], world: World) -> None:
+    def fill_weights(self, models: Sequence[nn.Module], world: World) -> None:
         """Allocate the parameters of a model, or of its stages that are here, on the world's device, and fill them.
 
         All ranks call it together; each reads for itself. Raises ModelError on every rank where one cannot be filled.

@@ -41,12 +41,14 @@ class _Recipe:
         self.sources: dict[str, list[str]] = defaultdict(list)
 
     def stacks_experts(self, count: int) -> bool:
-        """Whether it stacks one file tensor for each of `count` experts, so that some experts are made of some."""
+        """Return whether a parameter stacks one file tensor for each of `count` experts, so that it can be made expert
+        by expert.
+        """
         operations = self.converter.operations
         stacks = isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
-        each_alone = all(_leaves_first_dim(operation) for operation in operations[1:])
+        by_expert = all(_leaves_first_dim(operation) for operation in operations[1:])
         has_one_target = len(self.converter.target_patterns) == 1
-        return stacks and each_alone and has_one_target and all(len(keys) == count for keys in self.sources.values())
+        return stacks and by_expert and has_one_target and all(len(keys) == count for keys in self.sources.values())
 
 
 def _leaves_first_dim(operation: Any) -> bool:
@@ -158,6 +160,7 @@ class FolderWeights:
         return stacked
 
     def _check_shape(self, name: str, shape: Sequence[int]) -> None:
+        """Raise ModelError if a tensor in the files has another shape than the configuration gives it."""
         if tuple(shape) != self._shapes[name]:
             raise ModelError(
                 f"the weights in {self._folder} do not fit its config.json: {name} is {tuple(shape)} in the files, "
@@ -166,6 +169,7 @@ class FolderWeights:
 
 
 def _open_file(file: Path) -> Any:
+    """Open a file of safetensors. Raises ModelError, with its size, if it cannot be read."""
     try:
         return safe_open(file, framework="pt", device="cpu")
     except Exception as error:  # safetensors raises errors of its own kind

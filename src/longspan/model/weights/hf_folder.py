@@ -59,7 +59,7 @@ def read_configuration(path: Path) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(file, **FOLDER_OPTIONS)
     except Exception as error:  # json, huggingface_hub and transformers each raise their own
-        raise ModelError(f"the model in {path} cannot be loaded: {why_refused(error, OWN_MODEL)}") from error
+        raise ModelError(f"the model in {path} cannot be loaded: {refusal_reason(error, OWN_MODEL)}") from error
     _forget_code(config)
     return config
 
@@ -74,7 +74,7 @@ def _forget_code(config: PreTrainedConfig) -> None:
                 setattr(part, key, None)
 
 
-def why_refused(error: Exception, instead: str) -> str:
+def refusal_reason(error: Exception, instead: str) -> str:
     """Why transformers could not read a folder, in one line, with what to do `instead` of running the folder's code."""
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:

@@ -22,7 +22,7 @@ class LocalPart:
 
     @classmethod
     def of(cls, parameter: Tensor) -> "LocalPart":
-        """This rank's part.
+        """Return which block of a parameter this rank holds.
 
         Tensor and expert parallelism cut a parameter first and FSDP2 cuts what they leave, both as `torch.chunk` does:
         what a rank holds is one block, whether or not the ranks divide the dim. The mesh names the last cut first.

@@ -138,6 +138,7 @@ class WeightWriter:
         return WeightTotals(sum(map(len, self._files)), parameters, self._bytes, len(names))
 
     def _check_tensor(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor as it is written. Raises ModelError for one that the configuration does not have."""
         expected = self._expected.get(name)
         if expected is None:
             raise ModelError(f"{name} is no weight of {type(self._empty).__name__} by its configuration")
@@ -146,6 +147,7 @@ class WeightWriter:
         return tensor.detach().to("cpu", expected.dtype if self._cast else tensor.dtype)
 
     def _write_file(self) -> None:
+        """Write the tensors so far to a file, and begin the next."""
         if not self._file:
             return
         save_file(self._file, self._partial(len(self._files)), metadata={"format": "pt"})

@@ -173,7 +173,7 @@ def latency_seconds(cost: AttentionRates, degree: Floats) -> Floats:
 
 
 def _latency_of(cost: AttentionRates, kind: str, degree: Floats) -> Floats:
-    """The latency under a type that is not "auto"."""
+    """Seconds of waiting for messages of no bytes, in all layers, under a type that is not "auto"."""
     exchanging = exchanging_members(kind, cost.a2a_size, degree)
     swaps = (exchanging > 1).astype(np.float64)
     steps: Floats = np.minimum(degree - 1, 1.0) if kind == "all_gather" else degree / exchanging - 1

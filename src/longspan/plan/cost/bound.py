@@ -55,7 +55,7 @@ def lower_bound_seconds(
     attention = math.fsum(rows.astype(np.float64) ** 2 * cost.attention_seconds)
     work = math.fsum(rows * _row_seconds(cost)) + attention
     crossing = _crossing_seconds(rows, max_tokens_per_slot, attention, cost, node_size) / slots
-    area = work / slots + cost.micro_batch_seconds * _launches(int(rows.sum()), slots, max_tokens_per_slot, mode)
+    area = work / slots + cost.micro_batch_seconds * _least_launches(int(rows.sum()), slots, max_tokens_per_slot, mode)
     if not len(rows):
         return Bound(area, 0.0)
     widest = min(max_cp or slots, slots)
@@ -64,7 +64,7 @@ def lower_bound_seconds(
 
 
 def _crossing_seconds(rows: NDArray[np.int64], cap: int | None, attention: float, cost: Cost, node_size: int) -> float:
-    """Slot seconds of the messages that no plan avoids, beyond those that `attention` of all documents hides.
+    """Return the slot seconds of messages that no plan avoids, beyond those that `attention` of all documents hides.
 
     A document longer than the cap needs n slots or more. The group that it is in has at least as many slots as its rows
     fill at the cap, each of which waits for messages, and receives the rows of at least n - 1 others.
@@ -92,15 +92,15 @@ def _crossing_seconds(rows: NDArray[np.int64], cap: int | None, attention: float
     return waits + {"all_gather": turns, "a2a": swaps}.get(kind, 0.0)
 
 
-def _launches(tokens: int, slots: int, cap: int | None, mode: str) -> float:
-    """Micro-batches that a slot must take part in, on average; in lockstep it takes part in all, at least one."""
+def _least_launches(tokens: int, slots: int, cap: int | None, mode: str) -> float:
+    """Count the micro-batches that a slot takes part in at least: in lockstep all of them, otherwise on average."""
     if mode == "lockstep":
         return 1 if cap is None else max(1, -(-tokens // (slots * cap)))
     return 0.0 if cap is None else tokens / (slots * cap)
 
 
 def _longest_seconds(length: int, widest: int, cap: int | None, cost: Cost, node_size: int) -> float:
-    """Seconds of one document in a group of its own, at the best degree that the cap allows and the best place."""
+    """Return the seconds of one document in a group of its own, at the best degree and place that the cap allows."""
     narrowest = 1 if cap is None else -(-length // cap)
     if narrowest > widest:
         raise PlanError(
@@ -109,7 +109,7 @@ def _longest_seconds(length: int, widest: int, cap: int | None, cost: Cost, node
         )
     degree = np.arange(narrowest, widest + 1)
     compute = (_row_seconds(cost) * length + cost.attention_seconds * float(length) ** 2) / degree
-    waits = _waits_on_network if cost.network else _waits
+    waits = _wait_seconds_on_network if cost.network else _wait_seconds
     kinds = ["p2p", "all_gather", "a2a", "a2a+p2p"] if cost.cp_comm_type == "auto" else [cost.cp_comm_type]
     least = np.min([waits(cost, kind, length, degree, node_size) for kind in kinds], axis=0)
     return float((compute + least).min()) + cost.micro_batch_seconds
@@ -120,8 +120,8 @@ def _row_seconds(cost: Cost) -> float:
     return cost.linear_seconds + (cost.network.half_speed_rows * cost.attention_seconds if cost.network else 0.0)
 
 
-def _waits(cost: Cost, kind: str, length: int, degree: NDArray[np.int64], node_size: int) -> NDArray[np.float64]:
-    """Seconds that each member of a group of a degree communicates beyond what attention hides (degrees,)."""
+def _wait_seconds(cost: Cost, kind: str, length: int, degree: NDArray[np.int64], node_size: int) -> NDArray[np.float64]:
+    """Return the seconds that each member of a group communicates beyond what attention hides, by degree (degrees,)."""
     inside, across = cost.inside_bytes_per_second, cost.across_bytes_per_second
     speed = np.where(degree <= node_size, max(inside, across), across)  # a group of this size may also be across
     swapping = np.ones_like(degree)
@@ -143,10 +143,10 @@ def _waits(cost: Cost, kind: str, length: int, degree: NDArray[np.int64], node_s
     return swap + np.maximum(turn - hidden, 0.0) + cost.ring_step_seconds * steps + states
 
 
-def _waits_on_network(
+def _wait_seconds_on_network(
     cost: Cost, kind: str, length: int, degree: NDArray[np.int64], node_size: int
 ) -> NDArray[np.float64]:
-    """The same on measured links: of a group that is on several hosts, what must cross and kernels cannot hide.
+    """Return what `_wait_seconds` does, on measured links: what must cross between hosts and kernels cannot hide.
 
     Whatever the type, each of the h hosts of a group must receive the keys and values of the others, of all key/value
     heads, or the queries: at least (h − 1) / h of the smaller, through all of its slots and at the best speed.

@@ -23,14 +23,14 @@ class ConfigReader:
     @classmethod
     def of(cls, config: Any) -> "ConfigReader":
         """Read an object or dict, a config.json or its folder. Raises PlanError for a file without a configuration."""
-        read = cls.whole(config)
+        read = cls.read_whole(config)
         where = read.where
         text = read.value("text_config")
         return read if text is None else cls(text, f"text_config of {where}")
 
     @classmethod
-    def whole(cls, config: Any) -> "ConfigReader":
-        """The same of the whole model: the encoders of one that also sees or hears are inside it."""
+    def read_whole(cls, config: Any) -> "ConfigReader":
+        """Read the configuration of a whole model, in which those of its text model and encoders are."""
         where = type(config).__name__
         if isinstance(config, (str, Path)):
             config, where = _read_file(Path(config))
@@ -83,6 +83,7 @@ class ConfigReader:
 
 
 def _read_file(path: Path) -> tuple[Any, str]:
+    """Read a config.json, or that of a folder; returns its object and its path. Raises PlanError for anything else."""
     file = path / "config.json" if path.is_dir() else path
     try:
         values = json.loads(file.read_text(encoding="utf-8"))

@@ -6,50 +6,27 @@ between pipeline stages. `machine.py` makes the cost of a model on a machine; `m
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, Unpack, cast, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from longspan.errors import PlanError
-from longspan.layout import Layout
-from longspan.plan.check import COMM_TYPES, check_count
-from longspan.plan.cost.attention_price import (
-    FORWARD_OF_ATTENTION,
-    Rows,
-    exchanging_members,
-    latency_seconds,
-    price_attention,
-)
+from longspan.layout import Floats, Layout
+from longspan.plan.check import COMM_TYPES, check_choice, check_count, check_number
+from longspan.plan.cost.attention_price import Rows, exchanging_members, latency_seconds, price_attention
 from longspan.plan.cost.links import Network
-from longspan.plan.cost.model_flops import check_rate, price_model
+from longspan.plan.cost.model_flops import FORWARD_SHARES, ModelRates, check_rate, price_model
 from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.cost.state_cost import StateCost
 
-Floats = NDArray[np.float64]
 Passes = Literal["forward and backward", "forward"]
 DEFAULT_SOURCE = "Qwen3-8B on GPUs of 400 TFLOP/s"
 _CHOICES = ("passes", "cp_comm_type", "a2a_size", "heads", "node_size")
 _NOT_CONSTANTS = ("source", "forward", "states", "network", *_CHOICES)
 FORWARD_ALONE = "forward passes alone"
-# What forward takes of forward and backward together: 2 of 6 FLOPs for each weight; 2 of 7 products of attention; keys
-# and values go round once, of three turns (backward sends them again, and their gradients home), in one of two passes;
-# queries, keys, values and outputs are exchanged in either pass alike; and, as one kernel has two in backward, a third
-# of the launches and of the closing. A cost with measured forward passes does not use these.
-FORWARD_SHARES = {
-    "linear_seconds": 1 / 3,
-    "attention_seconds": FORWARD_OF_ATTENTION,
-    "ring_bytes": 1 / 3,
-    "exchange_bytes": 1 / 2,
-    "ring_step_seconds": 1 / 2,
-    "merge_seconds": FORWARD_OF_ATTENTION,
-    "micro_batch_seconds": 1 / 3,
-    "closing_seconds": 1 / 3,
-    "update_seconds": 0.0,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +54,8 @@ class Cost:
     `a2a_size` slots exchange heads. `exchange_bytes` are those of a row's queries, keys, values and outputs and of
     their gradients, which a2a exchanges. `merge_seconds` are what a ring takes to add a step to each row's output.
     `network` describes the links where they were measured or are known; without it they are ideal. `states` is the cost
-    of a hybrid's state-space layers in groups of one partition; None for models without.
-    A host has `node_size` slots. Raises PlanError for a value that is negative or not finite.
+    of a hybrid's state-space layers in groups of one partition; None for models without. A host has `node_size` slots.
+    Raises PlanError for a value that is negative or not finite.
     """
 
     linear_seconds: float = 45.4e9 / 4e14  # 6 FLOPs for each of 7.57e9 weights
@@ -110,20 +87,15 @@ class Cost:
         if not isinstance(source := cast(object, self.source), str):
             raise PlanError(f"source is {source!r}; give words that say what model and machine the cost is of")
         for name, choices in (("passes", get_args(Passes)), ("cp_comm_type", COMM_TYPES)):
-            if getattr(self, name) not in choices:
-                raise PlanError(f"{name} of a cost is {getattr(self, name)!r}; use one of {', '.join(choices)}")
+            check_choice(f"{name} of a cost", getattr(self, name), choices)
         if self.forward and (self.forward.passes != "forward" or self.passes == "forward"):
-            both = "forward is the cost of forward passes alone beside that of both"
+            both = "forward is the cost of forward passes only, in a cost of both passes"
             raise PlanError(f"{both}; Cost.forward_only makes it")
         check_count("a2a_size, the slots that exchange heads,", self.a2a_size)
         check_count("heads of a cost", self.heads, least=0)
         check_count("node_size of a cost", self.node_size)
         for name, value in self.constants().items():
-            positive = name.endswith("_per_second")
-            good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            if not good or value < 0 or (positive and value == 0):
-                least = "above 0" if positive else "of at least 0"
-                raise PlanError(f"{name} is {value!r}; give a finite number {least}")
+            check_number(name, value, above_zero=name.endswith("_per_second"))
 
     def constants(self) -> dict[str, Any]:
         """The constants by name."""
@@ -183,18 +155,6 @@ class Cost:
     def for_partition(self, partition: str) -> "Cost":
         """This cost for groups of a partition, which matters only to the states of a hybrid."""
         return dataclasses.replace(self, states=self.states.for_partition(partition)) if self.states else self
-
-    def scale_times(self, factor: float, source: str) -> "Cost":
-        """The cost of a machine on which everything takes `factor` times as long."""
-        constants = {
-            name: value / factor if name.endswith("_per_second") else value * factor
-            for name, value in self.constants().items()
-            if name not in ("ring_bytes", "exchange_bytes")
-        }
-        forward = self.forward and self.forward.scale_times(factor, source)
-        states = self.states and self.states.scale_times(factor)
-        network = self.network and self.network.scale_times(factor)
-        return dataclasses.replace(self, **constants, source=source, forward=forward, states=states, network=network)
 
     def work_seconds(self, tokens: ArrayLike, squares: ArrayLike) -> Floats:
         """Seconds of documents on one slot without communication: `tokens` is their sum, `squares` that of squares."""
@@ -306,44 +266,26 @@ class Cost:
         config: Any,
         *,
         tflops: float,
-        attention_tflops: float | None = None,
-        scan_tflops: float | None = None,
-        summary_tflops: float | None = None,
-        channel_seconds: float = 0.0,
         inside_gbps: float = 350.0,
         across_gbps: float = 40.0,
-        bytes_per_value: int = 2,
-        ring_step_latency: float = 10e-6,
         micro_batch_seconds: float = 10e-3,
         depths: int = 0,
+        **rates: Unpack[ModelRates],
     ) -> "Cost":
         """The cost of a model on a machine: 6 FLOPs per token for each active weight, 7 x width for causal attention.
 
         >>> cost = Cost.for_model("Qwen3-8B/config.json", tflops=400, inside_gbps=350, across_gbps=40)  # doctest: +SKIP
 
         `config` is a transformers configuration, an object or dict like one, a config.json or its folder. `tflops` is
-        what a slot (its tensor-parallel ranks together) sustains, in 1e12 FLOP/s; `attention_tflops`, `scan_tflops` and
-        `summary_tflops` are its rates in attention, in scans of state-space layers and in the passes that make a run's
-        states for others, if they differ (None: as `tflops`, summaries as scans). `channel_seconds` are those of a row
-        and channel of convolutions with their norms and gates; `inside_gbps` and `across_gbps` what it sends to another
-        slot of its node and elsewhere, in 1e9 bytes/s; `ring_step_latency` the seconds of a ring's step in one layer;
-        `bytes_per_value` those of keys and values; `depths` of multi-token prediction are those of `add_mtp`. Raises
-        PlanError naming attributes that are missing, or that show layers which cannot be priced so.
+        what a slot (its tensor-parallel ranks together) sustains, in 1e12 FLOP/s, and `rates` are its other figures
+        (`ModelRates`). A slot sends `inside_gbps` to another slot of its node and `across_gbps` elsewhere, in 1e9
+        bytes/s. `depths` of multi-token prediction are those of `add_mtp`. Raises PlanError naming attributes that are
+        missing, or that show layers which cannot be priced so.
         """
         for name, value in {"inside_gbps": inside_gbps, "across_gbps": across_gbps}.items():
             check_rate(name, value)
-        constants = price_model(
-            ModelShape.of(config, depths=depths),
-            tflops=tflops,
-            attention_tflops=attention_tflops,
-            scan_tflops=scan_tflops,
-            summary_tflops=summary_tflops,
-            channel_seconds=channel_seconds,
-            ring_step_latency=ring_step_latency,
-            bytes_per_value=bytes_per_value,
-        )
         return cls(
-            **constants,
+            **price_model(ModelShape.of(config, depths=depths), tflops, **rates),
             inside_bytes_per_second=inside_gbps * 1e9,
             across_bytes_per_second=across_gbps * 1e9,
             micro_batch_seconds=micro_batch_seconds,

@@ -75,3 +75,20 @@ def with_spans(cost: Cost, config: Any, spans: Iterable[int], tokens: int) -> Co
     added = shape.span_layers * pair_seconds * later_pairs(spans) / tokens
     forward = cost.forward and with_spans(cost.forward, config, spans, tokens)
     return replace(cost, linear_seconds=cost.linear_seconds + added, forward=forward)
+
+
+def scale_times(cost: Cost, factor: float, source: str) -> Cost:
+    """The cost of a machine on which everything takes `factor` times as long; `source` names that machine.
+
+    >>> scale_times(Cost(), 2.0, "GPUs of half the speed").micro_batch_seconds
+    0.02
+    """
+    constants = {
+        name: value / factor if name.endswith("_per_second") else value * factor
+        for name, value in cost.constants().items()
+        if name not in ("ring_bytes", "exchange_bytes")
+    }
+    forward = cost.forward and scale_times(cost.forward, factor, source)
+    states = cost.states and cost.states.scale_times(factor)
+    network = cost.network and cost.network.scale_times(factor)
+    return replace(cost, **constants, source=source, forward=forward, states=states, network=network)

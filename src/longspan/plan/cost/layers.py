@@ -33,7 +33,9 @@ def layer_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
     windowed = bool(window_of(read)) and not types
     separate = any(kind in ("mlp", "moe") for kind in types)  # attention, mixers and MLPs each are layers of their own
     usual = "sliding_attention" if windowed else ATTENTION[0]
-    return tuple(_kind(read, layer, types[layer] if layer < len(types) else usual, separate) for layer in range(count))
+    return tuple(
+        _layer_kind(read, layer, types[layer] if layer < len(types) else usual, separate) for layer in range(count)
+    )
 
 
 def layer_types(read: ConfigReader) -> list[str]:
@@ -56,6 +58,7 @@ def types_of_depth(config: Any, types: Sequence[str]) -> list[str]:
 
 
 def _types_of_depth(read: ConfigReader, types: Sequence[str]) -> list[str]:
+    """Return the types of a depth's layers as the configuration names them, or by letters as Nemotron-H does."""
     named: Sequence[str] = read.value("mtp_layers_block_type") or [
         _LETTERS.get(letter, letter) for letter in read.value("mtp_hybrid_override_pattern") or ""
     ]
@@ -66,7 +69,7 @@ def _types_of_depth(read: ConfigReader, types: Sequence[str]) -> list[str]:
 def kinds_of_depth(read: ConfigReader) -> tuple[LayerKind, ...]:
     """The layers of a depth of multi-token prediction."""
     types = _types_of_depth(read, layer_types(read))
-    return tuple(_kind(read, 0, kind, True) for kind in types) or layer_kinds(read)[-1:]
+    return tuple(_layer_kind(read, 0, kind, True) for kind in types) or layer_kinds(read)[-1:]
 
 
 def window_of(read: ConfigReader) -> int:
@@ -74,7 +77,8 @@ def window_of(read: ConfigReader) -> int:
     return 0 if read.value("use_sliding_window") is False else read.count("sliding_window")
 
 
-def _kind(read: ConfigReader, layer: int, kind: str, separate: bool) -> LayerKind:
+def _layer_kind(read: ConfigReader, layer: int, kind: str, separate: bool) -> LayerKind:
+    """Return what one layer consists of: its attention, whether it has a mixer, and its MLP or experts."""
     both = kind == "hybrid"  # attention and a mixer side by side
     attention = ATTENTION[0] if both else kind if kind in ATTENTION else ""
     mixes = both or kind in MIXING
@@ -86,6 +90,7 @@ def _kind(read: ConfigReader, layer: int, kind: str, separate: bool) -> LayerKin
 
 
 def _read_types(read: ConfigReader) -> list[str] | None:
+    """Return the types of the layers that a configuration names or writes in letters; None if it does neither."""
     for name in ("layer_types", "layers_block_type"):
         if isinstance(types := read.value(name), (list, tuple)):
             return [str(kind) for kind in cast(Sequence[Any], types)]
@@ -124,6 +129,7 @@ def has_shared_blocks(read: ConfigReader) -> bool:
 
 
 def _visits_experts(read: ConfigReader, layer: int) -> bool:
+    """Return whether a layer has experts, by any of the keys with which configurations say so."""
     if not read.count("num_experts_per_tok", "num_experts_per_token") or read.value("num_local_experts") == 0:
         return False
     if isinstance(listed := read.value("moe_layers"), list):
@@ -160,7 +166,7 @@ class Widths(NamedTuple):
 
 
 def widths_of(read: ConfigReader) -> Widths:
-    """Of a configuration whose layers attend; of a latent attention, as it is computed."""
+    """Return the widths of queries and keys; those of latent attention as it is computed, with its full heads."""
     heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
     if latent(read):
         keys, values = _latent_sizes(read)
@@ -181,7 +187,7 @@ def latent(read: ConfigReader) -> bool:
 
 
 def attention_weights(read: ConfigReader) -> Weights:
-    """Projections of one layer that attends."""
+    """Count the weights of the projections of one layer that attends."""
     hidden = read.count("hidden_size")
     if latent(read):
         return _latent_weights(read, hidden)
@@ -193,8 +199,11 @@ def attention_weights(read: ConfigReader) -> Weights:
 
 
 def _shared_block_weights(read: ConfigReader, hidden: int, widths: Widths) -> Weights:
-    """Of Zamba 2's shared block in one layer: attention to [hidden | embedding], an MLP, the layer's own adapters of
-    both, and its projection of what the block made."""
+    """Count the weights of Zamba 2's shared block in one layer.
+
+    The block attends to [hidden | embedding] and has an MLP. A layer has adapters of both, and a projection of what the
+    block made.
+    """
     attention = 2 * hidden * (widths.query + 2 * widths.key) + widths.query * hidden
     width, rank = read.count("intermediate_size") or 4 * hidden, read.count("adapter_rank")
     adapters = rank * (hidden + 2 * width) + 12 * rank * hidden * bool(read.value("use_shared_attention_adapter"))
@@ -202,7 +211,7 @@ def _shared_block_weights(read: ConfigReader, hidden: int, widths: Widths) -> We
 
 
 def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
-    """Of one layer's MLP (gate, up, down), or of its router and the experts that a token visits."""
+    """Count the weights of one layer's MLP (gate, up, down), or of its router and the experts that a token visits."""
     hidden = read.count("hidden_size")
     products = 2 if read.value("mlp_hidden_act") is not None else 3  # Nemotron-H has no gate
     if kind == "dense":
@@ -217,20 +226,23 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
     narrow = read.count("moe_latent_size")  # experts of Nemotron-H may read a narrower row
     weights = products * ((narrow or hidden) * visited * one + hidden * _shared_width(read, one))
     experts, one = read.experts()[1], products * (narrow or hidden) * one
-    every = weights + 2 * hidden * narrow + hidden * (experts + gated)
-    return Weights(every, 0, visited * one, max(0, experts - visited) * one)
+    all_weights = weights + 2 * hidden * narrow + hidden * (experts + gated)
+    return Weights(all_weights, 0, visited * one, max(0, experts - visited) * one)
 
 
-def _shared_width(read: ConfigReader, one: int) -> int:
-    """Of experts that every token visits, all together."""
+def _shared_width(read: ConfigReader, expert_width: int) -> int:
+    """Return the width of the experts that every token visits, all together."""
     names = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
     if width := read.count(*names):
         return width
     # Of Llama 4, intermediate_size is that of experts, one of them shared, and dense layers have another.
-    return (1 if read.count("intermediate_size_mlp") else read.count("n_shared_experts", "num_shared_experts")) * one
+    return (
+        1 if read.count("intermediate_size_mlp") else read.count("n_shared_experts", "num_shared_experts")
+    ) * expert_width
 
 
 def _dense_width(read: ConfigReader) -> int:
+    """Return the width of an MLP without experts."""
     if read.count("conv_L_cache") and not read.count("num_experts_per_tok"):
         return _lfm2_width(read)
     if shared := read.count("shared_intermediate_size"):  # of Granite without experts
@@ -239,7 +251,7 @@ def _dense_width(read: ConfigReader) -> int:
 
 
 def _lfm2_width(read: ConfigReader) -> int:
-    """Of LFM2: two thirds of the width in the configuration, times a factor, in whole multiples."""
+    """Return the width of LFM2's MLP: two thirds of the configured one, times a factor, in whole multiples."""
     width = read.count("block_ff_dim", "intermediate_size")
     if read.value("block_auto_adjust_ff_dim") is False:
         return width
@@ -254,9 +266,10 @@ def _latent_sizes(read: ConfigReader) -> tuple[int, int]:
 
 
 def _latent_weights(read: ConfigReader, hidden: int) -> Weights:
+    """Count the weights of latent attention, whose queries, keys and values go through narrow products."""
     heads, (size, value) = read.count("num_attention_heads"), _latent_sizes(read)
-    rank, narrow = read.count("kv_lora_rank"), read.count("q_lora_rank")
-    queries = narrow * (hidden + heads * size) if narrow else hidden * heads * size
+    rank, query_rank = read.count("kv_lora_rank"), read.count("q_lora_rank")
+    queries = query_rank * (hidden + heads * size) if query_rank else hidden * heads * size
     keys = hidden * (rank + read.count("qk_rope_head_dim"))
     keys += rank * heads * (read.count("qk_nope_head_dim") + value)
     return Weights(queries + keys + heads * value * hidden, heads * value * hidden)

@@ -97,7 +97,8 @@ def mixer_of(read: ConfigReader) -> MixerShape | None:
     return make(read, read.count("hidden_size"))
 
 
-def _gated_delta_net(read: ConfigReader, hidden: int) -> MixerShape:
+def _gated_delta_net_shape(read: ConfigReader, hidden: int) -> MixerShape:
+    """Return the shape of a gated delta net, as of Qwen3-Next."""
     names = ("linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")
     read.require(*names)
     key_heads, heads = read.count("linear_num_key_heads"), read.count("linear_num_value_heads")
@@ -117,7 +118,8 @@ def _gated_delta_net(read: ConfigReader, hidden: int) -> MixerShape:
     )
 
 
-def _kimi(read: ConfigReader, hidden: int) -> MixerShape:
+def _kimi_shape(read: ConfigReader, hidden: int) -> MixerShape:
+    """Return the shape of Kimi's delta attention, which has a decay for each number of a key."""
     linear = read.inside("linear_attn_config")  # as it is published
     heads = linear.count("num_heads") or read.count("linear_num_heads")
     size = linear.count("head_dim") or read.require_count("linear_head_dim")
@@ -137,7 +139,8 @@ def _kimi(read: ConfigReader, hidden: int) -> MixerShape:
     )
 
 
-def _short_convolution(read: ConfigReader, hidden: int) -> MixerShape:
+def _short_convolution_shape(read: ConfigReader, hidden: int) -> MixerShape:
+    """Return the shape of LFM2's short convolution, which has no state."""
     width = read.count("conv_L_cache")
     return MixerShape(
         kind="short convolution",
@@ -155,11 +158,11 @@ _OF_MAMBA2 = (
 )
 
 
-def _mamba2(read: ConfigReader, hidden: int) -> MixerShape:
-    """By the names of Bamba and Granite, of Nemotron-H, of Zamba 2, or of Mamba 2 itself."""
+def _mamba2_shape(read: ConfigReader, hidden: int) -> MixerShape:
+    """Return the shape of Mamba 2, by the keys of Bamba and Granite, Nemotron-H, Zamba 2, or Mamba 2 itself."""
     heads = _heads_of_mamba2(read)
     states, groups, width = (read.require_count(*names) for names in _OF_MAMBA2)
-    inner = _inner(read, hidden, heads)
+    inner = _inner_width(read, hidden, heads)
     channels = inner + 2 * groups * states
     return MixerShape(
         kind="Mamba 2",
@@ -179,8 +182,8 @@ def _heads_of_mamba2(read: ConfigReader) -> int:
     return heads or (read.count("mamba_ngroups") and read.count("n_mamba_heads"))
 
 
-def _inner(read: ConfigReader, hidden: int, heads: int) -> int:
-    """Numbers of a row between a Mamba 2 layer's projections."""
+def _inner_width(read: ConfigReader, hidden: int, heads: int) -> int:
+    """Return the width of a row between a Mamba 2 layer's projections."""
     size = read.value("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
     if isinstance(size, int):
         return heads * size
@@ -188,8 +191,8 @@ def _inner(read: ConfigReader, hidden: int, heads: int) -> int:
 
 
 _MAKERS = {
-    "gated delta net": _gated_delta_net,
-    "Kimi delta attention": _kimi,
-    "short convolution": _short_convolution,
-    "Mamba 2": _mamba2,
+    "gated delta net": _gated_delta_net_shape,
+    "Kimi delta attention": _kimi_shape,
+    "short convolution": _short_convolution_shape,
+    "Mamba 2": _mamba2_shape,
 }

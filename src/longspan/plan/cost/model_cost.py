@@ -20,7 +20,7 @@ FORMER_FILE = (
 
 
 def cost_on_h200(config: Any, *, depths: int = 0) -> Cost:
-    """The cost of a model on H200s, as they were measured.
+    """Price a model on H200s, as they were measured.
 
     >>> plan = plan_dynamic(lengths, home, cost=cost_on_h200("Qwen3-8B/config.json"))  # doctest: +SKIP
     """
@@ -28,7 +28,7 @@ def cost_on_h200(config: Any, *, depths: int = 0) -> Cost:
 
 
 def cost_on_cpus(config: Any, *, depths: int = 0) -> Cost:
-    """How the parts of a model's plans compare on CPUs, none of which was measured: `source` is "".
+    """Compare the parts of a model's plans on CPUs, none of which was measured: `source` is "".
 
     >>> cost_on_cpus("Qwen3-8B/config.json").source  # doctest: +SKIP
     ''

@@ -9,9 +9,10 @@ with its state, not those of the chunks in which kernels compute them.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from longspan.errors import PlanError
+from longspan.plan.cost.attention_price import FORWARD_OF_ATTENTION
 from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.cost.state_cost import StateCost
 
@@ -27,6 +28,22 @@ PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("A100", {"bfloat16": 312.0, "tensorfloat32": 156.0, "float32": 19.5}),
     ("L40S", {"bfloat16": 362.0, "tensorfloat32": 183.0, "float32": 91.6}),
 )
+
+# What forward takes of forward and backward together: 2 of 6 FLOPs for each weight; 2 of 7 products of attention; keys
+# and values go round once, of three turns (backward sends them again, and their gradients home), in one of two passes;
+# queries, keys, values and outputs are exchanged in either pass alike; and, as one kernel has two in backward, a third
+# of the launches and of the closing. A cost with measured forward passes does not use these.
+FORWARD_SHARES = {
+    "linear_seconds": 1 / 3,
+    "attention_seconds": FORWARD_OF_ATTENTION,
+    "ring_bytes": 1 / 3,
+    "exchange_bytes": 1 / 2,
+    "ring_step_seconds": 1 / 2,
+    "merge_seconds": FORWARD_OF_ATTENTION,
+    "micro_batch_seconds": 1 / 3,
+    "closing_seconds": 1 / 3,
+    "update_seconds": 0.0,
+}
 
 USUAL_FLOPS = 4e14  # a second, of a device that is not named: that of `Cost()`
 
@@ -89,23 +106,31 @@ def later_pairs(spans: Iterable[int]) -> int:
     return sum(rows * (rows - 1) // 2 for rows in spans)
 
 
-def price_model(
-    shape: ModelShape,
-    *,
-    tflops: float,
-    attention_tflops: float | None = None,
-    scan_tflops: float | None = None,
-    summary_tflops: float | None = None,
-    channel_seconds: float = 0.0,
-    ring_step_latency: float,
-    bytes_per_value: int,
-) -> dict[str, Any]:
-    """The fields of a `Cost` that follow from a model's shape at these rates; `Cost.for_model` describes them."""
-    attention_tflops = tflops if attention_tflops is None else attention_tflops
-    scan_tflops = tflops if scan_tflops is None else scan_tflops
-    summary_tflops = scan_tflops if summary_tflops is None else summary_tflops
-    rates = {"tflops": tflops, "attention_tflops": attention_tflops, "scan_tflops": scan_tflops}
-    for name, value in (rates | {"summary_tflops": summary_tflops}).items():
+class ModelRates(TypedDict, total=False):
+    """Figures of a slot that `Cost.for_model` takes besides its TFLOP/s of linear layers; each may be left out.
+
+    `attention_tflops`, `scan_tflops` and `summary_tflops` are its rates in attention, in scans of state-space layers
+    and in the passes that make a run's states for others (None: as `tflops`, summaries as scans). `channel_seconds`
+    (0) are those of a row and channel of convolutions with their norms and gates, `ring_step_latency` (10 µs) those of
+    a ring's step in one layer. A key or value has `bytes_per_value` (2).
+    """
+
+    attention_tflops: float | None
+    scan_tflops: float | None
+    summary_tflops: float | None
+    channel_seconds: float
+    ring_step_latency: float
+    bytes_per_value: int
+
+
+def price_model(shape: ModelShape, tflops: float, **rates: Unpack[ModelRates]) -> dict[str, Any]:
+    """The fields of a `Cost` that follow from a model's shape at these rates. Raises PlanError for a rate of 0."""
+    attention_tflops = _rate_or(rates.get("attention_tflops"), tflops)
+    scan_tflops = _rate_or(rates.get("scan_tflops"), tflops)
+    summary_tflops = _rate_or(rates.get("summary_tflops"), scan_tflops)
+    step_latency, bytes_per_value = rates.get("ring_step_latency", 10e-6), rates.get("bytes_per_value", 2)
+    products = {"tflops": tflops, "attention_tflops": attention_tflops, "scan_tflops": scan_tflops}
+    for name, value in (products | {"summary_tflops": summary_tflops}).items():
         check_rate(name, value)
     full = shape.layers - shape.window_layers - shape.chunk_layers
     # For documents longer than the window or chunk: a row sees half a chunk in the mean.
@@ -114,9 +139,9 @@ def price_model(
         shape,
         scan_tflops=scan_tflops,
         summary_tflops=summary_tflops,
-        step_latency=ring_step_latency,
+        step_latency=step_latency,
         bytes_per_value=bytes_per_value,
-        channel_seconds=channel_seconds,
+        channel_seconds=rates.get("channel_seconds", 0.0),
     )
     in_windows = seen * shape.query_width / (attention_tflops * 1e12)
     return {
@@ -124,9 +149,14 @@ def price_model(
         "attention_seconds": full * 7 * shape.query_width / (attention_tflops * 1e12),
         "ring_bytes": float(shape.layers * 3 * 2 * shape.key_width * bytes_per_value),
         "exchange_bytes": float(shape.layers * 2 * 2 * (shape.query_width + shape.key_width) * bytes_per_value),
-        "ring_step_seconds": shape.layers * 2 * ring_step_latency,
+        "ring_step_seconds": shape.layers * 2 * step_latency,
         "states": states,
     }
+
+
+def _rate_or(rate: float | None, default: float) -> float:
+    """A rate, or the default where none is given."""
+    return default if rate is None else rate
 
 
 def check_rate(name: str, value: float) -> None:

@@ -85,7 +85,7 @@ class ModelShape:
         mixer = _read_mixer(read)
         kinds = layer_kinds(read) + kinds_of_depth(read) * depths
         hidden, window, chunk = read.count("hidden_size"), window_of(read), read.count("attention_chunk_size")
-        layers = [_weights(read, kind, mixer) for kind in kinds]
+        layers = [_layer_weights(read, kind, mixer) for kind in kinds]
         attention = [kind.attention for kind in kinds if kind.attention]
         widths = widths_of(read) if attention else (0, 0)
         vocabulary = read.count("vocab_size")
@@ -107,7 +107,7 @@ class ModelShape:
             heads=max(1, read.count("num_attention_heads")),
             kv_heads=key_value_heads(read),
             dense_layers=sum(kind.feeds == "dense" for kind in kinds),
-            span_layers=len(attention) if ConfigReader.whole(config).family in SEEN_BY_IMAGES else 0,
+            span_layers=len(attention) if ConfigReader.read_whole(config).family in SEEN_BY_IMAGES else 0,
             expert_weights=sum(layer.of_experts for layer in layers),
             stored_weights=sum(layer.all + layer.unvisited for layer in layers) + stored,
             hidden=hidden,
@@ -115,8 +115,8 @@ class ModelShape:
         )
 
 
-def _weights(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -> Weights:
-    """Of a whole layer; its last product is that of its MLP, else of its mixer, else of attention."""
+def _layer_weights(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -> Weights:
+    """Count the weights of a whole layer; its last product is that of its MLP, else of its mixer, else of attention."""
     parts: list[Weights] = []
     if kind.attention:
         parts.append(attention_weights(read))

@@ -82,7 +82,7 @@ class StateCost:
         bytes_per_value: int = 2,
         channel_seconds: float = 0.0,
     ) -> "StateCost | None":
-        """Of a model's state-space layers, at so many TFLOP/s of scans and of summaries; None if it has none.
+        """Price a model's state-space layers at so many TFLOP/s of scans and of summaries; None if it has none.
 
         `channel_seconds` are those of a row and channel of a layer's convolution, with the norms and gates about it.
         States and transitions travel in float32, in forward and in backward, rows in `bytes_per_value`.
@@ -157,7 +157,10 @@ class StateCost:
         return self.state_bytes * states + self.transition_bytes * transitions
 
     def _count_states(self, documents: Floats, tokens: Floats, degree: Floats) -> tuple[Floats, Floats]:
-        """States and transitions: every run but a document's last leaves a state, and but its first a transition."""
+        """Count the states and the transitions that a group sends.
+
+        Every run but a document's last sends a state; of these, every run but its first sends a transition.
+        """
         if self.partition == "contiguous":
             return degree - 1, np.maximum(degree - 1 - documents, 0)
         runs = np.minimum(2 * degree - 1, tokens / np.maximum(documents, 1))
@@ -165,7 +168,7 @@ class StateCost:
         return np.where(cut, documents * (runs - 1), 0), np.where(cut, documents * np.maximum(runs - 2, 0), 0)
 
     def busiest(self, tokens: Floats, squares: Floats, around: Floats) -> Floats | float:
-        """Attention of the busiest slot in a ring of `around`, over the mean of its slots.
+        """Return the attention of the busiest slot in a ring of `around`, over the mean of its slots.
 
         A document that spans c slots end to end gives its last slot 2 - 1 / c times the mean: c here is that of a
         typical row's document.

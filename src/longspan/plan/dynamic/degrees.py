@@ -46,7 +46,7 @@ class DegreeTable:
 
     @classmethod
     def of(cls, problem: Problem) -> "DegreeTable":
-        """The table of a problem, which does not depend on durations."""
+        """Make the table of a problem, which does not depend on durations."""
         may_anchor = (problem.squares == problem.tokens**2) & (problem.work >= problem.least_anchor_work)
         lengths = np.unique(problem.tokens[may_anchor])
         longest = _longest_of_classes(lengths)
@@ -60,7 +60,10 @@ class DegreeTable:
         return cls(problem, item_class, longest, degrees, seconds, rows, rows <= problem.cap, density)
 
     def choices(self, durations: Floats, reach: float) -> tuple[Ints, Floats]:
-        """The best degree and the slot seconds that it wastes (inf: does not fit), both (classes, micro-batches)."""
+        """Choose the best degree for each class in each micro-batch; returns it, and the slot seconds that it wastes.
+
+        Both are (classes, micro-batches); inf where no degree fits.
+        """
         problem = self.problem
         cost = problem.request.cost
         room = durations[None, :, None] - self.seconds[:, None, :]  # (classes, micro-batches, degrees)
@@ -76,8 +79,11 @@ class DegreeTable:
         return self.degrees[best], np.take_along_axis(waste, best[:, :, None], axis=2)[:, :, 0]
 
     def stretch(self, item: int, duration: float, free: int) -> tuple[float, int, float]:
-        """What an item costs that makes a micro-batch with so many free slots longer, in slot seconds; the degree at
-        which that is least, and the seconds that it then takes. Infinite if it does not fit the slots."""
+        """Price an item that makes a micro-batch with `free` slots longer, at the degree at which that costs least.
+
+        Returns the cost in slot seconds, inf if the item does not fit, the degree, and the seconds that the item takes
+        at it.
+        """
         at = int(self.item_class[item])
         seconds = self.seconds[at]
         cost = self.degrees * np.maximum(seconds, duration)
@@ -87,15 +93,16 @@ class DegreeTable:
         return float(cost[best]), int(self.degrees[best]), float(seconds[best])
 
     def least_seconds(self) -> float:
-        """Seconds of the longest document at the highest degree at which it costs hardly more than on few slots."""
+        """Return the seconds of the longest document at the highest degree that costs hardly more than few slots do."""
         seconds = np.where(self.fits[-1], self.seconds[-1], np.inf)
         cost = seconds * self.degrees
         return float(seconds[cost <= LITTLE_MORE * cost.min()].min())
 
 
 def _longest_of_classes(lengths: Ints) -> Ints:
-    """The longest of each class of sorted, distinct lengths: those of as many bits whose first seven agree, so that
-    the table stays small. Up to CLASSES lengths are each a class of their own.
+    """Return the longest length of each class of sorted, distinct lengths, so that the table stays small.
+
+    A class has lengths of as many bits whose first seven agree. Up to CLASSES lengths are each a class of their own.
     """
     if not len(lengths):  # no item may be an anchor: a class without items, since the table has at least one
         return np.ones(1, dtype=np.int64)
@@ -108,6 +115,7 @@ def _longest_of_classes(lengths: Ints) -> Ints:
 
 
 def _degrees_considered(problem: Problem) -> Ints:
+    """Choose the degrees that the table has: all low ones, and then steps of a sixth, in whole nodes where possible."""
     degrees, least, most = problem.degrees, problem.min_cp, problem.max_cp
     near = list(degrees[: bisect_right(degrees, max(EXACT_DEGREES, 2 * least))])
     far, node = near[-1], problem.request.node_size

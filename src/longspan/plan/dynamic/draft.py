@@ -41,8 +41,8 @@ class Bins:
     room: list[int] = field(default_factory=list[int])  # rows of fillers that it can still hold
     fillers: list[list[int]] = field(default_factory=list[list[int]])
 
-    def add(self, micro_batch: int, part: tuple[int, int], anchor: int, seconds: float, rows: int) -> None:
-        """A bin that is busy for some seconds already and has so many rows left on each slot."""
+    def add_bin(self, micro_batch: int, part: tuple[int, int], anchor: int, seconds: float, rows: int) -> None:
+        """Add a bin that is busy for some seconds already and has so many rows left on each slot."""
         self.micro_batch.append(micro_batch)
         self.start.append(part[0])
         self.width.append(part[1])
@@ -72,13 +72,18 @@ class LeastLoaded:
                 heapify(heap)
                 self.heaps.append((width, heap, []))
 
-    def place(self, items: list[int], at: int, tokens: list[int], work: list[float]) -> int:
-        """Place items from `at` on until one fits no bin; the position of that one, or the number of items."""
+    def place_items(self, items: list[int], first: int, tokens: list[int], work: list[float]) -> int:
+        """Give items, from position `first` on, to the bins that end earliest with them.
+
+        Returns the position of the first item that fits no bin, or the number of items. Bins of one width share two
+        heaps: `idle` holds bins by when they end, `full` those without room for some earlier item, by the room that
+        they have. An item takes the bin at the top of `idle` of the width under which it ends earliest.
+        """
         room, late, total, fillers = self.bins.room, self.late, self.bins.seconds, self.bins.fillers
         heaps = self.heaps
-        for position in range(at, len(items)):
+        for position in range(first, len(items)):
             item = items[position]
-            rows, seconds, earliest, taken, chosen = tokens[item], work[item], np.inf, 0, None
+            rows, seconds, earliest, chosen_width, chosen = tokens[item], work[item], np.inf, 0, None
             for width, idle, full in heaps:
                 while full and -full[0][0] >= rows:
                     b = heappop(full)[1]
@@ -87,13 +92,13 @@ class LeastLoaded:
                     b = heappop(idle)[1]
                     heappush(full, (-room[b], b))
                 if idle and (end := idle[0][0] + seconds / width) < earliest:
-                    earliest, taken, chosen = end, width, idle
+                    earliest, chosen_width, chosen = end, width, idle
             if chosen is None:
                 return position
             b = chosen[0][1]
             heapreplace(chosen, (earliest, b))
             late[b] = earliest
-            total[b] += seconds / taken
+            total[b] += seconds / chosen_width
             room[b] -= rows
             fillers[b].append(item)
         return len(items)
@@ -111,11 +116,11 @@ class Draft:
     @property
     def seconds(self) -> float:
         """The step's time in lockstep, launches included."""
-        return step_seconds(self.problem, self.durations.tolist())
+        return lockstep_seconds(self.problem, self.durations.tolist())
 
 
-def step_seconds(problem: Problem, durations: list[float]) -> float:
-    """The time in lockstep of micro-batches of these durations (0: it has no documents), with their launches."""
+def lockstep_seconds(problem: Problem, durations: list[float]) -> float:
+    """Return the time in lockstep of micro-batches of these durations (0: without documents), with their launches."""
     multiple = problem.request.micro_batch_multiple
     count = -(-sum(duration > 0.0 for duration in durations) // multiple) * multiple
     return math.fsum(durations) + count * problem.request.cost.micro_batch_seconds
@@ -153,15 +158,18 @@ class _FilledBins:
         self.width = np.array(bins.width, dtype=np.int64)[self.index]
         node, start = problem.request.node_size, np.array(bins.start, dtype=np.int64)[self.index]
         self.shares_node = start // node == (start + self.width - 1) // node
-        self._anchors(draft)
+        self._note_anchors(draft)
         first = np.zeros((len(self.index), 1), dtype=np.int64)
         self.head_tokens = np.concatenate((first, np.cumsum(self.tokens, axis=1)), axis=1)
         self.head_squares = np.concatenate((first, np.cumsum(self.squares, axis=1)), axis=1)
         self.head_counts = np.concatenate((first, np.cumsum(counts, axis=1)), axis=1)
         self.problem = problem
 
-    def _anchors(self, draft: Draft) -> None:
-        """What an anchor adds: to the shared group if both have the same slots, else as seconds and rows before."""
+    def _note_anchors(self, draft: Draft) -> None:
+        """Note what an anchor adds to its bin: documents of the shared group, or seconds and rows before it.
+
+        It joins the shared group if both have the same slots.
+        """
         anchor = np.array(draft.bins.anchor, dtype=np.int64)[self.index]
         parts = np.array([len(a.parts) for a in draft.anchors] or [0], dtype=np.int64)
         item = np.array([a.item for a in draft.anchors] or [0], dtype=np.int64)
@@ -182,7 +190,11 @@ class _FilledBins:
         return self.base_seconds + self.problem.request.cost.work_seconds(tokens, squares) / self.width
 
     def try_sharing(self, rows: Ints, shared: int) -> tuple[Floats, Ints]:
-        """Seconds of these bins (rising rows) if so many fillers are shared, inf where the cap forbids; and places."""
+        """Price bins whose first `shared` fillers go to all slots, and the others to the least loaded slot each.
+
+        Returns the seconds of each bin, inf where the cap forbids it, and the slot of each filler, −1 if it is shared.
+        `rows` are the bins, by falling numbers of fillers.
+        """
         problem, p = self.problem, np.minimum(shared, self.count[rows])
         tokens = self.head_tokens[rows, p] + self.anchor_tokens[rows]
         squares = self.head_squares[rows, p] + self.anchor_squares[rows]
@@ -208,7 +220,9 @@ class _FilledBins:
 
 
 def divide(draft: Draft, *, level: bool) -> Division:
-    """Divide the fillers of every bin; with `level` all bins of a micro-batch end with the slowest."""
+    """Decide for every bin which fillers all its slots share; with `level` all bins of a micro-batch end with the
+    slowest.
+    """
     bins = draft.bins
     seconds = np.array(bins.seconds)
     empty = np.array([not fillers for fillers in bins.fillers], dtype=np.bool_)
@@ -219,23 +233,25 @@ def divide(draft: Draft, *, level: bool) -> Division:
         return division
     every = np.arange(len(filled.index))
     all_shared, _ = filled.try_sharing(every, int(filled.count.max()))
-    tried = [p for p in TRIED if p < int(filled.count.max())] if draft.problem.min_cp == 1 else []
+    share_counts = [p for p in TRIED if p < int(filled.count.max())] if draft.problem.min_cp == 1 else []
     micro_batch = np.array(bins.micro_batch, dtype=np.int64)
     enough = np.zeros(len(draft.durations))
     if level:
         np.maximum.at(enough, micro_batch[empty], seconds[empty])
-        enough = _least_ends(filled, all_shared, tried, micro_batch, enough)
+        enough = _least_ends(filled, all_shared, share_counts, micro_batch, enough)
     goal = enough[micro_batch[filled.index]]
-    _settle(filled, division, goal, all_shared, tried)
+    _choose_sharing(filled, division, goal, all_shared, share_counts)
     return division
 
 
-def _least_ends(filled: _FilledBins, all_shared: Floats, tried: list[int], micro_batch: Ints, ends: Floats) -> Floats:
-    """When each micro-batch ends at the earliest: the slowest bin under the division that suits it best."""
+def _least_ends(
+    filled: _FilledBins, all_shared: Floats, share_counts: list[int], micro_batch: Ints, ends: Floats
+) -> Floats:
+    """Return when each micro-batch can end at the earliest: its slowest bin, divided as suits it best."""
     best, member = all_shared.copy(), micro_batch[filled.index]
     floor = ends.copy()
     np.maximum.at(floor, member, filled.even_seconds())
-    for p in tried:
+    for p in share_counts:
         rows = np.flatnonzero((best > floor[member]) & (filled.count > p))
         if len(rows):
             best[rows] = np.minimum(best[rows], filled.try_sharing(rows, p)[0])
@@ -243,11 +259,13 @@ def _least_ends(filled: _FilledBins, all_shared: Floats, tried: list[int], micro
     return ends
 
 
-def _settle(filled: _FilledBins, division: Division, goal: Floats, all_shared: Floats, tried: list[int]) -> None:
-    """Share as few fillers as the goal allows; if it cannot be met, what ends earliest."""
+def _choose_sharing(
+    filled: _FilledBins, division: Division, goal: Floats, all_shared: Floats, share_counts: list[int]
+) -> None:
+    """Share as few fillers as let each bin end by its goal; a bin that cannot is divided so that it ends earliest."""
     open_rows = np.ones(len(filled.index), dtype=np.bool_)
     best = np.full(len(filled.index), np.inf)
-    choices = [*tried, int(filled.count.max())]
+    choices = [*share_counts, int(filled.count.max())]
     for p in choices:
         rows = np.flatnonzero(open_rows & ((filled.count > p) | (p == choices[-1])))
         if not len(rows):
@@ -263,7 +281,7 @@ def _settle(filled: _FilledBins, division: Division, goal: Floats, all_shared: F
 
 
 def micro_batches(draft: Draft, division: Division) -> list[MicroBatch]:
-    """The micro-batches of a draft, longest documents of each group first."""
+    """Make the micro-batches of a draft, longest documents of each group first."""
     batches: list[dict[tuple[int, ...], list[int]]] = [{} for _ in draft.durations]
     for anchor in draft.anchors:
         batches[anchor.micro_batch].setdefault(slots_of(anchor.parts), []).append(anchor.item)
@@ -287,8 +305,8 @@ def _group(problem: Problem, slots: tuple[int, ...], items: list[int]) -> Group:
     return problem.request.group(slots, [d for item in sorted(items) for d in problem.documents[item]])
 
 
-def longest_first(batch: MicroBatch) -> MicroBatch:
-    """The same groups with their documents by falling length, so that ids do not matter."""
+def sort_documents(batch: MicroBatch) -> MicroBatch:
+    """Sort the documents of each group by falling length, so that their ids do not matter."""
     groups: list[Group] = []
     for group in batch.groups:
         order = sorted(range(len(group.documents)), key=lambda i: (-group.lengths[i], group.documents[i]))

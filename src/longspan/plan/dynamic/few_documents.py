@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longspan.plan.dynamic.draft import micro_batch_of, step_seconds
+from longspan.plan.dynamic.draft import lockstep_seconds, micro_batch_of
 from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, Floats, FreeSlots, Ints, Problem, slots_of
 from longspan.plan.micro_batch import MicroBatch
-from longspan.plan.planners.bin_packing import spread
+from longspan.plan.planners.bin_packing import pack_least_loaded
 
 MOST_ITEMS = 40
 MOST_SLOTS = 64
@@ -45,13 +45,15 @@ class _Sizes(NamedTuple):
 
 
 def plan_few(problem: Problem) -> tuple[float, list[MicroBatch]] | None:
-    """Seconds and micro-batches of the best plan; None with too many items or slots to try, or if nothing fits."""
+    """Search for the best plan of few items; returns its seconds and micro-batches, None with too much to try or no
+    fit.
+    """
     if len(problem.tokens) > MOST_ITEMS or problem.request.slots > MOST_SLOTS:
         return None
     best: tuple[float, list[SideBySide]] | None = None
     for batches in _batches_of_items(problem):
         arranged = [arrangement for items in batches if (arrangement := _best_arrangement(problem, items)) is not None]
-        seconds = step_seconds(problem, [arrangement.seconds for arrangement in arranged])
+        seconds = lockstep_seconds(problem, [arrangement.seconds for arrangement in arranged])
         if len(arranged) == len(batches) and (best is None or seconds < best[0]):
             best = seconds, arranged
     if best is None:
@@ -60,11 +62,11 @@ def plan_few(problem: Problem) -> tuple[float, list[MicroBatch]] | None:
 
 
 def _batches_of_items(problem: Problem) -> Iterator[list[list[int]]]:
-    """The items of each micro-batch, for a few numbers of these: equal work in each, or the longest together."""
+    """Yield items by micro-batch, for a few numbers of these: equal work in each, or the longest together."""
     tokens: list[int] = problem.tokens.tolist()
     middle = np.cumsum(problem.tokens) - problem.tokens // 2
     for count in range(problem.least_micro_batches, problem.least_micro_batches + MORE_MICRO_BATCHES + 1):
-        even = spread(tokens, problem.work.tolist(), count, problem.request.slots * problem.cap)
+        even = pack_least_loaded(tokens, problem.work.tolist(), count, problem.request.slots * problem.cap)
         by_length: list[int] = np.minimum(middle * count // sum(tokens), count - 1).tolist()
         for places in (even, by_length if count > 1 else None):
             if places is not None:
@@ -76,23 +78,23 @@ def _items_by_place(items: range | list[int], places: list[int], count: int) -> 
 
 
 def _best_arrangement(problem: Problem, items: list[int]) -> SideBySide | None:
-    """The items in the number of groups whose slowest ends earliest."""
+    """Arrange items in the number of groups whose slowest ends earliest; None if they fit in none."""
     tokens, work = problem.tokens[items].tolist(), problem.work[items].tolist()
     best: SideBySide | None = None
     for count in range(1, min(len(items), problem.request.slots // problem.min_cp, MOST_GROUPS) + 1):
-        places = spread(tokens, work, count, problem.max_cp * problem.cap)
-        arrangement = None if places is None else _arrange(problem, _items_by_place(items, places, count))
+        places = pack_least_loaded(tokens, work, count, problem.max_cp * problem.cap)
+        arrangement = None if places is None else _arrange_groups(problem, _items_by_place(items, places, count))
         if arrangement is not None and (best is None or arrangement.seconds < best.seconds):
             best = arrangement
-    return None if best is None else _improve(problem, best)
+    return None if best is None else _improve_arrangement(problem, best)
 
 
-def _improve(problem: Problem, arrangement: SideBySide) -> SideBySide:
-    """The arrangement after moving items out of its slowest group, one at a time, as long as that helps."""
+def _improve_arrangement(problem: Problem, arrangement: SideBySide) -> SideBySide:
+    """Move items out of the slowest group, one at a time, as long as that helps."""
     left = MOST_MOVES
     while left > 0:
-        for groups in _moves(arrangement):
-            trial, left = _arrange(problem, groups), left - 1
+        for groups in _groups_after_moves(arrangement):
+            trial, left = _arrange_groups(problem, groups), left - 1
             if trial is not None and trial.seconds < arrangement.seconds:
                 arrangement = trial
                 break
@@ -103,8 +105,8 @@ def _improve(problem: Problem, arrangement: SideBySide) -> SideBySide:
     return arrangement
 
 
-def _moves(arrangement: SideBySide) -> Iterator[list[list[int]]]:
-    """The groups after one item of the slowest, its last items first, has gone to another group."""
+def _groups_after_moves(arrangement: SideBySide) -> Iterator[list[list[int]]]:
+    """Yield the groups after one item of the slowest, its last items first, has gone to another group."""
     groups = list(arrangement.items)
     slowest = groups.pop(arrangement.slowest)
     for item in slowest[::-1]:
@@ -114,10 +116,10 @@ def _moves(arrangement: SideBySide) -> Iterator[list[list[int]]]:
             yield changed + [remaining] * bool(remaining)
 
 
-def _arrange(problem: Problem, groups: list[list[int]]) -> SideBySide | None:
-    """Groups on as many slots each as let the slowest end earliest, the widest first, inside blocks where they fit."""
+def _arrange_groups(problem: Problem, groups: list[list[int]]) -> SideBySide | None:
+    """Give each group as many slots as let the slowest end earliest, the widest first, inside blocks if they fit."""
     sizes = _Sizes.of(problem, groups)
-    widths = _widths(problem, sizes)
+    widths = _group_widths(problem, sizes)
     if widths is None:
         return None
     order: list[int] = np.argsort(-widths, kind="stable").tolist()
@@ -132,9 +134,9 @@ def _arrange(problem: Problem, groups: list[list[int]]) -> SideBySide | None:
     return SideBySide([groups[g] for g in order], slots, slowest, float(seconds[slowest]))
 
 
-def _widths(problem: Problem, sizes: _Sizes) -> Ints | None:
-    """The fewest slots of each group (groups,) with which all end at the earliest possible time; None: no room."""
-    seconds = _seconds(problem, sizes)
+def _group_widths(problem: Problem, sizes: _Sizes) -> Ints | None:
+    """Find the fewest slots of each group (groups,) with which all end at the earliest possible time; None: no room."""
+    seconds = _group_seconds(problem, sizes)
     times = np.unique(seconds[np.isfinite(seconds)])
     low, high, widths = 0, len(times), None
     degrees = np.array(problem.degrees, dtype=np.int64)
@@ -149,8 +151,8 @@ def _widths(problem: Problem, sizes: _Sizes) -> Ints | None:
     return widths
 
 
-def _seconds(problem: Problem, sizes: _Sizes) -> Floats:
-    """Seconds of each group at each degree: (groups, degrees); inf where its rows are over the cap."""
+def _group_seconds(problem: Problem, sizes: _Sizes) -> Floats:
+    """Return the seconds of each group at each degree (groups, degrees); inf where its rows are over the cap."""
     degrees = np.array(problem.degrees, dtype=np.int64)
     inside_node = degrees <= problem.widest_in_node
     tokens, squares, documents = (x[:, None] for x in sizes)

@@ -11,7 +11,7 @@ import numpy as np
 
 from longspan.plan.dynamic.draft import Anchor, Bins, Division, Draft, LeastLoaded, divide
 from longspan.plan.dynamic.problem import Floats, Ints, Parts, Problem
-from longspan.plan.planners.bin_packing import first_fit
+from longspan.plan.planners.bin_packing import pack_first_fit
 
 GOALS = (1.003, 1.01, 1.02)  # when lanes should end, against the mean work of a slot
 FEW_SLOTS = 1024  # up to which all goals are tried; else the one in the middle
@@ -30,14 +30,14 @@ class FreePlan:
 
 
 def plan_free(problem: Problem) -> FreePlan:
-    """The best plan for a few times at which lanes should end."""
+    """Make the best plan for a few times at which lanes should end."""
     mean = problem.mean_seconds + problem.least_micro_batches * problem.request.cost.micro_batch_seconds
     goals = GOALS if problem.request.slots <= FEW_SLOTS else GOALS[1:2]
     return min((_plan_for(problem, goal * mean) for goal in goals), key=lambda plan: plan.seconds)
 
 
 def _plan_for(problem: Problem, goal: float) -> FreePlan:
-    """Place all items on lanes, with gangs if a lane would end after `goal` seconds."""
+    """Place all items on lanes, with gangs of lanes for documents that one would end after `goal` seconds."""
     lanes = _Lanes(problem)
     width = lanes.width[lanes.usable]
     gangs = problem.tokens > width.max() * problem.cap
@@ -99,7 +99,7 @@ class _Lanes:
             self.items[lane].append(item)
 
     def _earlier_gang(self, item: int, goal: float) -> tuple[Ints | None, float]:
-        """The fewest lanes that end a document by the goal, or those that end it earliest, and when they end."""
+        """Choose the fewest lanes that end a document by the goal, or those that end it earliest; also returns when."""
         best, earliest = None, np.inf
         order = np.argsort(self.end, kind="stable")[:MOST_LANES]
         if len(self.problem.documents[item]) > 1:
@@ -121,7 +121,7 @@ class _Lanes:
         return self.problem.widest(int(self.width[lanes].sum()))
 
     def _seconds(self, item: int, lanes: Ints) -> float:
-        """Seconds of an item on a gang of these lanes, launch included; lanes count as being on different nodes."""
+        """Return the seconds of an item on a gang of these lanes, launch included, as if each were on another node."""
         tokens, degree = int(self.problem.tokens[item]), self._degree(lanes)
         seconds = self.problem.request.cost.group_seconds(tokens, tokens * tokens, degree, inside=False)
         return self.launch + float(seconds)
@@ -148,8 +148,8 @@ class _Lanes:
         """Give each item to the lane that ends earliest with it."""
         bins = Bins()
         for part, end in zip(self.parts, self.end.tolist(), strict=True):
-            bins.add(0, part, anchor=-1, seconds=end, rows=int(self.problem.tokens.sum()))
-        LeastLoaded(bins, [0.0], self.problem).place(items, 0, self.problem.tokens.tolist(), self.work.tolist())
+            bins.add_bin(0, part, anchor=-1, seconds=end, rows=int(self.problem.tokens.sum()))
+        LeastLoaded(bins, [0.0], self.problem).place_items(items, 0, self.problem.tokens.tolist(), self.work.tolist())
         for lane_items, fillers in zip(self.items, bins.fillers, strict=True):
             lane_items.extend(fillers)
 
@@ -160,10 +160,10 @@ class _Lanes:
             if not items:
                 continue
             items = sorted(items)
-            places = first_fit([tokens[item] for item in items], part[1] * self.problem.cap)
+            places = pack_first_fit([tokens[item] for item in items], part[1] * self.problem.cap)
             first = len(bins.seconds)
             for m in range(max(places) + 1):
-                bins.add(self.next[lane] + m, part, anchor=-1, seconds=0.0, rows=self.problem.cap)
+                bins.add_bin(self.next[lane] + m, part, anchor=-1, seconds=0.0, rows=self.problem.cap)
                 lane_of.append(lane)
             for item, at in zip(items, places, strict=True):
                 bins.fillers[first + at].append(item)

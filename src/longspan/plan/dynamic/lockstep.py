@@ -57,55 +57,55 @@ class Search:
         self.tried: list[float] = []
         self.best: Draft | None = None
 
-    def attempt(self, settings: DraftSettings) -> None:
-        """Make a draft by these settings, and keep the best so far."""
+    def try_settings(self, settings: DraftSettings) -> None:
+        """Make a draft by these settings; keep it if it is the best so far."""
         durations = settings.durations * self.problem.mean_seconds
         draft = make_draft(self.problem, self.degrees, durations, settings.anchoring)
         self.tried.append(draft.seconds)
         if self.best is None or draft.seconds < self.best.seconds:
             self.best, self.settings = draft, settings
 
-    def climb(self, steps: int, seed: int = 0) -> None:
+    def improve_settings(self, steps: int, seed: int = 0) -> None:
         """Change the best settings a little, so many times, and keep what is better."""
         random = Random(seed)
         for _ in range(steps):
             assert self.best is not None
-            self.attempt(_change_settings(self.best, self.settings, random))
+            self.try_settings(_change_settings(self.best, self.settings, random))
 
     def rank_settings(self) -> list[int]:
         """Numbers of the settings tried, best first."""
         return sorted(range(len(self.tried)), key=lambda i: (self.tried[i], i))
 
 
-def search(problem: Problem, effort: Effort) -> Draft:
+def search_draft(problem: Problem, effort: Effort) -> Draft:
     """Search for the best draft with so much effort."""
     full = Search(problem)
     if problem.sample_factor == 1:
-        candidates = list(starts(problem, full.degrees))[:: problem.stride]
+        candidates = list(initial_settings(problem, full.degrees))[:: problem.stride]
     else:
         candidates = _sample_settings(problem, full.degrees, effort)
     for settings in candidates:
-        full.attempt(settings)
-    full.climb(effort.steps)
+        full.try_settings(settings)
+    full.improve_settings(effort.steps)
     assert full.best is not None
     return full.best
 
 
 def _sample_settings(problem: Problem, degrees: DegreeTable, effort: Effort) -> list[DraftSettings]:
-    """Settings of good drafts of a sample: one improved, and the best of those to begin with, for the whole problem."""
-    sample, settings_of_problem = Search(problem.sample()), list(starts(problem, degrees))
-    for settings in starts(sample.problem, sample.degrees):
-        sample.attempt(settings)
+    """Search on a sample of the problem; returns settings for the whole: one improved, and the best of the first."""
+    sample, settings_of_problem = Search(problem.sample()), list(initial_settings(problem, degrees))
+    for settings in initial_settings(sample.problem, sample.degrees):
+        sample.try_settings(settings)
     ranked = sample.rank_settings()
-    sample.climb(effort.sample_steps)
+    sample.improve_settings(effort.sample_steps)
     return [sample.settings, *[settings_of_problem[i] for i in ranked[: effort.drafts]]]
 
 
-def starts(problem: Problem, degrees: DegreeTable) -> Iterator[DraftSettings]:
-    """The settings to begin with."""
+def initial_settings(problem: Problem, degrees: DegreeTable) -> Iterator[DraftSettings]:
+    """Yield the settings that a search begins with: numbers of micro-batches, their durations, and anchors."""
     few = problem.few
-    for count in _counts(problem):
-        steep = _steep(problem, count)
+    for count in _micro_batch_counts(problem):
+        steep = _steep_shares(problem, count)
         for steepness in STEEPNESS:
             shape = (1.0 - steepness) / count + steepness * steep
             shape[0] = max(shape[0], degrees.least_seconds() / problem.mean_seconds)
@@ -114,15 +114,15 @@ def starts(problem: Problem, degrees: DegreeTable) -> Iterator[DraftSettings]:
                     yield DraftSettings(slack * shape, anchoring)
 
 
-def _counts(problem: Problem) -> list[int]:
-    """Numbers of micro-batches: the fewest and some more, and as many as are launched anyway."""
+def _micro_batch_counts(problem: Problem) -> list[int]:
+    """List numbers of micro-batches to try: the fewest, some more, and multiples that are launched anyway."""
     least, multiple = problem.least_micro_batches, problem.request.micro_batch_multiple
     counts = range(least, least + MORE_MICRO_BATCHES + 1)
     return sorted({*counts, *(-(-count // multiple) * multiple for count in counts)})
 
 
-def _steep(problem: Problem, count: int) -> Floats:
-    """Shares of the work in so many equal parts of the rows, longest documents first."""
+def _steep_shares(problem: Problem, count: int) -> Floats:
+    """Return shares of the work in so many equal parts of the rows, longest documents first."""
     middle = np.cumsum(problem.tokens) - problem.tokens // 2
     part = np.minimum(middle * count // int(problem.tokens.sum()), count - 1)
     share = np.bincount(part, weights=problem.work, minlength=count)
@@ -130,8 +130,11 @@ def _steep(problem: Problem, count: int) -> Floats:
 
 
 def _change_settings(best: Draft, settings: DraftSettings, random: Random) -> DraftSettings:
-    """Nearby settings: one duration longer or shorter, two exchanged in part, one that just holds an anchor at another
-    degree, all as they came out, or other documents as anchors."""
+    """Make settings near the best: other durations, an anchor at another degree, or other documents as anchors.
+
+    Of durations one becomes longer or shorter, two are exchanged in part, all become what they came out as, or one just
+    holds its anchor at another degree.
+    """
     durations, anchoring, mean = settings.durations.copy(), settings.anchoring, best.problem.mean_seconds
     kind, micro_batch = int(5 * random.random()), int(len(durations) * random.random())
     if kind == 0:
@@ -154,7 +157,7 @@ def _change_settings(best: Draft, settings: DraftSettings, random: Random) -> Dr
 
 
 def _seconds_at_other_degree(problem: Problem, anchors: list[Anchor], random: Random) -> float:
-    """Seconds that one of these anchors takes at a degree close to the one that it has."""
+    """Return the seconds that one of these anchors takes at a degree close to the one that it has."""
     anchor = anchors[int(len(anchors) * random.random())]
     degree = sum(count for _, count in anchor.parts)
     degree += int((5 + degree // 2) * random.random()) - 2 - degree // 4
@@ -207,33 +210,34 @@ class _Drafting:
                 self._place_late(item)
 
     def _seconds_alone(self, items: list[int], width: Ints, in_block: bool) -> Floats:
-        """Seconds of items at degrees (items, ...), within or across blocks; of the shape of `width`."""
+        """Return the seconds of items at degrees, within or across blocks: (items, …), of the shape of `width`."""
         tokens = self.problem.tokens[items].reshape(-1, *[1] * (width.ndim - 1))
         inside_node = in_block & (width <= self.problem.widest_in_node)
         return self.problem.request.cost.group_seconds(tokens, tokens * tokens, width, inside_node)
 
     def _try_anchor(self, item: int, micro_batch: int, width: int, in_block: float, across: float) -> bool:
-        """Place an anchor if so many slots are free and its seconds, in one block or across, are not too many."""
+        """Place an anchor if enough slots are free and it ends in time; returns whether it did."""
         free = self.free[micro_batch]
         if width > free.total:
             return False
         seconds = in_block if free.has_block(width) else across
         if seconds > self.durations[micro_batch]:
             return False
-        self._take(item, micro_batch, width, seconds)
+        self._place_anchor(item, micro_batch, width, seconds)
         return True
 
-    def _take(self, item: int, micro_batch: int, width: int, seconds: float) -> None:
+    def _place_anchor(self, item: int, micro_batch: int, width: int, seconds: float) -> None:
+        """Place an anchor on free slots of a micro-batch; the rows that it leaves on them become bins."""
         parts, problem = self.free[micro_batch].take(width), self.problem
         if len(parts) == 1 and width <= problem.widest_in_node and not problem.shares_node(*parts[0]):
             seconds = float(self._seconds_alone([item], np.array([width]), in_block=False)[0])
         rows = -(-int(self.problem.tokens[item]) // width)
         for piece in (piece for part in parts for piece in self.problem.split_into_runs(part)):
-            self.bins.add(micro_batch, piece, len(self.anchors), seconds, self.problem.cap - rows)
+            self.bins.add_bin(micro_batch, piece, len(self.anchors), seconds, self.problem.cap - rows)
         self.anchors.append(Anchor(micro_batch, item, parts, rows, seconds))
 
     def _place_late(self, item: int) -> None:
-        """Place an anchor for which no micro-batch has time and slots: in a bin, or in a micro-batch made longer."""
+        """Place an anchor that no micro-batch has time and slots for: in a bin, or in one that is made longer."""
         if self.problem.tokens[item] <= self.problem.widest_run * self.problem.cap:
             self.unplaced.append(item)
             return
@@ -246,7 +250,7 @@ class _Drafting:
         if chosen == len(self.durations):
             self._add_micro_batch(seconds)
         self.durations[chosen] = max(self.durations[chosen], seconds)
-        self._take(item, chosen, width, seconds)
+        self._place_anchor(item, chosen, width, seconds)
 
     def _add_micro_batch(self, duration: float) -> None:
         self.durations.append(duration)
@@ -260,7 +264,7 @@ class _Drafting:
         work: list[float] = self.problem.work.tolist()
         tokens: list[int] = self.problem.tokens.tolist()
         at = 0
-        while (at := least_loaded.place(items, at, tokens, work)) < len(items):
+        while (at := least_loaded.place_items(items, at, tokens, work)) < len(items):
             self._add_micro_batch(self.durations[-1])
             self._add_bins(len(self.durations) - 1)
             least_loaded = LeastLoaded(self.bins, self.durations, self.problem)
@@ -268,10 +272,10 @@ class _Drafting:
     def _add_bins(self, micro_batch: int) -> None:
         """Make bins of the slots of a micro-batch that no anchor took."""
         for part in self.free[micro_batch].remaining_runs():
-            self.bins.add(micro_batch, part, anchor=-1, seconds=0.0, rows=self.problem.cap)
+            self.bins.add_bin(micro_batch, part, anchor=-1, seconds=0.0, rows=self.problem.cap)
 
     def draft(self) -> Draft:
-        """What has been placed."""
+        """Return the draft of what has been placed."""
         bins = self.bins
         latency = self.problem.request.cost.latency_seconds(np.arange(1, self.problem.widest_block + 1)).tolist()
         ends = [0.0] * len(self.durations)

@@ -6,10 +6,10 @@ from typing import Literal, Unpack
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan.check import check_choice, check_count
-from longspan.plan.dynamic.draft import divide, longest_first, micro_batches, step_seconds
+from longspan.plan.dynamic.draft import divide, lockstep_seconds, micro_batches, sort_documents
 from longspan.plan.dynamic.few_documents import plan_few
 from longspan.plan.dynamic.free import plan_free
-from longspan.plan.dynamic.lockstep import Effort, search
+from longspan.plan.dynamic.lockstep import Effort, search_draft
 from longspan.plan.dynamic.problem import DegreeSet, Ints, Problem
 from longspan.plan.micro_batch import MicroBatch
 from longspan.plan.plan import Plan
@@ -77,7 +77,7 @@ def plan_dynamic(
         return request.plan((), "dynamic", max_cp=max_cp)
     problem = Problem.of(request, degrees)
     bound = request.lower_bound(problem.max_cp).seconds
-    return request.plan(_fastest(problem, bound, effort), "dynamic", max_cp=problem.max_cp)
+    return request.plan(_fastest_plan(problem, bound, effort), "dynamic", max_cp=problem.max_cp)
 
 
 def _check_degrees(request: Request, min_cp: int, max_cp: int | None) -> DegreeSet:
@@ -99,25 +99,27 @@ def _check_degrees(request: Request, min_cp: int, max_cp: int | None) -> DegreeS
     return degrees
 
 
-def _fastest(problem: Problem, bound: float, effort: EffortName) -> list[MicroBatch]:
-    """The micro-batches of the fastest plan; a kind of plan is left out if those before it are close enough."""
+def _fastest_plan(problem: Problem, bound: float, effort: EffortName) -> list[MicroBatch]:
+    """Plan in several ways and return the fastest; a way is left out if those before it come close to the bound."""
     candidates = [_free(problem)] if problem.request.mode == "free" else []
     if not candidates or candidates[0][0] > CLOSE * bound:
-        candidates.append(_lockstep(problem, _effort(effort, problem)))
+        candidates.append(_lockstep_candidate(problem, _effort_of_search(effort, problem)))
         if min(candidates, key=_seconds)[0] > CLOSE * bound and (few := plan_few(problem)) is not None:
             candidates.append((few[0], lambda: few[1]))
     best = min(candidates, key=_seconds)[0]
     small = problem.request.slots <= COMPARED_SLOTS and len(problem.request.lengths) <= COMPARED_DOCUMENTS
     if small or best > DISTANT * bound:
-        candidates.extend(_fixed(problem, best))
+        candidates.extend(_fixed_candidates(problem, best))
     if problem.request.cost.network is None:
         return min(candidates, key=_seconds)[1]()
     return _fastest_as_priced(problem, candidates)
 
 
 def _fastest_as_priced(problem: Problem, candidates: list[Candidate]) -> list[MicroBatch]:
-    """The fastest of the best candidates with every group where it is: drafts count groups across nodes as full nodes
-    leave them, and on measured links that decides."""
+    """Price the best few candidates with every group on its own slots, and return the fastest.
+
+    Drafts count groups across nodes as full nodes leave them, which on measured links may decide.
+    """
     request, near = problem.request, sorted(candidates, key=_seconds)[:CANDIDATES_PRICED]
     made = [make() for _, make in near]
     seconds = [
@@ -131,20 +133,21 @@ def _seconds(candidate: Candidate) -> float:
     return candidate[0]
 
 
-def _effort(name: EffortName, problem: Problem) -> Effort:
-    """How many drafts: fewer of more items and slots, where one takes longer and luck matters less."""
-    some = 1 if name == "fast" else 4 if name == "balanced" else 16
+def _effort_of_search(name: EffortName, problem: Problem) -> Effort:
+    """Return how many drafts are made: fewer of more items and slots, where one takes longer and luck matters less."""
+    scale = 1 if name == "fast" else 4 if name == "balanced" else 16
     size = len(problem.tokens) + problem.request.slots
-    return Effort(drafts=2 * some, steps=some * max(1, min(40, 4000 // size)), sample_steps=6 * some)
+    return Effort(drafts=2 * scale, steps=scale * max(1, min(40, 4000 // size)), sample_steps=6 * scale)
 
 
-def _lockstep(problem: Problem, effort: Effort) -> Candidate:
-    draft = search(problem, effort)
+def _lockstep_candidate(problem: Problem, effort: Effort) -> Candidate:
+    """Search for the best plan in lockstep; returns its seconds and what makes its micro-batches."""
+    draft = search_draft(problem, effort)
     division = divide(draft, level=True)
     ends = [0.0] * len(draft.durations)
     for m, seconds in zip(draft.bins.micro_batch, division.seconds.tolist(), strict=True):
         ends[m] = max(ends[m], seconds)
-    return step_seconds(problem, ends), lambda: micro_batches(draft, division)
+    return lockstep_seconds(problem, ends), lambda: micro_batches(draft, division)
 
 
 def _free(problem: Problem) -> Candidate:
@@ -152,8 +155,8 @@ def _free(problem: Problem) -> Candidate:
     return free.seconds, lambda: micro_batches(free.draft, free.division)
 
 
-def _fixed(problem: Problem, best: float) -> Iterator[Candidate]:
-    """Plans of one degree, where they could be better than `best` seconds."""
+def _fixed_candidates(problem: Problem, best: float) -> Iterator[Candidate]:
+    """Yield plans of one degree, where they could be better than `best` seconds."""
     request = problem.request
     for cp in problem.degrees:
         launch = request.cost.micro_batch_seconds + float(request.cost.latency_seconds(cp))
@@ -166,4 +169,4 @@ def _fixed(problem: Problem, best: float) -> Iterator[Candidate]:
 
 
 def _fixed_micro_batches(packer: Packer, places: Ints) -> list[MicroBatch]:
-    return [longest_first(batch) for batch in packer.micro_batches(places)]
+    return [sort_documents(batch) for batch in packer.micro_batches(places)]

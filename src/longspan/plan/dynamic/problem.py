@@ -19,8 +19,11 @@ DegreeSet = range | tuple[int, ...]  # rising
 Parts = list[tuple[int, int]]  # (first slot, number of slots), one for each block
 
 
-def blocks_of(slots: int, node_size: int, min_cp: int, max_cp: int) -> tuple[tuple[int, int], ...]:
-    """Nodes; or, if a group needs more than a node, runs of nodes that hold one. What cannot hold one stays idle."""
+def divide_into_blocks(slots: int, node_size: int, min_cp: int, max_cp: int) -> tuple[tuple[int, int], ...]:
+    """Divide the slots into nodes, or into runs of nodes if a group needs more than one; slots beyond stay idle.
+
+    Returns (first slot, slots) of each block.
+    """
     size = node_size if min_cp <= node_size else -(-min_cp // node_size) * node_size
     if size > max_cp and min_cp > node_size:
         size = min_cp
@@ -33,8 +36,12 @@ def blocks_of(slots: int, node_size: int, min_cp: int, max_cp: int) -> tuple[tup
 
 
 @cache
-def runs(slots: int, degrees: DegreeSet) -> Parts:
-    """Runs of so many slots that each hold a group: as few left out, as few runs, and as even as the degrees allow."""
+def even_runs(slots: int, degrees: DegreeSet) -> Parts:
+    """Divide so many slots into runs that each hold a group: as few left out, as few runs, and as even as degrees
+    allow.
+
+    Returns (first slot, slots) of each run.
+    """
     if slots < degrees[0]:
         return []
     pieces = -(-slots // degrees[-1])
@@ -47,7 +54,7 @@ def runs(slots: int, degrees: DegreeSet) -> Parts:
 
 
 def _uneven_runs(slots: int, degrees: DegreeSet) -> Parts:
-    """`runs` if equal parts are no degrees, the widest run first."""
+    """Divide slots as `even_runs` does, where equal parts are no degrees; the widest run comes first."""
     best: list[tuple[int, int, int, tuple[int, ...]]] = [(0, 0, 0, ())]  # left out, runs, squared widths, widths
     for count in range(1, slots + 1):
         left, number, squares, widths = best[-1]
@@ -81,10 +88,10 @@ class FreeSlots:
             self.by_left[self.left[block]].append(block)
 
     def take(self, width: int) -> Parts:
-        """So many slots, from one block if one has them, else from as few as possible; at most `total`."""
+        """Take so many slots: from one block if one has them, else from as few as possible; at most `total`."""
         parts: Parts = []
         while width:
-            size = self._fitting(width, whole=not parts) or self._largest()
+            size = self._smallest_fit(width, whole=not parts) or self._largest()
             count = min(size, width)
             parts.append(self._take_from(self.by_left[size].pop(), count))
             width -= count
@@ -92,27 +99,28 @@ class FreeSlots:
 
     def has_block(self, width: int) -> bool:
         """Whether one block has so many free slots."""
-        return bool(self._fitting(width, whole=False))
+        return bool(self._smallest_fit(width, whole=False))
 
     def remaining_runs(self) -> Parts:
-        """The slots that are left, in runs that hold a group."""
+        """Divide the slots that are left into runs that hold a group."""
         return [
             (start + size - left + offset, count)
             for (start, size), left in zip(self.blocks, self.left, strict=True)
-            for offset, count in runs(left, self.degrees)
+            for offset, count in even_runs(left, self.degrees)
         ]
 
-    def _fitting(self, width: int, *, whole: bool) -> int:
-        """The fewest free slots of a block that hold the width, and leave none or enough for a group; 0 for none."""
+    def _smallest_fit(self, width: int, *, whole: bool) -> int:
+        """Find the fewest free slots of a block that hold the width and leave none or enough for a group; else 0."""
         for size in range(width, len(self.by_left)):
             if self.by_left[size] and not (whole and 0 < size - width < self.degrees[0]):
                 return size
-        return self._fitting(width, whole=False) if whole else 0
+        return self._smallest_fit(width, whole=False) if whole else 0
 
     def _largest(self) -> int:
         return next(size for size in range(len(self.by_left) - 1, 0, -1) if self.by_left[size])
 
     def _take_from(self, block: int, count: int) -> tuple[int, int]:
+        """Take the next slots of a block; returns the first of them and their number."""
         start, size = self.blocks[block]
         left = self.left[block]
         self.left[block] = left - count
@@ -150,8 +158,8 @@ class Problem:
         lengths = np.array(request.lengths, dtype=np.int64)
         order = np.argsort(-lengths, kind="stable")
         cap = int(lengths.sum()) if request.rows is None else request.rows
-        documents, tokens, squares = _items(order, lengths[order], request.slots, cap)
-        blocks = blocks_of(request.slots, request.node_size, degrees[0], degrees[-1])
+        documents, tokens, squares = _make_items(order, lengths[order], request.slots, cap)
+        blocks = divide_into_blocks(request.slots, request.node_size, degrees[0], degrees[-1])
         return cls(request, degrees, cap, documents, tokens, squares, blocks)
 
     @property
@@ -172,7 +180,7 @@ class Problem:
     def split_into_runs(self, part: tuple[int, int]) -> Parts:
         """Split these slots into runs that hold a group, and what is left, if anything is."""
         start, slots = part
-        pieces = [(start + offset, width) for offset, width in runs(slots, self.degrees)]
+        pieces = [(start + offset, width) for offset, width in even_runs(slots, self.degrees)]
         used = sum(width for _, width in pieces)
         return pieces + ([(start + used, slots - used)] if used < slots else [])
 
@@ -195,16 +203,16 @@ class Problem:
     def sample(self) -> "Problem":
         """A problem like this one on a share of the slots, with every so many-th item."""
         factor = self.sample_factor
-        slots, every = self.request.slots // factor, slice(factor // 2, None, factor)
+        slots, sampled = self.request.slots // factor, slice(factor // 2, None, factor)
         degrees = self.degrees[: bisect_right(self.degrees, slots)]
         return Problem(
             replace(self.request, slots=slots),
             degrees,
             self.cap,
-            self.documents[every],
-            self.tokens[every],
-            self.squares[every],
-            blocks_of(slots, self.request.node_size, degrees[0], degrees[-1]),
+            self.documents[sampled],
+            self.tokens[sampled],
+            self.squares[sampled],
+            divide_into_blocks(slots, self.request.node_size, degrees[0], degrees[-1]),
         )
 
     @cached_property
@@ -219,7 +227,7 @@ class Problem:
 
     @cached_property
     def light_density(self) -> float:
-        """Seconds of work a row of the short documents that hold half of all rows."""
+        """Return the seconds of work a row of the short documents that hold half of all rows."""
         light = 2 * np.cumsum(self.tokens) > int(self.tokens.sum())
         tokens, squares = int(self.tokens[light].sum()), int(self.squares[light].sum())
         return float(self.request.cost.work_seconds(tokens, squares)) / tokens
@@ -237,7 +245,7 @@ class Problem:
 
     @cached_property
     def least_anchor_work(self) -> float:
-        """Seconds of work below which a document is never an anchor; all are that fit no block."""
+        """Return the seconds of work below which a document is never an anchor."""
         if self.few:
             return 0.0
         shortest = self.mean_seconds / (self.least_micro_batches + MORE_MICRO_BATCHES)
@@ -252,7 +260,7 @@ class Problem:
     @cached_property
     def widest_run(self) -> int:
         """Slots of the widest group that a block without anchors makes."""
-        return max(w for _, size in self.blocks for _, w in runs(size, self.degrees))
+        return max(w for _, size in self.blocks for _, w in even_runs(size, self.degrees))
 
     def shares_node(self, start: int, slots: int) -> bool:
         """Whether these slots share a node."""
@@ -269,8 +277,8 @@ class Problem:
         return max(1, -(-int(self.tokens.sum()) // (self.request.slots * self.cap)))
 
 
-def _items(order: Ints, lengths: Ints, slots: int, cap: int) -> tuple[tuple[tuple[int, ...], ...], Ints, Ints]:
-    """Documents of each item, its rows and its squared rows; many short documents are packed together."""
+def _make_items(order: Ints, lengths: Ints, slots: int, cap: int) -> tuple[tuple[tuple[int, ...], ...], Ints, Ints]:
+    """Return the documents of each item, its rows and its squared rows; short documents share an item."""
     ids: list[int] = order.tolist()
     if len(ids) <= PACKED_ABOVE * slots:
         return tuple((d,) for d in ids), lengths, lengths * lengths

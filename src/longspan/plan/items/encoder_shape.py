@@ -62,7 +62,7 @@ class EncoderShape:
 
         Raises PlanError for one without images, or with a tower that is not priced.
         """
-        model = ConfigReader.whole(config)
+        model = ConfigReader.read_whole(config)
         vision, text = model.inside("vision_config"), ConfigReader.of(config)
         priced = model.family.startswith(_MERGED) or model.family in _WHOLE
         if not priced or not vision.count("depth", "num_hidden_layers"):
@@ -88,19 +88,22 @@ class EncoderShape:
         grid_of: Sequence[Grid | None] = [None] * len(images) if grids is None else grids
         pair = (12 if trained == "all" else 4) * self.width
         return sum(
-            self._weight_flops(rows, trained) + pair * self._pairs(self.patches_of(rows), grid)
+            self._weight_flops(rows, trained) + pair * self._count_pairs(self.patches_of(rows), grid)
             for rows, grid in zip(images, grid_of, strict=True)
         )
 
     def _weight_flops(self, rows: int, trained: Trained) -> int:
+        """Count the FLOPs of weights, forward and backward, for so many rows; frozen parts have no gradients of
+        weights.
+        """
         patches, tower, projector = self.patches_of(rows), trained == "all", trained != "none"
         flops = (4 if tower else 2) * self.embed_weights * patches
         flops += (6 if tower else 2) * self.block_weights * (patches + self.class_rows)
         flops -= 2 * self.entry_weights * rows if trained == "projector" else 0
         return flops + (6 if projector else 2) * self.projector_weights * rows
 
-    def _pairs(self, patches: int, grid: Grid | None) -> int:
-        """Pairs of patches that see each other, of all layers."""
+    def _count_pairs(self, patches: int, grid: Grid | None) -> int:
+        """Count the pairs of patches that see each other, in all layers."""
         frames, tall, wide = grid or (1, 1, patches)
         in_windows = patches * self.window**2
         if grid is not None and self.window_layers:
@@ -109,7 +112,7 @@ class EncoderShape:
         return self.full_layers * whole + self.window_layers * in_windows
 
     def cost(self, *, trained: Trained = "all", again: int = 0, gpu: bool = True) -> Cost:
-        """What encoding takes, by rows, for `Encoder(cost=…)`: on H200s, or on CPUs, where `source` is "".
+        """Price the encoding of rows, for `Encoder(cost=…)`: on H200s, or on CPUs, where `source` is "".
 
         Attention's backward pass computes scores again: 14 x width a pair; heads are padded as kernels pad them. The
         forward pass runs `again` so many times for the backward pass.
@@ -146,7 +149,9 @@ def window_layers(vision: ConfigReader, layers: int) -> tuple[int, int]:
 
 
 def _merging_tower(family: str, vision: ConfigReader, hidden: int) -> EncoderShape:
-    """Of Qwen's towers, whose patches are merged by two linears, those of deeper layers (DeepStack) too."""
+    """Return the shape of Qwen's towers, whose patches are merged by two linears, with those of deeper layers
+    (DeepStack).
+    """
     width, layers, merge = vision.count("embed_dim", "hidden_size"), vision.count("depth"), _side(vision, "merge")
     between = vision.count("intermediate_size") or int(width * float(vision.value("mlp_ratio") or 4))
     gated = family.startswith(_GATED)
@@ -167,10 +172,10 @@ def _merging_tower(family: str, vision: ConfigReader, hidden: int) -> EncoderSha
 
 
 def _one_size_tower(model: ConfigReader, vision: ConfigReader, hidden: int) -> EncoderShape:
-    """Of towers over images of one size (CLIP, SigLIP), whose layers after the last that is read count nothing."""
+    """Return the shape of towers over images of one size (CLIP, SigLIP), up to the last layer that is read."""
     width, layers = vision.count("hidden_size"), vision.count("num_hidden_layers")
     patches, class_rows = (vision.count("image_size") // _side(vision, "patch")) ** 2, int("clip" in vision.family)
-    taken, rows = [layers], model.count("mm_tokens_per_image") or _GEMMA_ROWS
+    layers_read, rows = [layers], model.count("mm_tokens_per_image") or _GEMMA_ROWS
     if model.family == "gemma3":  # patches are pooled
         projector, entry = width * hidden, 0
     elif model.family == "paligemma":
@@ -179,15 +184,15 @@ def _one_size_tower(model: ConfigReader, vision: ConfigReader, hidden: int) -> E
     else:
         features: Any = model.value("vision_feature_layer")
         features = [-2 if features is None else features] if isinstance(features, int | None) else features
-        taken = [layer if layer >= 0 else layers + 1 + layer for layer in features]
-        entry = hidden * len(taken) * width
+        layers_read = [layer if layer >= 0 else layers + 1 + layer for layer in features]
+        entry = hidden * len(layers_read) * width
         projector, rows = entry + hidden**2, patches + class_rows
         rows -= model.value("vision_feature_select_strategy") != "full"  # the first
     return EncoderShape(
         width=width,
         head_size=width // vision.count("num_attention_heads"),
-        full_layers=max(taken),
-        block_weights=max(taken) * width * (4 * width + 2 * vision.count("intermediate_size")),
+        full_layers=max(layers_read),
+        block_weights=max(layers_read) * width * (4 * width + 2 * vision.count("intermediate_size")),
         embed_weights=width * (vision.count("num_channels") or 3) * _side(vision, "patch") ** 2,
         projector_weights=projector,
         entry_weights=entry,
@@ -217,7 +222,7 @@ def encoder_cost(
     flops_per_second: float = USUAL_FLOPS,
     wave_seconds: float = 2e-3,
 ) -> Cost:
-    """The cost of an encoder whose patches see each other, forward and backward, for `Encoder(cost=…)`.
+    """Price an encoder whose patches see each other, forward and backward, for `Encoder(cost=…)`.
 
     `weights` are the parameters that every patch goes through, `width` the query width (heads × head size).
     `full_layers` let all patches of an item see each other, `window_layers` those of windows of `window` patches (the
@@ -273,7 +278,7 @@ class EncoderLoad:
 
 
 def _replication_seconds(plan: Plan, of_images: Sequence[float], cost: Cost) -> float:
-    """The slowest slot of each micro-batch, as these wait for each other; `of_images` are seconds by document."""
+    """Sum the slowest slot of each micro-batch, as these wait for each other; `of_images` are seconds by document."""
     seconds = 0.0
     for batch in plan.micro_batches:
         work = [0.0] * plan.slots

@@ -93,6 +93,7 @@ class ModalityPlan:
 
 @lru_cache(maxsize=8)
 def _plan_of_items(counts: tuple[int, ...], planning: EncoderPlanning) -> Plan:
+    """Plan which slots encode which items together; the rows of an item are a document of this plan."""
     return plan_dynamic(
         counts,
         planning.home,
@@ -107,7 +108,7 @@ def _plan_of_items(counts: tuple[int, ...], planning: EncoderPlanning) -> Plan:
 def plan_items(
     table: ItemTable, needed_by: NeededBy, encoders: Mapping[str, EncoderPlanning]
 ) -> dict[str, ModalityPlan]:
-    """The waves of every modality. Raises PlanError for items without an encoder, or too large for its slots."""
+    """Plan the waves of every modality. Raises PlanError for items without an encoder, or too large for its slots."""
     if unknown := [modality for modality in table.modalities if modality not in encoders]:
         count = sum(item.modality == unknown[0] for item in table.items)
         raise PlanError(
@@ -119,6 +120,7 @@ def plan_items(
 
 @lru_cache(maxsize=8)
 def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, planning: EncoderPlanning) -> ModalityPlan:
+    """Plan the waves in which the items of a modality are encoded, and which rank needs which of their rows."""
     rows, home = table.of(modality), needed_by.home
     _check_largest(table, rows, planning)
     plan = _plan_of_items(rows.counts, planning)
@@ -130,19 +132,20 @@ def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, plannin
     waves: list[Wave] = []
     for index, micro_batch in enumerate(micro_batches):
         encoded = rows_encoded(rows, micro_batch, planning.home)
-        need = [ids[rank][wave_of_row[ids[rank]] == index] for rank in home.ranks]
-        have = Partition.from_rows([encoded[rank] for rank in home.ranks])
-        waves.append(Wave(micro_batch, have, Partition.from_rows(need)))
+        needed_rows = [ids[rank][wave_of_row[ids[rank]] == index] for rank in home.ranks]
+        encoded_rows = Partition.from_rows([encoded[rank] for rank in home.ranks])
+        waves.append(Wave(micro_batch, encoded_rows, Partition.from_rows(needed_rows)))
     return ModalityPlan(plan, rows, tuple(waves), wave_of_row, needed, ahead, needed_by.split_over_tp)
 
 
 def _order_rows(depths: Sequence[Sequence[ItemRows]]) -> Integers:
-    """The rows that a rank needs, micro-batch by micro-batch, and of each depth after depth."""
+    """Return the rows that a rank needs, micro-batch by micro-batch, and in each of these depth after depth."""
     parts = [part.row for of_micro_batch in zip(*depths, strict=True) for part in of_micro_batch]
     return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
 
 def _check_largest(table: ItemTable, rows: ModalityRows, planning: EncoderPlanning) -> None:
+    """Raise PlanError for an item with more rows than the encoder's slots hold together."""
     cap, largest = planning.max_rows_per_slot, int(np.argmax(rows.counts))
     if cap is not None and (count := rows.counts[largest]) > cap * planning.max_cp:
         raise PlanError(
@@ -152,6 +155,7 @@ def _check_largest(table: ItemTable, rows: ModalityRows, planning: EncoderPlanni
 
 
 def _wave_of_row(rows: ModalityRows, micro_batches: Sequence[MicroBatch]) -> Integers:
+    """Return for each row of the modality's items the number of the wave that encodes it."""
     wave_of_item = np.zeros(len(rows.items), dtype=np.int64)
     for index, micro_batch in enumerate(micro_batches):
         for group in micro_batch.groups:
@@ -160,7 +164,7 @@ def _wave_of_row(rows: ModalityRows, micro_batches: Sequence[MicroBatch]) -> Int
 
 
 def rows_needed(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) -> dict[int, list[ItemRows]]:
-    """For every rank, which rows it needs in each micro-batch of the language model's plan, in the order of its rows.
+    """Return for every rank the rows that it needs in each micro-batch of the language model's plan, in its row order.
 
     Ranks of the first pipeline stage need rows, each tensor-parallel rank of a slot all those of the slot, or where
     rows are split over these ranks those among its own part of the slot's rows, by index in that part. At a `depth` of
@@ -182,7 +186,7 @@ def rows_needed(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) -> dict
 
 
 def rows_encoded(rows: ModalityRows, wave: MicroBatch, home: Layout) -> dict[int, Integers]:
-    """For every rank, which rows it has once a wave is encoded; a wave's documents are items of the modality."""
+    """Return for every rank the rows that it has once a wave is encoded; documents of a wave are items."""
     encoded: dict[int, Integers] = {}
     for slot in range(home.slots):
         parts = [_NONE]
@@ -195,7 +199,7 @@ def rows_encoded(rows: ModalityRows, wave: MicroBatch, home: Layout) -> dict[int
 
 
 def _rows_of_slots(rows: ModalityRows, micro_batch: MicroBatch, slots: int, depth: int) -> list[tuple[ItemRows, int]]:
-    """Of every slot: its rows of items, by local row, and how many local rows it has in all."""
+    """Return for every slot its rows of items, by local row, and the number of its local rows."""
     parts: list[list[ItemRows]] = [[] for _ in range(slots)]
     counts = [0] * slots
     for group in micro_batch.groups:
@@ -215,5 +219,5 @@ def _join(parts: Sequence[ItemRows]) -> ItemRows:
 
 
 def _rows_of_part(of_slot: ItemRows, size: int, tp: int) -> ItemRows:
-    mine = of_slot.local // size == tp
-    return ItemRows(of_slot.local[mine] - tp * size, of_slot.row[mine])
+    is_local = of_slot.local // size == tp
+    return ItemRows(of_slot.local[is_local] - tp * size, of_slot.row[is_local])

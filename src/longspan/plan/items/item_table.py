@@ -70,7 +70,7 @@ class ModalityRows:
         return tuple(np.diff(self.base).tolist())
 
     def among(self, documents: Sequence[int], segments: Segments) -> ItemRows:
-        """The rows of items among those of a member of a group over these documents of the plan."""
+        """Find the rows of items among those of a member of a group over these documents of the plan."""
         document = np.asarray(documents, dtype=np.int64)[segments.document]
         end = (document + 1) * self.stride  # a document may be laid out longer, up to where the next one has keys
         start, stop = (np.minimum(document * self.stride + at, end) for at in (segments.start, segments.stop))
@@ -144,7 +144,7 @@ class ItemTable:
         return tuple((np.maximum(np.asarray(self.lengths, dtype=np.int64) - 1, 0) - masked).tolist())
 
     def of(self, modality: str) -> ModalityRows:
-        """The rows of one modality."""
+        """Return the rows of one modality."""
         index = self.modalities.index(modality)
         numbered = [(i, item.rows) for i, item in enumerate(self.items) if item.modality == modality]
         items = np.array([i for i, _ in numbered], dtype=np.int64)
@@ -165,10 +165,11 @@ class ItemTable:
         return f"item {self.numbers[item]} ({self.items[item].modality} of document {self.items[item].document})"
 
     def _sort_spans(self) -> _Spans:
+        """Sort the spans of all items by document and position, as columns; the table is checked on the way."""
         rows, next_row = list[tuple[int, ...]](), dict.fromkeys(self.modalities, 0)
         numbers = {modality: number for number, modality in enumerate(self.modalities)}
         for index, item in enumerate(self.items):
-            self._check(index, item)
+            self._check_item(index, item)
             for start, stop in item.spans:
                 key = item.document * self._stride
                 first = next_row[item.modality]
@@ -178,7 +179,8 @@ class ItemTable:
         self._check_overlaps(table)
         return _Spans(*(as_read_only(np.ascontiguousarray(table[:, column])) for column in range(5)))
 
-    def _check(self, index: int, item: Item) -> None:
+    def _check_item(self, index: int, item: Item) -> None:
+        """Raise DataError for an item of another document, or whose spans are not ascending inside it."""
         if not 0 <= item.document < len(self.lengths):
             raise DataError(
                 f"item {index} ({item.modality}) is of document {item.document}; there are "
@@ -196,6 +198,7 @@ class ItemTable:
             raise DataError(f"{self.name(index)} takes no position; give its spans, or leave it out")
 
     def _check_overlaps(self, table: Integers) -> None:
+        """Raise DataError for two items that take the same position."""
         overlaps = np.flatnonzero(table[1:, 0] < table[:-1, 1])
         if len(overlaps):
             one, other = (int(table[overlaps[0] + i, 5]) for i in range(2))

@@ -18,7 +18,7 @@ from longspan.layout import Layout
 from longspan.plan.check import check_comm_types, heads_allow
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
-from longspan.plan.planners.bin_packing import first_fit, spread
+from longspan.plan.planners.bin_packing import pack_first_fit, pack_least_loaded
 from longspan.plan.planners.options import PlanKeywords, PlanOptions, options_of, shows_options
 from longspan.plan.planners.request import Request
 
@@ -103,20 +103,22 @@ class Packer:
         return cls(request, cp, order, lengths.tolist(), work.tolist(), room, inside)
 
     def assignments(self) -> Iterator[Ints]:
-        """Assignments worth pricing: few bins, level bins, these with one more round of micro-batches, and chains."""
-        few = self._sort_bins(first_fit(self.lengths, self.room))
-        yield self._place(self._level(few))
+        """Yield assignments worth pricing: few bins, level bins, these with one more round of micro-batches, and
+        chains.
+        """
+        few = self._sort_bins(pack_first_fit(self.lengths, self.room))
+        yield self._place_bins(self._level_groups(few))
         groups, multiple = len(self.inside), self.request.micro_batch_multiple
         least = self._round_up(1 + int(few.max()) // groups)
         for count in (least, least + multiple):
-            level = spread(self.lengths, self.work, count * groups, self.room)
+            level = pack_least_loaded(self.lengths, self.work, count * groups, self.room)
             if level is not None:
-                yield self._place(self._level(self._sort_bins(level)))
+                yield self._place_bins(self._level_groups(self._sort_bins(level)))
         if self.request.mode == "free":
-            yield self._chains()
+            yield self._chain_assignment()
 
     def seconds(self, assignment: Ints) -> float:
-        """What the step takes; the sums are exactly rounded, so that all hosts prefer the same assignment."""
+        """Return the seconds of the step; sums are exactly rounded, so that all hosts prefer the same assignment."""
         matrix, launch = self._seconds_of_places(assignment, self.inside), self.request.cost.micro_batch_seconds
         if self.request.mode == "lockstep":
             return math.fsum(matrix.max(axis=1) + launch)
@@ -139,21 +141,21 @@ class Packer:
         rank = np.argsort(np.argsort(-self._bin_seconds(places, int(places.max()) + 1, inside=True), kind="stable"))
         return rank[places]
 
-    def _level(self, assignment: Ints) -> Ints:
+    def _level_groups(self, assignment: Ints) -> Ints:
         """Spread the documents of each micro-batch anew over its groups, if that is faster."""
         groups, count = len(self.inside), self._count(assignment)
         batch, fresh = assignment // groups, assignment.copy()
         members = np.split(np.argsort(batch, kind="stable"), np.cumsum(np.bincount(batch))[:-1])
-        for m, here in enumerate(members):
-            ids: list[int] = here.tolist()
-            bins = spread([self.lengths[i] for i in ids], [self.work[i] for i in ids], groups, self.room)
-            fresh[here] = assignment[here] if bins is None else m * groups + np.array(bins, dtype=np.int64)
+        for m, documents in enumerate(members):
+            ids: list[int] = documents.tolist()
+            bins = pack_least_loaded([self.lengths[i] for i in ids], [self.work[i] for i in ids], groups, self.room)
+            fresh[documents] = assignment[documents] if bins is None else m * groups + np.array(bins, dtype=np.int64)
         before, after = (
             self._seconds_of_places(places, inside=True, count=count).max(axis=1) for places in (assignment, fresh)
         )
         return np.where((after < before)[batch], fresh, assignment)
 
-    def _place(self, assignment: Ints) -> Ints:
+    def _place_bins(self, assignment: Ints) -> Ints:
         """Give the bins of each micro-batch to groups: the longest inside a node, or to the least loaded group."""
         groups, matrix = len(self.inside), self._seconds_of_places(assignment, inside=True)
         load, place = np.zeros(groups), np.empty(matrix.shape, dtype=np.int64)
@@ -163,21 +165,21 @@ class Packer:
             load[place[m] - m * groups] += seconds
         return place.reshape(-1)[assignment]
 
-    def _chains(self) -> Ints:
-        """Documents spread over the groups first, then each group's own packed into few micro-batches."""
+    def _chain_assignment(self) -> Ints:
+        """Spread the documents over the groups first, then pack each group's own into few micro-batches."""
         groups, all_rows = len(self.inside), sum(self.lengths)
-        chain = np.array(spread(self.lengths, self.work, groups, all_rows), dtype=np.int64)
+        chain = np.array(pack_least_loaded(self.lengths, self.work, groups, all_rows), dtype=np.int64)
         assignment = np.empty_like(chain)
         for g in range(groups):
-            here = np.flatnonzero(chain == g)
-            bins = first_fit([self.lengths[i] for i in here.tolist()], self.room)
-            assignment[here] = np.array(bins, dtype=np.int64) * groups + g
+            documents = np.flatnonzero(chain == g)
+            bins = pack_first_fit([self.lengths[i] for i in documents.tolist()], self.room)
+            assignment[documents] = np.array(bins, dtype=np.int64) * groups + g
         return assignment
 
     def _seconds_of_places(
         self, assignment: Ints, inside: NDArray[np.bool_] | bool, count: int | None = None
     ) -> Floats:
-        """Seconds of each place (micro-batches, groups)."""
+        """Return the seconds of each place (micro-batches, groups); `inside`: whether each group is inside a node."""
         count = count or self._count(assignment)
         flags = np.broadcast_to(inside, (count, len(self.inside))).reshape(-1)
         return self._bin_seconds(assignment, flags.size, flags).reshape(count, len(self.inside))
@@ -222,11 +224,13 @@ def plan_padded(
     request = Request.of(lengths, home, options_of(plan_padded, options, keywords))
     cp = request.check_degree(home, cp)
     groups = request.slots // cp
-    return request.plan([_micro_batch(request, cp, rounds) for rounds in _rounds(request, cp, groups)], "padded")
+    return request.plan(
+        [_deal_documents(request, cp, rounds) for rounds in _documents_of_batches(request, cp, groups)], "padded"
+    )
 
 
-def _rounds(request: Request, cp: int, groups: int) -> list[range]:
-    """The documents of each micro-batch: every round gives each group one more, as many rounds as its slots hold."""
+def _documents_of_batches(request: Request, cp: int, groups: int) -> list[range]:
+    """Divide the documents into micro-batches: each group gets one more in every round, as long as slots hold it."""
     if not request.lengths:
         return []
     count, pad = len(request.lengths), max(request.lengths)
@@ -234,8 +238,8 @@ def _rounds(request: Request, cp: int, groups: int) -> list[range]:
     return [range(start, min(start + at_once * groups, count)) for start in range(0, count, at_once * groups)]
 
 
-def _micro_batch(request: Request, cp: int, documents: range) -> MicroBatch:
-    """Document after document to group after group, round after round."""
+def _deal_documents(request: Request, cp: int, documents: range) -> MicroBatch:
+    """Deal documents to groups in turn, round after round."""
     pad, groups = max(request.lengths), request.slots // cp
     documents_of_groups = [documents[g::groups] for g in range(min(groups, len(documents)))]
     return MicroBatch(

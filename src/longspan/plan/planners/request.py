@@ -69,6 +69,7 @@ class Request(PlanOptions):
         return cost.for_partition(self.partition)
 
     def _check_mode(self, home: Layout) -> None:
+        """Raise PlanError for free mode in a home whose slots must wait for each other."""
         if self.mode == "free" and home.ep > 1:
             raise PlanError(
                 f"mode is 'free' and the home has ep {home.ep}: slots that share experts wait for each other in every "
@@ -81,6 +82,7 @@ class Request(PlanOptions):
             )
 
     def _check_numbers(self) -> None:
+        """Raise PlanError for an option that is no possible number or choice."""
         check_count("node_size", self.node_size)
         check_count("micro_batch_multiple", self.micro_batch_multiple)
         check_count("row_multiple", self.row_multiple)
@@ -122,10 +124,10 @@ class Request(PlanOptions):
         check_count("cp", cp)
         if self.slots % cp:
             fit = [str(d) for d in range(1, self.slots + 1) if self.slots % d == 0]
-            listed = ", ".join(fit[:-1]) + (" or " if len(fit) > 1 else "") + fit[-1]
+            fit_text = ", ".join(fit[:-1]) + (" or " if len(fit) > 1 else "") + fit[-1]
             raise PlanError(
                 f"cp {cp} does not divide {plural(self.slots, 'slot')} "
-                f"({plural(len(home.ranks), 'rank')} / tp {home.tp} / pp {home.pp}); use {listed}"
+                f"({plural(len(home.ranks), 'rank')} / tp {home.tp} / pp {home.pp}); use {fit_text}"
             )
         sizes = self.hierarchical_context_parallel_sizes
         check_hierarchy(self.types, (sizes, max(1, cp // sizes)) if isinstance(sizes, int) else sizes, cp)

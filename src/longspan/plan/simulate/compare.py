@@ -99,6 +99,8 @@ class PlannerComparison:
         return min(simulations, key=lambda simulation: simulation.seconds) if simulations else refusals[0]
 
     def _simulation(self, planner: Callable[..., Plan], options: PlanOptions, cp: int | None) -> Simulation:
+        """Plan by a planner under these options, as an evaluation if it is one, and simulate the plan."""
+
         def make(options: PlanOptions) -> Plan:
             return planner(options=options)
 

@@ -29,14 +29,15 @@ def sample_lengths(
         raise PlanError(f"tokens {tokens}, shortest {shortest} and longest {longest} make no documents; use at least 1")
     random, drawn, total = np.random.default_rng(seed), [np.zeros(0, np.int64)], 0
     while total < tokens:
-        batch = np.clip(_draw(name, random, 4096).astype(np.int64), shortest, longest)
+        batch = np.clip(_draw_lengths(name, random, 4096).astype(np.int64), shortest, longest)
         batch = batch[: int(np.searchsorted(np.cumsum(batch), tokens - total)) + 1]
         drawn.append(batch)
         total += int(batch.sum())
     return np.concatenate(drawn)
 
 
-def _draw(name: str, random: np.random.Generator, count: int) -> NDArray[np.float64]:
+def _draw_lengths(name: str, random: np.random.Generator, count: int) -> NDArray[np.float64]:
+    """Draw so many lengths of a distribution of this name, before they are rounded."""
     if name == "lognorm":
         return np.exp(np.log(2048) + 1.4898 * random.standard_normal(count))
     if name == "bimodal":

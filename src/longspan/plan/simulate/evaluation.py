@@ -49,9 +49,9 @@ def plan_evaluation(
     seconds = simulate(best, pp=home.pp).seconds
     for rows in _lower_limits(lengths, home, options, widest):
         plan = make(replace(options, max_tokens_per_slot=rows))
-        if (taken := simulate(plan, pp=home.pp).seconds) > seconds:
+        if (simulated_seconds := simulate(plan, pp=home.pp).seconds) > seconds:
             break
-        best, seconds = plan, taken
+        best, seconds = plan, simulated_seconds
     return best
 
 
@@ -131,16 +131,16 @@ class DegreeComparison:
         more = len(by_time) - 1 - len(others)
         kind = f", {best.cp_comm_type}" if best.cp > 1 else ""
         documents = plural(len(best.planned.plan.lengths), "document")
-        slower = ", ".join(f"cp {choice.cp} {self._time(choice.planned)}" for choice in others)
+        slower = ", ".join(f"cp {choice.cp} {self._time_text(choice.planned)}" for choice in others)
         slower += f", {more} more slower" if more else ""
-        dynamic = [f"dynamic plan {self._time(self.dynamic)}"] if self.dynamic else []
+        dynamic = [f"dynamic plan {self._time_text(self.dynamic)}"] if self.dynamic else []
         head = f"evaluation{f' of {name}' if name else ''} at cp {best.cp}{kind}: {documents}"
         if self.best.planned.cost.source:
-            head += f" in {self._time(best.planned)} predicted"
+            head += f" in {self._time_text(best.planned)} predicted"
         return "; ".join([head, *filter(None, [slower]), *dynamic, *self.left_out])
 
-    def _time(self, simulation: Simulation) -> str:
-        """Seconds; or how many times those of the best, under a cost that is of no machine."""
+    def _time_text(self, simulation: Simulation) -> str:
+        """Write a time in seconds, or as a ratio to the best under a cost that is of no machine."""
         if simulation.cost.source:
             return f"{simulation.seconds:.3g} s"
         return f"{simulation.seconds / self.best.planned.seconds:.2f} x as long"
@@ -208,7 +208,7 @@ def which_degree(
             f"{max(evaluation.lengths)} rows, at max_tokens_per_slot {evaluation.cap}: {'; '.join(refused.values())}; "
             f"raise max_tokens_per_slot to {least} or more, or use another cp_comm_type"
         )
-    choices = tuple(_choice(evaluation, cp) for cp in tried if cp not in refused)
+    choices = tuple(_price_degree(evaluation, cp) for cp in tried if cp not in refused)
     comparison = DegreeComparison(choices, None, tuple(refused.values()))
     dynamic, why_not = _dynamic_plan(evaluation, comparison.best.options, *dynamic_degrees)
     return replace(comparison, dynamic=dynamic, left_out=(*comparison.left_out, *why_not))
@@ -224,7 +224,8 @@ def _refusal(evaluation: _Evaluation, cp: int) -> str:
     return ""
 
 
-def _choice(evaluation: _Evaluation, cp: int) -> DegreeChoice:
+def _price_degree(evaluation: _Evaluation, cp: int) -> DegreeChoice:
+    """Price an evaluation at a degree: planned, each document once, and filled up with repeated documents."""
     planned, options = _fastest_plan(evaluation, cp)
     slots, accumulation = evaluation.home.slots, evaluation.accumulation
     batches = _full_passes(evaluation.lengths, slots, cp, accumulation, options)
@@ -237,7 +238,7 @@ def _choice(evaluation: _Evaluation, cp: int) -> DegreeChoice:
 def _full_passes(
     lengths: tuple[int, ...], slots: int, cp: int, accumulation: int, options: PlanOptions
 ) -> list[MicroBatch]:
-    """Whole passes of `accumulation` micro-batches, a document for every group; after the last, from the first on."""
+    """Fill whole passes of `accumulation` micro-batches, a document a group; the first follows the last."""
     groups, kind = (
         slots // cp,
         options.cp_comm_type if isinstance(options.cp_comm_type, str) else tuple(options.cp_comm_type),

@@ -53,7 +53,7 @@ class RowBytes:
         checkpointing: Checkpointing = "full",
         exchanged: bool = False,
     ) -> "RowBytes":
-        """Of a model's configuration: an object or dict like transformers', a config.json or its folder.
+        """Count the bytes of a row of a model: of a configuration object or dict, a config.json or its folder.
 
         `checkpointing` has the values of `train.activation_checkpointing`; heads are `exchanged` under a2a. Layers
         of Zamba 2 read the embedding too, which stages hand on and keep. Each of `depths` of multi-token prediction

@@ -61,7 +61,7 @@ def run_pipeline(
         )
     order = _order(len(forward), stages, chunks, backward is not None)
     seconds = {"forward": np.asarray(forward, np.float64), "backward": np.asarray(backward or [], np.float64)}
-    total = _play(seconds, order, chunks)
+    total = _play_schedule(seconds, order, chunks)
     busy = float(seconds["forward"].sum() + seconds["backward"].sum()) / stages
     return PipelineRun(total, max(0.0, 1 - busy / total) if total else 0.0, order)
 
@@ -71,19 +71,23 @@ def _order(micro_batches: int, stages: int, chunks: int, backward: bool) -> tupl
 
 
 def _stage_order(stage: int, micro_batches: int, stages: int, chunks: int, backward: bool) -> list[Action]:
-    """1F1B after a warm-up; with chunks, rounds of `stages` micro-batches, chunk by chunk (Narayanan et al. 2021)."""
+    """List the actions of a stage: 1F1B after a warm-up.
+
+    With chunks, in rounds of `stages` micro-batches, chunk by chunk (Narayanan et al. 2021).
+    """
     total = micro_batches * chunks
     if not backward:
-        return [_action("forward", k, stages, chunks) for k in range(total)]
+        return [_action_at("forward", k, stages, chunks) for k in range(total)]
     warm_up = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
     warm_up = min(warm_up, total)
-    forwards = [_action("forward", k, stages, chunks) for k in range(total)]
-    backwards = [_action("backward", k, stages, chunks) for k in range(total)]
+    forwards = [_action_at("forward", k, stages, chunks) for k in range(total)]
+    backwards = [_action_at("backward", k, stages, chunks) for k in range(total)]
     steady = [action for k in range(total - warm_up) for action in (forwards[warm_up + k], backwards[k])]
     return [*forwards[:warm_up], *steady, *backwards[total - warm_up :]]
 
 
-def _action(kind: Literal["forward", "backward"], k: int, stages: int, chunks: int) -> Action:
+def _action_at(kind: Literal["forward", "backward"], k: int, stages: int, chunks: int) -> Action:
+    """Return the k-th forward or backward pass of a stage: which chunk it runs, and which micro-batch."""
     if chunks == 1:
         return Action(kind, 0, k)
     chunk = k // stages % chunks
@@ -91,30 +95,30 @@ def _action(kind: Literal["forward", "backward"], k: int, stages: int, chunks: i
     return Action(kind, chunk if kind == "forward" else chunks - 1 - chunk, micro_batch)
 
 
-def _play(seconds: dict[str, Floats], order: tuple[tuple[Action, ...], ...], chunks: int) -> float:
-    """Start every action when its stage is free and its input is there; the end of the last one."""
+def _play_schedule(seconds: dict[str, Floats], order: tuple[tuple[Action, ...], ...], chunks: int) -> float:
+    """Run all stages, each action when its stage is free and its input is there; returns when the last one ends."""
     stages, ended = len(order), dict[tuple[Action, int], float]()
     clock, place = [0.0] * stages, [0] * stages
     while any(place[s] < len(order[s]) for s in range(stages)):
-        moved = False
+        has_progress = False
         for stage, actions in enumerate(order):
             while place[stage] < len(actions):
                 action = actions[place[stage]]
-                ready = _ready(action, stage, stages, chunks, ended)
+                ready = _input_time(action, stage, stages, chunks, ended)
                 if ready is None:
                     break
-                taken = float(seconds[action.kind][action.micro_batch])
-                clock[stage] = max(clock[stage], ready) + taken / (stages * chunks)
+                action_seconds = float(seconds[action.kind][action.micro_batch])
+                clock[stage] = max(clock[stage], ready) + action_seconds / (stages * chunks)
                 ended[action, stage] = clock[stage]
-                place[stage], moved = place[stage] + 1, True
-        assert moved, "the schedule waits for itself"
+                place[stage], has_progress = place[stage] + 1, True
+        assert has_progress, "the schedule waits for itself"
     return float(max(clock))
 
 
-def _ready(
+def _input_time(
     action: Action, stage: int, stages: int, chunks: int, ended: dict[tuple[Action, int], float]
 ) -> float | None:
-    """When the input of an action is there: 0.0 for the model's own input, None for not yet."""
+    """Return when the input of an action is there: 0.0 for the model's own input, None for not yet."""
     kind, chunk, micro_batch = action
     position = chunk * stages + stage  # among all parts of the model
     if kind == "backward" and position == stages * chunks - 1:
@@ -175,7 +179,7 @@ def simulate(
     cost, row_bytes = _cost_of_passes(plan.cost if cost is None else cost, backward), row_bytes or RowBytes()
     times = plan.timeline(cost)
     closing = cost.closing_seconds if plan.mode == "free" else 0.0
-    run = _run(plan, cost, pp, vpp) if plan.mode == "lockstep" else run_pipeline([], [], 1)
+    run = _run_plan(plan, cost, pp, vpp) if plan.mode == "lockstep" else run_pipeline([], [], 1)
     seconds = run.seconds + cost.update_seconds if plan.mode == "lockstep" else times.step_seconds
     once = closing + cost.update_seconds
     peak = _peak_rows(times.rows, run, pp * vpp) if run.actions[0] else times.rows.max(axis=0, initial=0) * 1.0
@@ -215,8 +219,8 @@ def _cost_of_passes(cost: Cost, backward: bool) -> Cost:
     return cost if backward else cost.forward_only()
 
 
-def _run(plan: Plan, cost: Cost, pp: int, vpp: int) -> PipelineRun:
-    """The plan's micro-batches, each of its slowest slot's seconds, through the stages."""
+def _run_plan(plan: Plan, cost: Cost, pp: int, vpp: int) -> PipelineRun:
+    """Run the plan's micro-batches through the stages; each takes the seconds of its slowest slot."""
     whole = np.maximum(plan.timeline(cost).busy.max(axis=1), cost.launch_seconds)
     if cost.passes == "forward":
         return run_pipeline(whole.tolist(), None, pp, vpp)

@@ -38,7 +38,7 @@ def options_of_types(options: PlanOptions, home: Layout, cp: int | None = None) 
     exchanged = options.heads is not None and (cp is None or heads_allow(cp, options.heads, ("a2a",), home.tp))
     if exchanged and options.partition == "contiguous":
         return [_with_type(options, "a2a")]
-    levels = (_with_type(options, "a2a+p2p", sizes) for sizes in _levels(options, home, cp))
+    levels = (_with_type(options, "a2a+p2p", sizes) for sizes in _possible_levels(options, home, cp))
     return [*rings, *([_with_type(options, "a2a")] if exchanged else []), *levels]
 
 
@@ -76,9 +76,11 @@ def _with_type(options: PlanOptions, kind: str, sizes: int | tuple[int, int] | N
     return replace(options, cp_comm_type=kind, hierarchical_context_parallel_sizes=sizes)
 
 
-def _levels(options: PlanOptions, home: Layout, cp: int | None) -> Iterator[int | tuple[int, int]]:
-    """First levels of two that the heads allow, inside a node; of a dynamic plan only the first. None if the heads
-    are not known."""
+def _possible_levels(options: PlanOptions, home: Layout, cp: int | None) -> Iterator[int | tuple[int, int]]:
+    """Yield the numbers of neighbours that may exchange heads under a2a+p2p, inside a node and as the heads allow.
+
+    At a degree both levels are given, in a dynamic plan only the first. Nothing is yielded if the heads are not known.
+    """
     if options.heads is None or options.partition == "contiguous":
         return
     heads, widest = options.heads // home.tp, home.slots if cp is None else cp
@@ -143,7 +145,7 @@ def which_partition(
     Raises PlanError where nothing is possible.
     """
     ways, refused = list[PricedWay](), dict[str, str]()
-    for way in _ways(options, partition):
+    for way in _options_of_ways(options, partition):
         try:
             ways.append(PricedWay(way, seconds_of(way)))
         except LongspanError as error:
@@ -176,7 +178,8 @@ def way_text(options: PlanOptions) -> str:
     return f"{options.partition} under {kind}"
 
 
-def _ways(options: PlanOptions, partition: str) -> Iterator[PlanOptions]:
+def _options_of_ways(options: PlanOptions, partition: str) -> Iterator[PlanOptions]:
+    """Yield the options under each partition and type that comes into question."""
     types = TYPES if options.cp_comm_type == "auto" else (options.cp_comm_type,)
     for kind in reversed(PARTITIONS) if partition == "auto" else (partition,):
         for cp_comm_type in types:

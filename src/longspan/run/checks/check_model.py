@@ -21,8 +21,8 @@ _BITS = {"float64": 53, "float32": 24, "bfloat16": 8}  # of a number's significa
 TOWER_PARTS = frozenset((PROJECTOR, TOWER))
 
 
-def check_model(config: RunConfig, *, training: bool) -> None:
-    """Raise ConfigError where [model] names no model or several, or scales its positions as it may not."""
+def check_model_keys(config: RunConfig, *, training: bool) -> None:
+    """Raise ConfigError for keys that name no model or several, lack `lr`, or scale positions as they may not."""
     model = config.model
     named = [key for key in ("path", "config", "preset") if getattr(model, key)]
     if len(named) > 1:
@@ -163,7 +163,7 @@ def parts_with_adapter(config: RunConfig) -> list[str]:
     return [part for part in config.lora.parts if config.lora.rank and part in TOWER_PARTS]
 
 
-def check_encoder(config: RunConfig, home: Layout) -> None:
+def check_encoder_keys(config: RunConfig, home: Layout) -> None:
     """Raise ConfigError for an encoder that cannot be trained so."""
     encoder = config.encoder
     if len(home.ranks) % encoder.tp:
@@ -176,7 +176,7 @@ def check_encoder(config: RunConfig, home: Layout) -> None:
         raise ConfigError(f'encoder.lr is {encoder.lr:g} and encoder.train is "none"; leave out one of them')
 
 
-def check_images(config: RunConfig, images: int) -> None:
+def check_image_keys(config: RunConfig, images: int) -> None:
     """Raise ConfigError where [encoder], or an adapter of it, is given and the data has no images."""
     if not images and (parts := parts_with_adapter(config)):
         raise ConfigError(

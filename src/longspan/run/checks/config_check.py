@@ -9,9 +9,9 @@ from longspan.config.sections import RunConfig
 from longspan.layout import Layout
 from longspan.run.checks.check_data import check_data, check_eval_sets, check_packs
 from longspan.run.checks.check_model import (
-    check_encoder,
+    check_encoder_keys,
     check_lora,
-    check_model,
+    check_model_keys,
     check_mtp_section,
     check_precision,
     check_preset,
@@ -34,7 +34,7 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     Without `training` (of a run that is only evaluated) what plans its training steps is left aside.
     Raises ConfigError (LayoutError for ranks that tp x pp does not divide) with the key, the numbers and what fits.
     """
-    check_model(config, training=training)
+    check_model_keys(config, training=training)
     check_data(config)
     check_eval_sets(config)
     check_numbers(config, training=training)
@@ -43,7 +43,7 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     check_lora(config)
     check_mtp_section(config)
     check_parallel(config, home)
-    check_encoder(config, home)
+    check_encoder_keys(config, home)
     check_measures(config.train)
     check_pipeline(config)
     check_mode(config)

@@ -49,7 +49,7 @@ class _Chunks:
         self.steps = self.sums.new_ones(1).expand(self.sums.shape)  # dt: values come multiplied by it
 
     def lay_out(self, rows: Tensor) -> Tensor:
-        """(T, ·, ·) as (1, L, ·, ·), zero where a run's last chunk has no row."""
+        """Lay rows (T, ·, ·) out in full chunks (1, L, ·, ·), zero where a run's last chunk has no row."""
         places = self.runs.padded_rows
         if places is not None:
             rows = torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))]).index_select(0, places)
@@ -61,7 +61,7 @@ class _Chunks:
         return rows if self.runs.padded_rows is None else rows.index_select(0, self.runs.padded_places)
 
     def entering_states(self, states: Tensor) -> Tensor:
-        """The state (1, N, H, V, K) that enters each chunk, from those (R, H, V, K) that enter runs."""
+        """Return the state (1, N, H, V, K) that enters each chunk, from those (R, H, K, V) that enter runs."""
         h = self.x.new_empty((1, self.runs.chunks, *states.shape[1:]))
         scan_chunks(self.additions(), self.base_two, states, self.runs, into=h)
         return h
@@ -84,7 +84,7 @@ class MambaForward:
         self.activations = ()
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
-        """See `Forward`."""
+        """Return the states that these runs add, and the transitions of those, as `Forward.summaries`."""
         chunks, (heads, size, width) = self._chunks, self._inputs.state_shape
         zero = chunks.sums.new_zeros((len(chunks.runs.lengths), heads, width, size))
         states = scan_chunks(chunks.additions(), chunks.base_two, zero, chunks.runs)
@@ -92,7 +92,7 @@ class MambaForward:
         return take_runs(states, leaving).mT, take_runs(total, carrying).exp()[:, :, None, None]
 
     def outputs(self, states: Tensor) -> Tensor:
-        """See `Forward`."""
+        """Return the outputs (T, H, V) from the states (R, H, K, V) that enter the runs."""
         chunks = self._chunks
         h = chunks.entering_states(states.mT.contiguous())
         out, _ = _function("ssd_chunk_scan", "_chunk_scan_fwd")(
@@ -122,7 +122,7 @@ class MambaBackward:
         self._h = self._chunks.entering_states(self._states)
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
-        """See `Backward`."""
+        """Return the gradients of q, k, v and g, from those (R, H, K, V) at final states."""
         chunks, dh = self._chunks, torch.empty_like(self._h)
         self._sums(leaving.mT.contiguous(), into=dh)
         products, groups = chunks.products(), self._inputs.k.shape[1]

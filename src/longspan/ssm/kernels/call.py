@@ -53,14 +53,14 @@ class Forward(Protocol):
     """The forward pass over some runs."""
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
-        """B (n, H, K, V) of the runs `leaving` and M of the runs `carrying`, S_out = M S_in + B.
+        """Return B (n, H, K, V) of the runs `leaving` and M of the runs `carrying`, where S_out = M S_in + B.
 
         M is (m, H, K, K), without a delta term (m, H, 1, 1).
         """
         ...
 
     def outputs(self, states: Tensor) -> Tensor:
-        """o (T, H, V), from the states (R, H, K, V) that enter the runs."""
+        """Return the outputs (T, H, V) from the states (R, H, K, V) that enter the runs."""
         ...
 
     @property
@@ -73,7 +73,9 @@ class Backward(Protocol):
     """The backward pass over some runs."""
 
     def entry_gradients(self, runs: Integers) -> Tensor:
-        """(n, H, K, V): gradients of the outputs to the states that enter these runs, final states having none."""
+        """Return gradients (n, H, K, V) of the outputs by the states that enter these runs, those at final states being
+        0.
+        """
         ...
 
     def prepare(self) -> None:
@@ -81,7 +83,7 @@ class Backward(Protocol):
         ...
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
-        """Of each input that is not None, with the gradient (R, H, K, V) at each run's final state."""
+        """Return the gradients of the inputs that are not None, with those (R, H, K, V) at final states of runs."""
         ...
 
 

@@ -6,7 +6,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _sum(
+def _sum_taps(
     x,
     arrived,
     weight,
@@ -23,7 +23,11 @@ def _sum(
     BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row of a run before its activation: (BLOCK,) of channels."""
+    """Triton: sum weight · row over the last BEFORE + 1 rows up to row ROW of a run, for BLOCK channels; before
+    activation.
+
+    Rows before the run are in `arrived`, at the places in `table`, −1 for none.
+    """
     y = tl.zeros((BLOCK,), dtype=tl.float32)
     for i in tl.static_range(BEFORE + 1):
         if ROW + i < BEFORE:
@@ -59,13 +63,16 @@ def write_first_kernel(
     SILU: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program has BLOCK channels of the first rows of one run."""
+    """Triton kernel: write the outputs of the first rows of each run that reads rows of other members.
+
+    One program does BLOCK channels of the first BEFORE rows of one run.
+    """
     run = tl.program_id(1)
     channel = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # channels may lie all rows apart
     start, count, table = tl.load(starts + run), tl.load(counts + run), tables + run * BEFORE
     for row in tl.static_range(BEFORE):
         inside = (channel < CHANNELS) & (count > row)
-        result = _sum(
+        result = _sum_taps(
             x, arrived, weight, bias, table, start, channel, inside, stride_x, stride_x_channel,
             row, CHANNELS, BEFORE, BIAS, BLOCK,
         )  # fmt: skip
@@ -97,7 +104,11 @@ def arrived_gradients_kernel(
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One program has BLOCK channels of the gradients of the rows that arrived for one run, which no other reads."""
+    """Triton kernel: the gradients of rows that arrived for a run, which no other run reads.
+
+    One program does BLOCK channels of all (up to COLUMNS) rows before one run; with SILU it computes the run's first
+    outputs again.
+    """
     run = tl.program_id(1)
     channel = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # channels may lie all rows apart
     start, count, table = tl.load(starts + run), tl.load(counts + run), tables + run * BEFORE
@@ -108,7 +119,7 @@ def arrived_gradients_kernel(
         source_rows = dout + (start + row) * stride_dout + channel * stride_dout_channel
         gradient = tl.load(source_rows, mask=inside, other=0.0).to(tl.float32)
         if SILU:
-            y = _sum(
+            y = _sum_taps(
                 x, arrived, weight, bias, table, start, channel, inside, stride_x, stride_x_channel,
                 row, CHANNELS, BEFORE, BIAS, BLOCK,
             )  # fmt: skip

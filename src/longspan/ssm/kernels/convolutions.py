@@ -89,7 +89,7 @@ def _torch_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolate
 def _torch_backward(
     dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: Before
 ) -> ConvolutionGradients:
-    """The convolution once more, with gradients."""
+    """Compute the gradients of rows and parameters by running the convolution again."""
     weight, bias, silu = convolution
     with torch.enable_grad():
         leaves = [y.detach().requires_grad_(y is x or y.requires_grad) for y in (x, weight)]
@@ -109,6 +109,7 @@ def _torch_write_first(y: Tensor, x: Tensor, arrived: Tensor, convolution: Convo
 def _torch_arrived_gradients(
     dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows
 ) -> Tensor:
+    """Compute gradients of the rows that arrived by running the first rows of each run again."""
     rows, arrived = x.index_select(0, first.rows), arrived.detach().requires_grad_()
     with torch.enable_grad():
         out = _convolve(rows, arrived, convolution, first.before)
@@ -116,7 +117,7 @@ def _torch_arrived_gradients(
 
 
 def _convolve(x: Tensor, arrived: Tensor, convolution: Convolution, before: Before) -> Tensor:
-    """One convolution over all runs, each behind the rows before it."""
+    """Run one convolution over all runs, each behind the rows before it."""
     weight, bias, silu = convolution
     rows = torch.cat([x, arrived, x.new_zeros((1, x.shape[1]))]).index_select(0, before.source)
     y = F.conv1d(rows.t().unsqueeze(0), weight.unsqueeze(1), bias, groups=x.shape[1])
@@ -139,7 +140,7 @@ def write_first(y: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution,
 
 
 def arrived_gradients(dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows) -> Tensor:
-    """See `ConvolutionKernel`."""
+    """Compute gradients of the rows that arrived, by our kernel; see `ConvolutionKernel`."""
     gradients, columns = torch.empty_like(arrived), 1 << (first.arrived.shape[1] - 1).bit_length()
     grid, arguments, sizes = _launch_arguments(dout, x, arrived, convolution, first)
     _first_rows_kernel("arrived_gradients_kernel")[grid](gradients, *arguments, **sizes, COLUMNS=columns)
@@ -149,7 +150,7 @@ def arrived_gradients(dout: Tensor, x: Tensor, arrived: Tensor, convolution: Con
 def _launch_arguments(
     y: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
-    """Programs, arguments and sizes of a kernel; `y` is the output, or its gradient."""
+    """Return the number of programs, the arguments and the sizes of a kernel; `y` is the output, or its gradient."""
     weight, bias, silu = convolution
     (runs, width), channels = first.arrived.shape, x.shape[1]
     tensors = (y, x, arrived, weight.contiguous(), weight if bias is None else bias)
@@ -169,7 +170,7 @@ _FLA_MODULE = "modules.causal_conv1d.ops"
 
 
 def _initial_state(x: Tensor, arrived: Tensor, runs: LocalRuns, before: Before) -> Tensor | None:
-    """The rows before each run as its state (R, C, W), whose first column the kernel does not read."""
+    """Return the rows before each run as a state (R, C, W), whose first column the kernel does not read."""
     if not len(arrived):
         return None
     state = x.new_zeros((len(runs.lengths), x.shape[1], before.width + 1))
@@ -178,6 +179,7 @@ def _initial_state(x: Tensor, arrived: Tensor, runs: LocalRuns, before: Before) 
 
 
 def _fla_arguments(convolution: Convolution, runs: LocalRuns, state: Tensor | None) -> dict[str, object]:
+    """Return the arguments of fla's kernels for a convolution, forward or backward."""
     return {
         "weight": convolution.weight.contiguous(),
         "bias": convolution.bias,
@@ -197,6 +199,7 @@ def _fla_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolated:
 def _fla_backward(
     dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: Before
 ) -> ConvolutionGradients:
+    """Compute the gradients of rows and parameters by fla's kernel."""
     arguments = _fla_arguments(convolution, runs, _initial_state(x, arrived, runs, before))
     backward = fla_function(_FLA_MODULE, "causal_conv1d_bwd")
     dx, dweight, dbias, *_ = backward(x=x.unsqueeze(0), dy=dout.unsqueeze(0), dht=None, **arguments)
@@ -232,6 +235,7 @@ def _package_lacks(x: Tensor, weight: Tensor) -> str:
 
 
 def _package_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolated: Before) -> Tensor:
+    """Convolve rows by causal_conv1d, without the rows of other members; several runs are laid out in one row."""
     rows, state = _rows_and_state(x, x[:0], runs, isolated)
     weight, bias, silu = convolution
     y = _package().causal_conv1d_fwd_function(_channels_last(rows), weight.contiguous(), bias, None, state, None, silu)
@@ -242,7 +246,7 @@ def _package_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isola
 def _package_backward(
     dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: Before
 ) -> ConvolutionGradients:
-    """Gradients of rows and parameters by causal_conv1d; several runs are laid out in one row."""
+    """Compute gradients of rows and parameters by causal_conv1d; several runs are laid out in one row."""
     rows, state = _rows_and_state(x, arrived, runs, before)
     weight, bias, silu = convolution
     is_single = len(runs.lengths) == 1
@@ -254,7 +258,7 @@ def _package_backward(
 
 
 def _rows_and_state(x: Tensor, arrived: Tensor, runs: LocalRuns, before: Before) -> tuple[Tensor, Tensor | None]:
-    """The rows to convolve and their initial state (1, C, width): local rows of one run, or all laid out."""
+    """Return the rows to convolve and their initial state (1, C, width): rows of one run, or all laid out."""
     x = x if x.is_contiguous() else x.contiguous()
     if len(runs.lengths) > 1:
         return torch.cat([x, arrived, x.new_zeros((1, x.shape[1]))]).index_select(0, before.source), None

@@ -95,7 +95,7 @@ class DecayForward:
         self.activations = (self._decays.g,)
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
-        """See `Forward`."""
+        """Return the states that these runs add, and the decays of those, as `Forward.summaries`."""
         heads, size, width = self._inputs.state_shape
         zero = self._inputs.k.new_zeros((len(self._runs.lengths), heads, size, width), dtype=torch.float32)
         states = scan_chunks(self._added, self._decays.whole, zero, self._runs)
@@ -103,7 +103,7 @@ class DecayForward:
         return take_runs(states, leaving), torch.exp2(take_runs(total, carrying))[:, :, None, None]
 
     def outputs(self, states: Tensor) -> Tensor:
-        """See `Forward`."""
+        """Return the outputs (T, H, V) from the states (R, H, K, V) that enter the runs."""
         q, k, v, _ = batch_of_one(self._inputs)
         h = v.new_empty((1, self._runs.chunks, *self._inputs.state_shape))
         scan_chunks(self._added, self._decays.whole, states, self._runs, into=h)
@@ -123,20 +123,20 @@ class DecayBackward:
         self._h = inputs.v[:0]
 
     def entry_gradients(self, runs: Integers) -> Tensor:
-        """See `Backward`."""
+        """Return gradients (n, H, K, V) of the outputs by the states that enter these runs."""
         zero = torch.zeros_like(self._saved.states)
         entry_gradients = scan_chunks(self._read, self._decays.whole, zero, self._runs, backwards=True)
         return take_runs(entry_gradients, runs)
 
     def prepare(self) -> None:
-        """The states of chunks, once more."""
+        """Compute the states that enter chunks once more."""
         _, k, v, _, _ = self._inputs
         self._h = v.new_empty((1, self._runs.chunks, *self._inputs.state_shape))
         sums = chunk_additions(k, v, self._decays.decay_to_end(), self._runs)
         scan_chunks(sums, self._decays.whole, self._saved.states, self._runs, into=self._h)
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
-        """See `Backward`."""
+        """Return the gradients of q, k, v and g, from those (R, H, K, V) at final states."""
         q, k, v, _ = batch_of_one(self._inputs)
         dh = torch.empty_like(self._h)
         scan_chunks(self._read, self._decays.whole, leaving, self._runs, into=dh, backwards=True)
@@ -150,7 +150,7 @@ class DecayBackward:
 
 
 def chunk_additions(keys: Tensor, values: Tensor, weight: Tensor, runs: LocalRuns) -> Tensor:
-    """Σ of key ⊗ weight · value over a chunk: (T, G, K), (T, H, V), (T, H, 1) -> (N, G, K, H / G · V), float32.
+    """Sum key ⊗ weight · value over each chunk: (T, G, K), (T, H, V), (T, H, 1) -> (N, G, K, H / G · V), float32.
 
     Heads that share keys lie side by side, so that there is one product for them.
     """

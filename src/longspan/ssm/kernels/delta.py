@@ -10,7 +10,7 @@ from longspan.ssm.kernels.runs import CHUNK, LocalRuns
 
 
 def kimi_lacks(recurrence: Recurrence) -> str:
-    """What it would need; "" for nothing."""
+    """Return what a recurrence would need for Kimi's kernels; "" for nothing."""
     if not recurrence.delta or not recurrence.by_channel:
         return "a delta rule of a decay for each key number"
     return fla_lacks(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
@@ -32,7 +32,7 @@ class KimiForward:
         self.activations = (self._g, self._qk, kk, self._states.transitions)
 
     def outputs(self, states: Tensor) -> Tensor:
-        """See `Forward`."""
+        """Return the outputs (T, H, V) from the states (R, H, K, V) that enter the runs."""
         h, new_values, entering = self._states.chunk_states(states)
         self.activations = (*self.activations, entering)
         arguments = {"q": self._q, "v": new_values, "g": self._g, "A": self._qk, "h": h, "scale": self._scale}
@@ -62,7 +62,7 @@ class KimiBackward:
         """Nothing apart."""
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
-        """See `Backward`."""
+        """Return the gradients of q, k, v, g and beta, from those (R, H, K, V) at final states."""
         q, k, v, _, beta = batch_of_one(self._inputs)
         dq, dk, dv, dbeta, dg, *_ = fla_function("ops.kda.chunk_bwd", "chunk_kda_bwd")(
             q=q,
@@ -86,7 +86,7 @@ _WY = "ops.gated_delta_rule.wy_fast"
 
 
 def delta_lacks(recurrence: Recurrence) -> str:
-    """What it would need; "" for nothing."""
+    """Return what a recurrence would need for fla's gated delta rule; "" for nothing."""
     if not recurrence.delta or recurrence.by_channel:
         return "a delta rule of one decay a head"
     return fla_lacks(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
@@ -107,7 +107,7 @@ class DeltaForward:
         self.activations = (self._g, a, self._states.transitions)
 
     def outputs(self, states: Tensor) -> Tensor:
-        """See `Forward`."""
+        """Return the outputs (T, H, V) from the states (R, H, K, V) that enter the runs."""
         h, new_values, entering = self._states.chunk_states(states)
         self.activations = (*self.activations, entering)
         arguments = {"q": self._q, "k": self._k, "v": new_values, "h": h, "g": self._g, "scale": self._scale}
@@ -120,6 +120,7 @@ class DeltaBackward:
     """A backward pass; see `Backward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
+        """Compute what backward reads again: the products u and w of each chunk, and the gradients inside chunks."""
         pieces = pieces_of(runs, inputs.state_shape[0])
         self._inputs, self._runs, self._scale = inputs, pieces.runs, scale
         self._g, self._a, transitions, self._entering = saved.activations
@@ -141,7 +142,7 @@ class DeltaBackward:
         self._h, self._new = states_of_chunks(rows, self._entering, self._runs)
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
-        """See `Backward`."""
+        """Return the gradients of q, k, v, g and beta, from those (R, H, K, V) at final states."""
         dh, dv = self._states.chunk_gradients(self._entering, self._states.leaving_gradients(leaving))
         indices = run_indices(self._runs)
         arguments = {**self._read, "v": self._new, "w": self._w, "h": self._h, "dv": dv, "dh": dh}

@@ -22,7 +22,7 @@ _NARROW = 128  # key numbers up to which a program of four warps keeps a state i
 
 
 def run_maps(rows: Named, runs: LocalRuns) -> tuple[Tensor, Tensor]:
-    """B (R, H, K, V) and M (R, H, K, K) of S_out = M S_in + B of each run, float32."""
+    """Return B (R, H, K, V) and M (R, H, K, K) of each run, where S_out = M S_in + B, in float32."""
     heads, size, width, count = *rows["w"].shape[2:], rows["u"].shape[-1], len(runs.lengths)
     states, transitions = (_single(rows, count, heads, size, n) for n in (width, size))
     blocks = -(-width // _COLUMNS) + -(-size // _COLUMNS)
@@ -33,7 +33,7 @@ def run_maps(rows: Named, runs: LocalRuns) -> tuple[Tensor, Tensor]:
 
 
 def compute_entry_gradients(rows: Named, runs: LocalRuns, scale: float) -> Tensor:
-    """(R, H, K, V) float32: gradients of the outputs to the states that enter runs, final states having none."""
+    """Return gradients (R, H, K, V), float32, of the outputs by the states that enter runs."""
     heads, size, width, count = *rows["w"].shape[2:], rows["dv"].shape[-1], len(runs.lengths)
     entry_gradients = _single(rows, count, heads, size, width)
     arguments = [rows[name] for name in ("q", "k", "w")] + [
@@ -50,6 +50,7 @@ def compute_entry_gradients(rows: Named, runs: LocalRuns, scale: float) -> Tenso
 
 
 def _kernel_sizes(rows: Named, width: int, chunk: int) -> dict[str, Any]:
+    """Return the kernel's compile-time sizes, and its warps and stages."""
     heads, size = rows["w"].shape[2:]
     keys = max(16, 1 << (size - 1).bit_length())
     sizes = {"HEADS": heads, "SHARED": heads // rows["k"].shape[2], "SIZE": size, "WIDTH": width, "CHUNK": chunk}
@@ -85,7 +86,7 @@ class DeltaStates:
         self._states, self.transitions = run_maps({name: x[:, inside] for name, x in rows.items()}, map_runs)
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
-        """See `Forward`."""
+        """Return the states that these runs add, and the transitions of those, as `Forward.summaries`."""
         either = np.union1d(leaving, carrying)
         states, transitions = self._pieces.maps_of_runs(self._states, self.transitions, either)
         return take_runs(states, np.searchsorted(either, leaving)), take_runs(
@@ -124,13 +125,17 @@ class DeltaGradients:
         return self._pieces.leaving_gradients(leaving, entry_gradients, self._transitions)
 
     def chunk_gradients(self, states: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients at the states that leave chunks, and at the values that rows add, from those of pieces."""
+        """Return the gradients at the states that leave chunks, and at the values that rows add.
+
+        `states` are those that enter pieces, `leaving` the gradients at their final states.
+        """
         scanning, runs = fla_function(_MODULE, "chunk_gated_delta_rule_bwd_dhu"), self._pieces.runs
         chunk_arguments = {"chunk_size": CHUNK, "chunk_offsets": runs.chunk_ends, **run_indices(runs)}
         dh, _, dv = scanning(**self._rows, h0=states, dht=leaving, scale=self._scale, **chunk_arguments)
         return dh, dv
 
     def _map_gradients(self) -> Tensor:
+        """Return the gradients of the outputs by the states that enter pieces with maps; computed once."""
         if self._entry_gradients is None:
             map_runs, inside = self._pieces.pieces_with_maps
             self._entry_gradients = compute_entry_gradients(

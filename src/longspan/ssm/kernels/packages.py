@@ -112,6 +112,7 @@ def lacks_package(name: str, needed: tuple[int, int], device: torch.device) -> s
 
 @cache
 def _version_lack(name: str, needed: tuple[int, int]) -> str:
+    """Return what is missing of a package at a version; "" if it is installed."""
     version_text = ".".join(map(str, needed))
     try:
         installed = version(name)

@@ -57,7 +57,7 @@ def _cut_into_chunks(lengths: tuple[int, ...], chunk: int, device: torch.device)
 def scan(
     q: Tensor | None, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, initial: Tensor, lengths: Integers
 ) -> tuple[Tensor, Tensor]:
-    """o (T, H, V) of all runs and the final state (R, H, K, V) of each, from `initial` (R, H, K, V).
+    """Return the outputs (T, H, V) of all runs and the final state (R, H, K, V) of each, from `initial` (R, H, K, V).
 
     `lengths` (R,): rows of each run, one after another. Without q there is no o: an empty tensor.
     """
@@ -107,7 +107,7 @@ def scan(
 
 
 def _pair_decays(g: Tensor) -> Tensor:
-    """exp(g_{j+1} + … + g_i) of the pairs i ≥ j of each chunk, (N, H, C, C, K or 1), and 1 elsewhere.
+    """Return exp(g_{j+1} + … + g_i) of the pairs i ≥ j of each chunk, (N, H, C, C, K or 1), and 1 elsewhere.
 
     Each sum is one of its own, as in Mamba 2's segsum (arXiv:2405.21060, listing 1): differences of sums from the
     chunk's first row on would leave their rounding, in the gradient of g above all.
@@ -118,7 +118,7 @@ def _pair_decays(g: Tensor) -> Tensor:
 
 
 def _products_with_decay(a: Tensor, b: Tensor, fades: Tensor) -> Tensor:
-    """a_i · fades_ij b_j of the pairs i ≥ j of each chunk: (N, H, C, C), 0 elsewhere."""
+    """Return a_i · fades_ij b_j of the pairs i ≥ j of each chunk: (N, H, C, C), 0 elsewhere."""
     if fades.shape[-1] == 1:
         return (a @ b.mT * fades.squeeze(-1)).tril()
     return torch.einsum("nhic,nhjc,nhijc->nhij", a, b, fades).tril()
@@ -182,7 +182,7 @@ class TorchBackward:
             self._out, self._final = scan(*full_inputs, self._start, runs.lengths)
 
     def entry_gradients(self, runs: Integers) -> Tensor:
-        """See `Backward`."""
+        """Return gradients (n, H, K, V) of the outputs by the states that enter these runs, by autograd."""
         (entry_gradients,) = torch.autograd.grad(
             self._out, self._start, self._dout, retain_graph=True, allow_unused=True
         )
@@ -193,7 +193,7 @@ class TorchBackward:
         """Nothing: the scan has run."""
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
-        """See `Backward`."""
+        """Return the gradients of all inputs, from those (R, H, K, V) at final states, by autograd."""
         leaves = [x for x in self._leaves if x is not None]
         if not len(self._dout):
             return tuple(torch.zeros_like(x) for x in leaves)
@@ -201,7 +201,7 @@ class TorchBackward:
 
 
 def _repeat_heads(inputs: Inputs, scale: float) -> Inputs:
-    """With as many heads of q and k as v has, and q scaled; in the dtype of states."""
+    """Repeat the heads of q and k to as many as v has, and scale q; in the dtype of states."""
     q, k, v, g, beta = (None if x is None else x.to(state_dtype(x.dtype)) for x in inputs)
     assert q is not None and k is not None and v is not None and g is not None
     groups = v.shape[1] // k.shape[1]

@@ -28,7 +28,10 @@ def scan_chunks_kernel(
     KEEP: tl.constexpr,
     BACKWARDS: tl.constexpr,
 ):
-    """One program has BLOCK of a head's numbers, of one run, and goes through its chunks."""
+    """Triton kernel: the state after each chunk of a run.
+
+    One program does BLOCK numbers of one head's state, for one run, chunk after chunk.
+    """
     head = tl.program_id(1)
     run = tl.program_id(2).to(tl.int64)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -67,7 +70,9 @@ def maps_kernel(
     COLUMNS: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
 ):
-    """One program has COLUMNS of a head's B or M, of one run, and goes through its chunks.
+    """Triton kernel: B and M of each run, where S_out = M S_in + B.
+
+    One program does COLUMNS columns of one head's B or M, for one run, chunk after chunk.
 
     Columns of B begin at zeros and take the values u. Columns of M begin as those of the identity, and take no values.
     """

@@ -38,7 +38,7 @@ from longspan.train.plans import row_multiple_of
 CPU_BUDGET = 1 << 30
 
 
-def memory_budget(config: RunConfig, model: nn.Module, optimizer: Optimizer, device: torch.device) -> float:
+def activation_budget(config: RunConfig, model: nn.Module, optimizer: Optimizer, device: torch.device) -> float:
     """Bytes for gradients and activations: those that a run may fill, without weights and moments, and what a GPU's
     context takes."""
     train = config.train
@@ -70,6 +70,17 @@ def _bytes_of_states(choice: OptimizerChoice, shape: tuple[int, ...], dtype: tor
     return sum(x.numel() * x.element_size() for x in tree_leaves(optimizer.state[parameter]) if isinstance(x, Tensor))
 
 
+def count_states(choice: OptimizerChoice, dtype: torch.dtype) -> float:
+    """Numbers of state that an optimizer keeps of each number of a matrix, counted on one.
+
+    >>> count_states(OptimizerChoice.of(TrainConfig()), torch.float32)
+    2.0
+    """
+    size = _bytes_of_states(choice, (_SIDE, _SIDE), dtype, torch.device("cpu"))
+    return round(size / (_SIDE * _SIDE * dtype.itemsize), 3)  # without the count of steps
+
+
+_SIDE = 128
 FILE = "max_tokens_per_slot.json"
 PROBES = {"cuda": (1024, 4096)}  # rows of a slot
 PROBES_ELSEWHERE = (64, 256)
@@ -196,7 +207,7 @@ def measure(
     probe has as many, nor has the result. What `images` hold is not the rows'. Raises ConfigError where fewer rows than
     two probes need are left, or images do not fit, and on a rank that runs out of memory in a probe.
     """
-    budget = memory_budget(config, model, optimizer, world.device)
+    budget = activation_budget(config, model, optimizer, world.device)
     if images is not None:
         run_on_every_rank(world, partial(images.check, budget), ConfigError)
         budget -= images.held

@@ -10,12 +10,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_first_rank
 from longspan.config.keys import AUTO
-from longspan.config.memory_keys import check_measures, chooses_measures
+from longspan.config.memory_keys import check_measures, checkpointing_by_hand, chooses_measures
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, PlanError
+from longspan.model.host_arena import free_host_bytes
 from longspan.plan import (
     Cost,
     Machine,
@@ -28,9 +31,11 @@ from longspan.plan import (
     choose_memory,
 )
 from longspan.plan.memory.parameters import ModelNumbers
+from longspan.plan.memory.step_peak import CONTEXT_BYTES
 from longspan.train.memory.coming_plans import ComingSteps
-from longspan.train.memory.memory_inputs import fixed_memory, measures_by_hand, memory_budget, memory_settings
-from longspan.train.plans.choice import cost_of_run, machine_of
+from longspan.train.memory.memory_settings import fixed_keys, memory_settings_of
+from longspan.train.memory.model_fits import ranks_on_host
+from longspan.train.plans.run_cost import cost_of_run, machine_of
 
 # Without copies to the host and second exchanges, which the prices of plans leave out.
 _PRICED_AS = {"selective": "exchanged", "selective+host": "exchanged", "full+host": "full"}
@@ -53,9 +58,8 @@ class RunMemory:
     @property
     def settings(self) -> MemorySettings:
         """The settings of the plan of memory, with the keys by hand."""
-        return memory_settings(
-            self.config, gpu=self.gpu, target_share=self.target_share, encoder_rows=self.encoder_rows
-        )
+        share, rows = self.target_share, self.encoder_rows
+        return memory_settings_of(self.config, gpu=self.gpu, target_share=share, encoder_rows=rows)
 
     @property
     def machine(self) -> Machine:
@@ -124,7 +128,7 @@ class RunMemory:
         )
 
     def _choose(self, plans: Sequence[Plan], budget: MemoryBudget) -> MemoryPlan:
-        home, fixed = self.ahead.home, fixed_memory(self.config)
+        home, fixed = self.ahead.home, fixed_keys(self.config)
         return choose_memory(self.model, home, list(plans), self.settings, budget, self.machine, fixed=fixed)
 
 
@@ -138,12 +142,12 @@ def choose_on_ranks(run: RunMemory, world: World, log: LogLine) -> MemoryPlan | 
     if not chooses_measures(run.config.train, gpu=run.gpu):
         return None
     budget = memory_budget(run.config, world)
-    memory, reason = run_on_first_rank(world, partial(_choice_or_reason, run, budget), ConfigError)
+    memory, reason = run_on_first_rank(world, partial(choice_or_reason, run, budget), ConfigError)
     log(memory.line(budget) if memory else f"memory: not planned, and the keys of [train] hold as they are: {reason}")
     return memory
 
 
-def _choice_or_reason(run: RunMemory, budget: MemoryBudget) -> tuple[MemoryPlan | None, str]:
+def choice_or_reason(run: RunMemory, budget: MemoryBudget) -> tuple[MemoryPlan | None, str]:
     """The plan of memory, or why the model's bytes cannot be counted."""
     try:
         ModelNumbers.of(run.model, run.ahead.home, run.settings)
@@ -168,3 +172,32 @@ def plan_on_ranks(run: RunMemory, chosen: MemoryPlan | None, world: World) -> Me
             return run.plan_of(chosen)
 
     return run_on_first_rank(world, plan, ConfigError)
+
+
+HOST_SHARE = 0.85  # of the host's free memory: the rest is for reading documents, and for saving
+
+
+def memory_budget(config: RunConfig, world: World) -> MemoryBudget:
+    """The bytes that a rank may fill of its device and of its host: the least of all ranks, which call it together."""
+    device, host = _budget_here(config, world)
+    least = world.control.largest_of([-float(device), -float(host)], "the least free memory")
+    return MemoryBudget(device=int(-least[0]), host=int(-least[1]))
+
+
+def _budget_here(config: RunConfig, world: World) -> tuple[int, int]:
+    host = int(HOST_SHARE * (free_host_bytes() or 0) / ranks_on_host(world))
+    if config.train.memory_bytes:
+        return config.train.memory_bytes, host
+    free, all_bytes = torch.cuda.mem_get_info(world.device)
+    return int(config.train.memory_fraction * min(all_bytes, free + CONTEXT_BYTES)), host
+
+
+def measures_by_hand(config: RunConfig, needs: MemoryNeeds) -> tuple[str, ...]:
+    """What each layer keeps by the keys: the first `recompute_layers` of a stage (0: each) are recomputed."""
+    train, kind = config.train, checkpointing_by_hand(config.train) or "none"
+    word = f"{kind}+host" if train.offload_activations and kind != "none" else kind
+    words = ["none"] * needs.layers
+    for place in needs.places:
+        for layer in place.stage.layers[: train.recompute_layers or None]:
+            words[layer] = word
+    return tuple(words)

@@ -6,8 +6,6 @@ Planning itself is `longspan.plan`'s business. Nothing here needs torch or a pro
 from longspan.train.plans.choice import (
     PlanChoice,
     StepPlanner,
-    cost_of,
-    cost_of_run,
     degrees_to_compare,
     home_of,
     planner_of_steps,
@@ -15,6 +13,7 @@ from longspan.train.plans.choice import (
     query_heads,
     row_multiple_of,
 )
+from longspan.train.plans.run_cost import cost_of, cost_of_run
 
 __all__ = [
     "PlanChoice",

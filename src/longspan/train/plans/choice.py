@@ -1,36 +1,31 @@
-"""The plans of steps and evaluations from the configuration: planner, degree and options (`PlanChoice`), and the cost.
+"""The plans of steps and evaluations from the configuration: planner, degree and options (`PlanChoice`).
 
-Planning itself is in `longspan.plan`, and which documents a step takes in `order.py`. No torch and no process group.
+Planning itself is in `longspan.plan`, what plans are priced by in `run_cost.py`, and which documents a step takes in
+`order.py`. No torch and no process group.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, Unpack
 
-from longspan.config.defaults import compute_dtype
 from longspan.config.keys import AUTO
-from longspan.config.memory_keys import checkpointing_by_hand
 from longspan.config.plan_section import ONE_DEGREE, EvalConfig, PlanSection
 from longspan.config.sections import ParallelConfig, RunConfig, held_out_set
 from longspan.data.step_order import PackOrder, StepOrder
-from longspan.errors import ConfigError, LongspanError, PlanError, plural
+from longspan.errors import ConfigError, LongspanError, plural
 from longspan.layout import Layout
-from longspan.plan import Cost, MemoryPlan, Plan, PlanAhead, PlanOptions, plan_dynamic, plan_fixed, plan_padded
+from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import heads_allow
 from longspan.plan.cost.correction import NO_CORRECTION, Correction
-from longspan.plan.cost.machine import CostSettings, Machine
-from longspan.plan.cost.model_cost import read_machine
 from longspan.plan.hierarchy import levels_at
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.planners.options import PlanKeywords
 from longspan.plan.refinement import MOST_AHEAD, Refinement
 from longspan.plan.simulate.evaluation import plan_evaluation, widest_degree
-from longspan.plan.simulate.row_bytes import QWEN3_8B
 from longspan.plan.simulate.type_and_partition import options_at_degree
-from longspan.train.plans.own import own_cost, plan_by
-
-KEY = "run.machine"
+from longspan.train.plans.own import plan_by
+from longspan.train.plans.run_cost import cost_of
 
 
 def row_multiple_of(parallel: ParallelConfig) -> int:
@@ -46,91 +41,6 @@ def home_of(parallel: ParallelConfig, ranks: int) -> Layout:
 def query_heads(model_config: Any) -> int | None:
     """The number of query heads of a transformers configuration, of each layer that attends; None if none does."""
     return getattr(model_config.get_text_config(), "num_attention_heads", None)
-
-
-def cost_of(config: RunConfig) -> Cost:
-    """The cost that `run.machine` names, or the default; on a machine that of a Qwen3-8B, until the model is known.
-
-    Raises ConfigError for a file that holds none.
-    """
-    priced = machine_of(config)
-    return priced.cost(QWEN3_8B) if isinstance(priced, Machine) else priced or Cost()
-
-
-def machine_of(config: RunConfig) -> Machine | Cost | None:
-    """What `run.machine` names: a machine, the cost of one model in an older file, or None if it is empty.
-
-    A file is read once: a run keeps its prices, whatever becomes of the file before the next evaluation. Raises
-    ConfigError for a file that holds neither.
-    """
-    return _read_once(config.run.machine) if config.run.machine else None
-
-
-def cost_of_run(
-    config: RunConfig,
-    model_config: Any,
-    log: Callable[[str], None],
-    *,
-    gpu: bool,
-    slots: int = 0,
-    target_share: float = 1.0,
-    memory: MemoryPlan | None = None,
-) -> Cost:
-    """What plans are priced by: `context.cost_model`, else the model on `run.machine`, else on H200s or on CPUs.
-
-    >>> cost = cost_of_run(config, model.config, print, gpu=world.device.type == "cuda")  # doctest: +SKIP
-
-    What is recomputed counts in a cost of its model, and what FSDP2 gathers and sums over so many `slots` (0: nothing)
-    in lockstep; both as a plan of `memory` chose where one is given. `target_share` of the rows predict a token. The
-    cost on CPUs is of no machine (`Cost.source` is ""): plans are compared by it, and no time is shown. A model that
-    its configuration does not price is planned for as a Qwen3-8B, with a line in the log.
-    """
-    if config.context.cost_model:
-        return own_cost(config.context.cost_model, model_config)
-    priced = machine_of(config)
-    if isinstance(priced, Cost):
-        return priced
-    usual = Machine.known("H200") if gpu else Machine.cpus()
-    try:
-        settings = _cost_settings(config, measured=priced is not None, gpu=gpu, slots=slots)
-        settings = settings if memory is None else replace(settings, **_costs_of(memory))
-        return (priced or usual).cost(model_config, replace(settings, target_share=target_share))
-    except PlanError as error:
-        log(f"plans are priced as for a Qwen3-8B: {error}; name a file in {KEY}")
-        return Cost() if gpu else replace(Cost(), source="")
-
-
-def _cost_settings(config: RunConfig, *, measured: bool, gpu: bool, slots: int) -> CostSettings:
-    """What of a run changes its model's time. The usual machines are those of two bytes a number."""
-    train, parallel = config.train, config.parallel
-    return CostSettings(
-        recomputation=checkpointing_by_hand(train) or "none",
-        recomputed_layers=train.recompute_layers * parallel.pp,  # of each stage
-        frozen=config.lora.rank > 0,
-        depths=config.mtp.depths,
-        bytes_per_number=compute_dtype(config.model, "cuda" if gpu else "cpu").itemsize if measured else 2,
-        shards=slots // parallel.dp_replicate if config.context.mode == "lockstep" else 0,
-        weight_ranks=parallel.tp,  # whose share of a slot's cost is taken when plans are made
-        dp_replicate=parallel.dp_replicate,
-        gathered_once=not parallel.reshard_after_forward,
-    )
-
-
-def _costs_of(memory: MemoryPlan) -> dict[str, Any]:
-    """What a plan of memory changes of the time: layers that are recomputed, as most of them are, and gathers."""
-    words = [word.partition("+")[0] for word in memory.measures]
-    recomputed = [word for word in words if word != "none"]
-    full = recomputed.count("full") > len(recomputed) / 2
-    return {
-        "recomputation": "full" if full else "selective" if recomputed else "none",
-        "recomputed_layers": len(recomputed),
-        "gathered_once": memory.gathered_once,
-    }
-
-
-@cache
-def _read_once(file: str) -> Machine | Cost:
-    return read_machine(file, KEY)
 
 
 @dataclass(frozen=True)
@@ -177,7 +87,7 @@ class PlanChoice:
         weights: int = 0,
         weight_bytes: int = 2,
     ) -> "PlanChoice":
-        """How training steps are planned, priced by the run's cost or else the file's.
+        """Choose how training steps are planned, priced by the run's cost or else the file's.
 
         `heads` are the model's query heads, where they are known; `weights` those of its parameters that are on a
         slot's rank and sharded over slots, of `weight_bytes` each.
@@ -195,7 +105,7 @@ class PlanChoice:
         cost: Cost | None = None,
         heads: int | None = None,
     ) -> "PlanChoice":
-        """How evaluations are planned: those of a named set, or else of the documents that are held out.
+        """Choose how evaluations are planned: those of a named set, or else of the documents that are held out.
 
         They are priced for forward passes only. Plans of a degree "auto" that is not chosen yet (`auto_degree.py`) have
         the smallest that holds their documents.

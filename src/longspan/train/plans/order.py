@@ -1,12 +1,14 @@
 """The documents that a run's steps take, their order and how often, and the lines of output about them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from longspan.comm.all_ranks import LogLine
 from longspan.config.defaults import with_steps
 from longspan.config.sections import RunConfig
+from longspan.corpus.files import LogLine
 from longspan.data.documents import Corpus
 from longspan.data.step_order import PackOrder, StepOrder
 from longspan.data.stream import Mixture
@@ -38,10 +40,10 @@ def with_steps_of_epochs(config: RunConfig, order: StepOrder | PackOrder, log: L
 
 def _few_steps_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
     """Advice that makes more steps of the same documents; a step takes at least one document."""
-    tokens, taken = int(config.train.epochs * order.stream.tokens), config.train.tokens_per_step
+    tokens, tokens_per_step = int(config.train.epochs * order.stream.tokens), config.train.tokens_per_step
     least = int(order.lengths.max()) if isinstance(order, StepOrder) else config.data.pack_to
     fewer = max(tokens // FEW_STEPS, least)
-    line = f"few updates: {plural(config.train.steps, 'step')} of up to {taken:,} tokens may change little; "
+    line = f"few updates: {plural(config.train.steps, 'step')} of up to {tokens_per_step:,} tokens may change little; "
     if tokens // fewer <= config.train.steps:
         return line + "more epochs (train.epochs), or more documents, make more"
     return line + f"--train.tokens_per_step {fewer} makes at least {tokens // fewer} of the same documents"
@@ -60,23 +62,40 @@ def count_held_out(setting: int | str, documents: int) -> int:
 
 def step_order_of(config: RunConfig, corpus: Corpus) -> StepOrder | PackOrder:
     """The order of a run's documents."""
+    data = config.data
+    mixture = Mixture(corpus.source_of, tuple(s.weight for s in data.sources)) if data.sources else None
+    uncut = _uncut_spans(config, corpus) if data.pack_to else None
+    return order_of_lengths(config, corpus.lengths, targets=corpus.targets, mixture=mixture, uncut=uncut)
+
+
+def order_of_lengths(
+    config: RunConfig,
+    lengths: Sequence[int] | npt.NDArray[Any],
+    *,
+    targets: npt.NDArray[Any] | None = None,
+    mixture: Mixture | None = None,
+    uncut: UncutSpans | None = None,
+) -> StepOrder | PackOrder:
+    """The order of documents of these lengths, as `StepOrder` and `PackOrder` take the rest."""
     data, tokens = config.data, config.train.tokens_per_step
     order = StepOrder(
-        corpus.lengths,
+        lengths,
         tokens_per_step=tokens,
         seed=config.train.seed,
-        eval_documents=count_held_out(data.eval_documents, len(corpus)),
-        targets=corpus.targets,
-        mixture=Mixture(corpus.source_of, tuple(s.weight for s in data.sources)) if data.sources else None,
+        eval_documents=count_held_out(data.eval_documents, len(lengths)),
+        targets=targets,
+        mixture=mixture,
     )
     if not data.pack_to:
         return order
-    across, uncut = data.pack_attention == "across", _uncut(config, corpus)
+    across = data.pack_attention == "across"
     return PackOrder(order, pack_to=data.pack_to, tokens_per_step=tokens, across=across, uncut=uncut)
 
 
-def _uncut(config: RunConfig, corpus: Corpus) -> UncutSpans | None:
-    """The placeholders of each image, which no pack cuts. Raises ConfigError where packs have no room for one."""
+def _uncut_spans(config: RunConfig, corpus: Corpus) -> UncutSpans | None:
+    """Return the spans of placeholders of each image, which no pack cuts. Raises ConfigError where packs are too small
+    for one.
+    """
     if corpus.images is None or not len(corpus.images):
         return None
     spans = UncutSpans(*(np.asarray(corpus.images.column(name)) for name in ("document", "start", "stop")))
@@ -109,13 +128,13 @@ def documents_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
 
 
 def source_lines(config: RunConfig, order: StepOrder | PackOrder) -> Iterator[str]:
-    """Of each of several sources: its share of the tokens, what it has, and how often the run's steps read it."""
-    taken = config.train.tokens_per_step * config.train.steps
+    """Yield a line about each of several sources: its share of the tokens, its size, and how often steps read it."""
+    tokens_read = config.train.tokens_per_step * config.train.steps
     sources = order.stream.sources if config.data.sources else ()
     for table, source in zip(config.data.sources, sources, strict=True):
         share = source.weight / sum(other.weight for other in sources)
         yield (
             f"source {table.path}: weight {source.weight:g}, {share:.3g} of the tokens of steps; it has "
             f"{plural(source.documents, 'document')} of {plural(source.tokens, 'token')} to train on, read about "
-            f"{taken * share / source.tokens:.3g} times"
+            f"{tokens_read * share / source.tokens:.3g} times"
         )

@@ -34,11 +34,12 @@ def check_planner(name: str, key: str) -> None:
             f"{key} is {name!r}; {nearest(name, PLANNERS)}, or a function of your own with its module, as in "
             "'my_module.my_planner' (docs/planning.md)"
         )
-    _planner_named(name, key)
+    _import_planner(name, key)
 
 
 @cache
-def _planner_named(name: str, key: str) -> OwnPlanner:
+def _import_planner(name: str, key: str) -> OwnPlanner:
+    """Import the planner of this name. Raises ConfigError for what cannot be called."""
     planner = object_named(name, f"{key} is {name!r}")
     if not callable(planner):
         module, _, attribute = name.rpartition(".")
@@ -55,7 +56,7 @@ def plan_by(name: str, key: str, lengths: Sequence[int], home: Layout, *, option
     Raises PlanError, with the key that names the planner, if it fails, returns no Plan, or a plan of other documents or
     slots, and for a plan that is not sound, exceeds the limit of rows or shares heads that its groups cannot share.
     """
-    request, planner = Request.of(lengths, home, options), _planner_named(name, key)
+    request, planner = Request.of(lengths, home, options), _import_planner(name, key)
     if not request.lengths:
         return request.plan((), name)
     try:
@@ -106,10 +107,11 @@ def check_cost(name: str, file: str) -> None:
     """Raise ConfigError for a cost that does not exist, and if there is a file of a cost too."""
     if file:
         raise ConfigError(f"{COST_KEY} is {name!r} and run.machine is {file!r}; give one of them")
-    _cost_named(name)
+    _import_cost(name)
 
 
-def _cost_named(name: str) -> Any:
+def _import_cost(name: str) -> Any:
+    """Import the cost of this name, or the function that makes one. Raises ConfigError for anything else."""
     if "." not in name or name.endswith(".json"):
         raise ConfigError(
             f"{COST_KEY} is {name!r}; give a longspan.Cost or a function that returns one by its dotted name, as in "
@@ -131,7 +133,7 @@ def own_cost(name: str, model_config: Any) -> Cost:
 
     >>> own_cost("my_costs.measured", model.config)  # doctest: +SKIP
     """
-    cost = _cost_named(name)
+    cost = _import_cost(name)
     if not isinstance(cost, Cost):
         try:
             cost = cost(model_config)

@@ -42,14 +42,14 @@ def choose_partition_on_ranks(
 def choose_partition(
     config: RunConfig, lengths: Sequence[Sequence[int]], home: Layout, *, cost: Cost, heads: int | None
 ) -> tuple[RunConfig, str]:
-    """The same for steps of documents of these lengths, on one rank.
+    """Choose as `choose_partition_on_ranks` does, for steps of documents of these lengths, on one rank.
 
     Under a cost without states, which was measured as a whole, nothing tells one partition from the other.
     """
     if config.context.partition != AUTO or cost.states is None:
         return with_usual_partition(config), ""
     choice = PlanChoice.training(config, cost=cost, heads=heads)
-    chosen = _fastest(choice, lengths, home)
+    chosen = _fastest_way(choice, lengths, home)
     context, options = config.context, chosen.options
     if context.cp_comm_type == AUTO:
         context = replace(context, cp_comm_type=options.cp_comm_type)
@@ -64,11 +64,12 @@ def with_usual_partition(config: RunConfig) -> RunConfig:
     return _with_evaluations(config, None, None)
 
 
-def _fastest(choice: PlanChoice, lengths: Sequence[Sequence[int]], home: Layout) -> PartitionChoice:
-    """The partition and type under which these steps are predicted to be fastest."""
+def _fastest_way(choice: PlanChoice, lengths: Sequence[Sequence[int]], home: Layout) -> PartitionChoice:
+    """Choose the partition and type under which these steps are predicted to be fastest."""
     widest = choice.widest(home)
 
     def predict_seconds(options: PlanOptions) -> float:
+        """Return the predicted seconds of all these steps under a partition and type."""
         way = replace(choice, options=options)
         if not way.allows(widest, home):  # documents of any length must fit
             raise ConfigError(f"{options.cp_comm_type} cannot share {options.heads} heads among {widest} slots")
@@ -81,6 +82,7 @@ def _with_evaluations(config: RunConfig, home: Layout | None, heads: int | None)
     """The configuration whose evaluations have training's partition in place of "auto", and its type if it can."""
 
     def as_training(entry: EvalConfig) -> EvalConfig:
+        """Return an evaluation's section with training's partition, and its type if the degree allows it."""
         if entry.partition != AUTO:
             return entry
         entry = replace(entry, partition=config.context.partition)

@@ -12,7 +12,7 @@ from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
 from longspan.plan import Cost
 from longspan.plan.cost.model_cost import FORMER_FILE, check_measured_here
-from longspan.train.plans.choice import KEY, machine_of
+from longspan.train.plans.run_cost import KEY, machine_of
 
 
 def use_machine(config: RunConfig, world: World, log: Callable[[str], None]) -> None:

@@ -131,7 +131,7 @@ def _document_prefixes(
                     f"document {number} is a pack of {len(document.pieces)} pieces, and in {rules.architecture} each "
                     "has a prefix of its own; use data.pack_to = 0: micro-batches hold several documents"
                 )
-            prefix = prefix_of(document, number, length, items)
+            prefix = prefix_rows(document, number, length, items)
             if rules.prefix_window is not None and prefix > rules.prefix_window:
                 raise DataError(
                     f"document {number} has a prefix of {prefix} rows, and layers of {rules.architecture} a window of "
@@ -140,7 +140,7 @@ def _document_prefixes(
             yield number, [(0, prefix)] if prefix else []
 
 
-def prefix_of(document: Any, number: int, length: int, items: ItemTable | None = None) -> int:
+def prefix_rows(document: Any, number: int, length: int, items: ItemTable | None = None) -> int:
     """How many rows of a document stand before its first target; all of them if it has no target.
 
     The first token is no target, but one of a document without labels may follow it.

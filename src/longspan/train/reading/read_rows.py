@@ -205,7 +205,7 @@ class _Arrays:
         self.values = dict[str, npt.NDArray[np.float64]]()
 
     def fill(self, row: int, ids: Integers, labels: Integers, values: Mapping[str, npt.NDArray[np.float64]]) -> None:
-        """Put them into the rows from `row` on; as many labels and values as there are."""
+        """Put what was read into the rows from `row` on; as many labels and values as there are."""
         self.ids[row : row + len(ids)] = ids
         predicted = slice(row, row + len(labels))
         self.labels[predicted] = labels
@@ -215,6 +215,7 @@ class _Arrays:
 
 
 def _check_integers(document: int, values: npt.NDArray[Any], positions: Integers, rule: str) -> None:
+    """Raise DataError unless a document gave one integer for each position."""
     if values.shape != positions.shape or values.dtype.kind not in "iu":
         raise DataError(
             f"document {document} gave {values.dtype} of shape {values.shape} for {len(positions)} positions; {rule}, "

@@ -67,6 +67,7 @@ class DocumentLoss:
 
 
 def _list_of_sets(sets: Any) -> list[Any]:
+    """Return the sets as a list. Raises LossError for what cannot be one."""
     try:
         return list(sets)
     except TypeError as error:
@@ -107,6 +108,7 @@ def loss_of_sets(function: SetFunction, sets: Sequence[tuple[int, ...]], sums: F
 
 
 def _check_scalar(loss: Any, documents: tuple[int, ...]) -> Tensor:
+    """Return the loss as a scalar. Raises LossError for anything but a floating-point tensor of one number."""
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return loss.sum()
     shape = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

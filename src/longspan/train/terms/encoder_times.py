@@ -68,6 +68,7 @@ class PartClock:
         return sum(start.elapsed_time(end) for start, end in self._spans[part]) / 1e3
 
     def _event(self) -> torch.cuda.Event | None:
+        """Record an event on the device's stream; None on a CPU."""
         if not self._gpu:
             return None
         event = torch.cuda.Event(enable_timing=True)

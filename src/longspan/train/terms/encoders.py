@@ -171,6 +171,7 @@ def _items_in(table: ItemTable, micro_batches: Sequence[MicroBatch]) -> ItemTabl
 
 
 def _encoder_planning(encoder: Encoder) -> EncoderPlanning:
+    """Return what an encoder's waves are planned with: its home, limits, and the cost of a slot."""
     return EncoderPlanning(
         home=encoder.world.home,
         max_rows_per_slot=encoder.max_rows_per_slot,

@@ -204,7 +204,7 @@ class ModalityPass:
             return rows.split(self.width, -1) if self.encoder.deep_layers else (rows,)
 
     def _collect_rows(self, wave_of_row: Integers, arrived: Sequence[Tensor], starts: list[int]) -> Tensor:
-        """The rows of one micro-batch from those of all waves; those of each wave begin at its place in `starts`."""
+        """Return the rows of one micro-batch from those of all waves; each wave's begin at its place in `starts`."""
         waves = sorted(set(wave_of_row.tolist()))
         if len(waves) == 1:
             (index,) = waves
@@ -237,6 +237,7 @@ class ModalityPass:
                 wave.output, wave.deliveries = None, []
 
     def _encode_again(self, wave: _LocalWave) -> Tensor:
+        """Run a wave forward again, with the random state of the first time, and return its rows."""
         assert wave.random_state is not None
         with restore_random_state(wave.random_state, self.world.device), torch.enable_grad():
             output = self._call(wave)

@@ -118,14 +118,14 @@ def _call_reasons(calls: Sequence[ModelCall], inputs: Mapping[str, Any]) -> Iter
         defaults = {name: parameter.default for name, parameter in signature(base.forward).parameters.items()}
         base_arguments = dict(zip(defaults, args, strict=False)) | dict(kwargs)
         expected = {name: inputs.get(name, defaults.get(name)) for name in base_arguments}
-        if other := [name for name, value in base_arguments.items() if _differs(name, value, expected[name])]:
+        if other := [name for name, value in base_arguments.items() if _is_another(name, value, expected[name])]:
             yield f"gives its base model {', '.join(other)} of its own making"
         rows = [name for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None]
         if lost := [name for name in rows if base_arguments.get(name) is None]:
             yield f"keeps {', '.join(lost)} from its base model"
 
 
-def _differs(name: str, value: Any, expected: Any) -> bool:
+def _is_another(name: str, value: Any, expected: Any) -> bool:
     """Whether an argument of the base model is another than the one that the base model is run with by itself."""
     if value is expected or name in _HARMLESS or name.startswith(_IMAGE_ARGUMENTS):
         return False
@@ -173,6 +173,7 @@ class _Watched(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Run a function of torch, and note which watched tensor it reads the values of."""
         if func not in _WITHOUT_VALUES:
             for value in (*args, *(kwargs or {}).values()):
                 if isinstance(value, _Watched):

@@ -67,7 +67,7 @@ class _OnePass(torch.autograd.Function):
         inverse = rows.new_empty((len(rows), formula.groups), dtype=torch.float32)  # of the root
         block = _Block.of(len(rows), rows.shape[1] // formula.groups)
         arguments = (rows, gates, weight, out, inverse, len(rows), block.width, rows.stride(0), _stride(gates), eps)
-        _norm_kernels().norm_rows[block.count, formula.groups](*arguments, **_kernel_constants(formula, block))
+        _norm_kernels().norm_rows_kernel[block.count, formula.groups](*arguments, **_kernel_constants(formula, block))
         ctx.save_for_backward(x, weight, gate, inverse)
         ctx.formula, ctx.gate_shape = formula, None if gate is None else gate.shape
         return out.view(x.shape)
@@ -83,7 +83,9 @@ class _OnePass(torch.autograd.Function):
         parts = rows.new_empty((programs, rows.shape[1]), dtype=torch.float32)
         strides = (rows.stride(0), _stride(gates), dout.stride(0))
         arguments = (rows, gates, weight, inverse, dout, dx, dgate, parts, len(rows), block.width, *strides)
-        _norm_kernels().norm_rows_backward[programs, formula.groups](*arguments, **_kernel_constants(formula, block))
+        _norm_kernels().norm_rows_backward_kernel[programs, formula.groups](
+            *arguments, **_kernel_constants(formula, block)
+        )
         dweight = parts.sum(0).to(weight.dtype).view(weight.shape)
         return dx.view(x.shape), dweight, None if dgate is None else dgate.view(ctx.gate_shape), None, None
 
@@ -105,6 +107,7 @@ class _Block:
 
 
 def _kernel_constants(formula: NormFormula, block: _Block) -> dict[str, Any]:
+    """Return the kernel's compile-time constants for these sizes and this formula."""
     sizes = {"ROWS": block.rows, "COLUMNS": block.columns, "GROUPS": formula.groups, "OFFSET": formula.offset}
     kinds = {"GATE_FIRST": formula.gate == "first", "GATE_LAST": formula.gate == "last"}
     warps = 4 * max(1, block.rows * block.columns // _TILE)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def norm_rows(
+def norm_rows_kernel(
     x,
     gate,
     weight,
@@ -26,7 +26,12 @@ def norm_rows(
     GATE_LAST: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """ROWS rows of one group of features: their norm, and 1 / √(mean + eps)."""
+    """Triton kernel: norm rows of `width` features a group, and store 1 / √(mean of squares + eps) of each in
+    `inverse`.
+
+    One program does ROWS rows of one of the GROUPS groups. A gate, its sigmoid or SiLU, multiplies features before the
+    norm (GATE_FIRST) or after it (GATE_LAST). The weight is added to OFFSET.
+    """
     group, column = tl.program_id(1), tl.arange(0, COLUMNS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     real = row < rows
@@ -50,7 +55,7 @@ def norm_rows(
 
 
 @triton.jit
-def norm_rows_backward(
+def norm_rows_backward_kernel(
     x,
     gate,
     weight,
@@ -72,7 +77,10 @@ def norm_rows_backward(
     GATE_LAST: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """Gradients of x and the gate, of every so many rows of one group, and this program's part of the weight's."""
+    """Triton kernel: gradients of x and of the gate, and in `parts` each program's sum of the weight's gradient.
+
+    A program does every so many blocks of ROWS rows of one group, by the formula of `norm_rows_kernel`.
+    """
     group, column = tl.program_id(1), tl.arange(0, COLUMNS)
     valid = column < width
     feature = group * width + column

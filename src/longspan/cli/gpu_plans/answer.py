@@ -1,0 +1,170 @@
+"""The answer to a question about GPUs as a value: what fits, what it holds, the longest document, keys, hours.
+
+`questions.py` makes answers, `answer_text.py` writes them. No torch.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from longspan.cli.gpu_plans.fit import Fit
+from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus
+from longspan.config.keys import value_at
+from longspan.config.sections import RunConfig, section_kinds
+from longspan.plan import MemoryPlan, Plan, group_counts
+
+# Keys by which measures are given by hand.
+BY_HAND = ("memory", "activation_checkpointing", "recompute_layers", "offload_activations", "offload_states")
+GATHERS = "parallel.reshard_after_forward"
+DYNAMIC = ("context.min_dynamic_context_parallel_size", "context.max_dynamic_context_parallel_size")
+SHOWN = ("train", "lora", "parallel", "context", "mtp", "encoder")  # sections whose keys an answer repeats
+OF_MODELS = ("model.dtype", "model.compute_dtype")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table: measures, what they hold, tokens of the longest document, and whether they fit."""
+
+    name: str
+    memory: MemoryPlan | None
+    tokens: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Degree:
+    """How much of some steps runs at one degree: groups, and their share of the tokens."""
+
+    degree: int
+    groups: int
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """An answer: `memory` is that of "auto" on the GPUs of `run`; where nothing `fits`, that of the leanest measures.
+
+    `fit` is the way that was found: where nothing fits, on the same GPUs without measures by hand, or on more GPUs;
+    None if there is none. `steps` are those of a run (None: one step was asked about), of which `sampled` were planned.
+    """
+
+    title: str
+    run: RunOnGpus
+    fits: bool
+    memory: MemoryPlan
+    columns: tuple[Column, ...]
+    fit: Fit | None
+    given: frozenset[str]
+    longest: int = 0
+    refusal: str = ""
+    steps: int | None = None
+    sampled: int = 0
+    notes: tuple[str, ...] = ()
+    degrees: tuple[Degree, ...] = ()
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Mean seconds of a step on the GPUs in question."""
+        return self.fit.seconds if self.fit and self.fits else None
+
+    @property
+    def hours(self) -> float | None:
+        """Hours of all steps of a run."""
+        seconds = self.step_seconds
+        return None if seconds is None or self.steps is None else seconds * self.steps / 3600
+
+    @property
+    def needs_free_measures(self) -> bool:
+        """Whether it fits the same GPUs only without the measures that are given by hand."""
+        return not self.fits and self.fit is not None and self.fit.run.gpus.count == self.run.gpus.count
+
+    @property
+    def keys(self) -> Mapping[str, Any]:
+        """The keys with which it fits, on more GPUs or without measures by hand where it must be; {} if it does not."""
+        if self.fit is None:
+            return {}
+        names = {key for key in self.given if not (self.needs_free_measures and _is_by_hand(key))}
+        return keys_of_run(self.fit.run, frozenset(names))
+
+    def to_json(self) -> dict[str, Any]:
+        """As `longspan plan --json` prints it: bytes as integers, those of `device` and `host` for one GPU."""
+        gpus, memory = self.run.gpus, self.memory
+        values: dict[str, Any] = {
+            "device": memory.device.to_json(),
+            "host": memory.host.to_json(),
+            "measures": list(memory.measures),
+            "longest": self.longest,
+            "fits": self.fits,
+            "keys": dict(self.keys) if self.fits else keys_of_run(self.run, self.given),
+            "steps": self.steps,
+            "step_seconds": self.step_seconds,
+            "hours": self.hours,
+            "gpu_hours": None if self.hours is None else self.hours * gpus.count,
+            "degrees": [vars(degree) for degree in self.degrees],
+            "gpu": gpus.name,
+            "gpus": gpus.count,
+            "gpu_bytes": gpus.bytes,
+            "host_bytes": gpus.host_bytes,
+            "assumed": list(gpus.assumed),
+            "columns": {column.name: _column_json(column) for column in self.columns},
+            "notes": list(self.notes),
+        }
+        if not self.fits:
+            values |= {"reason": self.refusal, "would_fit": self._would_fit()}
+        return values
+
+    def _would_fit(self) -> dict[str, Any] | None:
+        """What fits in place of what was asked; None where nothing does."""
+        if self.fit is None:
+            return None
+        return self.fit.memory.to_json() | {"gpus": self.fit.run.gpus.count, "keys": dict(self.keys)}
+
+
+def _is_by_hand(key: str) -> bool:
+    return key.removeprefix("train.") in BY_HAND or key == GATHERS
+
+
+def _column_json(column: Column) -> dict[str, Any] | None:
+    if column.memory is None:
+        return None
+    return column.memory.to_json() | {"longest": column.tokens, "fits": column.fits}
+
+
+def keys_of_run(run: RunOnGpus, given: frozenset[str]) -> dict[str, Any]:
+    """The keys that were given and those that were chosen, as `longspan train` takes them; degree and rows always."""
+    config, one_degree = run.config, run.choice.has_one_degree
+    names = {name for name in given if name.partition(".")[0] in SHOWN or name in OF_MODELS}
+    names |= {name for name in _own_keys(config) if name != GATHERS or name in given}
+    names |= {"train.memory", "context.planner", "context.cp_comm_type", "context.max_tokens_per_slot"}
+    names |= {"context.context_parallel_size"} if one_degree else {*DYNAMIC}
+    names |= {"model.rope_scaling"} if config.model.rope_scaling else set()
+    values = {name: _value(config, name) for name in sorted(names)}
+    if not one_degree and not values[DYNAMIC[1]]:
+        values[DYNAMIC[1]] = run.home.slots
+    return values
+
+
+def _own_keys(config: RunConfig) -> set[str]:
+    """The keys of adapters, depths and degrees of the model that differ from their defaults."""
+    names = set[str]()
+    for section, kind in section_kinds().items():
+        if section in ("lora", "mtp", "parallel"):
+            here, usual = getattr(config, section), kind()
+            names |= {f"{section}.{key}" for key in vars(here) if getattr(here, key) != getattr(usual, key)}
+    return names
+
+
+def _value(config: RunConfig, name: str) -> Any:
+    section, _, key = name.partition(".")
+    value = value_at(getattr(config, section), key)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def degrees_of(plans: Sequence[Plan]) -> tuple[Degree, ...]:
+    """The degrees of the groups of some plans."""
+    groups, tokens = Counter[int](), Counter[int]()
+    for row in (row for plan in plans for row in group_counts(plan)):
+        groups[row["degree"]] += row["count"]
+        tokens[row["degree"]] += row["tokens"]
+    return tuple(Degree(d, groups[d], tokens[d] / (tokens.total() or 1)) for d in sorted(groups))

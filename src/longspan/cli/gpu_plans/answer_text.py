@@ -1,0 +1,129 @@
+"""How an answer about GPUs is written: lines, a table of bytes, a command with the keys, a picture."""
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from longspan.cli.gpu_plans.answer import Answer, Column
+from longspan.errors import plural
+from longspan.plan.memory.bytes import Bytes, gib
+from longspan.report.chart_documents import StackedBar, stack_document
+from longspan.report.plain_text import seconds_text, text_table
+
+WIDTH = 110  # of a command's lines
+MEASURE_WORDS = "none: all; selective: their input and attention's output; full: their input; auto: as chosen above"
+
+
+def answer_lines(answer: Answer, command: str) -> list[str]:
+    """The answer for people: what fits, the table, the keys as a command."""
+    run, fit = answer.run, answer.fit
+    lines = [answer.title, f"on {run.gpus.title}", ""]
+    lines += [answer.memory.line(run.budget)]
+    if answer.step_seconds is not None:
+        lines += _time_lines(answer)
+    lines += ["", bytes_table(answer.columns), *_table_notes(answer), ""]
+    lines += [*answer.notes, "the keys to write:", *command_lines(command, answer.keys if fit else {})]
+    return lines
+
+
+def _time_lines(answer: Answer) -> Iterator[str]:
+    """Seconds of a step, hours of a run, and degrees that occur."""
+    assert answer.step_seconds is not None
+    if answer.steps is None:
+        yield f"a step is predicted to take {seconds_text(answer.step_seconds)}"
+    else:
+        hours, gpus = answer.hours or 0.0, answer.run.gpus.count
+        of = f", the mean of {answer.sampled} of them" if answer.sampled < answer.steps else ""
+        yield (
+            f"{plural(answer.steps, 'step')} of {seconds_text(answer.step_seconds)}{of}: {hours:,.2f} hours, "
+            f"{hours * gpus:,.2f} GPU-hours, without evaluations and checkpoints"
+        )
+    if len(answer.degrees) == 1:
+        yield f"degree {answer.degrees[0].degree} for all documents"
+    elif answer.degrees:
+        yield f"tokens by degree: {', '.join(f'{d.degree}: {d.share:.1%}' for d in answer.degrees)}"
+
+
+def bytes_table(columns: Sequence[Column]) -> str:
+    """The bytes of device and host under each column's measures, in GiB; rows named as in the JSON."""
+    names = ["GiB of one GPU", *(column.name for column in columns)]
+    rows = [["fits", *("yes" if column.fits else "no" for column in columns)]]
+    if len({column.tokens for column in columns}) > 1:
+        rows = [["longest", *(f"{column.tokens:,}" for column in columns)]]
+    for place in ("device", "host"):
+        for name in Bytes().to_json():
+            sizes = [None if c.memory is None else getattr(c.memory, place).to_json()[name] for c in columns]
+            if place == "device" or name == "total" or any(sizes):
+                rows.append([f"{place} {name}", *("-" if size is None else f"{size / 2**30:,.2f}" for size in sizes)])
+    return text_table(names, rows)
+
+
+def _table_notes(answer: Answer) -> Iterator[str]:
+    run = answer.run
+    yield f"what layers keep: {MEASURE_WORDS}"
+    yield (
+        f"a GPU may be filled up to {gib(run.budget.device)} (train.memory_fraction), the host up to "
+        f"{gib(run.budget.host)} for each GPU"
+    )
+    if answer.columns[-1].tokens != answer.longest:
+        yield f"the longest document that fits: {answer.longest:,} tokens"
+
+
+def refusal_line(answer: Answer) -> str:
+    """Where nothing fits: why, and what would fit, in one line."""
+    run, memory = answer.run, answer.memory
+    why = (
+        f"at least {gib(memory.device.total)} ({memory.device.total:,} bytes) are needed of a GPU that may be filled "
+        f"up to {gib(run.budget.device)}, and {gib(memory.host.total)} of the host's {gib(run.budget.host)}"
+    )
+    line = f"{answer.title} does not fit {plural(run.gpus.count, run.gpus.name)}: "
+    line += answer.refusal if memory.fits(run.budget) and answer.refusal else why
+    if answer.longest:
+        line += f"; the longest document that fits has {answer.longest:,} tokens"
+    if answer.fit is None:
+        return f"{line}; no number of such GPUs up to 1,024 would do with these keys"
+    keys = " ".join(_words(answer.keys))
+    released = " if train.memory may choose" if answer.needs_free_measures else ""
+    measures = answer.fit.memory.line().removeprefix("memory: ")
+    return f"{line}; {plural(answer.fit.run.gpus.count, 'GPU')} would do{released} ({measures}), with {keys}"
+
+
+def command_lines(command: str, keys: Mapping[str, Any]) -> list[str]:
+    """`longspan train` with these keys, over lines of a shell."""
+    lines, line = list[str](), command
+    for word in _words(keys):
+        if len(line) + len(word) + 3 > WIDTH:
+            lines.append(f"{line} \\")
+            line = "   "
+        line += f" {word}"
+    return [*lines, line]
+
+
+def _words(keys: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in keys.items():
+        values = value if isinstance(value, list) else [value]
+        words = (str(x).lower() if isinstance(x, bool) else shlex.quote(str(x)) for x in values)
+        yield f"--{key} {' '.join(words)}"
+
+
+def answer_json(answer: Answer) -> str:
+    """The answer as JSON."""
+    return json.dumps(answer.to_json(), ensure_ascii=False)
+
+
+def answer_picture(answer: Answer) -> str:
+    """The bytes of each column as a bar of parts, with a line at what a GPU may be filled with. An SVG document."""
+    bars = list[StackedBar]()
+    for column in answer.columns:
+        if column.memory is None:
+            continue
+        parts = {name: size / 2**30 for name, size in column.memory.device.to_json().items() if name != "total"}
+        total, host = column.memory.device.total, column.memory.host.total
+        words = f"{column.tokens:,} tokens · {gib(total)}" + (f" · {gib(host)} on the host" if host else "")
+        bars.append(StackedBar(column.name, parts, words))
+    budget = answer.run.budget.device
+    lines = [answer.title, f"on {answer.run.gpus.title}"]
+    if answer.step_seconds is not None:
+        lines += [*_time_lines(answer)]
+    return stack_document("\n".join(lines), bars, "GiB of one GPU", (budget / 2**30, f"may be filled, {gib(budget)}"))

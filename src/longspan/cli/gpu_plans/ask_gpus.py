@@ -1,0 +1,110 @@
+"""`longspan plan --gpu …`: does it fit, how long, with which keys. Reads a question, answers it, prints the answer."""
+
+import sys
+from dataclasses import replace
+
+from longspan.cli.gpu_plans.answer import Answer
+from longspan.cli.gpu_plans.answer_text import answer_json, answer_lines, answer_picture, refusal_line
+from longspan.cli.gpu_plans.fit import Choices
+from longspan.cli.gpu_plans.gpu_flags import GpuFlags, Question, source_of, with_model
+from longspan.cli.gpu_plans.gpus import Gpus, read_gpus
+from longspan.cli.gpu_plans.questions import answer_longest, answer_run, answer_step
+from longspan.cli.gpu_plans.run_documents import open_documents, with_one_epoch
+from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus
+from longspan.cli.plans.lengths import read_lengths
+from longspan.cli.plans.planning import check_pictures, kind_of_picture, write_file
+from longspan.config.defaults import resolve_defaults
+from longspan.config.keys import AUTO, NOT_GIVEN
+from longspan.config.sections import RunConfig
+from longspan.errors import PlanError
+
+SUBJECT = "what a GPU holds"
+DOES_NOT_FIT = 2  # status
+
+
+def ask_gpus(flags: GpuFlags, question: Question) -> int:
+    """Answer a question about GPUs; returns the exit code. Raises LongspanError for one that cannot be answered."""
+    check_pictures(flags.plot, ("svg", "html"), SUBJECT)
+    source = source_of(flags, question)
+    question = with_model(question, flags.model)
+    gpus = read_gpus(flags, flags.tflops, question.config.run.machine)
+    config = resolve_defaults(_with_types(question))
+    if source == "data":
+        answer = _ask_run(with_one_epoch(config, given=question.gives("train.epochs", "train.steps")), gpus, question)
+    else:
+        run = RunOnGpus.of(config, gpus)
+        choices = choices_of(question)
+        if source == "longest":
+            answer = answer_longest(run, question.given, choices)
+        else:
+            lengths, words = read_lengths(flags, run.home.slots)
+            answer = answer_step(run, lengths, words, question.given, choices)
+    return show_answer(answer, _command(config, question), plot=flags.plot, as_json=flags.json)
+
+
+def _command(config: RunConfig, question: Question) -> str:
+    """The command of the run, with words in capitals for what the question does not say."""
+    model, data = config.model, config.data
+    words = ["longspan train", f"--model.path {model.path}" if model.path else f"--model.preset {model.preset}"]
+    words.append(f"--data.path {data.path if question.gives('data.path') else 'DATA'}")
+    words += [f"--data.tokenizer {data.tokenizer}"] * bool(data.tokenizer)
+    words += ["--train.lr LR"] * (config.train.lr == NOT_GIVEN)
+    return " ".join(words)
+
+
+def _ask_run(config: RunConfig, gpus: Gpus, question: Question) -> Answer:
+    run = RunOnGpus.of(config, gpus)
+    with open_documents(config, log_line, estimate=True) as documents:
+        run = replace(
+            run, config=documents.config, target_share=documents.target_share, image_rows=documents.image_rows
+        )
+        return answer_run(run, documents, question.given, choices_of(question))
+
+
+def log_line(line: str) -> None:
+    """Print a line about data that is read on standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _with_types(question: Question) -> RunConfig:
+    """The configuration whose groups share attention by the fastest type, unless the keys say how."""
+    config = question.config
+    if question.gives("context.cp_comm_type"):
+        return config
+    return replace(config, context=replace(config.context, cp_comm_type=AUTO))
+
+
+def choices_of(question: Question) -> Choices:
+    """What the keys of a question leave open."""
+    degrees = ("min_dynamic_context_parallel_size", "max_dynamic_context_parallel_size", "context_parallel_size")
+    return Choices(
+        planner=not question.gives("context.planner"),
+        degree=not question.gives(*(f"context.{key}" for key in degrees)),
+        rows=not question.gives("context.max_tokens_per_slot") or question.config.context.max_tokens_per_slot == AUTO,
+    )
+
+
+def show_answer(answer: Answer, command: str, *, plot: tuple[str, ...], as_json: bool) -> int:
+    """Print an answer and write its pictures; returns the exit code. Raises PlanError where nothing fits, without JSON.
+
+    `command` is that of a run, behind which the keys stand.
+    """
+    for path in plot:
+        _write_picture(answer, path)
+        print(f"wrote {path}", file=sys.stderr if as_json else sys.stdout)
+    if as_json:
+        print(answer_json(answer))
+        return 0
+    if not answer.fits:
+        raise PlanError(refusal_line(answer))
+    print("\n".join(answer_lines(answer, command)))
+    return 0
+
+
+def _write_picture(answer: Answer, path: str) -> None:
+    from longspan.report.markup import page, tag
+
+    picture = answer_picture(answer)
+    if kind_of_picture(path) == "html":
+        picture = page(answer.title, [tag("figure", picture, class_="chart")])
+    write_file(path, picture)

@@ -1,0 +1,80 @@
+"""`longspan train … --dry-run`: the plan of memory of a configuration and its data, its steps and hours, and no run.
+
+It needs no GPU: bytes are those of the GPUs here, else of those that run.machine names, else of H200s. Without weights
+and without a world, only documents are read.
+"""
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from longspan.cli.gpu_plans.ask_gpus import log_line, show_answer
+from longspan.cli.gpu_plans.fit import Choices
+from longspan.cli.gpu_plans.gpus import HOST_BYTES, Gpus, find_machine
+from longspan.cli.gpu_plans.questions import answer_run
+from longspan.cli.gpu_plans.run_documents import open_documents
+from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus
+from longspan.cli.machine import gpu_here
+from longspan.cli.processes import has_torchrun, ranks_on_this_host, reports_here, usable_gpus
+from longspan.config.keys import AUTO
+from longspan.config.sections import RunConfig
+from longspan.plan import Machine
+from longspan.plan.cost.machine import find_device
+from longspan.run.checks.check_data import check_files
+from longspan.run.checks.config_check import check_config
+
+HOST_SHARE = 0.85  # of the host's free memory, as a run takes it
+
+
+def dry_run(config: RunConfig, command: str, *, world: int, on_gpus: bool, as_json: bool) -> int:
+    """Print what a run of this configuration would hold and take; returns the exit code.
+
+    `world` are its processes (0: torchrun's, else one for each GPU here, else one); `on_gpus` False leaves the GPUs
+    here aside. Raises ConfigError for keys and files that the run refuses, and PlanError where it does not fit.
+    """
+    ranks = world or (int(os.environ["WORLD_SIZE"]) if has_torchrun() else (usable_gpus() if on_gpus else 0) or 1)
+    check_config(config, ranks)
+    if not reports_here():
+        return 0
+    check_files(config)
+    gpus = _gpus_of(config, ranks, on_gpus=on_gpus)
+    run = RunOnGpus.of(config, gpus)
+    choices = Choices(planner=False, degree=False, rows=config.context.max_tokens_per_slot == AUTO)
+    with open_documents(config, log_line, estimate=False) as documents:
+        run = replace(
+            run, config=documents.config, target_share=documents.target_share, image_rows=documents.image_rows
+        )
+        answer = answer_run(run, documents, frozenset(), choices)
+    return show_answer(answer, command, plot=(), as_json=as_json)
+
+
+def _gpus_of(config: RunConfig, ranks: int, *, on_gpus: bool) -> Gpus:
+    """The GPUs of a run: those here, or as run.machine says, else H200s."""
+    here = gpu_here() if on_gpus else None
+    named = find_machine(config.run.machine, "run.machine") if config.run.machine else None
+    if here is None:
+        machine = named or Machine.known("H200")
+        size = machine.memory_bytes or Machine().memory_bytes
+        assumed = () if named else ("H200s, for there is no GPU here and run.machine is empty",)
+        assumed += ("their speed and bytes by data sheet",) if machine.assumed else ()
+        name = machine.device
+        return Gpus(
+            machine=machine, count=ranks, bytes=size, host_bytes=HOST_BYTES, name=name, assumed=(*assumed, "the host")
+        )
+    name, size = here
+    known = named or find_device(name)
+    machine = known or Machine.known("H200")
+    assumed = () if known else ("the speed of H200s",)
+    local = ranks_on_this_host() if has_torchrun() else ranks
+    host = int(HOST_SHARE * free_on_host() / max(1, local)) or HOST_BYTES
+    return Gpus(machine=machine, count=ranks, bytes=size, host_bytes=host, name=name, assumed=assumed)
+
+
+def free_on_host(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """The memory that Linux could give now, in bytes; 0 where it does not say."""
+    try:
+        match = re.search(r"^MemAvailable: +(\d+) kB$", meminfo.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    except OSError:
+        return 0
+    return 1024 * int(match.group(1)) if match else 0

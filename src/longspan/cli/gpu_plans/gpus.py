@@ -1,0 +1,110 @@
+"""The GPUs that a question about memory and time names: their speed, their bytes and the host's, and what is assumed.
+
+Imports no torch.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from longspan.cli.gpu_plans.gpu_flags import GpuFlags
+from longspan.errors import ConfigError, PlanError
+from longspan.plan import Machine
+from longspan.plan.cost.machine import is_known
+from longspan.plan.cost.model_cost import read_machine
+from longspan.plan.memory.bytes import gib
+
+HOST_BYTES = 128 << 30  # a GPU's share of its host, where nothing else is known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpus:
+    """GPUs of one kind: `count` of them, the bytes of each, and those of its host that are free for each.
+
+    `assumed` names what was not measured.
+    """
+
+    machine: Machine
+    count: int
+    bytes: int
+    host_bytes: int
+    name: str
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """What they are, in a line."""
+        words = f"{self.count} x {self.name}, {gib(self.bytes)} each, {gib(self.host_bytes)} of the host for each"
+        return f"{words} (assumed: {', '.join(self.assumed)})" if self.assumed else words
+
+
+def read_gpus(flags: GpuFlags, tflops: float, run_machine: str) -> Gpus:
+    """The GPUs that flags name; `run_machine` is the key run.machine, which prices those of --gpu-bytes.
+
+    >>> read_gpus(PlanFlags(gpu="h100", gpus=4), 0.0, "").title  # doctest: +SKIP
+    '4 x H100, 80.0 GiB each, 128.0 GiB of the host for each (assumed: H100s by data sheet, the host)'
+
+    Raises ConfigError for an unknown name, and for numbers below what is possible.
+    """
+    for name, least in (("gpus", 1), ("gpu_bytes", 0), ("host_bytes", 0)):
+        if (number := getattr(flags, name)) < least:
+            raise ConfigError(f"--{name.replace('_', '-')} is {number}; give an integer of at least {least}")
+    machine, name, assumed = _machine_of(flags, tflops, run_machine)
+    size = flags.gpu_bytes or machine.memory_bytes
+    if not size:
+        raise ConfigError(
+            f"--gpu {flags.gpu} does not say how many bytes a GPU has: longspan bench calibrate wrote it before it "
+            "measured them; give --gpu-bytes, or measure again"
+        )
+    if not flags.gpu_bytes and machine.assumed:
+        assumed = (*assumed, "its bytes") if assumed else ("its bytes",)
+    host = flags.host_bytes or HOST_BYTES
+    assumed += () if flags.host_bytes else ("the host",)
+    return Gpus(machine=machine, count=flags.gpus, bytes=size, host_bytes=host, name=name, assumed=assumed)
+
+
+def _machine_of(flags: GpuFlags, tflops: float, run_machine: str) -> tuple[Machine, str, tuple[str, ...]]:
+    """The machine that prices, the name of its GPU, and what of its speed is assumed."""
+    if not 0 <= tflops < math.inf:
+        raise ConfigError(f"--tflops {tflops:g}: a speed must be above 0, such as --tflops 400")
+    if tflops and run_machine:
+        raise ConfigError(
+            f"--tflops {tflops:g}: run.machine {run_machine} has its own speed; give one of --tflops and --machine"
+        )
+    if flags.gpu:
+        machine, name = find_machine(flags.gpu, "--gpu"), ""
+        name = machine.device if not flags.gpu_bytes else f"{machine.device} of {flags.gpu_bytes:,} bytes"
+    else:
+        machine, name = Machine(), f"GPU of {flags.gpu_bytes:,} bytes"
+    if run_machine:
+        priced = find_machine(run_machine, "run.machine")
+        return (
+            replace(priced, memory_bytes=machine.memory_bytes),
+            name,
+            (("its speed by data sheet",) if priced.assumed else ()),
+        )
+    if tflops:
+        return _with_speed(machine, tflops), name, ()
+    if not flags.gpu:
+        return machine, name, ("the speed of an H200, --tflops N is another",)
+    return machine, name, (("its speed by data sheet",) if machine.assumed else ())
+
+
+def find_machine(name: str, key: str) -> Machine:
+    """The machine of a GPU by name, or of a file. Raises ConfigError for a name that is neither."""
+    if not is_known(name) and not Path(name).is_file():
+        try:
+            return Machine.known(name)
+        except PlanError as error:
+            raise ConfigError(f"{key} {name}: {error}; other GPUs are --gpu-bytes N --tflops N") from error
+    machine = read_machine(name, key)
+    if not isinstance(machine, Machine):
+        raise ConfigError(f"{key} {name} holds the cost of one model, not a machine; measure it with bench calibrate")
+    return machine
+
+
+def _with_speed(machine: Machine, tflops: float) -> Machine:
+    """The machine whose products, attention and scans run at another speed."""
+    scale = tflops * 1e12 / machine.product_flops_per_second
+    rates = {name: value * scale for name, value in machine.rates().items() if name.endswith("flops_per_second")}
+    return replace(machine, **rates, source=f"the model on GPUs of {tflops:g} TFLOP/s")

@@ -1,0 +1,88 @@
+"""How long documents a model's positions reach, by its config.json, and the key that scales them. No torch.
+
+As `longspan.model.rope` reads a configuration of transformers.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus
+from longspan.plan.cost.config_reader import ConfigReader
+from longspan.plan.cost.model_shape import has_mixers
+
+SCALED = "yarn"
+BY_LAYER = ("rope_local_base_freq", "local_rope_theta")  # in files of models with positions by type of layer
+WITHOUT_ROTARY = ("nemotron_h", "kimi_linear")  # hybrids
+
+
+def position_limit(model: Any) -> int | None:
+    """The longest document that a configuration stands for, its own scaling included; None if nothing limits it.
+
+    >>> position_limit({"max_position_embeddings": 40960, "rope_scaling": {"rope_type": "linear", "factor": 4.0}})
+    163840
+    """
+    limit, rope = ConfigReader.of(model).count("max_position_embeddings"), _rope(model)
+    if not limit or _has_no_positions(model):
+        return None
+    kind, factor = _type_of(rope), rope.get("factor") or 1.0
+    if kind in ("linear", "dynamic"):
+        return int(limit * factor)
+    if kind == "yarn":
+        return max(limit, int(rope.get("original_max_position_embeddings", limit) * factor))
+    return limit
+
+
+def can_scale(model: Any) -> bool:
+    """Whether model.rope_scaling can stretch the positions of a configuration."""
+    read = ConfigReader.read_whole(model)
+    by_layer = any(read.value(name) is not None for name in BY_LAYER) or _is_nested(read.value("rope_parameters"))
+    is_text = read.value("text_config") is None
+    return is_text and not by_layer and not _has_no_positions(model) and _type_of(_rope(model)) == "default"
+
+
+def _rope(model: Any) -> Mapping[str, Any]:
+    """The rotary parameters of all layers, of a text model."""
+    read = ConfigReader.read_whole(model)
+    for name in ("rope_parameters", "rope_scaling"):
+        value = read.value(name)
+        if isinstance(value, Mapping) and not _is_nested(value):
+            return value
+    return {}
+
+
+def _is_nested(rope: Any) -> bool:
+    return isinstance(rope, Mapping) and any(isinstance(inner, Mapping) for inner in rope.values())
+
+
+def _type_of(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def _has_no_positions(model: Any) -> bool:
+    """Whether a hybrid's attention has no positions."""
+    read = ConfigReader.of(model)
+    if not has_mixers(model):
+        return False
+    named = (read.value("position_embedding_type") or "rope") != "rope"
+    return named or read.family in WITHOUT_ROTARY or (read.family == "zamba2" and not read.value("use_mem_rope"))
+
+
+def with_positions(run: RunOnGpus, longest: int) -> RunOnGpus:
+    """The run with model.rope_scaling where a document needs it, the key is not given, and the model can be scaled."""
+    limit, model = position_limit(run.model), run.config.model
+    if limit is None or longest <= limit or model.rope_scaling or not can_scale(run.model):
+        return run
+    return replace(run, config=replace(run.config, model=replace(model, rope_scaling=SCALED)))
+
+
+def position_notes(run: RunOnGpus, longest: int) -> Iterator[str]:
+    """A line where documents are longer than the model's positions."""
+    limit = position_limit(run.model)
+    if limit is None or longest <= limit:
+        return
+    known = f"the model knows {limit:,} positions (max_position_embeddings), fewer than {longest:,}"
+    if run.config.model.rope_scaling:
+        yield f"{known}: model.rope_scaling = {run.config.model.rope_scaling!r} stretches them"
+    else:
+        yield f"{known}, and model.rope_scaling cannot stretch them: longspan train refuses longer documents"

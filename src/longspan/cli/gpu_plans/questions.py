@@ -1,0 +1,202 @@
+"""What a question about GPUs is answered: the longest document, a step of documents, or a run and its hours.
+
+Prices and bytes are those of `RunOnGpus`; degree, rows and measures that are not given are chosen (`fit.py`). No torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from longspan.cli.gpu_plans.answer import BY_HAND, Answer, Column, degrees_of
+from longspan.cli.gpu_plans.fit import (
+    UNIT,
+    Choices,
+    Documents,
+    Fit,
+    fewest_gpus,
+    find_fit,
+    fit_of,
+    leanest_way,
+    longest_under,
+    one_measure,
+)
+from longspan.cli.gpu_plans.positions import position_notes, with_positions
+from longspan.cli.gpu_plans.run_documents import RunDocuments, sample_steps
+from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus, leanest
+from longspan.config.defaults import encoder_default
+from longspan.config.sections import TrainConfig
+from longspan.errors import PlanError, plural
+from longspan.plan import EncoderLoad, EncoderShape, Plan
+
+COLUMNS = ("none", "selective", "full")  # measures of all layers, shown next to those of "auto"
+PRICED = {True: 64, False: 8}  # steps of a run whose seconds count, of plans of one degree and of dynamic ones
+
+
+def answer_longest(run: RunOnGpus, given: frozenset[str], choices: Choices) -> Answer:
+    """The longest document on the GPUs, under each measure and under "auto"."""
+    degree = _degree(run, choices)
+    tokens, way = longest_under(run, run.fixed, degree=degree)
+    if not tokens:
+        least = UNIT * run.home.slots
+        return _refuse(f"a document of {least:,} tokens", run, [Documents((least,))], given, choices)
+    fit = _with_positions(fit_of(way, [Documents((tokens,))]), tokens)
+    columns = [*(_longest_column(run, name, degree) for name in COLUMNS), Column("auto", fit.memory, tokens, True)]
+    title = f"the longest document has {tokens:,} tokens"
+    return replace(_answer(title, run, fit, given, columns), longest=tokens)
+
+
+def _longest_column(run: RunOnGpus, name: str, degree: int) -> Column:
+    """The longest document if all layers have one measure."""
+    tokens, way = longest_under(run, one_measure(run, name), degree=degree)
+    plan = way.plan((tokens,)) if tokens else None
+    return Column(name, plan and next(leanest(way, [plan], one_measure(way, name))), tokens, bool(tokens))
+
+
+def _degree(run: RunOnGpus, choices: Choices) -> int:
+    """The degree of the longest document; 0: all slots."""
+    return int(run.config.context.context_parallel_size) if run.choice.has_one_degree and not choices.degree else 0
+
+
+def _with_positions(fit: Fit, longest: int) -> Fit:
+    return replace(fit, run=with_positions(fit.run, longest))
+
+
+def answer_step(run: RunOnGpus, lengths: Sequence[int], source: str, given: frozenset[str], choices: Choices) -> Answer:
+    """Whether one step of these documents fits, and with which keys."""
+    steps = [Documents(tuple(lengths))]
+    title = f"a step of {plural(len(lengths), 'document')} ({plural(sum(lengths), 'token')}) from {source}"
+    try:
+        fit = find_fit(run, steps, choices)
+    except PlanError as error:
+        return _refuse(title, run, steps, given, choices, error)
+    return _with_longest(_answer(title, run, _with_positions(fit, max(lengths)), given, _columns(fit)), choices)
+
+
+def answer_run(run: RunOnGpus, documents: RunDocuments, given: frozenset[str], choices: Choices) -> Answer:
+    """Whether a run of these documents fits, with which keys, and how long it takes."""
+    sampled = _sample_documents(documents, PRICED[False])
+    longest = Documents((documents.longest,))
+    searched = [max(sampled, key=lambda step: sum(n * n for n in step.lengths)), longest]
+    title = f"a run of {plural(documents.steps, 'step')}: {documents.line}"
+    names = given | {"train.tokens_per_step", "train.epochs" if run.config.train.epochs else "train.steps"}
+    try:
+        way = find_fit(run, searched, choices).run
+        sampled = _sample_documents(documents, PRICED[way.choice.has_one_degree])
+        plans = [way.plan(step.lengths, step.targets) for step in sampled]
+        memory = way.memory_of([*plans, way.plan(longest.lengths)])
+    except PlanError as error:
+        return replace(_refuse(title, run, searched, names, choices, error), steps=documents.steps)
+    encoding, note = _encoding(way, documents, plans)
+    seconds = way.seconds(plans, memory) + encoding
+    fit = _with_positions(Fit(way, tuple(plans), memory, seconds), documents.longest)
+    answer = _with_longest(_answer(title, run, fit, names, _columns(fit)), choices)
+    return replace(answer, steps=documents.steps, sampled=len(sampled), notes=(*note, *answer.notes))
+
+
+def _encoding(run: RunOnGpus, documents: RunDocuments, plans: Sequence[Plan]) -> tuple[float, Sequence[str]]:
+    """The mean seconds a step that encoding its images takes, and a line about them."""
+    if not documents.image_rows:
+        return 0.0, ()
+    config, rows = run.config, f"images: {documents.image_rows:,.0f} rows in a step"
+    try:
+        cost = EncoderShape.of(run.model).cost(trained=config.encoder.train or encoder_default(config))
+    except PlanError as error:
+        return 0.0, (f"{rows}, whose encoding is not in the seconds: {error}",)
+    steps = sample_steps(documents.steps, len(plans))
+    images = [documents.images_of(step) for step in steps]
+    if not any(images):
+        return 0.0, (f"{rows}, whose encoding is not in the seconds of packs (data.pack_to)",)
+    most = config.encoder.max_rows or None
+    loads = [
+        EncoderLoad.of(plan, of_step, cost, max_rows=most).seconds if any(of_step) else 0.0
+        for plan, of_step in zip(plans, images, strict=True)
+    ]
+    seconds = sum(loads) / len(loads)
+    return seconds, (f"{rows}, encoded in {seconds:.3g} s of these on H200s",)
+
+
+def _sample_documents(documents: RunDocuments, most: int) -> list[Documents]:
+    """The documents of at most so many steps of a run."""
+    return [_documents_of(documents, step) for step in sample_steps(documents.steps, most)]
+
+
+def _documents_of(documents: RunDocuments, step: int) -> Documents:
+    order = documents.order
+    return Documents(tuple(order.lengths_of_step(step)), order.targets_of_step(step))
+
+
+def _answer(title: str, run: RunOnGpus, fit: Fit, given: frozenset[str], columns: Sequence[Column]) -> Answer:
+    """The answer of a way that fits."""
+    return Answer(
+        title=title,
+        run=run,
+        fits=True,
+        memory=fit.memory,
+        columns=tuple(columns),
+        fit=fit,
+        given=given,
+        notes=tuple(position_notes(fit.run, _longest_of(fit))),
+        degrees=degrees_of(fit.plans),
+    )
+
+
+def _with_longest(answer: Answer, choices: Choices) -> Answer:
+    """The answer with the longest document that fits the GPUs in question."""
+    run = answer.run
+    return replace(answer, longest=longest_under(run, run.fixed, degree=_degree(run, choices))[0])
+
+
+def _columns(fit: Fit) -> list[Column]:
+    """The table's columns: the same plans under each measure, and what was chosen."""
+    columns = list[Column]()
+    for name in COLUMNS:
+        memory = next(leanest(fit.run, fit.plans, one_measure(fit.run, name)))
+        columns.append(Column(name, memory, _longest_of(fit), memory.fits(fit.run.budget)))
+    return [*columns, Column("auto", fit.memory, _longest_of(fit), True)]
+
+
+def _longest_of(fit: Fit) -> int:
+    return max(max(plan.lengths) for plan in fit.plans)
+
+
+def _refuse(
+    title: str,
+    run: RunOnGpus,
+    steps: Sequence[Documents],
+    given: frozenset[str],
+    choices: Choices,
+    error: PlanError | None = None,
+) -> Answer:
+    """The answer where nothing fits: what the way that needs least holds, and the fewest GPUs that would do."""
+    way = leanest_way(run, steps, choices)
+    try:
+        plans = [way.plan(step.lengths, step.targets) for step in steps]
+    except PlanError:  # of a limit of rows that is given
+        without_limit = way.with_context(max_tokens_per_slot=0)
+        plans = [without_limit.plan(step.lengths, step.targets) for step in steps]
+    memory = next(leanest(way, plans, run.fixed))
+    longest = max(n for step in steps for n in step.lengths)
+    other = _fit_with_free_measures(run, steps, choices) or fewest_gpus(run, steps, choices)
+    answer = Answer(
+        title=title,
+        run=way,
+        fits=False,
+        memory=memory,
+        columns=(Column("least", memory, longest, False),),
+        fit=other and _with_positions(other, longest),
+        refusal=str(error or ""),
+        given=given,
+    )
+    return _with_longest(answer, choices)
+
+
+def _fit_with_free_measures(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fit | None:
+    """The way on the same GPUs if no measure is given by hand; None where none is, or it does not fit either."""
+    usual, parallel = TrainConfig(), replace(run.config.parallel, reshard_after_forward=True)
+    free = replace(run.config.train, **{key: getattr(usual, key) for key in BY_HAND})
+    config = replace(run.config, train=free, parallel=parallel)
+    if config == run.config:
+        return None
+    try:
+        return find_fit(replace(run, config=config), steps, choices)
+    except PlanError:
+        return None

@@ -1,0 +1,148 @@
+"""The documents of a run before it begins: their lengths as training would have them, and the order of its steps.
+
+With a tokenizer the corpus is made as `longspan train` makes it, and its tokens are kept in the same cache (data.cache)
+for the run. Without one, tokens are estimated. No weights and no world are needed.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from longspan.cli.plans.lengths import BYTES_PER_TOKEN
+from longspan.config.sections import RunConfig
+from longspan.corpus.files import STDLIB, CorpusFile, find_files
+from longspan.corpus.first_rows import text_sizes
+from longspan.data.step_order import PackOrder, StepOrder
+from longspan.errors import ConfigError, DataError, plural
+from longspan.train.plans.order import documents_line, order_of_lengths, step_order_of, with_steps_of_epochs
+
+Log = Callable[[str], None]
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
+
+
+@dataclass(frozen=True)
+class RunDocuments:
+    """The documents of a run: the configuration with its number of steps, their order, and what they are.
+
+    `longest` is the longest that a planner receives, `target_share` the share of tokens that are predicted, and
+    `image_rows` the mean rows of images in a step.
+    """
+
+    config: RunConfig
+    order: StepOrder | PackOrder
+    longest: int
+    target_share: float
+    image_rows: float
+    line: str
+    images: Mapping[int, Sequence[int]] = field(default_factory=dict[int, Sequence[int]])  # rows of each, by document
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        return self.config.train.steps
+
+    def images_of(self, step: int) -> list[Sequence[int]]:
+        """The rows of each image of a step's documents; none of packs, whose documents are cut."""
+        if not self.images or isinstance(self.order, PackOrder):
+            return []
+        return [self.images.get(document, ()) for document in self.order.documents_of_step(step)]
+
+
+@contextmanager
+def open_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterator[RunDocuments]:
+    """The documents of a run of this configuration; `estimate` tokens as bytes / 4 where it names no tokenizer.
+
+    >>> with open_documents(config, print, estimate=True) as documents:
+    ...     documents.order.lengths_of_step(0)  # doctest: +SKIP
+
+    Without `estimate` a tokenizer is trained, as the run does. Raises ConfigError and DataError as the run does.
+    """
+    tokenizer = _tokenizer_folder(config)
+    if tokenizer is None and estimate:
+        yield _estimate_documents(config, log)
+        return
+    from longspan.corpus.build import ensure_corpus
+    from longspan.corpus.corpus_settings import CorpusSettings
+    from longspan.corpus.tokenizer import load_tokenizer
+
+    engine = None if tokenizer is None else load_tokenizer(tokenizer)
+    with TemporaryDirectory(prefix="longspan-plan-") as folder:
+        corpus = ensure_corpus(CorpusSettings(config.data), Path(folder), tokenizer=engine, resumed=False, log=log)
+        order = step_order_of(config, corpus)
+        config = with_steps_of_epochs(config, order, log)
+        lengths: npt.NDArray[Any] = np.asarray(corpus.lengths)
+        tokens = max(1, int(lengths.sum()))
+        share = 1.0 if corpus.targets is None else min(1.0, float(corpus.targets.sum()) / tokens)
+        rows, images = 0.0, dict[int, list[int]]()
+        if corpus.images is not None and len(corpus.images):
+            rows = float(corpus.images.column("rows").sum()) / tokens * config.train.tokens_per_step
+            columns = (np.asarray(corpus.images.column(name)).tolist() for name in ("document", "rows"))
+            for document, count in zip(*columns, strict=True):
+                images.setdefault(document, []).append(count)
+        longest, line = _longest(config, order, lengths), documents_line(config, order)
+        yield RunDocuments(config, order, longest, share, rows, line, images)
+
+
+def _tokenizer_folder(config: RunConfig) -> Path | None:
+    """The folder of the tokenizer that the keys name, or that the model's folder holds."""
+    if config.data.tokenizer:
+        return Path(config.data.tokenizer).expanduser()
+    source = Path(config.model.source).expanduser()
+    folder = source.parent if source.is_file() else source
+    return folder if config.model.source and any((folder / name).is_file() for name in TOKENIZERS) else None
+
+
+def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
+    """Documents whose tokens are estimated by the bytes of their texts. Raises ConfigError for a mixture of sources."""
+    data = config.data
+    if data.sources:
+        raise ConfigError("tables [[data.sources]] are read with a tokenizer; name its folder with data.tokenizer")
+    paths = find_files(data.path or STDLIB, key="--data")
+    sizes = text_sizes(tuple(CorpusFile(0, name, file) for name, file in paths.items()))
+    limit = data.max_document_tokens
+    counts = [n for size in sizes for n in _cut(size // BYTES_PER_TOKEN, limit) if n >= 2]
+    if not counts:
+        raise DataError(f"--data {data.path!r} holds no text")
+    log(
+        f"tokens are estimated as bytes / {BYTES_PER_TOKEN} of {plural(len(counts), 'text')}: neither data.tokenizer "
+        "nor the model's folder has a tokenizer (--tokenizer FOLDER counts them)"
+    )
+    lengths = np.array(counts, dtype=np.int64)
+    order = order_of_lengths(config, lengths)
+    config = with_steps_of_epochs(config, order, log)
+    return RunDocuments(
+        config, order, _longest(config, order, lengths), 1.0, 0.0, f"{documents_line(config, order)}; estimated"
+    )
+
+
+def _cut(tokens: int, limit: int) -> list[int]:
+    return [tokens] if limit <= 0 else [*[limit] * (tokens // limit), tokens % limit]
+
+
+def _longest(config: RunConfig, order: StepOrder | PackOrder, lengths: npt.NDArray[Any]) -> int:
+    """Tokens of the longest document of a training step."""
+    data = config.data
+    if not data.pack_to:
+        held_out = set(order.evaluation)
+        return max(int(n) for i, n in enumerate(lengths.tolist()) if i not in held_out)
+    return data.pack_to if data.pack_attention == "across" else min(data.pack_to, int(lengths.max()))
+
+
+def sample_steps(steps: int, most: int) -> list[int]:
+    """At most so many of a run's steps, evenly apart, the first one among them.
+
+    >>> sample_steps(10, 4)
+    [0, 2, 5, 7]
+    """
+    return [i * steps // most for i in range(most)] if steps > most else [*range(steps)]
+
+
+def with_one_epoch(config: RunConfig, *, given: bool) -> RunConfig:
+    """The configuration of one epoch, unless epochs or steps are given."""
+    return config if given else replace(config, train=replace(config.train, epochs=1.0))

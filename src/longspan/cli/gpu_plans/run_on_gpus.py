@@ -1,0 +1,227 @@
+"""A run on GPUs as a question of memory and time sees it: its configuration, model, home, prices and budget.
+
+From the keys of a configuration follow the settings of its memory and of its cost. No torch, no weights, no world.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from longspan.cli.gpu_plans.gpus import Gpus
+from longspan.config.keys import AUTO
+from longspan.config.memory_keys import check_measures
+from longspan.config.sections import RunConfig
+from longspan.errors import PlanError
+from longspan.layout import Layout
+from longspan.model.presets import PRESETS
+from longspan.plan import (
+    Cost,
+    FixedMemory,
+    MemoryBudget,
+    MemoryNeeds,
+    MemoryPlan,
+    MemorySettings,
+    Plan,
+    added_seconds,
+    choose_memory,
+)
+from longspan.plan.cost.machine import CostSettings
+from longspan.plan.cost.model_shape import ModelShape, read_query_heads
+from longspan.run.checks.check_model import check_lora, check_model_keys, check_mtp_section, check_precision
+from longspan.run.checks.check_plans import check_plans
+from longspan.run.checks.check_training import check_mode, check_numbers, check_parallel, check_pipeline
+from longspan.train.memory.memory_settings import fixed_keys, memory_settings_of
+from longspan.train.plans import PlanChoice, home_of
+
+# Without copies to the host and second exchanges, which the prices of plans leave out.
+_PRICED_AS = {"selective": "exchanged", "selective+host": "exchanged", "full+host": "full"}
+
+
+@dataclass(frozen=True)
+class RunOnGpus:
+    """A run of a resolved configuration on GPUs; `target_share` of its tokens are predicted.
+
+    >>> run = RunOnGpus.of(config, gpus)  # doctest: +SKIP
+    >>> run.home.slots, run.budget.device  # doctest: +SKIP
+    (4, 79027434946)
+    """
+
+    config: RunConfig
+    gpus: Gpus
+    home: Layout
+    model: Any
+    target_share: float = 1.0
+    image_rows: float = 0.0
+
+    @classmethod
+    def of(cls, config: RunConfig, gpus: Gpus) -> "RunOnGpus":
+        """The run of a configuration. Raises ConfigError, LayoutError or PlanError for keys that do not fit."""
+        check_model_keys(config, training=False)
+        check_numbers(config, training=False)
+        home = home_of(config.parallel, gpus.count)
+        for check in (check_precision, check_lora, check_mtp_section, check_pipeline, check_mode):
+            check(config)
+        check_measures(config.train, gpu=True)
+        check_parallel(config, home)
+        check_plans(replace(config, eval=()), home, training=True)
+        return cls(config, gpus, home, model_of(config))
+
+    def on(self, count: int) -> "RunOnGpus":
+        """The same run on another number of these GPUs."""
+        gpus = replace(self.gpus, count=count)
+        return replace(self, gpus=gpus, home=home_of(self.config.parallel, count))
+
+    def with_context(self, **keys: Any) -> "RunOnGpus":
+        """The same run with other keys of [context]."""
+        return replace(self, config=replace(self.config, context=replace(self.config.context, **keys)))
+
+    @property
+    def budget(self) -> MemoryBudget:
+        """What a GPU and its share of the host may be filled with."""
+        train = self.config.train
+        device = train.memory_bytes or int(train.memory_fraction * self.gpus.bytes)
+        return MemoryBudget(device=device, host=self.gpus.host_bytes)
+
+    @cached_property
+    def settings(self) -> MemorySettings:
+        """What of the keys decides the run's bytes."""
+        rows, most = int(self.image_rows / self.home.slots), self.config.encoder.max_rows
+        rows = min(rows, most) if most else rows
+        return memory_settings_of(self.config, target_share=self.target_share, encoder_rows=rows)
+
+    @cached_property
+    def heads(self) -> int | None:
+        """The query heads of the model."""
+        return read_query_heads(self.model)
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """The sizes of the model."""
+        return ModelShape.of(self.model, depths=self.config.mtp.depths)
+
+    @property
+    def node_size(self) -> int:
+        """Slots of one host."""
+        size = self.config.context.node_size
+        return size if isinstance(size, int) else max(1, self.gpus.machine.node_size // self.home.tp)
+
+    def cost(self, memory: MemoryPlan | None = None) -> Cost:
+        """The price of a step with what a plan of memory recomputes and how often it gathers; None: nothing, twice."""
+        parallel, mode = self.config.parallel, self.config.context.mode
+        words = [word.partition("+")[0] for word in memory.measures] if memory else []
+        recomputed = [word for word in words if word != "none"]
+        full = 2 * recomputed.count("full") > len(recomputed)
+        settings = CostSettings(
+            recomputation="none" if not recomputed else "full" if full else "selective",
+            recomputed_layers=len(recomputed),
+            frozen=self.config.lora.rank > 0,
+            depths=self.config.mtp.depths,
+            shards=self.home.slots // parallel.dp_replicate if mode == "lockstep" else 0,
+            weight_ranks=parallel.tp,
+            dp_replicate=parallel.dp_replicate,
+            gathered_once=memory.gathered_once if memory else not parallel.reshard_after_forward,
+            target_share=self.target_share,
+        )
+        return self.gpus.machine.cost(self.model, settings)
+
+    @cached_property
+    def choice(self) -> PlanChoice:
+        """How its steps are planned."""
+        config = self.config
+        if config.context.node_size == AUTO:
+            config = replace(config, context=replace(config.context, node_size=self.node_size))
+        weights = int(self.shape.stored_weights / config.parallel.tp)
+        return PlanChoice.training(config, cost=self.cost(), heads=self.heads, weights=weights)
+
+    @property
+    def fixed(self) -> FixedMemory:
+        """The keys of memory that are given by hand."""
+        return fixed_keys(self.config)
+
+    def memory_of(self, plans: Sequence[Plan]) -> MemoryPlan:
+        """The fastest plan of memory of these plans, or that of the keys where train.memory chooses nothing.
+
+        Raises PlanError, with the bytes, where it does not fit.
+        """
+        machine, budget = self.gpus.machine, self.budget
+        if self.config.train.memory == AUTO:
+            more = {"machine": machine, "fixed": self.fixed}
+            return choose_memory(self.model, self.home, list(plans), self.settings, budget, **more)
+        memory = next(leanest(self, plans, self.fixed))
+        if not memory.fits(budget):
+            device, host = memory.device.total, memory.host.total
+            raise PlanError(
+                f"the run does not fit with its keys of memory (train.memory is {self.config.train.memory!r}): a rank "
+                f"needs {device:,} bytes of a GPU that may fill {budget.device:,}, and {host:,} of its host's "
+                f"{budget.host:,}"
+            )
+        return memory
+
+    def seconds(self, plans: Sequence[Plan], memory: MemoryPlan) -> float:
+        """The mean seconds of the steps of these plans, with what the plan of memory adds."""
+        cost, extra, states = self.cost(memory).shared_by(self.home.tp), *self._extra_seconds(plans, memory)
+        times = [plan.timeline(cost).step_seconds + extra * plan.tokens + states for plan in plans]
+        return sum(times) / len(times)
+
+    def _extra_seconds(self, plans: Sequence[Plan], memory: MemoryPlan) -> tuple[float, float]:
+        """Seconds a token that copies to the host and second exchanges take, and those a step for states there."""
+        settings = replace(self.settings, gathered_once=memory.gathered_once)
+        machine, model = self.gpus.machine, self.model
+        needs = MemoryNeeds.of(model, self.home, list(plans), settings, machine=machine)
+        words: Any = tuple(_PRICED_AS.get(word, word) for word in memory.measures)
+        of_device = replace(memory, offload_states=False)
+        whole = added_seconds(model, memory, needs, machine)
+        on_device = added_seconds(model, of_device, needs, machine)
+        priced = added_seconds(model, replace(of_device, measures=words), needs, machine)
+        return max(0.0, on_device - priced) / (memory.rows * self.home.slots), whole - on_device
+
+    def plan(self, lengths: Sequence[int], targets: int | None = None) -> Plan:
+        """The plan of a step of documents of these lengths. Raises PlanError where they exceed its limit of rows."""
+        return self.choice.plan(lengths, self.home, targets=targets)
+
+
+def leanest(run: RunOnGpus, plans: Sequence[Plan], fixed: FixedMemory) -> Iterator[MemoryPlan]:
+    """What plans hold if every layer keeps as little as these keys let it, on the device or on the host; least first.
+
+    The first one has least on the device, whether it fits or not.
+    """
+    base = MemoryNeeds.of(run.model, run.home, list(plans), run.settings, machine=run.gpus.machine)
+    kinds = ("full", "selective") if fixed.measure is None else (fixed.measure,)
+    places = [True, False] if fixed.offload is None else [fixed.offload]
+    words = dict.fromkeys(f"{kind}+host" if host and kind != "none" else kind for host in places for kind in kinds)
+    for states in [True, False] if fixed.offload_states is None else [fixed.offload_states]:
+        settings = replace(run.settings, gathered_once=bool(fixed.gathered_once), offload_states=states)
+        needs = base.with_settings(settings)
+        for word in words:
+            yield needs.under(_words_of_layers(needs, word, fixed.layers))
+
+
+def _words_of_layers(needs: MemoryNeeds, word: str, layers: int | None) -> list[str]:
+    """The word of the first `layers` of each stage (None, 0: each), "none" of the others."""
+    words = ["none"] * needs.layers
+    for place in needs.places:
+        for layer in place.stage.layers[: layers or None]:
+            words[layer] = word
+    return words
+
+
+def model_of(config: RunConfig) -> Any:
+    """What names the model to planners: its folder or config.json, or the values of a preset."""
+    if config.model.source:
+        return config.model.source
+    preset = PRESETS[config.model.preset_name]
+    values = dict(preset.values) | {"model_type": model_type(preset.config_class)}
+    return values if preset.rows else values | {"vocab_size": config.data.vocab_size}
+
+
+def model_type(config_class: str) -> str:
+    """The model type of a configuration class of transformers.
+
+    >>> model_type("Qwen3MoeConfig"), model_type("GraniteMoeHybridConfig")
+    ('qwen3_moe', 'granitemoehybrid')
+    """
+    name = config_class.removesuffix("Config")
+    if name.startswith("Granite"):
+        return name.lower()
+    return "".join("_" * (i > 0 and c.isupper()) + c.lower() for i, c in enumerate(name))

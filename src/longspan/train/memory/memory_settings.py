@@ -1,0 +1,89 @@
+"""What of a configuration decides its plan of memory, before there is a model: settings, and the keys given by hand.
+
+Imports no torch, but for the states of an optimizer that is named by its class.
+"""
+
+from longspan.config.defaults import encoder_default
+from longspan.config.keys import AUTO
+from longspan.config.memory_keys import checkpointing_by_hand
+from longspan.config.sections import ModelConfig, RunConfig, TrainConfig
+from longspan.plan import FixedMemory, MemorySettings
+from longspan.plan.memory.settings import MOMENTS
+
+BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
+
+
+def memory_settings_of(
+    config: RunConfig, *, gpu: bool = True, target_share: float = 1.0, encoder_rows: int = 0
+) -> MemorySettings:
+    """The settings of a run's plan of memory, with what the keys say of that which the plan may choose.
+
+    >>> memory_settings_of(RunConfig()).state_numbers
+    2.0
+
+    `encoder_rows` of images are encoded at once on a slot, and `target_share` of all rows predict a token.
+    """
+    train, parallel = config.train, config.parallel
+    return MemorySettings(
+        parameter_bytes=BYTES[config.model.dtype],
+        compute_bytes=BYTES[compute_name(config.model) if gpu else _on_cpus(config.model)],
+        state_numbers=state_numbers(train, lora=config.lora.rank > 0, dtype=config.model.dtype),
+        lora_rank=config.lora.rank,
+        lora_targets=config.lora.targets,
+        adapter_bytes=max(4, BYTES[config.model.dtype]),
+        depths=config.mtp.depths,
+        gathered_once=not parallel.reshard_after_forward,
+        offload_states=train.offload_states,
+        loss_chunk_rows=train.loss_chunk_rows,
+        target_share=target_share,
+        fused_norms=train.fused_norms == "on" or (train.fused_norms == "auto" and gpu),
+        schedule=parallel.pipeline_schedule,
+        vpp=parallel.vpp,
+        free=config.context.mode == "free",
+        sequence_parallel=parallel.sequence_parallel,
+        gpu=gpu,
+        encoder_rows=encoder_rows,
+        encoder_recomputed=config.encoder.recompute,
+        encoder_trained=config.encoder.train or encoder_default(config),
+    )
+
+
+def compute_name(model: ModelConfig) -> str:
+    """The dtype of a run's arithmetic on GPUs: "auto" is bfloat16 over float32."""
+    if model.compute_dtype != AUTO:
+        return model.compute_dtype
+    return "bfloat16" if model.dtype == "float32" else model.dtype
+
+
+def _on_cpus(model: ModelConfig) -> str:
+    return model.dtype if model.compute_dtype == AUTO else model.compute_dtype
+
+
+def state_numbers(train: TrainConfig, *, lora: bool = False, dtype: str = "float32") -> float:
+    """Numbers of state that the optimizer keeps of each weight; those of a class are counted on a small matrix."""
+    if train.optimizer == "sgd" and any(words.startswith("momentum") for words in train.optimizer_arguments):
+        return 1.0
+    if train.optimizer in MOMENTS:
+        return MOMENTS[train.optimizer]
+    from longspan.model.load import torch_dtype
+    from longspan.train.memory.rows_that_fit import count_states
+    from longspan.train.optim.optimizer import OptimizerChoice
+
+    return count_states(OptimizerChoice.of(train), torch_dtype("float32" if lora else dtype))
+
+
+def fixed_keys(config: RunConfig) -> FixedMemory:
+    """The keys of memory that are given by hand; with train.memory "none" all of them are.
+
+    Only states of known optimizers are moved to the host without a key.
+    """
+    train, by_hand = config.train, config.train.memory == "none"
+    kind = checkpointing_by_hand(train) or ("none" if by_hand else None)
+    states = None if train.optimizer in MOMENTS and not by_hand else False
+    return FixedMemory(
+        measure=kind,
+        layers=None if kind is None else train.recompute_layers,
+        offload=train.offload_activations or (False if by_hand else None),
+        gathered_once=not config.parallel.reshard_after_forward or (False if by_hand else None),
+        offload_states=train.offload_states or states,
+    )

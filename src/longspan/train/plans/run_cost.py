@@ -1,0 +1,107 @@
+"""What a run's plans are priced by: the cost of its model on the machine of `run.machine`, or `context.cost_model`.
+
+Whether the machine suits the hosts of a world is checked in `run_machine.py`. No torch and no process group.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from longspan.config.defaults import compute_dtype
+from longspan.config.memory_keys import checkpointing_by_hand
+from longspan.config.sections import RunConfig
+from longspan.errors import PlanError
+from longspan.plan import Cost, MemoryPlan
+from longspan.plan.cost.machine import CostSettings, Machine
+from longspan.plan.cost.model_cost import read_machine
+from longspan.plan.simulate.row_bytes import QWEN3_8B
+from longspan.train.plans.own import own_cost
+
+KEY = "run.machine"
+
+
+def cost_of(config: RunConfig) -> Cost:
+    """The cost that `run.machine` names, or the default; on a machine that of a Qwen3-8B, until the model is known.
+
+    Raises ConfigError for a file that holds none.
+    """
+    priced = machine_of(config)
+    return priced.cost(QWEN3_8B) if isinstance(priced, Machine) else priced or Cost()
+
+
+def machine_of(config: RunConfig) -> Machine | Cost | None:
+    """What `run.machine` names: a machine, the cost of one model in an older file, or None if it is empty.
+
+    A file is read once: a run keeps its prices, whatever becomes of the file before the next evaluation. Raises
+    ConfigError for a file that holds neither.
+    """
+    return _read_once(config.run.machine) if config.run.machine else None
+
+
+def cost_of_run(
+    config: RunConfig,
+    model_config: Any,
+    log: Callable[[str], None],
+    *,
+    gpu: bool,
+    slots: int = 0,
+    target_share: float = 1.0,
+    memory: MemoryPlan | None = None,
+) -> Cost:
+    """What plans are priced by: `context.cost_model`, else the model on `run.machine`, else on H200s or on CPUs.
+
+    >>> cost = cost_of_run(config, model.config, print, gpu=world.device.type == "cuda")  # doctest: +SKIP
+
+    What is recomputed counts in a cost of its model, and what FSDP2 gathers and sums over so many `slots` (0: nothing)
+    in lockstep; both as a plan of `memory` chose where one is given. `target_share` of the rows predict a token. The
+    cost on CPUs is of no machine (`Cost.source` is ""): plans are compared by it, and no time is shown. A model that
+    its configuration does not price is planned for as a Qwen3-8B, with a line in the log.
+    """
+    if config.context.cost_model:
+        return own_cost(config.context.cost_model, model_config)
+    priced = machine_of(config)
+    if isinstance(priced, Cost):
+        return priced
+    usual = Machine.known("H200") if gpu else Machine.cpus()
+    try:
+        settings = _cost_settings(config, measured=priced is not None, gpu=gpu, slots=slots)
+        settings = settings if memory is None else replace(settings, **_costs_of(memory))
+        return (priced or usual).cost(model_config, replace(settings, target_share=target_share))
+    except PlanError as error:
+        log(f"plans are priced as for a Qwen3-8B: {error}; name a file in {KEY}")
+        return Cost() if gpu else replace(Cost(), source="")
+
+
+def _cost_settings(config: RunConfig, *, measured: bool, gpu: bool, slots: int) -> CostSettings:
+    """Return what of a run changes its model's time. The usual machines are those of two bytes a number."""
+    train, parallel = config.train, config.parallel
+    return CostSettings(
+        recomputation=checkpointing_by_hand(train) or "none",
+        recomputed_layers=train.recompute_layers * parallel.pp,  # of each stage
+        frozen=config.lora.rank > 0,
+        depths=config.mtp.depths,
+        bytes_per_number=compute_dtype(config.model, "cuda" if gpu else "cpu").itemsize if measured else 2,
+        shards=slots // parallel.dp_replicate if config.context.mode == "lockstep" else 0,
+        weight_ranks=parallel.tp,  # whose share of a slot's cost is taken when plans are made
+        dp_replicate=parallel.dp_replicate,
+        gathered_once=not parallel.reshard_after_forward,
+    )
+
+
+def _costs_of(memory: MemoryPlan) -> dict[str, Any]:
+    """Return what a plan of memory changes of the time: recomputed layers, as most of them are, and gathers."""
+    words = [word.partition("+")[0] for word in memory.measures]
+    recomputed = [word for word in words if word != "none"]
+    full = recomputed.count("full") > len(recomputed) / 2
+    return {
+        "recomputation": "full" if full else "selective" if recomputed else "none",
+        "recomputed_layers": len(recomputed),
+        "gathered_once": memory.gathered_once,
+    }
+
+
+@cache
+def _read_once(file: str) -> Machine | Cost:
+    """Read a file the first time; its prices stay for the whole process."""
+    return read_machine(file, KEY)

@@ -1,0 +1,314 @@
+"""`longspan plan --gpu`: what fits, the longest document, the keys to write, steps and hours; without torch."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from longspan.bench.step.flags import parse_step
+from longspan.cli.gpu_plans.fit import UNIT
+from longspan.cli.gpu_plans.gpus import Gpus
+from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus
+from longspan.cli.main import main
+from longspan.config.file import load_config
+from longspan.errors import ConfigError
+from longspan.layout import Layout
+from longspan.plan import Bytes, Machine, MemoryPlan, MemorySettings, plan_fixed
+from longspan.plan.simulate.row_bytes import QWEN3_8B
+from longspan.run.checks.config_check import check_config
+from longspan.train.plans import cost_of_run
+from longspan.train.plans.order import order_of_lengths
+
+NAMES = [*Bytes().to_json()]
+MODEL: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": 8192,
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": True,
+}
+GPUS = ["--gpu-bytes", str(5 << 30), "--host-bytes", str(2 << 30), "--gpus", "4"]
+
+
+DRAWN = ["--distribution", "uniform", "--tokens", "30000", "--longest-document", "9000", "--cp-comm-type", "a2a"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    return str(tmp_path)
+
+
+def ask(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["plan", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def check_keys(answer: dict[str, Any], model: str, ranks: int) -> None:
+    """What an answer says to write is accepted by training, and says degree and rows of a slot."""
+    keys: dict[str, Any] = answer["keys"]
+    config = load_config(None, {"model.path": model, "train.lr": 1e-5, **keys})
+    check_config(config, ranks)
+    assert isinstance(keys["context.max_tokens_per_slot"], int)
+    degree = "max_dynamic_context_parallel_size" if config.context.planner == "dynamic" else "context_parallel_size"
+    assert isinstance(keys[f"context.{degree}"], int)
+
+
+def test_the_longest_document_is_the_longest_that_fits(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = ask(["--model", model, *GPUS, "--longest"], capsys)
+    names = ["device", "host", "measures", "longest", "fits", "keys", "steps", "step_seconds", "hours"]
+    assert [*answer][: len(names)] == names
+    for place in ("device", "host"):
+        assert [*answer[place]] == NAMES and all(isinstance(size, int) for size in answer[place].values())
+        assert answer[place]["total"] == sum(answer[place][name] for name in NAMES[:-1])
+    assert len(answer["measures"]) == 4 and answer["fits"] and answer["steps"] is None and answer["step_seconds"] > 0
+    longest = [answer["columns"][name]["longest"] for name in ("none", "selective", "full", "auto")]
+    assert longest == sorted(longest) and longest[0] < longest[-1] == answer["longest"]
+    check_keys(answer, model, 4)
+    assert answer["keys"]["model.rope_scaling"] == "yarn" and answer["longest"] > 16384
+    for tokens, fits in ((answer["longest"], True), (answer["longest"] + 4 * UNIT, False)):
+        assert ask(["--model", model, *GPUS, "--same", f"1x{tokens}"], capsys)["fits"] is fits
+
+
+def test_columns_are_plans_of_memory(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = ask(["--model", model, *GPUS, "--longest", "--lora.rank", "4"], capsys)
+    for name in ("none", "selective", "full"):
+        column = answer["columns"][name]
+        plan = plan_fixed([column["longest"]], Layout(4), cp=4, cp_comm_type="auto")
+        memory = MemoryPlan.of(model, Layout(4), plan, MemorySettings(lora_rank=4), name, machine=Machine())
+        assert column["device"] == memory.device.to_json() and column["measures"] == [name] * 4
+    assert answer["keys"]["lora.rank"] == 4
+
+
+def test_text_has_the_table_and_the_keys(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", model, *GPUS, "--longest"]) == 0
+    text = capsys.readouterr().out
+    answer = ask(["--model", model, *GPUS, "--longest"], capsys)
+    assert f"the longest document has {answer['longest']:,} tokens" in text
+    assert all(f"device {name} " in text for name in NAMES) and "none  selective" in text and "\nmemory: " in text
+    assert f"--context.max_tokens_per_slot {answer['longest'] // 4}" in text.replace(" \\\n   ", "")
+    assert f"longspan train --model.path {model}" in text and "the speed of an H200" in text
+
+
+def test_names_of_gpus_have_their_bytes(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, gib in (("h100", 80), ("A100-40", 40), ("b200", 180)):
+        answer = ask(["--model", model, "--gpu", name, "--same", "1x4096"], capsys)
+        assert answer["gpu_bytes"] == gib << 30 and answer["assumed"] and answer["host_bytes"] == 128 << 30
+    answer = ask(["--model", model, "--gpu", "h200", "--same", "1x4096", "--host-bytes", "5000000000"], capsys)
+    assert answer["gpu_bytes"] == 143771 << 20 and answer["assumed"] == [] and answer["host_bytes"] == 5_000_000_000
+
+
+def test_what_does_not_fit_says_what_would(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", model, *GPUS[:-1], "1", "--same", "1x131072"]
+    answer = ask(words, capsys)
+    assert answer["fits"] is False and answer["device"]["total"] > 0.92 * (5 << 30) and answer["step_seconds"] is None
+    other = answer["would_fit"]
+    assert other["gpus"] > 1 and len(other["measures"]) == 4 and other["device"]["total"] <= 0.92 * (5 << 30)
+    check_keys(other, model, other["gpus"])
+    assert main(["plan", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "1 document (131,072 tokens)" in line and f"{other['gpus']} GPUs would do" in line
+    fewer = ask(["--model", model, *GPUS[:-1], str(other["gpus"] - 1), "--same", "1x131072"], capsys)
+    assert not fewer["fits"]
+
+
+def test_keys_by_hand_win_and_what_would_do_without_them_is_said(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", model, *GPUS, "--same", "1x65536"]
+    for kind, kept in (("selective", {"selective", "exchanged"}), ("full", {"full"})):
+        answer = ask([*words, "--train.activation_checkpointing", kind], capsys)
+        assert {word.partition("+")[0] for word in answer["measures"]} <= kept
+        assert answer["keys"]["train.activation_checkpointing"] == kind
+        check_keys(answer, model, 4)
+    host = ask([*words, "--train.offload_states", "--train.offload_activations"], capsys)
+    assert host["host"]["states"] > 0 == host["device"]["states"] and host["keys"]["train.offload_states"] is True
+    check_keys(host, model, 4)
+    refused = ask([*words, "--train.activation_checkpointing", "none", "--host-bytes", "1"], capsys)
+    assert refused["fits"] is False and refused["would_fit"]["gpus"] == 4
+    assert "train.activation_checkpointing" not in refused["would_fit"]["keys"]
+    half = ask([*words, "--model.dtype", "bfloat16"], capsys)
+    assert half["device"]["weights"] * 2 == ask(words, capsys)["device"]["weights"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--same", "8x4096", "--parallel.tp", "2"],
+        ["--same", "8x4096", "--pp", "2"],
+        ["--same", "8x4096", "--context.planner", "padded", "--cp", "2"],
+        DRAWN,
+        [*DRAWN, "--planner", "dynamic", "--max-cp", "2", "--max-tokens-per-slot", "6000"],
+        ["--same", "3x5000", "--train.optimizer", "sgd", "--dp-replicate", "2"],
+    ],
+)
+def test_training_takes_the_keys(words: list[str], model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = ask(["--model", model, *GPUS, *words], capsys)
+    assert answer["fits"]
+    check_keys(answer, model, 4)
+    for flag, key in (
+        ("--parallel.tp", "parallel.tp"),
+        ("--pp", "parallel.pp"),
+        ("--cp", "context.context_parallel_size"),
+    ):
+        if flag in words:
+            assert answer["keys"][key] == 2
+    if "--max-tokens-per-slot" in words:
+        assert answer["keys"]["context.max_tokens_per_slot"] == 6000
+
+
+def test_a_run_has_steps_and_hours(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = [400 * (1 + i % 7) for i in range(60)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": "x" * 4 * n}) + "\n" for n in sizes))
+    words = ["--model", model, *GPUS, "--data", str(tmp_path / "texts.jsonl"), "--tokens-per-step", "4000"]
+    words += ["--cp-comm-type", "p2p"]
+    picture = tmp_path / "run.svg"
+    answer = ask([*words, "--epochs", "3", "--plot", str(picture)], capsys)
+    config = load_config(None, {"model.path": model, "train.tokens_per_step": 4000})
+    assert answer["steps"] == order_of_lengths(config, sizes).steps_of_epochs(3.0)
+    assert answer["hours"] == pytest.approx(answer["steps"] * answer["step_seconds"] / 3600)
+    assert answer["gpu_hours"] == pytest.approx(4 * answer["hours"])
+    assert sum(degree["share"] for degree in answer["degrees"]) == pytest.approx(1.0)
+    assert answer["keys"]["train.epochs"] == 3 and answer["keys"]["train.tokens_per_step"] == 4000
+    check_keys(answer, model, 4)
+    assert answer["longest"] > max(sizes)
+    texts = [element.text for element in ElementTree.parse(picture).iter() if element.tag.endswith("text")]
+    assert {"auto", "kept", "weights"} <= {*texts} and any("hours" in str(text) for text in texts)
+    assert main(["plan", *words, "--train.steps", "100", "--cp", "1"]) == 0
+    printed = capsys.readouterr()
+    assert "tokens are estimated as bytes / 4" in printed.err and "100 steps of " in printed.out
+    assert ", the mean of 64 of them: " in printed.out and "--train.steps 100" in printed.out
+
+
+def test_no_torch(model: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 40_000)
+    (tmp_path / "b.txt").write_text("y" * 20_000)
+    base = ["plan", "--model", model, *GPUS]
+    asked = [
+        ["--longest"],
+        ["--same", "2x9000", "--train.optimizer", "sgd", "--lora.rank", "2"],
+        ["--data", str(tmp_path)],
+    ]
+    code = (
+        "import sys; from longspan.cli.main import main\n"
+        f"assert not any(main([*{base}, *words, '--json']) for words in {asked})\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+REFUSED = [
+    (
+        ["--distribution", "expo", "--slots", "2", "--longest", "4000"],
+        "--longest takes no number.*--longest-document 4000",
+    ),
+    (["--longest"], "--longest is of a question about GPUs; name them with --gpu"),
+    (["--same", "1x5", "--slots", "1", "--train.optimizer", "sgd"], "--train.optimizer is of a question about GPUs"),
+    (["--gpu", "h300", "--longest"], "no figures of 'h300'; known are .*--gpu-bytes N --tflops N"),
+    (["--gpu", "h100"], "what shall fit?.*--longest, documents of a step"),
+    (["--gpu", "h100", "--longest", "--same", "1x5"], "--longest asks for the longest document, and --same names"),
+    (["--gpu", "h100", "--same", "1x5", "--data", "x"], "--same and --data are both given"),
+    (["--gpu", "h100", "--same", "1x5", "--heads", "4"], "--heads is of plans without memory"),
+    (["--gpu", "h100", "--same", "1x5", "--slots", "4"], "--gpus N is how many GPUs there are"),
+    (["--gpu", "h100", "--same", "1x5", "--epochs", "2"], "train.epochs is of a run, whose documents --data names"),
+    (["--gpu", "h100", "--same", "1x5", "--cp", "1", "--context.context_parallel_size", "1"], "are the same key"),
+    (["--gpu", "h100", "--same", "1x5", "--lora.rnk", "4"], "no flag --lora.rnk: did you mean '--lora.rank'"),
+    (["--gpu", "h100", "--gpus", "0", "--longest"], "--gpus is 0; give an integer of at least 1"),
+    (["--gpu", "h100", "--gpus", "4", "--longest", "--parallel.tp", "3"], "tp 3"),
+    (["--gpu", "h100", "--longest", "--tflops", "-3"], "a speed must be above 0"),
+    (["--gpu", "h100", "--longest", "--train.recompute_layers", "2"], "train.recompute_layers is 2"),
+    (["--gpu", "h100", "--longest", "--plot", "a.png"], "drawn as .svg or .html"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED)
+def test_refusals(words: list[str], message: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    named = ["--model", model] if "--gpu" in words else []
+    assert main(["plan", *words, *named]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line), line
+
+
+def test_bench_step_names_the_new_flag_too() -> None:
+    with pytest.raises(ConfigError, match=r"no flag --longest: .* is --longest_document"):
+        parse_step(["--distribution", "lognorm", "--longest", "4000"])
+
+
+def test_a_machine_from_a_file_has_its_own_bytes(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine, file = Machine(memory_bytes=9 << 30), tmp_path / "machine.json"
+    file.write_text(json.dumps(machine.to_json()))
+    words = ["--model", model, "--gpu", str(file), "--same", "1x4096"]
+    assert ask(words, capsys)["gpu_bytes"] == 9 << 30
+    file.write_text(json.dumps(replace(machine, memory_bytes=0).to_json()))
+    assert main(["plan", *words]) == 2 and "give --gpu-bytes" in capsys.readouterr().err
+    fast, slow = (ask([*words, *GPUS, "--tflops", tflops], capsys)["step_seconds"] for tflops in ("700", "70"))
+    assert slow > 1.2 * fast
+
+
+def test_models_that_cannot_be_planned_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"hello": 1}')
+    for words, message in (
+        (["--model", str(tmp_path)], "has no hidden_size"),
+        (["--model", str(tmp_path / "none")], "cannot read a model's configuration"),
+        ([], "which model? give --model FOLDER"),
+        (["--model", str(tmp_path), "--model.preset", "qwen3-8b"], "both name a model"),
+    ):
+        assert main(["plan", *words, "--gpu", "h100", "--longest"]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_the_page_shows_what_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/planning.md has the answer of its first command: other words or numbers beyond 10 % must be pasted again."""
+    (tmp_path / "Qwen3-8B").mkdir()
+    (tmp_path / "Qwen3-8B" / "config.json").write_text(json.dumps(QWEN3_8B | {"max_position_embeddings": 40960}))
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "--model", "Qwen3-8B", *["--gpu", "h100", "--gpus", "4", "--longest"]]) == 0
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```\n(the longest document has .*?)```", page, flags=re.DOTALL)
+    number, printed = r"\d[\d,.]*\d|\d", capsys.readouterr().out
+    assert re.sub(rf"{number}| +", "", shown) == re.sub(rf"{number}| +", "", printed)
+    pairs = zip(
+        *([float(n.replace(",", "")) for n in re.findall(number, text)] for text in (shown, printed)), strict=True
+    )
+    assert all(a == pytest.approx(b, rel=0.1, abs=1.0) for a, b in pairs), printed
+
+
+@pytest.mark.parametrize(
+    ("keys", "extra"),
+    [
+        ({"train.activation_checkpointing": "full", "train.memory": "none"}, False),
+        ({"train.activation_checkpointing": "none", "parallel.reshard_after_forward": False}, False),
+        ({"train.activation_checkpointing": "selective", "train.memory": "none", "parallel.tp": 2}, True),
+        ({"train.activation_checkpointing": "full", "train.offload_states": True, "lora.rank": 2}, True),
+    ],
+)
+def test_seconds_are_those_that_training_predicts(keys: dict[str, Any], extra: bool, model: str) -> None:
+    """The price of a run with its plan of memory; copies to the host and second exchanges come on top."""
+    given = {"model.path": model, "context.cp_comm_type": "a2a", "context.max_tokens_per_slot": 16384}
+    config = load_config(None, given | {"run.machine": "h200", "context.context_parallel_size": 2} | keys)
+    gpus = Gpus(machine=Machine(), count=4, bytes=24 << 30, host_bytes=8 << 30, name="H200")
+    run = RunOnGpus.of(config, gpus)
+    plans = [run.plan((30000, 20000)), run.plan((9000,))]
+    memory = run.memory_of(plans)
+    slots = run.home.slots
+    cost = cost_of_run(config, model, print, gpu=True, slots=slots, memory=memory).shared_by(run.home.tp)
+    priced = sum(plan.timeline(cost).step_seconds for plan in plans) / 2
+    seconds = run.seconds(plans, memory)
+    assert seconds > priced if extra else seconds == pytest.approx(priced)
+    assert run.seconds(plans[:1], memory) > run.seconds(plans[1:], memory)

@@ -1,0 +1,179 @@
+"""`longspan train --dry-run`: what a configuration and its data would hold and take, without a run."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longspan.cli import machine
+from longspan.cli.gpu_plans import dry_run
+from longspan.cli.gpu_plans.positions import can_scale, position_limit
+from longspan.cli.main import main
+from longspan.config.defaults import compute_dtype
+from longspan.config.file import load_config
+from longspan.model import rope
+from longspan.model.load import torch_dtype
+from longspan.train.memory.memory_settings import memory_settings_of
+from longspan.train.memory.rows_that_fit import count_states
+from longspan.train.optim.optimizer import OptimizerChoice
+from tests.run.runs.test_images_run import model_folder, rows_with_images
+
+CONFIG = """
+[model]
+config = "{folder}"
+[data]
+path = "{folder}/texts"
+vocab_size = 300
+cache = "none"
+max_document_tokens = 4000
+[context]
+context_parallel_size = 2
+[train]
+lr = 1e-4
+tokens_per_step = 8000
+epochs = 2
+[run]
+dir = "{folder}/run"
+"""
+MODEL: dict[str, Any] = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "vocab_size": 512,
+    "max_position_embeddings": 16384,
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "texts").mkdir()
+    for i in range(20):
+        (tmp_path / "texts" / f"{i}.txt").write_text(f"document {i} " * (200 + 150 * i))
+    (tmp_path / "run.toml").write_text(CONFIG.format(folder=tmp_path))
+    return str(tmp_path / "run.toml")
+
+
+def test_it_tells_what_the_run_would_take_and_makes_none(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", config, "--dry-run", "--world", "4", "--run.machine", "h100"]
+    assert main([*words, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["fits"] and answer["gpus"] == 4 and answer["gpu_bytes"] == 80 << 30 and answer["steps"] > 1
+    assert answer["keys"]["context.context_parallel_size"] == 2 and answer["keys"]["context.max_tokens_per_slot"] > 0
+    assert [degree["degree"] for degree in answer["degrees"]] == [2]
+    assert not (tmp_path / "run").exists()
+    assert main(words) == 0
+    text = capsys.readouterr().out.replace(" \\\n   ", "")
+    assert f"longspan train {config} --context" in text and f"{answer['steps']} steps of " in text
+    assert main([*words, "--context.max_tokens_per_slot", "3000", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["keys"]["context.max_tokens_per_slot"] == 3000
+
+
+def test_what_the_run_refuses_is_refused(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", config, "--dry-run", "--world", "4"]
+    for more, message in (
+        (["--train.memory_bytes", "1000000"], "does not fit 4 H200s: at least .* no number of such GPUs|GPUs would do"),
+        (["--context.context_parallel_size", "3"], "context_parallel_size 3 does not divide 4 slots"),
+        (["--data.path", "nowhere"], "data.path 'nowhere' does not exist"),
+        (["--run.machine", "h300"], "h300"),
+    ):
+        assert main([*words, *more]) == 2
+        assert re.search(message, capsys.readouterr().err)
+    assert main([*words, "--train.memory_bytes", "1000000", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+
+
+def test_a_gpu_that_is_here_has_its_own_bytes(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dry_run, "usable_gpus", lambda: 2)
+    monkeypatch.setattr(dry_run, "gpu_here", lambda: ("NVIDIA A100-SXM4-40GB", 42_000_000_000))
+    monkeypatch.setattr(dry_run, "free_on_host", lambda: 100_000_000_000)
+    assert main(["train", config, "--dry-run", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["gpus"], answer["gpu_bytes"], answer["gpu"]) == (2, 42_000_000_000, "NVIDIA A100-SXM4-40GB")
+    assert answer["host_bytes"] == int(0.85 * 50_000_000_000) and answer["assumed"] == []
+    assert main(["train", config, "--dry-run", "--json", "--device", "cpu", "--world", "2"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["gpu"] == "H200" and "no GPU here" in answer["assumed"][0]
+
+
+def test_the_host_says_what_is_free(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:   1234 kB\n")
+    assert dry_run.free_on_host(tmp_path / "meminfo") == 1234 * 1024 and dry_run.free_on_host(tmp_path / "no") == 0
+    assert machine.gpu_here() is None or machine.gpu_here()[1] > 0  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"model.dtype": "bfloat16", "lora.rank": 8, "lora.targets": ["q_proj"]},
+        {"model.dtype": "float64", "train.optimizer": "sgd", "train.fused_norms": "off"},
+        {"train.optimizer": "sgd", "train.optimizer_arguments": ["momentum=0.9"], "context.mode": "free"},
+        {"train.optimizer": "torch.optim.Adagrad", "train.offload_states": True, "mtp.depths": 2},
+        {"parallel.pp": 2, "parallel.vpp": 2, "parallel.reshard_after_forward": False, "train.loss_chunk_rows": 7},
+        {"model.compute_dtype": "float32", "encoder.train": "projector", "encoder.recompute": True},
+    ],
+)
+def test_settings_without_torch_are_those_with_it(keys: dict[str, Any]) -> None:
+    config = load_config(None, keys)
+    settings, trained = (
+        memory_settings_of(config),
+        torch.float32 if config.lora.rank else torch_dtype(config.model.dtype),
+    )
+    assert settings.state_numbers == count_states(OptimizerChoice.of(config.train), trained)
+    for gpu, kind in ((True, "cuda"), (False, "cpu")):
+        assert memory_settings_of(config, gpu=gpu).compute_bytes == compute_dtype(config.model, kind).itemsize
+
+
+FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    ("Qwen3Config", {"max_position_embeddings": 40960}),
+    ("Qwen3Config", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}),
+    ("LlamaConfig", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "max_position_embeddings": 4096}),
+    ("LlamaConfig", {"max_position_embeddings": 131072, "rope_scaling": None}),
+    ("Gemma3TextConfig", {"max_position_embeddings": 131072}),
+    ("Qwen3VLConfig", {}),
+    ("BambaConfig", {}),
+    ("NemotronHConfig", {}),
+    ("GraniteMoeHybridConfig", {"position_embedding_type": "nope"}),
+    ("Qwen3NextConfig", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "values"), FAMILIES)
+def test_positions_are_those_that_training_knows(name: str, values: dict[str, Any], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, name)(**values)
+    config.save_pretrained(tmp_path)
+    assert position_limit(str(tmp_path)) == rope.position_limit(config)
+    try:
+        rope.with_rope_scaling(config, "yarn", 2.0)
+    except Exception:
+        assert not can_scale(str(tmp_path))
+    else:
+        assert can_scale(str(tmp_path))
+
+
+def test_images_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("PIL")
+    rows, folder = rows_with_images(tmp_path), tmp_path / "model"
+    folder.mkdir()
+    model_folder(folder)
+    words = ["plan", "--model", str(folder), "--data", str(rows), "--gpu", "h200", "--tokens-per-step", "400", "--json"]
+    assert main([*words, "--epochs", "2"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert any(re.match(r"images: \d+ rows in a step, encoded in .* s of these", note) for note in answer["notes"])
+    assert main([*words, "--data.pack_to", "200"]) == 0
+    packed = json.loads(capsys.readouterr().out)
+    assert "not in the seconds of packs" in packed["notes"][0]
