@@ -1,6 +1,6 @@
 """What steps take of a GPU's memory: peaks of some models and settings, with what weights, gradients and states take.
 
-python bench/training/memory_measured.py --out bench/records/memory-measured.json
+python bench/training/memory_measured.py --out bench/records/memory-measured-H200.json
 bench/two_nodes.sh --same-gpus python bench/training/memory_measured.py --cases sharded --out memory-2-ranks.json
 
 Each case takes two steps of one document, at learning rate 0, in a world of its own; the second is measured. Cases that
@@ -175,7 +175,13 @@ def main() -> None:
             row = {"missing": f"{type(error).__name__}: {str(error)[:300]}"}
         gc.collect()
         torch.cuda.empty_cache()
-        about = {"keys": case.keys, "lengths": case.lengths, "layers": case.layers, "cap": case.cap}
+        about = {
+            "keys": case.keys,
+            "lengths": case.lengths,
+            "layers": case.layers,
+            "cap": case.cap,
+            "kept_exchanged": False,
+        }
         record["cases"][case.name] = row | about
         if first:
             write_atomically(flags.out, json.dumps(record, indent=1))
