@@ -76,14 +76,17 @@ class Recording:
         """
         if self._next is None:
             result = compute()
-            self._calls.append(tree_map(lambda x: self._keep(x, inputs), result))
+            self._calls.append(tree_map(lambda x: self._keep_output(x, inputs), result))
             return result
         assert self._next < len(self._calls), "a recomputed layer calls attention more often than its forward pass did"
         call = self._calls[self._next]
         self._next += 1
         return tree_map(lambda x: _restore(x, inputs), call, is_leaf=lambda x: isinstance(x, _OfInput | _Parked))
 
-    def _keep(self, x: Any, inputs: Sequence[Tensor]) -> Any:
+    def _keep_output(self, x: Any, inputs: Sequence[Tensor]) -> Any:
+        """Keep what attention returned: a tensor as it is, or, if it shares the memory of an input, as a view of that
+        one.
+        """
         if not isinstance(x, Tensor):
             return x
         for i, source in enumerate(inputs):

@@ -118,8 +118,8 @@ def check_checkpoint(path: Path, world: World) -> None:
     All ranks call it together: each reads a part of the files.
     """
     files = run_on_first_rank(world, lambda: check_sizes(path), CheckpointError)
-    mine = files_by_rank(files, len(world.home.ranks))[world.home.ranks.index(world.rank)]
-    run_on_every_rank(world, lambda: check_contents(path, mine), CheckpointError)
+    local_files = files_by_rank(files, len(world.home.ranks))[world.home.ranks.index(world.rank)]
+    run_on_every_rank(world, lambda: check_contents(path, local_files), CheckpointError)
 
 
 def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer | None, world: World) -> dict[str, Any]:

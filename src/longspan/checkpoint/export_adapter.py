@@ -148,8 +148,8 @@ def _whole_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     if weights is None:
         yield from model.state_dict().items()
         return
-    whole = {name: LocalPart.of(tensor) for name, tensor in model.state_dict().items()}
-    yield from weights.source.read(whole, torch.device("cpu"))
+    parts = {name: LocalPart.of(tensor) for name, tensor in model.state_dict().items()}
+    yield from weights.source.read(parts, torch.device("cpu"))
 
 
 def _check_base(run: RunConfig, configuration: PreTrainedConfig, run_dir: Path) -> None:

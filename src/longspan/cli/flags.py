@@ -117,9 +117,9 @@ def _split_lists(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
             if not equals:
                 words.append(word)
                 continue
-        listed = in_list and any(mark in value for mark in "[], ")
+        holds_several = in_list and any(mark in value for mark in "[], ")
         numbers = [number for number in re.split(r"[\[\],\s]+", value) if number]
-        words += [*filter(None, [flag]), *numbers] if listed else [word]
+        words += [*filter(None, [flag]), *numbers] if holds_several else [word]
     return words
 
 

@@ -75,8 +75,8 @@ def _gpu_note(ranks: int, gpus: int) -> str:
         all_of_them = f"torchrun --nproc-per-node {gpus} uses all"
         return f"{ranks} of {gpus} GPUs used, {gpus - ranks} idle: {all_of_them}" if ranks < gpus else ""
     if ranks < gpus:
-        used = f"{plural(ranks, 'process', 'es')}, one GPU each"
-        return f"{used}; {gpus - ranks} of {gpus} GPUs idle, --world {gpus} uses all"
+        used_text = f"{plural(ranks, 'process', 'es')}, one GPU each"
+        return f"{used_text}; {gpus - ranks} of {gpus} GPUs idle, --world {gpus} uses all"
     return "1 process on 1 GPU" if gpus == 1 else f"{gpus} processes, one on each GPU; --world N starts N of them"
 
 

@@ -77,10 +77,10 @@ def raise_first_error(world: World, error: LongspanError | None) -> None:
     """
     first = world.control.first_object(error, "gather of errors")
     if first is not None:
-        rank, theirs = first
-        named = rank == world.home.ranks[0] or re.search(rf"\brank {rank}\b", str(theirs))
+        rank, first_error = first
+        named = rank == world.home.ranks[0] or re.search(rf"\brank {rank}\b", str(first_error))
         rank_note = "" if named else f" (on rank {rank})"
-        raise on_all_ranks(type(theirs)(f"{theirs}{rank_note}")) from error
+        raise on_all_ranks(type(first_error)(f"{first_error}{rank_note}")) from error
 
 
 def on_all_ranks(error: LongspanErrorKind) -> LongspanErrorKind:

@@ -108,7 +108,7 @@ def lay_out(
     """Return the packed row and position of each local row, and the document and boundaries of each local segment."""
     bases = np.cumsum([0, *(group.tokens for group in micro_batch.groups)])
     rows, positions = _concatenate_pairs([_part_rows(part, int(bases[part.index])) for part in parts])
-    documents, sizes = _concatenate_pairs([_segment_sizes(part) for part in parts])
+    documents, sizes = _concatenate_pairs([_rows_by_document(part) for part in parts])
     return rows, positions, documents, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
 
 
@@ -124,8 +124,8 @@ def _part_rows(part: ShardPart, base: int) -> tuple[Integers, Integers]:
     return np.where(real, base + starts[document] + positions, -1), positions
 
 
-def _segment_sizes(part: ShardPart) -> tuple[Integers, Integers]:
-    """Document ids that this part has rows of, and how many."""
+def _rows_by_document(part: ShardPart) -> tuple[Integers, Integers]:
+    """Return the documents that this part has rows of, and how many rows of each."""
     segments = part.segments()
     per_document = np.bincount(
         segments.document, weights=segments.stop - segments.start, minlength=len(part.group.documents)

@@ -126,10 +126,10 @@ def _with_section(config: RunConfig, section: str, values: object, *, source: st
 
 def _data_sources(tables: object, source: str) -> tuple[SourceConfig, ...]:
     """The sources of the tables [[data.sources]]."""
-    listed = _read_tables(tables, "data.sources", source, "sources", "path and weight")
+    read_sources = _read_tables(tables, "data.sources", source, "sources", "path and weight")
     return tuple(
         _with_keys(SourceConfig(), f"data.sources[{number}]", table, source, _eval_key_hint)
-        for number, table in enumerate(listed)
+        for number, table in enumerate(read_sources)
     )
 
 

@@ -72,12 +72,12 @@ class Stock:
         for name, with_routers, with_images in keys:
             stock = Stock(self.config, self.images) if with_images else self
             try:
-                answers[name, with_routers, with_images] = stock._expected_answer(getattr(torch, name), with_routers)
+                answers[name, with_routers, with_images] = stock._compute_answer(getattr(torch, name), with_routers)
             except Exception as error:
                 answers[name, with_routers, with_images] = error_text(error)
         return answers
 
-    def _expected_answer(self, dtype: torch.dtype, with_routers: bool) -> Expected:
+    def _compute_answer(self, dtype: torch.dtype, with_routers: bool) -> Expected:
         """The stock answer in a dtype, and the tolerance of cases that are compared with it."""
         if dtype == torch.float64:
             return self._expectation_in_float64(with_routers)
@@ -91,10 +91,10 @@ class Stock:
     @cached_property
     def _every_expert_stock(self) -> "Stock":
         """The stock model whose rows get every expert; this one if it has no experts to choose, or cannot run so."""
-        every = with_every_expert(self.config)
-        if every is self.config:
+        config_of_every = with_every_expert(self.config)
+        if config_of_every is self.config:
             return self
-        stock = Stock(every, self.documents)
+        stock = Stock(config_of_every, self.documents)
         try:
             stock._stock_answer(torch.bfloat16, torch.bfloat16, False)
         except Exception:  # of the model's own code

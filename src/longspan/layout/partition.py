@@ -160,8 +160,8 @@ class _FromLengths(Partition):
     def runs(self, member: int) -> Integers:
         segments = self.segments(member)
         shift = self._starts[segments.document]
-        joined = segments_from_runs(np.zeros_like(shift), segments.start + shift, segments.stop + shift)
-        return as_read_only(np.stack([joined.start, joined.stop], axis=1))
+        concatenated = segments_from_runs(np.zeros_like(shift), segments.start + shift, segments.stop + shift)
+        return as_read_only(np.stack([concatenated.start, concatenated.stop], axis=1))
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.lengths, self.degree)

@@ -168,7 +168,7 @@ def timeline(
         active = np.zeros((count, slots), dtype=np.bool_)
         active[table.micro_batch[table.group], table.slot] = True
         busy[active] += cost.micro_batch_seconds
-        start, end, total = _free_times(busy, active, _joined_slots(table, count, slots))
+        start, end, total = _free_times(busy, active, _label_joined_slots(table, count, slots))
         total += cost.closing_seconds
     return Timeline(-(-rows // row_multiple) * row_multiple, busy, start, end, total + cost.update_seconds)
 
@@ -190,19 +190,19 @@ def _free_times(busy: Floats, active: NDArray[np.bool_], component: Ints) -> tup
     count, slots = busy.shape
     start, end, clock = np.zeros_like(busy), np.zeros_like(busy), np.zeros(slots)
     for m in range(count):
-        here = np.flatnonzero(active[m])
-        root = component[m, here]
+        active_slots = np.flatnonzero(active[m])
+        root = component[m, active_slots]
         ready, longest = np.zeros(slots), np.zeros(slots)
-        np.maximum.at(ready, root, clock[here])
-        np.maximum.at(longest, root, busy[m, here])
+        np.maximum.at(ready, root, clock[active_slots])
+        np.maximum.at(longest, root, busy[m, active_slots])
         start[m] = clock
-        start[m, here] = ready[root]
-        clock[here] = ready[root] + longest[root]
+        start[m, active_slots] = ready[root]
+        clock[active_slots] = ready[root] + longest[root]
         end[m] = clock
     return start, end, float(clock.max(initial=0.0))
 
 
-def _joined_slots(table: GroupTable, count: int, slots: int) -> Ints:
+def _label_joined_slots(table: GroupTable, count: int, slots: int) -> Ints:
     """Return the lowest slot that groups join each slot to in each micro-batch (M, slots).
 
     By hooking and pointer jumping: a slot takes the lowest label in any of its groups, and then that label's label,
@@ -213,12 +213,12 @@ def _joined_slots(table: GroupTable, count: int, slots: int) -> Ints:
     first = np.cumsum(table.degree) - table.degree
     while len(cells):
         low = np.minimum.reduceat(label[cells], first)[table.group]
-        joined = label.copy()
-        np.minimum.at(joined, label[cells], low)
-        joined = joined[joined]
-        if np.array_equal(joined, label):
+        next_label = label.copy()
+        np.minimum.at(next_label, label[cells], low)
+        next_label = next_label[next_label]
+        if np.array_equal(next_label, label):
             break
-        label = joined
+        label = next_label
     return label.reshape(count, slots) % slots
 
 

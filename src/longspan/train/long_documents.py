@@ -51,8 +51,8 @@ def configuration_for(
         scaled = configuration
     limit = position_limit(scaled)
     if limit is not None and longest > limit:
-        cut = f"cut documents with {cut_by} {limit}"
-        raise ConfigError(f"{_too_long_error(configuration, model, longest, origin, limit)}, or {cut}")
+        cut_hint = f"cut documents with {cut_by} {limit}"
+        raise ConfigError(f"{_too_long_error(configuration, model, longest, origin, limit)}, or {cut_hint}")
     return scaled
 
 

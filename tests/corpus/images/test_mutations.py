@@ -36,8 +36,8 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
     "another image's pixels": (
         (
             "corpus.image_reader",
-            "self._load_pictures(placed, self._find_files(placed))",
-            "self._load_pictures(placed, self._find_files(self._table[0]))",
+            "self._load_pictures(placed, self._find_bytes(placed))",
+            "self._load_pictures(placed, self._find_bytes(self._table[0]))",
         ),
         tables.test_bytes_in_tables,
     ),

@@ -129,7 +129,7 @@ def test_stages_keep_micro_batches_in_flight() -> None:
     assert all(place.in_flight == 8.0 for place in gpipe.places)
     one = planned("full", home=home, plan=plan)
     assert one.device.total < planned("full", home=home, plan=plan, schedule="gpipe").device.total
-    with pytest.raises(PlanError, match="80 pipeline stages .* for 36 layers"):
+    with pytest.raises(PlanError, match=r"80 pipeline stages .* for 36 layers"):
         planned(home=Layout(80, pp=80), plan=plan)
 
 

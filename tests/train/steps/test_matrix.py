@@ -62,7 +62,7 @@ MUTATIONS: list[tuple[Dropped, Callable[[Combination], bool]]] = [
      lambda c: c.tp[1]),
     (("model.experts.rows", "of_visits * weights.unsqueeze(2)).sum(1)", "of_visits)[:, 0]"), lambda c: c.ep == 2),
     (("model.experts.moe", "all_to_all_rows(x, sends,", "all_to_all_rows(x.detach(), sends,"), lambda c: c.ep == 2),
-    (("model.pipeline.copies", "mine.copy_(sum_parts([*parts.values()]))", "pass"),
+    (("model.pipeline.copies", "local_slice.copy_(sum_parts([*parts.values()]))", "pass"),
      lambda c: c.family == "qwen3" and c.stages[0] == 2),
     (("model.sharding", "set_gradient_divide_factor(1.0)", "set_gradient_divide_factor(2.0)"),
      lambda c: c.ep == 1),

@@ -163,7 +163,7 @@ def query_gradients(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """dq of ROWS rows, from the log-sum-exp over the keys of all blocks."""
+    """Compute dq of ROWS rows of one head, KEYS keys at a time, from the log-sum-exp over the keys of all blocks."""
     tile, start = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
     head = tl.program_id(1).to(tl.int64)
     kv_head = head // group

@@ -197,8 +197,8 @@ def _ring_wait(calibration: Calibration, sample: Sample) -> float:
     """Return what one step of a ring takes in one pass beyond the kernels of the call."""
     assert sample.group and sample.call
     price = calibration.machine.attention_seconds(sample.group, sample.call)["p2p"]
-    shown = sample.seconds - calibration.call_seconds - (price.seconds - price.exposed)
-    return max(0.0, shown / (2 * (sample.group.degree - 1)))
+    exposed_seconds = sample.seconds - calibration.call_seconds - (price.seconds - price.exposed)
+    return max(0.0, exposed_seconds / (2 * (sample.group.degree - 1)))
 
 
 def _type_seconds(machine: Machine, sample: Sample) -> float:

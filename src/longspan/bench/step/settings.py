@@ -220,7 +220,7 @@ def _check_as_run(config: RunConfig, longest: int, ranks: int, planners: Sequenc
 
 
 def _check_cap(flags: StepFlags, config: RunConfig) -> None:
-    """Raise ConfigError for a cap that a run would have found, where no run's folder keeps it."""
+    """Raise ConfigError where the cap of rows is "auto", and no run's folder keeps the one that the run measured."""
     if config.context.max_tokens_per_slot != AUTO or (flags.config and Path(config.run.dir).is_dir()):
         return
     lack = f"there is no {config.run.dir}" if flags.config else "no CONFIG.toml names one"

@@ -35,7 +35,7 @@ def position_limit(model: Any) -> int | None:
 
 def can_scale(model: Any) -> bool:
     """Whether model.rope_scaling can stretch the positions of a configuration."""
-    read = ConfigReader.whole(model)
+    read = ConfigReader.read_whole(model)
     by_layer = any(read.value(name) is not None for name in BY_LAYER) or _is_nested(read.value("rope_parameters"))
     is_text = read.value("text_config") is None
     return is_text and not by_layer and not _has_no_positions(model) and _type_of(_rope(model)) == "default"
@@ -43,7 +43,7 @@ def can_scale(model: Any) -> bool:
 
 def _rope(model: Any) -> Mapping[str, Any]:
     """The rotary parameters of all layers, of a text model."""
-    read = ConfigReader.whole(model)
+    read = ConfigReader.read_whole(model)
     for name in ("rope_parameters", "rope_scaling"):
         value = read.value(name)
         if isinstance(value, Mapping) and not _is_nested(value):

@@ -28,7 +28,7 @@ from longspan.plan import (
 )
 from longspan.plan.cost.machine import CostSettings
 from longspan.plan.cost.model_shape import ModelShape, read_query_heads
-from longspan.run.checks.check_model import check_lora, check_model, check_mtp_section, check_precision
+from longspan.run.checks.check_model import check_lora, check_model_keys, check_mtp_section, check_precision
 from longspan.run.checks.check_plans import check_plans
 from longspan.run.checks.check_training import check_mode, check_numbers, check_parallel, check_pipeline
 from longspan.train.memory.memory_settings import fixed_keys, memory_settings_of
@@ -57,7 +57,7 @@ class RunOnGpus:
     @classmethod
     def of(cls, config: RunConfig, gpus: Gpus) -> "RunOnGpus":
         """The run of a configuration. Raises ConfigError, LayoutError or PlanError for keys that do not fit."""
-        check_model(config, training=False)
+        check_model_keys(config, training=False)
         check_numbers(config, training=False)
         home = home_of(config.parallel, gpus.count)
         for check in (check_precision, check_lora, check_mtp_section, check_pipeline, check_mode):

@@ -102,10 +102,10 @@ def assistant_spans(
     turns = [turn for turn in conversation.turns if turn.message in learnt]
     spans = tuple(span for turn in turns for span in _turn_spans(conversation, turn, tokens))
     lacking = [field for field, places in zip(fields, ends, strict=True) if field.message in learnt and not places]
-    cut = sum(_is_cut(field, text) for turn in turns for field in turn.fields)
+    cut_texts = sum(_is_cut(field, text) for turn in turns for field in turn.fields)
     thoughts = sum(field.is_thought for field in lacking)
     blank = len(set(learnt) - {field.message for field in fields})
-    return Spans(spans, Unseen(thoughts + cut, len(lacking) - thoughts, blank))
+    return Spans(spans, Unseen(thoughts + cut_texts, len(lacking) - thoughts, blank))
 
 
 def marked_spans(

@@ -119,13 +119,13 @@ class RowImages:
                     f"its chat template writes {plural(kinds.count(kind), 'placeholder')} {tokens[kind]} for "
                     f"{plural(len(files), kind)}; mend the template of {self.tokenizer.folder}"
                 )
-        shown = tuple(self._process_size(name, file, len(media.images)) for name, file in media.iterate_files(kinds))
+        items = tuple(self._process_size(name, file, len(media.images)) for name, file in media.iterate_files(kinds))
         sizes = [len(token) for token in marks]
         starts = np.cumsum([len(piece) for piece in pieces[:-1]]) + np.cumsum([0, *sizes[:-1]])[: len(sizes)]
-        grown = np.cumsum([0, *(len(medium.text) - size for medium, size in zip(shown, sizes, strict=True))])
+        grown = np.cumsum([0, *(len(medium.text) - size for medium, size in zip(items, sizes, strict=True))])
         moved = tuple((int(a + grown[(starts < a).sum()]), int(b + grown[(starts < b).sum()])) for a, b in spans)
-        texts = (*(medium.text for medium in shown), "")
-        return Expanded("".join(piece + medium for piece, medium in zip(pieces, texts, strict=True)), shown, moved)
+        texts = (*(medium.text for medium in items), "")
+        return Expanded("".join(piece + medium for piece, medium in zip(pieces, texts, strict=True)), items, moved)
 
     def with_images(self, sample: Sample, expanded: Expanded) -> Sample:
         """Return a sample of an expanded text with its images; placeholders are no targets."""

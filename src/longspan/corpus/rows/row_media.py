@@ -52,9 +52,9 @@ def check_entry_keys(entry: Mapping[str, Any], keys: Collection[str], name: str)
     """Raise RowError if an entry has a key with a value that is not read."""
     unknown = [key for key, value in entry.items() if key not in keys and value is not None and value != ""]
     if unknown:
-        listed = " and ".join(f'"{key}"' for key in unknown[:3])
+        extra_keys = " and ".join(f'"{key}"' for key in unknown[:3])
         raise RowError(
-            f"{name} has {listed}, and {', '.join(keys)} alone are read of it; leave it out: sizes are set in the "
+            f"{name} has {extra_keys}, and {', '.join(keys)} alone are read of it; leave it out: sizes are set in the "
             "files of the model folder's processor"
         )
 

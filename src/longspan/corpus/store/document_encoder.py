@@ -96,7 +96,7 @@ class DocumentEncoder:
                         rows.append(row)
                         places.append((piece.file, position))
             batch.add_documents(self.encodings[source], rows, places)
-        return batch.encoded_documents()
+        return batch.collect_documents()
 
 
 class _BatchDocuments:
@@ -170,7 +170,7 @@ class _BatchDocuments:
         if len(self._notes.bad) < SHOWN:
             self._notes.bad.append(f"{row.where}: {row.reason}")
 
-    def encoded_documents(self) -> Encoded:
+    def collect_documents(self) -> Encoded:
         """Return all documents that were added."""
         codes = None
         if any(code is not None and code.any() for code in self._codes):

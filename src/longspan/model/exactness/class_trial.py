@@ -174,20 +174,20 @@ def _reasons_of_rows(model: PreTrainedModel) -> Iterator[str]:
     """Yield how results of rows in pieces differ from those of all rows at once."""
     # What is not saved may be a log; where results depend on it, they differ below.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if name in model.state_dict()}
-    whole = _run_rows(model, torch.arange(_ROWS))
+    all_rows = _run_rows(model, torch.arange(_ROWS))
     order = torch.randperm(_ROWS)
     parts = [_run_rows(model, order[piece]) for piece in _PIECES]
     size = f"(found with a small {type(model).__name__} of {_ROWS} rows, whole and in {len(parts)} pieces)"
     buffers_after = dict(model.named_buffers())
     if changed := [name for name, buffer in buffers.items() if not torch.equal(buffers_after[name], buffer)]:
         yield f"its forward pass in training changes {changed[0]} by the rows that it is given {size}"
-    if (error := relative_error(torch.cat([part.rows for part in parts]), whole.rows[order])) > _TOLERANCE:
+    if (error := relative_error(torch.cat([part.rows for part in parts]), all_rows.rows[order])) > _TOLERANCE:
         yield (
-            f"rows influence each other outside attention, first in {_first_difference(whole, parts, order)}: outputs "
-            f"differ by {error:.1e} {size}"
+            f"rows influence each other outside attention, first in {_first_difference(all_rows, parts, order)}: "
+            f"outputs differ by {error:.1e} {size}"
         )
         return
-    yield from _gradient_reasons(whole, parts, size)
+    yield from _gradient_reasons(all_rows, parts, size)
     yield from _expert_reasons(model)
 
 

@@ -74,7 +74,7 @@ def _reasons_of_images(config: PreTrainedConfig, make_documents: _Documents) -> 
     try:
         model = tiny_model(shrink_configuration(config, images=True), torch.float64, images=True).train()
         documents = make_documents(model)
-        whole = _run_whole(model, documents)
+        logits_of_whole = _run_whole(model, documents)
         parts = _run_parts(_split_model(model), documents)
     except ModelError as error:
         yield str(error)
@@ -82,7 +82,7 @@ def _reasons_of_images(config: PreTrainedConfig, make_documents: _Documents) -> 
     except Exception as error:
         yield f"a small model that shows what it does with images cannot be run on the host ({trial_error(error)})"
         return
-    yield from _difference_reasons(whole, parts)
+    yield from _difference_reasons(logits_of_whole, parts)
 
 
 def _split_model(model: PreTrainedModel) -> VisionParts:

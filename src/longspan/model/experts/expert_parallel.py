@@ -70,8 +70,8 @@ def _keep_local_experts(experts: nn.Module, world: World) -> None:
     rank, ep = world.slot % world.home.ep, world.home.ep
     for name, parameter in list(experts.named_parameters(recurse=False)):
         local = copy_to_device(parameter.detach().chunk(ep)[rank], world.device)
-        split = DTensor.from_local(local, world.meshes.ep, [Shard(0)], run_check=False)
-        experts.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
+        split_parameter = DTensor.from_local(local, world.meshes.ep, [Shard(0)], run_check=False)
+        experts.register_parameter(name, nn.Parameter(split_parameter, requires_grad=parameter.requires_grad))
 
 
 def _shard_dim(name: str, shape: Sequence[int], home: Layout) -> int:

@@ -56,7 +56,7 @@ def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def router_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The routers next to those modules, by qualified name; they return (logits, weights, chosen experts).
+    """Return the routers next to experts, by qualified name; they return (logits, weights, chosen experts).
 
     Those of multi-token prediction are left out: some of their rows have no token, which no statistic may count.
     """

@@ -29,10 +29,10 @@ def largest_trained_modules(model: nn.Module, trained: Collection[str], inside: 
     Raises ModelError for a module whose parameters are trained only in part.
     """
     modules = tuple(_largest_trained_inside(model.get_submodule(inside), f"{inside}." if inside else "", set(trained)))
-    if apart := sorted(name for name in trained if not name.startswith(tuple(f"{module}." for module in modules))):
+    if partial := sorted(name for name in trained if not name.startswith(tuple(f"{module}." for module in modules))):
         raise ModelError(
-            f"{', '.join(apart[:3])}: peft saves whole modules beside an adapter, and not all of this one is trained; "
-            "train all of it or nothing, or keep it by save_checkpoint(folder, model, …)"
+            f"{', '.join(partial[:3])}: peft saves whole modules beside an adapter, and not all of this one is "
+            "trained; train all of it or nothing, or keep it by save_checkpoint(folder, model, …)"
         )
     return modules
 
@@ -41,8 +41,8 @@ def _largest_trained_inside(module: nn.Module, prefix: str, trained: set[str]) -
     """Yield the largest modules inside this one whose parameters are all trained."""
     for name, child in module.named_children():
         path, parameters = f"{prefix}{name}", dict(child.named_parameters())
-        whole = bool(parameters) and all(f"{path}.{p}" in trained for p in parameters)
-        if whole and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+        is_trained = bool(parameters) and all(f"{path}.{p}" in trained for p in parameters)
+        if is_trained and not isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield path
         else:
             yield from _largest_trained_inside(child, f"{path}.", trained)

@@ -38,11 +38,11 @@ def split_encoder(
     _ = world.meshes.tp  # made by all ranks together
     trials = [SplitTrial(name, unit, world) for name, unit in _units_of_trials(module, blocks, parts)]
     linears = [part.module.get_submodule(name) for part in parts for name in part.styles]
-    split = {id(module) for linear in linears for module in linear.modules()}  # an adapter's too
+    split_modules = {id(module) for linear in linears for module in linear.modules()}  # an adapter's too
     for part in parts:
         _split_linears(part, world)
         if not part.several:
-            _sum_other_gradients(part.module, split, world.key)
+            _sum_other_gradients(part.module, split_modules, world.key)
             copy_inputs(part.module, world)
         wrap_forward(part.module, views=_local_counts(part, world.home.tp))
     module.register_forward_pre_hook(_DrawsRefused(module), prepend=True)

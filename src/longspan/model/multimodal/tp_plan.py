@@ -105,19 +105,19 @@ def parts_to_split(
     Raises ModelError, naming them, for linears in blocks that are not known, and, with the numbers, where tp does not
     divide heads or widths.
     """
-    callers = _styles_of_caller(module, plan or {})
+    callers_styles = _styles_of_caller(module, plan or {})
     if tp == 1:
         return []
-    styles = _styles_by_name(module) | callers
+    styles = _styles_by_name(module) | callers_styles
     _refuse_unknown(module, blocks, styles)
     parts = dict[str, dict[str, str]]()
     for name, style in styles.items():
         if style != REPLICATED:
             owner, _, child = name.rpartition(".")
             parts.setdefault(owner, {})[child] = style
-    split = [_make_part(name, module.get_submodule(name), linears, blocks) for name, linears in parts.items()]
-    _check_tp_divides(module, split, tp)
-    return split
+    split_parts = [_make_part(name, module.get_submodule(name), linears, blocks) for name, linears in parts.items()]
+    _check_tp_divides(module, split_parts, tp)
+    return split_parts
 
 
 def _make_part(name: str, module: nn.Module, styles: Mapping[str, str], blocks: Mapping[str, nn.Module]) -> SplitModule:

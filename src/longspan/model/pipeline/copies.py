@@ -202,9 +202,9 @@ def _sum_over_holders(parameter: nn.Parameter, holders: Sequence[int], world: Wo
     gradient = local_tensor(parameter.grad)
     total, label = gradient.contiguous(), "sum of gradients that stages share"
     slices = dict(zip(holders, total.view(-1).tensor_split(len(holders)), strict=True))
-    mine = slices.pop(pipeline.index)
-    parts = {holder: mine if holder == pipeline.index else torch.empty_like(mine) for holder in holders}
+    local_slice = slices.pop(pipeline.index)
+    parts = {holder: local_slice if holder == pipeline.index else torch.empty_like(local_slice) for holder in holders}
     pipeline.exchange([*slices.items()], [(holder, parts[holder]) for holder in slices], label).wait()
-    mine.copy_(sum_parts([*parts.values()]))
-    pipeline.exchange([(holder, mine) for holder in slices], [*slices.items()], label).wait()
+    local_slice.copy_(sum_parts([*parts.values()]))
+    pipeline.exchange([(holder, local_slice) for holder in slices], [*slices.items()], label).wait()
     gradient.copy_(total)

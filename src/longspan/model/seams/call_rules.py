@@ -154,7 +154,7 @@ def refuse_randomness(model: nn.Module, *, training: bool = True) -> None:
     if draws := ", ".join(rules.random_draws if training else always):
         config = getattr(model, "config", None)
         when, exception = (" and in evaluation", "") if always else ("", ", and evaluation draws nothing")
-        remedy = _remedy_text(config, draws, always=bool(always))
+        remedy = _remedy_text(config, draws, in_evaluation=bool(always))
         raise ModelError(
             f"{rules.architecture} draws at random outside attention in training{when}: {draws}. Each rank would draw "
             f"for its own rows, so that the loss would depend on the layout; {remedy}. Attention "
@@ -162,11 +162,14 @@ def refuse_randomness(model: nn.Module, *, training: bool = True) -> None:
         )
 
 
-def _remedy_text(config: Any, draws: str, *, always: bool) -> str:
-    """Say what to change so that a model draws no random numbers."""
-    samples = any(f"{function} " in draws for function in _SAMPLE)
-    if samples or not (keys := _random_keys(config)):
-        exception = "" if always else ": it can be evaluated alone"
+def _remedy_text(config: Any, draws: str, *, in_evaluation: bool) -> str:
+    """Say how to end these random draws: by keys of the configuration, or that there is no key.
+
+    `in_evaluation`: they happen in evaluation too.
+    """
+    is_sampled = any(f"{function} " in draws for function in _SAMPLE)
+    if is_sampled or not (keys := _random_keys(config)):
+        exception = "" if in_evaluation else ": it can be evaluated alone"
         return f"it does so by its code, and no key of its configuration is known to end that{exception}"
     return f"before the model is built, set {keys} to 0.0 in its configuration (config.json)"
 

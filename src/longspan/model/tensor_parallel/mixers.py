@@ -43,9 +43,9 @@ def refuse_unknown_norm(name: str, norm: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     x, gate, weight = torch.randn(3, 1, 2, features, dtype=torch.float64, generator=generator).unbind()
     try:
-        theirs = functional_call(norm, {"weight": weight[0, 0]}, (x, gate))
+        norm_output = functional_call(norm, {"weight": weight[0, 0]}, (x, gate))
         ours = _gated_norm(norm, x, gate, weight[0, 0], partial(_means_here, groups=groups))
-        equal = torch.allclose(theirs, ours, rtol=1e-4, atol=1e-5)
+        equal = torch.allclose(norm_output, ours, rtol=1e-4, atol=1e-5)
     except Exception:  # whatever a norm raises that takes other arguments
         equal = False
     if not equal:

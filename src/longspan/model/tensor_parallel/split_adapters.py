@@ -59,8 +59,8 @@ def split_adapted(module: nn.Module, style: str, world: World, *, sequence_paral
     for linear in (base, *first, *second) if style == PARTIAL_GRADIENT else first:
         partial_gradients(linear, key)
     for linear in () if style == PARTIAL_GRADIENT else (base, *second):
-        split = columnwise_packed if style == PACKED else columnwise_of_three if style == QKV else columnwise
-        split(linear, world)
+        split_style = columnwise_packed if style == PACKED else columnwise_of_three if style == QKV else columnwise
+        split_style(linear, world)
     if style in GATHERED:
         gather_outputs(layer, key)
 

@@ -103,7 +103,7 @@ def _concatenate(name: str, parts: Sequence[Tensor], filled: bool) -> Tensor:
     if name == IN_DOCUMENT:
         return _batches_of_images(parts)
     if filled:
-        parts = _fill_up(parts)
+        parts = _pad_to_one_shape(parts)
     shapes = {tuple(x.shape[1:]) for x in parts}
     if len(shapes) > 1:
         argument = "pixels" if name == PIXELS else name
@@ -121,14 +121,17 @@ def _batches_of_images(counts: Sequence[Tensor]) -> Tensor:
     return torch.tensor([1] * single + [max(2, others)] * (others > 0))
 
 
-def _fill_up(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors (n, …) of one shape after the first dim: zeros stand behind, as image processors pad those of a call."""
+def _pad_to_one_shape(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Pad tensors (n, …) to one shape after the first dim, with zeros behind, as processors do for the images of a
+    call.
+    """
     if len({x.ndim for x in parts}) > 1:
         return list(parts)
     largest_sides = [max(sides) for sides in zip(*(x.shape[1:] for x in parts), strict=True)]
-    return [_fill_to_shape(x, largest_sides) for x in parts]
+    return [_pad_to_shape(x, largest_sides) for x in parts]
 
 
-def _fill_to_shape(x: Tensor, sides: Sequence[int]) -> Tensor:
+def _pad_to_shape(x: Tensor, sides: Sequence[int]) -> Tensor:
+    """Pad a tensor (n, …) with zeros behind to these sides after the first dim."""
     missing = [to - side for side, to in zip(x.shape[1:], sides, strict=True)]
     return F.pad(x, [n for count in missing[::-1] for n in (0, count)])

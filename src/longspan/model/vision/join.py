@@ -56,7 +56,7 @@ def _cost_by_parameters(config: PreTrainedConfig, encoder: nn.Module) -> Cost:
     width, layers = _first(vision, _WIDTHS), _first(vision, _LAYERS)
     in_blocks = sum(p.numel() for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1)
     merge = getattr(vision, "spatial_merge_size", None) or 1
-    windows, side = window_layers(ConfigReader.of_whole_model(config).inside("vision_config"), layers)
+    windows, side = window_layers(ConfigReader.read_whole(config).inside("vision_config"), layers)
     return encoder_cost(
         in_blocks,
         width,

@@ -23,13 +23,13 @@ class ConfigReader:
     @classmethod
     def of(cls, config: Any) -> "ConfigReader":
         """Read an object or dict, a config.json or its folder. Raises PlanError for a file without a configuration."""
-        read = cls.of_whole_model(config)
+        read = cls.read_whole(config)
         where = read.where
         text = read.value("text_config")
         return read if text is None else cls(text, f"text_config of {where}")
 
     @classmethod
-    def of_whole_model(cls, config: Any) -> "ConfigReader":
+    def read_whole(cls, config: Any) -> "ConfigReader":
         """Read the configuration of a whole model, in which those of its text model and encoders are."""
         where = type(config).__name__
         if isinstance(config, (str, Path)):

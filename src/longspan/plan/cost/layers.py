@@ -226,17 +226,19 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
     narrow = read.count("moe_latent_size")  # experts of Nemotron-H may read a narrower row
     weights = products * ((narrow or hidden) * visited * one + hidden * _shared_width(read, one))
     experts, one = read.experts()[1], products * (narrow or hidden) * one
-    every = weights + 2 * hidden * narrow + hidden * (experts + gated)
-    return Weights(every, 0, visited * one, max(0, experts - visited) * one)
+    all_weights = weights + 2 * hidden * narrow + hidden * (experts + gated)
+    return Weights(all_weights, 0, visited * one, max(0, experts - visited) * one)
 
 
-def _shared_width(read: ConfigReader, one: int) -> int:
+def _shared_width(read: ConfigReader, expert_width: int) -> int:
     """Return the width of the experts that every token visits, all together."""
     names = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
     if width := read.count(*names):
         return width
     # Of Llama 4, intermediate_size is that of experts, one of them shared, and dense layers have another.
-    return (1 if read.count("intermediate_size_mlp") else read.count("n_shared_experts", "num_shared_experts")) * one
+    return (
+        1 if read.count("intermediate_size_mlp") else read.count("n_shared_experts", "num_shared_experts")
+    ) * expert_width
 
 
 def _dense_width(read: ConfigReader) -> int:

@@ -107,7 +107,7 @@ class ModelShape:
             heads=max(1, read.count("num_attention_heads")),
             kv_heads=key_value_heads(read),
             dense_layers=sum(kind.feeds == "dense" for kind in kinds),
-            span_layers=len(attention) if ConfigReader.of_whole_model(config).family in SEEN_BY_IMAGES else 0,
+            span_layers=len(attention) if ConfigReader.read_whole(config).family in SEEN_BY_IMAGES else 0,
             expert_weights=sum(layer.of_experts for layer in layers),
             stored_weights=sum(layer.all + layer.unvisited for layer in layers) + stored,
             hidden=hidden,

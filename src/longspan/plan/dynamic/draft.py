@@ -83,7 +83,7 @@ class LeastLoaded:
         heaps = self.heaps
         for position in range(first, len(items)):
             item = items[position]
-            rows, seconds, earliest, taken, chosen = tokens[item], work[item], np.inf, 0, None
+            rows, seconds, earliest, chosen_width, chosen = tokens[item], work[item], np.inf, 0, None
             for width, idle, full in heaps:
                 while full and -full[0][0] >= rows:
                     b = heappop(full)[1]
@@ -92,13 +92,13 @@ class LeastLoaded:
                     b = heappop(idle)[1]
                     heappush(full, (-room[b], b))
                 if idle and (end := idle[0][0] + seconds / width) < earliest:
-                    earliest, taken, chosen = end, width, idle
+                    earliest, chosen_width, chosen = end, width, idle
             if chosen is None:
                 return position
             b = chosen[0][1]
             heapreplace(chosen, (earliest, b))
             late[b] = earliest
-            total[b] += seconds / taken
+            total[b] += seconds / chosen_width
             room[b] -= rows
             fillers[b].append(item)
         return len(items)

@@ -135,9 +135,9 @@ def _seconds(candidate: Candidate) -> float:
 
 def _effort_of_search(name: EffortName, problem: Problem) -> Effort:
     """Return how many drafts are made: fewer of more items and slots, where one takes longer and luck matters less."""
-    some = 1 if name == "fast" else 4 if name == "balanced" else 16
+    scale = 1 if name == "fast" else 4 if name == "balanced" else 16
     size = len(problem.tokens) + problem.request.slots
-    return Effort(drafts=2 * some, steps=some * max(1, min(40, 4000 // size)), sample_steps=6 * some)
+    return Effort(drafts=2 * scale, steps=scale * max(1, min(40, 4000 // size)), sample_steps=6 * scale)
 
 
 def _lockstep_candidate(problem: Problem, effort: Effort) -> Candidate:

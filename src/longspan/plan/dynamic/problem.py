@@ -203,15 +203,15 @@ class Problem:
     def sample(self) -> "Problem":
         """A problem like this one on a share of the slots, with every so many-th item."""
         factor = self.sample_factor
-        slots, every = self.request.slots // factor, slice(factor // 2, None, factor)
+        slots, sampled = self.request.slots // factor, slice(factor // 2, None, factor)
         degrees = self.degrees[: bisect_right(self.degrees, slots)]
         return Problem(
             replace(self.request, slots=slots),
             degrees,
             self.cap,
-            self.documents[every],
-            self.tokens[every],
-            self.squares[every],
+            self.documents[sampled],
+            self.tokens[sampled],
+            self.squares[sampled],
             divide_into_blocks(slots, self.request.node_size, degrees[0], degrees[-1]),
         )
 

@@ -62,7 +62,7 @@ class EncoderShape:
 
         Raises PlanError for one without images, or with a tower that is not priced.
         """
-        model = ConfigReader.of_whole_model(config)
+        model = ConfigReader.read_whole(config)
         vision, text = model.inside("vision_config"), ConfigReader.of(config)
         priced = model.family.startswith(_MERGED) or model.family in _WHOLE
         if not priced or not vision.count("depth", "num_hidden_layers"):
@@ -175,7 +175,7 @@ def _one_size_tower(model: ConfigReader, vision: ConfigReader, hidden: int) -> E
     """Return the shape of towers over images of one size (CLIP, SigLIP), up to the last layer that is read."""
     width, layers = vision.count("hidden_size"), vision.count("num_hidden_layers")
     patches, class_rows = (vision.count("image_size") // _side(vision, "patch")) ** 2, int("clip" in vision.family)
-    taken, rows = [layers], model.count("mm_tokens_per_image") or _GEMMA_ROWS
+    layers_read, rows = [layers], model.count("mm_tokens_per_image") or _GEMMA_ROWS
     if model.family == "gemma3":  # patches are pooled
         projector, entry = width * hidden, 0
     elif model.family == "paligemma":
@@ -184,15 +184,15 @@ def _one_size_tower(model: ConfigReader, vision: ConfigReader, hidden: int) -> E
     else:
         features: Any = model.value("vision_feature_layer")
         features = [-2 if features is None else features] if isinstance(features, int | None) else features
-        taken = [layer if layer >= 0 else layers + 1 + layer for layer in features]
-        entry = hidden * len(taken) * width
+        layers_read = [layer if layer >= 0 else layers + 1 + layer for layer in features]
+        entry = hidden * len(layers_read) * width
         projector, rows = entry + hidden**2, patches + class_rows
         rows -= model.value("vision_feature_select_strategy") != "full"  # the first
     return EncoderShape(
         width=width,
         head_size=width // vision.count("num_attention_heads"),
-        full_layers=max(taken),
-        block_weights=max(taken) * width * (4 * width + 2 * vision.count("intermediate_size")),
+        full_layers=max(layers_read),
+        block_weights=max(layers_read) * width * (4 * width + 2 * vision.count("intermediate_size")),
         embed_weights=width * (vision.count("num_channels") or 3) * _side(vision, "patch") ** 2,
         projector_weights=projector,
         entry_weights=entry,

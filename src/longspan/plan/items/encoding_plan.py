@@ -219,5 +219,5 @@ def _join(parts: Sequence[ItemRows]) -> ItemRows:
 
 
 def _rows_of_part(of_slot: ItemRows, size: int, tp: int) -> ItemRows:
-    mine = of_slot.local // size == tp
-    return ItemRows(of_slot.local[mine] - tp * size, of_slot.row[mine])
+    is_local = of_slot.local // size == tp
+    return ItemRows(of_slot.local[is_local] - tp * size, of_slot.row[is_local])

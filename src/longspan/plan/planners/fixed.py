@@ -146,10 +146,10 @@ class Packer:
         groups, count = len(self.inside), self._count(assignment)
         batch, fresh = assignment // groups, assignment.copy()
         members = np.split(np.argsort(batch, kind="stable"), np.cumsum(np.bincount(batch))[:-1])
-        for m, here in enumerate(members):
-            ids: list[int] = here.tolist()
+        for m, documents in enumerate(members):
+            ids: list[int] = documents.tolist()
             bins = pack_least_loaded([self.lengths[i] for i in ids], [self.work[i] for i in ids], groups, self.room)
-            fresh[here] = assignment[here] if bins is None else m * groups + np.array(bins, dtype=np.int64)
+            fresh[documents] = assignment[documents] if bins is None else m * groups + np.array(bins, dtype=np.int64)
         before, after = (
             self._seconds_of_places(places, inside=True, count=count).max(axis=1) for places in (assignment, fresh)
         )
@@ -171,9 +171,9 @@ class Packer:
         chain = np.array(pack_least_loaded(self.lengths, self.work, groups, all_rows), dtype=np.int64)
         assignment = np.empty_like(chain)
         for g in range(groups):
-            here = np.flatnonzero(chain == g)
-            bins = pack_first_fit([self.lengths[i] for i in here.tolist()], self.room)
-            assignment[here] = np.array(bins, dtype=np.int64) * groups + g
+            documents = np.flatnonzero(chain == g)
+            bins = pack_first_fit([self.lengths[i] for i in documents.tolist()], self.room)
+            assignment[documents] = np.array(bins, dtype=np.int64) * groups + g
         return assignment
 
     def _seconds_of_places(

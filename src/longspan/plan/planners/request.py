@@ -124,10 +124,10 @@ class Request(PlanOptions):
         check_count("cp", cp)
         if self.slots % cp:
             fit = [str(d) for d in range(1, self.slots + 1) if self.slots % d == 0]
-            listed = ", ".join(fit[:-1]) + (" or " if len(fit) > 1 else "") + fit[-1]
+            fit_text = ", ".join(fit[:-1]) + (" or " if len(fit) > 1 else "") + fit[-1]
             raise PlanError(
                 f"cp {cp} does not divide {plural(self.slots, 'slot')} "
-                f"({plural(len(home.ranks), 'rank')} / tp {home.tp} / pp {home.pp}); use {listed}"
+                f"({plural(len(home.ranks), 'rank')} / tp {home.tp} / pp {home.pp}); use {fit_text}"
             )
         sizes = self.hierarchical_context_parallel_sizes
         check_hierarchy(self.types, (sizes, max(1, cp // sizes)) if isinstance(sizes, int) else sizes, cp)

@@ -49,9 +49,9 @@ def plan_evaluation(
     seconds = simulate(best, pp=home.pp).seconds
     for rows in _lower_limits(lengths, home, options, widest):
         plan = make(replace(options, max_tokens_per_slot=rows))
-        if (taken := simulate(plan, pp=home.pp).seconds) > seconds:
+        if (simulated_seconds := simulate(plan, pp=home.pp).seconds) > seconds:
             break
-        best, seconds = plan, taken
+        best, seconds = plan, simulated_seconds
     return best
 
 

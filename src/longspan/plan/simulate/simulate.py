@@ -100,18 +100,18 @@ def _play_schedule(seconds: dict[str, Floats], order: tuple[tuple[Action, ...], 
     stages, ended = len(order), dict[tuple[Action, int], float]()
     clock, place = [0.0] * stages, [0] * stages
     while any(place[s] < len(order[s]) for s in range(stages)):
-        moved = False
+        has_progress = False
         for stage, actions in enumerate(order):
             while place[stage] < len(actions):
                 action = actions[place[stage]]
                 ready = _input_time(action, stage, stages, chunks, ended)
                 if ready is None:
                     break
-                taken = float(seconds[action.kind][action.micro_batch])
-                clock[stage] = max(clock[stage], ready) + taken / (stages * chunks)
+                action_seconds = float(seconds[action.kind][action.micro_batch])
+                clock[stage] = max(clock[stage], ready) + action_seconds / (stages * chunks)
                 ended[action, stage] = clock[stage]
-                place[stage], moved = place[stage] + 1, True
-        assert moved, "the schedule waits for itself"
+                place[stage], has_progress = place[stage] + 1, True
+        assert has_progress, "the schedule waits for itself"
     return float(max(clock))
 
 

@@ -2,7 +2,7 @@
 
 from longspan.ssm.kernels.call import Inputs, Recurrence, ScanKernel
 from longspan.ssm.kernels.runs import LocalRuns
-from longspan.ssm.kernels.table import TORCH, check_asked, choose_scan_kernel, kernels_here
+from longspan.ssm.kernels.table import TORCH, check_scan_kernels, choose_scan_kernel, kernels_here
 
 __all__ = [
     "TORCH",
@@ -10,7 +10,7 @@ __all__ = [
     "LocalRuns",
     "Recurrence",
     "ScanKernel",
-    "check_asked",
+    "check_scan_kernels",
     "choose_scan_kernel",
     "kernels_here",
 ]

@@ -120,6 +120,7 @@ class DeltaBackward:
     """A backward pass; see `Backward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
+        """Compute what backward reads again: the products u and w of each chunk, and the gradients inside chunks."""
         pieces = pieces_of(runs, inputs.state_shape[0])
         self._inputs, self._runs, self._scale = inputs, pieces.runs, scale
         self._g, self._a, transitions, self._entering = saved.activations

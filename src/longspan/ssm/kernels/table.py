@@ -36,8 +36,8 @@ def choose_scan_kernel(recurrence: Recurrence, kernel_names: Sequence[str] = ())
     return next(kernel for kernel in _KERNELS if not kernel.lacks(recurrence))
 
 
-def check_asked(kernel_names: Sequence[str], dtype: torch.dtype, device: torch.device) -> None:
-    """Raises LayoutError for names that are no kernels, and for kernels that cannot be used in this dtype here."""
+def check_scan_kernels(kernel_names: Sequence[str], dtype: torch.dtype, device: torch.device) -> None:
+    """Raise LayoutError for names that are no kernels, and for kernels that cannot be used in this dtype here."""
     check_names(kernel_names)
     if MAMBA.name in kernel_names:
         refuse(MAMBA.name, MAMBA.lacks(Recurrence(dtype, device, 2, 2, delta=False, by_channel=False)))

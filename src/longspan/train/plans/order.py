@@ -40,10 +40,10 @@ def with_steps_of_epochs(config: RunConfig, order: StepOrder | PackOrder, log: L
 
 def _few_steps_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
     """Advice that makes more steps of the same documents; a step takes at least one document."""
-    tokens, taken = int(config.train.epochs * order.stream.tokens), config.train.tokens_per_step
+    tokens, tokens_per_step = int(config.train.epochs * order.stream.tokens), config.train.tokens_per_step
     least = int(order.lengths.max()) if isinstance(order, StepOrder) else config.data.pack_to
     fewer = max(tokens // FEW_STEPS, least)
-    line = f"few updates: {plural(config.train.steps, 'step')} of up to {taken:,} tokens may change little; "
+    line = f"few updates: {plural(config.train.steps, 'step')} of up to {tokens_per_step:,} tokens may change little; "
     if tokens // fewer <= config.train.steps:
         return line + "more epochs (train.epochs), or more documents, make more"
     return line + f"--train.tokens_per_step {fewer} makes at least {tokens // fewer} of the same documents"

@@ -81,7 +81,7 @@ def test_every_schedule(tp: int) -> None:
 ROOM = "model.pipeline"
 MUTANTS: dict[str, tuple[Change, Callable[[dict[str, float]], bool]]] = {
     "the sum over stages": (
-        (f"{ROOM}.copies", "mine.copy_(sum_parts([*parts.values()]))", "pass"),
+        (f"{ROOM}.copies", "local_slice.copy_(sum_parts([*parts.values()]))", "pass"),
         lambda errors: errors["gradients"] > 1e-3,
     ),
     "the sum over stages of a rank": (
