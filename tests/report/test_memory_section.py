@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from longspan.report.memory_section import measured_peak, measures_text, memory_section, planned_peak
+from longspan.report.memory_section import measures_text, memory_section, peak_of_plan, peak_of_steps
 from longspan.report.run_folder import RunFolder
 from tests.report.runs import FACTS, write_run
 
@@ -35,7 +35,7 @@ def test_bytes_by_kind_next_to_the_measured_peak(tmp_path: Path) -> None:
     for words in ("<td>kept</td><td>40 GiB</td><td>3 GiB</td>", "<td>total</td><td>53 GiB</td><td>3 GiB</td>"):
         assert words in page
     assert "<td>total without communicators</td><td>52 GiB</td>" in page and "<td>logits</td>" not in page
-    assert planned_peak(run) == 52 * GIB and measured_peak(run) == 600_000_000
+    assert peak_of_plan(run) == 52 * GIB and peak_of_steps(run) == 600_000_000
     assert "<td>measured peak</td><td>572.2 MiB</td>" in page and "measured 572.2 MiB" in page
     widths = [float(part.split('"')[0]) for part in page.split("<svg")[1].split(' width="')[1:]]
     assert widths[:4] == pytest.approx([w * 540 / 53 for w in (4, 8, 40, 1)], abs=0.1)
@@ -44,7 +44,7 @@ def test_bytes_by_kind_next_to_the_measured_peak(tmp_path: Path) -> None:
 @pytest.mark.parametrize("memory", [{}, {"device": {}}, {"device": {"total": "much"}, "measures": 3}])
 def test_a_run_without_a_plan_of_memory_has_no_such_section(memory: object, tmp_path: Path) -> None:
     run = run_with(tmp_path, memory)
-    assert memory_section(run) == "" and planned_peak(run) == 0
+    assert memory_section(run) == "" and peak_of_plan(run) == 0
 
 
 def test_measures_in_words() -> None:

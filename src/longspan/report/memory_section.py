@@ -40,19 +40,19 @@ def memory_section(run: RunFolder) -> str:
     device, host = _bytes_of(plan, "device"), _bytes_of(plan, "host")
     if not device.get("total"):
         return ""
-    peak = measured_peak(run)
+    peak = peak_of_steps(run)
     measures = tag("p", text(f"{measures_text(plan.get('measures', ()))}."), class_="sub")
     return section("Memory", measures, _picture(device, host, peak), _legend(device, host), _table(device, host, peak))
 
 
-def measured_peak(run: RunFolder) -> float:
+def peak_of_steps(run: RunFolder) -> float:
     """The most bytes of any step; 0 where none were recorded."""
     values = run.train["memory_bytes"]
     values = values[np.isfinite(values)]
     return float(values.max()) if len(values) else 0.0
 
 
-def planned_peak(run: RunFolder) -> float:
+def peak_of_plan(run: RunFolder) -> float:
     """What the plan of memory has of that, which on GPUs counts what torch allocates; 0 without a plan."""
     device = _bytes_of(run.facts.memory, "device") if run.facts is not None else {}
     return device.get("total", 0.0) - device.get("communicators", 0.0)
@@ -73,7 +73,7 @@ def _bytes_of(plan: Mapping[str, Any], place: str) -> dict[str, float]:
     return {name: float(known[name]) for name in names if isinstance(known.get(name), int | float)}
 
 
-def _used(device: Mapping[str, float], host: Mapping[str, float]) -> list[str]:
+def _kinds_in_use(device: Mapping[str, float], host: Mapping[str, float]) -> list[str]:
     """The kinds that take any bytes, in order; the place in KINDS is the colour."""
     return [kind for kind in KINDS if device.get(kind) or host.get(kind)]
 
@@ -109,14 +109,14 @@ def _legend(device: Mapping[str, float], host: Mapping[str, float]) -> str:
     colors = {kind: color for color, kind in enumerate(KINDS)}
     entries = (
         tag("li", key(tag("rect", class_=f"b k{colors[kind]}", width=22, height=12)), text(f"{kind}: {KINDS[kind]}"))
-        for kind in _used(device, host)
+        for kind in _kinds_in_use(device, host)
     )
     return tag("ul", *entries, class_="legend")
 
 
 def _table(device: Mapping[str, float], host: Mapping[str, float], peak: float) -> str:
     """Bytes by kind; the measured peak stands under what torch allocates of the plan."""
-    rows = [(kind, _cell(device, kind), _cell(host, kind)) for kind in (*_used(device, host), "total")]
+    rows = [(kind, _cell(device, kind), _cell(host, kind)) for kind in (*_kinds_in_use(device, host), "total")]
     if device.get("communicators"):
         allocated = device["total"] - device["communicators"]
         rows.append(("total without communicators", bytes_text(allocated), ""))

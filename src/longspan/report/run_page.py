@@ -16,7 +16,7 @@ from longspan.plan.cost.correction import PARTS
 from longspan.report.chart import Chart, Series, chart_figure
 from longspan.report.evaluation_sections import SAME, both_widths, evaluation_sections, relative_spread, samples_section
 from longspan.report.markup import section, tag, text
-from longspan.report.memory_section import measured_peak, memory_section, planned_peak
+from longspan.report.memory_section import memory_section, peak_of_plan, peak_of_steps
 from longspan.report.passkey import passkey_section
 from longspan.report.plain_text import bytes_text, number_text, seconds_text
 from longspan.report.run_folder import CORRECTION, MTP_LOSS, EvalRow, RunFolder, last_rows, number
@@ -263,8 +263,8 @@ def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
         tokens, targets = (finite(run.train[name]).sum() for name in ("tokens", "targets"))
         detail = f"{plural(len(seconds), 'step')}, {number_text(tokens)} tokens, {number_text(targets)} targets"
         yield "time in steps", seconds_text(float(seconds.sum())), detail
-    if peak := measured_peak(run):
-        planned = planned_peak(run)
+    if peak := peak_of_steps(run):
+        planned = peak_of_plan(run)
         yield "peak memory", bytes_text(peak), "of a process" + (f"; planned {bytes_text(planned)}" if planned else "")
 
 

@@ -184,8 +184,8 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     config = use_rows_of_run(config, world, log)
     data.check_fit(config, world)
     done = 0 if checkpoint is None else steps_done(checkpoint, world)
-    asked = _run_memory(config, data, configuration, world, done)
-    memory = choose_on_ranks(asked, world, log) if done < config.train.steps else None
+    run_memory = _run_memory(config, data, configuration, world, done)
+    memory = choose_on_ranks(run_memory, world, log) if done < config.train.steps else None
     model = set_up_model(data, config, configuration, memory, world, log, resumed=checkpoint is not None)
     refuse_randomness(language_model_of(model))
     world.seed = config.train.seed
@@ -208,7 +208,7 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     run = _resolve_plans(replace(run, why_partition=why_partition, memory=memory), data, log)
     if done == config.train.steps:
         return run
-    return replace(run, memory=plan_on_ranks(replace(asked, config=run.config), memory, world))
+    return replace(run, memory=plan_on_ranks(replace(run_memory, config=run.config), memory, world))
 
 
 def _choose_partition(

@@ -83,10 +83,10 @@ def _documents_text(record: dict[str, Any]) -> str:
 
 
 def _rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
-    return [_record_row(row, _planned_text(record)) for row in record["rows"] if "missing" not in row]
+    return [_record_row(row, _plan_bytes_text(record)) for row in record["rows"] if "missing" not in row]
 
 
-def _planned_text(record: dict[str, Any]) -> str:
+def _plan_bytes_text(record: dict[str, Any]) -> str:
     """The peak by the plan of memory, of what torch allocates: without the CUDA context and communicators."""
     memory = record.get("memory")
     return bytes_text(memory["device"]["total"] - memory["device"]["communicators"]) if memory else ""

@@ -85,9 +85,9 @@ def _rows_note(batch: StepSettings, settings: StepSettings) -> str:
 def _make_training(settings: StepSettings, world: World) -> Training:
     """The model and optimizer of a run, by the functions that set up a run."""
     log = partial(_log_on_first, world.rank)
-    asked = _run_memory(settings, use_rows_of_run(settings.config, world, log), world)
-    memory = choose_on_ranks(asked, world, log)
-    config = asked.config
+    run_memory = _run_memory(settings, use_rows_of_run(settings.config, world, log), world)
+    memory = choose_on_ranks(run_memory, world, log)
+    config = run_memory.config
     loaded = load_run_model(config, config.data.vocab_size, settings.configuration)
     model = prepare_run_model(config, world, loaded, memory=memory)
     refuse_randomness(model)
@@ -95,7 +95,7 @@ def _make_training(settings: StepSettings, world: World) -> Training:
     first_guess = memory.rows if memory is not None else None
     config = measure_rows(config, model, optimizer, world, log, first_guess=first_guess)
     cost = settings.cost if memory is None else _cost_under(settings, memory)
-    memory = plan_on_ranks(replace(asked, config=config), memory, world)
+    memory = plan_on_ranks(replace(run_memory, config=config), memory, world)
     return Training(config, world, model, optimizer, cost, memory=memory)
 
 

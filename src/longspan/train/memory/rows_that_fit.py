@@ -32,6 +32,7 @@ from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.memory.step_peak import CONTEXT_BYTES
 from longspan.train.memory.images_held import ImagesHeld, images_held
 from longspan.train.memory.row_probe import memory_keys, most_bytes, read_measurement, too_many_rows
+from longspan.train.optim.offload_states import OffloadedStates
 from longspan.train.optim.optimizer import OptimizerChoice
 from longspan.train.plans import row_multiple_of
 
@@ -41,8 +42,8 @@ CPU_BUDGET = 1 << 30
 def activation_budget(config: RunConfig, model: nn.Module, optimizer: Optimizer, device: torch.device) -> float:
     """Bytes for gradients and activations: those that a run may fill, without weights and moments, and what a GPU's
     context takes."""
-    train = config.train
-    states = 0 if optimizer.state or train.offload_states else states_to_come(OptimizerChoice.of(train), model)
+    train, on_host = config.train, isinstance(optimizer, OffloadedStates)
+    states = 0 if optimizer.state or on_host else states_to_come(OptimizerChoice.of(train), model)
     if device.type == "cuda":
         torch.cuda.empty_cache()
         taken = torch.cuda.memory_allocated(device) + CONTEXT_BYTES
@@ -50,8 +51,8 @@ def activation_budget(config: RunConfig, model: nn.Module, optimizer: Optimizer,
         return (train.memory_bytes or most) - taken - states
     if not train.memory_bytes:
         return float(CPU_BUDGET)
-    kept = [] if train.offload_states else tree_leaves(list(optimizer.state.values()))
-    tensors = [local_tensor(x.detach()) for x in (*model.parameters(), *kept) if isinstance(x, Tensor)]
+    moments = [] if on_host else tree_leaves(list(optimizer.state.values()))
+    tensors = [local_tensor(x.detach()) for x in (*model.parameters(), *moments) if isinstance(x, Tensor)]
     return float(train.memory_bytes - states - sum(x.numel() * x.element_size() for x in tensors))
 
 
@@ -213,7 +214,7 @@ def measure(
         budget -= images.held
     probes = _Probes(config, language_model_of(model), world, budget, below)
     probes.run(probes.first, warm=True)
-    if first_guess is not None and (rows := probes.guessed_rows(first_guess)) > probes.first:
+    if first_guess is not None and (rows := probes.rows_of_guess(first_guess)) > probes.first:
         probes.run(rows)
         return probes.fit_rows()
     probes.run(probes.second_rows())
@@ -255,7 +256,7 @@ class _Probes:
         bytes_here = most_bytes(self._config, self._model, self._world, rows)
         return self._world.control.gather_objects(max(bytes_here, 1), f"the bytes of a probe of {rows} rows")
 
-    def guessed_rows(self, guess: int) -> int:
+    def rows_of_guess(self, guess: int) -> int:
         """The rows of a probe of a guess, below what did not fit before."""
         return self._round(min(guess, self._limit / 2))
 

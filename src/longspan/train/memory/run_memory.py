@@ -101,10 +101,10 @@ class RunMemory:
         steps = ahead.fullest_plans(config, self._cost())
         memory = self._choose([*steps, *ahead.limit_plans(config, steps)], budget)
         cost = self._cost(memory).shared_by(self.ahead.home.tp)
-        beside = self._unpriced_seconds(steps, memory)
+        beside = self._seconds_left_out(steps, memory)
         return sum(plan.timeline(cost).step_seconds + beside * plan.tokens for plan in steps), memory
 
-    def _unpriced_seconds(self, plans: Sequence[Plan], memory: MemoryPlan) -> float:
+    def _seconds_left_out(self, plans: Sequence[Plan], memory: MemoryPlan) -> float:
         """Seconds a token that copies to the host and second exchanges take."""
         needs = MemoryNeeds.of(
             self.model, self.ahead.home, plans, replace(self.settings, gathered_once=memory.gathered_once)
