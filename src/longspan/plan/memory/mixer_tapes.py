@@ -9,7 +9,7 @@ from longspan.plan.memory.layer_builder import WIDE, LayerBuilder
 from longspan.plan.memory.tape import Work
 
 # Tensors of all rows and values in float32 that torch's operations hold in a scan, forward and backward, without a
-# delta rule and with one (counted on a CPU, and of peaks in bench/records/memory-measured.json).
+# delta rule and with one (counted on a CPU, and of peaks in bench/records/memory-measured-H200.json).
 _TORCH_SCANS = {False: (8, 18), True: (10, 26)}
 
 

@@ -17,7 +17,7 @@ from longspan.plan.memory.parameters import ModelNumbers, Numbers, Stage
 from longspan.plan.memory.settings import Measure, MemorySettings
 from longspan.plan.memory.tape import Peaks, Tape
 
-CONTEXT_BYTES = 1300 << 20  # of a CUDA context with its kernels (bench/records/memory-measured.json)
+CONTEXT_BYTES = 1300 << 20  # of a CUDA context with its kernels (bench/records/memory-measured-H200.json)
 COMMUNICATOR_BYTES = 460 << 20  # of NCCL's buffers of a group (bench/records/communicators-4xH200.md)
 _OF_A_DEPTH = (
     5  # rows of a depth of multi-token prediction around its layer: embedded, both joined, before its norm, after
