@@ -69,15 +69,11 @@ class Pieces:
         put_runs(result, self._starts, of_runs)
         for place in range(1, int(self._counts.max())):
             before = self._starts[self._counts > place] + place - 1
-            pieces_at_place = before - self.first
+            mine = before - self.first
             put_runs(
                 result,
                 before + 1,
-                apply_maps(
-                    take_runs(transitions, pieces_at_place),
-                    take_runs(result, before),
-                    take_runs(states, pieces_at_place),
-                ),
+                apply_maps(take_runs(transitions, mine), take_runs(result, before), take_runs(states, mine)),
             )
         return result
 
