@@ -50,7 +50,7 @@ def _longest(model: str, kind: str, gpus: str) -> dict[str, Any]:
             [sys.executable, "-m", "longspan", "plan", *words], capture_output=True, text=True, check=False
         )
     answer = json.loads(run.stdout)
-    return {name: (answer["columns"][name] or {}).get("longest", 0) for name in COLUMNS}
+    return {name: ((answer.get("columns") or {}).get(name) or {}).get("longest", 0) for name in COLUMNS}
 
 
 def _page(rows: list[dict[str, Any]], command: str) -> str:

@@ -112,8 +112,8 @@ class ModelNumbers:
 
     def begins_depth(self, layer: int) -> bool:
         """Whether a layer is the first of a depth."""
-        behind, depths = layer - self.decoder_layers, len(kinds_of_depth(self.read))
-        return behind >= 0 and behind % depths == 0
+        behind = layer - self.decoder_layers
+        return behind >= 0 and behind % len(kinds_of_depth(self.read)) == 0
 
     def root(self, stage: Stage) -> Numbers:
         """Embedding and head on a stage; a tied one once."""
