@@ -57,9 +57,10 @@ def _page(rows: list[dict[str, Any]], command: str) -> str:
     cells = [
         (row["model"], row["gpu"], str(row["gpus"]), *(f"{row.get(name) or 0:,}" for name in COLUMNS)) for row in rows
     ]
+    settings = " ".join((__doc__ or "").rpartition("\n\n")[2].split())
     return (
         "# What fits where: tokens of the longest document\n\n"
-        f"Command: `{command}`. {' '.join((__doc__ or '').split('`longspan plan --longest` says. ')[1].split())}\n\n"
+        f"Command: `{command}`. {settings}\n\n"
         f"{markdown_table(('model', 'GPU', 'GPUs', *COLUMNS), cells)}\n"
     )
 
