@@ -41,7 +41,7 @@ def test_one_press_is_forwarded_once_and_a_later_one_kills(
     forwarding = Forwarding(ranks)
     for seconds, number in ((0.0, signal.SIGTERM), (0.0, signal.SIGTERM), (0.9, signal.SIGTERM), (1.1, signal.SIGINT)):
         now[0] = 50.0 + seconds
-        forwarding._forward(number, None)
+        forwarding._forward_signal(number, None)
     assert received == forwarding.sent == [signal.SIGTERM, signal.SIGKILL]
     killed = "longspan: SIGINT again: the processes are killed, and what they have not saved is lost\n"
     assert capfd.readouterr().err == killed

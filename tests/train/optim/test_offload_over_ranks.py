@@ -135,8 +135,8 @@ def _train(config: RunConfig, steps: int, *, on_host: bool) -> list[dict[str, ob
     train = replace(config.train, steps=steps, offload_states=on_host)
     built = list[Any]()
 
-    def noted(*arguments: Any) -> Any:
-        built.append(make_optimizer(*arguments))
+    def noted(*arguments: Any, **keywords: Any) -> Any:
+        built.append(make_optimizer(*arguments, **keywords))
         return built[-1]
 
     with pytest.MonkeyPatch.context() as patched:

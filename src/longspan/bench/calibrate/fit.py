@@ -21,13 +21,14 @@ from longspan.plan.simulate.row_bytes import QWEN3_8B
 Floats = NDArray[np.float64]
 Part = Literal["step", "launch", "attention", "memory", "product", "link", "type"]
 PARTS: tuple[Part, ...] = ("step", "launch", "attention", "memory", "product", "link", "type")
-NEVER_MEASURED = (  # of state-space layers, encoders, experts, merges of a ring, FSDP2's copies and the optimizer
+NEVER_MEASURED = (  # of state-space layers, encoders, experts, copies to the host, rings' merges, FSDP2, the optimizer
     "scan_flops_per_second",
     "summary_flops_per_second",
     "channel_seconds",
     "encoder_flops_per_second",
     "expert_flops_per_second",
     "wave_seconds",
+    "host_copy_bytes_per_second",
     "merge_passes",
     "sharding_bytes_per_second",
     "sharding_share",

@@ -7,10 +7,12 @@ optimizer states, logits, and of a layer that is being recomputed what it holds 
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from longspan.errors import PlanError
 from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.cost.layers import has_shared_blocks, kinds_of_depth, layer_kinds
 from longspan.plan.memory.layer_tapes import LayerTapes
 from longspan.plan.memory.loads import SlotLoad
+from longspan.plan.memory.parameters import reason_uncounted
 from longspan.plan.memory.settings import MemorySettings
 from longspan.plan.memory.step_peak import bytes_kept
 
@@ -58,10 +60,14 @@ class RowBytes:
         `checkpointing` has the values of `train.activation_checkpointing`; heads are `exchanged` under a2a. Layers
         of Zamba 2 read the embedding too, which stages hand on and keep. Each of `depths` of multi-token prediction
         keeps the input of its layer and the two rows that this is projected from, before and after they are joined.
-        Raises PlanError without hidden_size, and for layers whose rows are not counted.
+        Raises PlanError without hidden_size, and under "none" for layers whose rows are not counted.
         """
         read = ConfigReader.of(config)
         read.require("hidden_size")
+        if checkpointing == "none" and (reason := reason_uncounted(config)):
+            raise PlanError(
+                f'what rows keep under checkpointing "none" is not counted here: {reason}; use "selective" or "full"'
+            )
         row = read.count("hidden_size") * bytes_per_value
         with_embedding = has_shared_blocks(read)
         settings = MemorySettings(compute_bytes=bytes_per_value)
