@@ -147,7 +147,7 @@ def _least_bytes(refusal: Exception) -> int:
     return int(found[1].replace(",", ""))
 
 
-WHOLE = ("multi-token prediction",)  # in the whole suite
+WHOLE = ("multi-token prediction", "Gemma 3", "a mixture")  # in the whole suite; their layers are in test_measures.py
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.whole] * (n in WHOLE)) for n in RUNS])
