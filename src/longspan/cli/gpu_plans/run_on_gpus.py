@@ -23,19 +23,16 @@ from longspan.plan import (
     MemoryPlan,
     MemorySettings,
     Plan,
-    added_seconds,
     choose_memory,
 )
 from longspan.plan.cost.machine import CostSettings
 from longspan.plan.cost.model_shape import ModelShape, read_query_heads
+from longspan.plan.memory.seconds import unpriced_seconds
 from longspan.run.checks.check_model import check_lora, check_model_keys, check_mtp_section, check_precision
 from longspan.run.checks.check_plans import check_plans
 from longspan.run.checks.check_training import check_mode, check_numbers, check_parallel, check_pipeline
 from longspan.train.memory.memory_settings import fixed_keys, memory_settings_of
 from longspan.train.plans import PlanChoice, home_of
-
-# Without copies to the host and second exchanges, which the prices of plans leave out.
-_PRICED_AS = {"selective": "exchanged", "selective+host": "exchanged", "full+host": "full"}
 
 
 @dataclass(frozen=True)
@@ -109,21 +106,16 @@ class RunOnGpus:
     def cost(self, memory: MemoryPlan | None = None) -> Cost:
         """The price of a step with what a plan of memory recomputes and how often it gathers; None: nothing, twice."""
         parallel, mode = self.config.parallel, self.config.context.mode
-        words = [word.partition("+")[0] for word in memory.measures] if memory else []
-        recomputed = [word for word in words if word != "none"]
-        full = 2 * recomputed.count("full") > len(recomputed)
         settings = CostSettings(
-            recomputation="none" if not recomputed else "full" if full else "selective",
-            recomputed_layers=len(recomputed),
             frozen=self.config.lora.rank > 0,
             depths=self.config.mtp.depths,
             shards=self.home.slots // parallel.dp_replicate if mode == "lockstep" else 0,
             weight_ranks=parallel.tp,
             dp_replicate=parallel.dp_replicate,
-            gathered_once=memory.gathered_once if memory else not parallel.reshard_after_forward,
+            gathered_once=not parallel.reshard_after_forward,
             target_share=self.target_share,
         )
-        return self.gpus.machine.cost(self.model, settings)
+        return self.gpus.machine.cost(self.model, memory.cost_settings(settings) if memory else settings)
 
     @cached_property
     def choice(self) -> PlanChoice:
@@ -167,14 +159,9 @@ class RunOnGpus:
     def _extra_seconds(self, plans: Sequence[Plan], memory: MemoryPlan) -> tuple[float, float]:
         """Seconds a token that copies to the host and second exchanges take, and those a step for states there."""
         settings = replace(self.settings, gathered_once=memory.gathered_once)
-        machine, model = self.gpus.machine, self.model
-        needs = MemoryNeeds.of(model, self.home, list(plans), settings, machine=machine)
-        words: Any = tuple(_PRICED_AS.get(word, word) for word in memory.measures)
-        of_device = replace(memory, offload_states=False)
-        whole = added_seconds(model, memory, needs, machine)
-        on_device = added_seconds(model, of_device, needs, machine)
-        priced = added_seconds(model, replace(of_device, measures=words), needs, machine)
-        return max(0.0, on_device - priced) / (memory.rows * self.home.slots), whole - on_device
+        needs = MemoryNeeds.of(self.model, self.home, list(plans), settings, machine=self.gpus.machine)
+        of_layers, states = unpriced_seconds(self.model, memory, needs, self.gpus.machine)
+        return of_layers / (memory.rows * self.home.slots), states
 
     def plan(self, lengths: Sequence[int], targets: int | None = None) -> Plan:
         """The plan of a step of documents of these lengths. Raises PlanError where they exceed its limit of rows."""
@@ -194,16 +181,7 @@ def leanest(run: RunOnGpus, plans: Sequence[Plan], fixed: FixedMemory) -> Iterat
         settings = replace(run.settings, gathered_once=bool(fixed.gathered_once), offload_states=states)
         needs = base.with_settings(settings)
         for word in words:
-            yield needs.under(_words_of_layers(needs, word, fixed.layers))
-
-
-def _words_of_layers(needs: MemoryNeeds, word: str, layers: int | None) -> list[str]:
-    """The word of the first `layers` of each stage (None, 0: each), "none" of the others."""
-    words = ["none"] * needs.layers
-    for place in needs.places:
-        for layer in place.stage.layers[: layers or None]:
-            words[layer] = word
-    return words
+            yield needs.under(needs.words(word, fixed.layers))
 
 
 def model_of(config: RunConfig) -> Any:

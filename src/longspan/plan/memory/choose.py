@@ -135,32 +135,19 @@ def _fewest(
     """As few layers of the slower measure as fit on the device; None where these do not fit, or not on the host."""
     most = max(len(place.stage.layers) for place in needs.places)
     if fixed.layers is not None:
-        return (
-            _if_fits(needs.under(_measures(needs, slow, "none", fixed.layers or most)), budget)
-            if slow == fast
-            else None
-        )
+        return _if_fits(needs.under(needs.words(slow, fixed.layers)), budget) if slow == fast else None
     if slow == fast:
         return _if_fits(needs.under(slow), budget)
     low, high = 1, most
     while low < high:
         count = (low + high) // 2
-        fits = needs.under(_measures(needs, slow, fast, count)).device.total <= budget.device
+        fits = needs.under(needs.words(slow, count, fast)).device.total <= budget.device
         low, high = (low, count) if fits else (count + 1, high)
-    return _if_fits(needs.under(_measures(needs, slow, fast, low)), budget)
+    return _if_fits(needs.under(needs.words(slow, low, fast)), budget)
 
 
 def _if_fits(memory: MemoryPlan, budget: MemoryBudget) -> MemoryPlan | None:
     return memory if memory.fits(budget) else None
-
-
-def _measures(needs: MemoryNeeds, slow: Measure, fast: Measure, count: int) -> tuple[Measure, ...]:
-    """One word for the first so many layers of each rank's stages, another for the others."""
-    words: list[Measure] = [fast] * needs.layers
-    for place in needs.places:
-        for layer in place.stage.layers[:count]:
-            words[layer] = slow
-    return tuple(words)
 
 
 def _leanest(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[MemoryNeeds, Measure]]:

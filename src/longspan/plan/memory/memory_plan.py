@@ -8,7 +8,7 @@ from typing import Any
 from longspan.errors import plural
 from longspan.layout import Layout
 from longspan.plan.cost.config_reader import ConfigReader
-from longspan.plan.cost.machine import Machine
+from longspan.plan.cost.machine import CostSettings, Machine
 from longspan.plan.memory.bytes import Bytes, gib
 from longspan.plan.memory.loads import SlotLoad, loads_of
 from longspan.plan.memory.moments import moments_of
@@ -73,6 +73,18 @@ class MemoryPlan:
     def excess(self, budget: MemoryBudget) -> int:
         """Bytes of device and host above a budget."""
         return max(0, self.device.total - budget.device) + max(0, self.host.total - budget.host)
+
+    def cost_settings(self, settings: CostSettings) -> CostSettings:
+        """Settings of a cost with this plan's recomputed layers, as most of them are, and its gathers."""
+        words = [word.partition("+")[0] for word in self.measures]
+        recomputed = [word for word in words if word != "none"]
+        full = recomputed.count("full") > len(recomputed) / 2
+        return replace(
+            settings,
+            recomputation="full" if full else "selective" if recomputed else "none",
+            recomputed_layers=len(recomputed),
+            gathered_once=self.gathered_once,
+        )
 
     def table(self) -> str:
         """The bytes of device and host, a line for each name as in the JSON."""
@@ -165,6 +177,14 @@ class MemoryNeeds:
     def with_settings(self, settings: MemorySettings) -> "MemoryNeeds":
         """The same run under other settings."""
         return replace(self, places=tuple(replace(place, settings=settings) for place in self.places))
+
+    def words(self, first: str, count: int | None, others: str = "none") -> tuple[str, ...]:
+        """One word for the first so many layers of each rank's stages (None or 0: each), another for the others."""
+        words = [others] * self.layers
+        for place in self.places:
+            for layer in place.stage.layers[: count or None]:
+                words[layer] = first
+        return tuple(words)
 
     def under(self, measures: str | Sequence[str]) -> MemoryPlan:
         """The plan if layers keep this."""

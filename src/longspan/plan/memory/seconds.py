@@ -3,7 +3,7 @@
 By a machine's prices, for the largest load. They compare choices; a step's time is `Machine.cost`'s.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ from longspan.plan.cost.machine import CostSettings, Machine
 from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.memory_plan import MemoryNeeds, MemoryPlan
+from longspan.plan.memory.settings import Measure
 from longspan.plan.memory.step_peak import StepPeak
 
 SHOWN_SHARE = 0.1  # of copies to the host that a layer's work could hide
@@ -24,6 +25,22 @@ def added_seconds(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: 
     >>> added_seconds("Qwen3-8B/config.json", needs.under("full"), needs, Machine.known("H200"))  # doctest: +SKIP
     """
     return MemoryPrices(config, machine, needs.places[0], max(needs.loads)).seconds(memory)
+
+
+# Without copies to the host and second exchanges.
+_PRICED_AS: dict[str, Measure] = {"selective": "exchanged", "selective+host": "exchanged", "full+host": "full"}
+
+
+def unpriced_seconds(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: Machine) -> tuple[float, float]:
+    """What a cost with `MemoryPlan.cost_settings` leaves out: seconds of the largest micro-batch, and those of a step.
+
+    The first are of copies to the host and second exchanges, the others of the optimizer's states on the host.
+    """
+    prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
+    on_device = replace(memory, offload_states=False)
+    priced = replace(on_device, measures=tuple(_PRICED_AS.get(word, word) for word in memory.measures))
+    without_states = prices.seconds(on_device)
+    return max(0.0, without_states - prices.seconds(priced)), prices.seconds(memory) - without_states
 
 
 @dataclass(frozen=True)

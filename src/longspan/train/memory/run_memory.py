@@ -27,18 +27,15 @@ from longspan.plan import (
     MemoryPlan,
     MemorySettings,
     Plan,
-    added_seconds,
     choose_memory,
 )
 from longspan.plan.memory.parameters import ModelNumbers
+from longspan.plan.memory.seconds import unpriced_seconds
 from longspan.plan.memory.step_peak import CONTEXT_BYTES
 from longspan.train.memory.coming_plans import ComingSteps
 from longspan.train.memory.memory_settings import fixed_keys, memory_settings_of
 from longspan.train.memory.model_fits import ranks_on_host
 from longspan.train.plans.run_cost import cost_of_run, machine_of
-
-# Without copies to the host and second exchanges, which the prices of plans leave out.
-_PRICED_AS = {"selective": "exchanged", "selective+host": "exchanged", "full+host": "full"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +106,8 @@ class RunMemory:
         needs = MemoryNeeds.of(
             self.model, self.ahead.home, plans, replace(self.settings, gathered_once=memory.gathered_once)
         )
-        words = tuple(_PRICED_AS.get(word, word) for word in memory.measures)
-        priced: Any = replace(memory, measures=words)
-        more = added_seconds(self.model, memory, needs, self.machine)
-        more -= added_seconds(self.model, priced, needs, self.machine)
-        return more / (max(load.rows for load in needs.loads) * self.ahead.home.slots)
+        of_layers, _ = unpriced_seconds(self.model, memory, needs, self.machine)
+        return of_layers / (memory.rows * self.ahead.home.slots)
 
     def _plans(self, config: RunConfig) -> list[Plan]:
         steps = self.ahead.fullest_plans(config, self._cost())
@@ -196,8 +190,4 @@ def measures_by_hand(config: RunConfig, needs: MemoryNeeds) -> tuple[str, ...]:
     """What each layer keeps by the keys: the first `recompute_layers` of a stage (0: each) are recomputed."""
     train, kind = config.train, checkpointing_by_hand(config.train) or "none"
     word = f"{kind}+host" if train.offload_activations and kind != "none" else kind
-    words = ["none"] * needs.layers
-    for place in needs.places:
-        for layer in place.stage.layers[: train.recompute_layers or None]:
-            words[layer] = word
-    return tuple(words)
+    return needs.words(word, train.recompute_layers)

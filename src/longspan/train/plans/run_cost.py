@@ -66,7 +66,7 @@ def cost_of_run(
     usual = Machine.known("H200") if gpu else Machine.cpus()
     try:
         settings = _cost_settings(config, measured=priced is not None, gpu=gpu, slots=slots)
-        settings = settings if memory is None else replace(settings, **_costs_of(memory))
+        settings = settings if memory is None else memory.cost_settings(settings)
         return (priced or usual).cost(model_config, replace(settings, target_share=target_share))
     except PlanError as error:
         log(f"plans are priced as for a Qwen3-8B: {error}; name a file in {KEY}")
@@ -87,18 +87,6 @@ def _cost_settings(config: RunConfig, *, measured: bool, gpu: bool, slots: int) 
         dp_replicate=parallel.dp_replicate,
         gathered_once=not parallel.reshard_after_forward,
     )
-
-
-def _costs_of(memory: MemoryPlan) -> dict[str, Any]:
-    """Return what a plan of memory changes of the time: recomputed layers, as most of them are, and gathers."""
-    words = [word.partition("+")[0] for word in memory.measures]
-    recomputed = [word for word in words if word != "none"]
-    full = recomputed.count("full") > len(recomputed) / 2
-    return {
-        "recomputation": "full" if full else "selective" if recomputed else "none",
-        "recomputed_layers": len(recomputed),
-        "gathered_once": memory.gathered_once,
-    }
 
 
 @cache
