@@ -43,8 +43,8 @@ def main() -> None:
 def _longest(model: str, kind: str, gpus: str) -> dict[str, Any]:
     """Tokens of the longest document under each measure; 0 where nothing fits."""
     with TemporaryDirectory() as folder:
-        family = "qwen3_moe" if "Moe" in PRESETS[model].config_class else "qwen3"
-        (Path(folder) / "config.json").write_text(json.dumps({"model_type": family} | PRESETS[model].values))
+        values = {"model_type": PRESETS[model].model_type, **PRESETS[model].values}
+        (Path(folder) / "config.json").write_text(json.dumps(values))
         words = ["--model", folder, "--gpu", kind, "--gpus", gpus, "--longest", "--json"]
         run = subprocess.run(
             [sys.executable, "-m", "longspan", "plan", *words], capture_output=True, text=True, check=False

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from longspan.config.file import load_config
 from longspan.data.document import synthetic_documents
 from longspan.files import write_atomically
 from longspan.model.prepared import vocabulary_size
+from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import Cost
 from longspan.run.result import versions
 from longspan.train.long_documents import configuration_for
@@ -47,7 +48,7 @@ class Case:
     lengths: tuple[int, ...]
     layers: int = 0
     cap: int = 0  # rows of a slot in a micro-batch; 0: any
-    sharded: bool = field(default=False)  # for two ranks
+    sharded: bool = False  # for two ranks
 
 
 def _cases() -> list[Case]:
@@ -123,7 +124,7 @@ def _measure_in(case: Case, config: Any, world: World) -> dict[str, Any]:
         seconds = time.perf_counter() - begun
     states = [x for state in training.optimizer.state.values() for x in tree_leaves(state)]
     row |= {
-        "states": sum(_local_bytes(x) for x in states if isinstance(x, torch.Tensor)),
+        "states": sum(local_tensor(x).nbytes for x in states if isinstance(x, torch.Tensor)),
         "between_steps": torch.cuda.memory_allocated(device),
         "peak": torch.cuda.max_memory_allocated(device),
         "reserved": torch.cuda.max_memory_reserved(device),
@@ -134,11 +135,6 @@ def _measure_in(case: Case, config: Any, world: World) -> dict[str, Any]:
     rows = world.control.gather_objects(row)
     most = max(rows, key=lambda r: r["peak"])
     return most | {"whole_seconds": time.perf_counter() - started, "ranks": len(rows)}
-
-
-def _local_bytes(x: Any) -> int:
-    local = x.to_local() if hasattr(x, "to_local") else x
-    return local.numel() * local.element_size()
 
 
 def _driver_bytes(device: torch.device) -> int:

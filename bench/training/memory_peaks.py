@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan import Layout, plan_dynamic, plan_fixed, plan_padded
+from longspan.model.presets import PRESETS
 from longspan.plan import Machine, MemoryNeeds, MemorySettings, Plan, PlanOptions
 from longspan.plan.memory.bytes import Bytes, gib
 
@@ -25,24 +26,6 @@ BOUND = 0.03
 STEPS = ("step-4xH200-64k", "step-4xH200-128k", "step-4xH200-files", "step-4xH200-tail", "step-4xH200-moe")
 STEPS += ("step-H200-norms", "step-train-4xH200", "hybrid-step-H200", "hybrid-step-2xH200", "hybrid-step-4xH200")
 STEPS += ("hybrid-step-packed-2xH200",)
-QWEN3_8B = {"model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32}
-QWEN3_8B |= {"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936}
-QWEN3_4B = QWEN3_8B | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}
-QWEN3_06B = QWEN3_8B | {
-    "hidden_size": 1024,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "intermediate_size": 3072,
-}
-QWEN3_06B |= {"tie_word_embeddings": True}
-QWEN3_30B = QWEN3_8B | {
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-}
-QWEN3_30B |= {"intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
-PRESETS = {"qwen3-8b": QWEN3_8B, "qwen3-4b": QWEN3_4B, "qwen3-0.6b": QWEN3_06B, "qwen3-30b-a3b": QWEN3_30B}
 OLDER = {  # what has changed in the code since a record was made
     "step-4xH200-moe": "experts ran with other kernels",
     "hybrid-step-4xH200": "made before the kernels of delta nets and of experts",
@@ -124,12 +107,16 @@ def _config(values: dict[str, Any]) -> Any:
     shape, name = values["shape"], values["shape_name"]
     if name.startswith("examples/"):
         return HERE.parent / name
-    config = QWEN3_8B | {"num_hidden_layers": shape["layers"], "hidden_size": shape["hidden"]}
+    config = _preset_values("qwen3-8b") | {"num_hidden_layers": shape["layers"], "hidden_size": shape["hidden"]}
     if shape.get("experts"):
         config |= {"model_type": "qwen3_moe", "num_key_value_heads": shape["key_value_heads"]}
         config |= {"intermediate_size": shape["ffn"], "moe_intermediate_size": shape["expert_ffn"]}
         config |= {"num_experts": shape["experts"], "num_experts_per_tok": shape["experts_per_token"]}
     return config
+
+
+def _preset_values(name: str) -> dict[str, Any]:
+    return {"model_type": PRESETS[name].model_type, **PRESETS[name].values}
 
 
 def _plan(values: dict[str, Any], name: str, slots: int) -> Plan:
@@ -159,7 +146,7 @@ def _memory_cases(folder: Path) -> Iterator[Peak]:
 
 def _memory_case(record: str, name: str, case: dict[str, Any], versions: dict[str, str]) -> Peak:
     keys, home = case["keys"], Layout(case["ranks"], **case.get("home", {}))
-    config = HERE.parent / keys["model.config"] if "model.config" in keys else dict(PRESETS[keys["model.preset"]])
+    config = HERE.parent / keys["model.config"] if "model.config" in keys else _preset_values(keys["model.preset"])
     if case["layers"]:
         assert isinstance(config, dict)
         config["num_hidden_layers"] = case["layers"]

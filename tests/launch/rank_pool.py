@@ -92,7 +92,7 @@ def run_on_gpus(fn: Callable[..., Any], n: int, args: Sequence[Any], timeout: fl
     With `--ranks-per-gpu` several ranks share a GPU, which takes turns.
     """
     gpus, ranks_of_gpu = torch.cuda.device_count(), int(os.environ[RANKS_PER_GPU])
-    if n > gpus * ranks_of_gpu:
+    if n > most_ranks():
         each = f" of {ranks_of_gpu} ranks each" if ranks_of_gpu > 1 else ""
         raise unittest.SkipTest(f"needs {n} GPUs, this machine has {gpus}{each}")
     pool = _gpu_pool(ranks_of_gpu)

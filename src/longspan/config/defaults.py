@@ -192,7 +192,11 @@ def compute_dtype(model: ModelConfig, device: str) -> "torch.dtype":
     """
     import torch
 
-    name = model.compute_dtype
-    if name == AUTO:
-        name = "bfloat16" if device == "cuda" and model.dtype == "float32" else model.dtype
-    return getattr(torch, name)
+    return getattr(torch, compute_dtype_name(model, device))
+
+
+def compute_dtype_name(model: ModelConfig, device: str) -> str:
+    """The name of `compute_dtype`, without torch."""
+    if model.compute_dtype != AUTO:
+        return model.compute_dtype
+    return "bfloat16" if device == "cuda" and model.dtype == "float32" else model.dtype

@@ -92,7 +92,7 @@ def prepare(
     but attention, whose output is kept; `recompute_layers` does so only for the first so many of a stage's layers (0:
     each); `offload_activations` keeps in the host's memory what recomputation starts from. In place of these three,
     `measures` says it of each decoder layer of the whole model, and after them of each depth of multi-token prediction,
-    by a word of `longspan.model.recompute.MEASURES`, or by one word for all: measures=("none", "selective+host", …).
+    by a word of `longspan.plan.MEASURES`, or by one word for all: measures=("none", "selective+host", …).
     `host_bytes` is what a rank keeps on the host (0: measured in the first step): its memory is checked and taken here.
     `compute_dtype` (such as bfloat16) is what FSDP2 computes in, over parameters and gradient sums in their own type.
     `attention_kernel` names a row of `longspan.attention.KERNELS`; without it each call takes the first that can.

@@ -37,6 +37,18 @@ class Preset:
         """Rows of the embedding of a published model; 0: as many as the tokenizer has ids."""
         return self.values.get("vocab_size", 0)
 
+    @property
+    def model_type(self) -> str:
+        """The model type of its configuration class, without transformers.
+
+        >>> PRESETS["qwen3-30b-a3b"].model_type
+        'qwen3_moe'
+        """
+        name = self.config_class.removesuffix("Config")
+        if name.startswith("Granite"):
+            return name.lower()
+        return "".join("_" * (i > 0 and c.isupper()) + c.lower() for i, c in enumerate(name))
+
 
 def _qwen3_values(
     hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, **more: Any

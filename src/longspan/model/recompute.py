@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
@@ -31,9 +31,8 @@ from longspan.model.host_offload import HostOffload, park_saved_tensors
 from longspan.model.layers import Absent, layer_list, layers_of_stages
 from longspan.model.mtp.depths import MtpBlocks, depths_of
 from longspan.model.seams.layer_arguments import within_layer
+from longspan.plan.memory.settings import MEASURES, Measure
 
-Measure = Literal["none", "exchanged", "selective", "full", "selective+host", "full+host"]
-MEASURES: tuple[Measure, ...] = get_args(Measure)
 _CHECKPOINTING = ("none", "full", "selective")
 
 

@@ -27,7 +27,7 @@ from longspan.plan import (
 )
 from longspan.plan.cost.machine import CostSettings
 from longspan.plan.cost.model_shape import ModelShape, read_query_heads
-from longspan.plan.memory.seconds import unpriced_seconds
+from longspan.plan.memory.seconds import extra_seconds
 from longspan.run.checks.check_model import check_lora, check_model_keys, check_mtp_section, check_precision
 from longspan.run.checks.check_plans import check_plans
 from longspan.run.checks.check_training import check_mode, check_numbers, check_parallel, check_pipeline
@@ -160,7 +160,7 @@ class RunOnGpus:
         """Seconds a token that copies to the host and second exchanges take, and those a step for states there."""
         settings = replace(self.settings, gathered_once=memory.gathered_once)
         needs = MemoryNeeds.of(self.model, self.home, list(plans), settings, machine=self.gpus.machine)
-        of_layers, states = unpriced_seconds(self.model, memory, needs, self.gpus.machine)
+        of_layers, states = extra_seconds(self.model, memory, needs, self.gpus.machine)
         return of_layers / (memory.rows * self.home.slots), states
 
     def plan(self, lengths: Sequence[int], targets: int | None = None) -> Plan:
@@ -189,17 +189,5 @@ def model_of(config: RunConfig) -> Any:
     if config.model.source:
         return config.model.source
     preset = PRESETS[config.model.preset_name]
-    values = dict(preset.values) | {"model_type": model_type(preset.config_class)}
+    values = dict(preset.values) | {"model_type": preset.model_type}
     return values if preset.rows else values | {"vocab_size": config.data.vocab_size}
-
-
-def model_type(config_class: str) -> str:
-    """The model type of a configuration class of transformers.
-
-    >>> model_type("Qwen3MoeConfig"), model_type("GraniteMoeHybridConfig")
-    ('qwen3_moe', 'granitemoehybrid')
-    """
-    name = config_class.removesuffix("Config")
-    if name.startswith("Granite"):
-        return name.lower()
-    return "".join("_" * (i > 0 and c.isupper()) + c.lower() for i, c in enumerate(name))

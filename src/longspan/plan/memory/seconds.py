@@ -31,7 +31,7 @@ def added_seconds(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: 
 _PRICED_AS: dict[str, Measure] = {"selective": "exchanged", "selective+host": "exchanged", "full+host": "full"}
 
 
-def unpriced_seconds(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: Machine) -> tuple[float, float]:
+def extra_seconds(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: Machine) -> tuple[float, float]:
     """What a cost with `MemoryPlan.cost_settings` leaves out: seconds of the largest micro-batch, and those of a step.
 
     The first are of copies to the host and second exchanges, the others of the optimizer's states on the host.

@@ -3,10 +3,9 @@
 Imports no torch, but for the states of an optimizer that is named by its class.
 """
 
-from longspan.config.defaults import encoder_default
-from longspan.config.keys import AUTO
+from longspan.config.defaults import compute_dtype_name, encoder_default
 from longspan.config.memory_keys import checkpointing_by_hand
-from longspan.config.sections import ModelConfig, RunConfig, TrainConfig
+from longspan.config.sections import RunConfig, TrainConfig
 from longspan.plan import FixedMemory, MemorySettings
 from longspan.plan.memory.settings import MOMENTS
 
@@ -26,7 +25,7 @@ def memory_settings_of(
     train, parallel = config.train, config.parallel
     return MemorySettings(
         parameter_bytes=BYTES[config.model.dtype],
-        compute_bytes=BYTES[compute_name(config.model) if gpu else _on_cpus(config.model)],
+        compute_bytes=BYTES[compute_dtype_name(config.model, "cuda" if gpu else "cpu")],
         state_numbers=state_numbers(train, lora=config.lora.rank > 0, dtype=config.model.dtype),
         lora_rank=config.lora.rank,
         lora_targets=config.lora.targets,
@@ -46,17 +45,6 @@ def memory_settings_of(
         encoder_recomputed=config.encoder.recompute,
         encoder_trained=config.encoder.train or encoder_default(config),
     )
-
-
-def compute_name(model: ModelConfig) -> str:
-    """The dtype of a run's arithmetic on GPUs: "auto" is bfloat16 over float32."""
-    if model.compute_dtype != AUTO:
-        return model.compute_dtype
-    return "bfloat16" if model.dtype == "float32" else model.dtype
-
-
-def _on_cpus(model: ModelConfig) -> str:
-    return model.dtype if model.compute_dtype == AUTO else model.compute_dtype
 
 
 def state_numbers(train: TrainConfig, *, lora: bool = False, dtype: str = "float32") -> float:

@@ -23,8 +23,7 @@ from longspan.model.mtp.depths import mtp_blocks
 from longspan.model.parts import parts_of
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.pipeline.stages import stage_models
-
-_MOMENTS = {"adamw": 2, "sgd": 0}  # per weight; other optimizers are not counted
+from longspan.plan.memory.settings import MOMENTS
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def needed_bytes(
     shards, ranks = home.slots // home.dp_replicate, _models_of_ranks(config, model, home)
     gathers = shards > 1 or compute_dtype != getattr(torch, config.model.dtype)
     sharers = home.pp // len(ranks)  # ranks that share a stage whose parts are not known yet
-    moments = 0 if config.train.offload_states else _MOMENTS.get(config.train.optimizer, 0)
+    moments = 0 if config.train.offload_states else MOMENTS.get(config.train.optimizer, 0)
     needs = list[NeededBytes]()
     for models in ranks:
         copies = [p for stage in models for p in stage.parameters()]

@@ -30,7 +30,7 @@ from longspan.plan import (
     choose_memory,
 )
 from longspan.plan.memory.parameters import ModelNumbers
-from longspan.plan.memory.seconds import unpriced_seconds
+from longspan.plan.memory.seconds import extra_seconds
 from longspan.plan.memory.step_peak import CONTEXT_BYTES
 from longspan.train.memory.coming_plans import ComingSteps
 from longspan.train.memory.memory_settings import fixed_keys, memory_settings_of
@@ -106,7 +106,7 @@ class RunMemory:
         needs = MemoryNeeds.of(
             self.model, self.ahead.home, plans, replace(self.settings, gathered_once=memory.gathered_once)
         )
-        of_layers, _ = unpriced_seconds(self.model, memory, needs, self.machine)
+        of_layers, _ = extra_seconds(self.model, memory, needs, self.machine)
         return of_layers / (memory.rows * self.ahead.home.slots)
 
     def _plans(self, config: RunConfig) -> list[Plan]:
