@@ -41,7 +41,10 @@ def memory_section(run: RunFolder) -> str:
     if not device.get("total"):
         return ""
     peak = peak_of_steps(run)
-    measures = tag("p", text(f"{measures_text(plan.get('measures', ()))}."), class_="sub")
+    sentences = f"{measures_text(plan.get('measures', ()))}."
+    if peak and not device.get("communicators"):
+        sentences += " On CPUs the measured peak is the whole process's, with Python and its libraries."
+    measures = tag("p", text(sentences), class_="sub")
     return section("Memory", measures, _picture(device, host, peak), _legend(device, host), _table(device, host, peak))
 
 
