@@ -9,6 +9,7 @@ from longspan.bench.calibrate.boundary import (
     cluster_ranks,
     hosts_of_launcher,
     measure_boundary,
+    measure_steady_boundary,
 )
 from longspan.errors import CommError
 
@@ -76,3 +77,22 @@ def test_the_launcher_agrees_or_both_are_named() -> None:
         check_boundary(measure_boundary(8, Network(ROUND_ROBIN).measure), 8, 4)
     with pytest.raises(CommError, match=r"the launcher has hosts of ranks \(0, 1, 2, 3, 4, 5, 6, 7\)"):
         check_boundary(measure_boundary(8, Network(BLOCKS).measure), 8, 8)  # LOCAL_WORLD_SIZE is not set
+
+
+@pytest.mark.parametrize("spells", [1, 3])
+def test_a_rank_that_is_slow_for_a_while_is_measured_again(spells: int) -> None:
+    network, calls = Network(BLOCKS), {"left": spells}
+
+    def measure(pivot: int) -> dict[int, float]:
+        slow = calls["left"] > 0 and 0 in (pivot, 1)
+        seconds = {rank: 3e-3 if slow and 0 in (pivot, rank) else time for rank, time in network.measure(pivot).items()}
+        calls["left"] -= pivot == 0
+        return seconds
+
+    assert measure_steady_boundary(8, 4, measure) == Boundary(BLOCKS)
+
+
+def test_hosts_that_are_numbered_otherwise_are_found_again_and_again() -> None:
+    network = Network(ROUND_ROBIN)
+    boundary = measure_steady_boundary(8, 4, network.measure)
+    assert boundary == Boundary(ROUND_ROBIN) and network.messages == 4 * 2 * 7

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.attention import attend
-from longspan.bench.calibrate.boundary import Boundary, check_boundary, contradicts, measure_boundary
+from longspan.bench.calibrate.boundary import Boundary, check_boundary, contradicts, measure_steady_boundary
 from longspan.bench.calibrate.fit import Sample
 from longspan.bench.calibrate.link_trials import CPU_SIZES, GPU_SIZES, LinkTrials, exchange_call
 from longspan.bench.calibrate.trial import Clock, Trial
@@ -82,20 +82,18 @@ def calibrate_ranks(rank: int, settings: CalibrationSettings) -> Measured:
 def _find_hosts(world: World, clock: Clock) -> str:
     """A line about the hosts. Raises CommError where messages show others than the launcher.
 
-    Hosts are told apart by the latency of short messages or, if that is about the same everywhere, by longer ones. What
-    contradicts the launcher is measured twice: on busy hosts a rank may be slow for a while.
+    Hosts are told apart by the latency of short messages or, if that is about the same everywhere or contradicts the
+    launcher, by longer ones.
     """
     slots, node_size = world.home.slots, world.node_size
-    line = ""
+    boundary = Boundary(())
     for size in (SHORT, LONG):
         measure = partial(clock.time_pairs, run=exchange_call(world, size), repeats=9)
-        boundary = measure_boundary(slots, measure)
-        if contradicts(boundary, slots, node_size) and measure_boundary(slots, measure) != boundary:
-            boundary = Boundary(())
-        line = check_boundary(boundary, slots, node_size)
-        if boundary.hosts:
+        found = measure_steady_boundary(slots, node_size, measure)
+        boundary = found if found.hosts else boundary
+        if boundary.hosts and not contradicts(boundary, slots, node_size):
             break
-    return line
+    return check_boundary(boundary, slots, node_size)
 
 
 @dataclass(frozen=True)
