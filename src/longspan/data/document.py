@@ -12,6 +12,7 @@ Documents in files are in `documents.py`.
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -57,8 +58,9 @@ class Document:
 
     `loss_mask` marks the tokens that are targets. `labels` mark them as Hugging Face's do, with −100 for none, and may
     name other tokens. The first token is never a target. `weights` multiply the losses of tokens. Other keywords are
-    numbers of the document, or of each of its tokens, which a loss of one's own reads by their names. Raises DataError
-    for arrays of another length and for values that are no numbers.
+    numbers of the document, or of each of its tokens, which a loss of one's own reads by their names; `with_values`
+    makes a document with more of them. Raises DataError for arrays of another length and for values that are no
+    numbers.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Document:
         elif loss_mask is not None:
             self._labels = np.where(_read_mask(loss_mask, len(self._ids)), self._ids, NO_TARGET)
         columns = values if weights is None else {"weights": weights, **values}
-        self._values = {name: _read_numbers(name, value, len(self._ids)) for name, value in columns.items()}
+        self._values = self._read_values(columns)
         if len(self._labels) != len(self._ids):
             raise DataError(f"a document has {len(self._labels)} labels for {len(self._ids)} token ids; give one each")
 
@@ -83,9 +85,31 @@ class Document:
     def __getitem__(self, positions: Any) -> Any:
         return self._ids[positions]
 
-    def labels(self, positions: Integers) -> Integers:
-        """Return the token id to predict at each position (n,), −100 for none."""
-        return self._labels[positions]
+    @property
+    def ids(self) -> Integers:
+        """The token ids (n,)."""
+        return self._ids
+
+    def labels(self, positions: Integers | None = None) -> Integers:
+        """Return the token id to predict at each position, −100 for none: at these (n,), or at all of the document."""
+        return self._labels if positions is None else self._labels[positions]
+
+    def with_values(self, **values: Any) -> "Document":
+        """Return this document with more numbers, each one of the document or one for each token; `weights` are some.
+
+        >>> old = answer.with_values(old_log_probs=log_probs.of(0))
+
+        Token ids and labels are shared, not copied. A name that the document has gets the new numbers. Raises DataError
+        as Document does, and for ids and labels.
+        """
+        if fixed := sorted({"ids", "labels", "loss_mask"} & values.keys()):
+            raise DataError(
+                f"with_values got {', '.join(fixed)}, which are no numbers of a loss; make a Document of other ids or "
+                "labels: Document(document.ids, labels=…)"
+            )
+        document = copy(self)
+        document._values = {**self._values, **self._read_values(values)}
+        return document
 
     def token_values(self, positions: Integers) -> Mapping[str, npt.NDArray[np.float64]]:
         """Return numbers (n,) of the tokens at these positions, by name."""
@@ -99,13 +123,16 @@ class Document:
         """How many tokens are predicted."""
         return int((self._labels[1:] != NO_TARGET).sum())
 
+    def _read_values(self, values: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float64]]:
+        return {name: _read_numbers(name, value, len(self._ids)) for name, value in values.items()}
+
 
 def target_count(document: Any) -> int:
     """Count the targets of a document; without labels they are all tokens but the first."""
     return int(document.targets) if isinstance(document, Labelled) else max(len(document) - 1, 0)
 
 
-def _as_array(name: str, values: Any) -> npt.NDArray[Any]:
+def host_array(name: str, values: Any) -> npt.NDArray[Any]:
     """Return values as an array on the host; tensors may be on any device, of any floating-point type, with a graph."""
     if hasattr(values, "detach"):  # a tensor; torch is not imported here, so that help texts are printed without it
         values = values.detach()
@@ -120,7 +147,7 @@ def _as_array(name: str, values: Any) -> npt.NDArray[Any]:
 
 
 def _read_integers(name: str, values: Any) -> Integers:
-    array = _as_array(name, values)
+    array = host_array(name, values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise DataError(f"{name} of a document are {array.dtype} of shape {array.shape}; give integers (n,)")
     return array.astype(np.int64)
@@ -128,7 +155,7 @@ def _read_integers(name: str, values: Any) -> Integers:
 
 def _read_mask(values: Any, length: int) -> npt.NDArray[np.bool_]:
     """Return a loss mask as booleans, one for each token. Raises DataError for other shapes and values."""
-    array = _as_array("loss_mask", values)
+    array = host_array("loss_mask", values)
     if array.ndim == 1 and len(array) != length:
         raise DataError(f"a loss_mask has {len(array)} values for {length} token ids; give one each")
     if array.ndim != 1 or not np.isin(array, (0, 1)).all():
@@ -142,7 +169,7 @@ def _read_mask(values: Any, length: int) -> npt.NDArray[np.bool_]:
 def _read_numbers(name: str, value: Any, length: int) -> npt.NDArray[np.float64]:
     """Return a document's numbers of a name, one or one for each token, in float64. Raises DataError for others."""
     try:
-        array = _as_array(repr(name), value).astype(np.float64)
+        array = host_array(repr(name), value).astype(np.float64)
     except (TypeError, ValueError) as error:
         if isinstance(error, DataError):
             raise

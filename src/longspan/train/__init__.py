@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from longspan.checkpoint.checkpoint import find_checkpoint as find_checkpoint
     from longspan.checkpoint.checkpoint import load_checkpoint as load_checkpoint
     from longspan.checkpoint.checkpoint import save_checkpoint as save_checkpoint
+    from longspan.data.batch_documents import BatchDocuments as BatchDocuments
+    from longspan.data.batch_documents import documents_of as documents_of
     from longspan.data.document import Document as Document
     from longspan.evaluation.evaluate import evaluate as evaluate
     from longspan.evaluation.metrics import EvaluationOptions as EvaluationOptions

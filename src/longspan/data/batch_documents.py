@@ -1,0 +1,195 @@
+"""Documents of a padded or packed batch, as collators make it, and values of their tokens back in the batch's shape.
+
+    rows = documents_of(batch)                      # {"input_ids": (B, L), "labels": …, "attention_mask": …}
+    log_probs = token_log_probs(model, plan, rows.documents, world)
+    table = rows.to_batch([log_probs.of(d) for d in range(len(rows.documents))])        # (B, L)
+
+Images and other inputs of encoders are not read.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from longspan.data.document import NO_TARGET, Document, host_array
+from longspan.errors import DataError, plural, short_text
+from longspan.layout import Integers
+
+_READ = ("input_ids", "labels", "attention_mask", "position_ids")
+
+
+class Place(NamedTuple):
+    """Where a document stands in a batch: a row, and its columns from start to stop."""
+
+    row: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class BatchDocuments:
+    """The documents of a batch of `shape` (B, L), row after row, and the place of each; made by `documents_of`."""
+
+    documents: tuple[Document, ...]
+    places: tuple[Place, ...]
+    shape: tuple[int, int]
+
+    def to_batch(
+        self,
+        values: Sequence[Any] | Mapping[int, Any],
+        *,
+        dtype: torch.dtype = torch.float64,
+        fill: float = 0.0,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        """Return a tensor (B, L) with the values of each document's tokens at their columns, `fill` elsewhere.
+
+        >>> logps = rows.to_batch([log_probs.of(d) for d in range(len(rows.documents))], dtype=torch.float32)
+
+        `values` are an array (length,) for each document, or those of some documents by their numbers. Raises DataError
+        for another number of arrays and for arrays of another length.
+        """
+        by_document = values if isinstance(values, Mapping) else dict(enumerate(values))
+        count = len(self.documents)
+        if not isinstance(values, Mapping) and len(by_document) != count:
+            raise DataError(
+                f"to_batch got {plural(len(by_document), 'array')} for {plural(count, 'document')}; give one for each, "
+                "or those of some by number: {3: array}"
+            )
+        if others := [d for d in by_document if d not in range(count)]:
+            raise DataError(f"to_batch got values of document {others[0]!r}, the batch has {count}: 0 to {count - 1}")
+        table = torch.full(self.shape, fill, dtype=dtype)
+        for document, value in by_document.items():
+            row, start, stop = self.places[document]
+            array = host_array("values", value)
+            if array.shape != (stop - start,):
+                raise DataError(
+                    f"to_batch got values of shape {array.shape} for document {document}, which has {stop - start} "
+                    "tokens; give one for each"
+                )
+            table[row, start:stop] = torch.from_numpy(array.copy()).to(dtype)
+        return table if device is None else table.to(device)
+
+    def from_batch(self, table: Any) -> list[npt.NDArray[Any]]:
+        """Return the values of each document's tokens (length,), from a tensor or an array (B, L) of the batch's shape.
+
+        >>> weighted = [d.with_values(c=c) for d, c in zip(rows.documents, rows.from_batch(gradient), strict=True)]
+
+        Floating-point values come in float64. Raises DataError for another shape.
+        """
+        array = host_array("a table", table)
+        if array.shape != self.shape:
+            raise DataError(
+                f"from_batch got shape {array.shape}, the batch has {self.shape}; give a value for each column: of "
+                "values that begin at column 1, put a column of zeros first"
+            )
+        array = array.astype(np.float64) if array.dtype.kind == "f" else array
+        return [array[row, start:stop] for row, start, stop in self.places]
+
+
+def documents_of(batch: Mapping[str, Any], *, ignore: Collection[str] = ()) -> BatchDocuments:
+    """Return the documents of a batch as collators make it: rows of token ids, padded or packed.
+
+    >>> rows = documents_of({"input_ids": ids, "labels": labels, "attention_mask": mask})
+    >>> plan = plan_fixed([len(d) for d in rows.documents], home, cp=2, targets=sum(d.targets for d in rows.documents))
+
+    `input_ids` (B, L) are tensors on any device, or arrays. `labels` (B, L) are not shifted and have −100 for none;
+    without them all tokens but a document's first are targets. `attention_mask` (B, L) has 1 at tokens and 0 at
+    padding, left or right of them; a row of padding only has no document. Where `position_ids` (B, L) begin again at 0
+    another document begins; without them a row is one document. Entries that are None are passed over.
+
+    The first token of a document is never a target, whatever its label: the token before it in a row is padding or
+    another document. Raises DataError for entries of other names, unless `ignore` lists them, for padding between
+    tokens, for labels of padding, and for positions that do not count up from 0.
+    """
+    entries = _read_entries(batch, ignore)
+    ids = entries["input_ids"]
+    labels, positions = entries.get("labels"), entries.get("position_ids")
+    mask = entries.get("attention_mask")
+    places = list[Place]()
+    for row in range(len(ids)):
+        start, stop = (0, ids.shape[1]) if mask is None else _tokens_of_row(row, mask[row])
+        if labels is not None:
+            _check_padding(row, labels[row], start, stop)
+        begins = [start] if positions is None else _begins_of_row(row, positions[row], start, stop)
+        places += [Place(row, a, b) for a, b in zip(begins, [*begins[1:], stop], strict=True) if a < b]
+    documents = tuple(
+        Document(ids[row, start:stop], labels=None if labels is None else labels[row, start:stop])
+        for row, start, stop in places
+    )
+    return BatchDocuments(documents, tuple(places), (ids.shape[0], ids.shape[1]))
+
+
+def _read_entries(batch: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Integers]:
+    """The arrays (B, L) of a batch that are read, as integers. Raises DataError for other names, shapes and types."""
+    if not isinstance(batch, Mapping):
+        raise DataError(f"a batch is {short_text(batch)}; give a mapping of input_ids, labels, attention_mask")
+    batch = {name: value for name, value in batch.items() if value is not None and name not in ignore}
+    if others := [str(name) for name in batch if name not in _READ]:
+        raise DataError(
+            f"a batch has {', '.join(others)}, which documents_of does not read (it reads {', '.join(_READ)}); if the "
+            f"loss does not depend on them: documents_of(batch, ignore={others})"
+        )
+    if "input_ids" not in batch:
+        raise DataError(f"a batch has {', '.join(batch) or 'nothing'}; give its input_ids (B, L)")
+    entries = {name: host_array(name, value) for name, value in batch.items()}
+    shape = entries["input_ids"].shape
+    for name, array in entries.items():
+        if array.ndim != 2 or array.shape != shape or array.dtype.kind not in ("iub" if "mask" in name else "iu"):
+            raise DataError(
+                f"{name} of a batch is {array.dtype} of shape {array.shape}, input_ids have shape {shape}; give "
+                "integers (B, L)"
+            )
+    return {name: array.astype(np.int64) for name, array in entries.items()}
+
+
+def _tokens_of_row(row: int, mask: Integers) -> tuple[int, int]:
+    """The columns from start to stop that have tokens. Raises DataError unless they are one run."""
+    if not np.isin(mask, (0, 1)).all():
+        raise DataError(
+            f"attention_mask of row {row} has values from {mask.min()} to {mask.max()}; give 1 at tokens and 0 at "
+            "padding, and position_ids to part packed documents"
+        )
+    columns = np.flatnonzero(mask)
+    if not len(columns):
+        return 0, 0
+    start, stop = int(columns[0]), int(columns[-1]) + 1
+    if stop - start != len(columns):
+        hole = start + int(np.argmin(mask[start:stop]))
+        raise DataError(
+            f"attention_mask of row {row} is 0 at column {hole}, between tokens at columns {start} to {stop - 1}; pad "
+            "left or right of a row's tokens"
+        )
+    return start, stop
+
+
+def _check_padding(row: int, labels: Integers, start: int, stop: int) -> None:
+    """Raise DataError for labels outside the tokens of a row."""
+    outside = labels != NO_TARGET
+    outside[start:stop] = False
+    if outside.any():
+        raise DataError(
+            f"row {row} has labels in {plural(int(outside.sum()), 'column')} of padding, the first at column "
+            f"{int(outside.argmax())}; label padding −100"
+        )
+
+
+def _begins_of_row(row: int, positions: Integers, start: int, stop: int) -> list[int]:
+    """The columns at which the documents of a row begin. Raises DataError for positions that do not count from 0."""
+    inside = positions[start:stop]
+    begins = np.flatnonzero(inside == 0)
+    columns = np.arange(len(inside))
+    expected = columns - np.maximum.accumulate(np.where(inside == 0, columns, 0))
+    wrong = inside != expected
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise DataError(
+            f"position_ids of row {row} have {inside[at]} at column {start + at}, where {expected[at]} should be; "
+            "give positions that count up from 0 in each document"
+        )
+    return (begins + start).tolist() or [start]
