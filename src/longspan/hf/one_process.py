@@ -40,7 +40,7 @@ class OneProcess:
         home = make_home(ranks)
         if cls.now is None:
             device = "cpu" if PartialState().device.type == "cpu" else None
-            opened = cls(home, World(home, device=device).open())
+            opened = cls(home, World(home, device=device).__enter__())
             try:
                 opened._tell_accelerate()
             except BaseException:
@@ -74,7 +74,7 @@ class OneProcess:
         PartialState._shared_state.update(self._state)
         if AcceleratorState._shared_state:  # it reads the number of processes of the other
             AcceleratorState._shared_state["distributed_type"] = self._state["distributed_type"]
-        self.world.close()
+        self.world.__exit__(None, None, None)
 
     def arguments(self, args: TrainingArguments) -> TrainingArguments:
         """A copy of arguments whose batches are those of all ranks."""

@@ -1,5 +1,7 @@
 """One optimizer step of a Trainer: its batches are one plan, and its loss the coefficients of one `run_step`."""
 
+import logging
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
@@ -12,22 +14,30 @@ from longspan.hf.facade import Facade, with_coefficients
 from longspan.model.adapters import model_inside
 from longspan.train import PlanChoice, clip_grad_norm, run_step, token_log_probs
 from longspan.train import grad_norm as norm_of
-from longspan.train.plans import query_heads
+from longspan.train.plans import cost_of_run, query_heads
+
+_log = logging.getLogger(__name__)
 
 
 class StepsPart:
     """What a Trainer does in a step, over plans."""
 
-    def _choice(self, *, training: bool) -> PlanChoice:
-        """Who plans: training or evaluation."""
-        config, heads = self.longspan.config(), query_heads(model_inside(self.model))
-        make = PlanChoice.training if training else PlanChoice.evaluation
-        return make(config, heads=heads)
+    @cached_property
+    def _choices(self) -> dict[bool, PlanChoice]:
+        """Who plans training (True) and evaluation (False), by the cost of the model."""
+        config, model = self.longspan.config(), model_inside(self.model).config
+        gpu, slots = self.world.device.type == "cuda", self.world.home.slots
+        cost = cost_of_run(config, model, _log.info, gpu=gpu, slots=slots)
+        heads = query_heads(model)
+        return {
+            True: PlanChoice.training(config, cost=cost, heads=heads),
+            False: PlanChoice.evaluation(config, cost=cost, heads=heads),
+        }
 
     def _plan(self, documents: list[Document], *, training: bool) -> Any:
         targets = sum(document.targets for document in documents)
         lengths = [len(document) for document in documents]
-        return self._choice(training=training).plan(lengths, self.world.home, targets=targets)
+        return self._choices[training].plan(lengths, self.world.home, targets=targets)
 
     def _token_values(self, facade: Facade, documents: list[Document]) -> Any:
         """Values of documents' tokens from one forward pass, without gradients."""
@@ -36,7 +46,7 @@ class StepsPart:
         training = prepared.training
         plan = self._plan(documents, training=training)
         try:
-            return token_log_probs(prepared, plan, documents, self.world, also=facade.head.values)
+            return token_log_probs(prepared, plan, documents, self.world, **({"also": facade.head.values} if facade.head.values else {}))
         finally:
             prepared.train(training)
 
