@@ -1,0 +1,16 @@
+"""longspan in transformers' Trainer and in TRL: `with_longspan(SFTTrainer)` is the whole change to a script.
+
+Nothing in longspan imports this room; it needs the extra `hf` (accelerate, trl, peft).
+"""
+
+from typing import TYPE_CHECKING
+
+from longspan.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from longspan.hf.arguments import LongspanArguments as LongspanArguments
+    from longspan.hf.trainer import LongspanMixin as LongspanMixin
+    from longspan.hf.trainer import LongspanTrainer as LongspanTrainer
+    from longspan.hf.trainer import with_longspan as with_longspan
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

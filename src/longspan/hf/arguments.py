@@ -1,0 +1,93 @@
+"""`LongspanArguments`: how ranks share the documents of a Trainer, by the keys of [context] and [parallel]."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from longspan.config.file import load_config
+from longspan.config.keys import NOT_GIVEN
+from longspan.config.sections import RunConfig
+from longspan.layout import Layout
+
+PARALLEL = ("tp", "ep", "dp_replicate", "sequence_parallel", "reshard_after_forward")
+TRAIN = ("memory", "memory_fraction", "memory_bytes")
+TEXTS = "its key of longspan train (docs/trainer.md)"
+
+
+def _key(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class LongspanArguments:
+    """How ranks share documents in a Trainer; names, values and defaults are those of `longspan train`'s keys.
+
+    >>> LongspanArguments(context_parallel_size=4, eval_context_parallel_size=8).config().context.planner
+    'fixed'
+
+    The keys of [context], also those of evaluation (eval_…), and of [parallel]; `memory` and its two bounds of [train];
+    `machine` of [run]. A dataclass that transformers' HfArgumentParser reads. Raises ConfigError where it is made, for
+    values that no key takes.
+    """
+
+    planner: str = _key("fixed", "fixed, dynamic or padded: who plans training")
+    context_parallel_size: int = _key(1, "ranks that share a document in training (fixed and padded)")
+    min_dynamic_context_parallel_size: int = _key(1, "smallest degree of dynamic plans")
+    max_dynamic_context_parallel_size: int = _key(0, "largest degree of dynamic plans; 0: no limit")
+    max_tokens_per_slot: str = _key("auto", "rows of a micro-batch on a slot, at most; 0: no limit; auto: by memory")
+    cp_comm_type: str = _key("auto", "p2p, all_gather, a2a, a2a+p2p or auto")
+    partition: str = _key("auto", "zigzag, contiguous or auto")
+    hierarchical_context_parallel_sizes: list[int] = field(
+        default_factory=list, metadata={"help": "sizes (a2a, p2p) of a2a+p2p"}
+    )
+    attention_kernel: str = _key("", "attention kernel; empty: the first that can")
+    mixer_kernels: list[str] = field(default_factory=list, metadata={"help": "kernels of state-space layers"})
+    node_size: str = _key("auto", "slots of one host")
+    cost_model: str = _key("", "a cost of your own by its dotted name")
+    mode: str = _key("lockstep", "lockstep or free: who waits in training")
+    eval_planner: str = _key("", "planner of evaluation; empty: as in training, or fixed with a degree")
+    eval_context_parallel_size: str = _key("", "ranks that share a document in evaluation; auto: the fastest")
+    eval_min_dynamic_context_parallel_size: int = _key(NOT_GIVEN, "as in training")
+    eval_max_dynamic_context_parallel_size: int = _key(NOT_GIVEN, "as in training")
+    eval_max_tokens_per_slot: str = _key("", "rows of a micro-batch on a slot in evaluation")
+    eval_cp_comm_type: str = _key("", "communication type of evaluation")
+    eval_partition: str = _key("", "partition of evaluation")
+    eval_hierarchical_context_parallel_sizes: list[int] = field(default_factory=list, metadata={"help": "as training's"})
+    eval_attention_kernel: str = _key("", "attention kernel of evaluation")
+    tp: int = _key(1, "tensor-parallel degree")
+    pp: int = _key(1, "pipeline stages: 1; a Trainer has no others")
+    ep: int = _key(1, "expert-parallel degree")
+    dp_replicate: int = _key(1, "copies of the sharded weights (HSDP)")
+    sequence_parallel: bool = _key(False, "split rows of norms over tensor-parallel ranks")
+    reshard_after_forward: bool = _key(True, "free gathered weights after forward")
+    memory: str = _key("auto", "auto: what layers keep is chosen by memory; none: as the arguments have it")
+    memory_fraction: float = _key(0.92, "of a GPU's free memory, what a run may fill")
+    memory_bytes: int = _key(0, "bytes that a rank may fill; 0: what is free")
+    machine: str = _key("", "the machine that prices plans (longspan bench calibrate)")
+
+    def __post_init__(self) -> None:
+        self.config()
+
+    def config(self) -> RunConfig:
+        """The configuration that these keys make, with the defaults of a run on a model folder."""
+        keys: dict[str, object] = {"model.config": "the Trainer's model"}
+        for name in (key.name for key in fields(self)):
+            value = getattr(self, name)
+            if value in ("", NOT_GIVEN, []):
+                continue
+            keys[f"{_section(name)}.{name}"] = _plain(value)
+        return load_config(None, keys)
+
+    def home(self, ranks: int) -> Layout:
+        """The layout of so many ranks."""
+        return Layout(ranks=ranks, tp=self.tp, ep=self.ep, dp_replicate=self.dp_replicate)
+
+
+def _section(name: str) -> str:
+    if name in (*PARALLEL, "pp"):
+        return "parallel"
+    return "train" if name in TRAIN else "run" if name == "machine" else "context"
+
+
+def _plain(value: Any) -> Any:
+    """A value as files have it: numbers where a text holds one."""
+    return int(value) if isinstance(value, str) and value.lstrip("-").isdigit() else value

@@ -1,0 +1,164 @@
+"""What a Trainer calls as its model: a batch of all ranks in, log-probabilities of its tokens out, on every rank alike.
+
+A batch is taken apart into documents, which run forward under a plan, without gradients. Their log-probabilities go
+back to the Trainer as a leaf of its graph: what its own loss leaves in the leaf's gradient are the coefficients of one
+`run_step` over all documents of the optimizer step (`steps.py`). So every loss that is a function of tokens'
+log-probabilities is exact, whoever wrote it.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longspan.data.document import Document
+from longspan.errors import ConfigError, ModelError
+from longspan.layout import Floats
+from longspan.model.adapters import model_inside
+from longspan.train import TokenLogProbs, documents_of
+
+VALUES = ("entropy", "top1", "mean_logits", "log_sum_sq_probs")
+# What trainers pass besides documents, and what means nothing here: nothing is cached, rows are cut by position_ids.
+IGNORED = (
+    "use_cache", "return_dict", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "logits_to_keep",
+    "num_items_in_batch",
+)  # fmt: skip
+NAMES_TO_READ = "loss, and of a fused head log_probs, entropy, is_top1, mean_logits, log_sum_sq_probs, label_mask"
+
+
+@dataclass(frozen=True)
+class FusedHead:
+    """How TRL wants the values of tokens: what `add_fused_lm_head` was given."""
+
+    temperature: float = 1.0
+    outputs: tuple[str, ...] = ("log_probs",)
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """The values of tokens by their names here."""
+        names = {"is_top1": "top1"}
+        return tuple(v for v in (names.get(name, name) for name in self.outputs) if v in VALUES)
+
+
+def take_fused_head(model: Any) -> FusedHead:
+    """Read what TRL's `add_fused_lm_head` put on a model, and take it off again.
+
+    Raises ModelError for another forward on the instance, through `prepare`, and ConfigError for a head in float32.
+    """
+    forward = vars(model).get("forward")
+    made_by = getattr(getattr(forward, "__func__", None), "__code__", None)
+    if made_by is None or made_by.co_name != "_fused_forward":
+        return FusedHead()
+    settings = inspect.getclosurevars(forward.__func__).nonlocals
+    if settings["cast_lm_head_to_fp32"] and model.dtype not in (torch.float32, torch.float64):
+        raise ConfigError(
+            f"cast_lm_head_to_fp32 is set for a model in {model.dtype}: longspan multiplies the output embedding in the "
+            "model's own precision; load the model in float32 with bf16=True, or leave cast_lm_head_to_fp32 out"
+        )
+    del model.forward
+    return FusedHead(float(settings["temperature"]), tuple(settings["outputs"]))
+
+
+@dataclass
+class CalledBatch:
+    """One batch that the Trainer called the model with: its documents, and what its loss leaves in the leaf."""
+
+    rows: Any  # BatchDocuments
+    leaf: Tensor
+
+    def coefficients(self) -> list[Floats]:
+        """The derivative of the loss by the log-probability of each token, document by document."""
+        gradient = torch.zeros_like(self.leaf) if self.leaf.grad is None else self.leaf.grad
+        return self.rows.from_batch(torch.nn.functional.pad(gradient, (1, 0)))
+
+
+class TokenOutput(dict[str, Any]):
+    """What the model answers: `loss`, and the values of tokens as attributes; of (B, L - 1), as labels are shifted."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise ModelError(
+            f"a loss reads {name!r} of the model's output; under longspan it may read {NAMES_TO_READ}: rows of logits "
+            "and hidden states are never whole on a rank. Write the loss with log_probs: model(**inputs, "
+            "fused_lm_head=True).log_probs (docs/trainer.md)"
+        )
+
+    def __missing__(self, name: str) -> Any:
+        return self.__getattr__(name)
+
+
+@dataclass
+class Facade:
+    """A prepared model as the Trainer calls it; attributes are the model's.
+
+    `token_values(model, documents, head)` gives the values of documents' tokens, of the model as it stands.
+    """
+
+    _model: Callable[[], Any]
+    _token_values: Callable[["Facade", list[Document]], TokenLogProbs]
+    head: FusedHead = field(default_factory=FusedHead)
+    called: list[CalledBatch] = field(default_factory=list)  # of this optimizer step, with gradients
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._model(), name)
+
+    @property
+    def prepared(self) -> Any:
+        """The prepared model, without an adapter's wrapper."""
+        return model_inside(self._model())
+
+    def __call__(
+        self,
+        input_ids: Any = None,
+        *,
+        labels: Any = None,
+        fused_lm_head: bool = False,
+        num_items_in_batch: Any = None,
+        **batch: Any,
+    ) -> TokenOutput:
+        """Answer a batch (B, L) of all ranks; raises what `documents_of` does for a batch that is none of documents."""
+        if batch.pop("output_router_logits", False):
+            raise ConfigError(
+                "output_router_logits asks for the balance loss as transformers computes it, a batch at a time; under "
+                "longspan leave it out: router_aux_loss_coef of the model's configuration is not applied"
+            )
+        rows = documents_of(
+            {"input_ids": input_ids, "labels": labels} | {k: v for k, v in batch.items() if k not in IGNORED}
+        )
+        values = self._token_values(self, rows.documents)
+        dtype = torch.float64 if self.prepared.dtype == torch.float64 else torch.float32
+        device = torch.as_tensor(input_ids).device
+
+        def shifted(name: str, kind: torch.dtype) -> Tensor:
+            of = (lambda d: values.of(d)) if name == "log_probs" else (lambda d: values.value(name, d))
+            return rows.to_batch([of(d) for d in range(len(rows.documents))], dtype=kind)[:, 1:].to(device)
+
+        leaf = shifted("log_probs", dtype).requires_grad_(torch.is_grad_enabled())
+        if torch.is_grad_enabled():
+            self.called.append(CalledBatch(rows, leaf))
+        mask = torch.as_tensor(labels)[:, 1:] != -100
+        items = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        out = TokenOutput(loss=-leaf.sum() / items)
+        if not fused_lm_head:
+            return out
+        more: Mapping[str, Any] = {name: shifted(name, dtype) for name in self.head.values if name != "top1"}
+        top1 = shifted("top1", torch.bool) if "top1" in self.head.values else None
+        absent = dict.fromkeys(("entropy", "mean_logits", "log_sum_sq_probs", "aux_loss"))
+        return TokenOutput({**out, **absent, **more, "log_probs": leaf, "label_mask": mask, "is_top1": top1})
+
+
+def with_coefficients(batches: list[CalledBatch]) -> list[Document]:
+    """The documents of an optimizer step, each with the derivative of the loss by its log-probabilities."""
+    return [
+        document.with_values(coefficient=np.asarray(slopes))
+        for batch in batches
+        for document, slopes in zip(batch.rows.documents, batch.coefficients(), strict=True)
+        if document.targets
+    ]

@@ -1,0 +1,140 @@
+"""To a Trainer all ranks are one process: what accelerate says while trainers of ours are open.
+
+Samplers, orders, counts of items, schedules, callbacks and metrics of transformers and TRL are then their own code,
+with the batch of all ranks. Accelerate's state is one for the whole process, so it is put back when the last trainer
+ends, and a stock Trainer made meanwhile, which would not sum its gradients, is refused.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from transformers import Trainer, TrainingArguments
+
+from longspan.comm import World
+from longspan.errors import ConfigError
+from longspan.layout import Layout
+
+OURS = "_longspan_processes"  # of arguments: the ranks whose rows one process reads
+
+
+class OneProcess:
+    """The world that open trainers share, and accelerate's state as it was before them."""
+
+    now: "OneProcess | None" = None
+
+    def __init__(self, home: Layout, world: World) -> None:
+        self.home, self.world, self.trainers = home, world, 0
+        self._state = dict(PartialState._shared_state)
+        self._patched: list[tuple[Any, str, Any]] = []
+
+    @classmethod
+    def enter(cls, make_home: Callable[[int], Layout]) -> "OneProcess":
+        """Open the world of this layout, or share the one that is open. Raises ConfigError for another layout."""
+        ranks = cls.now.ranks if cls.now else PartialState().num_processes
+        home = make_home(ranks)
+        if cls.now is None:
+            device = "cpu" if PartialState().device.type == "cpu" else None
+            opened = cls(home, World(home, device=device).__enter__())
+            try:
+                opened._tell_accelerate()
+            except BaseException:
+                opened._close()
+                raise
+            cls.now = opened
+        if cls.now.home != home:
+            raise ConfigError(
+                f"a longspan trainer is open under {cls.now.home}, and another asks for {home}; call end() of the "
+                "first, or give both the same [parallel] keys"
+            )
+        cls.now.trainers += 1
+        return cls.now
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.home.ranks)
+
+    def leave(self) -> None:
+        """One trainer fewer; the last puts accelerate's state back and closes the world."""
+        self.trainers -= 1
+        if self.trainers == 0:
+            OneProcess.now = None
+            self._close()
+
+    def _close(self) -> None:
+        for owner, name, value in reversed(self._patched):
+            setattr(owner, name, value)
+        PartialState._shared_state.clear()
+        PartialState._shared_state.update(self._state)
+        if AcceleratorState._shared_state:  # it reads the number of processes of the other
+            AcceleratorState._shared_state["distributed_type"] = self._state["distributed_type"]
+        self.world.__exit__(None, None, None)
+
+    def arguments(self, args: TrainingArguments) -> TrainingArguments:
+        """A copy of arguments whose batches are those of all ranks."""
+        mine = copy.copy(args)
+        setattr(mine, OURS, self.ranks)
+        mine.per_device_train_batch_size *= self.ranks
+        mine.per_device_eval_batch_size *= self.ranks
+        return mine
+
+    # ---- accelerate
+
+    def _tell_accelerate(self) -> None:
+        PartialState._shared_state.update(self._one())
+        make_stock, set_up = Trainer.__init__, TrainingArguments.__dict__["_setup_devices"]
+        one = self
+
+        def refuse_stock(trainer: Any, *args: Any, **keywords: Any) -> None:
+            if not hasattr(trainer, "longspan"):
+                raise ConfigError(
+                    f"{type(trainer).__name__} is made while a longspan trainer is open, and would train on "
+                    f"{one.ranks} ranks without summing their gradients; call end() of the longspan trainer first, or "
+                    "make this one by with_longspan, too"
+                )
+            make_stock(trainer, *args, **keywords)
+
+        def set_up_devices(args: TrainingArguments) -> torch.device:
+            return one._as_before(lambda: set_up.func(args))
+
+        devices = cached_property(set_up_devices)
+        devices.__set_name__(TrainingArguments, "_setup_devices")
+        stock_size = TrainingArguments.world_size.fget
+        size = property(lambda args: 1 if hasattr(args, OURS) else one.ranks if stock_size(args) else 0)
+        self._patch(Trainer, "__init__", refuse_stock)
+        self._patch(TrainingArguments, "_setup_devices", devices)
+        self._patch(TrainingArguments, "world_size", size)
+        self._patch(PartialState, "wait_for_everyone", lambda state: one.world.control.barrier("accelerate"))
+
+    def _one(self) -> dict[str, Any]:
+        return {"num_processes": 1, "distributed_type": DistributedType.NO}
+
+    def _patch(self, owner: Any, name: str, value: Any) -> None:
+        self._patched.append((owner, name, owner.__dict__[name]))
+        setattr(owner, name, value)
+
+    def _as_before(self, work: Callable[[], torch.device]) -> torch.device:
+        """Do something that makes accelerate's state anew, as arguments do, and keep the state of one process."""
+        states = [(kind, dict(kind._shared_state)) for kind in (PartialState, AcceleratorState)]
+        PartialState._shared_state.update(self._state)
+        try:
+            return work()
+        finally:
+            for kind, state in states:
+                kind._shared_state.clear()
+                kind._shared_state.update(state)
+
+
+class OneAccelerator(Accelerator):
+    """An accelerator that takes the rows of all ranks: TRL slices them by `process_index`."""
+
+    @property
+    def process_index(self) -> int:
+        """The first, of one."""
+        return 0
