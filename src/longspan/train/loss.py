@@ -92,9 +92,10 @@ def _softmax_kernels() -> Any:
 CHUNK_BYTES = {"cuda": 2 << 30}  # of logits and what is computed from them, at a time
 CHUNK_BYTES_ELSEWHERE = 64 << 20
 
-# Of log-probabilities (t,) of targets, and which of all targets they are: the sum of their losses (a float64 scalar)
-# and the derivative of each loss by its log-probability (t,).
-LossOfRows = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
+# Of log-probabilities (t,) of targets, which of all targets they are, and their logits (t, V): the sum of their losses
+# (a float64 scalar) and the derivative of each loss by its log-probability (t,).
+LossOfRows = Callable[[Tensor, slice, Tensor], tuple[Tensor, Tensor]]
+ValuesOfRows = Callable[[Tensor, Tensor], Tensor]  # of logits (t, V) and token ids (t,): numbers (…, t)
 
 
 class Head(Protocol):
@@ -147,10 +148,10 @@ class CrossEntropy:
         if WEIGHTS not in batch.values:
             return chunked_loss(hidden, targets, cross_entropy, head, self.chunk_rows)
         weights = to_device(batch.values[WEIGHTS][rows], device)
-        return chunked_loss(hidden, targets, lambda x, part: linear(x, -weights[part]), head, self.chunk_rows)
+        return chunked_loss(hidden, targets, lambda x, part, _: linear(x, -weights[part]), head, self.chunk_rows)
 
 
-def cross_entropy(log_probs: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+def cross_entropy(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
     """The sum of the cross entropy of targets, and its derivatives."""
     return -log_probs.sum(dtype=torch.float64), log_probs.new_full(log_probs.shape, -1.0)
 
@@ -182,7 +183,7 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, losses: LossOfRows, part:
     """The sum of the losses (a float64 scalar) of rows, and its gradient by their logits (t, V)."""
     log_probs, gradient_of = row_softmax(logits, targets)
     with torch.enable_grad():
-        loss, slopes = losses(log_probs, part)
+        loss, slopes = losses(log_probs, part, logits)
     return loss.detach(), gradient_of(slopes.detach())
 
 
@@ -212,21 +213,26 @@ def chunked_loss(hidden: Tensor, targets: Targets, losses: LossOfRows, head: Hea
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
     for part in chunks_of_rows(len(targets.rows), rows):
         logits = head(hidden.index_select(0, targets.rows[part]))
-        total += losses(log_probs_of_rows(logits, targets.ids[part]), part)[0]
+        total += losses(log_probs_of_rows(logits, targets.ids[part]), part, logits)[0]
     return total
 
 
-@torch.no_grad()
 def chunked_log_probs(hidden: Tensor, targets: Targets, head: Head, rows: int = 0) -> Tensor:
     """The log-probabilities (n,) of targets, of hidden states (T, D) under a head, `rows` rows at a time."""
+    return chunked_values(hidden, targets, log_probs_of_rows, head, rows)
+
+
+@torch.no_grad()
+def chunked_values(hidden: Tensor, targets: Targets, values: ValuesOfRows, head: Head, rows: int = 0) -> Tensor:
+    """The numbers (…, n) that `values` makes of the logits of targets, `rows` rows at a time."""
     count, rows = len(targets.rows), _rows_at_a_time(hidden, head, rows)
     if not count:
         targets = _any_row(targets)
     parts = [
-        log_probs_of_rows(head(hidden.index_select(0, targets.rows[part])), targets.ids[part])
+        values(head(hidden.index_select(0, targets.rows[part])), targets.ids[part])
         for part in chunks_of_rows(len(targets.rows), rows)
     ]
-    return torch.cat(parts)[:count]
+    return torch.cat(parts, -1)[..., :count]
 
 
 def _any_row(targets: Targets) -> Targets:
@@ -234,7 +240,7 @@ def _any_row(targets: Targets) -> Targets:
     return Targets(targets.rows.new_zeros(1), targets.ids.new_zeros(1))
 
 
-def _no_loss(log_probs: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+def _no_loss(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
     return log_probs.new_zeros((), dtype=torch.float64), torch.zeros_like(log_probs)
 
 

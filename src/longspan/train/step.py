@@ -29,6 +29,7 @@ from longspan.train.loss import CrossEntropy
 from longspan.train.passes import Passes, default_divisor, read_batches, run_passes
 from longspan.train.reading.read_rows import LocalBatch
 from longspan.train.step_check import check_step, check_update
+from longspan.train.terms.distribution import agree_on_names, check_names
 from longspan.train.terms.document_loss import DocumentLoss
 from longspan.train.terms.encoder_times import EncoderTimes
 from longspan.train.terms.log_probs import CollectedLogProbs, TokenLogProbs
@@ -188,19 +189,33 @@ def _sum_over_ranks(model: nn.Module, passes: Passes, batches: Sequence[LocalBat
 
 
 def token_log_probs(
-    model: nn.Module, plan: Plan, documents: Any, world: World, loss_chunk_rows: int = 0
+    model: nn.Module,
+    plan: Plan,
+    documents: Any,
+    world: World,
+    loss_chunk_rows: int = 0,
+    *,
+    also: Sequence[str] = (),
 ) -> TokenLogProbs:
     """The log-probability of each token of a plan's documents that has a label, without gradients, on every rank.
 
     >>> before = token_log_probs(model, plan_fixed(lengths, world.home, cp=4), documents, world)
     >>> before.of(3), before.sums[3]
 
+    `also` names other numbers of the distribution that predicts each token: "entropy" (in nats), "top1" (1 where the
+    token is the likeliest), "mean_logits" (over the vocabulary) and "log_sum_sq_probs" (log Σ p²).
+
+    >>> token_log_probs(model, plan, documents, world, also=["entropy"]).value("entropy", 3)
+
     The model runs in evaluation mode, as by `run_step(…, backward=False)`, under any plan of these documents. All ranks
-    call it together; it refuses what `run_step` refuses.
+    call it together; it refuses what `run_step` refuses. Raises LossError for another name in `also`, CommError where
+    ranks ask for different names.
     """
+    also = check_names(also)
     inputs = check_step(model, plan, documents, world, backward=False)
+    agree_on_names(also, world)
     terms = input_terms(inputs)
     batches = read_batches(inputs, terms)
-    log_probs = CollectedLogProbs(plan.lengths, loss_chunk_rows)
+    log_probs = CollectedLogProbs(plan.lengths, loss_chunk_rows, also)
     run_passes(Passes.of(inputs, terms, log_probs), batches)
     return log_probs.sum_over_ranks(world)

@@ -4,7 +4,7 @@ It runs where the model's weights are: a GPU's float32, as in rotary tables, is 
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,6 +44,7 @@ def policy_loss(log_probs: Tensor, at: LossRows) -> Tensor:
     ratio = (log_probs - at["old"]).exp()
     clipped = torch.minimum(ratio * at["advantage"], ratio.clamp(0.8, 1.2) * at["advantage"])
     more = 0.01 * at.position * log_probs + 0.1 * (at.document + 1) * log_probs.sin() + 0.003 * at.target * log_probs
+    more = more * (1 + 0.1 * at.entropy - 0.2 * at.top1 + at.mean_logits + 0.03 * at.log_sum_sq_probs)
     return at["weights"] * (more - clipped)
 
 
@@ -67,12 +68,30 @@ def rows_of(model: nn.Module, documents: Sequence[Document]) -> list[Rows]:
 def _rows(model: nn.Module, document: Document, number: int) -> Rows:
     positions, device = np.arange(len(document)), next(model.parameters()).device
     ids, labels = (torch.from_numpy(x).to(device) for x in (document[positions], document.labels(positions)))
-    out = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+    logits = model(input_ids=ids[None], use_cache=False).logits[0]
+    out = logits.log_softmax(-1)
     predicting = torch.nonzero(labels[1:] != -100).squeeze(1)
     targets = labels[predicting + 1]
     values = {n: torch.from_numpy(x).to(device)[predicting + 1] for n, x in document.token_values(positions).items()}
-    at = LossRows(torch.full_like(targets, number), predicting, targets, values)
+    of_rows: Any = Statistics(logits.detach()[predicting], targets)
+    at = LossRows(torch.full_like(targets, number), predicting, targets, values, of_rows)
     return Rows(out[predicting].gather(1, targets[:, None]).squeeze(1), at)
+
+
+class Statistics(NamedTuple):
+    """What a row's distribution says, by its definition."""
+
+    logits: Tensor
+    targets: Tensor
+
+    def value(self, name: str) -> Tensor:
+        p = self.logits.softmax(-1)
+        return {
+            "entropy": -(p * p.log()).sum(-1),
+            "top1": (p == p.amax(-1, keepdim=True)).double().gather(1, self.targets[:, None]).squeeze(1),
+            "mean_logits": self.logits.sum(-1) / self.logits.shape[-1],
+            "log_sum_sq_probs": (p * p).sum(-1).log(),
+        }[name]
 
 
 def weighted(rows: Sequence[Rows]) -> Tensor:

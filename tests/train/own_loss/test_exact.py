@@ -101,14 +101,18 @@ def model_of(family: str, layers: int) -> Any:
     return deep(family, torch.float64, layers, VOCABULARY)
 
 
+ALSO = ("entropy", "top1", "mean_logits", "log_sum_sq_probs")
+
+
 @cache
 def dense(family: str, layers: int, device: torch.device) -> tuple[dict[str, Answer], list[np.ndarray]]:
-    """What one process says of each loss, and the log-probabilities of each document's tokens."""
+    """What one process says of each loss, and of each document's tokens the log-probabilities and ALSO (5, n)."""
     model, documents = model_of(family, layers).to(device), documents_of()
     rows, model = rows_of(model, documents), model_inside(model)
-    tokens = [np.zeros(len(document)) for document in documents]
+    tokens = [np.zeros((5, len(document))) for document in documents]
     for values, row in zip(tokens, rows, strict=True):
-        values[row.at.position.cpu().numpy() + 1] = row.log_probs.detach().cpu().numpy()
+        numbers = torch.stack([row.log_probs.detach(), *(getattr(row.at, name) for name in ALSO)])
+        values[:, row.at.position.cpu().numpy() + 1] = numbers.cpu().numpy()
     return {name: answer(model, rows, loss, by) for name, (loss, _, by, _) in LOSSES.items()}, tokens
 
 
@@ -136,11 +140,13 @@ def _errors(case: Case, world: World) -> dict[str, float]:
         losses = [abs(x.loss / wanted.loss - 1) for x in (result, evaluated)]
         found[name] = max(*worst, *losses)
         model.zero_grad()
-    log_probs = token_log_probs(model, plan, documents, world, case.chunk)
-    apart = [np.abs(log_probs.of(d) - values).max() / 4 for d, values in enumerate(tokens)]
+    log_probs = token_log_probs(model, plan, documents, world, case.chunk, also=ALSO)
+    apart = [np.abs(log_probs.of(d) - values[0]).max() / 4 for d, values in enumerate(tokens)]
+    for row, name in enumerate(ALSO, start=1):
+        apart += [np.abs(log_probs.value(name, d) - values[row]).max() / 4 for d, values in enumerate(tokens)]
     for number, (document, total) in enumerate(zip(documents, log_probs.sums, strict=True)):
         weights = document.token_values(np.arange(len(document)))["weights"]
-        apart.append(abs(total - (tokens[number] * weights).sum()) / 50)
+        apart.append(abs(total - (tokens[number][0] * weights).sum()) / 50)
     return found | {"log-probabilities": max(apart)}
 
 

@@ -30,8 +30,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
     "nothing": (None, ""),
     "a rank's sum dropped inside a micro-batch": ((DOCUMENTS, SUM, "local[ids]"), "sets"),
     "a rank's sum dropped in the pass ahead": (
-        (LOG_PROBS, 'world.control.sum_of_arrays(np.concatenate([values, sums]), "log-probabilities of tokens")',
-         "np.concatenate([values, sums])"), "all"),
+        (LOG_PROBS, 'world.control.sum_of_arrays(flat, "log-probabilities of tokens")', "flat"), "all"),
     "a loss counted by every slot": ((DOCUMENTS, "loss if self._world.slot == 0 else 0.0", "loss"), "sets"),
     "a loss counted by every rank": (
         (DOCUMENTS, "self._loss_ahead if self._world.rank == self._world.home.ranks[0] else 0.0",
@@ -49,7 +48,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
     "weights forgotten in the gradient of sets": (
         (DOCUMENTS, "coefficients[targets.documents] * targets.weights", "coefficients[targets.documents]"),
         "sets all"),
-    "weights forgotten in the pass ahead": ((LOG_PROBS, "log_probs * targets.weights", "log_probs"), "all"),
+    "weights forgotten in the pass ahead": ((LOG_PROBS, "numbers[0] * targets.weights", "numbers[0]"), "all"),
     "weights multiplied beside a loss of one's own": (
         (OWN + "token_loss", "total = losses.sum(",
          'total = (losses * targets.rows(part, leaf.dtype)["weights"]).sum('),

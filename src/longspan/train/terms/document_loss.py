@@ -221,7 +221,7 @@ class DocumentPasses:
             return total
         slopes = to_device(coefficients[targets.documents] * targets.weights, hidden.device)
 
-        def slopes_only(log_probs: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        def slopes_only(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
             return log_probs.new_zeros((), dtype=torch.float64), slopes[part]
 
         return total + chunked_loss(hidden, targets.targets, slopes_only, head, self._chunk_rows)

@@ -12,7 +12,7 @@ and on which rank, is the plan's affair.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +25,7 @@ from longspan.comm import to_device
 from longspan.errors import DataError, LossError
 from longspan.train.loss import Head, Targets, chunked_loss
 from longspan.train.reading.read_rows import WEIGHTS, LocalBatch, documents_and_positions, target_rows
+from longspan.train.terms.distribution import Distributions
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,12 +35,16 @@ class LossRows:
     `document` (n,) is numbered as in the plan; a row at `position` (n,) predicts the token after it, whose id is in
     `target` (n,). `at["name"]` (n,) is what came with the documents under that name, of the tokens that are predicted,
     in the dtype of the log-probabilities; `at["weights"]` are 1 in documents that give none.
+
+    `entropy`, `top1`, `mean_logits` and `log_sum_sq_probs` (n,) are of the distribution that a row predicts, as by
+    `token_log_probs(…, also=)`: without a gradient, and computed when they are read.
     """
 
     document: Tensor
     position: Tensor
     target: Tensor
     values: Mapping[str, Tensor]
+    distributions: Distributions | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.document)
@@ -52,6 +57,31 @@ class LossRows:
                 f"it with each: longspan.Document(ids, {name}=…)"
             )
         return self.values[name]
+
+    @property
+    def entropy(self) -> Tensor:
+        """The entropy of the model's distribution (n,), in nats."""
+        return self._distribution_value("entropy")
+
+    @property
+    def top1(self) -> Tensor:
+        """1 where the target is the likeliest token, and 0 elsewhere (n,)."""
+        return self._distribution_value("top1")
+
+    @property
+    def mean_logits(self) -> Tensor:
+        """The mean of the logits over the vocabulary (n,)."""
+        return self._distribution_value("mean_logits")
+
+    @property
+    def log_sum_sq_probs(self) -> Tensor:
+        """The logarithm of the sum of the squares of all tokens' probabilities (n,)."""
+        return self._distribution_value("log_sum_sq_probs")
+
+    def _distribution_value(self, name: str) -> Tensor:
+        if self.distributions is None:
+            raise LossError(f"at.{name} is not known, for these LossRows were made without logits; pass distributions=")
+        return self.distributions.value(name)
 
 
 class BatchTargets:
@@ -66,7 +96,7 @@ class BatchTargets:
         self._values = {name: values[rows] for name, values in batch.values.items()} | {WEIGHTS: self.weights}
         self._device = device
 
-    def rows(self, part: slice, dtype: torch.dtype) -> LossRows:
+    def rows(self, part: slice, dtype: torch.dtype, distributions: Distributions | None = None) -> LossRows:
         """Some of these targets as the caller's function gets them."""
         numbers = {name: to_device(x[part], self._device).to(dtype) for name, x in self._values.items()}
         return LossRows(
@@ -74,6 +104,7 @@ class BatchTargets:
             to_device(self.positions[part], self._device),
             self.targets.ids[part],
             MappingProxyType(numbers),
+            distributions,
         )
 
 
@@ -96,14 +127,17 @@ class TokenLoss:
         targets = BatchTargets(batch, hidden.device)
         return chunked_loss(hidden, targets.targets, partial(self._losses_and_slopes, targets), head, self._chunk_rows)
 
-    def _losses_and_slopes(self, targets: BatchTargets, log_probs: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    def _losses_and_slopes(
+        self, targets: BatchTargets, log_probs: Tensor, part: slice, logits: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The sum of the losses of some targets, and the derivative of each by its log-probability."""
         zeros = log_probs.new_zeros((), dtype=torch.float64), torch.zeros_like(log_probs)
         if self.error is not None:
             return zeros
+        distributions = Distributions(logits, targets.targets.ids[part])
         try:
             leaf = log_probs.detach().requires_grad_(torch.is_grad_enabled())
-            losses = check_losses(self._function(leaf, targets.rows(part, leaf.dtype)), leaf)
+            losses = check_losses(self._function(leaf, targets.rows(part, leaf.dtype, distributions)), leaf)
             total = losses.sum(dtype=torch.float64)
             if not total.requires_grad:  # a constant, or no gradient is wanted
                 return total, zeros[1]
@@ -112,6 +146,8 @@ class TokenLoss:
         except Exception as error:  # of the caller's function
             self.error = error
             return zeros
+        finally:
+            distributions.release()
 
 
 def check_losses(losses: Any, log_probs: Tensor) -> Tensor:

@@ -1,0 +1,85 @@
+"""Numbers of the distributions over the vocabulary that rows predict: entropy and the like, without gradients.
+
+`token_log_probs(…, also=)` gives them of every token, and a loss of one's own reads those of its rows, as `at.entropy`.
+They are those of the model's own logits, with its soft caps and scales; no temperature divides them.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from longspan.comm import World
+from longspan.errors import LossError, short_text
+from longspan.train.loss import chunks_of_rows
+
+DISTRIBUTION_VALUES = ("entropy", "top1", "mean_logits", "log_sum_sq_probs")
+_PARTS = 8  # of a chunk's rows: copies of logits are of one part at a time
+
+
+def check_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Return names of numbers, each once. Raises LossError for one that there is not."""
+    unique = (names,) if isinstance(names, str) else tuple(dict.fromkeys(names))
+    others = [name for name in unique if isinstance(names, str) or name not in DISTRIBUTION_VALUES]
+    if others:
+        raise LossError(f"also has {short_text(others[0])}; give a list of some of {', '.join(DISTRIBUTION_VALUES)}")
+    return unique
+
+
+def agree_on_names(names: tuple[str, ...], world: World) -> None:
+    """Raise CommError, on every rank, unless all ranks ask for the same numbers."""
+    digest = hashlib.sha256(" ".join(names).encode()).hexdigest()
+    world.control.agree(digest, what="lists also=", hint="Give every rank the same names in the same order")
+
+
+@torch.no_grad()
+def distribution_values(logits: Tensor, ids: Tensor, names: Sequence[str]) -> Tensor:
+    """Numbers (k, t) by k names of the distributions p = softmax(logits), of logits (t, V) and target ids (t,).
+
+    `entropy` is −Σ p log p in nats, `top1` 1 where the target is the likeliest token (of equal ones the first) and 0
+    elsewhere, `mean_logits` the mean of the logits, `log_sum_sq_probs` log Σ p². All in float32, in float64 for float64
+    logits.
+    """
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    values = logits.new_empty((len(names), len(logits)), dtype=dtype)
+    for part in chunks_of_rows(len(logits), max(1, len(logits) // _PARTS)):
+        for value, name in zip(values, names, strict=True):
+            value[part] = _one_value(logits[part].detach(), ids[part], name, dtype)
+    return values
+
+
+def _one_value(logits: Tensor, ids: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    """A number (t,) of rows' distributions."""
+    if name == "top1":
+        return (logits.argmax(-1) == ids).to(dtype)
+    if name == "mean_logits":
+        return logits.mean(-1, dtype=dtype)
+    log_probs = logits.to(dtype).log_softmax(-1)
+    if name == "log_sum_sq_probs":
+        return log_probs.mul_(2).logsumexp(-1)
+    # a token that cannot come (−inf) adds nothing
+    return -(log_probs.exp() * log_probs.clamp_(min=torch.finfo(dtype).min)).sum(-1)
+
+
+class Distributions:
+    """The distributions of some rows while their logits (t, V) exist; a number is computed when it is first read."""
+
+    def __init__(self, logits: Tensor, ids: Tensor) -> None:
+        self._rows: tuple[Tensor, Tensor] | None = (logits, ids)
+        self._values = dict[str, Tensor]()
+
+    def value(self, name: str) -> Tensor:
+        """A number (t,) by its name. Raises LossError after `release`, if it was not read before."""
+        if name not in self._values:
+            if self._rows is None:
+                raise LossError(
+                    f"at.{name} is read after the loss has returned, when its logits are gone; read it in the loss and "
+                    "keep the tensor"
+                )
+            self._values[name] = distribution_values(*self._rows, (name,))[0]
+        return self._values[name]
+
+    def release(self) -> None:
+        """Let go of the logits."""
+        self._rows = None
