@@ -100,9 +100,9 @@ def model_of(family: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.fl
 
 
 TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ 'a:' }}{% generation %}"
-    "{{ ' ' + m['content'] + ' </s>' }}{% endgeneration %}{% else %}{{ 'u: ' + m['content'] + ' ' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ 'a: ' }}{% generation %}{{ m['content'] + ' </s>' }}"
+    "{% endgeneration %}{{ ' ' }}{% else %}{{ 'u: ' + m['content'] + ' ' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'a: ' }}{% endif %}"
 )
 WORDS = tuple(f"w{i}" for i in range(VOCABULARY - 5))
 
